@@ -1,0 +1,56 @@
+"""zbpp: zero-bubble pipeline parallelism for PyTorch.
+
+The public names are loaded when they are first used: `import zbpp` imports no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zbpp.autograd import WeightGrads, backward_input
+    from zbpp.runtime import Pipeline, replicate
+    from zbpp.schedule import Costs, PlanError, Timeline, Timetable, lower, plan, simulate
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Costs": "zbpp.schedule",
+    "Pipeline": "zbpp.runtime",
+    "PlanError": "zbpp.schedule",
+    "Timeline": "zbpp.schedule",
+    "Timetable": "zbpp.schedule",
+    "WeightGrads": "zbpp.autograd",
+    "backward_input": "zbpp.autograd",
+    "lower": "zbpp.schedule",
+    "plan": "zbpp.schedule",
+    "replicate": "zbpp.runtime",
+    "simulate": "zbpp.schedule",
+}
+
+__all__ = [
+    "Costs",
+    "Pipeline",
+    "PlanError",
+    "Timeline",
+    "Timetable",
+    "WeightGrads",
+    "backward_input",
+    "lower",
+    "plan",
+    "replicate",
+    "simulate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'zbpp' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value  # the next look-up is a plain one
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -1,0 +1,32 @@
+"""Timetables and what can be known of them without running anything: pure Python and numpy."""
+
+from zbpp.schedule.costs import Costs
+from zbpp.schedule.dataflow import Value, consumes, produces
+from zbpp.schedule.families import SCHEDULES
+from zbpp.schedule.lower import Program, Programs, Recv, Release, Send, lower
+from zbpp.schedule.planner import placement_of, plan
+from zbpp.schedule.simulate import Timeline, simulate
+from zbpp.schedule.timetable import Action, Op, PlanError, Row, Timetable
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Costs",
+    "Op",
+    "PlanError",
+    "Program",
+    "Programs",
+    "Recv",
+    "Release",
+    "Row",
+    "Send",
+    "Timeline",
+    "Timetable",
+    "Value",
+    "consumes",
+    "lower",
+    "placement_of",
+    "plan",
+    "produces",
+    "simulate",
+]

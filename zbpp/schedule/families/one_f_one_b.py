@@ -1,0 +1,27 @@
+"""1F1B, PipeDream-Flush (arXiv:2006.09503): a whole backward as soon as there is one to run."""
+
+from zbpp.schedule.timetable import Action, Op, Timetable
+
+
+def one_f_one_b(num_ranks: int, num_microbatches: int) -> Timetable:
+    """One stage per rank; rank r runs min(p - 1 - r, m) forwards, then alternates F and BW.
+
+    Holds p - r activations; bubble (p - 1)(F + B + W).
+
+    p=3, m=4:
+        0F0 0F1 0F2 0BW0 0F3 0BW1 0BW2 0BW3
+        1F0 1F1 1BW0 1F2 1BW1 1F3 1BW2 1BW3
+        2F0 2BW0 2F1 2BW1 2F2 2BW2 2F3 2BW3
+    """
+    return Timetable(
+        _row(stage, min(num_ranks - 1 - stage, num_microbatches), num_microbatches)
+        for stage in range(num_ranks)
+    )
+
+
+def _row(stage: int, warm_up: int, num_microbatches: int) -> list[Action]:
+    forwards = [Action(stage, Op.F, microbatch) for microbatch in range(num_microbatches)]
+    backwards = [Action(stage, Op.BW, microbatch) for microbatch in range(num_microbatches)]
+    alternating = zip(forwards[warm_up:], backwards, strict=False)  # the warm-up's backwards are left over
+    steady = [action for pair in alternating for action in pair]
+    return forwards[:warm_up] + steady + backwards[num_microbatches - warm_up :]

@@ -1,0 +1,56 @@
+"""ZB-H1 and ZB-H2, the handcrafted schedules of Zero Bubble (arXiv:2401.10241, section 2).
+
+Both are one pattern. Time is cut into slots; in slot x a rank runs
+
+    F_x,   B_(x - warm_up),   W_(x - warm_up - delay)
+
+as far as these microbatches exist. The warm-up is what B has to wait for; the delay moves
+W's from the steady phase into the bubble at the end.
+"""
+
+from zbpp.schedule.timetable import Action, Op, PlanError, Timetable
+
+
+def zb_h1(num_ranks: int, num_microbatches: int) -> Timetable:
+    """One stage per rank, the memory of 1F1B; warm-up p - 1 - r, W's delayed by r.
+
+    Bubble (p - 1)(F + B - W): a third of 1F1B's at equal times.
+
+    p=3, m=4:
+        0F0 0F1 0F2 0B0 0W0 0F3 0B1 0W1 0B2 0W2 0B3 0W3
+        1F0 1F1 1B0 1F2 1B1 1W0 1F3 1B2 1W1 1B3 1W2 1W3
+        2F0 2B0 2F1 2B1 2F2 2B2 2W0 2F3 2B3 2W1 2W2 2W3
+    """
+    last = num_ranks - 1
+    return Timetable(_row(stage, last - stage, stage, num_microbatches) for stage in range(num_ranks))
+
+
+def zb_h2(num_ranks: int, num_microbatches: int) -> Timetable:
+    """One stage per rank, up to 2p - 1 activations; warm-up 2(p - 1 - r), W's delayed by 2r.
+
+    Bubble (p - 1)(F + B - 2W): none at equal times. Raises PlanError below 2p - 1 microbatches.
+
+    p=3, m=5:
+        0F0 0F1 0F2 0F3 0F4 0B0 0W0 0B1 0W1 0B2 0W2 0B3 0W3 0B4 0W4
+        1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1W0 1B3 1W1 1B4 1W2 1W3 1W4
+        2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4 2W0 2W1 2W2 2W3 2W4
+    """
+    last = num_ranks - 1
+    if num_microbatches < 2 * num_ranks - 1:
+        raise PlanError(
+            f"zb_h2 needs num_microbatches >= 2 * num_ranks - 1 = {2 * num_ranks - 1} to fill its warm-up, "
+            f"got {num_microbatches}; zb_h1 runs with any number"
+        )
+    return Timetable(
+        _row(stage, 2 * (last - stage), 2 * stage, num_microbatches) for stage in range(num_ranks)
+    )
+
+
+def _row(stage: int, warm_up: int, delay: int, num_microbatches: int) -> list[Action]:
+    lags = ((Op.F, 0), (Op.B, warm_up), (Op.W, warm_up + delay))
+    return [
+        Action(stage, op, slot - lag)
+        for slot in range(num_microbatches + warm_up + delay)
+        for op, lag in lags
+        if 0 <= slot - lag < num_microbatches
+    ]

@@ -1,0 +1,15 @@
+"""One 64-bit seed from a tuple: how everything random in zbpp is tied to its place.
+
+Weights are seeded by (seed, parameter name), dropout by (seed, step, stage, microbatch),
+data by (seed, epoch). So a number drawn never depends on the cut, the rank or the order of work.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+
+def seed_of(*parts: int | str) -> int:
+    """A seed in [0, 2**63) that depends on every part and on their order."""
+    digest = blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
