@@ -1,10 +1,12 @@
 """Timetables and what can be known of them without running anything: pure Python and numpy."""
 
+from zbpp.schedule.compare import compare, per_stage_of
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.dataflow import Value, consumes, produces
 from zbpp.schedule.families import SCHEDULES
 from zbpp.schedule.lower import Program, Programs, Recv, Release, Send, lower
 from zbpp.schedule.planner import placement_of, plan
+from zbpp.schedule.render import chrome_trace, render_figures, render_picture, render_table, render_text
 from zbpp.schedule.simulate import Timeline, simulate
 from zbpp.schedule.timetable import Action, Op, PlanError, Row, Timetable
 
@@ -23,10 +25,17 @@ __all__ = [
     "Timeline",
     "Timetable",
     "Value",
+    "chrome_trace",
+    "compare",
     "consumes",
     "lower",
+    "per_stage_of",
     "placement_of",
     "plan",
     "produces",
+    "render_figures",
+    "render_picture",
+    "render_table",
+    "render_text",
     "simulate",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zbpp.schedule.timetable import Op, PlanError
 
@@ -68,8 +68,10 @@ class Costs:
         )
 
 
-def _numbers(value: PerStage) -> list[float]:
+def _numbers(value: object) -> list[float]:
+    # A string is a Sequence too: "12" would be 1 and 2.
+    numbers: Sequence[Any] = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     try:
-        return [float(number) for number in value] if isinstance(value, Sequence) else [float(value)]
+        return [float(number) for number in numbers]
     except (TypeError, ValueError):
         raise PlanError(f"a cost is a number or one number per stage, not {value!r}") from None

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Train on several nodes. Submit from the project's root with its environment active; arguments go to scripts/train.py:
+#
+#   sbatch --nodes=4 scripts/slurm.sh schedule=zb_h1 model=llama_1b num_microbatches=64 run_dir=/shared/runs/a
+#
+# run_dir must be on a file system that all nodes see.
+#SBATCH --job-name=zbpp
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --output=slurm-%j.out
+# One task per node: torchrun, which starts one rank per GPU. cpus-per-task: all cores of a node.
+set -euo pipefail
+
+# sbatch runs a copy of this file from a spool folder: the project is where it was submitted.
+cd -- "${SLURM_SUBMIT_DIR:?start this with sbatch}"
+[[ -f scripts/train.py ]] || { echo "slurm: submit from the project's root, not from $PWD" >&2; exit 1; }
+
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
+# From the job's id, so that two jobs sharing a head node do not meet; below Linux' ephemeral ports (32768 and up).
+port=$((15000 + SLURM_JOB_ID % 15000))
+
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # eight ranks share a node's cores
+export PYTHONUNBUFFERED=1                    # the last lines before a crash reach the log
+
+# NCCL, if needed:
+# export NCCL_DEBUG=INFO                  # which network does it take? ("NET/IB" or "NET/Socket")
+# export NCCL_SOCKET_IFNAME=ib0           # the interface for its bootstrap, if it picks the wrong one; gloo: GLOO_SOCKET_IFNAME
+# export NCCL_IB_HCA=mlx5                 # which InfiniBand cards
+# export NCCL_CROSS_NIC=1                 # networks without rail-wise switches
+# export TORCH_NCCL_TRACE_BUFFER_SIZE=2000  # the flight recorder: what each rank waited for when it hung
+
+# srun does not inherit --cpus-per-task (Slurm 22.05 and newer): without it all ranks of a node share one core.
+# rdzv-id with the restart count: a requeued job keeps its id, and must not meet its former self.
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
+    python -m torch.distributed.run \
+    --nnodes="$SLURM_JOB_NUM_NODES" \
+    --nproc-per-node=gpu \
+    --rdzv-backend=c10d \
+    --rdzv-endpoint="$head:$port" \
+    --rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
+    --max-restarts="${ZBPP_MAX_RESTARTS:-3}" \
+    scripts/train.py "$@"

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Lint, format, types, tests. Arguments go to pytest: bash scripts/test.sh -k name
+set -euo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+source scripts/setup.sh
+
+export OMP_NUM_THREADS=1 # tests start several ranks on few cores
+export MPLBACKEND=Agg    # no display needed
+
+# All four run even if one fails, so that one call shows everything.
+failed=()
+"$VENV/bin/ruff" check || failed+=("ruff check")
+"$VENV/bin/ruff" format --check || failed+=("ruff format --check")
+"$VENV/bin/mypy" || failed+=("mypy")
+
+marks=""
+if ! "$VENV/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    marks="not gpu" # a -m among the arguments comes later and wins
+fi
+"$VENV/bin/python" -m pytest -m "$marks" "$@" || failed+=("pytest")
+
+# Silent when all is well: pytest's closing line is the last one.
+if ((${#failed[@]})); then
+    printf 'test: FAILED: %s\n' "${failed[@]}" >&2
+    exit 1
+fi

@@ -1,0 +1,78 @@
+"""Run a function on several real processes joined by gloo, and collect what each returns."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed"])
+
+
+def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    """[function(rank, *args) of each rank]; `function` must be importable. Raises what a rank raised."""
+    results = outcomes(function, num_ranks, *args, timeout=timeout)
+    for rank, (succeeded, result) in enumerate(results):
+        if not succeeded:
+            raise RuntimeError(f"rank {rank} failed:\n{result}")
+    return [result for _, result in results]
+
+
+def outcomes(
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60.0
+) -> list[tuple[bool, Any]]:
+    """Per rank (True, result) or (False, traceback): for tests of what happens when a rank fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(num_ranks):
+            receiver, sender = _CONTEXT.Pipe(duplex=False)
+            arguments = (sender, function, rank, num_ranks, Path(folder) / "store", args)
+            process = _CONTEXT.Process(target=_main, args=arguments)
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        results = [_receive(pipe, timeout) for pipe in pipes]
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    return results
+
+
+def _receive(pipe: Any, timeout: float) -> tuple[bool, Any]:
+    if not pipe.poll(timeout):
+        return False, f"no answer within {timeout} s"
+    try:
+        answer: tuple[bool, Any] = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        return False, "the process died without a word"
+    return answer
+
+
+def _main(
+    pipe: Any, function: Callable[..., Any], rank: int, num_ranks: int, store: Path, args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        if num_ranks > 1:
+            dist.init_process_group(
+                "gloo", f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=30)
+            )
+        answer = (True, function(rank, *args))
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    pipe.send_bytes(pickle.dumps(answer))  # plain pickle: shared-memory tensors die with their process
+    pipe.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()

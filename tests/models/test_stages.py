@@ -1,0 +1,267 @@
+"""What holds for every model: the cut changes nothing, and bad sizes are refused in words."""
+
+import pytest
+import torch
+from torch import nn
+
+from zbpp.models.emulated import Emulated
+from zbpp.models.gpt import Gpt
+from zbpp.models.layers import split_layers
+from zbpp.models.llama import Llama
+from zbpp.models.mlp import Mlp
+from zbpp.stage_api import PipelineModel
+
+GPT = {"vocab_size": 19, "num_layers": 5, "hidden_size": 16, "num_heads": 4, "sequence_length": 8}
+LLAMA = {**GPT, "num_kv_heads": 2}
+MLP = {"num_layers": 5, "in_features": 3, "hidden_size": 7, "out_features": 2}
+
+
+def tokens():
+    return torch.randint(19, (2, 8), generator=torch.Generator().manual_seed(1))
+
+
+def features():
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+
+
+MODELS = [
+    pytest.param(Gpt, GPT, tokens, id="gpt"),
+    pytest.param(Llama, LLAMA, tokens, id="llama"),
+    pytest.param(Mlp, MLP, features, id="mlp"),
+]
+
+
+def stages_of(model, num_stages):
+    return [model.build_stage(index, num_stages) for index in range(num_stages)]
+
+
+def parameters_of(model, num_stages):
+    """(name, parameter) of all stages, in stage order."""
+    return [pair for stage in stages_of(model, num_stages) for pair in stage.named_parameters()]
+
+
+def whole(model):
+    return model.build_stage(0, 1)
+
+
+@pytest.mark.parametrize(("cls", "sizes", "batch"), MODELS)
+def test_models_meet_the_contract(cls, sizes, batch):
+    assert isinstance(cls(**sizes), PipelineModel)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+@pytest.mark.parametrize(("cls", "sizes", "batch"), MODELS)
+def test_names_order_and_weights_do_not_depend_on_the_cut(cls, sizes, batch, num_stages):
+    cut, uncut = parameters_of(cls(**sizes), num_stages), parameters_of(cls(**sizes), 1)
+    assert [name for name, _ in cut] == [name for name, _ in uncut]
+    assert all(torch.equal(one, other) for (_, one), (_, other) in zip(cut, uncut, strict=True))
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+@pytest.mark.parametrize(("cls", "sizes", "batch"), MODELS)
+def test_chained_stages_are_the_whole_model(cls, sizes, batch, num_stages):
+    model = cls(**sizes)
+    x = batch()
+    for stage in stages_of(model, num_stages):
+        x = stage(x)
+    assert torch.equal(x, whole(model)(batch()))
+
+
+@pytest.mark.parametrize(("cls", "sizes", "batch"), MODELS)
+def test_weights_depend_on_seed_and_name(cls, sizes, batch):
+    matrices = [weight for _, weight in parameters_of(cls(**sizes), 1) if weight.ndim == 2]
+    others = [weight for _, weight in parameters_of(cls(**sizes, seed=1), 1) if weight.ndim == 2]
+    drawn = [weight.flatten()[0].item() for weight in matrices + others]
+    assert len(set(drawn)) == len(drawn)
+
+
+@pytest.mark.parametrize(("cls", "sizes", "batch"), MODELS)
+def test_building_leaves_the_global_random_state_alone(cls, sizes, batch):
+    before = torch.get_rng_state()
+    whole(cls(**sizes))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("cls", "sizes", "batch"), MODELS)
+def test_weights_are_drawn_in_float32_whatever_the_default(cls, sizes, batch, default_float64):
+    model = whole(cls(**sizes))
+    assert all(weight.dtype == torch.float64 for weight in model.parameters())
+    assert all(torch.equal(weight, weight.float().double()) for weight in model.parameters())
+
+
+@pytest.fixture
+def default_float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(("cls", "sizes"), [(Gpt, GPT), (Llama, LLAMA)])
+def test_weights_have_gpt2s_scale(cls, sizes):
+    model = whole(cls(**{**sizes, "hidden_size": 128, "num_layers": 2}))
+    residual = {"attention.output.weight": 0.01, "mlp.down.weight": 0.01}  # 0.02 / sqrt(2 * 2 layers)
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2:
+            expected = residual.get(name.partition(".")[2], 0.02)
+            assert weight.std().item() == pytest.approx(expected, rel=0.1), name
+            assert abs(weight.mean().item()) < expected / 5, name
+        else:
+            assert torch.all(weight == (0.0 if name.endswith("bias") else 1.0)), name
+
+
+@pytest.mark.parametrize(("cls", "sizes", "batch"), MODELS)
+def test_each_layer_is_a_direct_child_with_its_global_number(cls, sizes, batch):
+    stage = cls(**sizes).build_stage(1, 3)
+    assert [name for name, _ in stage.named_children()] == ["layer_2", "layer_3"]
+
+
+@pytest.mark.parametrize(("cls", "sizes"), [(Gpt, GPT), (Llama, LLAMA)])
+def test_embedding_is_on_stage_0_and_head_on_the_last(cls, sizes):
+    children = [[name for name, _ in stage.named_children()] for stage in stages_of(cls(**sizes), 3)]
+    assert children == [
+        ["embedding", "layer_0", "layer_1"],
+        ["layer_2", "layer_3"],
+        ["layer_4", "norm", "head"],
+    ]
+
+
+@pytest.mark.parametrize(("cls", "sizes", "batch"), MODELS)
+def test_a_state_dict_travels_between_cuts(cls, sizes, batch):
+    states = [stage.state_dict() for stage in stages_of(cls(**sizes, seed=3), 3)]
+    model = whole(cls(**sizes, seed=4))
+    model.load_state_dict({name: value for state in states for name, value in state.items()})
+    assert torch.equal(model(batch()), whole(cls(**sizes, seed=3))(batch()))
+
+
+@pytest.mark.parametrize(("cls", "sizes"), [(Gpt, GPT), (Llama, LLAMA)])
+def test_token_loss_is_the_mean_negative_log_probability(cls, sizes):
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(2, 8, 19, generator=generator, dtype=torch.float64)
+    picked = logits.log_softmax(-1).gather(-1, tokens()[..., None])
+    assert cls(**sizes).loss(logits, tokens()).item() == pytest.approx(-picked.mean().item(), rel=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_token_loss_is_computed_in_float32_at_least(dtype):
+    logits = torch.zeros(2, 8, 19, dtype=dtype)
+    assert Gpt(**GPT).loss(logits, tokens()).dtype == torch.float32
+
+
+@pytest.mark.parametrize(("cls", "sizes"), [(Gpt, GPT), (Llama, LLAMA)])
+def test_no_token_sees_a_later_one(cls, sizes):
+    model, changed = whole(cls(**sizes)), tokens()
+    changed[:, 5:] = (changed[:, 5:] + 1) % 19
+    one, other = model(tokens()), model(changed)
+    assert torch.equal(one[:, :5], other[:, :5])
+    assert not torch.equal(one[:, 5], other[:, 5])
+
+
+@pytest.mark.parametrize(("cls", "sizes", "batch"), MODELS)
+def test_every_parameter_gets_a_gradient(cls, sizes, batch):
+    model = whole(cls(**sizes))
+    model(batch()).square().sum().backward()
+    assert all(weight.grad is not None and weight.grad.any() for weight in model.parameters())
+
+
+def test_mlp_is_linear_layers_with_relu_between():
+    model = Mlp(**{**MLP, "num_layers": 3})
+    weights = [weight for _, weight in parameters_of(model, 1) if weight.ndim == 2]
+    x = features()
+    for weight in weights[:-1]:
+        x = torch.clamp(x @ weight.T, min=0)
+    torch.testing.assert_close(whole(model)(features()), x @ weights[-1].T)
+
+
+def test_mlp_loss_is_the_mean_square():
+    assert Mlp(**MLP).loss(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 2.0]])).item() == 2.0
+
+
+def counts(layers):
+    return [len(part) for part in layers]
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "expected"),
+    [(8, 4, [2, 2, 2, 2]), (7, 3, [3, 2, 2]), (5, 4, [2, 1, 1, 1]), (3, 3, [1, 1, 1]), (6, 1, [6])],
+)
+def test_layers_are_split_evenly_and_earlier_stages_take_the_rest(num_layers, num_stages, expected):
+    layers = split_layers(num_layers, num_stages)
+    assert counts(layers) == expected
+    assert [layer for part in layers for layer in part] == list(range(num_layers))
+
+
+def test_layers_per_stage_is_obeyed():
+    model = Mlp(**MLP, layers_per_stage=[1, 3, 1])
+    assert counts(stages_of(model, 3)) == [1, 3, 1]
+    assert parameters_of(model, 3)[0][0] == "layer_0.0.weight"
+    assert parameters_of(model, 3)[-1][0] == "layer_4.bias"
+
+
+@pytest.mark.parametrize(
+    ("layers_per_stage", "message"),
+    [
+        (None, r"num_layers=5 is fewer than the 6 stages.*write num_layers=6 or more"),
+        ([3, 2], r"\[3, 2\] is for 2 stages: write 6 numbers"),
+        ([], r"\[\] is for 0 stages: write 6 numbers"),
+        ([2, 0, 1, 1, 0, 1], r"leaves stage 1 empty: write 1 or more"),
+        ([1, 1, 1, 1, 1, 3], r"adds up to 8: make it num_layers=5"),
+    ],
+)
+def test_a_cut_that_does_not_fit_is_refused(layers_per_stage, message):
+    with pytest.raises(ValueError, match=message):
+        Mlp(**MLP, layers_per_stage=layers_per_stage).build_stage(0, 6)
+
+
+@pytest.mark.parametrize(
+    ("index", "num_stages", "message"),
+    [
+        (3, 3, "stage 3 does not exist: with num_stages=3 write 0 to 2"),
+        (-1, 3, "stage -1 does not exist"),
+        (0, 0, "num_stages=0"),
+    ],
+)
+@pytest.mark.parametrize(("cls", "sizes", "batch"), MODELS)
+def test_a_stage_out_of_range_is_refused(cls, sizes, batch, index, num_stages, message):
+    with pytest.raises(ValueError, match=message):
+        cls(**sizes).build_stage(index, num_stages)
+
+
+@pytest.mark.parametrize(
+    ("cls", "sizes", "change", "message"),
+    [
+        (
+            Gpt,
+            GPT,
+            {"num_heads": 5},
+            "hidden_size=16 is not divisible by num_heads=5: write hidden_size=15 or 20",
+        ),
+        (Gpt, GPT, {"num_heads": 32}, "write hidden_size=32$"),
+        (Gpt, GPT, {"dropout": 1.0}, "dropout=1.0 is not a probability below 1"),
+        (Gpt, GPT, {"num_layers": 0}, "num_layers=0 must be positive"),
+        (Llama, LLAMA, {"num_heads": 3}, "hidden_size=16 is not divisible by num_heads=3"),
+        (Llama, LLAMA, {"num_kv_heads": 3}, "num_heads=4 is not divisible by num_kv_heads=3"),
+        (Llama, LLAMA, {"num_kv_heads": 0}, "num_kv_heads=0 must be positive"),
+        (Llama, LLAMA, {"hidden_size": 12}, "heads of 3 numbers.*write hidden_size=16"),
+        (Mlp, MLP, {"hidden_size": 0}, "hidden_size=0 must be positive"),
+        (Emulated, {"f": 1, "b": 1, "w": 1}, {"hidden_size": 0}, "hidden_size=0 must be positive"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(cls, sizes, change, message):
+    with pytest.raises(ValueError, match=message):
+        cls(**{**sizes, **change})
+
+
+@pytest.mark.parametrize(("cls", "sizes"), [(Gpt, GPT), (Llama, LLAMA)])
+def test_a_sequence_longer_than_the_model_is_refused(cls, sizes):
+    with pytest.raises(ValueError, match="9 tokens is longer than the model's sequence_length=8"):
+        cls(**sizes).build_stage(0, 2)(torch.zeros(1, 9, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(("cls", "sizes"), [(Gpt, GPT), (Llama, LLAMA)])
+def test_a_shorter_sequence_is_a_prefix(cls, sizes):
+    model = whole(cls(**sizes))
+    torch.testing.assert_close(model(tokens()[:, :5]), model(tokens())[:, :5])
+
+
+def test_stages_are_ordinary_modules():
+    assert type(Gpt(**GPT).build_stage(0, 2)) is nn.Sequential

@@ -1,0 +1,129 @@
+"""A GPT: learned positions, pre-LayerNorm, GELU, causal attention, a head of its own (untied)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zbpp.models.layers import (
+    Block,
+    Blueprint,
+    check_divides,
+    check_length,
+    check_positive,
+    merge_heads,
+    split_heads,
+    token_loss,
+    transformer_std,
+)
+
+
+class Gpt:
+    """A GPT by stages: int64 tokens [batch, time] -> [batch, time, hidden] -> logits [batch, time, vocab].
+
+    `dropout` is a probability (after the embedding, in attention, after each residual branch).
+    `layers_per_stage`: how many layers each stage gets; by default as even as possible, earlier
+    stages first. Weights depend on `seed` and their names only. Raises ValueError for sizes that
+    don't fit each other, and when a stage meets a sequence longer than `sequence_length`.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 256,
+        num_layers: int,
+        hidden_size: int,
+        num_heads: int,
+        sequence_length: int,
+        dropout: float = 0.0,
+        layers_per_stage: Sequence[int] | None = None,
+        seed: int = 0,
+    ) -> None:
+        check_positive(vocab_size=vocab_size, num_layers=num_layers, sequence_length=sequence_length)
+        check_positive(hidden_size=hidden_size, num_heads=num_heads)
+        check_divides("hidden_size", hidden_size, "num_heads", num_heads)
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout={dropout} is not a probability below 1: write 0.0 to 0.9")
+        self._blueprint = Blueprint(
+            first={"embedding": lambda: Embedding(vocab_size, hidden_size, sequence_length, dropout)},
+            layer=lambda number: gpt_block(hidden_size, num_heads, dropout),
+            last={
+                "norm": lambda: nn.LayerNorm(hidden_size),
+                "head": lambda: nn.Linear(hidden_size, vocab_size, bias=False),
+            },
+            num_layers=num_layers,
+            layers_per_stage=layers_per_stage,
+            std=transformer_std(num_layers),
+            seed=seed,
+        )
+
+    def build_stage(self, index: int, num_stages: int) -> nn.Sequential:
+        """Stage `index` of `num_stages`. Raises ValueError if the layers can't be split that way."""
+        return self._blueprint.build_stage(index, num_stages)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per token; logits [batch, time, vocab], target [batch, time]."""
+        return token_loss(output, target)
+
+
+class Embedding(nn.Module):
+    """Tokens [batch, time] -> token plus position embeddings [batch, time, hidden]."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, sequence_length: int, dropout: float) -> None:
+        super().__init__()
+        self.sequence_length = sequence_length
+        self.token = nn.Embedding(vocab_size, hidden_size)
+        self.position = nn.Embedding(sequence_length, hidden_size)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        time = tokens.shape[1]
+        check_length(time, self.sequence_length)
+        positions = torch.arange(time, device=tokens.device)
+        embedded: Tensor = self.dropout(self.token(tokens) + self.position(positions))
+        return embedded
+
+
+class Attention(nn.Module):
+    """Causal self-attention, [batch, time, hidden] in and out; one projection for q, k and v."""
+
+    def __init__(self, hidden_size: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
+        self.output = nn.Linear(hidden_size, hidden_size)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (split_heads(part, self.num_heads) for part in self.qkv(x).chunk(3, dim=-1))
+        dropout = self.dropout.p if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        projected: Tensor = self.dropout(self.output(merge_heads(mixed)))
+        return projected
+
+
+class FeedForward(nn.Module):
+    """Linear to 4 hidden, GELU, Linear back."""
+
+    def __init__(self, hidden_size: int, dropout: float) -> None:
+        super().__init__()
+        self.up = nn.Linear(hidden_size, 4 * hidden_size)
+        self.down = nn.Linear(4 * hidden_size, hidden_size)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected: Tensor = self.dropout(self.down(F.gelu(self.up(x))))
+        return projected
+
+
+def gpt_block(hidden_size: int, num_heads: int, dropout: float) -> Block:
+    """One layer of a GPT."""
+    return Block(
+        attention_norm=nn.LayerNorm(hidden_size),
+        attention=Attention(hidden_size, num_heads, dropout),
+        mlp_norm=nn.LayerNorm(hidden_size),
+        mlp=FeedForward(hidden_size, dropout),
+    )

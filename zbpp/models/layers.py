@@ -1,0 +1,195 @@
+"""What the models share: how layers are split over stages, how a stage is put together, seeded weights.
+
+A stage is an `nn.Sequential` of named children in model order: `embedding` on stage 0, then one
+child per layer, then `norm` and `head` on the last stage. A layer's name is its GLOBAL number
+(`layer_7`), without a dot, so that each layer is a direct child of its stage: that is what
+recompute wraps. Names, and with them the weights, don't depend on the cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zbpp.seeding import seed_of
+
+# The last matrix of each residual branch: scaled down, so that depth doesn't blow up the sum.
+RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight")
+
+StdRule = Callable[[str, torch.Size], float]
+"""The standard deviation of a weight matrix, from its name and shape."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blueprint:
+    """A model as factories in model order: `first` by name, the numbered layers, `last` by name."""
+
+    layer: Callable[[int], nn.Module]
+    num_layers: int
+    std: StdRule
+    seed: int
+    layers_per_stage: Sequence[int] | None = None
+    first: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
+    last: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
+
+    def build_stage(self, index: int, num_stages: int) -> nn.Sequential:
+        """Stage `index` on the CPU with its initial weights; nothing of the others is allocated.
+
+        Raises ValueError if `index` is out of range or the layers can't be split that way.
+        """
+        layers = split_layers(self.num_layers, num_stages, self.layers_per_stage)
+        if not 0 <= index < num_stages:
+            raise ValueError(
+                f"stage {index} does not exist: with num_stages={num_stages} write 0 to {num_stages - 1}"
+            )
+        # On meta the modules' own initialisation costs nothing and draws no random numbers.
+        with torch.device("meta"):
+            parts = OrderedDict(self._parts(index, num_stages, layers[index]))
+        stage = nn.Sequential(parts)
+        initialise(stage, self.seed, self.std)
+        return stage
+
+    def _parts(self, index: int, num_stages: int, layers: range) -> Iterator[tuple[str, nn.Module]]:
+        if index == 0:
+            yield from ((name, make()) for name, make in self.first.items())
+        yield from ((f"layer_{number}", self.layer(number)) for number in layers)
+        if index == num_stages - 1:
+            yield from ((name, make()) for name, make in self.last.items())
+
+
+def split_layers(
+    num_layers: int, num_stages: int, layers_per_stage: Sequence[int] | None = None
+) -> list[range]:
+    """The layers of each stage, contiguous and in order.
+
+    By default as even as possible. Where that doesn't come out even, EARLIER stages get one layer
+    more, since the last one also has the head and the loss: 7 layers on 3 stages are 3, 2, 2.
+    Raises ValueError if a stage would be empty, or `layers_per_stage` doesn't fit.
+    """
+    if num_stages < 1:
+        raise ValueError(f"num_stages={num_stages}: a pipeline has at least one stage; write 1 or more")
+    counts = even_counts(num_layers, num_stages) if layers_per_stage is None else list(layers_per_stage)
+    check_counts(counts, num_layers, num_stages)
+    return [range(start, stop) for start, stop in pairwise(accumulate(counts, initial=0))]
+
+
+def even_counts(num_layers: int, num_stages: int) -> list[int]:
+    """How many layers each stage gets by default. Raises ValueError with fewer layers than stages."""
+    if num_layers < num_stages:
+        raise ValueError(
+            f"num_layers={num_layers} is fewer than the {num_stages} stages, and each needs at least one: "
+            f"write num_layers={num_stages} or more, or use fewer stages (ranks, or stages per rank)"
+        )
+    quotient, remainder = divmod(num_layers, num_stages)
+    return [quotient + (stage < remainder) for stage in range(num_stages)]
+
+
+def check_counts(counts: list[int], num_layers: int, num_stages: int) -> None:
+    """Raises ValueError unless `counts` is a list of `num_stages` positive numbers, `num_layers` in all."""
+    given = f"layers_per_stage={counts}"
+    if len(counts) != num_stages:
+        raise ValueError(f"{given} is for {len(counts)} stages: write {num_stages} numbers, one per stage")
+    if min(counts) < 1:
+        raise ValueError(f"{given} leaves stage {counts.index(min(counts))} empty: write 1 or more for each")
+    if sum(counts) != num_layers:
+        raise ValueError(f"{given} adds up to {sum(counts)}: make it num_layers={num_layers}, or change that")
+
+
+def initialise(module: nn.Module, seed: int, std: StdRule) -> None:
+    """Replace the parameters of `module` (on meta) by initial values that depend on (seed, name) only."""
+    for name, parameter in list(module.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        values = initial_values(name, parameter.shape, seed, std).to(parameter.dtype)
+        setattr(module.get_submodule(owner), leaf, nn.Parameter(values))
+
+
+def initial_values(name: str, shape: torch.Size, seed: int, std: StdRule) -> Tensor:
+    """Biases 0, norm scales 1, matrices normal; float32, from a generator of their own."""
+    values = torch.empty(shape, dtype=torch.float32, device="cpu")
+    if len(shape) == 1:
+        return values.fill_(0.0 if name.endswith("bias") else 1.0)
+    generator = torch.Generator("cpu").manual_seed(seed_of(seed, name))
+    return values.normal_(0.0, std(name, shape), generator=generator)
+
+
+def transformer_std(num_layers: int) -> StdRule:
+    """0.02 as in GPT-2; the two residual outputs of each layer by 1 / sqrt(2 num_layers) smaller."""
+    residual = 0.02 / math.sqrt(2 * num_layers)
+    return lambda name, shape: residual if name.endswith(RESIDUAL_OUTPUTS) else 0.02
+
+
+def fan_in_std(name: str, shape: torch.Size) -> float:
+    """He's sqrt(2 / fan_in), which keeps the scale of activations through ReLU layers."""
+    return math.sqrt(2 / shape[1])
+
+
+class Block(nn.Module):
+    """One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    [batch, time, hidden] in and out.
+    """
+
+    def __init__(
+        self, attention_norm: nn.Module, attention: nn.Module, mlp_norm: nn.Module, mlp: nn.Module
+    ) -> None:
+        super().__init__()
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        summed: Tensor = x + self.mlp(self.mlp_norm(x))
+        return summed
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """[batch, time, hidden] -> [batch, head, time, hidden / num_heads]."""
+    heads: Tensor = x.unflatten(-1, (num_heads, -1))
+    return heads.transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """The reverse of `split_heads`."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def token_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Mean cross-entropy over all tokens in nats; logits [batch, time, vocab], target [batch, time].
+
+    Computed in float32 at least, whatever the logits are.
+    """
+    precise = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(precise.flatten(0, 1), target.flatten())
+
+
+def check_positive(**sizes: int) -> None:
+    """Raises ValueError naming the first size below 1."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name}={size} must be positive: write 1 or more")
+
+
+def check_divides(whole: str, size: int, part: str, count: int) -> None:
+    """Raises ValueError, with the nearest sizes that do, unless `count` divides `size`."""
+    if size % count:
+        lower, upper = size // count * count, -(-size // count) * count
+        nearest = f"{whole}={upper}" if lower == 0 else f"{whole}={lower} or {upper}"
+        raise ValueError(f"{whole}={size} is not divisible by {part}={count}: write {nearest}")
+
+
+def check_length(time: int, sequence_length: int) -> None:
+    """Raises ValueError if a sequence of `time` tokens is longer than the model's `sequence_length`."""
+    if time > sequence_length:
+        raise ValueError(
+            f"a sequence of {time} tokens is longer than the model's sequence_length={sequence_length}: "
+            f"build the model with sequence_length={time}, or give shorter sequences"
+        )

@@ -1,0 +1,169 @@
+"""A Llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zbpp.models.layers import (
+    Block,
+    Blueprint,
+    check_divides,
+    check_length,
+    check_positive,
+    merge_heads,
+    split_heads,
+    token_loss,
+    transformer_std,
+)
+
+
+class Llama:
+    """A Llama by stages: int64 tokens [batch, time] -> [batch, time, hidden] -> logits [batch, time, vocab].
+
+    `num_kv_heads`: key and value heads, each shared by num_heads / num_kv_heads queries; by default
+    num_heads. `intermediate_size`: by default 8/3 hidden_size, rounded up to a multiple of 64.
+    `layers_per_stage`: how many layers each stage gets; by default as even as possible, earlier
+    stages first. Weights depend on `seed` and their names only. Raises ValueError for sizes that
+    don't fit each other, and when a stage meets a sequence longer than `sequence_length`.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 256,
+        num_layers: int,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        intermediate_size: int | None = None,
+        sequence_length: int,
+        rope_theta: float = 10000.0,
+        norm_eps: float = 1e-5,
+        layers_per_stage: Sequence[int] | None = None,
+        seed: int = 0,
+    ) -> None:
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        inner = default_intermediate(hidden_size) if intermediate_size is None else intermediate_size
+        check_positive(vocab_size=vocab_size, num_layers=num_layers, sequence_length=sequence_length)
+        check_positive(intermediate_size=inner)
+        check_heads(hidden_size, num_heads, kv_heads)
+
+        def layer(number: int) -> Block:
+            rotary = Rotary(hidden_size // num_heads, sequence_length, rope_theta)
+            return Block(
+                attention_norm=nn.RMSNorm(hidden_size, eps=norm_eps),
+                attention=Attention(hidden_size, num_heads, kv_heads, rotary),
+                mlp_norm=nn.RMSNorm(hidden_size, eps=norm_eps),
+                mlp=SwiGlu(hidden_size, inner),
+            )
+
+        self._blueprint = Blueprint(
+            first={"embedding": lambda: nn.Embedding(vocab_size, hidden_size)},
+            layer=layer,
+            last={
+                "norm": lambda: nn.RMSNorm(hidden_size, eps=norm_eps),
+                "head": lambda: nn.Linear(hidden_size, vocab_size, bias=False),
+            },
+            num_layers=num_layers,
+            layers_per_stage=layers_per_stage,
+            std=transformer_std(num_layers),
+            seed=seed,
+        )
+
+    def build_stage(self, index: int, num_stages: int) -> nn.Sequential:
+        """Stage `index` of `num_stages`. Raises ValueError if the layers can't be split that way."""
+        return self._blueprint.build_stage(index, num_stages)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per token; logits [batch, time, vocab], target [batch, time]."""
+        return token_loss(output, target)
+
+
+class Rotary(nn.Module):
+    """Turns each pair (i, i + d/2) of a head's d numbers by an angle: position x theta^(-2i/d).
+
+    [batch, head, time, d] in and out. The halves are paired as in Hugging Face's Llama.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_size: int, sequence_length: int, theta: float) -> None:
+        super().__init__()
+        self.sequence_length = sequence_length
+        # float64 until the table is made: at position 10,000 a float32 angle is off by 1e-3.
+        # On the CPU by name: models are built under torch.device("meta"), which keeps no values.
+        exponents = torch.arange(0, head_size, 2, dtype=torch.float64, device="cpu") / head_size
+        positions = torch.arange(sequence_length, dtype=torch.float64, device="cpu")
+        angles = positions[:, None] * theta**-exponents
+        # Not in the state dict: they follow from the model's sizes.
+        self.register_buffer("cos", angles.cos().float(), persistent=False)
+        self.register_buffer("sin", angles.sin().float(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time = x.shape[-2]
+        check_length(time, self.sequence_length)
+        cos, sin = self.cos[:time], self.sin[:time]
+        first, second = x.chunk(2, dim=-1)
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return turned.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with rotary positions, [batch, time, hidden] in and out."""
+
+    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, rotary: Rotary) -> None:
+        super().__init__()
+        kv_size = hidden_size // num_heads * num_kv_heads
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.query = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.key = nn.Linear(hidden_size, kv_size, bias=False)
+        self.value = nn.Linear(hidden_size, kv_size, bias=False)
+        self.output = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.rotary = rotary
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.rotary(split_heads(self.query(x), self.num_heads))
+        key = self.rotary(split_heads(self.key(x), self.num_kv_heads))
+        value = split_heads(self.value(x), self.num_kv_heads)
+        grouped = self.num_kv_heads != self.num_heads
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        projected: Tensor = self.output(merge_heads(mixed))
+        return projected
+
+
+class SwiGlu(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return projected
+
+
+def default_intermediate(hidden_size: int) -> int:
+    """8/3 hidden_size: three matrices as large as a GPT's two; rounded up to a multiple of 64."""
+    return -(-8 * hidden_size // (3 * 64)) * 64
+
+
+def check_heads(hidden_size: int, num_heads: int, num_kv_heads: int) -> None:
+    """Raises ValueError unless hidden divides into heads of even size, and heads into kv groups."""
+    check_positive(hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    check_divides("hidden_size", hidden_size, "num_heads", num_heads)
+    check_divides("num_heads", num_heads, "num_kv_heads", num_kv_heads)
+    head_size = hidden_size // num_heads
+    if head_size % 2:
+        raise ValueError(
+            f"hidden_size={hidden_size} with num_heads={num_heads} gives heads of {head_size} numbers, and "
+            f"rotary positions need an even size: write hidden_size={(head_size + 1) * num_heads}"
+        )

@@ -1,0 +1,165 @@
+"""One stage's work: F, B, W and BW of its microbatches, in whatever order it is asked for.
+
+It knows its module and what it holds per microbatch; no rank, no peers, no order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.autograd import WeightGrads, backward_input
+from zbpp.runtime.p2p import Message, describe, layout_of
+
+Loss = Callable[..., Tensor]
+
+
+class Feed(NamedTuple):
+    """What the step's caller gave to one stage, per microbatch."""
+
+    args: Sequence[tuple[Any, ...]]  # () where the inputs come from another stage
+    kwargs: Sequence[dict[str, Any]]
+    targets: Sequence[Any] | None
+    seeds: Sequence[int]  # of the random numbers drawn in F
+
+
+class _Saved(NamedTuple):
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+
+class BoundaryError(ValueError):
+    """What one stage returned does not fit the next."""
+
+
+class StageWorker:
+    """Runs one stage. loss_fn(output, target) belongs to the last stage; None elsewhere, or if the
+    last stage's module returns the loss itself.
+
+    is_last: F returns the gradient that B starts from instead of the module's outputs.
+    """
+
+    def __init__(self, index: int, module: nn.Module, *, is_last: bool, loss_fn: Loss | None = None) -> None:
+        self.index, self.module = index, module
+        self._is_last, self._loss_fn = is_last, loss_fn
+        self._feed = Feed((), (), None, ())
+        self._saved: dict[int, _Saved] = {}
+        self._deferred: dict[int, WeightGrads] = {}
+        self.losses: list[Tensor] = []
+
+    def begin(self, feed: Feed) -> None:
+        """Take what the caller gave for a step, and start an empty list of losses."""
+        self._feed = feed
+        self.losses = []
+
+    def end(self) -> None:
+        """Drop the step's batch. Raises RuntimeError if anything of the step is left over."""
+        self._feed = Feed((), (), None, ())
+        left = [*(f"saved({self.index},{m})" for m in self._saved)]
+        left += [*(f"deferred({self.index},{m})" for m in self._deferred)]
+        if left:
+            raise RuntimeError(f"a step ended with work left over: {', '.join(left)}")
+
+    def forward(self, microbatch: int, message: Message) -> Message:
+        """F: run the module and keep its graph. On the last stage returns the loss's own gradient."""
+        inputs = tuple(_leaf(tensor) for tensor in self._inputs(microbatch, message))
+        # A stage may start with an in-place operation, which a leaf would refuse: hand it a view.
+        outputs = self._call(microbatch, tuple(map(_view, inputs)))
+        self._saved[microbatch] = _Saved(tuple(each for each in inputs if isinstance(each, Tensor)), outputs)
+        if self._is_last:
+            self.losses.append(outputs[0].detach())
+            return (outputs[0].new_full((), 1 / len(self._feed.seeds)),)
+        return tuple(output.detach().requires_grad_(output.requires_grad) for output in outputs)
+
+    def evaluate(self, microbatch: int, message: Message) -> Message:
+        """F that keeps nothing; the caller has turned gradients off."""
+        outputs = self._call(microbatch, self._inputs(microbatch, message))
+        if self._is_last:
+            self.losses.append(outputs[0])
+        return outputs
+
+    def backward_input(self, microbatch: int, message: Message) -> Message:
+        """B: gradients of what F was given, None where none flows."""
+        grads, weight_grads = self._backward(microbatch, message)
+        if weight_grads is not None:
+            self._deferred[microbatch] = weight_grads
+        return grads
+
+    def backward_weight(self, microbatch: int, message: Message = ()) -> Message:
+        """W: add the gradients that B put off to `.grad`."""
+        weight_grads = self._deferred.pop(microbatch, None)
+        if weight_grads is not None:
+            weight_grads.accumulate()
+        return ()
+
+    def backward(self, microbatch: int, message: Message) -> Message:
+        """BW: B followed at once by its W; the same kernels in the same order."""
+        grads, weight_grads = self._backward(microbatch, message)
+        if weight_grads is not None:
+            weight_grads.accumulate()
+        return grads
+
+    def _backward(self, microbatch: int, message: Message) -> tuple[Message, WeightGrads | None]:
+        inputs, outputs = self._saved.pop(microbatch)
+        reached = [grad is not None and out.requires_grad for out, grad in zip(outputs, message, strict=True)]
+        if not any(reached):
+            return (None,) * len(inputs), None
+        chosen = [out for out, flows in zip(outputs, reached, strict=True) if flows]
+        return backward_input(chosen, [grad for grad in message if grad is not None], inputs)
+
+    def _inputs(self, microbatch: int, message: Message) -> tuple[Any, ...]:
+        return self._feed.args[microbatch] if self._feed.args else message
+
+    def _call(self, microbatch: int, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        _seed_generators(self._feed.seeds[microbatch])
+        try:
+            output = self.module(*inputs, **self._feed.kwargs[microbatch])
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            if self.index == 0:
+                raise
+            raise BoundaryError(
+                f"stage {self.index} failed on what stage {self.index - 1} returned, "
+                f"{describe(layout_of(inputs))}: {type(error).__name__}: {error}"
+            ) from error
+        return (self._loss(microbatch, output),) if self._is_last else self._outputs(output)
+
+    def _loss(self, microbatch: int, output: Any) -> Tensor:
+        if self._loss_fn is not None:
+            if self._feed.targets is None:
+                raise ValueError("the last stage needs target=...: there is a loss_fn")
+            output = self._loss_fn(output, self._feed.targets[microbatch])
+        if not isinstance(output, Tensor) or output.numel() != 1:
+            found = describe(layout_of((output,))) if isinstance(output, Tensor) else type(output).__name__
+            raise ValueError(f"the loss must be a scalar tensor, not {found}; reduce it, or pass loss_fn")
+        return output.reshape(())
+
+    def _outputs(self, output: Any) -> tuple[Tensor, ...]:
+        outputs = output if isinstance(output, tuple) else (output,)
+        if not outputs or not all(isinstance(each, Tensor) for each in outputs):
+            kinds = ", ".join(type(each).__name__ for each in outputs) or "nothing"
+            raise BoundaryError(
+                f"stage {self.index} returned {kinds}: "
+                "a stage returns a tensor, or a tuple of tensors, for the next one"
+            )
+        return outputs
+
+
+def _leaf(value: Any) -> Any:
+    """An input of F as a leaf of its own graph; what requires no grad passes as it is."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        return value.detach().requires_grad_()
+    return value
+
+
+def _view(value: Any) -> Any:
+    return value.view_as(value) if isinstance(value, Tensor) and value.requires_grad else value
+
+
+def _seed_generators(seed: int) -> None:
+    """Seed the CPU's generator and the current device's."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)

@@ -1,0 +1,172 @@
+"""The picture: one panel per timeline over one time axis, a box per action."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from zbpp.schedule.render.titled import Timelines, beginning, in_words, place_on_rank, titled
+from zbpp.schedule.simulate import Floats, Timeline
+from zbpp.schedule.timetable import Op
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Dark for a rank's first stage, light for its further ones; text is white on dark, black on light.
+_COLOURS = {
+    Op.F: ("#2c6fb3", "#a9cdf0"),
+    Op.B: ("#c2570c", "#fbc592"),
+    Op.W: ("#38895a", "#b4dfbf"),
+    Op.BW: ("#87479b", "#dcbde8"),
+}
+_MEANING = {Op.F: "F", Op.B: "B (input)", Op.W: "W (weights)", Op.BW: "BW (both)"}
+_BUBBLE = "#e6e6ea"
+_WIDTH = 14.0  # inches
+_PLOT_WIDTH = 0.93 * _WIDTH  # what the axis gets of it, about
+_BOX = 0.84  # of a rank's height
+_SMALLEST_FONT = 4.5  # points
+_MOST_NUMBERS = 3000  # text is slow to draw, and a figure with more is not read by number
+
+
+def render_picture(timelines: Timelines, path: str | os.PathLike[str]) -> None:
+    """Write a picture (PNG, PDF, SVG by the suffix) of timelines, one above the other, in ms from 0.
+
+    Grey is the bubble: idle time within a rank's span. Microbatch numbers where they fit.
+    """
+    # A Figure of its own, no pyplot: no display, no global state, and matplotlib only for those who draw.
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    panels = titled(timelines)
+    heights = [_lane(timeline) * timeline.timetable.num_ranks + 0.5 for _, timeline in panels]
+    layout = ConstrainedLayoutEngine(h_pad=0.08)
+    figure = Figure(figsize=(_WIDTH, sum(heights) + 0.8), dpi=150, layout=layout)
+    grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)
+    horizon = max(timeline.makespan for _, timeline in panels) or 1.0
+    for axes, (title, timeline) in zip(grid[:, 0], panels, strict=True):
+        _draw(axes, title, timeline, horizon)
+    grid[-1, 0].set_xlabel("time (ms)")
+    _legend(figure, [timeline for _, timeline in panels])
+    figure.savefig(path)
+
+
+def _lane(timeline: Timeline) -> float:
+    """Inches for one rank: few ranks get room for numbers, many stay on the page."""
+    return float(np.clip(5.0 / timeline.timetable.num_ranks, 0.14, 0.42))
+
+
+def _draw(axes: Axes, title: str, timeline: Timeline, horizon: float) -> None:
+    _draw_bubbles(axes, timeline)
+    _draw_boxes(axes, timeline, _PLOT_WIDTH / horizon)
+    _draw_numbers(axes, timeline, _PLOT_WIDTH / horizon)
+    num_ranks = timeline.timetable.num_ranks
+    axes.set_title(title, loc="left", fontweight="bold", fontsize=11)
+    axes.set_title(in_words(timeline), loc="right", fontsize=10, color="#444444")
+    axes.set_xlim(0, 1.003 * horizon)  # room for the dashed line at the end
+    axes.set_ylim(num_ranks - 0.5, -0.5)  # rank 0 on top
+    axes.set_yticks(range(0, num_ranks, max(1, num_ranks // 8)))
+    axes.set_ylabel("rank")
+    axes.tick_params(length=0)
+    axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
+    axes.axvline(timeline.makespan, color="#444444", linewidth=0.8, linestyle="--", zorder=0)
+
+
+def _draw_bubbles(axes: Axes, timeline: Timeline) -> None:
+    first = beginning(timeline)
+    ranks = range(timeline.timetable.num_ranks)
+    starts = [float(timeline.starts[rank][0]) - first for rank in ranks]
+    axes.barh(ranks, list(map(timeline.span, ranks)), _BOX, starts, color=_BUBBLE, zorder=1)
+
+
+def _draw_boxes(axes: Axes, timeline: Timeline, inches_per_ms: float) -> None:
+    """One collection per colour: 25,000 boxes in a second, where a patch each takes a minute."""
+    from matplotlib.collections import PolyCollection
+
+    boxes: dict[str, list[Floats]] = defaultdict(list)
+    places = np.minimum(place_on_rank(timeline.timetable), 1)
+    first = beginning(timeline)
+    for rank, row in enumerate(timeline.timetable.rows):
+        for op, place in itertools.product(Op, (0, 1)):
+            chosen = (row.ops == op) & (places[row.stages] == place)
+            starts, ends = timeline.starts[rank][chosen] - first, timeline.ends[rank][chosen] - first
+            boxes[_COLOURS[op][place]].append(_corners(starts, ends, rank))
+    # A white edge parts neighbours; between boxes of a pixel or two it would leave no colour.
+    edge = 0.8 if 72 * _typical(timeline) * inches_per_ms > 2.5 else 0.0
+    for colour, corners in boxes.items():
+        style: dict[str, Any] = {"facecolors": colour, "edgecolors": "white", "linewidths": edge}
+        shapes = PolyCollection(list(np.concatenate(corners)), antialiaseds=edge > 0, zorder=2, **style)
+        axes.add_collection(shapes, autolim=False)
+
+
+def _typical(timeline: Timeline, op: Op | None = None) -> float:
+    """The median duration in ms of one op or of all actions."""
+    durations = [
+        (ends - starts)[slice(None) if op is None else row.ops == op]
+        for row, starts, ends in zip(timeline.timetable.rows, timeline.starts, timeline.ends, strict=True)
+    ]
+    return float(np.median(np.concatenate(durations)))
+
+
+def _corners(starts: Floats, ends: Floats, rank: int) -> Floats:
+    """Rectangles as [box, corner, (x, y)]."""
+    top, bottom = np.full_like(starts, rank - _BOX / 2), np.full_like(starts, rank + _BOX / 2)
+    corners = [(starts, top), (ends, top), (ends, bottom), (starts, bottom)]
+    return np.stack([np.stack(corner, axis=1) for corner in corners], axis=1)
+
+
+def _draw_numbers(axes: Axes, timeline: Timeline, inches_per_ms: float) -> None:
+    if sum(map(len, timeline.timetable.rows)) > _MOST_NUMBERS:
+        return
+    sizes = {op: _font_size(timeline, op, inches_per_ms) for op in _ops(timeline)}
+    places = place_on_rank(timeline.timetable)
+    first = beginning(timeline)
+    for rank, row in enumerate(timeline.timetable.rows):
+        spans = zip(row, timeline.starts[rank] - first, timeline.ends[rank] - first, strict=True)
+        for (stage, op, microbatch), start, end in spans:
+            if sizes[op] >= _SMALLEST_FONT:
+                style: dict[str, Any] = {
+                    "fontsize": sizes[op],
+                    "color": "black" if places[stage] else "white",
+                }
+                centre = ((start + end) / 2, rank)
+                axes.annotate(str(microbatch), centre, ha="center", va="center_baseline", **style)
+
+
+def _font_size(timeline: Timeline, op: Op, inches_per_ms: float) -> float:
+    """One size for all numbers of an op, from its typical box and its longest number, in points."""
+    digits = len(str(timeline.timetable.num_microbatches - 1))
+    width = 72 * _typical(timeline, op) * inches_per_ms
+    return float(min(9.0, 0.55 * 72 * _lane(timeline), width / (0.7 * digits)))
+
+
+def _ops(timeline: Timeline) -> list[Op]:
+    return [op for op in Op if any((row.ops == op).any() for row in timeline.timetable.rows)]
+
+
+def _legend(figure: Figure, timelines: list[Timeline]) -> None:
+    from matplotlib.patches import Patch
+
+    shown = {
+        (min(place, 1), op)
+        for timeline in timelines
+        for place in place_on_rank(timeline.timetable)
+        for op in _ops(timeline)
+    }
+    handles = [
+        Patch(color=_COLOURS[op][place], label=_MEANING[op] + (", rank's later stage" if place else ""))
+        for place, op in sorted(shown)
+    ]
+    handles.append(Patch(color=_BUBBLE, label="bubble"))
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=len(handles),
+        frameon=False,
+        fontsize=9,
+        handlelength=1.2,
+    )

@@ -1,0 +1,1 @@
+"""Everything around the pipeline's step: data, optimizer, metrics, checkpoints, the trainer."""
