@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.processes import run_ranks
 from torch import Tensor
 
+from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama

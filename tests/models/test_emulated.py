@@ -22,14 +22,14 @@ def drawn(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
-def stage(index=0, num_stages=1, f=1, b=2, w=3):
-    return Emulated(f=f, b=b, w=w).build_stage(index, num_stages)
+def stage(index=0, num_stages=1, f=1, b=2, w=3, num_layers=None):
+    return Emulated(num_layers=num_layers or num_stages, f=f, b=b, w=w).build_stage(index, num_stages)
 
 
 def test_emulated_says_so():
     assert Emulated.emulated is True
     assert "EMULATED" in Emulated.__doc__
-    assert isinstance(Emulated(f=1, b=1, w=1), PipelineModel)
+    assert isinstance(Emulated(num_layers=1, f=1, b=1, w=1), PipelineModel)
 
 
 def test_forward_sleeps_f_only(naps):
@@ -81,7 +81,7 @@ def test_the_gradients_are_those_of_the_linear_layer(naps):
     assert [torch.equal(one, other) for one, other in zip(grads, expected, strict=True)] == [True, True]
 
 
-def test_times_may_differ_per_stage(naps):
+def test_times_may_differ_per_layer(naps):
     for index in range(3):
         stage(index, 3, f=[1, 2.5, 3], b=4, w=(5, 6, 7))(drawn(4, 8)).sum().backward()
     assert naps == [1, 4, 5, 2.5, 4, 6, 3, 4, 7]
@@ -94,21 +94,21 @@ def test_a_real_sleep_is_as_long_as_it_says():
 
 
 def test_loss_is_the_mean_square():
-    loss = Emulated(f=1, b=1, w=1).loss(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 2.0]]))
+    loss = Emulated(num_layers=1, f=1, b=1, w=1).loss(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 2.0]]))
     assert loss.item() == 2.0
 
 
 def test_weights_and_names_differ_per_stage_and_do_not_depend_on_their_number():
     names = [next(stage(index, 3).named_parameters())[0] for index in range(3)]
     assert names == ["layer_0.weight", "layer_1.weight", "layer_2.weight"]
-    (one,), (other,), (same,) = (stage(*at).parameters() for at in [(0, 3), (1, 3), (0, 2)])
+    one, other, same = (next(stage(*at, num_layers=3).parameters()) for at in [(0, 3), (1, 3), (0, 2)])
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
 
 
 def test_a_list_of_another_length_is_refused():
     with pytest.raises(
-        ValueError, match=r"f=\[1, 2\] has 2 times for 3 stages: write one number for all, or 3"
+        ValueError, match=r"f=\[1, 2\] has 2 times for 3 layers: write one number for all, or 3"
     ):
         stage(0, 3, f=[1, 2])
 
@@ -116,4 +116,4 @@ def test_a_list_of_another_length_is_refused():
 @pytest.mark.parametrize("b", [-1, [1, -2]])
 def test_a_negative_time_is_refused(b):
     with pytest.raises(ValueError, match="holds a negative time: write milliseconds"):
-        Emulated(f=1, b=b, w=1)
+        Emulated(num_layers=2, f=1, b=b, w=1)

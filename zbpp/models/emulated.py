@@ -17,37 +17,44 @@ from torch import Tensor, nn
 from zbpp.models.layers import Blueprint, check_positive, fan_in_std
 
 Times = float | Sequence[float]
-"""Milliseconds: one number for all stages, or one per stage."""
+"""Milliseconds: one number for all layers, or one per layer."""
 
 
 class Emulated:
-    """EMULATED: each stage sleeps f ms in F, b ms in B, w ms in W, around one tiny linear layer.
+    """EMULATED: each layer sleeps f ms in F, b ms in B, w ms in W, around one tiny linear.
 
     Autograd sees input and weight gradients as separate work, as with a real layer; a whole
-    backward sleeps b + w. float [batch, hidden_size] in, between stages, and out; the target too.
-    Raises ValueError for negative times.
+    backward sleeps b + w. Layers are split over stages as a real model's, so that schedules with one
+    and with two stages per rank have the same work. float [batch, hidden_size] in, between stages,
+    and out; the target too. Raises ValueError for negative times, or a list of another length.
     """
 
     emulated = True
 
-    def __init__(self, *, f: Times, b: Times, w: Times, hidden_size: int = 8, seed: int = 0) -> None:
-        check_positive(hidden_size=hidden_size)
-        self._times = {"f": f, "b": b, "w": w}
-        for name, times in self._times.items():
-            check_times(name, times)
-        self._hidden_size = hidden_size
-        self._seed = seed
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        f: Times,
+        b: Times,
+        w: Times,
+        hidden_size: int = 8,
+        layers_per_stage: Sequence[int] | None = None,
+        seed: int = 0,
+    ) -> None:
+        check_positive(num_layers=num_layers, hidden_size=hidden_size)
+        times = [per_layer(name, value, num_layers) for name, value in (("f", f), ("b", b), ("w", w))]
+        self._blueprint = Blueprint(
+            layer=lambda number: SleepingLinear(hidden_size, *(each[number] for each in times)),
+            num_layers=num_layers,
+            layers_per_stage=layers_per_stage,
+            std=fan_in_std,
+            seed=seed,
+        )
 
     def build_stage(self, index: int, num_stages: int) -> nn.Sequential:
-        """Stage `index` of `num_stages`. Raises ValueError if a list of times has another length."""
-        f, b, w = (per_stage(name, times, num_stages) for name, times in self._times.items())
-        blueprint = Blueprint(
-            layer=lambda stage: SleepingLinear(self._hidden_size, f=f[stage], b=b[stage], w=w[stage]),
-            num_layers=num_stages,
-            std=fan_in_std,
-            seed=self._seed,
-        )
-        return blueprint.build_stage(index, num_stages)
+        """Stage `index` of `num_stages`; see `Blueprint.build_stage`."""
+        return self._blueprint.build_stage(index, num_stages)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Mean square error over all elements."""
@@ -57,7 +64,7 @@ class Emulated:
 class SleepingLinear(nn.Module):
     """A linear layer without bias, [batch, hidden] in and out, that takes f, b and w milliseconds."""
 
-    def __init__(self, hidden_size: int, *, f: float, b: float, w: float) -> None:
+    def __init__(self, hidden_size: int, f: float, b: float, w: float) -> None:
         super().__init__()
         self.f, self.b, self.w = f, b, w
         self.weight = nn.Parameter(torch.empty(hidden_size, hidden_size))
@@ -97,19 +104,14 @@ def sleep(milliseconds: float) -> None:
     time.sleep(milliseconds / 1000)
 
 
-def check_times(name: str, times: Times) -> None:
-    """Raises ValueError if any of `times` is negative."""
-    if any(value < 0 for value in ([times] if isinstance(times, int | float) else times)):
-        raise ValueError(f"{name}={times} holds a negative time: write milliseconds, 0 or more")
-
-
-def per_stage(name: str, times: Times, num_stages: int) -> list[float]:
-    """One time per stage. Raises ValueError if a list is given for another number of stages."""
-    if isinstance(times, int | float):
-        return [times] * num_stages
-    if len(times) != num_stages:
+def per_layer(name: str, times: Times, num_layers: int) -> list[float]:
+    """One time per layer. Raises ValueError for a negative time or a list of another length."""
+    numbers = [float(times)] * num_layers if isinstance(times, int | float) else list(times)
+    if len(numbers) != num_layers:
         raise ValueError(
-            f"{name}={list(times)} has {len(times)} times for {num_stages} stages: "
-            f"write one number for all, or {num_stages} of them"
+            f"{name}={numbers} has {len(numbers)} times for {num_layers} layers: "
+            f"write one number for all, or {num_layers} of them"
         )
-    return list(times)
+    if min(numbers) < 0:
+        raise ValueError(f"{name}={times} holds a negative time: write milliseconds, 0 or more")
+    return numbers

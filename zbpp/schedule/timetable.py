@@ -129,6 +129,8 @@ class Timetable:
         self.rows = tuple(row if isinstance(row, Row) else Row.of(row) for row in rows)
         self.rank_of = _placement(self.rows)
         self.num_stages = len(self.rank_of)
+        if min(int(row.microbatches.min()) for row in self.rows) < 0:
+            raise PlanError("microbatches count from 0; a negative one was given")
         self.num_microbatches = 1 + max(int(row.microbatches.max()) for row in self.rows)
 
     @property

@@ -10,11 +10,12 @@ import os
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -245,12 +246,77 @@ class RandomRegression:
         check_at_least_one(in_features=in_features, out_features=out_features, batch_size=batch_size)
         self.batch_size = batch_size
         self.seed = seed
+        self._first = 0
         self._teacher = draw(in_features, out_features, seed=seed_of(seed, "teacher")) / in_features**0.5
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs [batch_size, in_features] and targets [batch_size, out_features] in float32."""
-        inputs = draw(self.batch_size, len(self._teacher), seed=seed_of(self.seed, "batch", step))
+        inputs = draw(
+            self.batch_size, len(self._teacher), seed=seed_of(self.seed, "batch", self._first + step)
+        )
         return inputs, torch.tanh(inputs @ self._teacher)
+
+    def offset(self, num_steps: int) -> RandomRegression:
+        """The same task from `num_steps` later on."""
+        later = copy(self)
+        later._first = self._first + num_steps
+        return later
+
+
+class Data(NamedTuple):
+    """What a trainer reads: batches by step, and what else is worth knowing of them."""
+
+    train: Batches | RandomRegression
+    evaluation: Batches | RandomRegression
+    num_evaluation_batches: int
+    tokens_per_batch: int
+    fingerprint: str  # the same on two ranks that read the same
+    unigram_entropy: float | None = None  # nats per token
+
+
+def text_data(
+    *,
+    sequence_length: int,
+    vocab_size: int,
+    batch_size: int,
+    seed: int,
+    path: str | None = None,
+    pattern: str | None = None,
+    tokenizer: str | None = None,
+    max_bytes: int | None = None,
+    held_out: float = 0.05,
+) -> Data:
+    """Batches from text; see `load_corpus`. Raises ValueError also if the model's vocabulary is too small."""
+    corpus = load_corpus(path, pattern=pattern, tokenizer=tokenizer, max_bytes=max_bytes, held_out=held_out)
+    if corpus.vocab_size > vocab_size:
+        raise ValueError(
+            f"the tokenizer has {corpus.vocab_size} tokens, the model's vocab_size={vocab_size} is smaller: "
+            f"write model.vocab_size={corpus.vocab_size}"
+        )
+    shape = {"sequence_length": sequence_length, "batch_size": batch_size}
+    evaluation = Batches(corpus.held_out, **shape, seed=None, name="the held-out part")
+    return Data(
+        train=Batches(corpus.train, **shape, seed=seed, name="the corpus"),
+        evaluation=evaluation,
+        num_evaluation_batches=evaluation.num_batches,
+        tokens_per_batch=batch_size * sequence_length,
+        fingerprint=corpus.fingerprint,
+        unigram_entropy=corpus.unigram_entropy(),
+    )
+
+
+def regression_data(*, in_features: int, out_features: int, batch_size: int, seed: int) -> Data:
+    """Random regression; evaluation draws from the steps that training won't reach."""
+    source = RandomRegression(
+        in_features=in_features, out_features=out_features, batch_size=batch_size, seed=seed
+    )
+    return Data(
+        source,
+        source.offset(2**40),
+        1,
+        batch_size,
+        fingerprint=f"regression {in_features} {out_features} {seed}",
+    )
 
 
 def draw(*shape: int, seed: int) -> Tensor:

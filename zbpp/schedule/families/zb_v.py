@@ -19,7 +19,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Timetable:
 
     p=2, m=3:
         0F0 0F1 0F2 3F0 3B0 3W0 3F1 3B1 3W1 0B0 0W0 3F2 3B2 3W2 0B1 0W1 0B2 0W2
-        1F0 2F0 1F1 2F1 2B0 2W0 1B0 1W0 1F2 2F2 2B1 2W1 1B1 1W1 2B2 1B2 2W2 1W2
+        1F0 2F0 1F1 2F1 2B0 2W0 1F2 1B0 1W0 2F2 2B1 2W1 1B1 2B2 1B2 1W1 2W2 1W2
     """
     padded = max(2 * num_ranks - 1, num_microbatches)
     return Timetable(

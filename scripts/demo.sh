@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# The main job on any machine: train a small GPT on 4 processes under 1F1B and ZB-H1, compare the losses,
+# then compare the schedules on emulated stages. A few minutes on 2 cores, installation included.
+set -euo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+source scripts/setup.sh
+
+export OMP_NUM_THREADS=1 # four ranks share the cores
+runs=${1:-runs/demo}
+steps=${ZBPP_DEMO_STEPS:-150}
+
+for schedule in 1f1b zb_h1; do
+    echo
+    echo "== train gpt_tiny on 4 processes under $schedule (real data: the Python standard library's sources)"
+    "$VENV/bin/torchrun" --standalone --nproc-per-node 4 scripts/train.py \
+        schedule=$schedule model=gpt_tiny steps="$steps" optimizer.learning_rate=3e-3 \
+        evaluate_every="$steps" seed=0 run_dir="$runs/$schedule"
+done
+
+echo
+echo "== compare the two runs"
+"$VENV/bin/python" scripts/compare.py "$runs/1f1b" "$runs/zb_h1"
+
+echo
+echo "== the schedules' true shape: four ranks that sleep instead of computing, since two cores can't run four at once"
+"$VENV/bin/python" scripts/bench.py run_dir="$runs/bench"
+
+echo
+echo "pictures: $runs/1f1b/timeline.png  $runs/zb_h1/timeline.png  $runs/bench/bench.png"
+echo "traces for ui.perfetto.dev: $runs/zb_h1/trace.json  $runs/bench/trace.json"

@@ -1,0 +1,27 @@
+"""Options of the test suite, and where drawn data begins.
+
+Random tests draw the same data in every run; `--free-seeds` lets them draw anew.
+"""
+
+import random
+
+import hypothesis
+import pytest
+
+hypothesis.settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
+hypothesis.settings.register_profile("free", database=None, deadline=None, print_blob=True)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--regenerate-golden", action="store_true", help="write tests/golden/ anew")
+    parser.addoption("--free-seeds", action="store_true", help="let random tests draw new data")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.load_profile("free" if config.getoption("--free-seeds") else "fixed")
+
+
+@pytest.fixture
+def first_seed(request: pytest.FixtureRequest) -> int:
+    """Where a test that counts through seeds begins."""
+    return random.randrange(2**32) if request.config.getoption("--free-seeds") else 0

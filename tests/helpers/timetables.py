@@ -1,0 +1,85 @@
+"""Random timetables that can run, and the data-flow table written out once more by hand.
+
+Nothing here asks zbpp.schedule.dataflow: this is the reference that it is held against.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from zbpp.schedule import Action, Op, Timetable
+
+F, B, W, BW = Op.F, Op.B, Op.W, Op.BW
+
+
+def needs(action: Action) -> list[str]:
+    """The values that an action consumes, as text."""
+    stage, op, microbatch = action
+    here = f"({stage},{microbatch})"
+    if op == F:
+        return [f"x{here}"] if stage > 0 else []
+    return [f"deferred{here}"] if op == W else [f"g{here}", f"saved{here}"]
+
+
+def makes(action: Action, num_stages: int) -> list[str]:
+    """The values that an action produces, without `done`, which nobody consumes."""
+    stage, op, microbatch = action
+    here, above, below = (f"({s},{microbatch})" for s in (stage, stage + 1, stage - 1))
+    if op == F:
+        return [f"g{here}" if stage == num_stages - 1 else f"x{above}", f"saved{here}"]
+    made = [f"g{below}"] if op in (B, BW) and stage > 0 else []
+    return made + ([f"deferred{here}"] if op == B else [])
+
+
+def random_timetable(rng: random.Random, *, most_ranks: int = 5, most_microbatches: int = 5) -> Timetable:
+    """Any placement of 1 to 8 stages, any order that can run, microbatches ascending per stage."""
+    num_ranks = rng.randint(1, most_ranks)
+    rank_of = random_placement(rng, num_ranks, rng.randint(num_ranks, 8))
+    rows: list[list[Action]] = [[] for _ in range(num_ranks)]
+    for action in _random_execution(rng, len(rank_of), rng.randint(1, most_microbatches)):
+        rows[rank_of[action.stage]].append(action)
+    return Timetable(rows)
+
+
+def random_placement(rng: random.Random, num_ranks: int, num_stages: int) -> list[int]:
+    """An owner for each stage; every rank owns one or more."""
+    rank_of = list(range(num_ranks)) + [rng.randrange(num_ranks) for _ in range(num_stages - num_ranks)]
+    rng.shuffle(rank_of)
+    return rank_of
+
+
+def _random_execution(rng: random.Random, num_stages: int, num_microbatches: int) -> Iterator[Action]:
+    """All actions, one at a time, each drawn among those that could run next."""
+    next_up = {(stage, op): 0 for stage in range(num_stages) for op in (F, B, W)}
+    whole = {
+        (s, m)
+        for s in range(num_stages)
+        for m in range(num_microbatches)
+        if rng.random() < rng.choice((0, 0.5))
+    }
+    weight = {op: rng.choice((0.05, 1, 1, 20)) for op in Op}  # lopsided: deep warm-ups, late W's, ...
+    there: set[str] = set()
+    while True:
+        ready = [
+            each for each in _candidates(next_up, whole, num_microbatches) if there.issuperset(needs(each))
+        ]
+        if not ready:
+            return
+        action = rng.choices(ready, [weight[each.op] for each in ready])[0]
+        there |= set(makes(action, num_stages))
+        for op in {F: (F,), B: (B,), W: (W,), BW: (B, W)}[action.op]:
+            next_up[action.stage, op] += 1
+        yield action
+
+
+def _candidates(
+    next_up: dict[tuple[int, Op], int], whole: set[tuple[int, int]], num_microbatches: int
+) -> Iterator[Action]:
+    for (stage, op), microbatch in next_up.items():
+        if microbatch == num_microbatches:
+            continue
+        if (stage, microbatch) not in whole or op == F:
+            yield Action(stage, op, microbatch)
+        elif op == B and next_up[stage, W] == microbatch:  # a BW is a W too, and W's ascend
+            yield Action(stage, BW, microbatch)

@@ -1,0 +1,200 @@
+"""Lowered programs, executed by an interpreter of their own over random timetables and placements."""
+
+import random
+import sys
+from collections import Counter, defaultdict, deque
+from itertools import pairwise
+
+import pytest
+
+from helpers.timetables import makes, needs, random_timetable
+from zbpp.schedule import Action, Op, PlanError, Recv, Release, Send, Timetable, lower, plan
+
+
+class Interpreter:
+    """Ranks take turns at random; a link is a FIFO. Asserts what every rank may rely on.
+
+    bounded: a link holds no more than the receiver's program says, and a full one makes the sender wait.
+    """
+
+    def __init__(self, timetable, rng, *, bounded=False):
+        self.timetable, self.rng, self.bounded = timetable, rng, bounded
+        self.programs = list(lower(timetable))
+        self.position = [0] * timetable.num_ranks
+        self.mailbox = [set() for _ in self.programs]
+        self.links = defaultdict(deque)  # (sender, receiver) -> values under way
+        self.unreleased = defaultdict(deque)  # the same link -> values sent, in order
+        self.sent, self.received = Counter(), Counter()
+
+    def run(self):
+        awake = set(range(self.timetable.num_ranks))
+        while awake:
+            rank = self.rng.choice(sorted(awake))
+            moved = False
+            for _ in range(self.rng.choice((1, 3, 100))):
+                instructions = self.programs[rank].instructions
+                if self.position[rank] == len(instructions) or not self.can(
+                    rank, instructions[self.position[rank]]
+                ):
+                    awake.discard(rank)
+                    break
+                self.do(rank, instructions[self.position[rank]])
+                self.position[rank] += 1
+                moved = True
+            if moved:  # whoever waited for this rank looks again
+                awake |= set(range(self.timetable.num_ranks)) - {rank}
+        stuck = [
+            f"rank {program.rank}: {program.instructions[at]}"
+            for program, at in zip(self.programs, self.position, strict=True)
+            if at < len(program.instructions)
+        ]
+        assert not stuck, stuck
+
+    def can(self, rank, step):
+        match step:
+            case Recv(_, peer):
+                return bool(self.links[peer, rank])
+            case Send(_, peer) if self.bounded:
+                return len(self.links[rank, peer]) < self.programs[peer].in_flight[rank]
+        return True
+
+    def do(self, rank, step):
+        match step:
+            case Recv(value, peer):
+                assert self.links[peer, rank].popleft() == str(value)
+                self.received[peer, rank, str(value)] += 1
+                self.mailbox[rank].add(str(value))
+            case Send(value, peer):
+                assert peer == self.timetable.rank_of[value.stage] != rank
+                self.mailbox[rank].remove(str(value))
+                self.sent[rank, peer, str(value)] += 1
+                self.links[rank, peer].append(str(value))
+                self.unreleased[rank, peer].append(str(value))
+            case Release(value, peer):
+                assert self.unreleased[rank, peer].popleft() == str(value)
+                assert self.received[rank, peer, str(value)] == 1
+            case Action():
+                assert self.mailbox[rank] >= set(needs(step))
+                self.mailbox[rank] -= set(needs(step))
+                self.mailbox[rank] |= set(makes(step, self.timetable.num_stages))
+
+
+def expected_messages(timetable):
+    """x upwards and g downwards between neighbouring stages of different ranks, once per microbatch."""
+    rank_of = timetable.rank_of
+    backward = any(action.op != Op.F for action in timetable.rows[0])
+    for lower_stage, (below, above) in enumerate(pairwise(rank_of)):
+        for microbatch in range(timetable.num_microbatches if below != above else 0):
+            yield below, above, f"x({lower_stage + 1},{microbatch})"
+            if backward:
+                yield above, below, f"g({lower_stage},{microbatch})"
+
+
+def check(timetable, rng, **options):
+    interpreter = Interpreter(timetable, rng, **options)
+    interpreter.run()
+    assert interpreter.sent == interpreter.received == Counter(expected_messages(timetable))
+    for program, row in zip(interpreter.programs, timetable.rows, strict=True):
+        assert [step for step in program.instructions if isinstance(step, Action)] == list(row)
+    return interpreter
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_lower_any_timetable(part, first_seed):
+    """2,000 random timetables and placements: no deadlock, every message paired, nothing left over."""
+    for seed in range(first_seed + part, first_seed + 2000, 4):
+        rng = random.Random(seed)
+        try:
+            interpreter = check(random_timetable(rng), rng, bounded=seed % 8 < 4)
+            assert not any(interpreter.mailbox)
+            assert not any(interpreter.links.values())
+        except (AssertionError, KeyError) as error:
+            raise AssertionError(f"random timetable of seed {seed}: {error}") from error
+
+
+def test_lower_forward_only(first_seed):
+    """Evaluation: no g travels; activations and losses alone remain."""
+    for seed in range(first_seed, first_seed + 200):
+        rng = random.Random(seed)
+        timetable = random_timetable(rng).forward_only()
+        left = set().union(*check(timetable, rng, bounded=seed % 2 == 0).mailbox)
+        stages, microbatches = range(timetable.num_stages), range(timetable.num_microbatches)
+        losses = {f"g({timetable.num_stages - 1},{microbatch})" for microbatch in microbatches}
+        assert left == losses | {
+            f"saved({stage},{microbatch})" for stage in stages for microbatch in microbatches
+        }
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1", "zb_h2", "zb_v"])
+def test_lower_every_family(name, num_ranks):
+    check(plan(name, num_ranks, 9), random.Random(0), bounded=True)
+
+
+def test_lower_sends_nothing_between_stages_of_one_rank():
+    """In a V, stages 1 and 2 share rank 1: x and g stay there."""
+    timetable = Timetable.parse("0F0 3F0 3BW0 0BW0\n1F0 2F0 2BW0 1BW0")
+    sends = [str(step.value) for step in lower(timetable)[1].instructions if isinstance(step, Send)]
+    assert sends == ["x(3,0)", "g(0,0)"]
+
+
+def test_a_value_is_received_after_what_its_link_carries_before_it():
+    """Rank 1 needs g(1,0) before x(1,1), but rank 0 sends x(1,1) first."""
+    timetable = Timetable.parse("0F0 2F0 0F1 2BW0 2F1 2BW1 0BW0 0BW1\n1F0 3F0 3BW0 1BW0 1F1 3F1 3BW1 1BW1")
+    check(timetable, random.Random(0))
+    steps = [step for step in lower(timetable)[1].instructions if isinstance(step, Action | Recv)]
+    assert "Recv x(1,1) from 0, Recv g(1,0) from 0, 1BW0, 1F1" in ", ".join(map(str, steps))
+
+
+def test_the_programs_of_two_ranks():
+    """Messages stand where they must, releases where an answer proves arrival."""
+    programs = lower(plan("zb_h1", 2, 2))
+    assert str(programs[0]).splitlines() == [
+        "0F0", "Send x(1,0) to 1", "0F1", "Send x(1,1) to 1",
+        "Recv g(0,0) from 1", "Release x(1,0) to 1", "0B0", "0W0",
+        "Recv g(0,1) from 1", "Release x(1,1) to 1", "0B1", "0W1",
+    ]  # fmt: skip
+    assert str(programs[1]).splitlines() == [
+        "Recv x(1,0) from 0", "1F0", "1B0", "Send g(0,0) to 0",
+        "Recv x(1,1) from 0", "1F1", "1B1", "Send g(0,1) to 0", "1W0", "1W1",
+    ]  # fmt: skip
+    assert programs[0].in_flight == {1: 1}
+    assert programs[1].in_flight == {0: 1}
+
+
+def test_in_flight_is_what_the_warm_up_sends_ahead():
+    """GPipe with slow stages: rank 1 still works on microbatch 0 of its 2 stages while 3 more arrive."""
+    timetable = Timetable.parse("0F0 0F1 0F2 0F3\n1F0 2F0 1F1 2F1 1F2 2F2 1F3 2F3")
+    assert lower(timetable)[1].in_flight == {0: 2}
+
+
+def test_programs_are_a_sequence():
+    programs = lower(plan("zb_v", 3, 5))
+    assert len(programs) == 3
+    assert programs[-1] == programs[2]
+    assert programs[:2] == [programs[0], programs[1]]
+    with pytest.raises(IndexError):
+        programs[3]
+
+
+def test_a_rank_lowers_its_own_program_only(monkeypatch):
+    """64 ranks, 1024 microbatches: nothing is lowered until asked for, and then four links, not 126."""
+    looked_at = []
+    module = sys.modules["zbpp.schedule.lower"]  # as an attribute of the package, lower is the function
+
+    class Link(module._Link):
+        def __init__(self, timeline, sender, receiver):
+            looked_at.append((sender, receiver))
+            super().__init__(timeline, sender, receiver)
+
+    monkeypatch.setattr(module, "_Link", Link)
+    programs = lower(plan("zb_h1", 64, 1024))
+    assert looked_at == []
+    instructions = programs[5].instructions
+    assert sorted(looked_at) == [(4, 5), (5, 4), (5, 6), (6, 5)]
+    assert sum(isinstance(step, Recv) for step in instructions) == 2 * 1024
+
+
+def test_lower_refuses_what_cannot_run():
+    with pytest.raises(PlanError, match="cannot proceed"):
+        lower(Timetable.parse("0F0 0W0 0B0"))

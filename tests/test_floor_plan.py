@@ -1,0 +1,186 @@
+"""Who may import whom, in zbpp/ and scripts/: read from the source, so that a lazy import counts too."""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# scripts -> app -> training -> runtime -> {schedule, autograd}; stage_api and seeding know nobody.
+_LEAVES = {"stage_api", "seeding"}
+_RUNTIME = {"runtime", "schedule", "autograd"} | _LEAVES
+MAY_IMPORT = {
+    "zbpp/__init__.py": {"schedule", "autograd", "runtime"},
+    "zbpp/stage_api.py": set(),
+    "zbpp/seeding.py": set(),
+    "zbpp/config.py": set(),
+    "zbpp/app.py": {"training", "models", "config"} | _RUNTIME,
+    "zbpp/schedule/": {"schedule"},
+    "zbpp/autograd/": {"autograd"},
+    "zbpp/runtime/": _RUNTIME,
+    "zbpp/training/": {"training"} | _RUNTIME,
+    "zbpp/models/": {"models"} | _LEAVES,
+    "scripts/": {"app", "config", "training", "models"} | _RUNTIME,
+}
+
+# (where, what it must not import, why); a folder stands for its files.
+MUST_NOT_IMPORT = [
+    ("zbpp/schedule/", ("torch", "hydra", "omegaconf", "rich"), "schedules are pure Python and numpy"),
+    ("zbpp/schedule/families/", ("zbpp.schedule.lower", "zbpp.schedule.render"), "families know no messages"),
+    (
+        "zbpp/schedule/lower.py",
+        ("zbpp.schedule.families", "zbpp.schedule.planner"),
+        "lower knows no schedule",
+    ),
+    ("zbpp/autograd/", ("torch.distributed",), "the split is usable on its own"),
+    ("zbpp/models/", ("torch.distributed",), "a model sees no rank and no group"),
+    ("scripts/plan.py", ("torch", "hydra", "omegaconf", "zbpp.app", "zbpp.config"), "it runs without torch"),
+]
+CONFIGURED = ("hydra", "omegaconf")  # in scripts/ and config.py only
+
+
+def violations(root: Path) -> list[str]:
+    """Each breach as `file:line: what is wrong`."""
+    found = []
+    for folder in ("zbpp", "scripts"):
+        for path in sorted((root / folder).rglob("*.py")):
+            name, tree = path.relative_to(root).as_posix(), ast.parse(path.read_text())
+            checks = (_rooms, _forbidden, _families, _calls)
+            found += [f"{name}:{line}: {what}" for check in checks for line, what in check(name, tree)]
+    return found
+
+
+Finding = tuple[int, str]
+
+
+def _imports(name: str, tree: ast.AST) -> Iterator[Finding]:
+    """(line, dotted name) of everything imported, `from a import b` as a.b, relative ones resolved."""
+    package = name.removesuffix(".py").split("/")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*base, *filter(None, [node.module])])
+            yield from ((node.lineno, f"{source}.{alias.name}") for alias in node.names)
+
+
+def _within(dotted: str, modules: tuple[str, ...]) -> bool:
+    return any(f"{dotted}.".startswith(f"{module}.") for module in modules)
+
+
+def _rooms(name: str, tree: ast.AST) -> Iterator[Finding]:
+    allowed = next((rooms for place, rooms in MAY_IMPORT.items() if name.startswith(place)), None)
+    if allowed is None:
+        yield 1, "has no place in the floor plan: add its row to MAY_IMPORT"
+        return
+    for line, dotted in _imports(name, tree):
+        package, room, *_ = [*dotted.split("."), ""]
+        if package == "zbpp" and room not in allowed:
+            yield line, f"imports {dotted}; may import {', '.join(sorted(allowed)) or 'nothing of zbpp'}"
+
+
+def _forbidden(name: str, tree: ast.AST) -> Iterator[Finding]:
+    for line, dotted in _imports(name, tree):
+        for place, modules, reason in MUST_NOT_IMPORT:
+            if name.startswith(place) and _within(dotted, modules):
+                yield line, f"imports {dotted}: {reason}"
+        if _within(dotted, CONFIGURED) and not name.startswith(("scripts/", "zbpp/config.py")):
+            yield line, f"imports {dotted}: Hydra and OmegaConf belong to scripts/ and config.py"
+
+
+def _families(name: str, tree: ast.AST) -> Iterator[Finding]:
+    """Families don't know each other; the data-flow table knows actions only."""
+    for line, dotted in _imports(name, tree):
+        if name.startswith("zbpp/schedule/families/") and not name.endswith("__init__.py"):
+            if _within(dotted, ("zbpp.schedule.families",)):
+                yield line, f"imports {dotted}: families don't know each other"
+        elif name == "zbpp/schedule/dataflow.py" and dotted.startswith("zbpp."):
+            if not _within(dotted, ("zbpp.schedule.timetable",)):
+                yield line, f"imports {dotted}: dataflow knows no placement, order or cost"
+
+
+def _calls(name: str, tree: ast.AST) -> Iterator[Finding]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        function = node.func
+        called = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        if called == "print" and name.startswith("zbpp/schedule/"):
+            yield node.lineno, "prints: schedule/ returns text, scripts print it"
+        if called == "init_process_group" and name != "zbpp/runtime/world.py":
+            yield node.lineno, "calls init_process_group: runtime/world.py alone does"
+
+
+def test_every_room_keeps_to_the_floor_plan():
+    assert violations(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    "name, line, complaint",
+    [
+        ("zbpp/schedule/costs.py", "import torch", "schedules are pure Python"),
+        ("zbpp/schedule/render/html.py", "from torch import nn", "schedules are pure Python"),
+        ("zbpp/schedule/search.py", "def f():\n    import hydra.utils", "schedules are pure Python"),
+        ("zbpp/schedule/search.py", "from zbpp.runtime import Pipeline", "may import schedule"),
+        ("zbpp/schedule/search.py", "def f():\n    print(1)", "prints"),
+        (
+            "zbpp/schedule/families/a.py",
+            "from zbpp.schedule.families.b import c",
+            "families don't know each other",
+        ),
+        ("zbpp/schedule/families/a.py", "from .b import c", "families don't know each other"),
+        ("zbpp/schedule/families/a.py", "from zbpp.schedule import lower", "families know no messages"),
+        ("zbpp/schedule/families/a.py", "from ..lower import Send", "families know no messages"),
+        ("zbpp/schedule/dataflow.py", "from zbpp.schedule.costs import Costs", "dataflow knows no placement"),
+        ("zbpp/schedule/lower.py", "from zbpp.schedule.families import zb_v", "lower knows no schedule"),
+        ("zbpp/autograd/split.py", "import torch.distributed as dist", "the split is usable on its own"),
+        ("zbpp/autograd/split.py", "from torch import distributed", "the split is usable on its own"),
+        ("zbpp/autograd/split.py", "from zbpp.schedule import Op", "may import autograd"),
+        ("zbpp/autograd/split.py", "from zbpp import schedule", "may import autograd"),
+        ("zbpp/autograd/split.py", "from zbpp import Timetable", "may import autograd"),
+        ("zbpp/models/gpt.py", "from zbpp.runtime.stage import StageWorker", "may import models"),
+        ("zbpp/runtime/pipeline.py", "from zbpp.training import Trainer", "may import autograd, runtime"),
+        ("zbpp/runtime/pipeline.py", "from zbpp.config import TrainConfig", "may import autograd, runtime"),
+        ("zbpp/runtime/p2p.py", "dist.init_process_group()", "runtime/world.py alone"),
+        ("zbpp/training/trainer.py", "from zbpp import app", "may import autograd, runtime"),
+        ("zbpp/training/trainer.py", "from omegaconf import OmegaConf", "belong to scripts/ and config.py"),
+        ("zbpp/app.py", "import hydra", "belong to scripts/ and config.py"),
+        ("zbpp/stage_api.py", "import zbpp.models", "may import nothing of zbpp"),
+        ("zbpp/utils.py", "", "has no place in the floor plan"),
+        ("scripts/plan.py", "from zbpp.config import PlanConfig", "it runs without torch"),
+    ],
+)
+def test_a_planted_violation_is_found(tmp_path, name, line, complaint):
+    path = tmp_path / name
+    path.parent.mkdir(parents=True)
+    path.write_text(f'"""A file."""\n\n{line}\n')
+    found = violations(tmp_path)
+    assert len(found) == 1 or complaint == "schedules are pure Python"  # Hydra breaks two rules there
+    assert found[0].startswith(f"{name}:")
+    assert complaint in found[0]
+
+
+def test_what_the_plan_allows_is_no_violation(tmp_path):
+    (tmp_path / "zbpp/runtime").mkdir(parents=True)
+    (tmp_path / "zbpp/runtime/world.py").write_text(
+        "import torch.distributed as dist\nfrom zbpp.schedule import Op\nfrom . import stage\ndist.init_process_group()\n"
+    )
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/train.py").write_text("import hydra\nfrom zbpp import app\nprint(app)\n")
+    assert violations(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "code", ["import zbpp", "from zbpp import plan, simulate, lower, Costs", "import zbpp.schedule"]
+)
+def test_planning_imports_no_torch(code):
+    check = f"import sys; {code}; print({{'torch', 'hydra', 'omegaconf', 'matplotlib'}} & sys.modules.keys())"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, env=environment)
+    assert (done.stdout, done.stderr) == ("set()\n", "")

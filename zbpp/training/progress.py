@@ -1,0 +1,41 @@
+"""What a person sees of a run, on rank 0: a bar in a terminal, a line every few steps elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+Show = Any  # a function of the step's metrics
+
+
+@contextmanager
+def progress(num_steps: int, *, shown: bool, print_every: int, title: str) -> Iterator[Show]:
+    """A function to call with each step's metrics."""
+    console = Console()
+    if not shown:
+        yield lambda metrics: None
+    elif console.is_terminal:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task(title, total=num_steps)
+            yield lambda metrics: bar.update(task, advance=1, description=f"{title}  {brief(metrics)}")
+    else:
+
+        def show(metrics: Mapping[str, Any]) -> None:
+            step = metrics["step"]
+            if step % print_every == 0 or step == num_steps:
+                print(f"{title}  step {step}/{num_steps}  {brief(metrics)}", flush=True)
+
+        yield show
+
+
+def brief(metrics: Mapping[str, Any]) -> str:
+    """A step in a few words."""
+    words = [f"loss {metrics['loss']:.4f}", f"{metrics['tokens_per_second']:,.0f} tokens/s"]
+    if "evaluation_loss" in metrics:
+        words.append(f"held-out {metrics['evaluation_loss']:.4f}")
+    return "  ".join(words)

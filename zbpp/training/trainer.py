@@ -1,0 +1,154 @@
+"""The training loop: batch, pipeline step, norm over all stages, optimizer step, metrics.
+
+It knows no schedule and no config. All ranks run it in lockstep; what one of them must tell the
+others of a step (squared norms, losses) is one all-reduce of float64.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zbpp.runtime import Pipeline, Recorder, measured_timeline
+from zbpp.runtime.world import gather
+from zbpp.schedule import Timeline
+from zbpp.training.data import Batches, Data, RandomRegression
+from zbpp.training.optimizer import scale_gradients, squared_norm
+
+Metrics = dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """Trains the stages of one rank together with the other ranks.
+
+    learning_rate(step): the factor on the optimizer's rate. clip_norm: of the gradients of all
+    stages together. num_recorded: how many of the last steps are measured action by action.
+    """
+
+    pipeline: Pipeline
+    optimizer: torch.optim.Optimizer
+    data: Data
+    learning_rate: Callable[[int], float]
+    clip_norm: float | None = None
+    evaluate_every: int = 0
+    num_recorded: int = 5
+
+    def __post_init__(self) -> None:
+        self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
+        self._norms = _NormLayout(self.pipeline)
+        self.timelines: list[Timeline] = []
+
+    def run(self, num_steps: int) -> Iterator[Metrics]:
+        """Train; yields a step's metrics, equal on all ranks, as soon as it is done. Steps count from 1."""
+        for step in range(num_steps):
+            if step == max(0, num_steps - self.num_recorded):
+                self.pipeline.recorder = Recorder(self.pipeline.device)
+            metrics = self._step(step)
+            if self.evaluate_every and ((step + 1) % self.evaluate_every == 0 or step + 1 == num_steps):
+                metrics["evaluation_loss"] = self.evaluate()
+            if self.pipeline.recorder is not None:
+                self.timelines.append(self._measure())
+            yield metrics
+
+    def evaluate(self) -> float:
+        """The mean loss over the held-out batches, on every rank."""
+        losses = []
+        for number in range(self.data.num_evaluation_batches):
+            args, target = self._batch(self.data.evaluation, number)
+            losses += self.pipeline.evaluate(*args, target=target)
+        total, num = self._sum_over_ranks([float(sum(losses)) if losses else 0.0, float(len(losses))])
+        return total / num
+
+    def _step(self, step: int) -> Metrics:
+        begin = time.perf_counter()
+        self.optimizer.zero_grad(set_to_none=True)
+        args, target = self._batch(self.data.train, step)
+        losses = self.pipeline.step(*args, target=target)
+        loss, norm = self._loss_and_norm(losses)
+        rate = self.learning_rate(step)
+        # A norm that isn't finite is the same on every rank: all of them skip the update.
+        if math.isfinite(norm):
+            self._update(norm, rate)
+        if self.pipeline.device.type == "cuda":
+            torch.cuda.synchronize(self.pipeline.device)
+        seconds = time.perf_counter() - begin
+        return {
+            "step": step + 1,
+            "loss": loss,
+            "grad_norm": norm,
+            "learning_rate": rate * self._base_rates[0],
+            "tokens_per_second": self.data.tokens_per_batch / seconds,
+            "step_seconds": seconds,
+            "skipped": not math.isfinite(norm),
+        }
+
+    def _update(self, norm: float, rate: float) -> None:
+        if self.clip_norm is not None and norm > self.clip_norm:
+            scale_gradients(self._norms.parameters, self.clip_norm / norm)
+        for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
+            group["lr"] = base * rate
+        self.optimizer.step()
+
+    def _batch(
+        self, source: Batches | RandomRegression, number: int
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """What this rank's stages need of a batch: inputs for the first stage, targets for the last."""
+        owned, last = self.pipeline.stages, self.pipeline.timetable.num_stages - 1
+        if not owned.keys() & {0, last}:
+            return (), None
+        dtype = next((p.dtype for p in self._norms.parameters if p.is_floating_point()), torch.float32)
+        inputs, target = (_to(each, self.pipeline.device, dtype) for each in source.batch(number))
+        return ((inputs,) if 0 in owned else ()), (target if last in owned else None)
+
+    def _loss_and_norm(self, losses: list[Tensor]) -> tuple[float, float]:
+        entries = self._norms.entries()
+        mean = torch.stack(losses).double().mean().cpu() if losses else torch.zeros((), dtype=torch.float64)
+        summed = self._sum_over_ranks([*entries.tolist(), float(mean)])
+        # Each entry comes from one rank, the others add 0; the sum is in model order: no cut shows.
+        return summed[-1], math.sqrt(math.fsum(summed[:-1]))
+
+    def _sum_over_ranks(self, numbers: list[float]) -> list[float]:
+        vector = torch.tensor(numbers, dtype=torch.float64, device=self.pipeline.device)
+        if self.pipeline.timetable.num_ranks > 1:
+            dist.all_reduce(vector, group=self.pipeline.group)
+        result: list[float] = vector.tolist()
+        return result
+
+    def _measure(self) -> Timeline:
+        assert self.pipeline.recorder is not None  # set by run
+        return measured_timeline(self.pipeline.recorder, self.pipeline.timetable, self.pipeline.group)
+
+
+class _NormLayout:
+    """Where each parameter of this rank stands among those of the whole model, in model order."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        owned = sorted(pipeline.stages.items())
+        self.parameters: list[nn.Parameter] = [p for _, stage in owned for p in stage.parameters()]
+        counts = {index: len(list(stage.parameters())) for index, stage in owned}
+        everyone: dict[int, int] = {}
+        for each in gather(counts, pipeline.group):
+            everyone |= each
+        starts = {index: sum(everyone[i] for i in range(index)) for index in everyone}
+        self._places = [starts[index] + k for index, _ in owned for k in range(counts[index])]
+        self._size = sum(everyone.values())
+
+    def entries(self) -> Tensor:
+        """float64 [parameters of the model]: squared gradient norms of this rank's, 0 elsewhere."""
+        vector = torch.zeros(self._size, dtype=torch.float64)
+        if self.parameters:
+            norms = torch.stack([squared_norm(p.grad).to(p.device) for p in self.parameters])
+            vector[self._places] = norms.cpu()
+        return vector
+
+
+def _to(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return tensor.to(device, dtype if tensor.is_floating_point() else None)
