@@ -22,7 +22,7 @@ def main() -> None:
             sys.exit(
                 f"error: {folder} holds no summary.json: name the run_dir of a finished scripts/train.py"
             )
-    losses = [[json.loads(line)["loss"] for line in open(folder / "metrics.jsonl")] for folder in folders]
+    losses = [read_losses(folder / "metrics.jsonl") for folder in folders]
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
     print(f"{'':<14}{'last loss':<20}{'held-out':<10}{'tokens/s':<10}{'bubble: predicted':>18} | measured")
     for summary in summaries:
@@ -35,9 +35,13 @@ def main() -> None:
     print(f"losses of all {len(losses[0])} steps {'are equal to the last bit' if equal else 'DIFFER'}")
     learned = check_learning(summaries[0])
     print(
-        "(more ranks than cores share the processors: such a run's own bubble says little about the schedule)"
+        "(with more ranks than cores, a run's own bubble says little about the schedule)"
     )
     sys.exit(0 if equal and learned else 1)
+
+
+def read_losses(path: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
 
 
 def check_learning(summary: dict[str, float]) -> bool:
