@@ -22,10 +22,12 @@ configs.register()
 def main(config: DictConfig) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from zbpp.schedule import PlanError
+    from zbpp.schedule import PlanError, plan
 
     try:
         typed = configs.typed(config)
+        for name in typed.schedules:  # a bad plan shows here, before any rank starts
+            plan(name, typed.num_ranks, typed.num_microbatches)
         launch = LaunchConfig(
             min_nodes=1,
             max_nodes=1,

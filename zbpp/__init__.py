@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zbpp.autograd import WeightGrads, backward_input
+    from zbpp.autograd import WeightGrads, backward_input, checkpoint
     from zbpp.runtime import Pipeline, replicate
     from zbpp.schedule import Costs, PlanError, Timeline, Timetable, lower, plan, simulate
 
@@ -23,6 +23,7 @@ _HOME = {
     "Timetable": "zbpp.schedule",
     "WeightGrads": "zbpp.autograd",
     "backward_input": "zbpp.autograd",
+    "checkpoint": "zbpp.autograd",
     "lower": "zbpp.schedule",
     "plan": "zbpp.schedule",
     "replicate": "zbpp.runtime",
@@ -37,6 +38,7 @@ __all__ = [
     "Timetable",
     "WeightGrads",
     "backward_input",
+    "checkpoint",
     "lower",
     "plan",
     "replicate",

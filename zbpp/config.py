@@ -155,7 +155,8 @@ def typed(config: DictConfig) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # OmegaConf wraps what __post_init__ raises in types of its own
-        raise ConfigError(str(error).splitlines()[0]) from error
+        key, text = getattr(error, "full_key", None), str(error).partition("\n")[0]
+        raise ConfigError(f"{key}: {text}" if key else text) from error
 
 
 def flat(config: DictConfig) -> dict[str, Any]:

@@ -1,7 +1,19 @@
 """The split backward, usable without any pipeline: B now, W when there is time."""
 
-from zbpp.autograd.rules import Capture, rule
+from zbpp.autograd.collector import defer
+from zbpp.autograd.recompute import checkpoint, recompute
+from zbpp.autograd.rules import Capture, keep, rule, saved
 from zbpp.autograd.split import backward_input
 from zbpp.autograd.weight_grads import WeightGrads
 
-__all__ = ["Capture", "WeightGrads", "backward_input", "rule"]
+__all__ = [
+    "Capture",
+    "WeightGrads",
+    "backward_input",
+    "checkpoint",
+    "defer",
+    "keep",
+    "recompute",
+    "rule",
+    "saved",
+]

@@ -10,70 +10,68 @@ leaf through a CHAIN of nodes with one edge each:
                            bias leaf +   +- TBackward <- weight leaf      (the chain)
 
 A leaf is deferred only if ALL its uses are at sites.
+
+This file is on the hot path of every B: the walk visits each node once, and the loop that
+touches them all does nothing that can be done for the few that matter.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from zbpp.autograd.rules import RULES, Capture
+from zbpp.autograd.rules import TRANSPOSED, Capture, Rule, rule_of
+from zbpp.autograd.views import MATRIX_TRANSPOSE, VIEWS, View
 
 Edge = tuple[Node, int]
 
 
 class Use(NamedTuple):
-    """One operand of a site that leads to a leaf."""
+    """One operand of a site that leads to a leaf, and what W keeps for it."""
 
     site: Node
-    chain: tuple[Edge, ...]  # from the operand's edge down to, not including, the leaf
     capture: Capture
+    chain: tuple[Edge, ...]  # from the operand's edge down to, not including, the leaf
+    views: tuple[View, ...] | None  # of the leaf's gradient, what W adds to; None if the chain computes
 
 
 class Survey(NamedTuple):
-    """What a walk found; leaves as AccumulateGrad nodes, in the order of the walk."""
+    """What a walk found. Leaves are AccumulateGrad nodes; everything in the order of the walk."""
 
     deferred: dict[Node, list[Use]]
     eager: list[Node]
+    functions: list[Any]  # nodes of Python autograd Functions: each is its own ctx
 
 
-def survey(roots: Iterable[Edge], stops: set[Edge], wanted: set[int] | None) -> Survey:
+def survey(roots: Iterable[Edge], stops: frozenset[Edge], wanted: set[int] | None) -> Survey:
     """Walk the graph below `roots` once, linear in its nodes.
 
     stops: edges not to be followed (the inputs of B). wanted: ids of the leaf tensors whose
     gradients are asked for, None for all.
     """
-    num_edges_to = _walk(roots, stops)
-    leaves = [
-        node for node in num_edges_to if is_leaf(node) and (wanted is None or id(variable(node)) in wanted)
-    ]
-    sites = [node for node in num_edges_to if kind(node) in RULES]
-    found = _uses(((site, RULES[kind(site)].weights) for site in sites), stops)
-    deferred = {leaf: found[leaf] for leaf in leaves if _all_uses_are(found[leaf], leaf, num_edges_to)}
+    nodes = _walk([root for root in roots if root not in stops], stops)
+    leaves = [leaf for leaf in nodes.leaves if (leaf, 0) not in stops]
+    if wanted is not None:
+        leaves = [leaf for leaf in leaves if id(variable(leaf)) in wanted]
+    choices = ((site, rule, rule.weights) for site, rule in nodes.sites)
+    deferred = _deferrable(choices, leaves, stops, nodes.repeats)
+    if not any(rule.along for _, rule in nodes.sites):
+        return Survey(deferred, [leaf for leaf in leaves if leaf not in deferred], nodes.functions)
     # A bias waits only where its weight does: dy is held there anyway.
-    split = dict.fromkeys(use.site for uses in deferred.values() for use in uses)
-    along = [(site, (operand,)) for site in split for operand in RULES[kind(site)].along]
-    found = _uses(along, stops)
-    deferred |= {
-        leaf: found[leaf]
-        for leaf in leaves
-        if leaf not in deferred and _all_uses_are(found[leaf], leaf, num_edges_to)
-    }
-    return Survey(deferred, [leaf for leaf in leaves if leaf not in deferred])
+    split = {use.site for uses in deferred.values() for use in uses}
+    choices = ((site, rule, (each,)) for site, rule in nodes.sites if site in split for each in rule.along)
+    others = [leaf for leaf in leaves if leaf not in deferred]
+    deferred |= _deferrable(choices, others, stops, nodes.repeats)
+    return Survey(deferred, [leaf for leaf in others if leaf not in deferred], nodes.functions)
 
 
 def kind(node: Node) -> str:
     """`AddmmBackward0`: what a rule is registered for."""
     return type(node).__name__
-
-
-def is_leaf(node: Node) -> bool:
-    """Whether gradients that reach this node accumulate into a leaf tensor."""
-    return kind(node) == "AccumulateGrad"
 
 
 def variable(leaf: Any) -> Tensor:
@@ -82,70 +80,130 @@ def variable(leaf: Any) -> Tensor:
     return tensor
 
 
-def _walk(roots: Iterable[Edge], stops: set[Edge]) -> dict[Node, int]:
-    """Every node reached, in a fixed order, with the number of edges that lead to it."""
-    num_edges_to: dict[Node, int] = {}
-    pending = [edge for edge in roots if edge not in stops]
-    while pending:
-        node, _ = pending.pop()
-        if node not in num_edges_to:
-            num_edges_to[node] = 0
-            pending += _edges_below(node, stops)
-        num_edges_to[node] += 1
-    return num_edges_to
+class _Nodes(NamedTuple):
+    leaves: list[Node]
+    sites: list[tuple[Node, Rule]]
+    functions: list[Any]
+    repeats: dict[Node | None, int]  # edges to a node besides the first, outputs counting as edges
 
 
-def _edges_below(node: Node, stops: set[Edge]) -> list[Edge]:
-    return [
-        (below, nr) for below, nr in node.next_functions if below is not None and (below, nr) not in stops
-    ]
+def _walk(roots: Iterable[Edge], stops: frozenset[Edge]) -> _Nodes:
+    """Sort out the nodes below the roots. The loop over all of them is what B costs beside the pass."""
+    # Leaves (the usual inputs) end the walk by themselves: only other stops cost a look-up per edge.
+    barriers = {edge for edge in stops if not is_leaf(edge[0])}
+    pending = list(dict.fromkeys(node for node, _ in roots))
+    seen: set[Node | None] = {None, *pending}
+    repeats: dict[Node | None, int] = {}
+    leaves, sites, functions = [], [], []
+    edges: Any
+    for node in pending:  # which grows meanwhile
+        role = _ROLES[type(node)]
+        if role is not None:
+            if role == "leaf":
+                leaves.append(node)
+                continue
+            if role == "function":
+                functions.append(node)
+            else:
+                sites.append((node, role))
+        edges = node.next_functions
+        if barriers:
+            edges = [edge for edge in edges if edge not in barriers]
+        for below, _ in edges:
+            if below in seen:
+                repeats[below] = repeats.get(below, 0) + 1
+            else:
+                seen.add(below)
+                pending.append(below)
+    return _Nodes(leaves, sites, functions, repeats)
 
 
-def _uses(operands: Iterable[tuple[Node, tuple[int, ...]]], stops: set[Edge]) -> dict[Node, list[Use]]:
-    """leaf -> its uses, taking of each site the first operand that can wait."""
-    found: dict[Node, list[Use]] = defaultdict(list)
-    for site, choices in operands:
-        for leaf, use in _first_use(site, choices, stops):
-            found[leaf].append(use)
-    return found
+class _Roles(dict[type, Any]):
+    """type of node -> "leaf", "function" (of Python), its rule, or None: a fact, looked up once."""
+
+    def __missing__(self, cls: type) -> Any:
+        if cls.__name__ == "AccumulateGrad":
+            self[cls] = "leaf"
+        else:
+            self[cls] = rule_of(cls.__name__) or ("function" if issubclass(cls, BackwardCFunction) else None)
+        return self[cls]
 
 
-def _first_use(site: Node, choices: tuple[int, ...], stops: set[Edge]) -> Iterator[tuple[Node, Use]]:
-    for operand in choices:
-        leaf, chain = _follow(site.next_functions[operand], stops)
-        if leaf is None:
-            continue
-        capture = RULES[kind(site)].capture(site, operand)
-        if capture is not None:
-            yield leaf, Use(site, chain, capture)
-            return
+_ROLES = _Roles()
 
 
-def _follow(edge: tuple[Node | None, int], stops: set[Edge]) -> tuple[Node | None, tuple[Edge, ...]]:
-    """The leaf that an edge leads to by single edges, and the chain on the way; None if it doesn't.
+def is_leaf(node: Node) -> bool:
+    """Whether gradients that reach this node accumulate into a leaf tensor."""
+    return _ROLES[type(node)] == "leaf"
+
+
+def _deferrable(
+    choices: Iterable[tuple[Node, Rule, tuple[int, ...]]],
+    leaves: list[Node],
+    stops: frozenset[Edge],
+    repeats: dict[Node | None, int],
+) -> dict[Node, list[Use]]:
+    """The leaves all of whose uses are among these operands, taking of each site the first that can wait."""
+    found: dict[Node, list[Use]] = {leaf: [] for leaf in leaves}
+    for site, rule, operands in choices:
+        below = site.next_functions
+        for operand in operands:
+            leaf, chain, views = _follow(below[operand], stops)
+            if leaf is None or leaf not in found or not _is_plain(leaf):
+                continue
+            capture = rule.capture(site, operand)
+            if capture is not None:
+                if views and views[-1] is MATRIX_TRANSPOSE and capture.add in TRANSPOSED:
+                    capture, views = Capture(capture.held, TRANSPOSED[capture.add]), views[:-1]
+                found[leaf].append(Use(site, capture, chain, views))
+                break
+    return {leaf: uses for leaf, uses in found.items() if uses and _are_all(uses, leaf, repeats)}
+
+
+def _is_plain(leaf: Node) -> bool:
+    """Whether W knows how to add to this leaf: subclasses (DTensor, quantised ones) are computed in B."""
+    tensor = variable(leaf)
+    return type(tensor) is nn.Parameter or not hasattr(tensor, "__tensor_flatten__")
+
+
+def _follow(
+    edge: Any, stops: frozenset[Edge]
+) -> tuple[Node | None, tuple[Edge, ...], tuple[View, ...] | None]:
+    """The leaf that an edge leads to by single edges, with the chain on the way; None if it doesn't.
 
     A chain never passes a node that has a rule: on stage 0 an activation, too, leads to
     parameters only (Embedding -> Linear).
     """
-    chain: list[Edge] = []
+    chain: tuple[Edge, ...] = ()
+    views: tuple[View, ...] | None = ()
     while edge[0] is not None and edge not in stops:
         node = edge[0]
-        if is_leaf(node):
-            return node, tuple(chain)
-        below = [each for each in node.next_functions if each[0] is not None]
-        if len(below) != 1 or kind(node) in RULES:
+        role = _ROLES[type(node)]
+        if role == "leaf":
+            return node, chain, views
+        if role is not None and role != "function":
             break
-        chain.append((node, edge[1]))
+        below = node.next_functions
+        if len(below) != 1:
+            below = [each for each in below if each[0] is not None]
+            if len(below) != 1:
+                break
+        make_view = VIEWS.get(type(node).__name__)
+        views = None if make_view is None or views is None else (make_view(*edge), *views)
+        chain = (*chain, edge)
         edge = below[0]
-    return None, ()
+    return None, (), None
 
 
-def _all_uses_are(uses: list[Use], leaf: Node, num_edges_to: dict[Node, int]) -> bool:
+def _are_all(uses: list[Use], leaf: Node, repeats: dict[Node | None, int]) -> bool:
     """Whether every edge into the leaf and into its chains belongs to one of these uses.
 
     A gradient captured at a leaf collects every path to it, so a leaf with one eager use
     besides a deferred one would be counted twice.
     """
-    chain_nodes = {node for use in uses for node, _ in use.chain}
-    edges = num_edges_to[leaf] + sum(num_edges_to[node] for node in chain_nodes)
-    return bool(uses) and edges == len(uses) + len(chain_nodes)
+    nodes = {leaf}
+    for use in uses:
+        nodes.update([node for node, _ in use.chain])
+    num_repeats = sum([repeats[node] for node in nodes if node in repeats])
+    # All edges into these nodes against those that we know: one per use, one below each chain node.
+    return len(nodes) + num_repeats == len(uses) + len(nodes) - 1

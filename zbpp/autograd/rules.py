@@ -2,11 +2,11 @@
 
 A rule is one function. It looks at a node BEFORE the backward pass runs, while its saved
 tensors are still there, and says for one operand what to keep and how to add that operand's
-gradient to a target once dy, the gradient of the node's output, is known:
+gradient to a target once dy, the gradient of the node's output, is known. For y = a @ b:
 
     @rule("MmBackward0", weights=(1, 0))
-    def _mm(node, operand):
-        return Capture((saved(node, "self"),), _add_left_product)
+    def mm(node, operand):
+        return keep(saved(node, "self"), add_left_product)      # d b = a.T @ dy
 
 Returning None leaves the operand to B. To teach zbpp a new node, register a rule.
 """
@@ -19,19 +19,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
 
-Add = Callable[[Tensor, tuple[Tensor, ...], Tensor, bool], None]
+Held = tuple[Any, ...]
+Add = Callable[[Tensor, Held, Tensor, bool], None]
 
 
 class Capture(NamedTuple):
     """What W keeps for one operand of one node.
 
-    held: tensors to keep until W, detached.
+    held: tensors to keep until W, detached (or packed: see `Packed`).
     add(target, held, dy, fresh): adds the operand's gradient to `target`, which has the
     operand's shape; if `fresh`, target is uninitialised memory and is overwritten.
     """
 
-    held: tuple[Tensor, ...]
+    held: Held
     add: Add
 
 
@@ -47,98 +49,211 @@ class Rule(NamedTuple):
     along: tuple[int, ...] = ()
 
 
-RULES: dict[str, Rule] = {}
+class Packed(NamedTuple):
+    """A saved tensor that hooks packed away; W unpacks it, not B."""
+
+    data: Any
+    unpack_hook: Callable[[Any], Tensor]
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors inside."""
+        return [leaf for leaf in tree_leaves(self.data) if isinstance(leaf, Tensor)]
+
+
+_RULES: dict[str, Rule] = {}
+_Capturing = Callable[[Any, int], Capture | None]
 
 
 def rule(
     name: str, *, weights: tuple[int, ...], along: tuple[int, ...] = ()
-) -> Callable[[Callable[[Any, int], Capture | None]], Callable[[Any, int], Capture | None]]:
-    """Register a rule for the nodes whose `name()` is `name`; see the module's head."""
+) -> Callable[[_Capturing], _Capturing]:
+    """Register a rule for the nodes whose class is called `name`; see the module's head.
 
-    def register(capture: Callable[[Any, int], Capture | None]) -> Callable[[Any, int], Capture | None]:
-        RULES[name] = Rule(capture, weights, along)
+    To be called before the first backward that meets such a node.
+    """
+
+    def register(capture: _Capturing) -> _Capturing:
+        _RULES[name] = Rule(capture, weights, along)
         return capture
 
     return register
 
 
-def saved(node: Node, name: str) -> Tensor | None:
-    """A tensor that a node saved, without its history; None if hooks packed it away.
+def rule_of(name: str) -> Rule | None:
+    """The rule for nodes of this name."""
+    return _RULES.get(name)
 
-    Detached, since a saved activation carries the graph above it.
+
+def saved(node: Node, name: str) -> Tensor | Packed | None:
+    """A tensor that a node saved, without its history.
+
+    Detached, since a saved activation carries the graph above it. What save_on_cpu packed stays
+    packed until W. None for other hooks: to unpack a checkpoint's early is to recompute early.
     """
-    if getattr(node, f"_raw_saved_{name}").unpack_hook is not None:
-        return None
-    tensor: Tensor = getattr(node, f"_saved_{name}")
-    return tensor.detach()
+    raw = getattr(node, "_raw_saved_" + name)
+    hook = raw.unpack_hook
+    if hook is None:
+        tensor: Tensor = getattr(node, "_saved_" + name)
+        return tensor.detach()
+    if getattr(hook, "__qualname__", "").startswith("save_on_cpu."):
+        return Packed(raw.data, hook)
+    return None
 
 
-def _keep(tensor: Tensor | None, add: Add) -> Capture | None:
+def keep(tensor: Tensor | Packed | None, add: Add) -> Capture | None:
+    """A capture of one saved tensor; None if it can't be had."""
+    if isinstance(tensor, Packed):
+        return Capture((tensor,), _UnpackingAdd(add))
     return None if tensor is None else Capture((tensor,), add)
 
 
-# Linear layers: y = a @ b, dy known.  d b = a.T @ dy,  d a = dy @ b.T.
-# The product accumulates straight into the target: no temporary the size of the weight.
+class _UnpackingAdd:
+    """`add`, for which W unpacks what is held."""
+
+    def __init__(self, add: Add) -> None:
+        self.add = add
+
+    def __call__(self, target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
+        self.add(target, tuple(each.unpack_hook(each.data) for each in held), dy, fresh)
 
 
-def _add_left_product(target: Tensor, held: tuple[Tensor, ...], dy: Tensor, fresh: bool) -> None:
-    target.addmm_(held[0].t(), dy, beta=0 if fresh else 1)
+def add_or_copy(target: Tensor, gradient: Tensor, fresh: bool) -> None:
+    """For rules that can't help making a temporary."""
+    if fresh:
+        target.copy_(gradient)
+    else:
+        target.add_(gradient)
 
 
-def _add_right_product(target: Tensor, held: tuple[Tensor, ...], dy: Tensor, fresh: bool) -> None:
-    target.addmm_(dy, held[0].t(), beta=0 if fresh else 1)
+# ---- Products: y = a @ b, so d b = a.T @ dy and d a = dy @ b.T.
+# They accumulate straight into the target: no temporary the size of the weight.
 
 
+def _add_product(target: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
+    if target.dtype != left.dtype:
+        _add_widened(target, left, right, fresh)
+    elif target.dim() == 3:
+        target.baddbmm_(left, right, beta=0 if fresh else 1)
+    elif fresh:
+        torch.mm(left, right, out=target)
+    else:
+        target.addmm_(left, right)
+
+
+def _add_widened(target: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
+    """A product of bf16 factors summed into float32: rounded once, at the end."""
+    if left.is_cuda and target.dim() == 2:
+        product = torch.mm(left, right, out_dtype=target.dtype)
+    else:  # that kernel exists on CUDA only
+        product = left.to(target.dtype) @ right.to(target.dtype)
+    add_or_copy(target, product, fresh)
+
+
+def add_left_product(target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
+    """target += a.T @ dy, held = (a,)."""
+    _add_product(target, held[0].mT, dy, fresh)
+
+
+def add_right_product(target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
+    """target += dy @ b.T, held = (b,)."""
+    _add_product(target, dy, held[0].mT, fresh)
+
+
+def _add_left_product_transposed(target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
+    _add_product(target, dy.mT, held[0], fresh)
+
+
+def _add_right_product_transposed(target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
+    _add_product(target, held[0], dy.mT, fresh)
+
+
+# How to add the gradient of an operand that is a leaf's transpose (nn.Linear's) to that of the leaf.
+TRANSPOSED: dict[Add, Add] = {
+    add_left_product: _add_left_product_transposed,
+    add_right_product: _add_right_product_transposed,
+}
+
+
+@rule("BmmBackward0", weights=(1, 0))
 @rule("MmBackward0", weights=(1, 0))
 def _mm(node: Any, operand: int) -> Capture | None:
     if operand == 1:
-        return _keep(saved(node, "self"), _add_left_product)
-    return _keep(saved(node, "mat2"), _add_right_product)
+        return keep(saved(node, "self"), add_left_product)
+    return keep(saved(node, "mat2"), add_right_product)
 
 
 @rule("AddmmBackward0", weights=(2, 1), along=(0,))
 def _addmm(node: Any, operand: int) -> Capture | None:
+    return _sum_and_product(node, operand, "mat1", "mat2")
+
+
+@rule("BaddbmmBackward0", weights=(2, 1), along=(0,))
+def _baddbmm(node: Any, operand: int) -> Capture | None:
+    return _sum_and_product(node, operand, "batch1", "batch2")
+
+
+def _sum_and_product(node: Any, operand: int, left: str, right: str) -> Capture | None:
     if node._saved_alpha != 1 or node._saved_beta != 1:
         return None
     if operand == 0:
         return Capture((), _add_sum)
     if operand == 2:
-        return _keep(saved(node, "mat1"), _add_left_product)
-    return _keep(saved(node, "mat2"), _add_right_product)
+        return keep(saved(node, left), add_left_product)
+    return keep(saved(node, right), add_right_product)
 
 
-def _add_sum(target: Tensor, held: tuple[Tensor, ...], dy: Tensor, fresh: bool) -> None:
+def _add_sum(target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
     """A bias was broadcast: its gradient is dy summed over the dimensions that it lacks."""
-    total = dy.sum_to_size(target.shape)
-    if fresh:
-        target.copy_(total)
-    else:
-        target.add_(total)
+    add_or_copy(target, dy.sum_to_size(target.shape), fresh)
+
+
+# ---- Convolutions, of any dimension, transposed and grouped
+
+
+@rule("ConvolutionBackward0", weights=(1,), along=(2,))
+def _convolution(node: Any, operand: int) -> Capture | None:
+    if operand == 2:
+        return Capture((), _add_channel_sum)
+    names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+    return keep(saved(node, "input"), _AddConvolution([getattr(node, "_saved_" + name) for name in names]))
+
+
+def _add_channel_sum(target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
+    add_or_copy(target, dy.sum([0, *range(2, dy.dim())]), fresh)
+
+
+class _AddConvolution:
+    def __init__(self, settings: list[Any]) -> None:
+        self.settings = settings
+
+    def __call__(self, target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
+        # Only the weight's shape and layout are asked of it.
+        like = target if target.dtype == dy.dtype else torch.empty_like(target, dtype=dy.dtype)
+        wanted = [False, True, False]
+        _, gradient, _ = torch.ops.aten.convolution_backward(dy, held[0], like, None, *self.settings, wanted)
+        add_or_copy(target, gradient, fresh)
+
+
+# ---- Embeddings: no temporary the size of the vocabulary
 
 
 @rule("EmbeddingBackward0", weights=(0,))
 def _embedding(node: Any, operand: int) -> Capture | None:
     if node._saved_sparse or node._saved_scale_grad_by_freq:
         return None
-    indices = saved(node, "indices")
-    if indices is None:
-        return None
-    padding = node._saved_padding_idx  # of a C++ type that wraps -1 around to 2**64 - 1
-    return Capture((indices,), _add_rows if padding in (-1, 2**64 - 1) else _AddRowsBut(padding))
+    return keep(saved(node, "indices"), _AddRows(node._saved_padding_idx))
 
 
-def _add_rows(target: Tensor, held: tuple[Tensor, ...], dy: Tensor, fresh: bool) -> None:
-    if fresh:
-        target.zero_()
-    target.index_add_(0, held[0].reshape(-1), dy.reshape(-1, dy.shape[-1]))
-
-
-class _AddRowsBut:
-    """As `_add_rows`, but the padding row gets no gradient."""
+class _AddRows:
+    """Adds each row of dy to the row of its index; the padding's gets nothing."""
 
     def __init__(self, padding: int) -> None:
-        self.padding = padding
+        self.padding = padding  # none: -1, which nodes save as an unsigned number
 
-    def __call__(self, target: Tensor, held: tuple[Tensor, ...], dy: Tensor, fresh: bool) -> None:
-        rows = torch.where((held[0] == self.padding).unsqueeze(-1), 0, dy)
-        _add_rows(target, held, rows, fresh)
+    def __call__(self, target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
+        (indices,) = held
+        if fresh:
+            target.zero_()
+        if 0 <= self.padding < target.shape[0]:
+            dy = torch.where((indices == self.padding).unsqueeze(-1), 0, dy)
+        target.index_add_(0, indices.reshape(-1), dy.reshape(-1, dy.shape[-1]).to(target.dtype))

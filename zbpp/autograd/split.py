@@ -4,7 +4,7 @@ B is ONE ordinary backward pass, with some gradients captured instead of compute
 
 1. Walk the graph and find the sites whose weight gradients can wait (graph.py).
 2. Take from each what W will need, its saved input x, detached (rules.py).
-3. torch.autograd.grad with retain_graph=False. Its targets: the inputs; the output edge of each
+3. Run autograd once, without retaining the graph. Its targets: the inputs; the output edge of each
    site, which captures dy; the other trainable leaves, which are computed here, once. Autograd
    frees every saved tensor as soon as its node has run, and nothing runs twice.
 4. W (weight_grads.py): `weight.grad.addmm_(dy.T, x)`; then x and dy are dropped.
@@ -17,104 +17,184 @@ whole graph until W.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
-from zbpp.autograd.graph import Edge, Survey, survey, variable
-from zbpp.autograd.weight_grads import Computed, Deferred, Part, WeightGrads
+from zbpp.autograd.collector import collecting
+from zbpp.autograd.graph import Edge, Survey, kind, survey, variable
+from zbpp.autograd.weight_grads import Computed, Deferred, WeightGrads, Work
 
-Tensors = Tensor | Sequence[Tensor]
+Outputs = Tensor | Sequence[Any] | Mapping[Any, Any]
+Gradients = Sequence[Tensor | None]
 
 
 def backward_input(
-    outputs: Tensors,
-    output_grads: Tensor | Sequence[Tensor | None] | None,
-    inputs: Tensors,
+    outputs: Outputs,
+    output_grads: Tensor | Sequence[Tensor | None] | Mapping[Any, Tensor | None] | None,
+    inputs: Tensor | Sequence[Any],
     parameters: Iterable[Tensor] | None = None,
 ) -> tuple[tuple[Tensor | None, ...], WeightGrads]:
     """B: the gradients of `inputs`, and what W needs for those of `parameters`.
 
-    outputs: tensors; those without grad are allowed. output_grads: one per output, None for
-    an output without grad or for a scalar (then 1). inputs: not leaves that should get a `.grad`;
-    the pass stops at them. parameters: leaves; None for every trainable leaf that the graph
-    reaches, inputs excluded.
+    outputs: a tensor, or several in a sequence or mapping; those without grad, and what is no
+    tensor, are passed over. output_grads: likewise one for each, None for an output without grad or
+    that nothing flows into, and for a scalar that the backward starts from (then 1). inputs:
+    what the gradients are wanted of (anything without grad gets None); the pass stops there.
+    parameters: leaves; None for every trainable leaf that the graph reaches, inputs excluded.
 
     Returns (gradients, one per input, None where none flows; WeightGrads). No `.grad` changes
-    until `WeightGrads.accumulate()`. The graph's saved tensors are freed, as by backward().
-    Raises ValueError for arguments that don't fit, before anything runs.
+    until `WeightGrads.accumulate()`, and the graph's saved tensors are freed, as by backward().
+    A graph that holds a reentrant torch checkpoint, which allows nothing else, takes one plain
+    backward here instead: all its `.grad`s are complete before W.
+    Raises ValueError for arguments that don't fit, before anything runs, and RuntimeError for a graph
+    that has been gone through before.
     """
-    inputs = _as_tuple(inputs)
-    roots, root_grads = _roots(_as_tuple(outputs), output_grads)
-    stops = {_edge(tensor) for tensor in inputs if tensor.requires_grad}
-    found = survey([_edge(tensor) for tensor in roots], stops, _wanted(parameters))
-    return _capture(roots, root_grads, inputs, found)
+    roots, root_grads = _roots(outputs, output_grads)
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    grads, work = split(roots, root_grads, inputs, _wanted(parameters))
+    return grads, WeightGrads(work)
 
 
-def _capture(
-    roots: list[Tensor], root_grads: list[Tensor | None], inputs: tuple[Tensor, ...], found: Survey
-) -> tuple[tuple[Tensor | None, ...], WeightGrads]:
-    sites = list(dict.fromkeys(use.site for uses in found.deferred.values() for use in uses))
-    required = [tensor for tensor in inputs if tensor.requires_grad]
-    targets = [
-        *map(get_gradient_edge, required),
-        *(GradientEdge(site, 0) for site in sites),
-        *(GradientEdge(leaf, 0) for leaf in found.eager),
-    ]
-    captured = iter(torch.autograd.grad(roots, targets, root_grads, allow_unused=True) if targets else ())
-    grads = tuple(next(captured) if tensor.requires_grad else None for tensor in inputs)
-    dys = {site: next(captured) for site in sites}
-    eager = list(zip(found.eager, captured, strict=True))
-    return grads, WeightGrads(_deferred(found, dys) + _computed(eager))
+def split(
+    roots: list[Tensor], root_grads: list[Tensor], inputs: tuple[Any, ...], wanted: set[int] | None
+) -> tuple[tuple[Tensor | None, ...], list[Work]]:
+    """`backward_input` after its checks; wanted: ids of the parameters."""
+    edges = {i: _edge(each) for i, each in enumerate(inputs) if _needs_grad(each)}
+    try:
+        found = survey([_edge(root) for root in roots], frozenset(edges.values()), wanted)
+    except RuntimeError as error:
+        raise _second_pass(error) from error
+    if any(kind(node) == "CheckpointFunctionBackward" for node in found.functions):
+        return _whole_backward(roots, root_grads, inputs), []
+    sites = list(dict.fromkeys([use.site for uses in found.deferred.values() for use in uses]))
+    targets = [GradientEdge(*edge) for edge in edges.values()]
+    targets += [GradientEdge(node, 0) for node in (*sites, *found.eager)]
+    late: list[Work] = []
+    with collecting(found.functions, wanted, late):
+        captured = _run(roots, root_grads, targets)
+    grads: list[Tensor | None] = [None] * len(inputs)
+    for position, grad in zip(edges, captured, strict=False):  # the inputs' come first
+        grads[position] = grad
+    return tuple(grads), _work(found, sites, captured[len(edges) :]) + late
 
 
-def _deferred(found: Survey, dys: Mapping[Node, Tensor | None]) -> list[Deferred | Computed]:
-    work: list[Deferred | Computed] = []
+def _work(found: Survey, sites: list[Any], captured: Gradients) -> list[Work]:
+    """What W has to do. A node that no gradient reached adds nothing, as in plain autograd."""
+    dys = dict(zip(sites, captured, strict=False))
+    work: list[Work] = []
     for leaf, uses in found.deferred.items():
-        # A site that no gradient reached adds nothing, as in plain autograd.
-        parts = [Part(use.capture, use.chain, dy) for use in uses for dy in [dys[use.site]] if dy is not None]
+        parts = [(use, dy) for use in uses for dy in (dys[use.site],) if dy is not None]
         if parts:
             work.append(Deferred(variable(leaf), parts))
+    for leaf, gradient in zip(found.eager, captured[len(sites) :], strict=True):
+        if gradient is not None:
+            work.append(Computed(variable(leaf), gradient))
     return work
 
 
-def _computed(eager: Sequence[tuple[Node, Tensor | None]]) -> list[Deferred | Computed]:
-    return [Computed(variable(leaf), gradient) for leaf, gradient in eager if gradient is not None]
+def _run(roots: list[Tensor], root_grads: list[Tensor], targets: Sequence[GradientEdge]) -> Gradients:
+    """torch.autograd.grad(roots, targets, root_grads, allow_unused=True) without its checks, done above.
 
-
-def _roots(
-    outputs: tuple[Tensor, ...], output_grads: Tensor | Sequence[Tensor | None] | None
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The outputs that require grad, each with the gradient it starts from."""
-    if output_grads is None:
-        output_grads = (None,) * len(outputs)
-    grads = (output_grads,) if isinstance(output_grads, Tensor) else tuple(output_grads)
-    if len(grads) != len(outputs):
-        raise ValueError(f"{len(outputs)} outputs but {len(grads)} output_grads: give one for each, or None")
-    for position, (output, grad) in enumerate(zip(outputs, grads, strict=True)):
-        _check_root(position, output, grad)
-    chosen = [position for position, output in enumerate(outputs) if output.requires_grad]
-    if not chosen:
-        raise ValueError("no output requires grad: there is nothing to go backward through")
-    return [outputs[i] for i in chosen], [grads[i] for i in chosen]
-
-
-def _check_root(position: int, output: Tensor, grad: Tensor | None) -> None:
-    name = f"outputs[{position}]"
-    if not output.requires_grad:
-        if grad is not None:
-            raise ValueError(f"{name} does not require grad: its entry in output_grads must be None")
-    elif grad is None:
-        if output.numel() != 1:
-            raise ValueError(
-                f"{name} has shape {tuple(output.shape)}: only a scalar can go without a gradient"
-            )
-    elif grad.shape != output.shape or grad.device != output.device:
-        raise ValueError(
-            f"output_grads[{position}] is {tuple(grad.shape)} on {grad.device}, "
-            f"{name} is {tuple(output.shape)} on {output.device}: they must match"
+    They would cost as much as ten linear layers' worth of B, and import sympy.
+    """
+    if not targets:
+        return ()
+    engine = torch.autograd.Variable._execution_engine
+    try:
+        captured: Gradients = engine.run_backward(
+            tuple(roots),
+            tuple(root_grads),
+            False,  # keep_graph
+            False,  # create_graph
+            tuple(targets),
+            allow_unreachable=True,
+            accumulate_grad=False,
         )
+    except RuntimeError as error:
+        raise _second_pass(error) from error
+    return captured
+
+
+def _second_pass(error: RuntimeError) -> RuntimeError:
+    """Torch's word on a freed graph, in ours; any other error as it is."""
+    if "backward through the graph a second time" not in str(error):
+        return error
+    return RuntimeError(
+        "this graph has been gone through before, and B keeps nothing of it: run the forward again, "
+        "or pass all outputs and their gradients to one backward_input"
+    )
+
+
+def _whole_backward(
+    roots: list[Tensor], root_grads: list[Tensor], inputs: tuple[Any, ...]
+) -> tuple[Tensor | None, ...]:
+    """One plain backward; the inputs' gradients are taken on the way, their `.grad` stays as it was."""
+    caught: dict[int, Tensor] = {}
+    wanted: dict[int, Tensor] = {i: each for i, each in enumerate(inputs) if _needs_grad(each)}
+    before = {i: each.grad for i, each in wanted.items() if each.is_leaf}
+    for i in before:
+        wanted[i].grad = None
+    handles = [
+        each.register_hook(lambda grad, i=i: caught.__setitem__(i, grad))
+        for i, each in wanted.items()
+        if i not in before
+    ]
+    torch.autograd.backward(roots, root_grads)
+    for handle in handles:
+        handle.remove()
+    for i, grad in before.items():
+        found, wanted[i].grad = wanted[i].grad, grad
+        if found is not None:
+            caught[i] = found
+    return tuple(caught.get(i) for i in range(len(inputs)))
+
+
+def _roots(outputs: Outputs, output_grads: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs that gradients start from, each with its gradient."""
+    values = _listed(outputs)
+    grads = [None] * len(values) if output_grads is None else _listed(output_grads)
+    if len(grads) != len(values):
+        raise ValueError(f"{len(values)} outputs but {len(grads)} output_grads: give one for each, or None")
+    roots, root_grads = [], []
+    for position, (output, grad) in enumerate(zip(values, grads, strict=True)):
+        if not _needs_grad(output):
+            if grad is not None:
+                raise ValueError(f"output {position} does not require grad: its gradient must be None")
+        elif grad is None and output.numel() != 1:
+            if output_grads is None:
+                raise ValueError(f"output {position} is {tuple(output.shape)}, no scalar: give its gradient")
+        else:
+            roots.append(output)
+            root_grads.append(torch.ones_like(output) if grad is None else _checked(position, output, grad))
+    if not roots:
+        raise ValueError(
+            "no output that requires grad has a gradient: there is nothing to go backward through"
+        )
+    return roots, root_grads
+
+
+def _needs_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _checked(position: int, output: Tensor, grad: Any) -> Tensor:
+    if not isinstance(grad, Tensor):
+        raise ValueError(f"the gradient of output {position} is a {type(grad).__name__}, not a tensor")
+    if grad.shape != output.shape or grad.device != output.device:
+        raise ValueError(
+            f"the gradient of output {position} is {tuple(grad.shape)} on {grad.device}, "
+            f"the output {tuple(output.shape)} on {output.device}: they must match"
+        )
+    return grad
+
+
+def _listed(values: Any) -> list[Any]:
+    if isinstance(values, Tensor):
+        return [values]
+    return list(values.values() if isinstance(values, Mapping) else values)
 
 
 def _wanted(parameters: Iterable[Tensor] | None) -> set[int] | None:
@@ -131,9 +211,9 @@ def _wanted(parameters: Iterable[Tensor] | None) -> set[int] | None:
 
 
 def _edge(tensor: Tensor) -> Edge:
-    edge = get_gradient_edge(tensor)
-    return edge.node, edge.output_nr
-
-
-def _as_tuple(tensors: Tensors) -> tuple[Tensor, ...]:
-    return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    node = tensor.grad_fn
+    if node is not None:
+        return node, tensor.output_nr
+    with torch.enable_grad():  # a leaf has no node of its own: ask a view's where its gradient goes
+        edge: Edge = tensor.view_as(tensor).grad_fn.next_functions[0]  # type: ignore[union-attr, assignment]
+    return edge

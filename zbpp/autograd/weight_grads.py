@@ -1,76 +1,104 @@
-"""W: the weight gradients that B put off, and adding them to `.grad`."""
+"""W: the weight gradients that B put off, and adding them to `.grad`.
+
+A parameter that has a `main_grad` (a float32 tensor of its shape, say, beside bf16 weights) gets
+its gradients added there, and its `.grad` is left alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from zbpp.autograd.graph import Edge, kind
-from zbpp.autograd.rules import Capture
+from zbpp.autograd.graph import Edge, Use
+from zbpp.autograd.rules import Packed
 
-# Chains of these nodes are views: W accumulates into the same view of `.grad`.
-_VIEWS: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "TBackward0": lambda node, tensor: tensor.t(),
-}
+Part = tuple[Use, Tensor]  # a use and its dy
 
 
-class Part(NamedTuple):
-    """One site's share of a leaf's gradient."""
+class Work(Protocol):
+    """What is left to do for one leaf."""
 
-    capture: Capture
-    chain: tuple[Edge, ...]
-    dy: Tensor
+    @property
+    def leaf(self) -> Tensor: ...
+    def tensors(self) -> Iterator[Tensor]: ...
+    def accumulate(self) -> None: ...
 
 
 class Deferred(NamedTuple):
-    """A leaf whose gradient is still to be computed from its parts."""
+    """A leaf whose gradient is still to be computed: the sum over its uses."""
 
     leaf: Tensor
     parts: list[Part]
 
     def tensors(self) -> Iterator[Tensor]:
-        for part in self.parts:
-            yield from part.capture.held
-            yield part.dy
+        for use, dy in self.parts:
+            yield dy
+            for held in use.capture.held:
+                yield from held.tensors() if isinstance(held, Packed) else (held,)
 
     def accumulate(self) -> None:
-        if self.leaf._backward_hooks or not all(_is_view(part.chain) for part in self.parts):
-            _add_to_grad(self.leaf, _run_hooks(self.leaf, self._gradient()))
+        leaf = self.leaf
+        if leaf._backward_hooks or any(use.views is None for use, _ in self.parts):
+            _add_to_grad(leaf, _run_hooks(leaf, self._gradient()))
+        elif (total := _total(leaf)) is not None:
+            _add_parts(total, self.parts, fresh=False)
         else:
-            self._add_in_place()
-
-    def _add_in_place(self) -> None:
-        fresh = self.leaf.grad is None
-        if self.leaf.grad is None:
-            self.leaf.grad = torch.empty_like(self.leaf)
-        for part in self.parts:
-            target = _through(part.chain, self.leaf.grad)
-            part.capture.add(target, part.capture.held, part.dy, fresh)
-            fresh = False
+            leaf.grad = _sum_of(leaf, self.parts)
 
     def _gradient(self) -> Tensor:
-        """This microbatch's gradient by itself: summed at the heads of the chains, then through them."""
-        at_head: dict[Edge | None, Tensor] = {}
-        for part in self.parts:
-            head = part.chain[0] if part.chain else None
-            fresh = head not in at_head
-            if fresh:
-                at_head[head] = torch.empty_like(self.leaf) if head is None else _like_output(head)
-            part.capture.add(at_head[head], part.capture.held, part.dy, fresh)
-        direct = at_head.pop(None, None)
-        if not at_head:
-            return direct if direct is not None else torch.zeros_like(self.leaf)
-        edges = [GradientEdge(*head) for head in at_head if head is not None]
-        (chained,) = torch.autograd.grad(edges, self.leaf, list(at_head.values()))
-        return chained if direct is None else chained + direct
+        """This microbatch's gradient by itself."""
+        direct = [part for part in self.parts if part[0].views is not None]
+        computed = [part for part in self.parts if part[0].views is None]
+        if not computed:
+            return _sum_of(self.leaf, direct)
+        chained = _through_chains(self.leaf, computed)
+        return chained + _sum_of(self.leaf, direct) if direct else chained
+
+
+def _add_parts(total: Tensor, parts: list[Part], *, fresh: bool) -> None:
+    """Add each part to its view of a leaf's gradient."""
+    for use, dy in parts:
+        target = total
+        for view in use.views or ():
+            target = view.look(target)
+        use.capture.add(target, use.capture.held, dy, fresh)
+        fresh = False
+
+
+def _sum_of(leaf: Tensor, parts: list[Part]) -> Tensor:
+    """A new gradient in the leaf's layout."""
+    whole = all(view.whole for view in parts[0][0].views or ())
+    gradient = torch.empty_like(leaf) if whole else torch.zeros_like(leaf)
+    _add_parts(gradient, parts, fresh=whole)
+    return gradient
+
+
+def _through_chains(leaf: Tensor, parts: list[Part]) -> Tensor:
+    """Sum the parts where their chains begin, then let autograd run each chain once."""
+    at_head: dict[Edge, Tensor] = {}
+    for use, dy in parts:
+        head = use.chain[0]
+        fresh = head not in at_head
+        if fresh:
+            at_head[head] = _like_output(head)
+        use.capture.add(at_head[head], use.capture.held, dy, fresh)
+    edges = [GradientEdge(*head) for head in at_head]
+    (gradient,) = torch.autograd.grad(edges, leaf, list(at_head.values()))
+    return gradient
+
+
+def _like_output(edge: Edge) -> Tensor:
+    node: Any = edge[0]
+    meta = node._input_metadata[edge[1]]
+    return torch.empty(tuple(meta.shape), dtype=meta.dtype, device=meta.device)
 
 
 class Computed(NamedTuple):
-    """A leaf whose gradient B has computed already."""
+    """A leaf whose gradient B has computed already, running the leaf's tensor hooks."""
 
     leaf: Tensor
     gradient: Tensor
@@ -82,11 +110,25 @@ class Computed(NamedTuple):
         _add_to_grad(self.leaf, self.gradient)
 
 
+class Custom(NamedTuple):
+    """What an autograd Function put off by `defer`."""
+
+    leaf: Tensor
+    compute: Callable[..., Tensor]
+    held: tuple[Tensor, ...]
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self.held
+
+    def accumulate(self) -> None:
+        _add_to_grad(self.leaf, _run_hooks(self.leaf, self.compute(*self.held)))
+
+
 class WeightGrads:
     """What `backward_input` leaves for later: hold it, then call `accumulate()` once."""
 
-    def __init__(self, work: list[Deferred | Computed]) -> None:
-        self._work: list[Deferred | Computed] | None = work[::-1]
+    def __init__(self, work: list[Work]) -> None:
+        self._work: list[Work] | None = work
 
     @property
     def held_bytes(self) -> int:
@@ -104,38 +146,37 @@ class WeightGrads:
         Post-accumulate-grad hooks fire, once per parameter. Raises RuntimeError at a second call.
         """
         if self._work is None:
-            raise RuntimeError("accumulate() was called before: these gradients are already in .grad")
+            raise RuntimeError(
+                "accumulate() was called before: these gradients are in .grad already, and what they were "
+                "computed from is gone; call backward_input again after another forward"
+            )
         work, self._work = self._work, None
         with torch.no_grad():
-            while work:
-                each = work.pop()  # its memory goes as soon as it is done
+            for position, each in enumerate(work):
                 each.accumulate()
-                _run_post_accumulate_hooks(each.leaf)
+                work[position] = _DONE  # its memory goes at once
+                leaf = each.leaf
+                if getattr(leaf, "_post_accumulate_grad_hooks", None):
+                    _run_post_accumulate_hooks(leaf, rest=work[position + 1 :])
 
 
-def _is_view(chain: tuple[Edge, ...]) -> bool:
-    return all(kind(node) in _VIEWS for node, _ in chain)
+_DONE: Any = None
 
 
-def _through(chain: tuple[Edge, ...], tensor: Tensor) -> Tensor:
-    for node, _ in reversed(chain):
-        tensor = _VIEWS[kind(node)](node, tensor)
-    return tensor
-
-
-def _like_output(edge: Edge) -> Tensor:
-    node: Any = edge[0]
-    meta = node._input_metadata[edge[1]]
-    return torch.empty(tuple(meta.shape), dtype=meta.dtype, device=meta.device)
+def _total(leaf: Tensor) -> Tensor | None:
+    """What the gradients of a leaf are summed in, None if there is nothing yet."""
+    main: Tensor | None = getattr(leaf, "main_grad", None)
+    return leaf.grad if main is None else main
 
 
 def _add_to_grad(leaf: Tensor, gradient: Tensor) -> None:
-    # A captured gradient may BE another one, or dy, or what arrived from the next stage, or have
-    # stride 0: the first one is copied, in the parameter's layout.
-    if leaf.grad is None:
+    total = _total(leaf)
+    if total is None:
+        # A captured gradient may BE another one, or dy, or what arrived from the next stage, or have
+        # stride 0: the first one is copied, in the parameter's layout.
         leaf.grad = torch.empty_like(leaf).copy_(gradient)
     else:
-        leaf.grad.add_(gradient)
+        total.add_(gradient)
 
 
 def _run_hooks(leaf: Tensor, gradient: Tensor) -> Tensor:
@@ -147,8 +188,10 @@ def _run_hooks(leaf: Tensor, gradient: Tensor) -> Tensor:
     return gradient
 
 
-def _run_post_accumulate_hooks(leaf: Tensor) -> None:
-    # autograd.grad fires them for nobody, so W does.
-    hooks: dict[int, Callable[[Tensor], None]] = getattr(leaf, "_post_accumulate_grad_hooks", None) or {}
+def _run_post_accumulate_hooks(leaf: Tensor, rest: list[Work]) -> None:
+    """autograd.grad fires them for nobody, so W does: after the last work for the leaf."""
+    if any(each.leaf is leaf for each in rest):
+        return
+    hooks: dict[int, Callable[[Tensor], None]] = leaf._post_accumulate_grad_hooks or {}
     for hook in list(hooks.values()):
         hook(leaf)

@@ -92,7 +92,7 @@ def measured_costs(timeline: Timeline) -> Costs:
     """Per-stage median durations of a measured timeline, and its message time, as Costs.
 
     What a timetable lacks (B and W under BW alone, or the reverse) is filled in by B + W = BW, halves
-    each where nothing is known. comm is the smallest delay seen between a message's producer and a
+    each where nothing is known. comm is the median delay between a message's producer and a
     consumer that waited for it.
     """
     durations: dict[tuple[int, Op], list[float]] = defaultdict(list)

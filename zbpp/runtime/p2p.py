@@ -42,10 +42,14 @@ class TensorLayout(NamedTuple):
     requires_grad: bool
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return f"{_name(self.dtype)}{list(self.shape)}"
 
 
 Layout = tuple[TensorLayout | None, ...]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def layout_of(message: Message) -> Layout:
@@ -222,6 +226,8 @@ def encode(layout: Layout) -> Tensor:
     for each in layout:
         if each is None:
             numbers.append(-1)
+        elif each.dtype not in _DTYPES:
+            raise ValueError(f"{each} can't be sent: cast it to one of {', '.join(map(_name, _DTYPES))}")
         else:
             numbers += [_DTYPES.index(each.dtype), int(each.requires_grad), len(each.shape), *each.shape]
     if len(numbers) > _HEADER_SIZE:

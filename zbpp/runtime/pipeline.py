@@ -20,7 +20,7 @@ from zbpp.runtime.measure import Recorder
 from zbpp.runtime.microbatch import split, split_keywords
 from zbpp.runtime.p2p import BufferPool, Inbox, Message, Outbox
 from zbpp.runtime.stage import Feed, Loss, StageWorker
-from zbpp.runtime.world import CommunicationError, check_agreement, direction_groups
+from zbpp.runtime.world import CommunicationError, check_agreement, direction_groups, gather
 from zbpp.schedule import (
     Action,
     Op,
@@ -68,7 +68,7 @@ class Pipeline:
         if timetable.num_ranks > 1:
             digest = hashlib.sha256(str(timetable).encode()).hexdigest()[:16]
             check_agreement("timetables (by hash)", digest, group)
-        _check_stages(stages, timetable, self.rank)
+        _check_stages(stages, timetable, group)
         last = timetable.num_stages - 1
         self._workers = {
             index: StageWorker(index, stages[index], is_last=index == last, loss_fn=loss_fn)
@@ -95,7 +95,7 @@ class Pipeline:
         losses on the last stage's owner, [] elsewhere.
         """
         with _restored_generators(self.device):
-            losses = self._run(self._train, args, target, kwargs)
+            losses = self._run(self._train, args, target, kwargs, self.recorder)
         self.num_steps += 1
         return losses
 
@@ -103,14 +103,19 @@ class Pipeline:
         """The forward of one batch in eval mode, without gradients; shapes may differ from step's."""
         self._evaluate.forget_layouts()
         with _restored_generators(self.device), _eval_mode(self.stages), torch.no_grad():
-            return self._run(self._evaluate, args, target, kwargs)
+            return self._run(self._evaluate, args, target, kwargs, None)
 
     def _run(
-        self, program: _Pass, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any]
+        self,
+        program: _Pass,
+        args: tuple[Any, ...],
+        target: Any,
+        kwargs: dict[str, Any],
+        recorder: Recorder | None,
     ) -> list[Tensor]:
         for index, worker in self._workers.items():
             worker.begin(self._feed(index, args, target, kwargs))
-        program.run(self.recorder)
+        program.run(recorder)
         for worker in self._workers.values():
             worker.end()
         losses = [worker.losses for worker in self._workers.values()]
@@ -195,8 +200,9 @@ class _Pass:
     def run(self, recorder: Recorder | None) -> None:
         """Run the program once. Afterwards mailbox and links are empty."""
         mailbox: dict[Value, Message] = {}
-        for inbox in self._inboxes.values():
-            inbox.begin()
+        for peer, inbox in self._inboxes.items():
+            with self._naming(0, f"the first receive from {peer}"):
+                inbox.begin()
         if recorder is not None:
             recorder.begin()
         for position, (step, act) in enumerate(self._steps):
@@ -208,12 +214,13 @@ class _Pass:
                     with self._naming(position, step):
                         mailbox[value] = self._inboxes[peer].receive()
                 case Send(value, peer):
-                    self._send(value, peer, mailbox.pop(value))
+                    with self._naming(position, step):
+                        self._send(value, peer, mailbox.pop(value))
                 case Release(_, peer):
                     with self._naming(position, step):
                         self._outboxes[peer].release()
-        with self._naming(len(self._steps), "the end of the step"):
-            for outbox in self._outboxes.values():
+        for peer, outbox in self._outboxes.items():
+            with self._naming(len(self._steps), f"the last sends to {peer}"):
                 outbox.finish()
         if mailbox:
             raise RuntimeError(f"a step ended with values left over: {', '.join(map(str, mailbox))}")
@@ -240,9 +247,8 @@ class _Pass:
         try:
             yield
         except RuntimeError as error:
-            raise CommunicationError(
-                f"rank {self.rank}, step {position} of its program ({step}): {str(error).splitlines()[0]}"
-            ) from error
+            where = f"rank {self.rank}, step {position} of its program ({step})"
+            raise CommunicationError.at(where, error) from error
 
 
 def _channel(value: Value) -> tuple[str, int]:
@@ -292,12 +298,15 @@ def _rank_in(group: dist.ProcessGroup | None, timetable: Timetable) -> int:
     return dist.get_rank(group)
 
 
-def _check_stages(stages: Mapping[int, nn.Module], timetable: Timetable, rank: int) -> None:
-    expected = timetable.stages_of(rank)
-    if sorted(stages) != expected:
-        raise ValueError(
-            f"rank {rank} owns stages {expected} of this timetable, got modules for {sorted(stages)}"
-        )
+def _check_stages(
+    stages: Mapping[int, nn.Module], timetable: Timetable, group: dist.ProcessGroup | None
+) -> None:
+    """Every rank looks at all, and raises: none is left waiting for one that went away."""
+    given = gather(sorted(stages), group) if timetable.num_ranks > 1 else [sorted(stages)]
+    for rank, found in enumerate(given):
+        expected = timetable.stages_of(rank)
+        if found != expected:
+            raise ValueError(f"rank {rank} owns stages {expected} of this timetable, got modules for {found}")
 
 
 def _device_of(stages: Mapping[int, nn.Module]) -> torch.device:

@@ -66,8 +66,8 @@ class StageWorker:
     def forward(self, microbatch: int, message: Message) -> Message:
         """F: run the module and keep its graph. On the last stage returns the loss's own gradient."""
         inputs = tuple(_leaf(tensor) for tensor in self._inputs(microbatch, message))
-        # A stage may start with an in-place operation, which a leaf would refuse: hand it a view.
-        outputs = self._call(microbatch, tuple(map(_view, inputs)))
+        # A stage may start with an in-place operation, which a leaf and its views would refuse.
+        outputs = self._call(microbatch, tuple(map(_non_leaf, inputs)))
         self._saved[microbatch] = _Saved(tuple(each for each in inputs if isinstance(each, Tensor)), outputs)
         if self._is_last:
             self.losses.append(outputs[0].detach())
@@ -118,7 +118,8 @@ class StageWorker:
         try:
             output = self.module(*inputs, **self._feed.kwargs[microbatch])
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            if self.index == 0:
+            # All microbatches have the same shapes: what the first one passed is not the boundary's fault.
+            if self.index == 0 or microbatch > 0 or isinstance(error, torch.OutOfMemoryError):
                 raise
             raise BoundaryError(
                 f"stage {self.index} failed on what stage {self.index - 1} returned, "
@@ -154,8 +155,22 @@ def _leaf(value: Any) -> Any:
     return value
 
 
-def _view(value: Any) -> Any:
-    return value.view_as(value) if isinstance(value, Tensor) and value.requires_grad else value
+def _non_leaf(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.requires_grad:
+        return _SameMemory.apply(value)  # type: ignore[no-untyped-call]  # torch's apply is untyped
+    return value
+
+
+class _SameMemory(torch.autograd.Function):
+    """The identity, whose output shares its input's memory without being a view of it for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
 
 
 def _seed_generators(seed: int) -> None:

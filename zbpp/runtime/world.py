@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,12 @@ class AgreementError(ValueError):
 
 class CommunicationError(RuntimeError):
     """A message did not come in time, or its peer is gone."""
+
+    @classmethod
+    def at(cls, where: str, error: RuntimeError) -> Self:
+        """What torch said, and where it was."""
+        first_line = str(error).partition("\n")[0]
+        return cls(f"{where}: {first_line}")
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,8 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    with communicating(f"rank {dist.get_rank(group)}, gathering from all ranks"):
+        dist.all_gather_object(values, value, group=group)
     return values
 
 
@@ -108,8 +115,29 @@ def broadcast(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     if not dist.is_initialized():
         return value
     values = [value]
-    dist.broadcast_object_list(values, group=group, group_src=0)
+    with communicating(f"rank {dist.get_rank(group)}, broadcast from rank 0"):
+        dist.broadcast_object_list(values, group=group, group_src=0)
     return values[0]
+
+
+def sum_over_ranks(
+    numbers: list[float], device: torch.device, group: dist.ProcessGroup | None
+) -> list[float]:
+    """The sums over all ranks in float64, on every rank; `device` is one that the group can reach."""
+    vector = torch.tensor(numbers, dtype=torch.float64, device=device)
+    with communicating(f"rank {dist.get_rank(group)}, sum over all ranks"):
+        dist.all_reduce(vector, group=group)
+    result: list[float] = vector.tolist()
+    return result
+
+
+@contextmanager
+def communicating(where: str) -> Iterator[None]:
+    """Turn torch's RuntimeError of a broken connection or a timeout into one that says where it was."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommunicationError.at(where, error) from error
 
 
 def check_agreement(what: str, value: Any, group: dist.ProcessGroup | None = None) -> None:
@@ -122,15 +150,15 @@ def check_agreement(what: str, value: Any, group: dist.ProcessGroup | None = Non
         return
     if isinstance(value, dict):
         keys = sorted({key for each in values for key in each}, key=str)
-        lines = [f"  {key}: {_by_rank([each.get(key) for each in values])}" for key in keys]
-        text = "\n".join(line for line, key in zip(lines, keys, strict=True) if _differs(values, key))
+        columns = {key: [each.get(key, "(nothing)") for each in values] for key in keys}
+        text = "\n".join(
+            f"  {key}: {_by_rank(column)}"
+            for key, column in columns.items()
+            if any(each != column[0] for each in column)
+        )
     else:
         text = "  " + _by_rank(values)
     raise AgreementError(f"the ranks of this job have different {what}:\n{text}")
-
-
-def _differs(values: list[dict[Any, Any]], key: Any) -> bool:
-    return any(each.get(key) != values[0].get(key) for each in values)
 
 
 def _by_rank(values: list[Any]) -> str:

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.runtime import Pipeline, Recorder, measured_timeline
-from zbpp.runtime.world import gather
+from zbpp.runtime.world import gather, sum_over_ranks
 from zbpp.schedule import Timeline
 from zbpp.training.data import Batches, Data, RandomRegression
 from zbpp.training.optimizer import scale_gradients, squared_norm
@@ -47,7 +46,7 @@ class Trainer:
         self.timelines: list[Timeline] = []
 
     def run(self, num_steps: int) -> Iterator[Metrics]:
-        """Train; yields a step's metrics, equal on all ranks, as soon as it is done. Steps count from 1."""
+        """Train; yields a step's metrics as soon as it is done; all but times are equal on all ranks."""
         for step in range(num_steps):
             if step == max(0, num_steps - self.num_recorded):
                 self.pipeline.recorder = Recorder(self.pipeline.device)
@@ -116,11 +115,9 @@ class Trainer:
         return summed[-1], math.sqrt(math.fsum(summed[:-1]))
 
     def _sum_over_ranks(self, numbers: list[float]) -> list[float]:
-        vector = torch.tensor(numbers, dtype=torch.float64, device=self.pipeline.device)
-        if self.pipeline.timetable.num_ranks > 1:
-            dist.all_reduce(vector, group=self.pipeline.group)
-        result: list[float] = vector.tolist()
-        return result
+        if self.pipeline.timetable.num_ranks == 1:
+            return numbers
+        return sum_over_ranks(numbers, self.pipeline.device, self.pipeline.group)
 
     def _measure(self) -> Timeline:
         assert self.pipeline.recorder is not None  # set by run

@@ -1,0 +1,218 @@
+"""Links between real processes: order, layouts, and memory that is used again."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from helpers.processes import run_ranks
+from zbpp import Pipeline, plan
+from zbpp.models.mlp import Mlp
+from zbpp.runtime.p2p import BufferPool, Inbox, Outbox, TensorLayout, decode, encode
+
+CPU = torch.device("cpu")
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
+    torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
+]  # fmt: skip
+
+# ---------------------------------------------------------------- headers
+
+tensor_layouts = st.builds(
+    TensorLayout, st.sampled_from(DTYPES), st.lists(st.integers(0, 2**40), max_size=5).map(tuple), st.booleans()
+)
+
+
+@given(st.lists(st.none() | tensor_layouts, max_size=12).map(tuple))
+def test_a_header_says_the_layout_that_was_written(layout):
+    header = encode(layout)
+    assert (header.dtype, header.shape) == (torch.int64, (256,))
+    assert decode(header) == layout
+
+
+def test_a_layout_too_long_for_a_header_is_refused():
+    with pytest.raises(ValueError, match="100 tensors pass between two stages: too many for a header"):
+        encode((TensorLayout(torch.float32, (2, 3), True),) * 100)
+
+
+def test_a_dtype_that_cannot_travel_is_refused_with_those_that_can():
+    with pytest.raises(ValueError, match=r"float8_e5m2\[2\] can't be sent: cast it to one of float32, "):
+        encode((TensorLayout(torch.float8_e5m2, (2,), False),))
+
+
+# ---------------------------------------------------------------- links
+
+CHANNELS = ["x", "x", "g", "x", "g", "g", "x", "x"]
+
+
+def message(channel, number, rank):
+    """What `rank` sends as its message `number`; x has a float and an int64, g a hole."""
+    if channel == "x":
+        return torch.full((2, 3), 100.0 * rank + number).requires_grad_(), torch.tensor([number] * 4)
+    return None, torch.full((5,), 100.0 * rank + number, dtype=torch.float64), None
+
+
+def exchange(rank, num_passes, depth):
+    """Both ranks send and receive all of CHANNELS at once, several times over the same links."""
+    peer = 1 - rank
+    inbox = Inbox(peer, dist.group.WORLD, BufferPool(CPU), CHANNELS, depth)
+    outbox = Outbox(peer, dist.group.WORLD, CPU)
+    received = []
+    for _ in range(num_passes):
+        inbox.begin()
+        for number, channel in enumerate(CHANNELS):
+            outbox.send(channel, message(channel, number, rank))
+        received += [[_seen(tensor) for tensor in inbox.receive()] for _ in CHANNELS]
+        outbox.finish()
+    return received
+
+
+def _seen(tensor):
+    return None if tensor is None else (tensor.dtype, tensor.tolist(), tensor.requires_grad)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 5, 100])
+def test_both_directions_deliver_every_channel_in_order_with_layouts_holes_and_flags(depth):
+    for rank, received in enumerate(run_ranks(exchange, 2, 3, depth)):
+        sent = [[_seen(each) for each in message(*it, 1 - rank)] for it in _numbered(CHANNELS)]
+        assert received == sent * 3
+
+
+def _numbered(channels):
+    return [(channel, number) for number, channel in enumerate(channels)]
+
+
+def any_tensors():
+    drawn = torch.randint(0, 2, (4, 6), generator=torch.Generator().manual_seed(0))
+    return (
+        *(drawn.to(dtype) for dtype in DTYPES),
+        drawn.double().t(),  # not contiguous
+        torch.tensor(3.5),
+        torch.empty(0, 7),
+    )
+
+
+def carry_any_tensors(rank):
+    if rank == 0:
+        outbox = Outbox(1, dist.group.WORLD, CPU)
+        for _ in range(2):
+            outbox.send("x", any_tensors())
+        outbox.finish()
+        return None
+    inbox = Inbox(0, dist.group.WORLD, BufferPool(CPU), ["x", "x"], 2)
+    inbox.begin()
+    inbox.receive()
+    return inbox.receive()
+
+
+def test_every_dtype_and_strided_scalar_and_empty_tensors_travel():
+    received = run_ranks(carry_any_tensors, 2)[1]
+    for tensor, expected in zip(received, any_tensors(), strict=True):
+        assert tensor.dtype == expected.dtype
+        assert torch.equal(tensor, expected)
+
+
+def send_a_changed_layout(rank):
+    if rank == 1:
+        inbox = Inbox(0, dist.group.WORLD, BufferPool(CPU), ["x", "x"], 2)
+        inbox.begin()
+        return [inbox.receive()[0].tolist() for _ in range(2)]
+    outbox = Outbox(1, dist.group.WORLD, CPU)
+    outbox.send("x", (torch.tensor([1.0, 2.0]),))
+    complaints = []
+    changed = [(torch.zeros(3),), (torch.zeros(2).double(),), (None,), (), (torch.zeros(2).requires_grad_(),)]
+    for each in changed:
+        try:
+            outbox.send("x", each)
+        except ValueError as error:
+            complaints.append(str(error))
+    outbox.send("x", (torch.tensor([3.0, 4.0]),))
+    outbox.finish()
+    return complaints
+
+
+def test_a_changed_layout_is_refused_at_the_sender_before_anything_is_sent():
+    complaints, received = run_ranks(send_a_changed_layout, 2)
+    assert len(complaints) == 5
+    assert complaints[0].startswith("(float32[3]) is to be sent where (float32[2]) was sent before")
+    assert complaints[1].startswith("(float64[2]) is to be sent")
+    assert received == [[1.0, 2.0], [3.0, 4.0]]
+
+
+# ---------------------------------------------------------------- memory
+
+LAYOUT = TensorLayout(torch.float32, (3, 3), False)
+
+
+def test_a_pool_hands_out_the_same_memory_once_nobody_refers_to_it():
+    pool = BufferPool(CPU)
+    first = pool.take(LAYOUT)
+    address = first.data_ptr()
+    second = pool.take(LAYOUT)
+    assert second.data_ptr() != address
+    del first
+    assert pool.take(LAYOUT).data_ptr() == address
+    assert len(pool) == 2
+
+
+def test_memory_is_not_reused_while_a_view_of_it_lives():
+    pool = BufferPool(CPU)
+    view = pool.take(LAYOUT)[1:].t()
+    assert pool.take(LAYOUT).data_ptr() not in {view.data_ptr(), view.untyped_storage().data_ptr()}
+    del view
+    pool.take(LAYOUT)
+    assert len(pool) == 2
+
+
+def test_memory_is_not_reused_while_autograd_has_it_saved():
+    pool = BufferPool(CPU)
+    linear = nn.Linear(3, 3)
+    buffer = pool.take(LAYOUT).fill_(1)
+    address = buffer.data_ptr()
+    y = linear(buffer)  # saves its input for the weight's gradient
+    del buffer
+    pool.take(LAYOUT).fill_(7)
+    assert len(pool) == 2
+    y.sum().backward()
+    assert linear.weight.grad.tolist() == [[3.0] * 3] * 3  # three rows of ones
+    del y
+    assert pool.take(LAYOUT).data_ptr() == address
+
+
+def test_requires_grad_ends_with_the_use_of_a_buffer():
+    pool = BufferPool(CPU)
+    pool.take(LAYOUT).requires_grad_()
+    assert not pool.take(LAYOUT).requires_grad
+    assert len(pool) == 1
+
+
+def test_buffers_are_kept_per_dtype_and_shape():
+    pool = BufferPool(CPU)
+    for layout in (LAYOUT, LAYOUT._replace(shape=(9,)), LAYOUT._replace(dtype=torch.float64)) * 2:
+        taken = pool.take(layout)
+        assert (taken.dtype, taken.shape) == (layout.dtype, layout.shape)
+    assert len(pool) == 3
+
+
+def count_buffers(rank, schedule, sizes):
+    """The size of the pool after two steps, for each number of microbatches."""
+    counts = []
+    model = Mlp(in_features=4, hidden_size=4, out_features=4, num_layers=4)
+    for num_microbatches in sizes:
+        timetable = plan(schedule, 2, num_microbatches)
+        stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(rank)}
+        pipeline = Pipeline(stages, timetable, model.loss)
+        batch = torch.ones(num_microbatches, 4)
+        for _ in range(2):
+            pipeline.step(batch, target=batch)
+        (inbox,) = pipeline._train._inboxes.values()
+        counts.append(len(inbox.pool))
+    return counts
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_h2", "zb_v"])
+def test_the_pools_size_is_the_plans_peak_not_the_number_of_microbatches(schedule):
+    for few, many in run_ranks(count_buffers, 2, schedule, [8, 32]):
+        assert few == many

@@ -1,0 +1,546 @@
+"""Pipeline.step and evaluate on real processes, against one process with plain autograd.
+
+The model is four layers of float64 [rows, 6]; the cut is the timetable's. What a rank does is a
+module-level function, so that another process can import it.
+"""
+
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from helpers.processes import outcomes, run_ranks
+from helpers.timetables import random_timetable
+from zbpp import Pipeline, Timetable, plan, replicate
+
+SIZE, ROWS, NUM_LAYERS = 6, 8, 4
+ONE_PER_RANK = ["gpipe", "1f1b", "zb_h1", "zb_h2"]
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class Layer(nn.Module):
+    """tanh(linear(x) * scale + offset), then dropout: everything that a keyword may reach."""
+
+    def __init__(self, number, dropout=0.0):
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE, dtype=torch.float64)
+        self.dropout = nn.Dropout(dropout)
+        with torch.no_grad():
+            self.linear.weight.copy_(drawn(SIZE, SIZE, seed=number))
+            self.linear.bias.copy_(drawn(SIZE, seed=100 + number))
+
+    def forward(self, x, scale=1.0, offset=0.0, power=1):
+        return self.dropout(torch.tanh(self.linear(x) * scale + offset)) ** power
+
+
+class Stage(nn.Module):
+    """Some of the layers; names carry the layer's global number."""
+
+    def __init__(self, numbers, dropout=0.0):
+        super().__init__()
+        for number in numbers:
+            self.add_module(f"layer_{number}", Layer(number, dropout))
+
+    def forward(self, x, **keywords):
+        for layer in self.children():
+            x = layer(x, **keywords)
+        return x
+
+
+def stages_for(timetable, rank, dropout=0.0):
+    bounds = [NUM_LAYERS * s // timetable.num_stages for s in range(timetable.num_stages + 1)]
+    return {s: Stage(range(bounds[s], bounds[s + 1]), dropout) for s in timetable.stages_of(rank)}
+
+
+def batch(step=0, rows=ROWS):
+    return drawn(rows, SIZE, seed=1000 + step), drawn(rows, SIZE, seed=2000 + step)
+
+
+def gradients(stages):
+    return {
+        name: p.grad.clone()
+        for stage in stages.values()
+        for name, p in stage.named_parameters()
+        if p.grad is not None
+    }
+
+
+def merged(results):
+    return {name: value for each in results for name, value in each.items()}
+
+
+def piped(rank, timetable, keywords=None, dropout=0.0, num_steps=1, seed=0):
+    """(losses of every step, gradients summed over the steps) of this rank."""
+    stages = stages_for(timetable, rank, dropout)
+    pipeline = Pipeline(stages, timetable, F.mse_loss, seed=seed)
+    losses = []
+    for step in range(num_steps):
+        x, target = batch(step)
+        losses.append([loss.item() for loss in pipeline.step(x, target=target, **(keywords or {}))])
+    return losses, gradients(stages)
+
+
+def plain(keywords=None, num_layers=NUM_LAYERS):
+    """Gradients of ONE batch with a mean loss, no microbatches."""
+    module = Stage(range(num_layers))
+    x, target = batch()
+    F.mse_loss(module(x, **(keywords or {})), target).backward()
+    return gradients({0: module})
+
+
+def assert_close(found, expected):
+    assert found.keys() == expected.keys()
+    largest = max(gradient.abs().max().item() for gradient in expected.values())
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-13 * largest, msg=name)
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# ---------------------------------------------------------------- what a step computes
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4, 8])
+def test_gradients_are_the_mean_over_microbatches_as_of_one_batch_with_a_mean_loss(num_microbatches):
+    (losses,), found = piped(0, plan("zb_h1", 1, num_microbatches))
+    assert len(losses) == num_microbatches
+    x, target = batch()
+    assert sum(losses) / len(losses) == pytest.approx(F.mse_loss(Stage(range(4))(x), target).item(), rel=1e-14)
+    assert_close(found, plain())
+
+
+KEYWORDS = {"scale": drawn(ROWS, 1, seed=7), "power": 3}
+OFFSET = drawn(SIZE, seed=8)
+
+
+def piped_with_keywords(rank, timetable):
+    return piped(rank, timetable, {**KEYWORDS, "offset": replicate(OFFSET)})
+
+
+def test_keywords_reach_every_stage_split_replicated_or_as_they_are():
+    results = run_ranks(piped_with_keywords, 2, plan("zb_v", 2, 4))
+    found = merged(grads for _, grads in results)
+    assert_close(found, plain({**KEYWORDS, "offset": OFFSET}))
+
+
+def step_twice_on_top_of(rank, timetable, start):
+    """Gradients that were there before, one step's alone, and their sum as step makes it."""
+    stages = stages_for(timetable, rank)
+    pipeline = Pipeline(stages, timetable, F.mse_loss)
+    x, target = batch()
+    pipeline.step(x, target=target)
+    alone = gradients(stages)
+    for stage in stages.values():
+        for p in stage.parameters():
+            p.grad = torch.full_like(p, start)
+    pipeline.step(x, target=target)
+    return alone, gradients(stages)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_gradients_are_added_to_what_was_there(schedule):
+    for alone, together in run_ranks(step_twice_on_top_of, 2, plan(schedule, 2, 4), 1.5):
+        assert_close(together, {name: gradient + 1.5 for name, gradient in alone.items()})
+
+
+def test_two_stages_of_a_v_on_one_rank_are_the_whole_model():
+    timetable = plan("zb_v", 1, 4)
+    assert timetable.rank_of == (0, 0)
+    assert_close(piped(0, timetable)[1], plain())
+
+
+def run_timetables(rank, texts):
+    return [piped(rank, Timetable.parse(text)) for text in texts]
+
+
+def test_any_timetable_and_placement_gives_the_same_bits(first_seed):
+    """Random ones, of 3 ranks and 4 or fewer stages (a stage has a layer), on real processes."""
+    rng, timetables = random.Random(first_seed), []
+    while len(timetables) < 12:
+        timetable = random_timetable(rng)
+        fits = timetable.num_ranks == 3 and timetable.num_stages <= NUM_LAYERS
+        if fits and timetable.num_microbatches in (1, 2, 4):
+            timetables.append(timetable)
+    results = run_ranks(run_timetables, 3, [str(timetable) for timetable in timetables])
+    for number, timetable in enumerate(timetables):
+        expected_losses, expected = piped(0, plan("gpipe", 1, timetable.num_microbatches))
+        losses = [rank[number][0] for rank in results if rank[number][0] != [[]]]
+        assert losses == [expected_losses], str(timetable)
+        assert_equal(merged(rank[number][1] for rank in results), expected)
+
+
+def test_only_the_last_stages_owner_gets_losses():
+    results = run_ranks(piped, 2, plan("zb_v", 2, 4))
+    assert [len(losses[0]) for losses, _ in results] == [4, 0]
+    results = run_ranks(piped, 2, plan("zb_h1", 2, 4))
+    assert [len(losses[0]) for losses, _ in results] == [0, 4]
+
+
+def step_with_own_arguments_only(rank, timetable):
+    stages = stages_for(timetable, rank)
+    pipeline = Pipeline(stages, timetable, F.mse_loss)
+    x, target = batch()
+    last = timetable.num_stages - 1
+    pipeline.step(*((x,) if 0 in stages else ()), **({"target": target} if last in stages else {}))
+    return gradients(stages)
+
+
+def test_other_ranks_may_pass_neither_inputs_nor_targets():
+    found = merged(run_ranks(step_with_own_arguments_only, 3, plan("1f1b", 3, 4)))
+    assert_close(found, plain())
+
+
+def in_a_subgroup(rank, timetable):
+    """Of three processes the last two are the pipeline."""
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return {}
+    stages = stages_for(timetable, rank - 1)
+    x, target = batch()
+    Pipeline(stages, timetable, F.mse_loss, group).step(x, target=target)
+    return gradients(stages)
+
+
+def test_a_pipeline_may_be_a_part_of_the_job():
+    assert_close(merged(run_ranks(in_a_subgroup, 3, plan("zb_h1", 2, 4))), plain())
+
+
+# ---------------------------------------------------------------- random numbers
+
+
+def test_dropout_is_the_same_under_every_schedule_of_one_cut():
+    expected_losses, expected = None, None
+    for schedule in ONE_PER_RANK:
+        results = run_ranks(piped, 2, plan(schedule, 2, 4), None, 0.5, 2)
+        losses, grads = results[1][0], merged(grads for _, grads in results)
+        expected_losses, expected = expected_losses or losses, expected or grads
+        assert losses == expected_losses
+        assert_equal(grads, expected)
+
+
+def test_dropout_depends_on_seed_step_stage_and_microbatch():
+    same_rows = torch.ones(ROWS, SIZE, dtype=torch.float64)
+    timetable = plan("zb_v", 1, 4)
+    masks = []
+
+    class Watched(nn.Dropout):
+        def forward(self, x, **_):
+            y = super().forward(x)
+            masks.append(tuple((y != 0).flatten().tolist()))
+            return torch.ones_like(y).requires_grad_()
+
+    def run(seed):
+        pipeline = Pipeline({0: Watched(), 1: Watched()}, timetable, F.mse_loss, seed=seed)
+        for _ in range(2):
+            pipeline.step(same_rows, target=same_rows)
+        return [masks.pop() for _ in list(masks)]
+
+    first, again, other = run(0), run(0), run(1)
+    assert first == again
+    assert len({*first, *other}) == 2 * (2 * 2 * 4)  # every mask is another one
+
+
+def test_the_callers_random_numbers_go_on_undisturbed():
+    timetable = plan("1f1b", 1, 4)
+    pipeline = Pipeline(stages_for(timetable, 0, dropout=0.5), timetable, F.mse_loss)
+    x, target = batch()
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    pipeline.step(x, target=target)
+    pipeline.evaluate(x, target=target)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+def step_and_evaluate(rank, timetable, evaluates):
+    """Two steps, with evaluations of other shapes before, between and after, or without any."""
+    stages = stages_for(timetable, rank, dropout=0.5)
+    next(iter(stages.values())).eval()  # a mixed state, to be restored as it was
+    pipeline = Pipeline(stages, timetable, F.mse_loss)
+    modes = [module.training for stage in stages.values() for module in stage.modules()]
+    evaluated, losses = [], []
+    for step in range(3):
+        if evaluates:
+            rows, before = 4 * (step + 1), gradients(stages)
+            x, target = batch(10 + step, rows)
+            evaluated.append([loss.item() for loss in pipeline.evaluate(x, target=target)])
+            assert_equal(gradients(stages), before)
+            assert modes == [module.training for stage in stages.values() for module in stage.modules()]
+        if step < 2:
+            x, target = batch(step)
+            losses.append([loss.item() for loss in pipeline.step(x, target=target)])
+    return evaluated, losses, gradients(stages)
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_v"])
+def test_evaluation_of_any_shape_leaves_training_as_it_was(schedule):
+    timetable = plan(schedule, 2, 4)
+    owner = timetable.rank_of[-1]
+    with_it = run_ranks(step_and_evaluate, 2, timetable, True)
+    without = run_ranks(step_and_evaluate, 2, timetable, False)
+    for (_, losses, grads), (_, expected_losses, expected) in zip(with_it, without, strict=True):
+        assert losses == expected_losses
+        assert_equal(grads, expected)
+    module = Stage(range(NUM_LAYERS), dropout=0.5).eval()
+    for step, losses in enumerate(with_it[owner][0]):
+        x, target = batch(10 + step, 4 * (step + 1))
+        expected_losses = [
+            F.mse_loss(module(a), b).item() for a, b in zip(x.chunk(4), target.chunk(4), strict=True)
+        ]
+        assert losses == pytest.approx(expected_losses, rel=1e-13)
+
+
+# ---------------------------------------------------------------- boundaries
+
+
+class Splitter(nn.Module):
+    """x -> (a float that needs a gradient, one that is ignored later, a mask without gradient)."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = Layer(0), Layer(1)
+
+    def forward(self, x):
+        return self.left(x), self.right(x), x > 0
+
+
+class Joiner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = Layer(2)
+
+    def forward(self, left, ignored, mask):
+        return self.layer(left) * mask
+
+
+def step_with_a_tuple(rank, timetable):
+    stages = {s: (Splitter, Joiner)[s]() for s in timetable.stages_of(rank)}
+    x, target = batch()
+    pipeline = Pipeline(stages, timetable, F.mse_loss)
+    for _ in range(2):  # the second step knows the layouts, with the None, beforehand
+        for stage in stages.values():
+            stage.zero_grad()
+        pipeline.step(x, target=target)
+    return {name: gradient for s in stages for name, gradient in gradients({s: stages[s]}).items()}
+
+
+@pytest.mark.parametrize("timetable", ["0F0 0F1 0B0 0W0 0BW1\n1F0 1BW0 1F1 1B1 1W1", "0F0 1F0 1B0 1W0 0BW0"])
+def test_a_tuple_passes_with_masks_and_with_a_tensor_that_nobody_uses(timetable):
+    """Between ranks, and between two stages of one rank."""
+    timetable = Timetable.parse(timetable)
+    found = merged(run_ranks(step_with_a_tuple, timetable.num_ranks, timetable))
+    splitter, joiner, (x, target) = Splitter(), Joiner(), batch()
+    F.mse_loss(joiner(*splitter(x)), target).backward()
+    assert_close(found, gradients({0: splitter, 1: joiner}))
+    assert not any(name.startswith("right") for name in found)
+
+
+def step_with_frozen_first_stage(rank, timetable):
+    stages = stages_for(timetable, rank)
+    for number in stages.keys() & {0}:
+        stages[number].requires_grad_(False)
+    x, target = batch()
+    Pipeline(stages, timetable, F.mse_loss).step(x, target=target)
+    return gradients(stages)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v"])
+def test_a_frozen_first_stage_gets_no_gradients_and_the_others_get_theirs(schedule):
+    timetable = plan(schedule, 2, 4)
+    found = merged(run_ranks(step_with_frozen_first_stage, 2, timetable))
+    num_frozen = NUM_LAYERS // timetable.num_stages
+    expected = {name: g for name, g in plain().items() if int(name.split(".")[0][-1]) >= num_frozen}
+    assert_close(found, expected)
+
+
+# ---------------------------------------------------------------- state has an end
+
+
+def step_and_look_inside(rank, timetable):
+    stages = stages_for(timetable, rank)
+    pipeline = Pipeline(stages, timetable, F.mse_loss)
+    x, target = batch()
+    pipeline.step(x, target=target)
+    pipeline.evaluate(x, target=target)
+    links = [
+        (len(box._posted if hasattr(box, "_posted") else box._pending))
+        for each in (pipeline._train, pipeline._evaluate)
+        for box in (*each._inboxes.values(), *each._outboxes.values())
+    ]
+    workers = [(worker._saved, worker._deferred, tuple(worker._feed)) for worker in pipeline._workers.values()]
+    return links, workers
+
+
+def test_nothing_is_left_in_links_and_workers_after_a_step():
+    for links, workers in run_ranks(step_and_look_inside, 2, plan("zb_v", 2, 4)):
+        assert set(links) == {0}
+        assert workers == [({}, {}, ((), (), None, ()))] * 2
+
+
+def test_an_error_in_one_step_does_not_spoil_the_next():
+    timetable = plan("zb_v", 1, 4)
+    stages = stages_for(timetable, 0)
+    calls = []
+
+    def loss(output, target):
+        calls.append(output)
+        if len(calls) == 3:
+            raise KeyError("planted")
+        return F.mse_loss(output, target)
+
+    pipeline = Pipeline(stages, timetable, loss)
+    x, target = batch()
+    with pytest.raises(KeyError, match="planted"):
+        pipeline.step(x, target=target)
+    for stage in stages.values():
+        stage.zero_grad()
+    assert len(pipeline.step(x, target=target)) == 4
+    assert_close(gradients(stages), plain())
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def failures(function, num_ranks, *args):
+    """The last line of each rank's traceback; all of them must fail."""
+    results = outcomes(function, num_ranks, *args)
+    assert [succeeded for succeeded, _ in results] == [False] * num_ranks
+    return [text.strip().splitlines()[-1] for _, text in results]
+
+
+def build_wrong_stages(rank):
+    timetable = plan("1f1b", 3, 4)
+    stages = stages_for(timetable, rank)
+    if rank == 1:
+        stages = {0: stages[1]}
+    Pipeline(stages, timetable, F.mse_loss)
+
+
+def test_wrong_stages_on_one_rank_are_an_error_on_every_rank():
+    expected = "ValueError: rank 1 owns stages [1] of this timetable, got modules for [0]"
+    assert failures(build_wrong_stages, 3) == [expected] * 3
+
+
+def build_for_another_world_size(rank):
+    timetable = plan("1f1b", 3, 4)
+    Pipeline(stages_for(timetable, rank), timetable, F.mse_loss)
+
+
+def test_a_group_of_another_size_is_an_error_on_every_rank():
+    expected = "ValueError: the timetable is for 3 ranks, the process group has 2"
+    assert failures(build_for_another_world_size, 2) == [expected] * 2
+
+
+def test_more_ranks_than_one_need_a_process_group():
+    with pytest.raises(ValueError, match="for 2 ranks, but there is no process group: start the job with torchr"):
+        build_for = plan("1f1b", 2, 4)
+        Pipeline(stages_for(build_for, 0), build_for, F.mse_loss)
+
+
+def build_for_different_timetables(rank):
+    timetable = plan(["1f1b", "zb_h1"][rank == 2], 3, 4)
+    Pipeline(stages_for(timetable, rank), timetable, F.mse_loss)
+
+
+def test_timetables_that_differ_are_an_error_on_every_rank_which_says_where():
+    lines = failures(build_for_different_timetables, 3)
+    assert all(" on rank 0, 1; " in line and line.endswith(" on rank 2") for line in lines)
+
+
+def step_with_misfits(rank):
+    timetable = plan("1f1b", 2, 4)
+    module = nn.Linear(SIZE, SIZE + 1).double() if rank == 0 else nn.Linear(SIZE + 2, 1).double()
+    x, target = batch()
+    Pipeline({rank: module}, timetable, F.mse_loss).step(x, target=target)
+
+
+def test_stages_that_do_not_chain_are_named_with_their_shapes():
+    lines = failures(step_with_misfits, 2)
+    assert lines[1].startswith(
+        "zbpp.runtime.stage.BoundaryError: stage 1 failed on what stage 0 returned, (float64[2, 7]): "
+        "RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x7 and 8x1)"
+    )
+    assert lines[0].startswith("zbpp.runtime.world.CommunicationError: rank 0, step ")
+
+
+def step_with_another_batch_size(rank):
+    timetable = plan("1f1b", 2, 4)
+    pipeline = Pipeline(stages_for(timetable, rank), timetable, F.mse_loss)
+    for rows in (8, 4):
+        x, target = batch(rows=rows)
+        pipeline.step(x, target=target)
+
+
+def test_other_shapes_in_a_later_step_are_refused_at_the_sender_with_the_value():
+    lines = failures(step_with_another_batch_size, 2)
+    assert lines[0].startswith(
+        "ValueError: x(1,0) from rank 0 to rank 1: (float64[1, 6]) is to be sent where (float64[2, 6]) was"
+    )
+
+
+class Sleeper(Stage):
+    def forward(self, x):
+        time.sleep(2.5)
+        return super().forward(x)
+
+
+def step_with_a_sleeper(rank):
+    timetable = plan("zb_h1", 2, 4)
+    stages = {1: Sleeper(range(2, 4))} if rank == 1 else stages_for(timetable, rank)
+    x, target = batch()
+    Pipeline(stages, timetable, F.mse_loss, timeout=1.0).step(x, target=target)
+
+
+def test_a_wait_past_its_timeout_names_rank_step_value_and_peer():
+    line = failures(step_with_a_sleeper, 2)[0]
+    # rank 0's program: 0F0 Send 0F1 Send Recv ...
+    assert line.startswith(
+        "zbpp.runtime.world.CommunicationError: rank 0, step 4 of its program (Recv g(0,0) from 1): "
+    )
+    assert "imed out" in line or "imeout" in line
+
+
+def step_with_a_peer_that_leaves(rank):
+    timetable = plan("zb_h1", 2, 4)
+    pipeline = Pipeline(stages_for(timetable, rank), timetable, F.mse_loss)
+    if rank == 1:
+        raise KeyError("rank 1 leaves")
+    x, target = batch()
+    pipeline.step(x, target=target)
+
+
+def test_a_peer_that_leaves_ends_the_wait_at_once():
+    start = time.monotonic()
+    lines = failures(step_with_a_peer_that_leaves, 2)
+    assert lines[1] == "KeyError: 'rank 1 leaves'"
+    assert lines[0].startswith("zbpp.runtime.world.CommunicationError: rank 0, step ")
+    assert time.monotonic() - start < 20  # the group's timeout is 30 s
+
+
+@pytest.mark.parametrize(
+    ("args", "keywords", "message"),
+    [
+        ((), {"target": drawn(8, SIZE)}, "this rank owns stage 0: pass the batch's inputs to step"),
+        ((drawn(8, SIZE),), {}, "the last stage needs target="),
+        ((drawn(7, SIZE),), {"target": drawn(7, SIZE)}, "argument 0 has 7 rows, which don't split into num_m"),
+        ((drawn(8, SIZE),), {"target": drawn(6, SIZE)}, "target has 6 rows"),
+        ((drawn(8, SIZE),), {"target": drawn(8, SIZE), "scale": drawn(3, 1)}, "scale has 3 rows"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_in_words(args, keywords, message):
+    timetable = plan("1f1b", 1, 4)
+    pipeline = Pipeline(stages_for(timetable, 0), timetable, F.mse_loss)
+    with pytest.raises(ValueError, match=message):
+        pipeline.step(*args, **keywords)

@@ -1,0 +1,403 @@
+"""StageWorker against plain autograd: one stage, in whatever order it is asked."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from zbpp.runtime import BoundaryError, StageWorker
+from zbpp.runtime.stage import Feed
+
+M, ROWS, SIZE = 3, 4, 5
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def layers():
+    """Two linear layers in float64, always with the same weights."""
+    module = nn.Sequential(nn.Linear(SIZE, 7), nn.Tanh(), nn.Linear(7, SIZE)).double()
+    with torch.no_grad():
+        for seed, parameter in enumerate(module.parameters()):
+            parameter.copy_(drawn(*parameter.shape, seed=seed))
+    return module
+
+
+def middle(module, num_microbatches=M):
+    """A worker whose inputs come from another stage, ready for a step."""
+    worker = StageWorker(1, module, is_last=False)
+    worker.begin(feed(num_microbatches))
+    return worker
+
+
+def feed(num_microbatches=M, args=(), targets=None):
+    return Feed(args, [{}] * num_microbatches, targets, list(range(num_microbatches)))
+
+
+def gradients(module):
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def inputs_and_output_gradients():
+    return [(drawn(ROWS, SIZE, seed=10 + i).requires_grad_(), drawn(ROWS, SIZE, seed=20 + i)) for i in range(M)]
+
+
+def plain(module):
+    """What loss.backward() makes of the same microbatches: input gradients, weight gradients."""
+    of_inputs = []
+    for x, g in inputs_and_output_gradients():
+        module(x).backward(g)
+        of_inputs.append(x.grad)
+    return of_inputs, gradients(module)
+
+
+# Every order that keeps F before B before W and each ascending.
+ORDERS = ["F0 B0 W0 F1 B1 W1 F2 B2 W2", "F0 F1 F2 B0 B1 B2 W0 W1 W2", "F0 F1 B0 F2 B1 W0 W1 B2 W2"]
+WHOLE = "F0 BW0 F1 F2 BW1 BW2"
+
+
+def run(worker, order):
+    """Input gradients per microbatch, from doing `order`."""
+    of_inputs = {}
+    data = inputs_and_output_gradients()
+    for word in order.split():
+        op, microbatch = word[:-1], int(word[-1])
+        x, g = data[microbatch]
+        if op == "F":
+            worker.forward(microbatch, (x,))
+        elif op == "W":
+            assert worker.backward_weight(microbatch) == ()
+        else:
+            work = worker.backward_input if op == "B" else worker.backward
+            (of_inputs[microbatch],) = work(microbatch, (g,))
+    worker.end()
+    return [of_inputs[i] for i in range(M)]
+
+
+@pytest.mark.parametrize("order", [*ORDERS, WHOLE])
+def test_gradients_are_those_of_plain_autograd(order):
+    module = layers()
+    found = run(middle(module), order)
+    expected, expected_weights = plain(layers())
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
+    assert gradients(module).keys() == expected_weights.keys()
+    for name, gradient in gradients(module).items():
+        torch.testing.assert_close(gradient, expected_weights[name], rtol=1e-12, atol=1e-14)
+
+
+def test_every_order_gives_the_same_bits():
+    results = []
+    for order in [*ORDERS, WHOLE]:
+        module = layers()
+        results.append((run(middle(module), order), gradients(module)))
+    for of_inputs, weights in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(of_inputs, results[0][0], strict=True))
+        assert all(torch.equal(weights[name], results[0][1][name]) for name in weights)
+
+
+def test_b_adds_nothing_to_the_weights_gradients_w_all():
+    module = layers()
+    worker = middle(module)
+    ((x, g), *_) = inputs_and_output_gradients()
+    worker.forward(0, (x,))
+    worker.backward_input(0, (g,))
+    assert gradients(module) == {}
+    worker.backward_weight(0)
+    assert gradients(module).keys() == dict(module.named_parameters()).keys()
+
+
+def test_the_callers_input_is_not_touched():
+    worker = middle(layers())
+    ((x, g), *_) = inputs_and_output_gradients()
+    worker.forward(0, (x,))
+    worker.backward(0, (g,))
+    assert x.grad is None
+    assert x.grad_fn is None
+
+
+def test_what_f_returns_carries_no_graph_but_says_that_it_needs_a_gradient():
+    (output,) = middle(layers()).forward(0, (drawn(ROWS, SIZE).requires_grad_(),))
+    assert (output.grad_fn, output.requires_grad) == (None, True)
+    assert torch.equal(output, layers()(drawn(ROWS, SIZE)))
+
+
+# ---------------------------------------------------------------- what is left over
+
+
+@pytest.mark.parametrize(
+    ("order", "left"),
+    [("F0 F1 BW0", r"saved\(1,1\)"), ("F0 B0", r"deferred\(1,0\)"), ("F0 F1 B0", r"saved\(1,1\), deferred")],
+)
+def test_work_left_over_at_the_end_of_a_step_is_an_error_that_names_it(order, left):
+    worker = middle(layers())
+    data = inputs_and_output_gradients()
+    for word in order.split():
+        op, microbatch = word[:-1], int(word[-1])
+        work = {"F": worker.forward, "B": worker.backward_input, "BW": worker.backward}[op]
+        work(microbatch, (data[microbatch][0 if op == "F" else 1],))
+    with pytest.raises(RuntimeError, match=f"a step ended with work left over: {left}"):
+        worker.end()
+
+
+def test_a_worker_holds_nothing_after_a_step():
+    worker = middle(layers())
+    run(worker, ORDERS[1])
+    assert (worker._saved, worker._deferred) == ({}, {})
+    assert worker._feed == Feed((), (), None, ())
+
+
+# ---------------------------------------------------------------- unusual boundaries
+
+
+class Tokens(nn.Module):
+    """int64 tokens and float features in; only the features can have a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(6, SIZE, dtype=torch.float64)
+        nn.init.constant_(self.embedding.weight, 0.5)
+
+    def forward(self, tokens, x):
+        return self.embedding(tokens) * x
+
+
+def test_an_integer_input_has_no_gradient():
+    module = Tokens()
+    worker = middle(module)
+    tokens, x, g = torch.tensor([1, 2, 2, 0]), drawn(ROWS, SIZE).requires_grad_(), drawn(ROWS, SIZE, seed=1)
+    worker.forward(0, (tokens, x))
+    of_tokens, of_x = worker.backward_input(0, (g,))
+    worker.backward_weight(0)
+    assert of_tokens is None
+    assert torch.equal(of_x, g * 0.5)
+    expected = copy.deepcopy(module)
+    expected(tokens, x).backward(g)
+    torch.testing.assert_close(module.embedding.weight.grad, expected.embedding.weight.grad)
+
+
+class Branches(nn.Module):
+    """(a, b) in, three out: one of both, one of b alone, one that needs no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(SIZE, SIZE).double(), nn.Linear(SIZE, SIZE).double()
+
+    def forward(self, a, b):
+        return self.first(a) + b, self.second(b), (b > 0).detach()
+
+
+def test_several_outputs_each_take_their_gradient():
+    module = Branches()
+    expected = copy.deepcopy(module)
+    a, b = drawn(ROWS, SIZE, seed=1).requires_grad_(), drawn(ROWS, SIZE, seed=2).requires_grad_()
+    g0, g1 = drawn(ROWS, SIZE, seed=3), drawn(ROWS, SIZE, seed=4)
+    worker = middle(module)
+    outputs = worker.forward(0, (a, b))
+    assert [output.requires_grad for output in outputs] == [True, True, False]
+    of_a, of_b = worker.backward_input(0, (g0, g1, None))
+    worker.backward_weight(0)
+    torch.autograd.backward(expected(a, b)[:2], (g0, g1))
+    torch.testing.assert_close(of_a, a.grad, rtol=1e-12, atol=0)
+    torch.testing.assert_close(of_b, b.grad, rtol=1e-12, atol=0)
+    for name, gradient in gradients(expected).items():
+        torch.testing.assert_close(gradients(module)[name], gradient, rtol=1e-12, atol=1e-14)
+
+
+def test_an_output_that_the_next_stage_ignored_has_no_gradient_and_gives_none():
+    """g is None for the first output: `first` and a get no gradient, as in plain autograd."""
+    module = Branches()
+    a, b = drawn(ROWS, SIZE, seed=1).requires_grad_(), drawn(ROWS, SIZE, seed=2).requires_grad_()
+    worker = middle(module)
+    worker.forward(0, (a, b))
+    of_a, of_b = worker.backward_input(0, (None, drawn(ROWS, SIZE, seed=4), None))
+    worker.backward_weight(0)
+    assert of_a is None
+    assert of_b is not None
+    assert gradients(module).keys() == {"second.weight", "second.bias"}
+
+
+def test_no_gradient_at_all_is_none_for_every_input():
+    worker = middle(Branches())
+    a, b = drawn(ROWS, SIZE, seed=1).requires_grad_(), drawn(ROWS, SIZE, seed=2).requires_grad_()
+    worker.forward(0, (a, b))
+    assert worker.backward_input(0, (None, None, None)) == (None, None)
+    worker.backward_weight(0)
+    worker.end()
+
+
+def test_a_stage_may_start_with_an_in_place_operation():
+    module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(SIZE, SIZE).double())
+    expected = copy.deepcopy(module)
+    x, g = drawn(ROWS, SIZE).requires_grad_(), drawn(ROWS, SIZE, seed=1)
+    leaf = drawn(ROWS, SIZE).requires_grad_()
+    expected(leaf * 1).backward(g)
+    worker = middle(module)
+    worker.forward(0, (x,))
+    (found,) = worker.backward_input(0, (g,))
+    worker.backward_weight(0)
+    torch.testing.assert_close(found, leaf.grad, rtol=1e-12, atol=0)
+    torch.testing.assert_close(module[1].weight.grad, expected[1].weight.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_a_stage_may_return_its_input():
+    worker = middle(nn.Identity())
+    x, g = drawn(ROWS, SIZE).requires_grad_(), drawn(ROWS, SIZE, seed=1)
+    worker.forward(0, (x,))
+    assert torch.equal(worker.backward(0, (g,))[0], g)
+
+
+def test_a_frozen_stage_passes_the_gradient_on():
+    module = layers().requires_grad_(False)
+    worker = middle(module)
+    found = run(worker, ORDERS[0])
+    expected, _ = plain(layers())
+    assert all(torch.allclose(one, other, rtol=1e-12) for one, other in zip(found, expected, strict=True))
+    assert gradients(module) == {}
+
+
+def test_the_first_stage_reads_the_batch_and_gives_no_gradients():
+    module = layers()
+    worker = StageWorker(0, module, is_last=False)
+    data = inputs_and_output_gradients()
+    worker.begin(feed(args=[(x.detach(),) for x, _ in data]))
+    for microbatch, (_, g) in enumerate(data):
+        worker.forward(microbatch, ())
+        assert worker.backward_input(microbatch, (g,)) == (None,)
+        worker.backward_weight(microbatch)
+    worker.end()
+    _, expected = plain(layers())
+    assert gradients(module).keys() == expected.keys()
+    for name, gradient in gradients(module).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-14)
+
+
+def test_dropout_depends_on_the_seed_alone():
+    """Same seed, same mask, whatever was drawn before."""
+    worker = StageWorker(1, nn.Dropout(), is_last=False)
+    worker.begin(Feed((), [{}] * 3, None, [7, 8, 7]))
+    masks = []
+    for microbatch in range(3):
+        torch.rand(microbatch)
+        masks.append(worker.forward(microbatch, (torch.ones(50),))[0])
+    assert torch.equal(masks[0], masks[2])
+    assert not torch.equal(masks[0], masks[1])
+
+
+# ---------------------------------------------------------------- the last stage
+
+
+def last(module, loss_fn, targets, num_microbatches=M):
+    worker = StageWorker(2, module, is_last=True, loss_fn=loss_fn)
+    worker.begin(feed(num_microbatches, targets=targets))
+    return worker
+
+
+def test_the_last_stage_ends_with_the_mean_losss_own_gradient():
+    module, targets = layers(), [drawn(ROWS, SIZE, seed=30 + i) for i in range(M)]
+    worker = last(module, F.mse_loss, targets)
+    expected, losses = layers(), []
+    for microbatch, (x, _) in enumerate(inputs_and_output_gradients()):
+        (start,) = worker.forward(microbatch, (x,))
+        assert start.item() == 1 / M
+        (found,) = worker.backward(microbatch, (start,))
+        losses.append(F.mse_loss(expected(x), targets[microbatch]))
+        (losses[-1] / M).backward()
+        torch.testing.assert_close(found, x.grad, rtol=1e-12, atol=0)
+    assert [loss.item() for loss in worker.losses] == [loss.item() for loss in losses]
+    assert not any(loss.requires_grad for loss in worker.losses)
+    for name, gradient in gradients(expected).items():
+        torch.testing.assert_close(gradients(module)[name], gradient, rtol=1e-12, atol=1e-14)
+
+
+class ItsOwnLoss(nn.Module):
+    def forward(self, x):
+        return x.square().mean(dim=0, keepdim=True).mean(dim=1, keepdim=True)  # [1, 1]
+
+
+def test_the_last_module_may_return_the_loss_itself():
+    worker = last(ItsOwnLoss(), None, None)
+    x = drawn(ROWS, SIZE).requires_grad_()
+    worker.forward(0, (x,))
+    assert worker.losses[0].shape == ()
+    assert worker.losses[0].item() == pytest.approx(x.square().mean().item(), rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "targets", "message"),
+    [
+        (F.mse_loss, None, "the last stage needs target=...: there is a loss_fn"),
+        (None, None, r"the loss must be a scalar tensor, not \(float64\[4, 5\]\); reduce it, or pass loss_fn"),
+        (lambda output, target: output - target, [0.0] * M, r"must be a scalar tensor, not \(float64\[4, 5\]"),
+        (lambda output, target: 0.0, [0.0] * M, "must be a scalar tensor, not float"),
+    ],
+)
+def test_a_loss_that_is_none_is_refused(loss_fn, targets, message):
+    with pytest.raises(ValueError, match=message):
+        last(layers(), loss_fn, targets).forward(0, (drawn(ROWS, SIZE).requires_grad_(),))
+
+
+# ---------------------------------------------------------------- what doesn't fit
+
+
+class Returns(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def forward(self, x):
+        return self.value
+
+
+@pytest.mark.parametrize(
+    ("value", "kinds"), [([1], "list"), (None, "NoneType"), ((), "nothing"), ((torch.ones(1), 2.0), "Tensor, float")]
+)
+def test_a_stage_that_returns_no_tensors_is_refused(value, kinds):
+    with pytest.raises(BoundaryError, match=f"stage 1 returned {kinds}: a stage returns a tensor, or a tuple"):
+        middle(Returns(value)).forward(0, (drawn(ROWS, SIZE),))
+
+
+def test_stages_that_do_not_chain_are_named_with_the_shapes_between_them():
+    with pytest.raises(BoundaryError) as caught:
+        middle(layers()).forward(0, (drawn(ROWS, SIZE + 1), torch.zeros(2, dtype=torch.int64)))
+    assert str(caught.value).startswith(
+        "stage 1 failed on what stage 0 returned, (float64[4, 6], int64[2]): TypeError: "
+    )
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+class FailsAt(nn.Module):
+    """Raises in its n-th forward."""
+
+    def __init__(self, number, error):
+        super().__init__()
+        self.left, self.error = number, error
+
+    def forward(self, x):
+        if self.left == 0:
+            raise self.error
+        self.left -= 1
+        return x
+
+
+def test_an_error_after_the_first_microbatch_is_the_modules_own():
+    """All microbatches have the same shapes: a boundary that fitted once is not to blame."""
+    worker = middle(FailsAt(1, RuntimeError("planted")))
+    worker.forward(0, (drawn(ROWS, SIZE),))
+    with pytest.raises(RuntimeError, match="^planted$"):
+        worker.forward(1, (drawn(ROWS, SIZE),))
+
+
+def test_running_out_of_memory_is_not_blamed_on_the_boundary():
+    with pytest.raises(torch.OutOfMemoryError, match="^full$"):
+        middle(FailsAt(0, torch.OutOfMemoryError("full"))).forward(0, (drawn(ROWS, SIZE),))
+
+
+def test_the_first_stages_errors_are_its_own():
+    worker = StageWorker(0, layers(), is_last=False)
+    worker.begin(feed(args=[(drawn(ROWS, SIZE + 1),)] * M))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        worker.forward(0, ())

@@ -1,0 +1,63 @@
+"""How autograd Functions take part in the split: each B gives those in its graph a collector.
+
+It rides on the node, which is the Function's `ctx`: on CUDA a Python backward runs on autograd's
+own threads, where no thread or context variable of the caller's would be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from zbpp.autograd.weight_grads import Custom, Work
+
+_NAME = "zbpp_collector"
+
+
+class Collector:
+    """Takes the work that Functions put off while one B runs. wanted: as in `survey`."""
+
+    def __init__(self, wanted: set[int] | None, work: list[Work]) -> None:
+        self.wanted, self.work = wanted, work
+
+
+@contextmanager
+def collecting(functions: list[Any], wanted: set[int] | None, work: list[Work]) -> Iterator[None]:
+    """While the pass runs, what these nodes put off is appended to `work`."""
+    collector = Collector(wanted, work)
+    for node in functions:
+        setattr(node, _NAME, collector)
+    try:
+        yield
+    finally:
+        for node in functions:
+            delattr(node, _NAME)
+
+
+def collector_of(ctx: Any) -> Collector | None:
+    """The collector of the B that runs this Function's backward; None in a plain backward."""
+    return getattr(ctx, _NAME, None)
+
+
+def defer(ctx: Any, leaf: Tensor, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor | None:
+    """For the backward of a custom autograd Function: put the gradient of a weight off until W.
+
+    Returns what to return as that weight's gradient: under `backward_input` None, and W adds
+    `compute(*tensors)`; in a plain backward, or if the weight is no leaf, the gradient itself.
+    `tensors` are all that compute may use; they are kept until W.
+
+        @staticmethod
+        def backward(ctx, dy):
+            x, weight = ctx.saved_tensors
+            return dy @ weight, defer(ctx, weight, lambda dy, x: dy.T @ x, dy, x)
+    """
+    collector = collector_of(ctx)
+    held = tuple(tensor.detach() for tensor in tensors)
+    if collector is None or not (leaf.is_leaf and leaf.requires_grad):
+        return compute(*held)
+    if collector.wanted is None or id(leaf) in collector.wanted:
+        collector.work.append(Custom(leaf, compute, held))
+    return None

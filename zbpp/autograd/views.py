@@ -1,0 +1,55 @@
+"""Chains that only look at a leaf differently: W accumulates into the same view of its `.grad`.
+
+For a weight used as `w.t()`, W adds to `w.grad.t()`, and no temporary is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class View(NamedTuple):
+    """One node of such a chain. whole: whether it shows every element of what it looks at."""
+
+    look: Callable[[Tensor], Tensor]
+    whole: bool = True
+
+
+def _signed(dim: int) -> int:
+    """Nodes save dimensions as unsigned 64-bit numbers."""
+    return dim - 2**64 if dim >= 2**63 else dim
+
+
+def _transpose(node: Any, _: int) -> View:
+    dims = _signed(node._saved_dim0), _signed(node._saved_dim1)
+    return View(lambda tensor: tensor.transpose(*dims))
+
+
+def _permute(node: Any, _: int) -> View:
+    dims = tuple(map(_signed, node._saved_dims))
+    return View(lambda tensor: tensor.permute(dims))
+
+
+def _unsqueeze(node: Any, _: int) -> View:
+    dim = _signed(node._saved_dim)
+    return View(lambda tensor: tensor.unsqueeze(dim))
+
+
+def _select(node: Any, _: int) -> View:
+    dim, index = _signed(node._saved_dim), _signed(node._saved_index)
+    return View(lambda tensor: tensor.select(dim, index), whole=False)
+
+
+MATRIX_TRANSPOSE = View(Tensor.t)
+
+# name of the node -> the view it made; called with the chain's edge (node, number of its output)
+VIEWS: dict[str, Callable[[Any, int], View]] = {
+    "TBackward0": lambda node, _: MATRIX_TRANSPOSE,
+    "TransposeBackward0": _transpose,
+    "PermuteBackward0": _permute,
+    "UnsqueezeBackward0": _unsqueeze,
+    "SelectBackward0": _select,
+}
