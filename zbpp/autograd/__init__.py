@@ -1,6 +1,7 @@
 """The split backward, usable without any pipeline: B now, W when there is time."""
 
 from zbpp.autograd.collector import defer
+from zbpp.autograd.explain import explain
 from zbpp.autograd.recompute import checkpoint, recompute
 from zbpp.autograd.rules import Capture, keep, rule, saved
 from zbpp.autograd.split import backward_input
@@ -12,6 +13,7 @@ __all__ = [
     "backward_input",
     "checkpoint",
     "defer",
+    "explain",
     "keep",
     "recompute",
     "rule",

@@ -27,8 +27,9 @@ from zbpp.autograd.collector import collecting
 from zbpp.autograd.graph import Edge, Survey, kind, survey, variable
 from zbpp.autograd.weight_grads import Computed, Deferred, WeightGrads, Work
 
-Outputs = Tensor | Sequence[Any] | Mapping[Any, Any]
+Outputs = Tensor | GradientEdge | Sequence[Any] | Mapping[Any, Any]
 Gradients = Sequence[Tensor | None]
+Root = Tensor | GradientEdge
 
 
 def backward_input(
@@ -40,9 +41,10 @@ def backward_input(
     """B: the gradients of `inputs`, and what W needs for those of `parameters`.
 
     outputs: a tensor, or several in a sequence or mapping; those without grad, and what is no
-    tensor, are passed over. output_grads: likewise one for each, None for an output without grad or
-    that nothing flows into, and for a scalar that the backward starts from (then 1). inputs:
-    what the gradients are wanted of (anything without grad gets None); the pass stops there.
+    tensor, are passed over. An output's GradientEdge stands for it, so that its memory can go before.
+    output_grads: likewise one for each, None for an output without grad or that nothing flows into,
+    and for a scalar that the backward starts from (then 1). inputs: what the gradients are wanted
+    of (anything without grad gets None); the pass stops there.
     parameters: leaves; None for every trainable leaf that the graph reaches, inputs excluded.
 
     Returns (gradients, one per input, None where none flows; WeightGrads). No `.grad` changes
@@ -59,7 +61,7 @@ def backward_input(
 
 
 def split(
-    roots: list[Tensor], root_grads: list[Tensor], inputs: tuple[Any, ...], wanted: set[int] | None
+    roots: Sequence[Root], root_grads: list[Tensor], inputs: tuple[Any, ...], wanted: set[int] | None
 ) -> tuple[tuple[Tensor | None, ...], list[Work]]:
     """`backward_input` after its checks; wanted: ids of the parameters."""
     edges = {i: _edge(each) for i, each in enumerate(inputs) if _needs_grad(each)}
@@ -95,7 +97,7 @@ def _work(found: Survey, sites: list[Any], captured: Gradients) -> list[Work]:
     return work
 
 
-def _run(roots: list[Tensor], root_grads: list[Tensor], targets: Sequence[GradientEdge]) -> Gradients:
+def _run(roots: Sequence[Root], root_grads: list[Tensor], targets: Sequence[GradientEdge]) -> Gradients:
     """torch.autograd.grad(roots, targets, root_grads, allow_unused=True) without its checks, done above.
 
     They would cost as much as ten linear layers' worth of B, and import sympy.
@@ -129,7 +131,7 @@ def _second_pass(error: RuntimeError) -> RuntimeError:
 
 
 def _whole_backward(
-    roots: list[Tensor], root_grads: list[Tensor], inputs: tuple[Any, ...]
+    roots: Sequence[Root], root_grads: list[Tensor], inputs: tuple[Any, ...]
 ) -> tuple[Tensor | None, ...]:
     """One plain backward; the inputs' gradients are taken on the way, their `.grad` stays as it was."""
     caught: dict[int, Tensor] = {}
@@ -142,7 +144,7 @@ def _whole_backward(
         for i, each in wanted.items()
         if i not in before
     ]
-    torch.autograd.backward(roots, root_grads)
+    torch.autograd.backward(roots, root_grads)  # type: ignore[arg-type]  # a mixture is fine
     for handle in handles:
         handle.remove()
     for i, grad in before.items():
@@ -152,7 +154,7 @@ def _whole_backward(
     return tuple(caught.get(i) for i in range(len(inputs)))
 
 
-def _roots(outputs: Outputs, output_grads: Any) -> tuple[list[Tensor], list[Tensor]]:
+def _roots(outputs: Outputs, output_grads: Any) -> tuple[list[Root], list[Tensor]]:
     """The outputs that gradients start from, each with its gradient."""
     values = _listed(outputs)
     grads = [None] * len(values) if output_grads is None else _listed(output_grads)
@@ -163,12 +165,14 @@ def _roots(outputs: Outputs, output_grads: Any) -> tuple[list[Tensor], list[Tens
         if not _needs_grad(output):
             if grad is not None:
                 raise ValueError(f"output {position} does not require grad: its gradient must be None")
-        elif grad is None and output.numel() != 1:
-            if output_grads is None:
-                raise ValueError(f"output {position} is {tuple(output.shape)}, no scalar: give its gradient")
-        else:
+        elif grad is not None:
             roots.append(output)
-            root_grads.append(torch.ones_like(output) if grad is None else _checked(position, output, grad))
+            root_grads.append(_checked(position, output, grad))
+        elif isinstance(output, Tensor) and output.numel() == 1:
+            roots.append(output)
+            root_grads.append(torch.ones_like(output))
+        elif output_grads is None:
+            raise ValueError(f"output {position} is no scalar: give its gradient in output_grads")
     if not roots:
         raise ValueError(
             "no output that requires grad has a gradient: there is nothing to go backward through"
@@ -177,22 +181,23 @@ def _roots(outputs: Outputs, output_grads: Any) -> tuple[list[Tensor], list[Tens
 
 
 def _needs_grad(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
+    return isinstance(value, GradientEdge) or (isinstance(value, Tensor) and value.requires_grad)
 
 
-def _checked(position: int, output: Tensor, grad: Any) -> Tensor:
+def _checked(position: int, output: Root, grad: Any) -> Tensor:
     if not isinstance(grad, Tensor):
         raise ValueError(f"the gradient of output {position} is a {type(grad).__name__}, not a tensor")
-    if grad.shape != output.shape or grad.device != output.device:
+    meta = output if isinstance(output, Tensor) else output.node._input_metadata[output.output_nr]
+    if grad.shape != tuple(meta.shape) or grad.device != meta.device:
         raise ValueError(
             f"the gradient of output {position} is {tuple(grad.shape)} on {grad.device}, "
-            f"the output {tuple(output.shape)} on {output.device}: they must match"
+            f"the output {tuple(meta.shape)} on {meta.device}: they must match"
         )
     return grad
 
 
 def _listed(values: Any) -> list[Any]:
-    if isinstance(values, Tensor):
+    if isinstance(values, Tensor | GradientEdge):
         return [values]
     return list(values.values() if isinstance(values, Mapping) else values)
 
@@ -210,7 +215,9 @@ def _wanted(parameters: Iterable[Tensor] | None) -> set[int] | None:
     return {id(tensor) for tensor in chosen}
 
 
-def _edge(tensor: Tensor) -> Edge:
+def _edge(tensor: Root) -> Edge:
+    if isinstance(tensor, GradientEdge):
+        return tensor[:2]
     node = tensor.grad_fn
     if node is not None:
         return node, tensor.output_nr

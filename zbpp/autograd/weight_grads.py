@@ -173,8 +173,10 @@ def _add_to_grad(leaf: Tensor, gradient: Tensor) -> None:
     total = _total(leaf)
     if total is None:
         # A captured gradient may BE another one, or dy, or what arrived from the next stage, or have
-        # stride 0: the first one is copied, in the parameter's layout.
-        leaf.grad = torch.empty_like(leaf).copy_(gradient)
+        # stride 0: the first one is copied, in the parameter's layout (a sparse one stays sparse).
+        leaf.grad = gradient.clone() if gradient.is_sparse else torch.empty_like(leaf).copy_(gradient)
+    elif total.is_sparse and not gradient.is_sparse:
+        leaf.grad = gradient + total
     else:
         total.add_(gradient)
 

@@ -9,8 +9,8 @@ another dtype is silent garbage.)
     sender    header  x0   x1   x2        layout known: x1, x2 need no header
     receiver  header  x0  [x1] [x2]       [ ] posted ahead, as many as the plan has in flight
 
-One process group per direction (lower to higher rank, higher to lower): on NCCL both
-directions of a pair would share a communicator and its stream order, and block each other.
+Each link has a process group of its own: on NCCL all that share a communicator is done in one order, and
+a receive posted ahead would hold up a send.
 """
 
 from __future__ import annotations
@@ -60,6 +60,11 @@ def layout_of(message: Message) -> Layout:
     )
 
 
+def _gradient_change(layout: Layout, known: Layout) -> str:
+    now, before = ([bool(each and each.requires_grad) for each in found] for found in (layout, known))
+    return "" if now == before else f" (requires_grad {now} instead of {before})"
+
+
 def describe(layout: Layout) -> str:
     """`(float32[4, 64, 128], None)`, for error messages."""
     return f"({', '.join(map(str, layout))})"
@@ -85,6 +90,10 @@ class BufferPool:
             buffers.append(buffer)
         # detach: an object of its own, so that requires_grad ends with this use
         return buffer.detach()
+
+    def clear(self) -> None:
+        """Forget all buffers; those in use live as long as their users."""
+        self._buffers.clear()
 
     def __len__(self) -> int:
         return sum(map(len, self._buffers.values()))
@@ -115,8 +124,9 @@ class Outbox:
             works = [self._start(encode(layout).to(self.device))]
         elif known != layout:
             raise ValueError(
-                f"{describe(layout)} is to be sent where {describe(known)} was sent before: "
-                "every microbatch of every step must have the same shapes and dtypes"
+                f"{describe(layout)} is to be sent where {describe(known)} was sent before"
+                f"{_gradient_change(layout, known)}: every microbatch of every step must have the same "
+                "shapes and dtypes, and require grad alike"
             )
         else:
             works = []

@@ -20,7 +20,7 @@ from zbpp.runtime.measure import Recorder
 from zbpp.runtime.microbatch import split, split_keywords
 from zbpp.runtime.p2p import BufferPool, Inbox, Message, Outbox
 from zbpp.runtime.stage import Feed, Loss, StageWorker
-from zbpp.runtime.world import CommunicationError, check_agreement, direction_groups, gather
+from zbpp.runtime.world import CommunicationError, check_agreement, gather, link_groups
 from zbpp.schedule import (
     Action,
     Op,
@@ -45,8 +45,7 @@ class Pipeline:
     stages: {stage index: module}, exactly those that `timetable` gives to this rank.
     loss_fn(output, target) -> scalar; None if the last stage's module returns the loss.
     group: the pipeline's process group (None: the default one); a pipeline of one rank needs none.
-    seed: of the random numbers drawn in forward. timeout: seconds that a wait may last, None for
-    the group's own.
+    seed: of the random numbers drawn in forward. timeout: seconds that a wait for another rank may last.
     Raises ValueError for stages or a group that don't fit the timetable, AgreementError if the
     ranks' timetables differ. Collective over the group.
     """
@@ -59,7 +58,7 @@ class Pipeline:
         group: dist.ProcessGroup | None = None,
         *,
         seed: int = 0,
-        timeout: float | None = None,
+        timeout: float = 600.0,
     ) -> None:
         self.timetable, self.seed, self.num_steps = timetable, seed, 0
         self.recorder: Recorder | None = None
@@ -69,17 +68,22 @@ class Pipeline:
             digest = hashlib.sha256(str(timetable).encode()).hexdigest()[:16]
             check_agreement("timetables (by hash)", digest, group)
         _check_stages(stages, timetable, group)
+        self.device = _device_of(stages, group)
         last = timetable.num_stages - 1
         self._workers = {
-            index: StageWorker(index, stages[index], is_last=index == last, loss_fn=loss_fn)
+            index: StageWorker(
+                index, stages[index], is_last=index == last, loss_fn=loss_fn, device=self.device
+            )
             for index in timetable.stages_of(self.rank)
         }
-        groups = direction_groups(group, timeout) if timetable.num_ranks > 1 else None
-        self.device = _device_of(stages)
-        pool = BufferPool(self.device)
-        train, evaluation = lower(timetable)[self.rank], lower(timetable.forward_only())[self.rank]
-        self._train = _Pass(train, self._workers, _TRAIN, timetable.num_stages, groups, pool)
-        self._evaluate = _Pass(evaluation, self._workers, _EVALUATE, timetable.num_stages, groups, pool)
+        programs, evaluation = lower(timetable), lower(timetable.forward_only())
+        groups = link_groups(group, programs.links, timeout, self.device) if programs.links else {}
+        num_stages = timetable.num_stages
+        self._train = _Pass(programs[self.rank], self._workers, _TRAIN, num_stages, groups, self.device)
+        self._evaluate = _Pass(
+            evaluation[self.rank], self._workers, _EVALUATE, num_stages, groups, self.device
+        )
+        self._failure: BaseException | None = None
 
     @property
     def stages(self) -> dict[int, nn.Module]:
@@ -113,13 +117,28 @@ class Pipeline:
         kwargs: dict[str, Any],
         recorder: Recorder | None,
     ) -> list[Tensor]:
-        for index, worker in self._workers.items():
-            worker.begin(self._feed(index, args, target, kwargs))
-        program.run(recorder)
-        for worker in self._workers.values():
-            worker.end()
-        losses = [worker.losses for worker in self._workers.values()]
+        if self._failure is not None:
+            raise RuntimeError(
+                f"an earlier step failed ({self._failure}), and messages of it are lost: make a new Pipeline"
+            ) from self._failure
+        try:
+            for index, worker in self._workers.items():
+                worker.begin(self._feed(index, args, target, kwargs))
+            losses = self._finish(program, recorder)
+        except BaseException:
+            for worker in self._workers.values():
+                worker.abandon()
+            raise
         return next((each for each in losses if each), [])
+
+    def _finish(self, program: _Pass, recorder: Recorder | None) -> list[list[Tensor]]:
+        try:
+            program.run(recorder)
+            return [worker.end() for worker in self._workers.values()]
+        except BaseException as error:
+            if self.timetable.num_ranks > 1:  # links may be left in the middle
+                self._failure = error.with_traceback(None)  # whose frames would keep the step's tensors
+            raise
 
     def _feed(self, stage: int, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any]) -> Feed:
         num = self.timetable.num_microbatches
@@ -164,34 +183,34 @@ class _Pass:
         workers: Mapping[int, StageWorker],
         work: Mapping[Op, Work],
         num_stages: int,
-        groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None,
-        pool: BufferPool,
+        groups: Mapping[tuple[int, int], dist.ProcessGroup],
+        device: torch.device,
     ) -> None:
         self.rank = program.rank
+        self._pool = BufferPool(device)
         self._inboxes: dict[int, Inbox] = {}
         self._outboxes: dict[int, Outbox] = {}
-        if groups is not None:
-            self._connect(program, groups, pool)
+        self._connect(program, groups)
         needed = {value for step in program.instructions for value in _needs(step)}
         self._steps = [
             (step, _resolve(step, workers, work, num_stages, needed) if isinstance(step, Action) else None)
             for step in program.instructions
         ]
 
-    def _connect(
-        self, program: Program, groups: tuple[dist.ProcessGroup, dist.ProcessGroup], pool: BufferPool
-    ) -> None:
-        up, down = groups
+    def _connect(self, program: Program, groups: Mapping[tuple[int, int], dist.ProcessGroup]) -> None:
         incoming = [step for step in program.instructions if isinstance(step, Recv)]
-        for peer in {step.peer for step in incoming}:
+        for peer in sorted({step.peer for step in incoming}):
             channels = [_channel(step.value) for step in incoming if step.peer == peer]
-            group = up if peer < self.rank else down
-            self._inboxes[peer] = Inbox(peer, group, pool, channels, program.in_flight[peer])
-        for peer in {step.peer for step in program.instructions if isinstance(step, Send)}:
-            self._outboxes[peer] = Outbox(peer, up if peer > self.rank else down, pool.device)
+            # A link's group has two ranks: 0 is the lower one.
+            self._inboxes[peer] = Inbox(
+                int(peer > self.rank), groups[peer, self.rank], self._pool, channels, program.in_flight[peer]
+            )
+        for peer in sorted({step.peer for step in program.instructions if isinstance(step, Send)}):
+            self._outboxes[peer] = Outbox(int(peer > self.rank), groups[self.rank, peer], self._pool.device)
 
     def forget_layouts(self) -> None:
-        """Agree on shapes anew: each channel's next message carries a header."""
+        """Agree on shapes anew: each channel's next message carries a header, and old buffers go."""
+        self._pool.clear()
         for inbox in self._inboxes.values():
             inbox.layouts.clear()
         for outbox in self._outboxes.values():
@@ -200,11 +219,11 @@ class _Pass:
     def run(self, recorder: Recorder | None) -> None:
         """Run the program once. Afterwards mailbox and links are empty."""
         mailbox: dict[Value, Message] = {}
+        if recorder is not None:  # first, since it synchronises, and receives end only when they are sent
+            recorder.begin()
         for peer, inbox in self._inboxes.items():
             with self._naming(0, f"the first receive from {peer}"):
                 inbox.begin()
-        if recorder is not None:
-            recorder.begin()
         for position, (step, act) in enumerate(self._steps):
             match step:
                 case Action():
@@ -246,6 +265,8 @@ class _Pass:
         """Say who waited for what when a wait fails."""
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             where = f"rank {self.rank}, step {position} of its program ({step})"
             raise CommunicationError.at(where, error) from error
@@ -295,7 +316,10 @@ def _rank_in(group: dist.ProcessGroup | None, timetable: Timetable) -> int:
     size = dist.get_world_size(group)
     if size != timetable.num_ranks:
         raise ValueError(f"the timetable is for {timetable.num_ranks} ranks, the process group has {size}")
-    return dist.get_rank(group)
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("this process is not in the process group that it was given for the pipeline")
+    return rank
 
 
 def _check_stages(
@@ -309,9 +333,12 @@ def _check_stages(
             raise ValueError(f"rank {rank} owns stages {expected} of this timetable, got modules for {found}")
 
 
-def _device_of(stages: Mapping[int, nn.Module]) -> torch.device:
+def _device_of(stages: Mapping[int, nn.Module], group: dist.ProcessGroup | None) -> torch.device:
+    """Where the stages' tensors are; for stages without any, where the group's messages go."""
     tensors = (tensor for module in stages.values() for tensor in (*module.parameters(), *module.buffers()))
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+    on_cuda = dist.is_initialized() and "nccl" in dist.get_backend(group)
+    default = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    return next((tensor.device for tensor in tensors), default)
 
 
 @contextmanager

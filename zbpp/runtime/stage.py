@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zbpp.autograd import WeightGrads, backward_input
 from zbpp.runtime.p2p import Message, describe, layout_of
@@ -28,7 +29,8 @@ class Feed(NamedTuple):
 
 class _Saved(NamedTuple):
     inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    # Where the outputs' gradients enter the graph, None for those without: B needs no output itself.
+    outputs: tuple[GradientEdge | None, ...]
 
 
 class BoundaryError(ValueError):
@@ -39,11 +41,20 @@ class StageWorker:
     """Runs one stage. loss_fn(output, target) belongs to the last stage; None elsewhere, or if the
     last stage's module returns the loss itself.
 
-    is_last: F returns the gradient that B starts from instead of the module's outputs.
+    is_last: F returns the gradient that B starts from instead of the module's outputs. device: whose
+    random numbers F seeds; None for the CPU.
     """
 
-    def __init__(self, index: int, module: nn.Module, *, is_last: bool, loss_fn: Loss | None = None) -> None:
-        self.index, self.module = index, module
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        *,
+        is_last: bool,
+        loss_fn: Loss | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.index, self.module, self._device = index, module, device or torch.device("cpu")
         self._is_last, self._loss_fn = is_last, loss_fn
         self._feed = Feed((), (), None, ())
         self._saved: dict[int, _Saved] = {}
@@ -51,35 +62,46 @@ class StageWorker:
         self.losses: list[Tensor] = []
 
     def begin(self, feed: Feed) -> None:
-        """Take what the caller gave for a step, and start an empty list of losses."""
+        """Take what the caller gave for a step. Raises ValueError if the target is missing."""
+        if feed.targets is None and self._is_last and self._loss_fn is not None:
+            raise ValueError("the last stage needs target=...: there is a loss_fn")
         self._feed = feed
         self.losses = []
 
-    def end(self) -> None:
-        """Drop the step's batch. Raises RuntimeError if anything of the step is left over."""
+    def abandon(self) -> None:
+        """Drop all that is left of a step that failed."""
+        self._feed, self.losses = Feed((), (), None, ()), []
+        self._saved.clear()
+        self._deferred.clear()
+
+    def end(self) -> list[Tensor]:
+        """The step's losses; its batch is dropped. Raises RuntimeError if anything else is left over."""
+        losses, self.losses = self.losses, []
         self._feed = Feed((), (), None, ())
         left = [*(f"saved({self.index},{m})" for m in self._saved)]
         left += [*(f"deferred({self.index},{m})" for m in self._deferred)]
         if left:
             raise RuntimeError(f"a step ended with work left over: {', '.join(left)}")
+        return losses
 
     def forward(self, microbatch: int, message: Message) -> Message:
         """F: run the module and keep its graph. On the last stage returns the loss's own gradient."""
         inputs = tuple(_leaf(tensor) for tensor in self._inputs(microbatch, message))
         # A stage may start with an in-place operation, which a leaf and its views would refuse.
         outputs = self._call(microbatch, tuple(map(_non_leaf, inputs)))
-        self._saved[microbatch] = _Saved(tuple(each for each in inputs if isinstance(each, Tensor)), outputs)
+        edges = tuple(get_gradient_edge(each) if each.requires_grad else None for each in outputs)
+        self._saved[microbatch] = _Saved(tuple(each for each in inputs if isinstance(each, Tensor)), edges)
         if self._is_last:
             self.losses.append(outputs[0].detach())
             return (outputs[0].new_full((), 1 / len(self._feed.seeds)),)
-        return tuple(output.detach().requires_grad_(output.requires_grad) for output in outputs)
+        return tuple(_boundary(output).requires_grad_(output.requires_grad) for output in outputs)
 
     def evaluate(self, microbatch: int, message: Message) -> Message:
         """F that keeps nothing; the caller has turned gradients off."""
         outputs = self._call(microbatch, self._inputs(microbatch, message))
         if self._is_last:
             self.losses.append(outputs[0])
-        return outputs
+        return tuple(map(_boundary, outputs))
 
     def backward_input(self, microbatch: int, message: Message) -> Message:
         """B: gradients of what F was given, None where none flows."""
@@ -104,17 +126,19 @@ class StageWorker:
 
     def _backward(self, microbatch: int, message: Message) -> tuple[Message, WeightGrads | None]:
         inputs, outputs = self._saved.pop(microbatch)
-        reached = [grad is not None and out.requires_grad for out, grad in zip(outputs, message, strict=True)]
-        if not any(reached):
+        pairs = zip(outputs, message, strict=True)
+        flows = [(edge, grad) for edge, grad in pairs if edge is not None and grad is not None]
+        if not flows:
             return (None,) * len(inputs), None
-        chosen = [out for out, flows in zip(outputs, reached, strict=True) if flows]
-        return backward_input(chosen, [grad for grad in message if grad is not None], inputs)
+        edges, output_grads = zip(*flows, strict=True)
+        grads, weight_grads = backward_input(edges, output_grads, inputs)
+        return tuple(None if grad is None else _boundary(grad) for grad in grads), weight_grads
 
     def _inputs(self, microbatch: int, message: Message) -> tuple[Any, ...]:
         return self._feed.args[microbatch] if self._feed.args else message
 
     def _call(self, microbatch: int, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        _seed_generators(self._feed.seeds[microbatch])
+        _seed_generator(self._device, self._feed.seeds[microbatch])
         try:
             output = self.module(*inputs, **self._feed.kwargs[microbatch])
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -129,9 +153,7 @@ class StageWorker:
 
     def _loss(self, microbatch: int, output: Any) -> Tensor:
         if self._loss_fn is not None:
-            if self._feed.targets is None:
-                raise ValueError("the last stage needs target=...: there is a loss_fn")
-            output = self._loss_fn(output, self._feed.targets[microbatch])
+            output = self._loss_fn(output, (self._feed.targets or ())[microbatch])  # there: see begin
         if not isinstance(output, Tensor) or output.numel() != 1:
             found = describe(layout_of((output,))) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(f"the loss must be a scalar tensor, not {found}; reduce it, or pass loss_fn")
@@ -146,6 +168,11 @@ class StageWorker:
                 "a stage returns a tensor, or a tuple of tensors, for the next one"
             )
         return outputs
+
+
+def _boundary(tensor: Tensor) -> Tensor:
+    """A tensor as it crosses a boundary, sent or not: without history, contiguous."""
+    return tensor.detach().contiguous()
 
 
 def _leaf(value: Any) -> Any:
@@ -173,8 +200,8 @@ class _SameMemory(torch.autograd.Function):
         return grads[0]
 
 
-def _seed_generators(seed: int) -> None:
-    """Seed the CPU's generator and the current device's."""
+def _seed_generator(device: torch.device, seed: int) -> None:
+    """Seed the CPU's generator and, if it is another, the device's."""
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)

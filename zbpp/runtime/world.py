@@ -7,11 +7,13 @@ predecessor in the shared store, so every start uses a name of its own there.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from time import sleep
 from typing import Any, Self
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,10 @@ class AgreementError(ValueError):
 
 
 class CommunicationError(RuntimeError):
-    """A message did not come in time, or its peer is gone."""
+    """A message did not come in time, or its peer is gone.
+
+    On NCCL only the device waits, not the program: there torch's watchdog ends the process at the timeout.
+    """
 
     @classmethod
     def at(cls, where: str, error: RuntimeError) -> Self:
@@ -53,51 +58,94 @@ def world(*, device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
     if "RANK" not in os.environ:
         yield World(0, 1, chosen)
         return
-    store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    limit = timedelta(seconds=timeout)
+    store, rank, size = next(rendezvous("env://", timeout=limit))
     dist.init_process_group(
         "nccl" if chosen.type == "cuda" else "gloo",
-        store=torch._C._distributed_c10d.PrefixStore(f"zbpp/{_attempt(store, rank)}", store),
+        store=torch._C._distributed_c10d.PrefixStore(f"zbpp/{_attempt(store, rank, size)}", store),
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=timeout),
+        timeout=limit,
     )
-    try:
-        yield World(rank, size, chosen)
-    finally:
-        dist.destroy_process_group()
+    yield World(rank, size, chosen)
+    # Not after an error: receives may be pending that nobody will match, and the error must get out.
+    dist.destroy_process_group()
 
 
 def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name not in ("cpu", "cuda"):
+    """This process's device; "auto" is CUDA if every process of this machine gets one of its own."""
+    # NCCL's first receive may run before the first kernel is loaded, and lazy loading would wait for it.
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    if name not in ("cpu", "cuda", "auto"):
         raise ValueError(f"device={name!r}: write cpu, cuda or auto")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda, but torch sees no CUDA device here; write device=cpu")
-    return (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if name == "cuda" else torch.device("cpu")
-    )
+    needed, found = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if name == "cuda" and found < needed:
+        raise ValueError(
+            f"device=cuda: {needed} processes here, but torch sees {found} CUDA device(s); write device=cpu"
+        )
+    if name == "cpu" or found < needed:
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def _attempt(store: Any, rank: int) -> str:
-    # On several nodes the agents don't agree on the restart count: rank 0's is the one.
-    key = f"zbpp/attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    if rank == 0:
-        store.set(key, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return str(store.get(key).decode())
+def _attempt(store: Any, rank: int, size: int) -> str:
+    """A name for this start of the job that all its ranks share and no earlier start had.
+
+    After a restart on several nodes neither the agents' counts agree nor is the store empty. So each rank
+    asks under a name of its own, and rank 0 answers until everybody has confirmed; questions of
+    dead ranks stay unconfirmed until the new rank's replaces them.
+    """
+    if rank > 0:
+        question = uuid4().hex
+        store.set(f"zbpp/ask/{rank}", question)
+        attempt = str(store.get(f"zbpp/answer/{question}").decode())
+        store.set(f"zbpp/confirm/{attempt}/{rank}", "1")
+        return attempt
+    attempt = uuid4().hex
+    waiting = list(range(1, size))
+    while waiting:
+        for each in waiting:
+            question = store.get(f"zbpp/ask/{each}").decode()
+            store.set(f"zbpp/answer/{question}", attempt)
+        sleep(0.01)
+        waiting = [each for each in waiting if not store.check([f"zbpp/confirm/{attempt}/{each}"])]
+    return attempt
 
 
-def direction_groups(
-    group: dist.ProcessGroup | None, timeout: float | None
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """(lower to higher rank, higher to lower): one communicator each."""
+def link_groups(
+    group: dist.ProcessGroup | None, links: Iterable[tuple[int, int]], timeout: float, device: torch.device
+) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """A process group for each link (sender, receiver; ranks of `group`) that this rank is on. Collective.
+
+    One each, since on NCCL whatever shares a communicator is done in one order, and a receive that
+    is posted ahead would hold up a send. `links` in the same order on every rank.
+    """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    limit = None if timeout is None else timedelta(seconds=timeout)
-    up, down = (
-        dist.new_group(ranks, timeout=limit, use_local_synchronization=True, group_desc=f"zbpp_{name}")
-        for name in ("up", "down")
-    )
-    return up, down
+    mine = dist.get_rank(group)
+    # Local synchronization names a group by how many this process has made: not safe if that differs.
+    everyone = len(ranks) == dist.get_world_size()
+    groups = {}
+    for link in links:
+        if everyone or mine in link:
+            made = dist.new_group(
+                sorted(ranks[each] for each in link),
+                timeout=timedelta(seconds=timeout),
+                use_local_synchronization=not everyone,
+                group_desc=f"zbpp_{link[0]}_to_{link[1]}",
+            )
+            if mine in link:
+                groups[link] = made
+                _connect(made, *(ranks[each] for each in link), device=device)
+    return groups
+
+
+def _connect(group: dist.ProcessGroup, sender: int, receiver: int, *, device: torch.device) -> None:
+    """One element across a link: NCCL makes a link's communicator at first use, and waits for both ends."""
+    element = torch.zeros(1, device=device)
+    if dist.get_rank() == sender:
+        dist.send(element, dst=receiver, group=group)
+    else:
+        dist.recv(element, src=sender, group=group)
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -136,6 +184,8 @@ def communicating(where: str) -> Iterator[None]:
     """Turn torch's RuntimeError of a broken connection or a timeout into one that says where it was."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise CommunicationError.at(where, error) from error
 

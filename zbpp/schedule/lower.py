@@ -5,19 +5,20 @@ that needs a value first receives what the same link carries before it, whether 
 it is needed yet; pairing each receive with its consumer alone would silently deliver x
 where g was due.
 
-    rank 0   0F0  Send x(1,0)  0F1  Send x(1,1)  Recv g(0,0)  Release x(1,0)  0B0 ...
+    rank 0   0F0  Send x(1,0)  0F1  Send x(1,1)  0F2  Send x(1,2)  Release x(1,0)  Recv g(0,0)  0B0 ...
     rank 1   Recv x(1,0)  1F0  1B0  Send g(0,0)  1W0  Recv x(1,1)  1F1 ...
 
-A sent tensor must live until it has been received. Nobody asks the network: the first
-message that the peer sends AFTER it received a value proves that the value has arrived, and
-there the program says Release.
+A sent tensor must live until it has been received, and a sender may not run ahead of its
+receiver without end. If, with every action taking one unit of time, a link never holds more
+than d values, sent but not consumed, then by the time value k + d + 1 is sent, value k was
+consumed earlier: there the program says Release, which waits for value k and lets its memory go.
+That can't close a circle of waiting, since in that timeline every wait looks back in time.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -48,7 +49,7 @@ class Recv(NamedTuple):
 
 
 class Release(NamedTuple):
-    """The oldest unreleased value sent to `peer` has arrived there: let its memory go."""
+    """Wait until the oldest unreleased value sent to `peer` has been received; let its memory go."""
 
     value: Value
     peer: int
@@ -63,8 +64,8 @@ Instruction = Action | Send | Recv | Release
 class Program(NamedTuple):
     """What one rank executes, in order.
 
-    in_flight[peer]: how many values the link from `peer` holds at most, sent but not yet
-    consumed, when every action takes one unit of time: as many receives are worth posting.
+    in_flight[peer]: how many values the link from `peer` holds at most in the timeline of unit
+    times: as many receives are worth posting ahead.
     """
 
     rank: int
@@ -81,6 +82,11 @@ class Programs(Sequence[Program]):
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._links = _connected(timeline.timetable)
+
+    @property
+    def links(self) -> list[tuple[int, int]]:
+        """(sender, receiver) of every link, in an order that all ranks share."""
+        return sorted(self._links)
 
     def __len__(self) -> int:
         return self._timeline.timetable.num_ranks
@@ -103,10 +109,11 @@ class Programs(Sequence[Program]):
             for value, action in zip(link.values, link.received_at, strict=True):
                 before[action].append(Recv(value, peer))
         for peer, link in outbound.items():
-            for value, action in zip(link.values, link.sent_at, strict=True):
+            behind = link.in_flight + 1
+            for k, (value, action) in enumerate(zip(link.values, link.sent_at, strict=True)):
                 after[action].append(Send(value, peer))
-            for value, action in link.proofs_of_arrival(inbound.get(peer)):
-                before[action].append(Release(value, peer))
+                if k >= behind:
+                    after[action].append(Release(link.values[k - behind], peer))
         row = self._timeline.timetable.rows[rank]
         instructions = [step for i, action in enumerate(row) for step in (*before[i], action, *after[i])]
         return Program(rank, tuple(instructions), {peer: link.in_flight for peer, link in inbound.items()})
@@ -135,15 +142,6 @@ class _Link:
         self.in_flight = _most_in_flight(
             timeline.ends[sender][self.sent_at], timeline.starts[receiver][consumed_at]
         )
-
-    def proofs_of_arrival(self, answers: _Link | None) -> Iterator[tuple[Value, int]]:
-        """(value, action of the sender's row before which it is known to have arrived)."""
-        if answers is None:
-            return
-        for value, received in zip(self.values, self.received_at, strict=True):
-            answer = bisect_left(answers.sent_at, received)
-            if answer < len(answers.values):
-                yield value, answers.received_at[answer]
 
 
 def _connected(timetable: Timetable) -> set[tuple[int, int]]:

@@ -1,0 +1,315 @@
+"""explain() says beforehand what backward_input then does, and why."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from zbpp.autograd import backward_input, checkpoint, defer, explain
+from zbpp.autograd.weight_grads import Deferred
+from zbpp.models.gpt import Gpt
+from zbpp.models.llama import Llama
+
+
+class Squared(torch.autograd.Function):
+    """y = x @ w.T, by hand."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        return dy @ weight, defer(ctx, weight, lambda dy, x: dy.t() @ x, dy, x)
+
+
+class Custom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return Squared.apply(x, self.weight)
+
+
+class Tied(nn.Module):
+    """One weight, in a product and by itself."""
+
+    def __init__(self, eager):
+        super().__init__()
+        self.linear, self.eager = nn.Linear(4, 4, bias=False), eager
+
+    def forward(self, x):
+        y = torch.relu(self.linear(x)) @ self.linear.weight.t()
+        return y + self.linear.weight.sum() if self.eager else y
+
+
+class Saved(nn.Module):
+    """A linear layer whose saved tensors are packed by hooks."""
+
+    def __init__(self, hooks):
+        super().__init__()
+        self.linear, self.hooks = nn.Linear(4, 4), hooks
+
+    def forward(self, x):
+        with self.hooks():
+            return torch.relu(self.linear(x))
+
+
+class Recomputed(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.first, self.second, self.how = nn.Linear(4, 4), nn.Linear(4, 4), how
+
+    def forward(self, x):
+        return self.how(self.second, torch.relu(self.first(x)))
+
+
+def own_hooks():
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def non_reentrant(fn, x):
+    return torch.utils.checkpoint.checkpoint(fn, x, use_reentrant=False)
+
+
+def reentrant(fn, x):
+    return torch.utils.checkpoint.checkpoint(fn, x, use_reentrant=True)
+
+
+def frozen_weight():
+    layer = nn.Linear(4, 4)
+    layer.weight.requires_grad_(False)
+    return layer
+
+
+def normed():
+    return nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+
+
+# module, {name: (where, what the reason says)}
+CASES = {
+    "linear": (lambda: nn.Linear(4, 4), {"weight": ("W", "through TBackward0"), "bias": ("W", "Addmm")}),
+    "norm": (
+        lambda: nn.LayerNorm(4),
+        {"weight": ("B", "used by NativeLayerNormBackward0, which has no rule")},
+    ),
+    "tied": (lambda: Tied(False), {"linear.weight": ("W", "MmBackward0 through TBackward0 (2 uses)")}),
+    "tied, once eager": (
+        lambda: Tied(True),
+        {"linear.weight": ("B", "also used by AddBackward0 through SumBackward0, which has no rule, so all")},
+    ),
+    "function": (Custom, {"weight": ("B", "used by the Function SquaredBackward, in B unless it calls")}),
+    "own hooks": (lambda: Saved(own_hooks), {"linear.weight": ("B", "its saved tensors packed by")}),
+    "on the host": (
+        lambda: Saved(torch.autograd.graph.save_on_cpu),
+        {"linear.weight": ("W", "AddmmBackward0 through TBackward0")},
+    ),
+    "torch's checkpoint": (
+        lambda: Recomputed(non_reentrant),
+        {
+            "first.weight": ("W", "TBackward0"),
+            "second.weight": ("B", "its saved tensors packed by torch.utils.checkpoint._checkpoint_hook"),
+        },
+    ),
+    "frozen weight": (
+        frozen_weight,
+        {"bias": ("B", "added in AddmmBackward0, whose weight does not wait"), "weight": ("none", "frozen")},
+    ),
+    "weight norm": (
+        normed,
+        {"parametrizations.weight.original0": ("B", "has no rule"), "bias": ("B", "wait")},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_reason_is_told(case):
+    make, expected = CASES[case]
+    module = make()
+    told = explain(module(torch.randn(3, 4, requires_grad=True)), (), module.named_parameters())
+    rows = {row.name: row for row in told.rows}
+    for name, (where, why) in expected.items():
+        assert rows[name].where == where, rows[name]
+        assert why in rows[name].why
+
+
+def decided(weight_grads):
+    """Where each leaf's gradient is computed, of a finished B."""
+    return {id(work.leaf): "W" if isinstance(work, Deferred) else "B" for work in weight_grads._work}
+
+
+MODELS = {
+    **{name: (make, lambda: torch.randn(3, 4, requires_grad=True)) for name, (make, _) in CASES.items()},
+    "convolutions": (
+        lambda: nn.Sequential(nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), nn.Conv1d(4, 2, 1, bias=False)),
+        lambda: torch.randn(2, 3, 8, requires_grad=True),
+    ),
+    "lstm": (lambda: nn.LSTM(4, 4, batch_first=True), lambda: torch.randn(2, 5, 4, requires_grad=True)),
+    "attention": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+        lambda: torch.randn(2, 5, 8, requires_grad=True),
+    ),
+    "llama": (
+        lambda: llama().build_stage(1, 2),
+        lambda: torch.randn(2, 8, 32, requires_grad=True),
+    ),
+    "llama's first stage": (lambda: llama().build_stage(0, 2), lambda: torch.randint(0, 64, (2, 8))),
+    "gpt's first stage": (
+        lambda: Gpt(vocab_size=64, num_layers=2, hidden_size=32, num_heads=2, sequence_length=8).build_stage(
+            0, 2
+        ),
+        lambda: torch.randint(0, 64, (2, 8)),
+    ),
+}
+
+
+def llama():
+    return Llama(vocab_size=64, num_layers=2, hidden_size=32, num_heads=2, sequence_length=8)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_b_then_does_what_was_explained(model):
+    """Every leaf that gets a gradient, in W or in B, and the bytes held for it."""
+    make, draw = MODELS[model]
+    module, x = make(), draw()
+    output = module(x)
+    told = explain(output, [x], module.named_parameters())
+    named = dict(module.named_parameters())
+    said = {id(named[row.name]): row.where for row in told.rows if row.where in "WB"}
+    roots = [each for each in torch.utils._pytree.tree_leaves(output) if each.requires_grad]
+    _, weight_grads = backward_input(roots, [torch.randn_like(root) for root in roots], [x])
+    done = decided(weight_grads)
+    if model == "function":  # defer: said to be the Function's own business
+        done = dict.fromkeys(done, "B")
+    assert said == done
+    assert told.held_bytes >= weight_grads.held_bytes
+
+
+@pytest.mark.parametrize("model", ["llama", "llama's first stage", "linear"])
+def test_where_no_gradients_share_memory_the_bytes_are_exact(model):
+    make, draw = MODELS[model]
+    module, x = make(), draw()
+    output = module(x)
+    told = explain(output, [x])
+    _, weight_grads = backward_input(output, torch.randn_like(output), [x])
+    assert told.held_bytes == weight_grads.held_bytes
+
+
+def test_bytes_of_one_layer():
+    """x and dy are 3 rows of 4 floats each; the bias waits for the same dy."""
+    layer = nn.Linear(4, 4)
+    told = explain(layer(torch.randn(3, 4, requires_grad=True)), (), layer.named_parameters())
+    assert [(row.name, row.nbytes, row.x_bytes, row.dy_bytes) for row in told.rows] == [
+        ("weight", 64, 48, 48),
+        ("bias", 16, 0, 48),
+    ]
+    assert (told.x_bytes, told.dy_bytes, told.gradient_bytes, told.held_bytes) == (48, 48, 0, 96)
+
+
+def test_a_checkpoint_hides_its_parameters_until_it_is_recomputed():
+    module = Recomputed(checkpoint)
+    told = explain(module(torch.randn(3, 4)), (), module.named_parameters())
+    rows = {row.name: (row.where, row.why) for row in told.rows}
+    assert rows["first.weight"] == ("W", "AddmmBackward0 through TBackward0")
+    assert rows["second.weight"] == ("later", "inside a zbpp.checkpoint: decided when it is recomputed")
+
+
+def test_a_closure_is_looked_into_for_what_a_checkpoint_hides():
+    layer = nn.Linear(4, 4)
+    output = checkpoint(lambda x: torch.relu(layer(x)), torch.randn(3, 4))
+    assert [row.where for row in explain(output).rows] == ["later", "later"]
+    unseen = nn.Linear(4, 4)
+    told = explain(output, (), {"unseen": unseen.weight})
+    assert told.rows[0].why == "not reached, unless inside the checkpoint"
+
+
+def test_a_reentrant_checkpoint_puts_everything_into_b():
+    module = Recomputed(reentrant)
+    told = explain(module(torch.randn(3, 4, requires_grad=True)), (), module.named_parameters())
+    assert {row.where for row in told.rows} == {"B"}
+    assert all("reentrant checkpoint" in row.why for row in told.rows)
+    assert told.held_bytes == 0  # the gradients go straight into .grad
+
+
+def test_unreached_and_unnamed_parameters_have_rows():
+    used, unused = nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False)
+    x = torch.randn(3, 4, requires_grad=True)
+    told = explain(used(x), x, [("unused", unused.weight)])
+    assert [(row.name, row.where) for row in told.rows] == [("unused", "none"), ("[4, 4] float32", "W")]
+
+
+def test_inputs_are_no_parameters():
+    layer, x = nn.Linear(4, 4, bias=False), torch.randn(3, 4, requires_grad=True)
+    assert [row.name for row in explain(layer(x), x).rows] == ["[4, 4] float32"]
+
+
+def test_names_of_a_tied_weight_are_joined():
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    second.weight = first.weight
+    module = nn.Sequential(first, second)
+    names = module.named_parameters(remove_duplicate=False)
+    assert explain(module(torch.randn(3, 4)), (), names).rows[0].name == "0.weight = 1.weight"
+
+
+def test_a_subclass_is_computed_in_b():
+    class Wrapped(torch.Tensor):
+        @staticmethod
+        def __new__(cls, data):
+            return torch.Tensor._make_subclass(cls, data, True)
+
+        def __tensor_flatten__(self):  # what marks a wrapper
+            return [], None
+
+    weight = Wrapped(torch.randn(4, 4))
+    (row,) = explain(torch.randn(3, 4) @ weight, (), {"weight": weight}).rows
+    assert (row.where, row.why) == ("B", "a Wrapped: subclasses are computed in B")
+
+
+def test_explaining_changes_and_keeps_nothing():
+    """No gradient, no freed graph, and what was saved dies with the output as before."""
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(3, 4)
+    hidden = module[0](x)
+    alive = weakref.ref(hidden.grad_fn)
+    output = module[2](torch.relu(hidden))
+    told = explain(output, (), module.named_parameters())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    _, weight_grads = backward_input(output, torch.ones_like(output), ())
+    gc.disable()
+    try:
+        del output, hidden, weight_grads
+        assert alive() is None
+    finally:
+        gc.enable()
+    assert len(told.rows) == 4
+
+
+def test_the_table_is_aligned_and_ends_with_the_totals():
+    module = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64))
+    text = str(explain(module(torch.randn(8, 32, requires_grad=True)), (), module.named_parameters()))
+    assert text.splitlines()[1:] == [
+        "0.weight    8.0 KiB  W   1.0 KiB  2.0 KiB         –  AddmmBackward0 through TBackward0",
+        "0.bias        256 B  W         –  2.0 KiB         –  AddmmBackward0",
+        "1.weight      256 B  B         –        –     256 B  used by NativeLayerNormBackward0, which has no rule",
+        "1.bias        256 B  B         –        –     256 B  used by NativeLayerNormBackward0, which has no rule",
+        "computed in W: 2 of 4 parameters, 8.2 KiB",
+        "computed in B: 2 of 4 parameters, 512 B",
+        "held between B and W, what is shared counted once: "
+        "x 1.0 KiB, dy 2.0 KiB, gradients 512 B; 3.5 KiB in all",
+    ]
+
+
+def test_what_can_not_be_explained_is_refused():
+    layer = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="no output requires grad"):
+        explain(torch.randn(3))
+    with pytest.raises(ValueError, match=r"write module\.named_parameters\(\)"):
+        explain(layer(torch.randn(3, 4)), (), layer.parameters())
+    output = torch.relu(layer(torch.randn(3, 4)))
+    output.sum().backward()
+    with pytest.raises(RuntimeError, match="gone through before"):
+        explain(output)

@@ -1,0 +1,147 @@
+"""Measured timelines of EMULATED stages, whose true times are known, and costs made of timelines."""
+
+import time
+
+import pytest
+import torch
+
+from helpers.processes import run_ranks
+from zbpp import Costs, Pipeline, Timetable, plan, simulate
+from zbpp.models.emulated import Emulated
+from zbpp.models.mlp import Mlp
+from zbpp.runtime import Recorder, measured_costs, measured_timeline, peak_memory_bytes
+from zbpp.schedule import Op
+
+CPU = torch.device("cpu")
+TIMES = {"f": 10.0, "b": 20.0, "w": 30.0}  # ms of one stage
+
+
+def measured(rank, timetable, evaluates):
+    """The timeline of a second step (the first agrees on shapes), and its wall time in ms."""
+    model = Emulated(num_layers=timetable.num_stages, **TIMES)
+    stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(rank)}
+    pipeline = Pipeline(stages, timetable, model.loss)
+    batch = torch.ones(timetable.num_microbatches, 8)
+    pipeline.step(batch, target=batch)
+    pipeline.recorder = Recorder(pipeline.device)
+    start = time.perf_counter()
+    pipeline.step(batch, target=batch)
+    wall = (time.perf_counter() - start) * 1e3
+    if evaluates:
+        pipeline.evaluate(batch, target=batch)
+    timeline = measured_timeline(pipeline.recorder, timetable)
+    return timeline.starts, timeline.ends, timeline.peak_memory, wall
+
+
+@pytest.fixture(scope="module", params=["1f1b", "zb_h1"])
+def recorded(request):
+    """The timetable, and what each rank says of its measured step, an evaluation after it."""
+    timetable = plan(request.param, 2, 4)
+    return timetable, run_ranks(measured, 2, timetable, True)
+
+
+def test_every_rank_sees_the_same_timeline_which_starts_at_0(recorded):
+    _, results = recorded
+    (starts, ends, peaks, _), (other_starts, other_ends, other_peaks, _) = results
+    assert [each.tolist() for each in starts] == [each.tolist() for each in other_starts]
+    assert [each.tolist() for each in ends] == [each.tolist() for each in other_ends]
+    assert peaks == other_peaks
+    assert min(start[0] for start in starts) == 0
+
+
+def test_each_action_is_recorded_in_order_without_overlap(recorded):
+    """Also with an evaluation behind the step: it records nothing."""
+    timetable, results = recorded
+    starts, ends, _, _ = results[0]
+    for row, start, end in zip(timetable.rows, starts, ends, strict=True):
+        assert len(row) == len(start) == len(end)
+        assert (end >= start).all()
+        assert (start[1:] >= end[:-1]).all()
+
+
+def test_a_timeline_fits_into_the_steps_wall_time(recorded):
+    _, results = recorded
+    starts, ends, _, _ = results[0]
+    for start, end, (*_, wall) in zip(starts, ends, results, strict=True):
+        assert 0 < end[-1] - start[0] <= wall
+
+
+def test_each_action_takes_at_least_as_long_as_it_slept(recorded):
+    timetable, results = recorded
+    slept = {Op.F: 10.0, Op.B: 20.0, Op.W: 30.0, Op.BW: 50.0}
+    starts, ends, _, _ = results[0]
+    for row, start, end in zip(timetable.rows, starts, ends, strict=True):
+        assert all(
+            took >= slept[action.op] for action, took in zip(row, (end - start).tolist(), strict=True)
+        )
+
+
+def test_a_value_is_used_after_it_was_made(recorded):
+    """1F0 on rank 1 starts when 0F0 on rank 0 has ended: both ranks read one clock."""
+    timetable, results = recorded
+    starts, ends, _, _ = results[0]
+    first = {str(action): i for i, action in enumerate(timetable.rows[1])}
+    assert starts[1][first["1F0"]] >= ends[0][0]
+
+
+def test_costs_are_in_the_ratio_of_the_true_times():
+    timetable = plan("zb_h1", 2, 4)
+    starts, ends, peaks, _ = run_ranks(measured, 2, timetable, False)[0]
+    timeline = simulate(timetable)  # for its type: what was measured takes its place
+    timeline = type(timeline)(timetable, starts, ends, peaks)
+    costs = measured_costs(timeline)
+    for stage in range(2):
+        assert costs.f[stage] == pytest.approx(10, rel=0.5)
+        assert costs.b[stage] / costs.f[stage] == pytest.approx(2, rel=0.3)
+        assert costs.w[stage] / costs.f[stage] == pytest.approx(3, rel=0.3)
+    assert simulate(timetable, costs).makespan == pytest.approx(timeline.makespan, rel=0.3)
+
+
+def test_a_cpus_peak_is_at_least_what_the_process_holds():
+    held = torch.ones(2**22)
+    assert peak_memory_bytes(CPU) > held.nbytes
+
+
+# ---------------------------------------------------------------- costs from a timeline
+
+COSTS = Costs(f=[2, 3], b=[4, 5], w=[6, 9], comm=0.25)
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_h2"])
+def test_costs_of_a_predicted_timeline_are_those_it_was_predicted_from(schedule):
+    costs = measured_costs(simulate(plan(schedule, 2, 8), COSTS))
+    assert costs.f == pytest.approx([2, 3])
+    assert costs.b == pytest.approx([4, 5])
+    assert costs.w == pytest.approx([6, 9])
+    assert costs.bw == pytest.approx([10, 14])
+    assert costs.comm == pytest.approx(0.25)
+
+
+def test_whole_backwards_are_taken_as_half_b_and_half_w():
+    costs = measured_costs(simulate(plan("1f1b", 2, 8), COSTS))
+    assert costs.bw == pytest.approx([10, 14])
+    assert costs.b == costs.w == pytest.approx([5, 7])
+
+
+def test_a_timetable_with_both_kinds_gives_each_its_own_time():
+    """Stage 0 has B, W and BW, stage 1 BW alone."""
+    timetable = Timetable.parse("0F0 0F1 0B0 0W0 0BW1\n1F0 1BW0 1F1 1BW1")
+    costs = measured_costs(simulate(timetable, Costs(f=1, b=[2, 3], w=[4, 5], bw=[7, 11])))
+    assert (costs.b, costs.w, costs.bw) == ([2, 5.5], [4, 5.5], [7, 11])
+
+
+def test_one_rank_has_no_messages():
+    assert measured_costs(simulate(plan("zb_v", 1, 4), COSTS)).comm == 0
+
+
+def test_a_step_of_one_rank_needs_no_process_group():
+    timetable = plan("zb_v", 1, 2)
+    model = Mlp(in_features=4, hidden_size=4, out_features=4, num_layers=2)
+    stages = {s: model.build_stage(s, 2) for s in range(2)}
+    pipeline = Pipeline(stages, timetable, model.loss)
+    pipeline.recorder = Recorder(pipeline.device)
+    for _ in range(2):  # a recorder begins anew with each step
+        pipeline.step(torch.ones(4, 4), target=torch.ones(4, 4))
+    timeline = measured_timeline(pipeline.recorder, timetable)
+    assert len(timeline.starts[0]) == len(timetable.rows[0]) == 12
+    assert timeline.makespan > 0

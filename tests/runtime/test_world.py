@@ -1,0 +1,96 @@
+"""What ranks say when they were given different things, and a job of one."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.processes import outcomes, run_ranks
+from zbpp.runtime import AgreementError, CommunicationError
+from zbpp.runtime.world import broadcast, check_agreement, gather, sum_over_ranks, world
+
+
+def complaint(rank, values):
+    """The text of the AgreementError on this rank, None without."""
+    try:
+        check_agreement("configs", values[rank])
+    except AgreementError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("values", "lines"),
+    [
+        (
+            [{"steps": 3, "seed": 0}, {"steps": 4, "seed": 0}, {"steps": 3, "seed": 0}],
+            ["steps: 3 on rank 0, 2; 4 on rank 1"],
+        ),
+        (
+            [{"a": 1, "b": "x"}, {"a": 1, "b": "x"}, {"a": 2, "b": None}],
+            ["a: 1 on rank 0, 1; 2 on rank 2", "b: 'x' on rank 0, 1; None on rank 2"],
+        ),
+        ([{"a": 1}, {"a": 1}, {"a": 1, "model.dropout": None}], ["model.dropout: '(nothing)' on rank 0, 1; None on rank 2"]),
+        (["cafe", "cafe", "babe"], ["'cafe' on rank 0, 1; 'babe' on rank 2"]),
+    ],
+)  # fmt: skip
+def test_a_difference_is_told_on_every_rank_and_nothing_else(values, lines):
+    expected = "\n  ".join(["the ranks of this job have different configs:", *lines])
+    assert run_ranks(complaint, 3, values) == [expected] * 3
+
+
+def test_equal_values_are_no_error():
+    assert run_ranks(complaint, 3, [{"a": [1, None], "b": {"c": 2.0}}] * 3) == [None] * 3
+
+
+def talk(rank):
+    return (
+        gather({"rank": rank}),
+        broadcast(f"from {rank}"),
+        sum_over_ranks([0.1, float(rank)], torch.device("cpu"), None),
+    )
+
+
+def test_gather_broadcast_and_sum_say_the_same_on_every_rank():
+    expected = ([{"rank": 0}, {"rank": 1}, {"rank": 2}], "from 0", [0.1 + 0.1 + 0.1, 3.0])
+    assert run_ranks(talk, 3) == [expected] * 3
+
+
+def leave_early(rank):
+    if rank == 1:
+        raise KeyError("gone")
+    try:
+        return gather(rank)
+    except CommunicationError as error:
+        return str(error)
+
+
+def test_a_peer_that_left_is_a_communication_error():
+    (succeeded, text), _ = outcomes(leave_early, 2)
+    assert succeeded
+    assert text.startswith("rank 0, gathering from all ranks: ")
+
+
+# ---------------------------------------------------------------- one rank
+
+
+def test_one_process_agrees_with_itself():
+    check_agreement("configs", {"a": 1})
+    assert (gather(3), broadcast("x")) == ([3], "x")
+
+
+def test_without_torchrun_the_world_is_one_rank_and_no_group(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with world(device="cpu") as here:
+        assert (here.rank, here.size, here.device) == (0, 1, torch.device("cpu"))
+        assert not dist.is_initialized()
+
+
+def test_an_unknown_device_is_refused():
+    with pytest.raises(ValueError, match="device='tpu': write cpu, cuda or auto"), world(device="tpu"):
+        pass
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_where_there_is_none_is_refused():
+    with pytest.raises(ValueError, match="torch sees no CUDA device here; write device=cpu"), world(device="cuda"):
+        pass

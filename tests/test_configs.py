@@ -1,0 +1,209 @@
+"""Every choice under configs/ composes, and what is wrong with a config is said with its key."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from zbpp import app
+from zbpp import config as configs
+from zbpp.schedule import SCHEDULES, plan
+
+FOLDER = Path(__file__).parent.parent / "configs"
+HUGE = {"gpt_small", "llama_1b"}  # gigabytes of weights: composed, not built
+GOES_WITH = {"mlp": "regression", "emulated": "regression"}  # the others read text
+
+configs.register()
+
+
+def composed(*overrides, name="train"):
+    with initialize_config_dir(str(FOLDER), version_base="1.3"):
+        return compose(name, overrides=["run_dir=somewhere", *overrides])
+
+
+def typed(*overrides, name="train"):
+    return configs.typed(composed(*overrides, name=name))
+
+
+def choices(group):
+    return sorted(path.stem for path in (FOLDER / group).glob("*.yaml"))
+
+
+def all_choices():
+    groups = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
+    return [(group, name) for group in groups for name in choices(group)]
+
+
+@pytest.mark.parametrize(("group", "name"), all_choices())
+def test_every_choice_composes(group, name):
+    needs = {"model": [f"data={GOES_WITH.get(name, 'stdlib')}"], "data": []}.get(group, [])
+    if (group, name) == ("data", "text"):
+        needs = ["data.path=somewhere"]
+    config = typed(f"{group}={name}", *needs)
+    assert isinstance(config, configs.TrainConfig)
+    assert None not in configs.flat(composed(f"{group}={name}", *needs)).get("model._target_", [])
+
+
+def test_the_schedules_are_those_that_plan_knows():
+    assert choices("schedule") == sorted(SCHEDULES)
+    for name in SCHEDULES:
+        assert typed(f"schedule={name}").schedule.name == name
+
+
+@pytest.mark.parametrize("name", [name for name in choices("model") if name not in HUGE])
+def test_every_small_model_builds_its_stages_and_its_data_fits(name):
+    config = typed(f"model={name}", f"data={GOES_WITH.get(name, 'stdlib')}", "num_microbatches=2")
+    model = app._model(config.model)
+    stages = app._stages(model, plan("zb_h1", 2, 2), 0) | app._stages(model, plan("zb_h1", 2, 2), 1)
+    assert sorted(stages) == [0, 1]
+    inputs, target = app._data(config.data, config.batch_size, config.seed).train.batch(0)
+    assert len(inputs) == config.batch_size
+    assert model.loss(stages[1](stages[0](inputs)), target).isfinite()
+
+
+def test_bench_composes():
+    config = typed(name="bench")
+    assert isinstance(config, configs.BenchConfig)
+    assert set(config.schedules) <= set(SCHEDULES)
+
+
+def test_the_fixed_overrides_are_keys_of_the_tree():
+    """What scripts and other tools rely on: issue 2's names."""
+    config = typed(
+        "schedule=zb_h1", "model=gpt_tiny", "steps=50", "num_microbatches=8", "microbatch_size=4", "seed=0"
+    )
+    found = (config.schedule.name, config.steps, config.num_microbatches, config.microbatch_size, config.seed)
+    assert found == ("zb_h1", 50, 8, 4, 0)
+    assert config.run_dir == "somewhere"
+    assert config.batch_size == 32
+
+
+def test_flat_is_what_ranks_compare_resolved_by_dotted_key():
+    flat = configs.flat(composed("seed=7", "model.dropout=0.5"))
+    assert flat["steps"] == 100
+    assert flat["model.seed"] == 7  # an interpolation
+    assert flat["model.dropout"] == 0.5
+    assert flat["optimizer.clip_norm"] == 1.0
+    assert "hydra.run.dir" not in flat
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("stepz=3", "stepz"),
+        ("optimizer.learning_rat=1", "optimizer.learning_rat"),
+        ("model.num_layerz=3", "model.num_layerz"),
+        ("data.pth=x", "data.pth"),
+        ("steps=many", "steps"),
+        ("optimizer.warmup_steps=1.5", "optimizer.warmup_steps"),
+        ("num_microbatches=null", "num_microbatches"),
+        ("schedule=zb_h9", "zb_h1"),  # and the other choices
+        ("model=gpt_huge", "gpt_tiny"),
+    ],
+)
+def test_unknown_keys_wrong_types_and_unknown_choices_are_named(override, words):
+    with pytest.raises((HydraException, OmegaConfBaseException)) as caught:
+        composed(override)
+    told = [caught.value, caught.value.__cause__, caught.value.__context__]
+    assert words in "\n".join(map(str, told))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("steps=0", "steps=0: write a whole number, 1 or more"),
+        ("num_microbatches=-1", "num_microbatches=-1: write a whole number, 1 or more"),
+        ("microbatch_size=0", "microbatch_size=0: "),
+        ("evaluation_batches=0", "evaluation_batches=0: "),
+        ("evaluate_every=-1", "evaluate_every=-1: write 0 (never) or more"),
+        ("print_every=0", "print_every=0: "),
+        ("dtype=float8", "dtype=float8: write float32, float64 or bfloat16"),
+        ("optimizer.learning_rate=0", "optimizer.learning_rate=0.0: write a number above 0"),
+        ("optimizer.beta1=1", "optimizer.beta1=1.0: write 0 or more, below 1"),
+        ("optimizer.beta2=-0.1", "optimizer.beta2=-0.1: write 0 or more, below 1"),
+        ("optimizer.warmup_steps=-1", "optimizer.warmup_steps=-1: write 0 or more"),
+        ("optimizer.min_ratio=2", "optimizer.min_ratio=2.0: write 0 to 1"),
+        ("optimizer.clip_norm=0", "optimizer.clip_norm=0.0: write a number above 0, or null"),
+        ("parallel.device=tpu", "parallel.device=tpu: write auto, cpu or cuda"),
+        ("parallel.timeout=0", "parallel.timeout=0.0: write seconds, above 0"),
+        ("logger.name=tensorboard", "logger.name=tensorboard: write jsonl or wandb"),
+        ("logger.mode=maybe", "logger.mode=maybe: see logger/wandb.yaml"),
+        ("data=text", "data.path: Missing mandatory value"),
+        ("run_dir=???", "run_dir"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_its_key_and_what_to_write(override, message):
+    with pytest.raises(configs.ConfigError) as caught:
+        typed(override)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [("num_ranks=0", "num_ranks=0: "), ("repeats=0", "repeats=0: "), ("schedules=[]", "schedules=[]: write at")],
+)
+def test_bench_refuses_values_out_of_range(override, message):
+    with pytest.raises(configs.ConfigError) as caught:
+        typed(override, name="bench")
+    assert message in str(caught.value)
+
+
+def test_clipping_can_be_turned_off():
+    assert typed("optimizer.clip_norm=null").optimizer.clip_norm is None
+
+
+def test_wandb_without_the_package_is_refused_with_the_way_to_install_it(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else found(name))
+    with pytest.raises(configs.ConfigError, match=r"not installed: pip install 'zbpp\[wandb\]'"):
+        typed("logger=wandb")
+    assert typed("logger=jsonl").logger.name == "jsonl"
+
+
+def test_a_model_without_a_target_is_refused():
+    with pytest.raises(configs.ConfigError, match="model names no _target_: write the class"):
+        configs.build("model", {"num_layers": 3})
+
+
+def test_a_models_own_complaint_names_the_part_of_the_config():
+    with pytest.raises(configs.ConfigError, match=r"model \(zbpp.models.gpt.Gpt\): .*num_heads=5: write hidden"):
+        app._model(typed("model.num_heads=5").model)
+
+
+def test_a_target_that_is_no_model_is_refused():
+    with pytest.raises(configs.ConfigError, match=r"Counter has no build_stage\(index, num_stages\)"):
+        app._model({"_target_": "collections.Counter"})
+    with pytest.raises(configs.ConfigError, match=r"model \(nowhere.Model\): "):
+        app._model({"_target_": "nowhere.Model"})
+
+
+# ---------------------------------------------------------------- under torchrun
+
+
+def test_ranks_other_than_0_write_no_run_folder_and_no_logs(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert configs.quiet_other_ranks(["steps=3"]) == ["steps=3"]
+    monkeypatch.setenv("RANK", "0")
+    assert configs.quiet_other_ranks(["steps=3"]) == ["steps=3"]
+    monkeypatch.setenv("RANK", "1")
+    quiet = configs.quiet_other_ranks(["steps=3"])
+    assert quiet[0] == "steps=3"
+    assert set(quiet[1:]) == {
+        "hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", ["-m", "--multirun"])
+def test_a_sweep_inside_torchrun_is_refused(monkeypatch, flag):
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(configs.ConfigError, match="-m sweeps inside one torchrun job can't work"):
+        configs.quiet_other_ranks([flag, "seed=1,2"])
+    monkeypatch.delenv("RANK")
+    assert configs.quiet_other_ranks([flag]) == [flag]

@@ -1,0 +1,169 @@
+"""The learning rate's formula, and the norm over all stages against torch's own on the whole model."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.processes import run_ranks
+from zbpp import Pipeline, plan
+from zbpp.models.gpt import Gpt
+from zbpp.training.data import Data, RandomRegression
+from zbpp.training.optimizer import adamw, scale_gradients, squared_norm, warmup_cosine
+from zbpp.training.trainer import Trainer
+
+VOCAB, TIME, BATCH = 17, 6, 8
+
+# ---------------------------------------------------------------- the learning rate
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "warmup_steps", "min_ratio"), [(50, 10, 0.1), (20, 0, 0.0), (7, 3, 1.0), (30, 1, 0.5)]
+)
+def test_the_learning_rate_is_torchs_linear_warm_up_then_its_cosine(num_steps, warmup_steps, min_ratio):
+    parameter = nn.Parameter(torch.zeros(1))
+    found = [
+        warmup_cosine(step, num_steps=num_steps, warmup_steps=warmup_steps, min_ratio=min_ratio)
+        for step in range(num_steps)
+    ]
+    expected = [(step + 1) / warmup_steps for step in range(warmup_steps)]
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(
+        optimizer, T_max=num_steps - 1 - warmup_steps, eta_min=min_ratio
+    )
+    while len(expected) < num_steps:
+        expected.append(cosine.get_last_lr()[0])
+        optimizer.step()
+        cosine.step()
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-15)
+    assert found[-1] == pytest.approx(min_ratio, abs=1e-12)
+
+
+def test_a_warm_up_as_long_as_the_run_is_legal():
+    found = [warmup_cosine(step, num_steps=4, warmup_steps=4, min_ratio=0.1) for step in range(4)]
+    assert found == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_after_the_last_step_the_rate_stays_at_its_minimum():
+    assert warmup_cosine(99, num_steps=10, warmup_steps=2, min_ratio=0.1) == pytest.approx(0.1)
+
+
+# ---------------------------------------------------------------- AdamW
+
+
+def make(stages):
+    return adamw(stages, learning_rate=0.01, betas=(0.8, 0.9), eps=1e-7, weight_decay=0.1)
+
+
+def test_matrices_decay_and_vectors_do_not():
+    module = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
+    decayed, kept = make({0: module}).param_groups
+    assert [p.dim() for p in decayed["params"]] == [2]
+    assert [p.dim() for p in kept["params"]] == [1, 1, 1]
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
+    assert (decayed["lr"], decayed["betas"], decayed["eps"]) == (0.01, (0.8, 0.9), 1e-7)
+
+
+def test_frozen_parameters_are_left_out():
+    module = nn.Linear(2, 3)
+    module.weight.requires_grad_(False)
+    assert [len(group["params"]) for group in make({3: module}).param_groups] == [0, 1]
+
+
+# ---------------------------------------------------------------- norms
+
+
+def test_a_squared_norm_is_taken_in_float64():
+    gradient = torch.full((1000,), 1e-4, dtype=torch.float32)
+    expected = math.fsum(float(number) ** 2 for number in gradient.tolist())
+    assert squared_norm(gradient).item() == pytest.approx(expected, rel=1e-13)
+    assert squared_norm(torch.full((2,), 1e30)).item() == pytest.approx(2e60)  # overflows in float32
+
+
+def test_no_gradient_has_norm_0():
+    assert squared_norm(None).item() == 0.0
+
+
+def test_scaling_leaves_parameters_without_gradient_alone():
+    with_gradient, without = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    with_gradient.grad = torch.tensor([2.0, 4.0])
+    scale_gradients([with_gradient, without], 0.5)
+    assert with_gradient.grad.tolist() == [1.0, 2.0]
+    assert without.grad is None
+    scale_gradients([without], 0.5)
+
+
+class Tokens(RandomRegression):
+    """Random tokens instead of random numbers."""
+
+    def batch(self, step):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(VOCAB, (BATCH, TIME + 1), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+def tokens():
+    source = Tokens(in_features=1, out_features=1, batch_size=BATCH, seed=0)
+    return Data(source, source, 1, BATCH * TIME, fingerprint="")
+
+
+def gpt():
+    return Gpt(vocab_size=VOCAB, num_layers=4, hidden_size=8, num_heads=2, sequence_length=TIME)
+
+
+def clip(rank, schedule, num_ranks, clip_norm):
+    """(norm, clipped gradients of this rank) of one training step."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        model, timetable = gpt(), plan(schedule, num_ranks, 4)
+        stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(rank)}
+        parameters = {name: p for stage in stages.values() for name, p in stage.named_parameters()}
+        trainer = Trainer(
+            pipeline=Pipeline(stages, timetable, model.loss),
+            optimizer=torch.optim.SGD(parameters.values(), lr=0.0),
+            data=tokens(),
+            learning_rate=lambda step: 1.0,
+            clip_norm=clip_norm,
+        )
+        (metrics,) = trainer.run(1)
+        return metrics["grad_norm"], {name: p.grad for name, p in parameters.items()}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def plain_clip(clip_norm):
+    """What torch's clip_grad_norm_ makes of the whole model's gradients."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = gpt()
+        module = model.build_stage(0, 1)
+        inputs, target = tokens().train.batch(0)
+        model.loss(module(inputs), target).backward()
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), clip_norm)
+        return norm.item(), {name: p.grad for name, p in module.named_parameters()}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks"), [("1f1b", 1), ("zb_v", 1), ("zb_h1", 2), ("1f1b", 4)])
+def test_the_norm_over_all_stages_is_torchs_of_the_whole_model_whatever_the_cut(schedule, num_ranks):
+    """Clipping too. torch divides by norm + 1e-6: that is how far the two may be apart."""
+    clip_norm = 0.1
+    results = run_ranks(clip, num_ranks, schedule, num_ranks, clip_norm)
+    norms = {norm for norm, _ in results}
+    expected_norm, expected = plain_clip(clip_norm)
+    assert expected_norm > clip_norm
+    assert norms == {clip(0, "gpipe", 1, clip_norm)[0]}  # to the last bit
+    assert norms.pop() == pytest.approx(expected_norm, rel=1e-12)
+    found = {name: grad for _, grads in results for name, grad in grads.items()}
+    assert found.keys() == expected.keys()
+    floor = 1e-6 * max(grad.abs().max().item() for grad in expected.values())
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, rtol=2e-6, atol=1e-6 * floor, msg=name)
+
+
+def test_gradients_below_the_limit_are_not_scaled():
+    _, loose = clip(0, "1f1b", 1, 1e6)
+    _, never = clip(0, "1f1b", 1, None)
+    assert all(torch.equal(loose[name], never[name]) for name in never)

@@ -1,0 +1,138 @@
+"""Trainer on one rank against a plain loop with torch's own optimizer, clipping and schedule."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from zbpp import Pipeline, plan
+from zbpp.models.mlp import Mlp
+from zbpp.training.data import regression_data
+from zbpp.training.optimizer import adamw, warmup_cosine
+from zbpp.training.trainer import Trainer
+
+M, BATCH, STEPS = 4, 8, 20
+CLIP_NORM = 2.0
+FACTOR = partial(warmup_cosine, num_steps=STEPS, warmup_steps=5, min_ratio=0.1)
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def mlp():
+    return Mlp(in_features=6, hidden_size=10, out_features=3, num_layers=4)
+
+
+def data():
+    return regression_data(in_features=6, out_features=3, batch_size=BATCH, seed=0)
+
+
+def trainer_of(schedule="zb_v", **options):
+    model, timetable = mlp(), plan(schedule, 1, M)
+    stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(0)}
+    options.setdefault("loss_fn", model.loss)
+    return Trainer(
+        pipeline=Pipeline(stages, timetable, options.pop("loss_fn")),
+        optimizer=adamw(stages, learning_rate=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
+        data=data(),
+        learning_rate=FACTOR,
+        **options,
+    )
+
+
+def plain_loop(clip_norm):
+    """(losses, norms) of a single-process PyTorch loop over whole batches."""
+    module = mlp().build_stage(0, 1)
+    matrices = [p for p in module.parameters() if p.dim() == 2]
+    vectors = [p for p in module.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, FACTOR)
+    losses, norms = [], []
+    for step in range(STEPS):
+        inputs, target = (each.double() for each in data().train.batch(step))
+        optimizer.zero_grad()
+        loss = F.mse_loss(module(inputs), target)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(module.parameters(), math.inf)
+        if norm > clip_norm:  # torch's own limit has 1e-6 added to the norm
+            for p in module.parameters():
+                p.grad *= clip_norm / norm
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+        norms.append(norm.item())
+    return losses, norms
+
+
+@pytest.mark.parametrize("clip_norm", [CLIP_NORM, 1e9])
+def test_a_run_follows_a_plain_loop_with_adamw_clipping_and_schedule(clip_norm):
+    history = list(trainer_of(clip_norm=clip_norm).run(STEPS))
+    losses, norms = plain_loop(clip_norm)
+    assert min(norms) < CLIP_NORM < max(norms)  # some steps are clipped, some are not
+    assert [metrics["loss"] for metrics in history] == pytest.approx(losses, rel=1e-12, abs=0)
+    assert [metrics["grad_norm"] for metrics in history] == pytest.approx(norms, rel=1e-11, abs=0)
+
+
+def test_every_step_has_its_metrics():
+    history = list(trainer_of(evaluate_every=2).run(5))
+    assert [metrics["step"] for metrics in history] == [1, 2, 3, 4, 5]
+    assert [metrics["learning_rate"] for metrics in history] == pytest.approx([0.01 * FACTOR(s) for s in range(5)])
+    assert all(metrics["tokens_per_second"] > 0 for metrics in history)
+    assert [metrics["step"] for metrics in history if "evaluation_loss" in metrics] == [2, 4, 5]
+
+
+def test_evaluation_is_the_mean_loss_over_the_held_out_batches_and_changes_nothing():
+    trainer = trainer_of()
+    expected_module = mlp().build_stage(0, 1)
+    expected = []
+    for number in range(2):
+        inputs, target = (each.double() for each in data().evaluation.batch(number))
+        expected.append(F.mse_loss(expected_module(inputs), target).item())
+    trainer.data = trainer.data._replace(num_evaluation_batches=2)
+    assert trainer.evaluate() == pytest.approx(sum(expected) / 2, rel=1e-13)
+    assert all(p.grad is None for stage in trainer.pipeline.stages.values() for p in stage.parameters())
+
+
+def test_evaluations_between_steps_do_not_change_the_run():
+    often = list(trainer_of(evaluate_every=1).run(6))
+    never = list(trainer_of(evaluate_every=0).run(6))
+    assert [metrics["loss"] for metrics in often] == [metrics["loss"] for metrics in never]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_norm_that_is_not_finite_skips_the_update_and_the_run_goes_on(bad):
+    poisoned_microbatch = M + 1  # the second step's second one
+    calls = []
+
+    def loss(output, target):
+        calls.append(output)
+        return F.mse_loss(output, target) * (bad if len(calls) == poisoned_microbatch + 1 else 1.0)
+
+    trainer = trainer_of("1f1b", loss_fn=loss, clip_norm=1.0)
+    weights = []
+    for metrics in trainer.run(3):
+        weights.append([p.detach().clone() for p in trainer.pipeline.stages[0].parameters()])
+        assert metrics["skipped"] == (metrics["step"] == 2)
+        assert math.isfinite(metrics["grad_norm"]) == (metrics["step"] != 2)
+    first, second, third = weights
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert not any(torch.equal(one, other) for one, other in zip(second, third, strict=True))
+    assert all(weight.isfinite().all() for weight in third)
+
+
+@pytest.mark.parametrize(("num_steps", "num_recorded", "expected"), [(6, 2, 2), (2, 5, 2), (4, 0, 0)])
+def test_the_last_steps_are_measured_action_by_action(num_steps, num_recorded, expected):
+    trainer = trainer_of(num_recorded=num_recorded, evaluate_every=1)
+    for _ in trainer.run(num_steps):
+        pass
+    assert len(trainer.timelines) == expected
+    num_actions = len(trainer.pipeline.timetable.rows[0])
+    assert all(len(timeline.starts[0]) == num_actions for timeline in trainer.timelines)
