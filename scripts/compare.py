@@ -34,9 +34,7 @@ def main() -> None:
     equal = all(each == losses[0] for each in losses)
     print(f"losses of all {len(losses[0])} steps {'are equal to the last bit' if equal else 'DIFFER'}")
     learned = check_learning(summaries[0])
-    print(
-        "(with more ranks than cores, a run's own bubble says little about the schedule)"
-    )
+    print("(with more ranks than cores, a run's own bubble says little about the schedule)")
     sys.exit(0 if equal and learned else 1)
 
 

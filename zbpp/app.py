@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zbpp.autograd import Explanation, explain, recompute
 from zbpp.config import BenchConfig, ConfigError, TrainConfig, build, naming
 from zbpp.runtime import Pipeline, measured_costs
 from zbpp.runtime.world import World, broadcast, check_agreement, gather, world
@@ -27,7 +28,7 @@ from zbpp.schedule import (
     simulate,
 )
 from zbpp.training.data import Data
-from zbpp.training.loggers import JsonLines, Logger, Loggers, Wandb
+from zbpp.training.loggers import JsonLines, Logger, Loggers, Wandb, finite
 from zbpp.training.metrics import peak_flops, utilisation
 from zbpp.training.optimizer import adamw, warmup_cosine
 from zbpp.training.progress import progress
@@ -54,6 +55,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         folder = Path(broadcast(config.run_dir))
         for stage in stages.values():
             stage.to(here.device, getattr(torch, config.dtype))
+            _recompute(stage, config.memory.recompute)
         trainer = _trainer(config, timetable, stages, model, data)
         if here.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
@@ -93,6 +95,13 @@ def _stages(model: Any, timetable: Timetable, rank: int) -> dict[int, nn.Module]
         return {index: model.build_stage(index, timetable.num_stages) for index in timetable.stages_of(rank)}
 
 
+def _recompute(stage: nn.Module, what: str) -> None:
+    """Checkpoint the stage, or each of its direct children: its blocks."""
+    modules = {"none": [], "block": list(stage.children()), "stage": [stage]}[what]
+    for module in modules:
+        recompute(module)
+
+
 def _data(node: dict[str, Any], batch_size: int, seed: int) -> Data:
     data = build("data", node, batch_size=batch_size, seed=seed)
     if not isinstance(data, Data):
@@ -106,6 +115,10 @@ def _trainer(
 ) -> Trainer:
     options = config.optimizer
     num_batches = min(config.evaluation_batches, data.num_evaluation_batches)
+    if config.evaluate_every and not num_batches:
+        raise ConfigError(
+            "no data is held out, but evaluate_every > 0: write evaluate_every=0 or data.held_out=0.05"
+        )
     return Trainer(
         pipeline=Pipeline(stages, timetable, model.loss, seed=config.seed, timeout=config.parallel.timeout),
         optimizer=adamw(
@@ -189,6 +202,43 @@ def _machine(device: torch.device) -> Summary:
     return {"device": name, "torch": torch.__version__, "python": platform.python_version()}
 
 
+def explain_stage(
+    model: dict[str, Any],
+    data: dict[str, Any],
+    *,
+    stage: int,
+    num_stages: int,
+    microbatch_size: int,
+    seed: int = 0,
+    dtype: str = "float32",
+) -> Explanation:
+    """Run one microbatch of F through one stage and explain what its B will do; no process group.
+
+    model, data: config nodes with a `_target_`. The stages before it run first, without a graph, for
+    an input of the right shape; the last stage's F ends with the loss. Raises ConfigError.
+    """
+    built = _model(model)
+    source = _data(data, microbatch_size, seed)
+
+    def stage_of(index: int) -> nn.Module:
+        made: nn.Module = built.build_stage(index, num_stages)
+        return made.to(getattr(torch, dtype))
+
+    with naming("model"):
+        module = stage_of(stage)  # first: a stage that does not exist is refused before any runs
+        x, target = source.train.batch(0)
+        x = x.to(getattr(torch, dtype)) if x.is_floating_point() else x
+        with torch.no_grad():
+            for index in range(stage):
+                x = stage_of(index)(x)
+        if stage:
+            x.requires_grad_()
+        output = module(x)
+        return explain(
+            built.loss(output, target) if stage == num_stages - 1 else output, [x], module.named_parameters()
+        )
+
+
 def _typical(timelines: list[Timeline]) -> Timeline:
     """The one with the median makespan."""
     return sorted(timelines, key=lambda timeline: timeline.makespan)[len(timelines) // 2]
@@ -199,7 +249,7 @@ def _median(numbers: list[float]) -> float:
 
 
 def _write(folder: Path, summary: Summary, measured: Timeline, predicted: Timeline) -> None:
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    (folder / "summary.json").write_text(json.dumps(finite(summary), indent=2, allow_nan=False) + "\n")
     panels = {"predicted from measured costs": predicted, "measured": measured}
     render_picture(panels, folder / "timeline.png")
     (folder / "trace.json").write_text(json.dumps(chrome_trace(panels)))
@@ -216,7 +266,7 @@ def bench(config: BenchConfig) -> tuple[list[Summary], str]:
     data = _data(config.data, config.num_microbatches * config.microbatch_size, config.seed)
     with world(device=config.device, timeout=config.timeout) as here:
         trainers = {
-            name: _bench_trainer(model, timetable, here, data, config.seed)
+            name: _bench_trainer(model, timetable, here, data, config.seed, config.timeout)
             for name, timetable in timetables.items()
         }
         timelines = _interleaved(trainers, config.repeats)
@@ -227,10 +277,12 @@ def bench(config: BenchConfig) -> tuple[list[Summary], str]:
         return rows, title
 
 
-def _bench_trainer(model: Any, timetable: Timetable, here: World, data: Data, seed: int) -> Trainer:
+def _bench_trainer(
+    model: Any, timetable: Timetable, here: World, data: Data, seed: int, timeout: float
+) -> Trainer:
     stages = {index: stage.to(here.device) for index, stage in _stages(model, timetable, here.rank).items()}
     return Trainer(
-        pipeline=Pipeline(stages, timetable, model.loss, seed=seed),
+        pipeline=Pipeline(stages, timetable, model.loss, seed=seed, timeout=timeout),
         optimizer=torch.optim.SGD([p for s in stages.values() for p in s.parameters()], lr=0.0),
         data=data,
         learning_rate=lambda step: 1.0,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from hydra.errors import InstantiationException
+from hydra.errors import HydraException, InstantiationException
 from hydra.utils import instantiate
 from omegaconf import MISSING, DictConfig, OmegaConf
 
@@ -70,6 +70,15 @@ class ParallelConfig:
 
 
 @dataclass(kw_only=True)
+class MemoryConfig:
+    recompute: str = "none"  # activations, in B: of no block, of each block by itself, of the whole stage
+
+    def __post_init__(self) -> None:
+        known = ("none", "block", "stage")
+        _check(self.recompute in known, "memory.recompute", self.recompute, "write none, block or stage")
+
+
+@dataclass(kw_only=True)
 class LoggerConfig:
     name: str = "jsonl"
     project: str = "zbpp"
@@ -93,6 +102,7 @@ class TrainConfig:
     data: dict[str, Any] = MISSING
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     steps: int = 100
     num_microbatches: int = 8
@@ -185,6 +195,8 @@ def build(what: str, node: dict[str, Any], **extra: Any) -> Any:
         return instantiate(node, **extra, _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__ or error
+        if not isinstance(cause, ValueError | OSError | TypeError | ImportError | HydraException):
+            raise  # a mistake in the class's own code: its traceback says where
         raise ConfigError(f"{what} ({node['_target_']}): {cause}") from cause
 
 

@@ -18,16 +18,22 @@ _NAME = "zbpp_collector"
 
 
 class Collector:
-    """Takes the work that Functions put off while one B runs. wanted: as in `survey`."""
+    """Takes the work that Functions put off while one B runs. inputs: that B's; wanted: as in `survey`."""
 
-    def __init__(self, wanted: set[int] | None, work: list[Work]) -> None:
-        self.wanted, self.work = wanted, work
+    def __init__(self, inputs: tuple[Any, ...], wanted: set[int] | None, work: list[Work]) -> None:
+        self.inputs, self.wanted, self.work = inputs, wanted, work
+
+    def may_defer(self, leaf: Tensor) -> bool:
+        """Not what B itself is asked for; nor what tensor hooks wait for: they see a leaf's whole gradient."""
+        return not leaf._backward_hooks and not any(leaf is each for each in self.inputs)
 
 
 @contextmanager
-def collecting(functions: list[Any], wanted: set[int] | None, work: list[Work]) -> Iterator[None]:
+def collecting(
+    functions: list[Any], inputs: tuple[Any, ...], wanted: set[int] | None, work: list[Work]
+) -> Iterator[None]:
     """While the pass runs, what these nodes put off is appended to `work`."""
-    collector = Collector(wanted, work)
+    collector = Collector(inputs, wanted, work)
     for node in functions:
         setattr(node, _NAME, collector)
     try:
@@ -46,7 +52,8 @@ def defer(ctx: Any, leaf: Tensor, compute: Callable[..., Tensor], *tensors: Tens
     """For the backward of a custom autograd Function: put the gradient of a weight off until W.
 
     Returns what to return as that weight's gradient: under `backward_input` None, and W adds
-    `compute(*tensors)`; in a plain backward, or if the weight is no leaf, the gradient itself.
+    `compute(*tensors)`; in a plain backward, or if the weight is no leaf or has tensor hooks, the
+    gradient itself.
     `tensors` are all that compute may use; they are kept until W.
 
         @staticmethod
@@ -56,7 +63,7 @@ def defer(ctx: Any, leaf: Tensor, compute: Callable[..., Tensor], *tensors: Tens
     """
     collector = collector_of(ctx)
     held = tuple(tensor.detach() for tensor in tensors)
-    if collector is None or not (leaf.is_leaf and leaf.requires_grad):
+    if collector is None or not (leaf.is_leaf and leaf.requires_grad and collector.may_defer(leaf)):
         return compute(*held)
     if collector.wanted is None or id(leaf) in collector.wanted:
         collector.work.append(Custom(leaf, compute, held))

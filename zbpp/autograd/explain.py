@@ -173,6 +173,8 @@ def _reached(graph: _Graph, names: dict[int, tuple[str, Tensor]]) -> Iterator[Fo
         yield tensor, _row(tensor, names, "W", _deferred(uses), x_bytes=x, dy_bytes=dy)
     for leaf in graph.found.eager:
         tensor = variable(leaf)
+        if not tensor.numel() and id(tensor) not in names:
+            continue  # a checkpoint's own dummy
         if graph.is_reentrant:
             yield tensor, _row(tensor, names, "B", _REENTRANT)
         else:
@@ -194,7 +196,7 @@ def _x_storages(uses: Iterable[Use]) -> dict[int, int]:
     tensors = [
         tensor
         for use in uses
-        for held in use.capture.held
+        for held in use.held
         for tensor in (held.tensors() if isinstance(held, Packed) else [held])
     ]
     storages = [tensor.untyped_storage() for tensor in tensors]

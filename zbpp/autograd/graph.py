@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from zbpp.autograd.rules import TRANSPOSED, Capture, Rule, rule_of
+from zbpp.autograd.rules import TRANSPOSED, Add, Held, Rule, rule_of
 from zbpp.autograd.views import MATRIX_TRANSPOSE, VIEWS, View
 
 Edge = tuple[Node, int]
@@ -34,7 +34,8 @@ class Use(NamedTuple):
     """One operand of a site that leads to a leaf, and what W keeps for it."""
 
     site: Node
-    capture: Capture
+    held: Held
+    add: Add
     chain: tuple[Edge, ...]  # from the operand's edge down to, not including, the leaf
     views: tuple[View, ...] | None  # of the leaf's gradient, what W adds to; None if the chain computes
 
@@ -54,7 +55,7 @@ def survey(roots: Iterable[Edge], stops: frozenset[Edge], wanted: set[int] | Non
     gradients are asked for, None for all.
     """
     nodes = _walk([root for root in roots if root not in stops], stops)
-    leaves = [leaf for leaf in nodes.leaves if (leaf, 0) not in stops]
+    leaves = nodes.leaves
     if wanted is not None:
         leaves = [leaf for leaf in leaves if id(variable(leaf)) in wanted]
     choices = ((site, rule, rule.weights) for site, rule in nodes.sites)
@@ -89,10 +90,10 @@ class _Nodes(NamedTuple):
 
 def _walk(roots: Iterable[Edge], stops: frozenset[Edge]) -> _Nodes:
     """Sort out the nodes below the roots. The loop over all of them is what B costs beside the pass."""
-    # Leaves (the usual inputs) end the walk by themselves: only other stops cost a look-up per edge.
-    barriers = {edge for edge in stops if not is_leaf(edge[0])}
+    # A node with one output is stopped at by having been seen: only others cost a look-up per edge.
+    barriers = {edge for edge in stops if _num_outputs(edge[0]) > 1}
     pending = list(dict.fromkeys(node for node, _ in roots))
-    seen: set[Node | None] = {None, *pending}
+    seen: set[Node | None] = {None, *pending, *(node for node, nr in stops if (node, nr) not in barriers)}
     repeats: dict[Node | None, int] = {}
     leaves, sites, functions = [], [], []
     edges: Any
@@ -116,6 +117,10 @@ def _walk(roots: Iterable[Edge], stops: frozenset[Edge]) -> _Nodes:
                 seen.add(below)
                 pending.append(below)
     return _Nodes(leaves, sites, functions, repeats)
+
+
+def _num_outputs(node: Any) -> int:
+    return len(node._input_metadata)
 
 
 class _Roles(dict[type, Any]):
@@ -153,16 +158,17 @@ def _deferrable(
                 continue
             capture = rule.capture(site, operand)
             if capture is not None:
-                if views and views[-1] is MATRIX_TRANSPOSE and capture.add in TRANSPOSED:
-                    capture, views = Capture(capture.held, TRANSPOSED[capture.add]), views[:-1]
-                found[leaf].append(Use(site, capture, chain, views))
+                held, add = capture
+                if views and views[-1] is MATRIX_TRANSPOSE and add in TRANSPOSED:
+                    add, views = TRANSPOSED[add], views[:-1]
+                found[leaf].append(Use(site, held, add, chain, views))
                 break
     return {leaf: uses for leaf, uses in found.items() if uses and _are_all(uses, leaf, repeats)}
 
 
-def _is_plain(leaf: Node) -> bool:
+def _is_plain(leaf: Any) -> bool:
     """Whether W knows how to add to this leaf: subclasses (DTensor, quantised ones) are computed in B."""
-    tensor = variable(leaf)
+    tensor = leaf.variable
     return type(tensor) is nn.Parameter or not hasattr(tensor, "__tensor_flatten__")
 
 
@@ -201,6 +207,10 @@ def _are_all(uses: list[Use], leaf: Node, repeats: dict[Node | None, int]) -> bo
     A gradient captured at a leaf collects every path to it, so a leaf with one eager use
     besides a deferred one would be counted twice.
     """
+    if not repeats:
+        return len(uses) == 1
+    if len(uses) == 1:  # nearly always: short for what follows
+        return leaf not in repeats and not any(node in repeats for node, _ in uses[0].chain)
     nodes = {leaf}
     for use in uses:
         nodes.update([node for node, _ in use.chain])

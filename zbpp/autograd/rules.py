@@ -126,7 +126,8 @@ def add_or_copy(target: Tensor, gradient: Tensor, fresh: bool) -> None:
 
 
 # ---- Products: y = a @ b, so d b = a.T @ dy and d a = dy @ b.T.
-# They accumulate straight into the target: no temporary the size of the weight.
+# They accumulate straight into the target: no temporary the size of the weight. (Of complex
+# factors the conjugates are meant; real ones are their own.)
 
 
 def _add_product(target: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
@@ -151,20 +152,20 @@ def _add_widened(target: Tensor, left: Tensor, right: Tensor, fresh: bool) -> No
 
 def add_left_product(target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
     """target += a.T @ dy, held = (a,)."""
-    _add_product(target, held[0].mT, dy, fresh)
+    _add_product(target, held[0].mH, dy, fresh)
 
 
 def add_right_product(target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
     """target += dy @ b.T, held = (b,)."""
-    _add_product(target, dy, held[0].mT, fresh)
+    _add_product(target, dy, held[0].mH, fresh)
 
 
 def _add_left_product_transposed(target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
-    _add_product(target, dy.mT, held[0], fresh)
+    _add_product(target, dy.mT, held[0].conj(), fresh)
 
 
 def _add_right_product_transposed(target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
-    _add_product(target, held[0], dy.mT, fresh)
+    _add_product(target, held[0].conj(), dy.mT, fresh)
 
 
 # How to add the gradient of an operand that is a leaf's transpose (nn.Linear's) to that of the leaf.

@@ -17,6 +17,8 @@ whole graph until W.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +57,7 @@ def backward_input(
     that has been gone through before.
     """
     roots, root_grads = _roots(outputs, output_grads)
-    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    inputs = tuple(_listed(inputs))
     grads, work = split(roots, root_grads, inputs, _wanted(parameters))
     return grads, WeightGrads(work)
 
@@ -70,12 +72,12 @@ def split(
     except RuntimeError as error:
         raise _second_pass(error) from error
     if any(kind(node) == "CheckpointFunctionBackward" for node in found.functions):
-        return _whole_backward(roots, root_grads, inputs), []
+        return _whole_backward(roots, root_grads, inputs, edges), []
     sites = list(dict.fromkeys([use.site for uses in found.deferred.values() for use in uses]))
     targets = [GradientEdge(*edge) for edge in edges.values()]
     targets += [GradientEdge(node, 0) for node in (*sites, *found.eager)]
     late: list[Work] = []
-    with collecting(found.functions, wanted, late):
+    with collecting(found.functions, inputs, wanted, late) if found.functions else nullcontext():
         captured = _run(roots, root_grads, targets)
     grads: list[Tensor | None] = [None] * len(inputs)
     for position, grad in zip(edges, captured, strict=False):  # the inputs' come first
@@ -88,7 +90,7 @@ def _work(found: Survey, sites: list[Any], captured: Gradients) -> list[Work]:
     dys = dict(zip(sites, captured, strict=False))
     work: list[Work] = []
     for leaf, uses in found.deferred.items():
-        parts = [(use, dy) for use in uses for dy in (dys[use.site],) if dy is not None]
+        parts = [(use, dy) for use in uses if (dy := dys[use.site]) is not None]
         if parts:
             work.append(Deferred(variable(leaf), parts))
     for leaf, gradient in zip(found.eager, captured[len(sites) :], strict=True):
@@ -131,27 +133,27 @@ def _second_pass(error: RuntimeError) -> RuntimeError:
 
 
 def _whole_backward(
-    roots: Sequence[Root], root_grads: list[Tensor], inputs: tuple[Any, ...]
+    roots: Sequence[Root], root_grads: list[Tensor], inputs: tuple[Any, ...], edges: dict[int, Edge]
 ) -> tuple[Tensor | None, ...]:
     """One plain backward; the inputs' gradients are taken on the way, their `.grad` stays as it was."""
     caught: dict[int, Tensor] = {}
-    wanted: dict[int, Tensor] = {i: each for i, each in enumerate(inputs) if _needs_grad(each)}
-    before = {i: each.grad for i, each in wanted.items() if each.is_leaf}
-    for i in before:
-        wanted[i].grad = None
+
+    def catch(position: int, output: int, grads: tuple[Tensor, ...]) -> None:
+        caught[position] = grads[output]
+
     handles = [
-        each.register_hook(lambda grad, i=i: caught.__setitem__(i, grad))
-        for i, each in wanted.items()
-        if i not in before
+        node.register_prehook(partial(catch, position, output)) for position, (node, output) in edges.items()
     ]
+    leaves = [each for each in inputs if isinstance(each, Tensor) and each.is_leaf]
+    before = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
     torch.autograd.backward(roots, root_grads)  # type: ignore[arg-type]  # a mixture is fine
+    for leaf, grad in zip(leaves, before, strict=True):
+        leaf.grad = grad
     for handle in handles:
         handle.remove()
-    for i, grad in before.items():
-        found, wanted[i].grad = wanted[i].grad, grad
-        if found is not None:
-            caught[i] = found
-    return tuple(caught.get(i) for i in range(len(inputs)))
+    return tuple(caught.get(position) for position in range(len(inputs)))
 
 
 def _roots(outputs: Outputs, output_grads: Any) -> tuple[list[Root], list[Tensor]]:
@@ -197,8 +199,10 @@ def _checked(position: int, output: Root, grad: Any) -> Tensor:
 
 
 def _listed(values: Any) -> list[Any]:
-    if isinstance(values, Tensor | GradientEdge):
+    if isinstance(values, (Tensor, GradientEdge)):  # a union of types is slow to make
         return [values]
+    if isinstance(values, (list, tuple)):
+        return list(values)
     return list(values.values() if isinstance(values, Mapping) else values)
 
 

@@ -37,12 +37,12 @@ class Deferred(NamedTuple):
     def tensors(self) -> Iterator[Tensor]:
         for use, dy in self.parts:
             yield dy
-            for held in use.capture.held:
+            for held in use.held:
                 yield from held.tensors() if isinstance(held, Packed) else (held,)
 
     def accumulate(self) -> None:
         leaf = self.leaf
-        if leaf._backward_hooks or any(use.views is None for use, _ in self.parts):
+        if leaf._backward_hooks or _through_autograd(self.parts):
             _add_to_grad(leaf, _run_hooks(leaf, self._gradient()))
         elif (total := _total(leaf)) is not None:
             _add_parts(total, self.parts, fresh=False)
@@ -65,8 +65,12 @@ def _add_parts(total: Tensor, parts: list[Part], *, fresh: bool) -> None:
         target = total
         for view in use.views or ():
             target = view.look(target)
-        use.capture.add(target, use.capture.held, dy, fresh)
+        use.add(target, use.held, dy, fresh)
         fresh = False
+
+
+def _through_autograd(parts: list[Part]) -> bool:
+    return None in [use.views for use, _ in parts]
 
 
 def _sum_of(leaf: Tensor, parts: list[Part]) -> Tensor:
@@ -85,7 +89,7 @@ def _through_chains(leaf: Tensor, parts: list[Part]) -> Tensor:
         fresh = head not in at_head
         if fresh:
             at_head[head] = _like_output(head)
-        use.capture.add(at_head[head], use.capture.held, dy, fresh)
+        use.add(at_head[head], use.held, dy, fresh)
     edges = [GradientEdge(*head) for head in at_head]
     (gradient,) = torch.autograd.grad(edges, leaf, list(at_head.values()))
     return gradient
@@ -136,7 +140,8 @@ class WeightGrads:
         storages = {
             storage.data_ptr(): storage.nbytes()
             for each in self._work or ()
-            for storage in (tensor.untyped_storage() for tensor in each.tensors())
+            for tensor in each.tensors()
+            for storage in _storages(tensor)
         }
         return sum(storages.values())
 
@@ -161,6 +166,19 @@ class WeightGrads:
 
 
 _DONE: Any = None
+
+
+def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """The memory of a tensor: of its parts, if it is sparse or a subclass made of others (DTensor)."""
+    if tensor.is_sparse:
+        parts = [tensor._indices(), tensor._values()]
+    elif hasattr(tensor, "__tensor_flatten__"):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    else:
+        yield tensor.untyped_storage()
+        return
+    for part in parts:
+        yield from _storages(part)
 
 
 def _total(leaf: Tensor) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections import defaultdict
 from statistics import median
@@ -69,7 +70,8 @@ def measured_timeline(
     peak_memory is bytes: the highest the allocator of each rank has seen (CUDA), or the
     process's largest resident size (CPU).
     """
-    everyone = gather((recorder.times(), peak_memory_bytes(recorder.device)), group)
+    times = recorder.times() - _clock_offset(group)
+    everyone = gather((times, peak_memory_bytes(recorder.device)), group)
     origin = min(float(times[0, 0]) for times, _ in everyone)
     return Timeline(
         timetable,
@@ -77,6 +79,17 @@ def measured_timeline(
         ends=tuple(times[:, 1] - origin for times, _ in everyone),
         peak_memory=tuple(float(peak) for _, peak in everyone),
     )
+
+
+def _clock_offset(group: dist.ProcessGroup | None) -> float:
+    """What to subtract from this process's clock (ms) to compare it with those of other machines.
+
+    One machine has one clock. Several are aligned at a barrier, to a fraction of a millisecond.
+    """
+    if len(set(gather(socket.gethostname(), group))) == 1:
+        return 0.0
+    dist.barrier(group=group)
+    return time.perf_counter() * 1e3
 
 
 def peak_memory_bytes(device: torch.device) -> int:

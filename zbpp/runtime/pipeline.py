@@ -83,7 +83,7 @@ class Pipeline:
         self._evaluate = _Pass(
             evaluation[self.rank], self._workers, _EVALUATE, num_stages, groups, self.device
         )
-        self._failure: BaseException | None = None
+        self._failure: str | None = None
 
     @property
     def stages(self) -> dict[int, nn.Module]:
@@ -120,7 +120,7 @@ class Pipeline:
         if self._failure is not None:
             raise RuntimeError(
                 f"an earlier step failed ({self._failure}), and messages of it are lost: make a new Pipeline"
-            ) from self._failure
+            )
         try:
             for index, worker in self._workers.items():
                 worker.begin(self._feed(index, args, target, kwargs))
@@ -137,7 +137,7 @@ class Pipeline:
             return [worker.end() for worker in self._workers.values()]
         except BaseException as error:
             if self.timetable.num_ranks > 1:  # links may be left in the middle
-                self._failure = error.with_traceback(None)  # whose frames would keep the step's tensors
+                self._failure = f"{type(error).__name__}: {error}"
             raise
 
     def _feed(self, stage: int, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any]) -> Feed:

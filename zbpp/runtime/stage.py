@@ -28,8 +28,12 @@ class Feed(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    inputs: tuple[Tensor, ...]
-    # Where the outputs' gradients enter the graph, None for those without: B needs no output itself.
+    """Where gradients enter and leave the graph of a microbatch, None where there are none.
+
+    B needs no more of inputs and outputs, so their memory can go before.
+    """
+
+    inputs: tuple[GradientEdge | None, ...]
     outputs: tuple[GradientEdge | None, ...]
 
 
@@ -86,11 +90,11 @@ class StageWorker:
 
     def forward(self, microbatch: int, message: Message) -> Message:
         """F: run the module and keep its graph. On the last stage returns the loss's own gradient."""
-        inputs = tuple(_leaf(tensor) for tensor in self._inputs(microbatch, message))
-        # A stage may start with an in-place operation, which a leaf and its views would refuse.
-        outputs = self._call(microbatch, tuple(map(_non_leaf, inputs)))
-        edges = tuple(get_gradient_edge(each) if each.requires_grad else None for each in outputs)
-        self._saved[microbatch] = _Saved(tuple(each for each in inputs if isinstance(each, Tensor)), edges)
+        inputs = tuple(map(_entrance, self._inputs(microbatch, message)))
+        # Before the module runs, since it may change its inputs in place.
+        entrances = tuple(_edge(each) for each in inputs if isinstance(each, Tensor))
+        outputs = self._call(microbatch, inputs)
+        self._saved[microbatch] = _Saved(entrances, tuple(map(_edge, outputs)))
         if self._is_last:
             self.losses.append(outputs[0].detach())
             return (outputs[0].new_full((), 1 / len(self._feed.seeds)),)
@@ -175,16 +179,17 @@ def _boundary(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous()
 
 
-def _leaf(value: Any) -> Any:
-    """An input of F as a leaf of its own graph; what requires no grad passes as it is."""
-    if isinstance(value, Tensor) and value.requires_grad:
-        return value.detach().requires_grad_()
-    return value
+def _edge(tensor: Tensor) -> GradientEdge | None:
+    return get_gradient_edge(tensor) if tensor.requires_grad else None
 
 
-def _non_leaf(value: Any) -> Any:
+def _entrance(value: Any) -> Any:
+    """An input of F at the top of a graph of its own; what requires no grad passes as it is.
+
+    No leaf, and no view of one: a stage may start with an in-place operation, which both would refuse.
+    """
     if isinstance(value, Tensor) and value.requires_grad:
-        return _SameMemory.apply(value)  # type: ignore[no-untyped-call]  # torch's apply is untyped
+        return _SameMemory.apply(value.detach().requires_grad_())  # type: ignore[no-untyped-call]  # torch's
     return value
 
 

@@ -294,11 +294,12 @@ def text_data(
             f"write model.vocab_size={corpus.vocab_size}"
         )
     shape = {"sequence_length": sequence_length, "batch_size": batch_size}
-    evaluation = Batches(corpus.held_out, **shape, seed=None, name="the held-out part")
+    train = Batches(corpus.train, **shape, seed=seed, name="the corpus")
+    evaluation = Batches(corpus.held_out, **shape, seed=None, name="the held-out part") if held_out else None
     return Data(
-        train=Batches(corpus.train, **shape, seed=seed, name="the corpus"),
-        evaluation=evaluation,
-        num_evaluation_batches=evaluation.num_batches,
+        train=train,
+        evaluation=evaluation or train,
+        num_evaluation_batches=evaluation.num_batches if evaluation else 0,
         tokens_per_batch=batch_size * sequence_length,
         fingerprint=corpus.fingerprint,
         unigram_entropy=corpus.unigram_entropy(),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -16,7 +18,7 @@ class Logger(Protocol):
     """Takes one dict per step; `close` ends the run."""
 
     def log(self, metrics: Metrics) -> None: ...
-    def close(self, summary: Metrics) -> None: ...
+    def close(self, summary: Metrics, *, failed: bool) -> None: ...
 
 
 class JsonLines:
@@ -26,10 +28,10 @@ class JsonLines:
         self._file = path.open("w")
 
     def log(self, metrics: Metrics) -> None:
-        self._file.write(json.dumps(dict(metrics)) + "\n")
+        self._file.write(json.dumps(finite(metrics), allow_nan=False) + "\n")
         self._file.flush()
 
-    def close(self, summary: Metrics) -> None:
+    def close(self, summary: Metrics, *, failed: bool) -> None:
         self._file.close()
 
 
@@ -59,9 +61,9 @@ class Wandb:
         numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
         self._run.log(numbers, step=int(metrics["step"]))
 
-    def close(self, summary: Metrics) -> None:
+    def close(self, summary: Metrics, *, failed: bool) -> None:
         self._run.summary.update(dict(summary))
-        self._run.finish()
+        self._run.finish(exit_code=int(failed))
 
 
 def _usable(mode: str) -> Any:
@@ -94,5 +96,14 @@ class Loggers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for logger in self._loggers:
-            logger.close(self.summary)
+        with ExitStack() as stack:  # each is closed, whatever happens to the others
+            for logger in self._loggers:
+                stack.callback(logger.close, self.summary, failed=error is not None)
+
+
+def finite(metrics: Metrics) -> dict[str, Any]:
+    """JSON has no NaN and no infinity: null stands for them."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in metrics.items()
+    }

@@ -1,0 +1,626 @@
+#!/usr/bin/env python
+"""The split backward beside plain backward and torch's own split, in one process.
+
+    python scripts/bench_split.py                              # everything, on the CPU
+    python scripts/bench_split.py memory products --json split.json
+    python scripts/bench_split.py --device cuda --dtype bfloat16 --hidden 2048 --batch 8 --time 2048
+
+Stages are made of zbpp.models.llama's blocks. Each line has zbpp's mark and whether it was met.
+Parameters have their .grad before F, as from the second microbatch on; x and dy arrive in F and in B
+and are dropped as soon as the one measured allows it. Python's garbage collection is off.
+
+memory    bytes live in the allocator, over those before F. On the CPU from the allocation events of
+          torch.profiler, so every tensor counts, autograd's own too; on CUDA memory_allocated.
+products  matrix products and attentions executed in B and W, seen by a dispatch mode.
+recompute forwards of one block in B and W, each block checkpointed.
+host      time with tiny tensors, by number of blocks. Medians of the rounds' ratios; the contestants
+          take turns within a round. On CUDA every phase ends with a synchronisation.
+compute   time of a stage whose products take nearly all of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler announces each start on stderr
+
+import torch
+import torch.utils.checkpoint
+from rich.console import Console
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zbpp.autograd import backward_input, checkpoint, explain
+from zbpp.models.llama import Llama
+
+# ---------------------------------------------------------------- contestants
+
+
+class Contestant(Protocol):
+    """B returns what W needs: everything that is still to be kept, and nothing else."""
+
+    def b(self, stage: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> Any: ...
+    def w(self, stage: nn.Module, kept: Any) -> None: ...
+
+
+class Plain:
+    """torch.autograd.backward; its W is empty."""
+
+    def b(self, stage: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> None:
+        torch.autograd.backward([y], [dy])
+
+    def w(self, stage: nn.Module, kept: None) -> None:
+        pass
+
+
+class Zbpp:
+    def b(self, stage: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> Any:
+        _, weight_grads = backward_input(y, dy, x)
+        return weight_grads
+
+    def w(self, stage: nn.Module, kept: Any) -> None:
+        kept.accumulate()
+
+
+class Torch:
+    """As torch.distributed.pipelining.stage.backward_one_chunk calls it, keeping what that keeps."""
+
+    def __init__(self) -> None:
+        from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+        self.input, self.weight = stage_backward_input, stage_backward_weight
+
+    def b(self, stage: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> Any:
+        _, groups = self.input([y], [dy], [x], stage.parameters())
+        return [x], groups, (y,), (dy,)
+
+    def w(self, stage: nn.Module, kept: Any) -> None:
+        self.weight(stage.parameters(), kept[1])
+
+
+def contestants(settings: Settings) -> tuple[dict[str, Contestant], list[str]]:
+    """By name, and what there is to say of one that can't take part."""
+    found: dict[str, Contestant] = {"plain": Plain(), "zbpp": Zbpp()}
+    try:
+        rival = Torch()
+        stage = llama_stage(1, settings)
+        step(rival, stage, *tensors(stage, 1, 2, settings))
+    except Exception as error:  # whatever a changed private function may raise
+        problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return found, [
+            f"torch {torch.__version__}: its private stage_backward_input can't be used ({problem})"
+        ]
+    return {**found, "torch": rival}, []
+
+
+# ---------------------------------------------------------------- stages and steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """hidden: of the stages for memory and compute; those for host time have `tiny`. rounds: of time."""
+
+    device: str = "cpu"
+    dtype: str = "float32"
+    hidden: int = 256
+    batch: int = 4
+    time: int = 256
+    blocks: int = 4
+    tiny: int = 16
+    depths: tuple[int, ...] = (1, 8, 32)
+    rounds: int = 30
+    compute_rounds: int = 9
+
+
+def llama_stage(blocks: int, settings: Settings, hidden: int | None = None) -> nn.Sequential:
+    """Blocks of a Llama and nothing else: a stage in the middle, its gradients made."""
+    hidden = settings.tiny if hidden is None else hidden
+    model = Llama(
+        num_layers=blocks + 2,
+        layers_per_stage=(1, blocks, 1),
+        hidden_size=hidden,
+        num_heads=max(1, hidden // 64),
+        intermediate_size=None if hidden >= 64 else hidden,
+        sequence_length=settings.time,
+    )
+    stage = model.build_stage(1, 3).to(settings.device, getattr(torch, settings.dtype))
+    for parameter in stage.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return stage
+
+
+def tensors(stage: nn.Module, batch: int, time: int, settings: Settings) -> tuple[Tensor, Tensor]:
+    """x and dy, the same in every call."""
+    size = next(parameter for parameter in stage.parameters() if parameter.dim() == 2).shape[1]
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(2, batch, time, size, generator=generator)
+    x, dy = drawn.to(settings.device, getattr(torch, settings.dtype)).unbind()
+    return x, dy
+
+
+Mark = Callable[[str], Any]
+
+
+def step(
+    contestant: Contestant,
+    stage: nn.Module,
+    x: Tensor,
+    dy: Tensor,
+    mark: Mark = lambda phase: nullcontext(),
+) -> None:
+    """One microbatch in three phases: F, B, W."""
+    with mark("F"):
+        # Copies: what arrives belongs to this microbatch.
+        arrived = x.clone().requires_grad_()
+        y = stage(arrived)
+    with mark("B"):
+        gradient = dy.clone()
+        kept = contestant.b(stage, arrived, y, gradient)
+        del arrived, y, gradient
+    with mark("W"):
+        contestant.w(stage, kept)
+        del kept
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+# ---------------------------------------------------------------- lines
+
+
+@dataclass(kw_only=True)
+class Line:
+    """One line of the table. values: by contestant; limit: zbpp's mark, None for none."""
+
+    section: str
+    figure: str
+    values: dict[str, float]
+    form: str = ".2f"
+    limit: float | None = None
+    noise: float = 0.0
+    note: str = ""
+    met: bool | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.met = None if self.limit is None else self.values["zbpp"] - self.noise <= self.limit
+
+    @property
+    def mark(self) -> str:
+        if self.limit is None:
+            return ""
+        noise = f" ± {self.noise:.2f}" if self.noise else ""
+        return f"<= {self.limit:{self.form}}{noise}{self.note}"
+
+
+# ---------------------------------------------------------------- memory
+
+
+class Level(NamedTuple):
+    """Live bytes of one phase, over those before F."""
+
+    highest: int
+    after: int
+
+
+def levels(run: Callable[[Mark], None], device: str) -> dict[str, Level]:
+    """Live bytes in each phase that `run` marks."""
+    with no_collection():
+        return _cuda_levels(run) if device.startswith("cuda") else _cpu_levels(run)
+
+
+def _cpu_levels(run: Callable[[Mark], None]) -> dict[str, Level]:
+    """From the profiler: the allocator reports every allocation and every release to it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run(lambda phase: record_function(f"phase {phase}"))
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    phase, live, found = "", 0, dict[str, Level]()
+    for event in events:
+        name = event.name()
+        if name.startswith("phase "):
+            phase = name.removeprefix("phase ")
+            found[phase] = Level(live, live)
+        elif name == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:
+            live += event.nbytes()
+            if phase:
+                found[phase] = Level(max(live, found[phase].highest), live)
+    return found
+
+
+def _cuda_levels(run: Callable[[Mark], None]) -> dict[str, Level]:
+    before, found = torch.cuda.memory_allocated(), dict[str, Level]()
+
+    @contextmanager
+    def mark(phase: str) -> Iterator[None]:
+        torch.cuda.reset_peak_memory_stats()
+        yield
+        torch.cuda.synchronize()
+        highest, after = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+        found[phase] = Level(highest - before, after - before)
+
+    run(mark)
+    return found
+
+
+def memory(rivals: dict[str, Contestant], settings: Settings) -> Iterator[Line]:
+    stage = llama_stage(settings.blocks, settings, settings.hidden)
+    x, dy = tensors(stage, settings.batch, settings.time, settings)
+    found = {}
+    for name, rival in rivals.items():
+        step(rival, stage, x, dy)  # whatever is made once
+        found[name] = levels(partial(step, rival, stage, x, dy), settings.device)
+
+    def line(figure: str, value: Callable[[dict[str, Level]], float], **how: Any) -> Line:
+        values = {name: value(each) for name, each in found.items()}
+        return Line(section="memory", figure=figure, values=values, **how)
+
+    plain, mebi = found["plain"]["B"].highest, 2**20
+    yield line("after F, MiB", lambda each: each["F"].after / mebi, form=".1f")
+    yield line("highest during B, MiB", lambda each: each["B"].highest / mebi, form=".1f")
+    yield line("after B, MiB", lambda each: each["B"].after / mebi, form=".1f")
+    yield line("after B / after F", lambda each: each["B"].after / each["F"].after, limit=0.85)
+    yield line(
+        "highest during B above plain's, MiB",
+        lambda each: (each["B"].highest - plain) / mebi,
+        form=".1f",
+        limit=explain(stage(x.requires_grad_()), x).dy_bytes / mebi,
+        note=" (held dy)",
+    )
+    yield line("left after W, bytes", lambda each: each["W"].after, form=".0f", limit=0)
+
+
+# ---------------------------------------------------------------- products
+
+# By the beginnings of their names: in-place and fused variants, convolutions' and attentions' backwards.
+PRODUCTS = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "addbmm",
+    "mv",
+    "addmv",
+    "dot",
+    "matmul",
+    "linear",
+    "_grouped_mm",
+)
+PRODUCTS += ("_scaled_mm", "convolution", "_scaled_dot_product")
+
+
+class Products(TorchDispatchMode):
+    """Counts what is executed, by phase; attention by its own name's beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase, self.counts = "", Counter[str]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if name.startswith(PRODUCTS):
+            self.counts[self.phase] += 1
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def mark(self, phase: str) -> Iterator[None]:
+        self.phase = phase
+        yield
+
+
+def products(rivals: dict[str, Contestant], settings: Settings) -> Iterator[Line]:
+    counted: dict[str, float] = {}
+    gradients: dict[str, list[Tensor]] = {}
+    for name, rival in rivals.items():
+        stage = llama_stage(settings.blocks, settings, settings.hidden)
+        x, dy = tensors(stage, 1, min(settings.time, 32), settings)
+        with Products() as counter:
+            step(rival, stage, x, dy, counter.mark)
+        counted[name] = counter.counts["B"] + counter.counts["W"]
+        gradients[name] = [parameter.grad for parameter in stage.parameters() if parameter.grad is not None]
+    yield Line(
+        section="products", figure="products in B and W", values=counted, form=".0f", limit=counted["plain"]
+    )
+    off = {name: _difference(each, gradients["plain"]) for name, each in gradients.items()}
+    exact = 8 * torch.finfo(getattr(torch, settings.dtype)).eps
+    figure = "gradients off plain's, relative"
+    yield Line(section="products", figure=figure, values=off, form=".0e", limit=exact)
+
+
+def _difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """The largest, each parameter's relative to its largest gradient."""
+    pairs = zip(ours, theirs, strict=True)
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+# ---------------------------------------------------------------- recompute
+
+
+class Checkpointed(nn.Module):
+    """Blocks, each inside a checkpoint; counts their forwards."""
+
+    def __init__(self, blocks: nn.Sequential, how: Callable[..., Any]) -> None:
+        super().__init__()
+        self.blocks, self.how = blocks, how
+        self.forwards: Counter[nn.Module] = Counter()
+        for block in blocks:
+            block.register_forward_pre_hook(lambda module, _: self.forwards.update([module]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.how(block, x)
+        return x
+
+
+def recompute(rivals: dict[str, Contestant], settings: Settings) -> Iterator[Line]:
+    torchs = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+    own = {name: checkpoint if name == "zbpp" else torchs for name in rivals}
+    for figure, how in (
+        ("zbpp.checkpoint; the others torch's", own),
+        ("torch's checkpoint", dict.fromkeys(rivals, torchs)),
+    ):
+        forwards = {name: _forwards(rival, how[name], settings) for name, rival in rivals.items()}
+        yield Line(
+            section="recompute", figure=f"forwards of a block: {figure}", values=forwards, form=".0f", limit=1
+        )
+
+
+def _forwards(rival: Contestant, how: Callable[..., Any], settings: Settings) -> int:
+    stage = Checkpointed(llama_stage(settings.blocks, settings), how)
+    in_f: Counter[nn.Module] = Counter()
+
+    @contextmanager
+    def mark(phase: str) -> Iterator[None]:
+        yield
+        if phase == "F":
+            in_f.update(stage.forwards)
+
+    step(rival, stage, *tensors(stage, 1, 4, settings), mark)
+    return max((stage.forwards - in_f).values())
+
+
+# ---------------------------------------------------------------- time
+
+
+class Times(NamedTuple):
+    """Seconds of one step."""
+
+    f: float
+    b: float
+    w: float
+
+
+def timed(rival: Contestant, stage: nn.Module, x: Tensor, dy: Tensor, device: str) -> Times:
+    found: list[float] = []
+
+    @contextmanager
+    def mark(phase: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - begin)
+
+    step(rival, stage, x, dy, mark)
+    return Times(*found)
+
+
+def interleaved(
+    rivals: dict[str, Contestant], stage: nn.Module, x: Tensor, dy: Tensor, rounds: int, device: str
+) -> dict[str, list[Times]]:
+    """One step of each in turn, in another order each time, so that a slow moment hits all."""
+    for rival in rivals.values():
+        step(rival, stage, x, dy)
+    found: dict[str, list[Times]] = {name: [] for name in rivals}
+    names = list(rivals)
+    for number in range(rounds):
+        turn = number % len(names)
+        with no_collection():
+            for name in (*names[turn:], *names[:turn]):
+                found[name].append(timed(rivals[name], stage, x, dy, device))
+    return found
+
+
+def ratios(found: dict[str, list[Times]], part: Callable[[Times], float]) -> tuple[dict[str, float], float]:
+    """Each one's median ratio to plain of the same round; half the range of zbpp's middle half."""
+    by_round = {
+        name: [part(ours) / part(plain) for ours, plain in zip(times, found["plain"], strict=True)]
+        for name, times in found.items()
+    }
+    lower, _, upper = statistics.quantiles(by_round["zbpp"], n=4) if len(by_round["zbpp"]) > 1 else (0, 0, 0)
+    return {name: statistics.median(each) for name, each in by_round.items()}, (upper - lower) / 2
+
+
+def _milliseconds(found: dict[str, list[Times]], part: Callable[[Times], float]) -> dict[str, float]:
+    return {name: 1e3 * statistics.median(map(part, times)) for name, times in found.items()}
+
+
+def host(rivals: dict[str, Contestant], settings: Settings) -> Iterator[Line]:
+    for depth in settings.depths:
+        stage = llama_stage(depth, settings)
+        x, dy = tensors(stage, 1, 4, settings)
+        rounds = max(3, settings.rounds * 8 // (8 + depth))  # torch's takes seconds at many blocks
+        found = interleaved(rivals, stage, x, dy, rounds, settings.device)
+        blocks = f"{depth} block{'s' if depth > 1 else ''}"
+        for phase in "fbw":
+            values = _milliseconds(found, lambda times, phase=phase: getattr(times, phase))
+            yield Line(section="host", figure=f"{blocks}: {phase.upper()}, ms", values=values)
+        values, _ = ratios(found, lambda times: times.b + times.w)
+        yield Line(section="host", figure=f"{blocks}: (B+W) / backward", values=values)
+        values, _ = ratios(found, sum)
+        yield Line(section="host", figure=f"{blocks}: (F+B+W) / (F+backward)", values=values, limit=1.15)
+
+
+def compute(rivals: dict[str, Contestant], settings: Settings) -> Iterator[Line]:
+    stage = llama_stage(settings.blocks, settings, settings.hidden)
+    x, dy = tensors(stage, settings.batch, settings.time, settings)
+    found = interleaved(rivals, stage, x, dy, settings.compute_rounds, settings.device)
+    yield Line(section="compute", figure="F, ms", values=_milliseconds(found, lambda times: times.f))
+    yield Line(section="compute", figure="B, ms", values=_milliseconds(found, lambda times: times.b))
+    yield Line(section="compute", figure="W, ms", values=_milliseconds(found, lambda times: times.w))
+    values, noise = ratios(found, lambda times: times.b + times.w)
+    yield Line(section="compute", figure="(B+W) / backward", values=values, limit=1.0, noise=noise)
+
+
+# ---------------------------------------------------------------- the command line
+
+SECTIONS: dict[str, Callable[[dict[str, Contestant], Settings], Iterator[Line]]] = {
+    "memory": memory,
+    "products": products,
+    "recompute": recompute,
+    "host": host,
+    "compute": compute,
+}
+
+
+def machine(settings: Settings) -> dict[str, Any]:
+    """What the figures were measured on."""
+    name = torch.cuda.get_device_name() if settings.device.startswith("cuda") else _processor()
+    return {
+        "device": name,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_average": round(os.getloadavg()[0], 2),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _processor() -> str:
+    """Where Linux says what the processor is called."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def measure(
+    sections: Iterable[str], settings: Settings, say: Callable[[str], None] = lambda text: None
+) -> tuple[list[Line], list[str]]:
+    """The lines of these sections, and remarks."""
+    rivals, remarks = contestants(settings)
+    lines: list[Line] = []
+    for section in sections:
+        say(section)
+        for line in SECTIONS[section](rivals, settings):
+            lines.append(line)
+            say(f"{section}: {line.figure}")
+    return lines, remarks
+
+
+def table(lines: list[Line], about: dict[str, Any], settings: Settings, remarks: list[str]) -> str:
+    names = list(dict.fromkeys(name for line in lines for name in line.values))
+    head = ["", "", *names, "mark of zbpp", ""]
+    body = [
+        [
+            line.section,
+            line.figure,
+            *(f"{line.values[name]:{line.form}}" if name in line.values else "–" for name in names),
+            line.mark,
+            {None: "", True: "met", False: "MISSED"}[line.met],
+        ]
+        for line in lines
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
+    right = range(2, 2 + len(names))
+    rows = [
+        "  ".join(
+            f"{cell:>{w}}" if i in right else f"{cell:<{w}}" for i, (cell, w) in enumerate(pairs)
+        ).rstrip()
+        for pairs in (list(zip(row, widths, strict=True)) for row in (head, *body))
+    ]
+    sizes = (
+        f"{settings.blocks} blocks of hidden {settings.hidden}, x {settings.batch} x {settings.time} tokens"
+    )
+    title = (
+        f"{about['device']}, {about['threads']} of {about['cores']} cores, {about['system']}; "
+        f"torch {about['torch']}, Python {about['python']}; {settings.dtype}; load {about['load_average']}"
+    )
+    what = f"memory, compute: {sizes}; host, recompute: hidden {settings.tiny}, x 1 x 4 tokens"
+    return "\n".join([title, what, *remarks, "", *rows])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status 1 if a mark was missed."""
+    options = parse(arguments)
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        sys.exit("error: --device cuda, but this torch sees no GPU: write --device cpu")
+    torch.set_num_threads(options.threads)
+    settings = Settings(
+        **{name: getattr(options, name) for name in Settings.__dataclass_fields__ if name != "depths"},
+        depths=tuple(options.depths),
+    )
+    with Console(stderr=True).status("") as status:
+        about = machine(settings)
+        lines, remarks = measure(options.sections or SECTIONS, settings, lambda text: status.update(text))
+    print(table(lines, about, settings, remarks))
+    if options.json is not None:
+        found = {"machine": about, "settings": asdict(settings), "remarks": remarks}
+        found["lines"] = [{**asdict(line), "mark": line.mark} for line in lines]
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+    return int(any(line.met is False for line in lines))
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = Settings()
+    parser.add_argument(
+        "sections", nargs="*", metavar="SECTION", help=f"{', '.join(SECTIONS)}; all by default"
+    )
+    parser.add_argument("--device", default=default.device, help="cpu or cuda")
+    parser.add_argument("--dtype", default=default.dtype, choices=("float32", "float64", "bfloat16"))
+    parser.add_argument("--threads", type=int, default=1, help="of the CPU")
+    for name, text in (
+        ("hidden", "of the stages for memory and compute"),
+        ("batch", "rows of x there"),
+        ("time", "tokens of a row there"),
+        ("blocks", "there"),
+        ("tiny", "hidden size for host time"),
+        ("rounds", "of host time; fewer at many blocks"),
+        ("compute_rounds", "of compute time"),
+    ):
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(
+            option, type=int, default=getattr(default, name), help=f"{text}; {getattr(default, name)}"
+        )
+    parser.add_argument("--depths", type=int, nargs="+", default=default.depths, help="blocks for host time")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the same as JSON")
+    options = parser.parse_args(arguments)
+    for name in options.sections:
+        if name not in SECTIONS:
+            parser.error(f"section {name!r} does not exist: write some of {', '.join(SECTIONS)}")
+    for name in ("threads", "hidden", "batch", "time", "blocks", "tiny", "rounds", "compute_rounds"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: write 1 or more")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""The split backward when saved tensors are packed away: what W needs is unpacked late, or in B."""
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+from helpers.split import CountCalls, assert_equals_plain, leaf, linear_weights
+from zbpp import backward_input
+
+
+def network():
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.LayerNorm(4))
+
+
+def under(hooks):
+    def call(module, *inputs):
+        with hooks():
+            return module(*inputs)
+
+    return call
+
+
+def everything():
+    return nn.Sequential(nn.Embedding(11, 4), nn.Conv1d(5, 3, 1), nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+
+
+def test_save_on_cpu_is_deferred_like_any_other():
+    facts = assert_equals_plain(network, lambda: leaf(5, 4), under(save_on_cpu))
+    assert facts.deferred == linear_weights(network())
+
+
+def test_save_on_cpu_of_every_kind_of_site():
+    facts = assert_equals_plain(everything, lambda: torch.randint(11, (2, 5)), under(save_on_cpu))
+    assert {"0.weight", "1.weight", "2.weight", "3.weight"} <= facts.deferred
+
+
+def test_what_save_on_cpu_packed_for_w_is_unpacked_in_w(monkeypatch):
+    """Not in B: there it would only take up the device's memory."""
+    unpacked = []
+
+    class Recorded(save_on_cpu):
+        def __init__(self):
+            super().__init__()
+            unpack = self.unpack_hook
+
+            def recorded(packed):
+                unpacked.append(tuple(packed[1].shape))
+                return unpack(packed)
+
+            recorded.__qualname__ = unpack.__qualname__
+            self.unpack_hook = recorded
+
+    module = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 3, bias=False))
+    with Recorded():
+        output = module(torch.randn(5, 4))
+    _, weight_grads = backward_input(output, torch.ones(5, 3), ())
+    assert unpacked == [(8, 3)]  # a weight, for dx; no x
+    weight_grads.accumulate()
+    assert sorted(unpacked[1:]) == [(5, 4), (5, 8)]
+
+
+def test_held_bytes_counts_what_is_packed():
+    module = nn.Linear(4, 8, bias=False)
+    with save_on_cpu():
+        output = module(torch.randn(5, 4))
+    _, weight_grads = backward_input(output, torch.ones(5, 8), ())
+    assert weight_grads.held_bytes == 4 * (5 * 4 + 5 * 8)
+
+
+def test_other_hooks_are_unpacked_once_and_in_b():
+    """Unpacking may be costly, or, as a checkpoint's, run a forward: autograd does it when it comes there."""
+    packed, unpacked = CountCalls(), CountCalls()
+
+    def hooks():
+        return saved_tensors_hooks(lambda t: packed() or t, lambda t: unpacked() or t)
+
+    module = network()
+    with hooks():
+        output = module(torch.randn(5, 4, requires_grad=True))
+    num_packed = packed.number
+    _, weight_grads = backward_input(output, torch.ones(5, 4), ())
+    assert 0 < unpacked.number <= num_packed
+    in_b = unpacked.number
+    weight_grads.accumulate()
+    assert unpacked.number == in_b
+
+
+def test_hooks_that_change_what_is_saved_are_obeyed():
+    """float32 packed as bfloat16: the gradients are those of the rounded activations."""
+
+    def hooks():
+        return saved_tensors_hooks(
+            lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t,
+            lambda t: t.to(torch.float64) if t.is_floating_point() else t,
+        )
+
+    facts = assert_equals_plain(network, lambda: leaf(5, 4), under(hooks))
+    # A bias needs nothing but dy, yet waits only with its weight.
+    assert facts.deferred == set()
+
+
+def test_hooks_around_one_layer_leave_the_others_deferred():
+    class Partly(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = self.first(x)
+            with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+                x = self.second(x)
+            return self.third(x)
+
+    facts = assert_equals_plain(Partly, lambda: leaf(5, 4))
+    assert facts.deferred == {"first.weight", "first.bias", "third.weight", "third.bias"}
+
+
+def test_saving_may_be_forbidden_around_b_and_w():
+    """They save nothing themselves."""
+    module = network()
+    output = module(torch.randn(5, 4))
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        _, weight_grads = backward_input(output, torch.ones(5, 4), ())
+        weight_grads.accumulate()
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_saved_tensor_changed_in_place_is_noticed(when):
+    """Before B, as in plain autograd. After it, what W holds is not to be written to."""
+    layer = nn.Linear(4, 4)
+    x = torch.randn(5, 4)
+    output = layer(x)
+    if when == "before":
+        x.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            backward_input(output, torch.ones(5, 4), ())
+    else:
+        _, weight_grads = backward_input(output, torch.ones(5, 4), ())
+        weight_grads.accumulate()
+        assert layer.weight.grad is not None
