@@ -51,3 +51,21 @@ def test_the_predicted_bubbles_are_the_simulators() -> None:
 
     for name, predicted in re.findall(r"^\| `(\w+)` \|[^|]*\| (\.\d+) \|", README, flags=re.M):
         assert f"{simulate(plan(name, 4, 12)).bubble_rate:.3f}".lstrip("0") == predicted
+
+
+def test_the_functions_and_rules_shown_equal_plain_autograd() -> None:
+    import torch
+
+    from zbpp import backward_input
+
+    namespace: dict[str, object] = {}
+    for block in blocks("python"):
+        exec(block, namespace)
+    weight, matrix = (torch.nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in ((4,), (3, 4)))
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    y = (matrix @ namespace["Scale"].apply(x, weight).sum(0)).square().sum()  # type: ignore[attr-defined]
+    expected = torch.autograd.grad(y, (x, weight, matrix), retain_graph=True)
+    (grad,), weight_grads = backward_input(y, None, [x])
+    weight_grads.accumulate()
+    for found, plain in zip((grad, weight.grad, matrix.grad), expected, strict=True):
+        torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
