@@ -5,6 +5,7 @@
     python scripts/bench_split.py memory products --json split.json
     python scripts/bench_split.py --device cuda --dtype bfloat16 --hidden 2048 --batch 8 --time 2048
 
+(The last has not been run on a GPU yet.)
 Stages are made of zbpp.models.llama's blocks. Each line has zbpp's mark and whether it was met.
 Parameters have their .grad before F, as from the second microbatch on; x and dy arrive in F and in B
 and are dropped as soon as the one measured allows it. Python's garbage collection is off.
@@ -13,9 +14,11 @@ memory    bytes live in the allocator, over those before F. On the CPU from the 
           torch.profiler, so every tensor counts, autograd's own too; on CUDA memory_allocated.
 products  matrix products and attentions executed in B and W, seen by a dispatch mode.
 recompute forwards of one block in B and W, each block checkpointed.
-host      time with tiny tensors, by number of blocks. Medians of the rounds' ratios; the contestants
-          take turns within a round. On CUDA every phase ends with a synchronisation.
-compute   time of a stage whose products take nearly all of it.
+host      time with tiny tensors, by number of blocks. Ratios are medians of the rounds' ratios; the
+          contestants take turns within a round. On the CPU with one thread the thread's own time, on
+          CUDA the time until all is done: every phase ends with a synchronisation.
+compute   time of a stage whose products take nearly all of it. Its mark is met if the median reaches
+          it within the given uncertainty.
 """
 
 from __future__ import annotations
@@ -31,8 +34,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -42,6 +46,7 @@ import torch
 import torch.utils.checkpoint
 from rich.console import Console
 from torch import Tensor, nn
+from torch.autograd import DeviceType  # type: ignore[attr-defined]  # not in its __all__
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -52,14 +57,18 @@ from zbpp.models.llama import Llama
 
 
 class Contestant(Protocol):
-    """B returns what W needs: everything that is still to be kept, and nothing else."""
+    """enter makes an input of the stage; B returns what W needs: all that is still to be kept."""
 
+    def enter(self, x: Tensor) -> Tensor: ...
     def b(self, stage: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> Any: ...
     def w(self, stage: nn.Module, kept: Any) -> None: ...
 
 
 class Plain:
     """torch.autograd.backward; its W is empty."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x.requires_grad_()
 
     def b(self, stage: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> None:
         torch.autograd.backward([y], [dy])
@@ -69,6 +78,9 @@ class Plain:
 
 
 class Zbpp:
+    def enter(self, x: Tensor) -> Tensor:
+        return x.requires_grad_().view_as(x)  # no leaf, as zbpp's runtime does
+
     def b(self, stage: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> Any:
         _, weight_grads = backward_input(y, dy, x)
         return weight_grads
@@ -84,6 +96,9 @@ class Torch:
         from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
         self.input, self.weight = stage_backward_input, stage_backward_weight
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x.requires_grad_()
 
     def b(self, stage: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> Any:
         _, groups = self.input([y], [dy], [x], stage.parameters())
@@ -117,14 +132,14 @@ class Settings:
 
     device: str = "cpu"
     dtype: str = "float32"
-    hidden: int = 256
+    hidden: int = 512
     batch: int = 4
     time: int = 256
     blocks: int = 4
     tiny: int = 16
     depths: tuple[int, ...] = (1, 8, 32)
-    rounds: int = 30
-    compute_rounds: int = 9
+    rounds: int = 15
+    compute_rounds: int = 15
 
 
 def llama_stage(blocks: int, settings: Settings, hidden: int | None = None) -> nn.Sequential:
@@ -166,7 +181,7 @@ def step(
     """One microbatch in three phases: F, B, W."""
     with mark("F"):
         # Copies: what arrives belongs to this microbatch.
-        arrived = x.clone().requires_grad_()
+        arrived = contestant.enter(x.clone())
         y = stage(arrived)
     with mark("B"):
         gradient = dy.clone()
@@ -241,7 +256,7 @@ def _cpu_levels(run: Callable[[Mark], None]) -> dict[str, Level]:
         if name.startswith("phase "):
             phase = name.removeprefix("phase ")
             found[phase] = Level(live, live)
-        elif name == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:
+        elif name == "[memory]" and event.device_type() == DeviceType.CPU:
             live += event.nbytes()
             if phase:
                 found[phase] = Level(max(live, found[phase].highest), live)
@@ -284,36 +299,31 @@ def memory(rivals: dict[str, Contestant], settings: Settings) -> Iterator[Line]:
         "highest during B above plain's, MiB",
         lambda each: (each["B"].highest - plain) / mebi,
         form=".1f",
-        limit=explain(stage(x.requires_grad_()), x).dy_bytes / mebi,
+        limit=_dy_bytes(stage, x) / mebi,
         note=" (held dy)",
     )
     yield line("left after W, bytes", lambda each: each["W"].after, form=".0f", limit=0)
 
 
+def _dy_bytes(stage: nn.Module, x: Tensor) -> int:
+    arrived = x.clone().requires_grad_()
+    return explain(stage(arrived), arrived).dy_bytes
+
+
 # ---------------------------------------------------------------- products
 
-# By the beginnings of their names: in-place and fused variants, convolutions' and attentions' backwards.
-PRODUCTS = (
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "addbmm",
-    "mv",
-    "addmv",
-    "dot",
-    "matmul",
-    "linear",
-    "_grouped_mm",
+# Names begin with these: in-place variants, and the backwards of convolutions and attentions, count too.
+PRODUCTS = tuple(
+    "mm addmm bmm baddbmm addbmm mv addmv dot matmul linear convolution "  # noqa: SIM905  # one line to read
+    "_grouped_mm _scaled_mm _scaled_dot_product".split()
 )
-PRODUCTS += ("_scaled_mm", "convolution", "_scaled_dot_product")
 
 
 class Products(TorchDispatchMode):
     """Counts what is executed, by phase; attention by its own name's beginning."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.phase, self.counts = "", Counter[str]()
 
     def __torch_dispatch__(
@@ -381,7 +391,7 @@ def recompute(rivals: dict[str, Contestant], settings: Settings) -> Iterator[Lin
         ("zbpp.checkpoint; the others torch's", own),
         ("torch's checkpoint", dict.fromkeys(rivals, torchs)),
     ):
-        forwards = {name: _forwards(rival, how[name], settings) for name, rival in rivals.items()}
+        forwards = {name: float(_forwards(rival, how[name], settings)) for name, rival in rivals.items()}
         yield Line(
             section="recompute", figure=f"forwards of a block: {figure}", values=forwards, form=".0f", limit=1
         )
@@ -403,6 +413,9 @@ def _forwards(rival: Contestant, how: Callable[..., Any], settings: Settings) ->
 
 # ---------------------------------------------------------------- time
 
+SPREAD = "spread of the rounds"
+BUSY = 0.10  # a spread above it says that the machine did something else, too
+
 
 class Times(NamedTuple):
     """Seconds of one step."""
@@ -414,23 +427,37 @@ class Times(NamedTuple):
 
 def timed(rival: Contestant, stage: nn.Module, x: Tensor, dy: Tensor, device: str) -> Times:
     found: list[float] = []
+    # On the CPU with one thread everything runs in this one: its own time leaves out what others took.
+    is_alone = not device.startswith("cuda") and torch.get_num_threads() == 1
+    clock = time.thread_time if is_alone else time.perf_counter
 
     @contextmanager
     def mark(phase: str) -> Iterator[None]:
-        begin = time.perf_counter()
+        begin = clock()
         yield
         if device.startswith("cuda"):
             torch.cuda.synchronize()
-        found.append(time.perf_counter() - begin)
+        found.append(clock() - begin)
 
     step(rival, stage, x, dy, mark)
     return Times(*found)
 
 
 def interleaved(
-    rivals: dict[str, Contestant], stage: nn.Module, x: Tensor, dy: Tensor, rounds: int, device: str
+    rivals: dict[str, Contestant],
+    stage: nn.Module,
+    x: Tensor,
+    dy: Tensor,
+    *,
+    rounds: int,
+    steps: int,
+    device: str,
 ) -> dict[str, list[Times]]:
-    """One step of each in turn, in another order each time, so that a slow moment hits all."""
+    """Each round's median time of a step.
+
+    Within a round the contestants take turns, each time in another order, so that a slow moment
+    hits all. A turn of several steps begins with one more, to warm up.
+    """
     for rival in rivals.values():
         step(rival, stage, x, dy)
     found: dict[str, list[Times]] = {name: [] for name in rivals}
@@ -439,18 +466,35 @@ def interleaved(
         turn = number % len(names)
         with no_collection():
             for name in (*names[turn:], *names[:turn]):
-                found[name].append(timed(rivals[name], stage, x, dy, device))
+                if steps > 1:
+                    step(rivals[name], stage, x, dy)
+                times = [timed(rivals[name], stage, x, dy, device) for _ in range(steps)]
+                found[name].append(Times(*map(statistics.median, zip(*times, strict=True))))
     return found
 
 
 def ratios(found: dict[str, list[Times]], part: Callable[[Times], float]) -> tuple[dict[str, float], float]:
-    """Each one's median ratio to plain of the same round; half the range of zbpp's middle half."""
+    """Each one's median ratio to plain of the same round, and how uncertain zbpp's is.
+
+    That is the notch of a box plot, about the 95 % interval of a median.
+    """
     by_round = {
         name: [part(ours) / part(plain) for ours, plain in zip(times, found["plain"], strict=True)]
         for name, times in found.items()
     }
-    lower, _, upper = statistics.quantiles(by_round["zbpp"], n=4) if len(by_round["zbpp"]) > 1 else (0, 0, 0)
-    return {name: statistics.median(each) for name, each in by_round.items()}, (upper - lower) / 2
+    ours = by_round["zbpp"]
+    lower, _, upper = statistics.quantiles(ours, n=4) if len(ours) > 1 else (0.0, 0.0, 0.0)
+    medians = {name: statistics.median(each) for name, each in by_round.items()}
+    return medians, 1.57 * (upper - lower) / len(ours) ** 0.5
+
+
+def spread(found: dict[str, list[Times]]) -> dict[str, float]:
+    """The range of the middle half of the rounds, relative to their median."""
+    whole = {name: [sum(times) for times in each] for name, each in found.items()}
+    if len(whole["plain"]) < 2:
+        return dict.fromkeys(whole, 0.0)
+    quartiles = {name: statistics.quantiles(each, n=4) for name, each in whole.items()}
+    return {name: (upper - lower) / middle for name, (lower, middle, upper) in quartiles.items()}
 
 
 def _milliseconds(found: dict[str, list[Times]], part: Callable[[Times], float]) -> dict[str, float]:
@@ -461,12 +505,13 @@ def host(rivals: dict[str, Contestant], settings: Settings) -> Iterator[Line]:
     for depth in settings.depths:
         stage = llama_stage(depth, settings)
         x, dy = tensors(stage, 1, 4, settings)
-        rounds = max(3, settings.rounds * 8 // (8 + depth))  # torch's takes seconds at many blocks
-        found = interleaved(rivals, stage, x, dy, rounds, settings.device)
+        steps = max(2, 64 // depth)
+        found = interleaved(rivals, stage, x, dy, rounds=settings.rounds, steps=steps, device=settings.device)
         blocks = f"{depth} block{'s' if depth > 1 else ''}"
-        for phase in "fbw":
-            values = _milliseconds(found, lambda times, phase=phase: getattr(times, phase))
-            yield Line(section="host", figure=f"{blocks}: {phase.upper()}, ms", values=values)
+        for place, phase in enumerate("FBW"):
+            values = _milliseconds(found, itemgetter(place))
+            yield Line(section="host", figure=f"{blocks}: {phase}, ms", values=values)
+        yield Line(section="host", figure=f"{blocks}: {SPREAD}", values=spread(found), form=".0%")
         values, _ = ratios(found, lambda times: times.b + times.w)
         yield Line(section="host", figure=f"{blocks}: (B+W) / backward", values=values)
         values, _ = ratios(found, sum)
@@ -476,10 +521,10 @@ def host(rivals: dict[str, Contestant], settings: Settings) -> Iterator[Line]:
 def compute(rivals: dict[str, Contestant], settings: Settings) -> Iterator[Line]:
     stage = llama_stage(settings.blocks, settings, settings.hidden)
     x, dy = tensors(stage, settings.batch, settings.time, settings)
-    found = interleaved(rivals, stage, x, dy, settings.compute_rounds, settings.device)
-    yield Line(section="compute", figure="F, ms", values=_milliseconds(found, lambda times: times.f))
-    yield Line(section="compute", figure="B, ms", values=_milliseconds(found, lambda times: times.b))
-    yield Line(section="compute", figure="W, ms", values=_milliseconds(found, lambda times: times.w))
+    found = interleaved(rivals, stage, x, dy, rounds=settings.compute_rounds, steps=1, device=settings.device)
+    for place, phase in enumerate("FBW"):
+        yield Line(section="compute", figure=f"{phase}, ms", values=_milliseconds(found, itemgetter(place)))
+    yield Line(section="compute", figure=SPREAD, values=spread(found), form=".0%")
     values, noise = ratios(found, lambda times: times.b + times.w)
     yield Line(section="compute", figure="(B+W) / backward", values=values, limit=1.0, noise=noise)
 
@@ -523,14 +568,33 @@ def measure(
     sections: Iterable[str], settings: Settings, say: Callable[[str], None] = lambda text: None
 ) -> tuple[list[Line], list[str]]:
     """The lines of these sections, and remarks."""
+    sections, lines = list(sections), []
+    if "host" in sections:
+        # First, since torch's split makes hooks, and from then on B looks for hooks at every site.
+        lines += watched("host", {"plain": Plain(), "zbpp": Zbpp()}, settings, say)
     rivals, remarks = contestants(settings)
-    lines: list[Line] = []
     for section in sections:
-        say(section)
-        for line in SECTIONS[section](rivals, settings):
-            lines.append(line)
-            say(f"{section}: {line.figure}")
+        found = watched(section, rivals, settings, say)
+        if section == "host":
+            found = [replace(line, figure=f"{line.figure}, with hooks", limit=None) for line in found]
+        lines += found
+    if any(SPREAD in line.figure and line.values["plain"] > BUSY for line in lines):
+        remarks.append(
+            "BUSY MACHINE: plain backward's own time varied; repeat this before relying on the ratios"
+        )
     return lines, remarks
+
+
+def watched(
+    section: str, rivals: dict[str, Contestant], settings: Settings, say: Callable[[str], None]
+) -> list[Line]:
+    """A section's lines, announcing each."""
+    say(section)
+    lines = []
+    for line in SECTIONS[section](rivals, settings):
+        lines.append(line)
+        say(f"{section}: {line.figure}")
+    return lines
 
 
 def table(lines: list[Line], about: dict[str, Any], settings: Settings, remarks: list[str]) -> str:
@@ -580,8 +644,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines, remarks = measure(options.sections or SECTIONS, settings, lambda text: status.update(text))
     print(table(lines, about, settings, remarks))
     if options.json is not None:
-        found = {"machine": about, "settings": asdict(settings), "remarks": remarks}
-        found["lines"] = [{**asdict(line), "mark": line.mark} for line in lines]
+        found = {
+            "machine": about,
+            "settings": asdict(settings),
+            "remarks": remarks,
+            "lines": [{**asdict(line), "mark": line.mark} for line in lines],
+        }
         options.json.write_text(json.dumps(found, indent=2) + "\n")
     return int(any(line.met is False for line in lines))
 
@@ -603,7 +671,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         ("time", "tokens of a row there"),
         ("blocks", "there"),
         ("tiny", "hidden size for host time"),
-        ("rounds", "of host time; fewer at many blocks"),
+        ("rounds", "of host time"),
         ("compute_rounds", "of compute time"),
     ):
         option = f"--{name.replace('_', '-')}"

@@ -61,7 +61,9 @@ def main(config: DictConfig) -> None:
 def merged(config: DictConfig) -> DictConfig:
     """The config with its types. Raises ConfigError for a value of another type."""
     try:
-        return OmegaConf.merge(OmegaConf.structured(ExplainConfig), config)
+        types: DictConfig = OmegaConf.structured(ExplainConfig)
+        types.merge_with(config)
+        return types
     except OmegaConfBaseException as error:
         text = str(error).partition("\n")[0]
         raise configs.ConfigError(f"{error.full_key}: {text}") from error

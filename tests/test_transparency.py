@@ -1,18 +1,18 @@
 """A pipeline changes nothing: every schedule, real processes, against a plain loop.
 
-Between schedules and numbers of ranks, losses and gradients are equal to the last bit; against
-plain autograd to 1e-12 in float64 (a GEMM that accumulates rounds in another order than a GEMM
-and an add), relative to max(the parameter's largest gradient, 1e-6 of the model's largest: a
-key's bias has gradient zero in theory).
+Between schedules and numbers of ranks, a run's losses, gradients and weights are equal to the last
+bit; against plain autograd to 1e-12 in float64 (a GEMM that accumulates rounds in another order
+than a GEMM and an add), relative to max(the parameter's largest gradient, 1e-6 of the model's
+largest: a key's bias has gradient zero in theory).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
@@ -21,94 +21,130 @@ from zbpp.models.llama import Llama
 from zbpp.schedule import SCHEDULES
 
 M, BATCH, TIME, VOCAB = 8, 16, 12, 31
+NUM_STEPS = 30
+COMPARED = 2  # the step whose gradients are kept: later, 1e-16 has grown by training itself
 MODELS = {
     "gpt": lambda: Gpt(vocab_size=VOCAB, num_layers=8, hidden_size=16, num_heads=2, sequence_length=TIME),
     "llama": lambda: Llama(
         vocab_size=VOCAB, num_layers=8, hidden_size=16, num_heads=4, num_kv_heads=2, sequence_length=TIME
     ),
 }
-Result = tuple[list[float], dict[str, Tensor]]
+
+
+class Run(NamedTuple):
+    """Microbatch losses of all steps; by parameter, gradients of one early step and weights at the end."""
+
+    losses: list[float]
+    grads: dict[str, Tensor]
+    weights: dict[str, Tensor]
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Each token is 0 to 2 above the one before: something to learn."""
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(VOCAB, (BATCH, TIME + 1), generator=generator)
+    tokens = torch.randint(3, (BATCH, TIME + 1), generator=generator).cumsum(1) % VOCAB
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def train(rank: int, model_name: str, schedule: str, num_ranks: int, num_steps: int) -> Result:
-    """Losses, and the gradients of the last step, of this rank."""
+def parameters_of(stages: dict[int, nn.Module]) -> dict[str, nn.Parameter]:
+    return {name: p for stage in stages.values() for name, p in stage.named_parameters()}
+
+
+def train(rank: int, model_name: str, schedule: str, num_ranks: int, num_steps: int) -> Run:
+    """What this rank has of a run."""
     torch.set_default_dtype(torch.float64)
     model = MODELS[model_name]()
     timetable = plan(schedule, num_ranks, M)
     stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(rank)}
     pipeline = Pipeline(stages, timetable, loss_fn=model.loss)
-    parameters = {name: p for stage in stages.values() for name, p in stage.named_parameters()}
+    parameters = parameters_of(stages)
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2)
-    losses: list[float] = []
+    losses, grads = [], {}
     for step in range(num_steps):
         optimizer.zero_grad()
         inputs, target = batch(step)
         has_first, has_last = 0 in stages, timetable.num_stages - 1 in stages
         found = pipeline.step(*((inputs,) if has_first else ()), target=target if has_last else None)
         losses += [loss.item() for loss in found]
+        if step + 1 == COMPARED:
+            grads = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
         optimizer.step()
-    return losses, {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    return Run(losses, grads, {name: p.detach() for name, p in parameters.items()})
 
 
-def plain(model_name: str, num_steps: int) -> Result:
+def train_all(rank: int, model_name: str, schedules: list[str], num_ranks: int, num_steps: int) -> list[Run]:
+    """One run after the other in the same processes."""
+    return [train(rank, model_name, schedule, num_ranks, num_steps) for schedule in schedules]
+
+
+def plain(model_name: str, num_steps: int) -> Run:
     """One process, the whole model, microbatches one after another, loss.backward()."""
     torch.set_default_dtype(torch.float64)
     try:
         model = MODELS[model_name]()
         module = model.build_stage(0, 1)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-        losses = []
+        parameters = parameters_of({0: module})
+        optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2)
+        losses, grads = [], {}
         for step in range(num_steps):
             optimizer.zero_grad()
             for inputs, target in zip(*(each.chunk(M) for each in batch(step)), strict=True):
                 loss = model.loss(module(inputs), target)
                 (loss / M).backward()
                 losses.append(loss.item())
+            if step + 1 == COMPARED:
+                grads = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
             optimizer.step()
-        return losses, {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+        return Run(losses, grads, {name: p.detach() for name, p in parameters.items()})
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def merged(results: list[Any]) -> Result:
-    losses = [loss for found, _ in results for loss in found]
-    return losses, {name: grad for _, grads in results for name, grad in grads.items()}
+_FOUND: dict[tuple[str, int, int], dict[str, Run]] = {}
 
 
-_FOUND: dict[tuple[str, str, int], Result] = {}
-
-
-def piped(model: str, schedule: str, num_ranks: int) -> Result:
-    """Cached: each run is compared with several others."""
-    key = (model, schedule, num_ranks)
+def piped(model: str, schedule: str, num_ranks: int, num_steps: int) -> Run:
+    """The merged run of all ranks. Cached: all schedules of one model and rank count run in one start."""
+    key = (model, num_ranks, num_steps)
     if key not in _FOUND:
-        _FOUND[key] = merged(run_ranks(train, num_ranks, model, schedule, num_ranks, 2))
-    return _FOUND[key]
+        names = list(SCHEDULES) if num_steps == NUM_STEPS else [schedule]
+        results = run_ranks(train_all, num_ranks, model, names, num_ranks, num_steps, timeout=110)
+        _FOUND[key] = {name: _merged([rank[i] for rank in results]) for i, name in enumerate(names)}
+    return _FOUND[key][schedule]
 
 
+def _merged(runs: list[Run]) -> Run:
+    return Run(
+        [loss for run in runs for loss in run.losses],
+        {name: grad for run in runs for name, grad in run.grads.items()},
+        {name: weight for run in runs for name, weight in run.weights.items()},
+    )
+
+
+@pytest.mark.slow  # one of each rank count starts the processes for all schedules
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_losses_and_gradients_are_equal_to_the_last_bit(schedule: str, num_ranks: int) -> None:
-    losses, grads = piped("gpt", schedule, num_ranks)
-    expected_losses, expected = piped("gpt", "gpipe", 1)
-    assert losses == expected_losses
-    assert grads.keys() == expected.keys()
-    assert all(torch.equal(grads[name], expected[name]) for name in expected)
+def test_a_run_of_30_steps_is_equal_to_the_last_bit(schedule: str, num_ranks: int) -> None:
+    found, expected = piped("gpt", schedule, num_ranks, NUM_STEPS), piped("gpt", "gpipe", 1, NUM_STEPS)
+    assert len(expected.losses) == NUM_STEPS * M
+    assert found.losses == expected.losses
+    for mine, theirs in ((found.grads, expected.grads), (found.weights, expected.weights)):
+        assert mine.keys() == theirs.keys()
+        assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
+
+
+def test_the_losses_of_30_steps_are_those_of_a_plain_loop() -> None:
+    found, expected = piped("gpt", "zb_h1", 2, NUM_STEPS), plain("gpt", NUM_STEPS)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-12, abs=0)
+    assert sum(expected.losses[-M:]) < 0.7 * sum(expected.losses[:M])  # it learns
 
 
 @pytest.mark.parametrize(("model", "schedule", "num_ranks"), [("gpt", "zb_h1", 2), ("llama", "zb_v", 2)])
 def test_gradients_are_those_of_plain_autograd(model: str, schedule: str, num_ranks: int) -> None:
-    losses, grads = piped(model, schedule, num_ranks)
-    expected_losses, expected = plain(model, 2)
-    assert losses == pytest.approx(expected_losses, rel=1e-12, abs=0)
-    assert grads.keys() == expected.keys()
-    floor = 1e-6 * max(grad.abs().max().item() for grad in expected.values())
-    for name, grad in expected.items():
+    found, expected = piped(model, schedule, num_ranks, COMPARED), plain(model, COMPARED)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-12, abs=0)
+    assert found.grads.keys() == expected.grads.keys()
+    floor = 1e-6 * max(grad.abs().max().item() for grad in expected.grads.values())
+    for name, grad in expected.grads.items():
         scale = max(grad.abs().max().item(), floor)
-        assert (grads[name] - grad).abs().max().item() <= 1e-12 * scale, name
+        assert (found.grads[name] - grad).abs().max().item() <= 1e-12 * scale, name

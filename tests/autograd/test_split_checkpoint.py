@@ -1,5 +1,7 @@
 """Activation checkpointing in the split backward: zbpp's own, and both kinds of torch's."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -135,9 +137,12 @@ def test_checkpoints_may_be_nested():
 def test_keywords_and_constants_and_none():
     class Module(Checkpointed):
         def forward(self, x, scale, mask):
+            def run(block, x, *, scale, times, mask):
+                assert mask is None
+                return block(x, scale=scale) * times
+
             for block in self:
-                x = self.how(lambda x, *, scale, times, mask: block(x, scale=scale) * times, x,
-                             scale=scale, times=2, mask=mask)  # fmt: skip
+                x = self.how(partial(run, block), x, scale=scale, times=2, mask=mask)
             return x
 
     assert_equals_without(lambda how: Module(how, Block(), Block()), lambda: (leaf(5, 8), leaf(8), None))
@@ -274,12 +279,13 @@ def test_between_f_and_b_only_a_blocks_input_is_kept():
     """And between B and W what its own split keeps."""
     module = Checkpointed(checkpoint, Block())
     saved = CountCalls()
+    x = torch.randn(5, 8, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved() or t, lambda t: t):
-        output = module(torch.randn(5, 8, requires_grad=True))
+        output = module(x)
     assert saved.number == 1
-    _, weight_grads = backward_input(output, torch.ones(5, 8), ())
-    # x and dy of `up` and `down`; dy of `down` is what arrived.
-    assert weight_grads.held_bytes == 4 * 5 * (8 + 16 + 16 + 8)
+    _, weight_grads = backward_input(output, torch.ones(5, 8), x)
+    # x and dy of `up` and `down`, the two gradients of the norm.
+    assert weight_grads.held_bytes == 4 * (5 * (8 + 16) + 5 * (16 + 8) + 2 * 8)
 
 
 def test_recompute_checkpoints_a_module_and_keeps_its_names():
@@ -383,18 +389,32 @@ def test_a_reentrant_checkpoint_leaves_the_inputs_grad_as_it_was():
     assert grad.shape == (5, 8)
 
 
-def test_a_reentrant_checkpoint_below_a_nonleaf_input_stops_there():
-    """What lies above an input of B belongs to another B."""
-    above, module = nn.Linear(8, 8), Checkpointed(reentrant, Block())
-    x = above(torch.randn(5, 8))
-    (grad,), _ = backward_input(module(x), torch.ones(5, 8), x)
-    assert grad.shape == (5, 8)
-    assert above.weight.grad is None
-
-
-def test_a_reentrant_checkpoint_obeys_the_chosen_parameters():
+def test_a_reentrant_checkpoint_allows_an_input_that_is_one_step_from_a_leaf():
+    """So that a stage may change its input in place."""
     module = Checkpointed(reentrant, Block())
     x = torch.randn(5, 8, requires_grad=True)
-    _, weight_grads = backward_input(module(x), torch.ones(5, 8), x, parameters=[module[0].up.weight])
-    weight_grads.accumulate()
-    assert grads_of(module).keys() == {"0.up.weight"}
+    (expected,), _ = backward_input(module(x), torch.ones(5, 8), x)
+    copied = x.clone()
+    (grad,), _ = backward_input(module(copied), torch.ones(5, 8), copied)
+    assert torch.equal(grad, expected)
+
+
+def test_a_reentrant_checkpoint_refuses_an_input_that_was_computed():
+    """What lies above an input belongs to another B, and a plain backward would not stop there."""
+    above, module = nn.Linear(8, 8), Checkpointed(reentrant, Block())
+    x = above(torch.randn(5, 8))
+    output = module(x)
+    with pytest.raises(ValueError, match=r"inputs\[0\] was computed.*use_reentrant=False"):
+        backward_input(output, torch.ones(5, 8), x)
+    assert above.weight.grad is None
+    assert grads_of(module) == {}
+    output.sum().backward()  # nothing has run
+
+
+def test_a_reentrant_checkpoint_refuses_chosen_parameters():
+    """A plain backward adds to the `.grad` of all."""
+    module = Checkpointed(reentrant, Block())
+    x = torch.randn(5, 8, requires_grad=True)
+    with pytest.raises(ValueError, match="parameters.*use_reentrant=False"):
+        backward_input(module(x), torch.ones(5, 8), x, parameters=[module[0].up.weight])
+    assert grads_of(module) == {}

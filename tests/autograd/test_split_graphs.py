@@ -61,6 +61,31 @@ def test_inputs_without_grad_get_none():
     assert facts.deferred == linear_weights(Two())
 
 
+class Embedded(nn.Module):
+    """Stage 0: from the embedding up, activations too lead to parameters only, by single edges."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.embedding, self.weight = nn.Embedding(11, 4), weight
+
+    def forward(self, tokens):
+        return self.weight @ self.embedding(tokens).t()
+
+
+def test_an_activation_on_stage_0_is_not_taken_for_a_weight():
+    facts = assert_equals_plain(
+        lambda: Embedded(nn.Parameter(torch.randn(4, 4))), lambda: torch.randint(11, (5,))
+    )
+    assert facts.deferred == {"weight", "embedding.weight"}
+
+
+def test_an_embedding_below_a_frozen_layer_keeps_its_own_dy():
+    """Small, where what the wide layer above it gets is not."""
+    facts = assert_equals_plain(lambda: Embedded(torch.randn(100, 4)), lambda: torch.randint(11, (5,)))
+    assert facts.deferred == {"embedding.weight"}
+    assert facts.held_bytes == 8 * (5 + 5 * 4)
+
+
 def test_lora_adapters_are_deferred():
     class LoRA(nn.Module):
         def __init__(self):
@@ -76,9 +101,7 @@ def test_lora_adapters_are_deferred():
 
 
 def test_unused_parameters_are_left_alone():
-    facts = assert_equals_plain(
-        two(forward=lambda self, x: torch.tanh(self.first(x))), lambda: leaf(5, 4)
-    )
+    facts = assert_equals_plain(two(forward=lambda self, x: torch.tanh(self.first(x))), lambda: leaf(5, 4))
     assert facts.grads.keys() == {"first.weight", "first.bias"}
 
 
@@ -397,16 +420,26 @@ def test_b_and_w_draw_no_random_numbers():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_complex_weights():
+COMPLEX = {
+    "x @ w": lambda x, w: x @ w,
+    "x @ w.t()": lambda x, w: x @ w.t(),
+    "w @ x.t()": lambda x, w: w @ x.t(),
+    "w.t() @ x.t()": lambda x, w: w.t() @ x.t(),
+}
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_complex_weights(name):
     class Complex(nn.Module):
         def __init__(self):
             super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.complex128))
+            self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex128))
 
         def forward(self, x):
-            return torch.view_as_real(x.to(torch.complex128) * (1 + 2j) @ self.weight)
+            return torch.view_as_real(COMPLEX[name](x.to(torch.complex128) * (1 + 2j), self.weight))
 
     facts = assert_equals_plain(Complex, lambda: leaf(5, 4))
+    assert not facts.deferred  # computed in B, which conjugates
     assert facts.grads["weight"].is_complex()
 
 

@@ -11,7 +11,9 @@ BF16 = 2**-8  # half a unit in the last place, relative
 
 
 def network():
-    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 4))
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 4)
+    )
 
 
 def under_autocast(module, *inputs):
@@ -30,7 +32,11 @@ def test_weights_that_autocast_casts_are_deferred():
 
 def test_a_convolution_under_autocast_is_deferred():
     facts = assert_equals_plain(
-        lambda: nn.Conv1d(4, 8, 3), lambda: leaf(2, 4, 9), under_autocast, dtype=torch.float32, tolerance=4 * BF16
+        lambda: nn.Conv1d(4, 8, 3),
+        lambda: leaf(2, 4, 9),
+        under_autocast,
+        dtype=torch.float32,
+        tolerance=4 * BF16,
     )
     assert "weight" in facts.deferred
 

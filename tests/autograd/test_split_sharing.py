@@ -157,7 +157,12 @@ def test_two_parameters_with_one_gradient_do_not_share_it():
 
 @pytest.mark.parametrize(
     "use",
-    [lambda p: p.sum(), lambda p: p.mean(0), lambda p: p.expand(3, 5, 4), lambda p: p[:, None].expand(5, 3, 4)],
+    [
+        lambda p: p.sum(),
+        lambda p: p.mean(0),
+        lambda p: p.expand(3, 5, 4),
+        lambda p: p[:, None].expand(5, 3, 4),
+    ],
 )
 def test_a_gradient_without_memory_of_its_own_is_copied(use):
     """`p.sum()` gives one of stride 0."""

@@ -15,7 +15,10 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed"])
+# The last two are what the first autograd.grad and the first optimizer of a process import: 1.4 s together.
+_CONTEXT.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"]
+)
 
 
 def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60.0) -> list[Any]:

@@ -23,7 +23,7 @@ GENERATOR = torch.Generator()
 
 
 class Facts(NamedTuple):
-    """What one comparison saw. Names of parameters, of all microbatches; in neither set are those without a gradient."""
+    """What one comparison saw. Names of parameters that had a gradient in any microbatch."""
 
     deferred: set[str]  # W computes the gradient
     computed: set[str]  # B did; W only adds it
@@ -49,7 +49,7 @@ def leaf(*shape: int) -> Tensor:
 
 def double(*shape: int, seed: int = 0) -> Tensor:
     """Drawn numbers in float64, the same at each call."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def assert_equals_plain(

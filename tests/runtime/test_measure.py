@@ -71,9 +71,7 @@ def test_each_action_takes_at_least_as_long_as_it_slept(recorded):
     slept = {Op.F: 10.0, Op.B: 20.0, Op.W: 30.0, Op.BW: 50.0}
     starts, ends, _, _ = results[0]
     for row, start, end in zip(timetable.rows, starts, ends, strict=True):
-        assert all(
-            took >= slept[action.op] for action, took in zip(row, (end - start).tolist(), strict=True)
-        )
+        assert all(took >= slept[action.op] for action, took in zip(row, (end - start).tolist(), strict=True))
 
 
 def test_a_value_is_used_after_it_was_made(recorded):
@@ -91,10 +89,10 @@ def test_costs_are_in_the_ratio_of_the_true_times():
     timeline = type(timeline)(timetable, starts, ends, peaks)
     costs = measured_costs(timeline)
     for stage in range(2):
-        assert costs.f[stage] == pytest.approx(10, rel=0.5)
-        assert costs.b[stage] / costs.f[stage] == pytest.approx(2, rel=0.3)
-        assert costs.w[stage] / costs.f[stage] == pytest.approx(3, rel=0.3)
-    assert simulate(timetable, costs).makespan == pytest.approx(timeline.makespan, rel=0.3)
+        assert 10 <= costs.f[stage] < 20
+        assert costs.b[stage] / costs.f[stage] == pytest.approx(2, rel=0.4)
+        assert costs.w[stage] / costs.f[stage] == pytest.approx(3, rel=0.4)
+    assert simulate(timetable, costs).makespan == pytest.approx(timeline.makespan, rel=0.4)
 
 
 def test_a_cpus_peak_is_at_least_what_the_process_holds():

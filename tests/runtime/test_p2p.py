@@ -21,7 +21,10 @@ DTYPES = [
 # ---------------------------------------------------------------- headers
 
 tensor_layouts = st.builds(
-    TensorLayout, st.sampled_from(DTYPES), st.lists(st.integers(0, 2**40), max_size=5).map(tuple), st.booleans()
+    TensorLayout,
+    st.sampled_from(DTYPES),
+    st.lists(st.integers(0, 2**40), max_size=5).map(tuple),
+    st.booleans(),
 )
 
 

@@ -115,7 +115,9 @@ def test_gradients_are_the_mean_over_microbatches_as_of_one_batch_with_a_mean_lo
     (losses,), found = piped(0, plan("zb_h1", 1, num_microbatches))
     assert len(losses) == num_microbatches
     x, target = batch()
-    assert sum(losses) / len(losses) == pytest.approx(F.mse_loss(Stage(range(4))(x), target).item(), rel=1e-14)
+    assert sum(losses) / len(losses) == pytest.approx(
+        F.mse_loss(Stage(range(4))(x), target).item(), rel=1e-14
+    )
     assert_close(found, plain())
 
 
@@ -379,7 +381,9 @@ def step_and_look_inside(rank, timetable):
         for each in (pipeline._train, pipeline._evaluate)
         for box in (*each._inboxes.values(), *each._outboxes.values())
     ]
-    workers = [(worker._saved, worker._deferred, tuple(worker._feed)) for worker in pipeline._workers.values()]
+    workers = [
+        (worker._saved, worker._deferred, tuple(worker._feed)) for worker in pipeline._workers.values()
+    ]
     return links, workers
 
 
@@ -408,6 +412,38 @@ def test_an_error_in_one_step_does_not_spoil_the_next():
         stage.zero_grad()
     assert len(pipeline.step(x, target=target)) == 4
     assert_close(gradients(stages), plain())
+
+
+def step_again_after_a_failure(rank):
+    """Rank 1 fails in its first F; what does each rank say to a second step?"""
+    timetable = plan("1f1b", 2, 4)
+    stages = stages_for(timetable, rank)
+    if rank == 1:
+        stages[1].register_forward_pre_hook(_fail)
+    pipeline = Pipeline(stages, timetable, F.mse_loss, timeout=3.0)
+    x, target = batch()
+    told = []
+    for _ in range(2):
+        try:
+            pipeline.step(x, target=target)
+        except Exception as error:
+            told.append(f"{type(error).__name__}: {error}")
+        time.sleep(rank)  # rank 0 sees rank 1's links close only when it ends
+    return told
+
+
+def _fail(module, args):
+    raise KeyError("planted")
+
+
+def test_after_a_failed_step_of_several_ranks_the_next_one_is_refused():
+    """Its messages may be half delivered: a second step could take old values for new ones."""
+    (first_0, second_0), (first_1, second_1) = run_ranks(step_again_after_a_failure, 2)
+    assert first_0.startswith("CommunicationError: rank 0, step ")
+    assert first_1 == "KeyError: 'planted'"
+    for second in (second_0, second_1):
+        assert second.startswith("RuntimeError: an earlier step failed (")
+        assert second.endswith("make a new Pipeline")
 
 
 # ---------------------------------------------------------------- what is refused
@@ -444,9 +480,10 @@ def test_a_group_of_another_size_is_an_error_on_every_rank():
 
 
 def test_more_ranks_than_one_need_a_process_group():
-    with pytest.raises(ValueError, match="for 2 ranks, but there is no process group: start the job with torchr"):
-        build_for = plan("1f1b", 2, 4)
-        Pipeline(stages_for(build_for, 0), build_for, F.mse_loss)
+    timetable = plan("1f1b", 2, 4)
+    stages = stages_for(timetable, 0)
+    with pytest.raises(ValueError, match="for 2 ranks, but there is no process group: start the job with t"):
+        Pipeline(stages, timetable, F.mse_loss)
 
 
 def build_for_different_timetables(rank):
@@ -534,7 +571,11 @@ def test_a_peer_that_leaves_ends_the_wait_at_once():
     [
         ((), {"target": drawn(8, SIZE)}, "this rank owns stage 0: pass the batch's inputs to step"),
         ((drawn(8, SIZE),), {}, "the last stage needs target="),
-        ((drawn(7, SIZE),), {"target": drawn(7, SIZE)}, "argument 0 has 7 rows, which don't split into num_m"),
+        (
+            (drawn(7, SIZE),),
+            {"target": drawn(7, SIZE)},
+            "argument 0 has 7 rows, which don't split into num_m",
+        ),
         ((drawn(8, SIZE),), {"target": drawn(6, SIZE)}, "target has 6 rows"),
         ((drawn(8, SIZE),), {"target": drawn(8, SIZE), "scale": drawn(3, 1)}, "scale has 3 rows"),
     ],

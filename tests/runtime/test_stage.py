@@ -42,7 +42,9 @@ def gradients(module):
 
 
 def inputs_and_output_gradients():
-    return [(drawn(ROWS, SIZE, seed=10 + i).requires_grad_(), drawn(ROWS, SIZE, seed=20 + i)) for i in range(M)]
+    return [
+        (drawn(ROWS, SIZE, seed=10 + i).requires_grad_(), drawn(ROWS, SIZE, seed=20 + i)) for i in range(M)
+    ]
 
 
 def plain(module):
@@ -330,8 +332,16 @@ def test_the_last_module_may_return_the_loss_itself():
     ("loss_fn", "targets", "message"),
     [
         (F.mse_loss, None, "the last stage needs target=...: there is a loss_fn"),
-        (None, None, r"the loss must be a scalar tensor, not \(float64\[4, 5\]\); reduce it, or pass loss_fn"),
-        (lambda output, target: output - target, [0.0] * M, r"must be a scalar tensor, not \(float64\[4, 5\]"),
+        (
+            None,
+            None,
+            r"the loss must be a scalar tensor, not \(float64\[4, 5\]\); reduce it, or pass loss_fn",
+        ),
+        (
+            lambda output, target: output - target,
+            [0.0] * M,
+            r"must be a scalar tensor, not \(float64\[4, 5\]",
+        ),
         (lambda output, target: 0.0, [0.0] * M, "must be a scalar tensor, not float"),
     ],
 )
@@ -353,10 +363,13 @@ class Returns(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("value", "kinds"), [([1], "list"), (None, "NoneType"), ((), "nothing"), ((torch.ones(1), 2.0), "Tensor, float")]
+    ("value", "kinds"),
+    [([1], "list"), (None, "NoneType"), ((), "nothing"), ((torch.ones(1), 2.0), "Tensor, float")],
 )
 def test_a_stage_that_returns_no_tensors_is_refused(value, kinds):
-    with pytest.raises(BoundaryError, match=f"stage 1 returned {kinds}: a stage returns a tensor, or a tuple"):
+    with pytest.raises(
+        BoundaryError, match=f"stage 1 returned {kinds}: a stage returns a tensor, or a tuple"
+    ):
         middle(Returns(value)).forward(0, (drawn(ROWS, SIZE),))
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 
 import pytest
 
@@ -18,7 +19,16 @@ def test_each_step_is_in_the_file_as_soon_as_it_is_logged(tmp_path):
     for number, metrics in enumerate(STEPS, 1):
         logger.log(metrics)
         assert [json.loads(line) for line in path.read_text().splitlines()] == STEPS[:number]
-    logger.close({})
+    logger.close({}, failed=False)
+
+
+def test_a_number_that_json_cannot_write_is_null(tmp_path):
+    """Strict readers refuse NaN; a diverged run is still readable."""
+    path = tmp_path / "metrics.jsonl"
+    logger = JsonLines(path)
+    logger.log({"step": 1, "loss": math.nan, "grad_norm": math.inf, "skipped": True})
+    logger.close({}, failed=False)
+    assert path.read_text() == '{"step": 1, "loss": null, "grad_norm": null, "skipped": true}\n'
 
 
 class Spy:
@@ -28,8 +38,13 @@ class Spy:
     def log(self, metrics):
         self.logged.append(metrics)
 
-    def close(self, summary):
-        self.closed.append(summary)
+    def close(self, summary, *, failed):
+        self.closed.append((summary, failed))
+
+
+class Broken(Spy):
+    def close(self, summary, *, failed):
+        raise OSError("disk full")
 
 
 def test_several_loggers_get_the_same_and_are_closed_with_the_summary():
@@ -38,15 +53,27 @@ def test_several_loggers_get_the_same_and_are_closed_with_the_summary():
         for metrics in STEPS:
             loggers.log(metrics)
         loggers.summary = {"loss": 1.25}
-    assert [(spy.logged, spy.closed) for spy in spies] == [(STEPS, [{"loss": 1.25}])] * 2
+    assert [(spy.logged, spy.closed) for spy in spies] == [(STEPS, [({"loss": 1.25}, False)])] * 2
 
 
 def test_loggers_are_closed_when_a_run_fails():
     spy = Spy()
-    with pytest.raises(KeyError), Loggers([spy]) as loggers:
-        loggers.log(STEPS[0])
-        raise KeyError("planted")
-    assert spy.closed == [{}]
+
+    def fail():
+        with Loggers([spy]) as loggers:
+            loggers.log(STEPS[0])
+            raise KeyError("planted")
+
+    with pytest.raises(KeyError, match="planted"):
+        fail()
+    assert spy.closed == [({}, True)]
+
+
+def test_each_logger_is_closed_even_if_another_cannot_be():
+    spies = [Spy(), Broken(), Spy()]
+    with pytest.raises(OSError, match="disk full"), Loggers(spies):
+        pass
+    assert [len(spy.closed) for spy in spies] == [1, 0, 1]
 
 
 @pytest.fixture

@@ -84,7 +84,9 @@ def test_a_run_follows_a_plain_loop_with_adamw_clipping_and_schedule(clip_norm):
 def test_every_step_has_its_metrics():
     history = list(trainer_of(evaluate_every=2).run(5))
     assert [metrics["step"] for metrics in history] == [1, 2, 3, 4, 5]
-    assert [metrics["learning_rate"] for metrics in history] == pytest.approx([0.01 * FACTOR(s) for s in range(5)])
+    assert [metrics["learning_rate"] for metrics in history] == pytest.approx(
+        [0.01 * FACTOR(s) for s in range(5)]
+    )
     assert all(metrics["tokens_per_second"] > 0 for metrics in history)
     assert [metrics["step"] for metrics in history if "evaluation_loss" in metrics] == [2, 4, 5]
 

@@ -24,7 +24,7 @@ class Collector:
         self.inputs, self.wanted, self.work = inputs, wanted, work
 
     def may_defer(self, leaf: Tensor) -> bool:
-        """Not what B itself is asked for; nor what tensor hooks wait for: they see a leaf's whole gradient."""
+        """Not what B itself is asked for; nor what tensor hooks wait for: they see the whole gradient."""
         return not leaf._backward_hooks and not any(leaf is each for each in self.inputs)
 
 

@@ -55,7 +55,7 @@ class Explanation(NamedTuple):
 
     @property
     def held_bytes(self) -> int:
-        """What `WeightGrads.held_bytes` will be, or a little less where gradients share memory."""
+        """`WeightGrads.held_bytes` to be; less where gradients share memory, more where they are views."""
         return self.x_bytes + self.dy_bytes + self.gradient_bytes
 
     def __str__(self) -> str:
@@ -129,7 +129,7 @@ class _Graph:
     def __init__(self, roots: list[Edge], stops: frozenset[Edge], found: Survey) -> None:
         self.found = found
         self.leaves = [*found.deferred, *found.eager]
-        self.sites = {use.site for uses in found.deferred.values() for use in uses}
+        self.sites = {site for uses in found.deferred.values() for site, _ in uses}
         self.users: dict[Node, list[tuple[Node | None, int]]] = {}
         pending = [node for node, _ in dict.fromkeys(roots) if node is not None]
         for node in pending:
@@ -191,11 +191,11 @@ def _row(tensor: Tensor, names: dict[int, tuple[str, Tensor]], where: Where, why
     return Row(name, shape, tensor.nbytes, where, why, **held)
 
 
-def _x_storages(uses: Iterable[Use]) -> dict[int, int]:
+def _x_storages(uses: Iterable[tuple[Node, Use]]) -> dict[int, int]:
     """Bytes of each storage that W keeps, by the storage's identity."""
     tensors = [
         tensor
-        for use in uses
+        for _, use in uses
         for held in use.held
         for tensor in (held.tensors() if isinstance(held, Packed) else [held])
     ]
@@ -203,9 +203,9 @@ def _x_storages(uses: Iterable[Use]) -> dict[int, int]:
     return {storage._cdata: storage.nbytes() for storage in storages}
 
 
-def _dys(uses: Iterable[Use]) -> dict[Node, int]:
+def _dys(uses: Iterable[tuple[Node, Use]]) -> dict[Node, int]:
     """Bytes of the dy that each site will get: the gradient of its output."""
-    return {use.site: _dy_bytes(use.site) for use in uses}
+    return {site: _dy_bytes(site) for site, _ in uses}
 
 
 def _dy_bytes(site: Any) -> int:
@@ -219,8 +219,10 @@ def _dy_bytes(site: Any) -> int:
 # ---- Why
 
 
-def _deferred(uses: list[Use]) -> str:
-    ways = Counter(_named(use.site, [node for node, _ in use.chain], runs=use.views is None) for use in uses)
+def _deferred(uses: list[tuple[Node, Use]]) -> str:
+    ways = Counter(
+        _named(site, [node for node, _ in use.chain], runs=use.views is None) for site, use in uses
+    )
     return "; ".join(f"{way} ({count} uses)" if count > 1 else way for way, count in ways.items())
 
 

@@ -24,16 +24,18 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from zbpp.autograd.rules import TRANSPOSED, Add, Held, Rule, rule_of
+from zbpp.autograd.rules import Add, Held, Rule, rule_of
 from zbpp.autograd.views import MATRIX_TRANSPOSE, VIEWS, View
 
 Edge = tuple[Node, int]
 
 
 class Use(NamedTuple):
-    """One operand of a site that leads to a leaf, and what W keeps for it."""
+    """One operand of a site that leads to a leaf, and what W keeps for it.
 
-    site: Node
+    Not the site itself: it holds the nodes below it, and they what they have.
+    """
+
     held: Held
     add: Add
     chain: tuple[Edge, ...]  # from the operand's edge down to, not including, the leaf
@@ -43,7 +45,7 @@ class Use(NamedTuple):
 class Survey(NamedTuple):
     """What a walk found. Leaves are AccumulateGrad nodes; everything in the order of the walk."""
 
-    deferred: dict[Node, list[Use]]
+    deferred: dict[Node, list[tuple[Node, Use]]]  # leaf: (site, use)
     eager: list[Node]
     functions: list[Any]  # nodes of Python autograd Functions: each is its own ctx
 
@@ -57,13 +59,14 @@ def survey(roots: Iterable[Edge], stops: frozenset[Edge], wanted: set[int] | Non
     nodes = _walk([root for root in roots if root not in stops], stops)
     leaves = nodes.leaves
     if wanted is not None:
-        leaves = [leaf for leaf in leaves if id(variable(leaf)) in wanted]
+        # An empty leaf is a checkpoint's dummy: what is wanted may lie inside.
+        leaves = [leaf for leaf in leaves if id(variable(leaf)) in wanted or not variable(leaf).numel()]
     choices = ((site, rule, rule.weights) for site, rule in nodes.sites)
     deferred = _deferrable(choices, leaves, stops, nodes.repeats)
     if not any(rule.along for _, rule in nodes.sites):
         return Survey(deferred, [leaf for leaf in leaves if leaf not in deferred], nodes.functions)
     # A bias waits only where its weight does: dy is held there anyway.
-    split = {use.site for uses in deferred.values() for use in uses}
+    split = {site for uses in deferred.values() for site, _ in uses}
     choices = ((site, rule, (each,)) for site, rule in nodes.sites if site in split for each in rule.along)
     others = [leaf for leaf in leaves if leaf not in deferred]
     deferred |= _deferrable(choices, others, stops, nodes.repeats)
@@ -147,28 +150,39 @@ def _deferrable(
     leaves: list[Node],
     stops: frozenset[Edge],
     repeats: dict[Node | None, int],
-) -> dict[Node, list[Use]]:
+) -> dict[Node, list[tuple[Node, Use]]]:
     """The leaves all of whose uses are among these operands, taking of each site the first that can wait."""
-    found: dict[Node, list[Use]] = {leaf: [] for leaf in leaves}
+    found: dict[Node | None, list[tuple[Node, Use]]] = {leaf: [] for leaf in leaves if _is_plain(leaf)}
     for site, rule, operands in choices:
         below = site.next_functions
         for operand in operands:
             leaf, chain, views = _follow(below[operand], stops)
-            if leaf is None or leaf not in found or not _is_plain(leaf):
+            if leaf not in found or (rule.ready is not None and not rule.ready(site)):
                 continue
-            capture = rule.capture(site, operand)
-            if capture is not None:
+            kept = rule.kept.get(operand)
+            if kept is not None and getattr(site, kept.raw).unpack_hook is None:
+                held: Held = (getattr(site, kept.saved).detach(),)
+                add = kept.add
+                if views and views[-1] is MATRIX_TRANSPOSE:
+                    add, views = kept.transposed, views[:-1]
+            else:
+                capture = rule.capture(site, operand)
+                if capture is None:
+                    continue
                 held, add = capture
-                if views and views[-1] is MATRIX_TRANSPOSE and add in TRANSPOSED:
-                    add, views = TRANSPOSED[add], views[:-1]
-                found[leaf].append(Use(site, held, add, chain, views))
-                break
-    return {leaf: uses for leaf, uses in found.items() if uses and _are_all(uses, leaf, repeats)}
+            found[leaf].append((site, Use(held, add, chain, views)))
+            break
+    return {leaf: uses for leaf, uses in found.items() if leaf and uses and _are_all(uses, leaf, repeats)}
 
 
 def _is_plain(leaf: Any) -> bool:
-    """Whether W knows how to add to this leaf: subclasses (DTensor, quantised ones) are computed in B."""
+    """Whether W knows how to add to this leaf: subclasses (DTensor, quantised ones) are computed in B.
+
+    So are complex leaves, whose products would need conjugates.
+    """
     tensor = leaf.variable
+    if tensor.is_complex():
+        return False
     return type(tensor) is nn.Parameter or not hasattr(tensor, "__tensor_flatten__")
 
 
@@ -194,25 +208,27 @@ def _follow(
             below = [each for each in below if each[0] is not None]
             if len(below) != 1:
                 break
-        make_view = VIEWS.get(type(node).__name__)
-        views = None if make_view is None or views is None else (make_view(*edge), *views)
+        if views is not None:
+            make_view = VIEWS.get(type(node).__name__)
+            views = None if make_view is None else (make_view(*edge), *views)
         chain = (*chain, edge)
         edge = below[0]
     return None, (), None
 
 
-def _are_all(uses: list[Use], leaf: Node, repeats: dict[Node | None, int]) -> bool:
+def _are_all(uses: list[tuple[Node, Use]], leaf: Node, repeats: dict[Node | None, int]) -> bool:
     """Whether every edge into the leaf and into its chains belongs to one of these uses.
 
     A gradient captured at a leaf collects every path to it, so a leaf with one eager use
     besides a deferred one would be counted twice.
     """
-    if not repeats:
-        return len(uses) == 1
     if len(uses) == 1:  # nearly always: short for what follows
-        return leaf not in repeats and not any(node in repeats for node, _ in uses[0].chain)
+        for node, _ in uses[0][1].chain:
+            if node in repeats:
+                return False
+        return leaf not in repeats
     nodes = {leaf}
-    for use in uses:
+    for _, use in uses:
         nodes.update([node for node, _ in use.chain])
     num_repeats = sum([repeats[node] for node in nodes if node in repeats])
     # All edges into these nodes against those that we know: one per use, one below each chain node.

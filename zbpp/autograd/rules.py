@@ -13,7 +13,8 @@ Returning None leaves the operand to B. To teach zbpp a new node, register a rul
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -37,16 +38,33 @@ class Capture(NamedTuple):
     add: Add
 
 
+class Kept(NamedTuple):
+    """For an operand whose gradient needs just one saved tensor of the node: which, and how to add.
+
+    transposed: how to add it to the gradient of a leaf whose transpose the operand is.
+    """
+
+    name: str
+    add: Add
+    transposed: Add
+    raw: str  # the attributes of the node that hold it
+    saved: str
+
+
 class Rule(NamedTuple):
     """capture(node, operand) for the operands (indices into next_functions) of one kind of node.
 
     weights: operands that may be the weight, preferred first.
     along: operands deferred only together with a weight, since they need nothing but dy.
+    kept: what capture does for an operand, as data: the walk, which is in a hurry, reads it directly.
+    ready(node): whether the rule holds for this node; None if it always does.
     """
 
     capture: Callable[[Any, int], Capture | None]
     weights: tuple[int, ...]
     along: tuple[int, ...] = ()
+    kept: Mapping[int, Kept] = MappingProxyType({})
+    ready: Callable[[Any], bool] | None = None
 
 
 class Packed(NamedTuple):
@@ -126,8 +144,7 @@ def add_or_copy(target: Tensor, gradient: Tensor, fresh: bool) -> None:
 
 
 # ---- Products: y = a @ b, so d b = a.T @ dy and d a = dy @ b.T.
-# They accumulate straight into the target: no temporary the size of the weight. (Of complex
-# factors the conjugates are meant; real ones are their own.)
+# They accumulate straight into the target: no temporary the size of the weight.
 
 
 def _add_product(target: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
@@ -152,55 +169,54 @@ def _add_widened(target: Tensor, left: Tensor, right: Tensor, fresh: bool) -> No
 
 def add_left_product(target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
     """target += a.T @ dy, held = (a,)."""
-    _add_product(target, held[0].mH, dy, fresh)
+    _add_product(target, held[0].mT, dy, fresh)
 
 
 def add_right_product(target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
     """target += dy @ b.T, held = (b,)."""
-    _add_product(target, dy, held[0].mH, fresh)
+    _add_product(target, dy, held[0].mT, fresh)
 
 
 def _add_left_product_transposed(target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
-    _add_product(target, dy.mT, held[0].conj(), fresh)
+    _add_product(target, dy.mT, held[0], fresh)
 
 
 def _add_right_product_transposed(target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
-    _add_product(target, held[0].conj(), dy.mT, fresh)
+    _add_product(target, held[0], dy.mT, fresh)
 
 
-# How to add the gradient of an operand that is a leaf's transpose (nn.Linear's) to that of the leaf.
-TRANSPOSED: dict[Add, Add] = {
-    add_left_product: _add_left_product_transposed,
-    add_right_product: _add_right_product_transposed,
+_SIDES = {
+    "left": (add_left_product, _add_left_product_transposed),
+    "right": (add_right_product, _add_right_product_transposed),
 }
 
 
-@rule("BmmBackward0", weights=(1, 0))
-@rule("MmBackward0", weights=(1, 0))
-def _mm(node: Any, operand: int) -> Capture | None:
-    if operand == 1:
-        return keep(saved(node, "self"), add_left_product)
-    return keep(saved(node, "mat2"), add_right_product)
+def _product_rule(name: str, left: str, right: str, *, plus: bool = False) -> None:
+    """Register a product of two operands; `plus` a third, before them and unscaled: a bias."""
+
+    def capture(node: Any, operand: int) -> Capture | None:
+        if operand not in kept:
+            return Capture((), _add_sum)
+        return keep(saved(node, kept[operand].name), kept[operand].add)
+
+    # The gradient of the right operand needs the left one, and the reverse.
+    sides = {1 + plus: (left, "left"), 0 + plus: (right, "right")}
+    kept = {
+        operand: Kept(other, *_SIDES[side], "_raw_saved_" + other, "_saved_" + other)
+        for operand, (other, side) in sides.items()
+    }
+    _RULES[name] = Rule(capture, tuple(kept), (0,) if plus else (), kept, _is_unscaled if plus else None)
 
 
-@rule("AddmmBackward0", weights=(2, 1), along=(0,))
-def _addmm(node: Any, operand: int) -> Capture | None:
-    return _sum_and_product(node, operand, "mat1", "mat2")
+def _is_unscaled(node: Any) -> bool:
+    unscaled: bool = node._saved_alpha == node._saved_beta == 1
+    return unscaled
 
 
-@rule("BaddbmmBackward0", weights=(2, 1), along=(0,))
-def _baddbmm(node: Any, operand: int) -> Capture | None:
-    return _sum_and_product(node, operand, "batch1", "batch2")
-
-
-def _sum_and_product(node: Any, operand: int, left: str, right: str) -> Capture | None:
-    if node._saved_alpha != 1 or node._saved_beta != 1:
-        return None
-    if operand == 0:
-        return Capture((), _add_sum)
-    if operand == 2:
-        return keep(saved(node, left), add_left_product)
-    return keep(saved(node, right), add_right_product)
+_product_rule("MmBackward0", "self", "mat2")
+_product_rule("BmmBackward0", "self", "mat2")
+_product_rule("AddmmBackward0", "mat1", "mat2", plus=True)
+_product_rule("BaddbmmBackward0", "batch1", "batch2", plus=True)
 
 
 def _add_sum(target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:

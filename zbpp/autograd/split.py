@@ -17,16 +17,16 @@ whole graph until W.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
+from torch.utils.hooks import RemovableHandle
 
 from zbpp.autograd.collector import collecting
-from zbpp.autograd.graph import Edge, Survey, kind, survey, variable
+from zbpp.autograd.graph import Edge, Survey, is_leaf, kind, survey, variable
 from zbpp.autograd.weight_grads import Computed, Deferred, WeightGrads, Work
 
 Outputs = Tensor | GradientEdge | Sequence[Any] | Mapping[Any, Any]
@@ -72,17 +72,38 @@ def split(
     except RuntimeError as error:
         raise _second_pass(error) from error
     if any(kind(node) == "CheckpointFunctionBackward" for node in found.functions):
+        _refuse_a_part(edges, wanted)
         return _whole_backward(roots, root_grads, inputs, edges), []
-    sites = list(dict.fromkeys([use.site for uses in found.deferred.values() for use in uses]))
+    sites = list(dict.fromkeys([site for uses in found.deferred.values() for site, _ in uses]))
     targets = [GradientEdge(*edge) for edge in edges.values()]
     targets += [GradientEdge(node, 0) for node in (*sites, *found.eager)]
     late: list[Work] = []
-    with collecting(found.functions, inputs, wanted, late) if found.functions else nullcontext():
+    after_hooks = _after_hooks(sites) if RemovableHandle.next_id else {}
+    if found.functions:
+        with collecting(found.functions, inputs, wanted, late):
+            captured = _run(roots, root_grads, targets)
+    else:
         captured = _run(roots, root_grads, targets)
     grads: list[Tensor | None] = [None] * len(inputs)
     for position, grad in zip(edges, captured, strict=False):  # the inputs' come first
         grads[position] = grad
-    return tuple(grads), _work(found, sites, captured[len(edges) :]) + late
+    captured = captured[len(edges) :]
+    if after_hooks:
+        captured = [after_hooks.get(position, (grad,))[0] for position, grad in enumerate(captured)]
+        after_hooks.clear()  # the sites' hooks refer to it
+    return tuple(grads), _work(found, sites, captured) + late
+
+
+def _after_hooks(sites: list[Any]) -> dict[int, tuple[Tensor | None, ...]]:
+    """To be filled with (dy,) of each site that runs, as the hooks on its output leave it.
+
+    Of a node that runs, autograd captures what arrived, before hooks; only of one that doesn't, what
+    they made of it. Needed only where this process has ever made a hook: each takes a handle's number.
+    """
+    dys: dict[int, tuple[Tensor | None, ...]] = {}
+    for position, site in enumerate(sites):
+        site.register_prehook(partial(dys.__setitem__, position))  # no Python frame per site
+    return dys
 
 
 def _work(found: Survey, sites: list[Any], captured: Gradients) -> list[Work]:
@@ -90,7 +111,7 @@ def _work(found: Survey, sites: list[Any], captured: Gradients) -> list[Work]:
     dys = dict(zip(sites, captured, strict=False))
     work: list[Work] = []
     for leaf, uses in found.deferred.items():
-        parts = [(use, dy) for use in uses if (dy := dys[use.site]) is not None]
+        parts = [(use, dy) for site, use in uses if (dy := dys[site]) is not None]
         if parts:
             work.append(Deferred(variable(leaf), parts))
     for leaf, gradient in zip(found.eager, captured[len(sites) :], strict=True):
@@ -129,6 +150,27 @@ def _second_pass(error: RuntimeError) -> RuntimeError:
     return RuntimeError(
         "this graph has been gone through before, and B keeps nothing of it: run the forward again, "
         "or pass all outputs and their gradients to one backward_input"
+    )
+
+
+def _refuse_a_part(edges: dict[int, Edge], wanted: set[int] | None) -> None:
+    """A plain backward stops at leaves only, and adds to the `.grad` of all."""
+    asked = [f"inputs[{i}] was computed from others" for i, (node, _) in edges.items() if _is_computed(node)]
+    if wanted is not None:
+        asked.append("parameters are named")
+    if asked:
+        raise ValueError(
+            f"{asked[0]}, but the graph holds a reentrant checkpoint, which allows only a backward of the "
+            "whole graph: checkpoint with use_reentrant=False or zbpp.checkpoint, or pass detached leaves as "
+            "inputs and parameters=None"
+        )
+
+
+def _is_computed(node: Node) -> bool:
+    """Whether a backward that goes on from here does harm: not if it is one step from an untrained leaf."""
+    return not is_leaf(node) and any(
+        below is not None and not (is_leaf(below) and type(variable(below)) is Tensor)
+        for below, _ in node.next_functions
     )
 
 

@@ -41,25 +41,18 @@ class Deferred(NamedTuple):
                 yield from held.tensors() if isinstance(held, Packed) else (held,)
 
     def accumulate(self) -> None:
-        leaf = self.leaf
-        if leaf._backward_hooks or _through_autograd(self.parts):
-            _add_to_grad(leaf, _run_hooks(leaf, self._gradient()))
+        leaf, parts = self
+        if None in [use.views for use, _ in parts]:
+            _add_to_grad(leaf, _through_chains(leaf, parts))
+        elif leaf._backward_hooks:
+            _add_to_grad(leaf, _run_hooks(leaf, _sum_of(leaf, parts)))
         elif (total := _total(leaf)) is not None:
-            _add_parts(total, self.parts, fresh=False)
+            _add_parts(total, parts, False)
         else:
-            leaf.grad = _sum_of(leaf, self.parts)
-
-    def _gradient(self) -> Tensor:
-        """This microbatch's gradient by itself."""
-        direct = [part for part in self.parts if part[0].views is not None]
-        computed = [part for part in self.parts if part[0].views is None]
-        if not computed:
-            return _sum_of(self.leaf, direct)
-        chained = _through_chains(self.leaf, computed)
-        return chained + _sum_of(self.leaf, direct) if direct else chained
+            leaf.grad = _sum_of(leaf, parts)
 
 
-def _add_parts(total: Tensor, parts: list[Part], *, fresh: bool) -> None:
+def _add_parts(total: Tensor, parts: list[Part], fresh: bool) -> None:
     """Add each part to its view of a leaf's gradient."""
     for use, dy in parts:
         target = total
@@ -69,29 +62,32 @@ def _add_parts(total: Tensor, parts: list[Part], *, fresh: bool) -> None:
         fresh = False
 
 
-def _through_autograd(parts: list[Part]) -> bool:
-    return None in [use.views for use, _ in parts]
-
-
 def _sum_of(leaf: Tensor, parts: list[Part]) -> Tensor:
     """A new gradient in the leaf's layout."""
     whole = all(view.whole for view in parts[0][0].views or ())
     gradient = torch.empty_like(leaf) if whole else torch.zeros_like(leaf)
-    _add_parts(gradient, parts, fresh=whole)
+    _add_parts(gradient, parts, whole)
     return gradient
 
 
 def _through_chains(leaf: Tensor, parts: list[Part]) -> Tensor:
-    """Sum the parts where their chains begin, then let autograd run each chain once."""
+    """Sum the parts where their chains begin, then let autograd run each chain once, and the leaf's hooks."""
     at_head: dict[Edge, Tensor] = {}
     for use, dy in parts:
+        if use.views is not None:
+            continue
         head = use.chain[0]
         fresh = head not in at_head
         if fresh:
             at_head[head] = _like_output(head)
         use.add(at_head[head], use.held, dy, fresh)
-    edges = [GradientEdge(*head) for head in at_head]
-    (gradient,) = torch.autograd.grad(edges, leaf, list(at_head.values()))
+    starts: list[Any] = [GradientEdge(*head) for head in at_head]
+    gradients = list(at_head.values())
+    direct = [part for part in parts if part[0].views is not None]
+    if direct:  # starts at the leaf itself
+        starts.append(leaf)
+        gradients.append(_sum_of(leaf, direct))
+    (gradient,) = torch.autograd.grad(starts, leaf, gradients)
     return gradient
 
 
@@ -156,13 +152,18 @@ class WeightGrads:
                 "computed from is gone; call backward_input again after another forward"
             )
         work, self._work = self._work, None
+        last: dict[int, int] = {}
         with torch.no_grad():
-            for position, each in enumerate(work):
+            for position in range(len(work)):  # enumerate() would hold on to each until the next
+                each = work[position]
                 each.accumulate()
-                work[position] = _DONE  # its memory goes at once
                 leaf = each.leaf
+                work[position] = each = _DONE  # its memory goes at once, before any hook
                 if getattr(leaf, "_post_accumulate_grad_hooks", None):
-                    _run_post_accumulate_hooks(leaf, rest=work[position + 1 :])
+                    # autograd.grad fires them for nobody, so W does: after the last work for the leaf.
+                    last = last or {id(other.leaf): at for at, other in enumerate(work) if other is not _DONE}
+                    if last.get(id(leaf), position) <= position:
+                        _run_post_accumulate_hooks(leaf)
 
 
 _DONE: Any = None
@@ -173,7 +174,8 @@ def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     if tensor.is_sparse:
         parts = [tensor._indices(), tensor._values()]
     elif hasattr(tensor, "__tensor_flatten__"):
-        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        parts = [part for part in inner if isinstance(part, Tensor)]  # DTensor names its mesh, too
     else:
         yield tensor.untyped_storage()
         return
@@ -208,10 +210,7 @@ def _run_hooks(leaf: Tensor, gradient: Tensor) -> Tensor:
     return gradient
 
 
-def _run_post_accumulate_hooks(leaf: Tensor, rest: list[Work]) -> None:
-    """autograd.grad fires them for nobody, so W does: after the last work for the leaf."""
-    if any(each.leaf is leaf for each in rest):
-        return
+def _run_post_accumulate_hooks(leaf: Tensor) -> None:
     hooks: dict[int, Callable[[Tensor], None]] = leaf._post_accumulate_grad_hooks or {}
     for hook in list(hooks.values()):
         hook(leaf)

@@ -1,0 +1,282 @@
+"""Hooks in the split backward: as often, and with what, as in plain autograd."""
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.split import assert_equals_plain, double, float64, leaf
+from zbpp import backward_input, checkpoint
+
+
+class Module(nn.Module):
+    """A weight deferred in one piece, one used twice, one behind a chain, one computed in B."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+        self.chained = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return self.linear(torch.tanh(self.linear(self.norm(x)))) @ (self.chained * 2)
+
+
+NAMES = ["linear.weight", "linear.bias", "norm.weight", "norm.bias", "chained"]
+
+
+def run_plain(module, num_microbatches=2):
+    for microbatch in range(num_microbatches):
+        module(double(5, 4, seed=microbatch)).backward(double(5, 4, seed=9))
+
+
+def run_split(module, num_microbatches=2):
+    later = []
+    for microbatch in range(num_microbatches):
+        output = module(double(5, 4, seed=microbatch))
+        later.append(backward_input(output, double(5, 4, seed=9), ())[1])
+    for weight_grads in later:
+        weight_grads.accumulate()
+
+
+def both(prepare):
+    """What prepare(module) recorded, in a plain and in a split backward."""
+    found = []
+    for run in (run_plain, run_split):
+        with float64():
+            torch.manual_seed(0)
+            module = Module()
+        found.append(prepare(module))
+        run(module)
+    return found
+
+
+# ---------------------------------------------------------------- tensor hooks on leaves
+
+
+def test_a_leafs_hook_sees_each_microbatchs_whole_gradient():
+    def prepare(module):
+        seen = {name: [] for name in NAMES}
+        for name, parameter in module.named_parameters():
+            parameter.register_hook(lambda grad, name=name: seen[name].append(grad.clone()))
+        return seen
+
+    plain, split = both(prepare)
+    for name in NAMES:
+        assert len(plain[name]) == len(split[name]) == 2
+        for expected, found in zip(plain[name], split[name], strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_leafs_hooks_may_replace_its_gradient_one_after_another():
+    def make_module():
+        module = Module()
+        for parameter in module.parameters():
+            parameter.register_hook(lambda grad: grad * 2)
+            parameter.register_hook(lambda grad: None)
+            parameter.register_hook(lambda grad: grad + 1)
+        return module
+
+    assert_equals_plain(make_module, lambda: leaf(5, 4))
+
+
+def test_a_hook_that_is_removed_is_not_called():
+    module = Module()
+    handle = module.linear.weight.register_hook(lambda grad: pytest.fail("called"))
+    handle.remove()
+    output = module(torch.randn(5, 4))
+    backward_input(output, torch.ones(5, 4), ())[1].accumulate()
+    assert module.linear.weight.grad is not None
+
+
+def test_a_hook_on_an_input_changes_what_b_returns():
+    def call(module, x):
+        x.register_hook(lambda grad: grad * 3)
+        return module(x)
+
+    assert_equals_plain(Module, lambda: leaf(5, 4), call)
+
+
+def test_a_hook_on_a_weight_with_an_eager_use_sees_the_sum():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+            self.weight.register_hook(lambda grad: grad.clamp(-1, 1))
+
+        def forward(self, x):
+            return x @ self.weight + self.weight.sum()
+
+    assert_equals_plain(Both, lambda: leaf(5, 4))
+
+
+# ---------------------------------------------------------------- hooks on intermediate tensors
+
+
+class Hooked(nn.Module):
+    """A hook on what a site puts out, and on what it takes in."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.first, self.second, self.seen = nn.Linear(4, 4), nn.Linear(4, 4), seen
+
+    def forward(self, x):
+        y = self.first(x)
+        y.register_hook(lambda grad: self.seen.append(grad.clone()) or grad * 2)
+        z = torch.tanh(y)
+        z.register_hook(lambda grad: self.seen.append(grad.clone()) or grad + 1)
+        z.retain_grad()
+        self.z = z
+        return self.second(z)
+
+
+def test_a_hook_on_an_activation_changes_dy_as_in_plain_autograd():
+    """dy is captured after the hooks on the site's output."""
+    seen = []
+    facts = assert_equals_plain(lambda: Hooked(seen), lambda: leaf(5, 4))
+    assert {"first.weight", "second.weight"} <= facts.deferred
+    plain, split = seen[:4], seen[4:]
+    assert len(split) == 4
+    assert all(torch.equal(*pair) for pair in zip(plain, split, strict=True))
+
+
+def test_a_hook_on_the_output_of_stage_0s_lowest_site():
+    """That node never runs; the hook on its output must."""
+    seen = []
+    assert_equals_plain(lambda: Hooked(seen), lambda: torch.randn(5, 4))
+    assert len(seen) == 8
+
+
+def test_retain_grad_on_an_activation():
+    with float64():
+        torch.manual_seed(0)
+        module = Hooked([])
+    output = module(double(5, 4))
+    backward_input(output, double(5, 4, seed=1), ())
+    split = module.z.grad
+    module(double(5, 4)).backward(double(5, 4, seed=1))
+    assert torch.equal(split, module.z.grad)
+
+
+def test_full_backward_hooks_of_modules_fire_once():
+    calls = []
+
+    def make_module():
+        module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        for child in module:
+            child.register_full_backward_hook(lambda m, gi, go: calls.append(type(m).__name__))
+            child.register_full_backward_pre_hook(lambda m, go: calls.append("pre"))
+        return module
+
+    assert_equals_plain(make_module, lambda: leaf(5, 4))
+    half = len(calls) // 2
+    assert half == 2 * 6
+    assert calls[:half] == calls[half:]
+
+
+def test_a_modules_backward_hook_may_change_the_input_gradient():
+    def make_module():
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        module[1].register_full_backward_hook(lambda m, gi, go: (gi[0] * 5,))
+        return module
+
+    assert_equals_plain(make_module, lambda: leaf(5, 4))
+
+
+def test_hooks_on_nodes_that_run_are_called_once():
+    class Counting(nn.Linear):
+        def forward(self, x):
+            y = torch.tanh(super().forward(x))
+            y.grad_fn.register_prehook(lambda grads: calls.append("pre"))
+            y.grad_fn.register_hook(lambda grads, outputs: calls.append("post"))
+            return y
+
+    calls = []
+    assert_equals_plain(lambda: Counting(4, 4), lambda: leaf(5, 4))
+    assert calls == 4 * ["pre", "post"]
+
+
+# ---------------------------------------------------------------- post-accumulate-grad hooks
+
+
+def test_post_accumulate_hooks_fire_once_per_microbatch_with_the_sum_so_far():
+    def prepare(module):
+        seen = {name: [] for name in NAMES}
+        for name, parameter in module.named_parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda parameter, name=name: seen[name].append(parameter.grad.clone())
+            )
+        return seen
+
+    plain, split = both(prepare)
+    for name in NAMES:
+        assert len(plain[name]) == len(split[name]) == 2
+        for expected, found in zip(plain[name], split[name], strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_post_accumulate_hooks_fire_in_w_and_in_the_order_of_the_backward():
+    """Deepest layer last, as in plain autograd: data parallelism sends in that order."""
+
+    def prepare(module):
+        order = []
+        for name, parameter in module.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: order.append(name))
+        return order
+
+    orders = []
+    for run in (run_plain, run_split):
+        module = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(5))).double()
+        orders.append(prepare(module))
+        run(module, num_microbatches=1)
+    assert orders[0] == orders[1] == [f"{i}.weight" for i in (4, 3, 2, 1, 0)]
+
+
+def test_post_accumulate_hooks_may_take_the_gradient_away():
+    """An optimizer step in the backward: `.grad` is None again afterwards."""
+    norms = []
+
+    def hook(parameter):
+        norms.append(parameter.grad.norm().item())
+        parameter.grad = None
+
+    module = Module().double()
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)
+    run_plain(module)
+    run_split(module)
+    half = len(norms) // 2
+    assert half == 2 * len(NAMES)
+    assert sorted(norms[:half]) == pytest.approx(sorted(norms[half:]), rel=1e-9)
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_post_accumulate_hooks_do_not_fire_for_parameters_without_a_gradient():
+    module = nn.ModuleDict({"used": nn.Linear(4, 4), "unused": nn.Linear(4, 4)})
+    module["unused"].weight.register_post_accumulate_grad_hook(lambda p: pytest.fail("fired"))
+    _, weight_grads = backward_input(module["used"](torch.randn(5, 4)), torch.ones(5, 4), ())
+    weight_grads.accumulate()
+
+
+def test_hooks_may_add_and_remove_hooks():
+    fired = []
+    module = nn.Linear(4, 4)
+
+    def once(parameter):
+        fired.append(1)
+        handle.remove()
+
+    handle = module.weight.register_post_accumulate_grad_hook(once)
+    for _ in range(2):
+        backward_input(module(torch.randn(5, 4)), torch.ones(5, 4), ())[1].accumulate()
+    assert fired == [1]
+
+
+def test_post_accumulate_hooks_fire_once_where_a_leaf_has_several_pieces_of_work():
+    """A parameter used inside a checkpoint and outside of it: after the last."""
+    layer = nn.Linear(4, 4, bias=False)
+    sums = []
+    layer.weight.register_post_accumulate_grad_hook(lambda p: sums.append(p.grad.clone()))
+    x = torch.randn(5, 4)
+    _, weight_grads = backward_input(layer(checkpoint(layer, layer(x))), torch.ones(5, 4), ())
+    weight_grads.accumulate()
+    assert len(sums) == 1
+    assert torch.equal(sums[0], layer.weight.grad)

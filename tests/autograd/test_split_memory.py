@@ -1,0 +1,332 @@
+"""Nothing is kept that W does not need, nothing runs twice.
+
+Every tensor made in F and B is watched by its storage; the garbage collector is off.
+"""
+
+import gc
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from helpers.split import CountProducts, draw_grads, tensors_of
+from zbpp import backward_input, checkpoint
+
+
+class Watch(TorchDispatchMode):
+    """Every storage that an operation puts out."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {
+            t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor) and each.untyped_storage().nbytes():
+                storage = each.untyped_storage()
+                if storage._cdata not in given:  # a view, or in place
+                    self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes(), str(func))
+        return result
+
+    def alive(self):
+        """{storage: (bytes, what made it)}"""
+        return {key: (size, name) for key, (ref, size, name) in self.storages.items() if not ref.expired()}
+
+
+@contextmanager
+def no_garbage_collection():
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class Block(nn.Module):
+    """Norm, attention, gated MLP: everything that saves activations."""
+
+    def __init__(self, size=16):
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(size), nn.LayerNorm(size)
+        self.qkv, self.out = nn.Linear(size, 3 * size), nn.Linear(size, size, bias=False)
+        self.up, self.gate, self.down = (
+            nn.Linear(*shape, bias=False) for shape in [(16, 32), (16, 32), (32, 16)]
+        )
+
+    def forward(self, x):
+        q, k, v = (
+            each.unflatten(-1, (2, 8)).transpose(1, 2) for each in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.out(attended)
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Convolutional(nn.Sequential):
+    def __init__(self):
+        super().__init__(
+            nn.Conv1d(5, 8, 1), nn.BatchNorm1d(8), nn.GELU(), nn.Conv1d(8, 5, 3, padding=1), nn.Tanh()
+        )
+
+
+class CheckpointedBlock(Block):
+    def forward(self, x):
+        return checkpoint(super().forward, x)
+
+
+MODULES = {
+    "blocks": lambda: nn.Sequential(Block(), Block()),
+    "convolutions": Convolutional,
+    "checkpointed blocks": lambda: nn.Sequential(CheckpointedBlock(), CheckpointedBlock()),
+    "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)),
+    "encoder layer": lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True),
+}
+
+
+def x_and_dy_only(weight_grads):
+    return {
+        tensor.untyped_storage()._cdata for work in weight_grads._work for tensor in work.tensors()
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("needs_grad", [True, False], ids=["inner stage", "stage 0"])
+@pytest.mark.parametrize("name", MODULES)
+def test_after_b_only_what_w_needs_is_alive_and_after_w_only_gradients(name, needs_grad):
+    module = MODULES[name]()
+    with no_garbage_collection(), Watch() as watch:
+        x = torch.randn(2, 5, 16).requires_grad_(needs_grad)
+        output = module(x)
+        (dy,) = draw_grads([output])
+        grads, weight_grads = backward_input(output, dy, x)
+        # What the caller gave and was given is the caller's.
+        del output, x, dy, grads
+        kept = x_and_dy_only(weight_grads)
+        left_over = {key: what for key, what in watch.alive().items() if key not in kept}
+        assert left_over == {}
+        assert sum(size for size, _ in watch.alive().values()) <= weight_grads.held_bytes
+        weight_grads.accumulate()
+        gradients = {parameter.grad.untyped_storage()._cdata for parameter in module.parameters()}
+        assert {key: what for key, what in watch.alive().items() if key not in gradients} == {}
+
+
+def test_what_a_function_keeps_on_its_ctx_is_gone_after_b():
+    """Not saved for backward but stored: it lives as long as the node, so W must not hold the graph."""
+
+    class Stores(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.stored = x.exp()
+            stored.append(weakref.ref(ctx.stored))
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.second(Stores.apply(self.first(x)))
+
+    stored = []
+    module = Module()
+    with no_garbage_collection():
+        output = module(torch.randn(5, 4))
+        _, weight_grads = backward_input(output, torch.ones(5, 4), ())
+        del output
+        assert stored[0]() is None
+        weight_grads.accumulate()
+
+
+def test_what_chosen_parameters_do_not_need_is_gone_after_b():
+    """Nodes that B did not run keep what they saved: W must not hold them."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    with no_garbage_collection(), Watch() as watch:
+        output = module(torch.randn(5, 4))
+        _, weight_grads = backward_input(output, torch.ones(5, 4), (), parameters=[module[4].weight])
+        del output
+        kept = x_and_dy_only(weight_grads)
+        assert {key: what for key, what in watch.alive().items() if key not in kept} == {}
+
+
+@pytest.mark.parametrize("with_hooks", [False, True])
+def test_an_output_that_its_caller_keeps_keeps_nothing_else(with_hooks):
+    """A loss, kept to be printed. (On stage 0 it keeps the lowest layers' x: their nodes never run.)"""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    with no_garbage_collection(), Watch() as watch:
+        x = torch.randn(5, 4, requires_grad=True)
+        hidden = module[0](x)
+        if with_hooks:
+            hidden.register_hook(lambda grad: grad * 2)
+        loss = module[1:](hidden).square().mean()
+        del hidden
+        backward_input(loss, None, x)[1].accumulate()
+    wanted = {each.untyped_storage()._cdata for each in (x, loss, *(p.grad for p in module.parameters()))}
+    assert {key: what for key, what in watch.alive().items() if key not in wanted} == {}
+
+
+def test_during_b_no_more_is_alive_than_during_plain_backward_and_the_held_dy():
+    """Counted after every operation, in bytes."""
+
+    class Peak(Watch):
+        highest = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            self.highest = max(self.highest, sum(size for size, _ in self.alive().values()))
+            return result
+
+    module = nn.Sequential(*(Block() for _ in range(3)))
+    peaks = []
+    for split in (False, True):
+        module.zero_grad()
+        with no_garbage_collection(), Peak() as peak:
+            x = torch.randn(2, 5, 16, requires_grad=True)
+            output = module(x)
+            (dy,) = draw_grads([output])
+            peak.highest = 0
+            if split:
+                _, weight_grads = backward_input(output, dy, x)
+                dys = {
+                    part[1].untyped_storage()._cdata: part[1].untyped_storage().nbytes()
+                    for work in weight_grads._work
+                    if hasattr(work, "parts")
+                    for part in work.parts
+                }
+            else:
+                output.backward(dy)
+        peaks.append(peak.highest)
+        del output, dy
+    assert peaks[1] <= peaks[0] + sum(dys.values())
+
+
+def test_held_bytes_counts_each_storage_once():
+    """Three layers share their x, and a weight and its bias their dy."""
+
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4, bias=False)
+
+        def forward(self, x):
+            return self.q(x), self.k(x), self.v(x)
+
+    outputs = Shared()(torch.randn(5, 8))
+    grads = [torch.ones(5, size) for size in (8, 4, 4)]
+    _, weight_grads = backward_input(outputs, grads, ())
+    assert weight_grads.held_bytes == 4 * 5 * (8 + 8 + 4 + 4)
+
+
+def test_held_bytes_of_a_view_are_those_of_its_whole_storage():
+    """That is what stays alive."""
+    x = torch.randn(100, 8)
+    output = nn.Linear(8, 4, bias=False)(x[:5])
+    _, weight_grads = backward_input(output, torch.ones(5, 4), ())
+    assert weight_grads.held_bytes == 4 * (100 * 8 + 5 * 4)
+
+
+def test_held_bytes_of_what_b_computed_are_the_gradients():
+    _, weight_grads = backward_input(nn.LayerNorm(8)(torch.randn(5, 8)), torch.ones(5, 8), ())
+    assert weight_grads.held_bytes == 4 * (8 + 8)
+    weight_grads.accumulate()
+    assert weight_grads.held_bytes == 0
+
+
+def test_w_makes_no_temporary_the_size_of_a_weight():
+    """Once there is a `.grad`, the product accumulates into it."""
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, bias=False), nn.Embedding(64, 64))
+    module = nn.ModuleList(module)
+    for _ in range(2):
+        output = module[1](module[0](module[2](torch.arange(3))))
+        _, weight_grads = backward_input(output, torch.ones(3, 64), ())
+        with Watch() as watch:
+            weight_grads.accumulate()
+    gradients = {parameter.grad.untyped_storage()._cdata for parameter in module.parameters()}
+    made = [size for key, (_, size, _) in watch.storages.items() if key not in gradients]
+    assert max(made, default=0) < 4 * 64 * 64
+
+
+def test_w_drops_each_x_and_dy_when_it_is_done_with_it():
+    """Not at its end: a hook on the last parameter finds the memory of the others gone."""
+    module = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    with no_garbage_collection(), Watch() as watch:
+        output = module(torch.randn(5, 4))
+        (dy,) = draw_grads([output])
+        _, weight_grads = backward_input(output, dy, ())
+        del output, dy
+        alive = []
+        module[0].weight.register_post_accumulate_grad_hook(lambda p: alive.append(watch.alive()))
+        weight_grads.accumulate()
+    gradients = {parameter.grad.untyped_storage()._cdata for parameter in module.parameters()}
+    assert [key for key in alive[0] if key not in gradients] == []
+
+
+# ---------------------------------------------------------------- nothing runs twice
+
+
+def nodes_of(roots):
+    seen, pending = set(), list(roots)
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            pending += [below for below, _ in node.next_functions]
+    return seen
+
+
+@pytest.mark.parametrize("name", ["blocks", "convolutions", "weight_norm", "encoder layer"])
+def test_every_node_runs_at_most_once_in_b_and_w_together(name):
+    module = MODULES[name]()
+    x = torch.randn(2, 5, 16, requires_grad=True)
+    output = module(x)
+    runs = {}
+    for i, node in enumerate(nodes_of([output.grad_fn])):
+        if type(node).__name__ != "AccumulateGrad":
+            runs[i] = 0
+
+            def count(grads, outputs, i=i):
+                runs[i] += 1
+
+            node.register_hook(count)
+    _, weight_grads = backward_input(output, torch.ones_like(output), x)
+    weight_grads.accumulate()
+    assert max(runs.values()) == 1
+    ran = sum(runs.values())
+    skipped = len(runs) - ran
+    assert skipped <= sum(1 for _ in module.parameters())  # at most the transpose of each deferred weight
+
+
+@pytest.mark.parametrize("name", ["blocks", "convolutions", "checkpointed blocks", "weight_norm"])
+@pytest.mark.parametrize("needs_grad", [True, False], ids=["inner stage", "stage 0"])
+def test_as_many_matrix_products_run_as_in_plain_backward(name, needs_grad):
+    """Equal, not just no more: nothing is left out, either."""
+    module = MODULES[name]()
+    numbers = []
+    for split in (False, True):
+        module.zero_grad()
+        x = torch.randn(2, 5, 16).requires_grad_(needs_grad)
+        outputs = tensors_of(module(x))
+        grads = draw_grads(outputs)
+        with CountProducts() as counted:
+            if split:
+                _, weight_grads = backward_input(outputs, grads, x)
+                weight_grads.accumulate()
+            else:
+                torch.autograd.backward(outputs, grads)
+        numbers.append(counted.number)
+    assert numbers[0] == numbers[1] > 0

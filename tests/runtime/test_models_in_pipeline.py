@@ -1,0 +1,367 @@
+"""Models of every kind as two stages, in two real processes and in one, against plain autograd.
+
+Each model is a function that makes its two stages, and a batch; zb_h1 puts one stage on each of two
+ranks, zb_v both on one.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from helpers.processes import run_ranks
+from helpers.split import assert_close, float64
+from zbpp import Pipeline, checkpoint, plan
+
+M, ROWS = 4, 8
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def mean_square(output, target):
+    """Of whatever the last stage puts out: a tensor, a tuple with losses of its own, a mapping."""
+    if isinstance(output, tuple):
+        output, extra = output
+        return F.mse_loss(output, target) + extra
+    return F.mse_loss(output, target)
+
+
+class Stage(nn.Module):
+    """A forward given as a function of the module and its inputs."""
+
+    def __init__(self, forward, **modules):
+        super().__init__()
+        self.run = forward
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self, *args, **kwargs):
+        return self.run(self, *args, **kwargs)
+
+
+# ---------------------------------------------------------------- models: stages, inputs, target, kwargs
+
+
+def convnet():
+    """The last stage starts in place; the first one's norm counts each microbatch once."""
+    first = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4))
+    last = nn.Sequential(nn.ReLU(inplace=True), nn.ConvTranspose2d(4, 4, 2, stride=2, groups=2),
+                         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 6))  # fmt: skip
+    return [first, last], (drawn(ROWS, 2, 5, 5),), drawn(ROWS, 6, seed=1), {}
+
+
+def tied_inside_a_stage():
+    def twice(self, x):
+        return self.b(torch.tanh(self.middle(self.a(x)))) + self.a.weight.sum()
+
+    def stage():
+        a, b = nn.Linear(6, 6), nn.Linear(6, 6)
+        b.weight = a.weight
+        return Stage(twice, a=a, b=b, middle=nn.Linear(6, 6))
+
+    return [stage(), stage()], (drawn(ROWS, 6),), drawn(ROWS, 6, seed=1), {}
+
+
+def experts():
+    """Each microbatch routes its rows as they are; some experts get none."""
+
+    def route(self, x):
+        scores, chosen = self.router(x).softmax(-1).max(-1)
+        y = x.clone()
+        for i, expert in enumerate(self.experts):
+            rows = (chosen == i).nonzero().squeeze(1)
+            if len(rows):
+                y = y.index_add(0, rows, expert(x[rows]) * scores[rows, None])
+        return y
+
+    def stage():
+        return Stage(route, router=nn.Linear(6, 4), experts=nn.ModuleList(nn.Linear(6, 6) for _ in range(4)))
+
+    return [stage(), stage()], (drawn(ROWS, 6),), drawn(ROWS, 6, seed=1), {}
+
+
+def keywords():
+    def scaled(self, x, mask, scale):
+        return torch.tanh(self.linear(x)) * mask * scale
+
+    stages = [Stage(scaled, linear=nn.Linear(6, 6)) for _ in range(2)]
+    return stages, (drawn(ROWS, 6),), drawn(ROWS, 6, seed=1), {"mask": drawn(ROWS, 6, seed=2), "scale": 0.5}
+
+
+def tuples_at_the_boundary():
+    """A view, an integer, one without grad, one that only a loss uses; all cross."""
+
+    def first(self, x):
+        y = self.linear(x)
+        return y.view(-1, 2, 3), y.argmax(-1), x * 2, self.gate(x).sigmoid()
+
+    def last(self, views, chosen, constant, gate):
+        y = self.linear(views.flatten(1)) * gate + constant
+        return y + F.one_hot(chosen, 6), gate.square().mean()
+
+    stages = [Stage(first, linear=nn.Linear(6, 6), gate=nn.Linear(6, 6)), Stage(last, linear=nn.Linear(6, 6))]
+    return stages, (drawn(ROWS, 6),), drawn(ROWS, 6, seed=1), {}
+
+
+def several_inputs():
+    """Tokens and floats; the first stage starts in place on a view."""
+
+    def first(self, tokens, x):
+        y = self.embedding(tokens).mean(1)
+        return y.add_(self.linear(x))
+
+    def last(self, x):
+        return self.linear(x.mul_(2).view(-1, 6))
+
+    stages = [Stage(first, embedding=nn.Embedding(11, 6, padding_idx=0), linear=nn.Linear(3, 6)),
+              Stage(last, linear=nn.Linear(6, 6))]  # fmt: skip
+    tokens = torch.randint(11, (ROWS, 4), generator=torch.Generator().manual_seed(0))
+    return stages, (tokens, drawn(ROWS, 3)), drawn(ROWS, 6, seed=1), {}
+
+
+def frozen_upstream():
+    """Nothing to train in the first stage: no gradient comes back to it."""
+    first = nn.Sequential(nn.Linear(6, 6), nn.Tanh()).requires_grad_(False)
+    return (
+        [first, nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6))],
+        (drawn(ROWS, 6),),
+        drawn(ROWS, 6, seed=1),
+        {},
+    )
+
+
+def lora():
+    def adapt(self, x):
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+    def stage():
+        return Stage(adapt, base=nn.Linear(6, 6).requires_grad_(False),
+                     down=nn.Linear(6, 2, bias=False), up=nn.Linear(2, 6, bias=False))  # fmt: skip
+
+    return [stage(), stage()], (drawn(ROWS, 6),), drawn(ROWS, 6, seed=1), {}
+
+
+def auxiliary_loss():
+    """On a detached input of the last stage, and on parameters alone."""
+
+    def last(self, x):
+        auxiliary = self.probe(x.detach()).square().mean() + self.prompt.square().sum()
+        return self.linear(x), auxiliary
+
+    stage = Stage(last, linear=nn.Linear(6, 6), probe=nn.Linear(6, 2))
+    stage.prompt = nn.Parameter(drawn(6, seed=3))
+    return [nn.Linear(6, 6), stage], (drawn(ROWS, 6),), drawn(ROWS, 6, seed=1), {}
+
+
+def checkpointed():
+    """zbpp's and both of torch's, with dropout."""
+    from torch.utils.checkpoint import checkpoint as torchs
+
+    def block():
+        return nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Dropout(0.0), nn.Linear(12, 6))
+
+    def first(self, x):
+        return checkpoint(self.b, torchs(self.a, checkpoint(self.c, x), use_reentrant=False))
+
+    def last(self, x):
+        return self.b(torchs(self.a, x, use_reentrant=True))
+
+    stages = [Stage(first, a=block(), b=block(), c=block()), Stage(last, a=block(), b=block())]
+    return stages, (drawn(ROWS, 6),), drawn(ROWS, 6, seed=1), {}
+
+
+def recurrent():
+    def first(self, x):
+        return self.lstm(x)[0]
+
+    def last(self, x):
+        return self.attention(x, x, x)[0].mean(1)
+
+    stages = [Stage(first, lstm=nn.LSTM(3, 6, batch_first=True)),
+              Stage(last, attention=nn.MultiheadAttention(6, 2, batch_first=True))]  # fmt: skip
+    return stages, (drawn(ROWS, 5, 3),), drawn(ROWS, 6, seed=1), {}
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return (x @ weight.t()).square()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad = 2 * grad * (x @ weight.t())
+        return grad @ weight, grad.t() @ x
+
+
+def custom_function():
+    def run(self, x):
+        return _Square.apply(x, self.linear.weight)
+
+    return (
+        [Stage(run, linear=nn.Linear(6, 6, bias=False)) for _ in range(2)],
+        (drawn(ROWS, 6),),
+        drawn(ROWS, 6),
+        {},
+    )
+
+
+def packed_on_the_host():
+    from torch.autograd.graph import save_on_cpu
+
+    def run(self, x):
+        with save_on_cpu():
+            return self.linear(torch.tanh(self.linear(x)))
+
+    return (
+        [Stage(run, linear=nn.Linear(6, 6)) for _ in range(2)],
+        (drawn(ROWS, 6),),
+        drawn(ROWS, 6, seed=1),
+        {},
+    )
+
+
+def hugging_face_llama():
+    """Cut in two: embedding and first layer, second layer and head, no line of the model changed."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16, bos_token_id=1, eos_token_id=2, use_cache=False,
+    )  # fmt: skip
+    whole = transformers.LlamaForCausalLM(config)
+    model = whole.model
+
+    def layer(self, x):
+        positions = torch.arange(x.shape[1])[None]
+        return self.layer(x, position_ids=positions, position_embeddings=self.rotary(x, positions))
+
+    def first(self, tokens):
+        return layer(self, self.embedding(tokens))
+
+    def last(self, x):
+        return self.head(self.norm(layer(self, x)))
+
+    begin, end = {"embedding": model.embed_tokens}, {"norm": model.norm, "head": whole.lm_head}
+    stages = [
+        Stage(first, layer=model.layers[0], rotary=model.rotary_emb, **begin),
+        Stage(last, layer=model.layers[1], rotary=model.rotary_emb, **end),
+    ]
+    tokens = torch.randint(31, (ROWS, 7), generator=torch.Generator().manual_seed(0))
+    return stages, (tokens,), drawn(ROWS, 7, 31, seed=1), {}
+
+
+MODELS = [
+    convnet,
+    tied_inside_a_stage,
+    experts,
+    keywords,
+    tuples_at_the_boundary,
+    several_inputs,
+    frozen_upstream,
+    lora,
+    auxiliary_loss,
+    checkpointed,
+    recurrent,
+    custom_function,
+    packed_on_the_host,
+    hugging_face_llama,
+]
+
+
+# ---------------------------------------------------------------- run
+
+
+def made(model):
+    with float64():
+        torch.manual_seed(0)
+        return model()
+
+
+def gradients(stages):
+    """And buffers: a batch norm's statistics."""
+    found = {}
+    for index, stage in stages.items():
+        found |= {f"{index}.{n}": p.grad for n, p in stage.named_parameters() if p.grad is not None}
+        found |= {f"{index}.{n}": buffer.double() for n, buffer in stage.named_buffers()}
+    return found
+
+
+def piped(rank, model, schedule, num_ranks):
+    """(losses, gradients) of this rank after one step."""
+    stages, inputs, target, kwargs = made(model)
+    timetable = plan(schedule, num_ranks, M)
+    mine = {index: stages[index] for index in timetable.stages_of(rank)}
+    pipeline = Pipeline(mine, timetable, mean_square)
+    losses = pipeline.step(
+        *(inputs if 0 in mine else ()), target=target if len(stages) - 1 in mine else None, **kwargs
+    )
+    return [loss.item() for loss in losses], gradients(mine)
+
+
+def all_piped(rank, schedule, num_ranks):
+    """Every model, one after another: starting processes is what takes the time."""
+    return {model.__name__: piped(rank, model, schedule, num_ranks) for model in chosen()}
+
+
+def chosen():
+    try:
+        import transformers  # noqa: F401  # only whether it is there
+    except ImportError:
+        return [model for model in MODELS if model is not hugging_face_llama]
+    return MODELS
+
+
+def plain(model):
+    """Microbatch after microbatch in one process, loss.backward()."""
+    stages, inputs, target, kwargs = made(model)
+    losses = []
+    for microbatch in range(M):
+        rows = slice(microbatch * ROWS // M, (microbatch + 1) * ROWS // M)
+        own = {
+            name: value[rows] if isinstance(value, torch.Tensor) else value for name, value in kwargs.items()
+        }
+        x = tuple(value[rows] for value in inputs)
+        for stage in stages:
+            x = stage(*(x if isinstance(x, tuple) else (x,)), **own)
+        loss = mean_square(x, target[rows])
+        (loss / M).backward()
+        losses.append(loss.item())
+    return losses, gradients(dict(enumerate(stages)))
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks():
+    return run_ranks(all_piped, 2, "zb_h1", 2)
+
+
+def assert_equals_plain(found, model):
+    losses, grads = found
+    expected_losses, expected = plain(model)
+    assert losses == pytest.approx(expected_losses, rel=1e-12)
+    assert_close(grads, expected)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+def test_two_ranks_train_it_as_plain_autograd_does(model, on_two_ranks):
+    if model not in chosen():
+        pytest.skip("transformers is not installed")
+    (_, first), (losses, last) = (each[model.__name__] for each in on_two_ranks)
+    assert_equals_plain((losses, first | last), model)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+def test_one_rank_with_both_stages_trains_it_as_plain_autograd_does(model):
+    assert_equals_plain(piped(0, model, "zb_v", 1), model)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+def test_one_rank_and_two_agree_to_the_last_bit(model, on_two_ranks):
+    if model not in chosen():
+        pytest.skip("transformers is not installed")
+    (_, first), (losses, last) = (each[model.__name__] for each in on_two_ranks)
+    expected_losses, expected = piped(0, model, "zb_v", 1)
+    assert losses == expected_losses
+    assert_close(first | last, expected, tolerance=0)

@@ -1,0 +1,88 @@
+"""One test per bug that was found, named after the symptom. Each was red before its fix."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from helpers.processes import outcomes
+from zbpp import Pipeline, plan
+from zbpp.models.mlp import Mlp
+from zbpp.runtime import measured_costs
+from zbpp.training.data import regression_data
+from zbpp.training.optimizer import adamw
+from zbpp.training.trainer import Trainer
+
+
+def mlp_trainer(schedule, **options):
+    """One rank, 4 layers, random regression."""
+    model, timetable = Mlp(in_features=4, hidden_size=4, out_features=4, num_layers=4), plan(schedule, 1, 2)
+    stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(0)}
+    return Trainer(
+        pipeline=Pipeline(stages, timetable, model.loss),
+        optimizer=adamw(stages, learning_rate=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
+        data=regression_data(in_features=4, out_features=4, batch_size=4, seed=0),
+        learning_rate=lambda step: 1.0,
+        **options,
+    )
+
+
+def test_a_run_of_one_step_with_evaluation_ended_in_a_zip_error():
+    """Evaluation wrote its F's over what the step had recorded: the timeline was shorter than its row."""
+    trainer = mlp_trainer("zb_h1", evaluate_every=1)
+    (metrics,) = trainer.run(1)
+    assert "evaluation_loss" in metrics
+    (timeline,) = trainer.timelines
+    assert len(timeline.starts[0]) == len(timeline.timetable.rows[0])
+    assert measured_costs(timeline).w[0] > 0
+
+
+def test_a_stage_that_starts_in_place_was_refused_as_a_view_of_a_leaf():
+    """`a view of a leaf Variable that requires grad is being used in an in-place operation`."""
+    first, second = nn.Linear(4, 4).double(), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4).double())
+    x, target = torch.randn(4, 4).double(), torch.randn(4, 4).double()
+    F.mse_loss(second(first(x)), target).backward()
+    expected = first.weight.grad.clone()
+    first.zero_grad()
+    Pipeline({0: first, 1: second}, plan("zb_v", 1, 2), F.mse_loss).step(x, target=target)
+    torch.testing.assert_close(first.weight.grad, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_a_rank_whose_stages_are_all_frozen_had_no_optimizer():
+    """`optimizer got an empty parameter list`."""
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    optimizer = adamw({0: frozen}, learning_rate=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    before = frozen.weight.clone()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert torch.equal(frozen.weight, before)
+
+
+def build_with_a_wrong_stage_on_rank_1(rank):
+    stage = nn.Linear(2, 2)
+    Pipeline({0: stage}, plan("1f1b", 2, 2), F.mse_loss)
+
+
+def test_a_wrong_stage_on_one_rank_left_the_others_waiting_for_their_timeout():
+    for succeeded, text in outcomes(build_with_a_wrong_stage_on_rank_1, 2):
+        assert not succeeded
+        assert text.rstrip().endswith("rank 1 owns stages [1] of this timetable, got modules for [0]")
+
+
+class FailsLater(nn.Module):
+    """Raises in its second forward."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 2:
+            raise RuntimeError("planted")
+        return x
+
+
+def test_a_modules_own_error_was_blamed_on_the_boundary_to_the_stage_before():
+    """Also running out of memory; only the first microbatch can show that shapes don't fit."""
+    stages = {0: nn.Linear(4, 4), 1: FailsLater()}
+    with pytest.raises(RuntimeError, match="^planted$"):
+        Pipeline(stages, plan("zb_v", 1, 2), F.mse_loss).step(torch.ones(4, 4), target=torch.ones(4, 4))

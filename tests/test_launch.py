@@ -1,0 +1,321 @@
+"""scripts/train.py and bench.py as they are started: what a job writes, and how it refuses or ends.
+
+Few real starts, each looked at by several tests; what is refused before ranks join is tried in this process.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from hydra import compose, initialize_config_dir
+
+from zbpp import app
+from zbpp import config as configs
+from zbpp.schedule import SCHEDULES, PlanError
+
+ROOT = Path(__file__).parent.parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TINY = ["steps=3", "num_microbatches=4", "microbatch_size=2", "parallel.device=cpu", "parallel.timeout=100"]
+GPT = ["model=gpt_tiny", "model.num_layers=4", "model.hidden_size=16", "model.sequence_length=16"]
+KNOWN = ", ".join(SCHEDULES)
+MLP = ["model=mlp", "model.num_layers=4", "data=regression"]
+
+configs.register()
+
+
+def start(folder, command, **variables):
+    """Run in `folder`, as a user would who has no account anywhere; stdout and stderr in one text."""
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "TORCHELASTIC"))
+    }
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        clean.pop(name, None)
+    here = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}",
+        "NETRC": str(folder / "none"),
+    }
+    private = {f"WANDB_{name}_DIR": str(folder / "private") for name in ("CACHE", "CONFIG", "DATA")}
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**clean, **here, **private, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+    )
+    return SimpleNamespace(rc=done.returncode, text=done.stdout)
+
+
+# ---------------------------------------------------------------- a job that succeeds
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """Two ranks train a tiny GPT on a text file, with wandb offline beside metrics.jsonl."""
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    overrides = [
+        "schedule=zb_h1", *GPT, *TINY, "data=text", "data.path=corpus.txt", "logger=wandb",
+        "logger.mode=offline", "evaluate_every=2", "run_dir=runs/first",
+    ]  # fmt: skip
+    done = start(folder, [*TORCHRUN, str(ROOT / "scripts/train.py"), *overrides])
+    assert done.rc == 0, done.text
+    return SimpleNamespace(folder=folder, run=folder / "runs/first", text=done.text)
+
+
+@pytest.mark.slow
+def test_a_step_is_a_line_of_metrics(job):
+    lines = [json.loads(line) for line in (job.run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        assert {"step", "loss", "grad_norm", "tokens_per_second"} <= line.keys()
+        assert 0 < line["loss"] < 6
+        assert line["grad_norm"] > 0
+        assert line["tokens_per_second"] > 0
+    assert ["evaluation_loss" in line for line in lines] == [False, True, True]
+
+
+@pytest.mark.slow
+def test_the_summary_says_what_ran_and_how(job):
+    summary = json.loads((job.run / "summary.json").read_text())
+    assert (summary["schedule"], summary["num_ranks"], summary["num_microbatches"]) == ("zb_h1", 2, 4)
+    assert 0 <= summary["predicted_bubble_rate"] < 1
+    assert 0 <= summary["measured_bubble_rate"] < 1
+    assert summary["tokens_per_second"] > 0
+    assert len(summary["peak_memory_bytes"]) == 2
+    assert all(isinstance(peak, int) and peak > 2**20 for peak in summary["peak_memory_bytes"])
+    assert 2 < summary["unigram_entropy"] < 4
+
+
+@pytest.mark.slow
+def test_the_timeline_is_a_picture_and_a_trace(job):
+    assert (job.run / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    trace = json.loads((job.run / "trace.json").read_text())
+    events = trace["traceEvents"] if isinstance(trace, dict) else trace
+    names = [event["name"] for event in events if event.get("ph") == "X"]
+    # 2 stages, 4 microbatches, F, B and W: predicted and measured
+    assert len(names) == 2 * (2 * 4 * 3)
+    assert {"0F0", "1B3", "1W3"} <= set(names)
+
+
+@pytest.mark.slow
+def test_the_resolved_config_is_written(job):
+    text = (job.run / "config.yaml").read_text()
+    assert "name: zb_h1" in text
+    assert "num_layers: 4" in text
+    assert "${" not in text
+
+
+@pytest.mark.slow
+def test_the_job_writes_one_run_folder_and_nothing_beside_it(job):
+    assert sorted(path.name for path in job.folder.iterdir() if path.name != "private") == [
+        "corpus.txt",
+        "runs",
+    ]
+    assert [path.name for path in (job.folder / "runs").iterdir()] == ["first"]
+    assert len(list(job.folder.rglob("metrics.jsonl"))) == 1
+    logs = [path for path in job.folder.rglob("*.log") if "wandb" not in path.parts]
+    assert logs == [job.run / "train.log"]  # Hydra's; only rank 0 has one
+
+
+@pytest.mark.slow
+def test_the_job_is_one_wandb_run(job):
+    pytest.importorskip("wandb")
+    (run,) = (job.run / "wandb").glob("offline-run-*/*.wandb")
+    content = run.read_bytes()
+    for text in (b"grad_norm", b"num_microbatches", b"measured_bubble_rate"):
+        assert text in content
+
+
+@pytest.mark.slow
+def test_rank_0_alone_shows_progress(job):
+    assert job.text.count("step 3/3") == 1
+
+
+# ---------------------------------------------------------------- jobs that end badly
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_brings_the_job_down_with_its_traceback_first(tmp_path):
+    (tmp_path / "failing.py").write_text(
+        """
+import pathlib, time
+from torch import nn
+from zbpp.models.mlp import Mlp
+
+class Fails(nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 4:
+            pathlib.Path("raised_at").write_text(str(time.time()))
+            raise ArithmeticError("planted on stage 1 at microbatch 3")
+        return x
+
+class FailingMlp(Mlp):
+    def build_stage(self, index, num_stages):
+        stage = super().build_stage(index, num_stages)
+        if index == 1:
+            stage.add_module("fails", Fails())
+        return stage
+"""
+    )
+    overrides = [*MLP, *TINY, "model._target_=failing.FailingMlp", "run_dir=run"]
+    done = start(tmp_path, [*TORCHRUN, str(ROOT / "scripts/train.py"), *overrides])
+    seconds = time.time() - float((tmp_path / "raised_at").read_text())
+    assert done.rc != 0
+    assert seconds < 25  # the timeout of a wait is 100 s, torchrun's own grace 30 s
+    first = done.text.index("Traceback")
+    planted = done.text.index("ArithmeticError: planted on stage 1 at microbatch 3")
+    assert "[rank1]" in done.text[first - 20 : planted]
+    assert "CommunicationError" not in done.text[:planted]
+    assert done.text.count("Traceback", first, planted) == 1
+    root_cause = done.text[done.text.index("Root Cause") :]
+    assert "rank      : 1" in root_cause
+    assert "ArithmeticError: planted" in root_cause
+
+
+@pytest.mark.slow
+def test_configs_that_differ_between_ranks_end_the_job_with_the_difference(tmp_path):
+    (tmp_path / "uneven.py").write_text(
+        "import os, runpy, sys\n"
+        'sys.argv += ["steps=4", "optimizer.eps=1e-6"] if os.environ["RANK"] == "1" else []\n'
+        'runpy.run_path(sys.argv.pop(1), run_name="__main__")\n'
+    )
+    overrides = [*MLP, *TINY, "run_dir=run"]
+    done = start(tmp_path, [*TORCHRUN, "uneven.py", str(ROOT / "scripts/train.py"), *overrides])
+    assert done.rc != 0
+    assert "error: the ranks of this job have different configs:" in done.text
+    assert (
+        "  optimizer.eps: 1e-08 on rank 0; 1e-06 on rank 1\n  steps: 3 on rank 0; 4 on rank 1\n" in done.text
+    )
+    assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["-m", "seed=1,2"], ["error: -m sweeps inside one torchrun job can't work: call torchrun once per"]),
+        (["stepz=3"], ["Could not override 'stepz'", "not in 'TrainConfig'"]),
+        (["schedule=zb_h9"], ["zb_h9", *SCHEDULES]),
+        (
+            ["schedule.name=zb_h9", "run_dir=run"],
+            [f"error: unknown schedule 'zb_h9'; known: {KNOWN}"],
+        ),
+        (["steps=0", "run_dir=run"], ["error: steps=0: write a whole number, 1 or more"]),
+    ],
+)
+def test_bad_arguments_end_a_rank_with_a_word_and_no_traceback(tmp_path, overrides, words):
+    """Rank 0 by itself: it gets no further than to its arguments."""
+    done = start(
+        tmp_path, [sys.executable, str(ROOT / "scripts/train.py"), *overrides], RANK="0", WORLD_SIZE="2"
+    )
+    assert done.rc == 1
+    assert "Traceback" not in done.text
+    assert [word for word in words if word not in done.text] == []
+    assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+# ---------------------------------------------------------------- refused before any rank joins the others
+
+
+@pytest.fixture
+def corpora(tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("0123456789" * 4)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes.md").write_text("not a text file by its name")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["schedule.name=zb_h9"], f"unknown schedule 'zb_h9'; known: {KNOWN}"),
+        (["schedule=zb_h2", "num_microbatches=2"], "zb_h2 needs num_microbatches >= 2 * num_ranks - 1 = 3"),
+        (["model.num_layers=1"], "model: num_layers=1 is fewer than the 2 stages"),
+        (["schedule=zb_v", "model.num_layers=3"], "model: num_layers=3 is fewer than the 4 stages"),
+        (
+            ["parallel.num_ranks=4"],
+            "parallel.num_ranks=4, but 2 process(es) were started: write torchrun --nproc",
+        ),
+        (["data=text", "data.path={}/nowhere"], "/nowhere' does not exist"),
+        (
+            ["data=text", "data.path={}/empty.txt"],
+            "empty.txt is empty: 1 files, no text; name another data path",
+        ),
+        (["data=text", "data.path={}/folder"], "matches pattern='*.txt': it holds 1 of *.md"),
+        (["data=text", "data.path={}/short.txt"], "sequence_length=64 needs 65 tokens"),
+        (["data.tokenizer={}/none.json", "data=text", "data.path={}/short.txt"], "none.json' is not a file"),
+        (["model=mlp", "data=stdlib"], "data.vocab_size: Interpolation key 'model.vocab_size' not found"),
+        (["model._target_=collections.Counter"], "model"),
+        (["logger.name=paper"], "logger.name=paper: write jsonl or wandb"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_work_starts(monkeypatch, corpora, overrides, message):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    given = ["model=gpt_tiny", *(each.format(corpora) for each in overrides), f"run_dir={corpora}/run"]
+    with pytest.raises((configs.ConfigError, PlanError)) as caught:
+        train(given)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (corpora / "run").exists()
+    assert not dist.is_initialized()
+
+
+def train(overrides):
+    """app.train in this process, from overrides as scripts/train.py gets them."""
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        config = compose("train", overrides=overrides)
+    return app.train(configs.typed(config), configs.flat(config), configs.as_yaml(config))
+
+
+# ---------------------------------------------------------------- one process, and bench
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_rank_needs_no_torchrun(monkeypatch, tmp_path, schedule):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    summary = train([f"schedule={schedule}", *MLP, *TINY, f"run_dir={tmp_path}/run"])
+    assert (summary["schedule"], summary["num_ranks"], summary["steps"]) == (schedule, 1, 3)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "config.yaml", "metrics.jsonl", "summary.json", "timeline.png", "trace.json",
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_bench_prints_predicted_beside_measured_for_each_schedule(tmp_path):
+    overrides = [
+        "num_ranks=2", "num_microbatches=3", "repeats=1", "schedules=[1f1b,zb_h1]", "model.num_layers=2",
+        "device=cpu", "run_dir=out",
+    ]  # fmt: skip
+    done = start(tmp_path, [sys.executable, str(ROOT / "scripts/bench.py"), *overrides])
+    assert done.rc == 0, done.text
+    assert "EMULATED: stages sleep instead of computing" in done.text
+    assert "predicted | measured" in done.text
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"bench.json", "bench.png", "trace.json"}
+    found = json.loads((tmp_path / "out/bench.json").read_text())
+    assert [row["schedule"] for row in found["rows"]] == ["1f1b", "zb_h1"]
+    for row in found["rows"]:
+        assert row["measured_makespan_ms"] > 3 * 15  # each stage sleeps F + B + W = 15 ms per microbatch
+        assert row["ratio"] == pytest.approx(1, abs=0.5)
+
+
+def test_bench_refuses_a_schedule_that_nobody_knows_before_it_starts_ranks(tmp_path):
+    done = start(
+        tmp_path, [sys.executable, str(ROOT / "scripts/bench.py"), "schedules=[zb_h9]", "run_dir=out"]
+    )
+    assert done.rc == 1
+    assert f"error: unknown schedule 'zb_h9'; known: {KNOWN}" in done.text
+    assert "Traceback" not in done.text
