@@ -243,7 +243,7 @@ def test_a_stage_out_of_range_is_refused(cls, sizes, batch, index, num_stages, m
         (Llama, LLAMA, {"num_kv_heads": 0}, "num_kv_heads=0 must be positive"),
         (Llama, LLAMA, {"hidden_size": 12}, "heads of 3 numbers.*write hidden_size=16"),
         (Mlp, MLP, {"hidden_size": 0}, "hidden_size=0 must be positive"),
-        (Emulated, {"f": 1, "b": 1, "w": 1}, {"hidden_size": 0}, "hidden_size=0 must be positive"),
+        (Emulated, {"num_layers": 1, "f": 1, "b": 1, "w": 1}, {"hidden_size": 0}, "hidden_size=0 must be positive"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(cls, sizes, change, message):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import time
 import math
 
 import pytest
@@ -96,11 +97,19 @@ def runs_in(folder):
     return sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
 
 
+def written(path, last):
+    """The file once `last` stands in it: wandb's own process may write a little after finish()."""
+    deadline = time.monotonic() + 60
+    while last not in (content := path.read_bytes()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return content
+
+
 @needs_wandb
 def test_wandb_offline_writes_one_run_with_config_metrics_and_summary(no_account, tmp_path):
     write(tmp_path, "offline")
     (run,) = runs_in(tmp_path)
-    content = run.read_bytes()  # records of a known layout, but texts stand in them as they are
+    content = written(run, b"zb_h1")  # records of a known layout, but texts stand in them as they are
     for text in (b"model.num_layers", b"loss", b"2.5", b"1.25", b"schedule", b"zb_h1"):
         assert text in content, text
     assert b"note" not in content  # only numbers are metrics
