@@ -45,7 +45,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     """
     # Whatever can be wrong with the arguments shows before this process joins the others.
     rank, num_ranks = int(os.environ.get("RANK", "0")), _num_ranks(config)
-    timetable = plan(config.schedule.name, num_ranks, config.num_microbatches)
+    timetable = plan(num_ranks=num_ranks, num_microbatches=config.num_microbatches, **vars(config.schedule))
     model = _model(config.model)
     stages = _stages(model, timetable, rank)
     data = _data(config.data, config.batch_size, config.seed)
@@ -53,6 +53,8 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         check_agreement("configs", {key: value for key, value in settings.items() if key != "run_dir"})
         check_agreement("data (by fingerprint)", data.fingerprint)
         folder = Path(broadcast(config.run_dir))
+        # A search may end differently on another rank: rank 0's plan is the plan.
+        timetable = Timetable.parse(broadcast(str(timetable)))
         for stage in stages.values():
             stage.to(here.device, getattr(torch, config.dtype))
             _recompute(stage, config.memory.recompute)

@@ -26,7 +26,12 @@ class ConfigError(ValueError):
 
 @dataclass(kw_only=True)
 class ScheduleConfig:
+    """As `plan` takes them; null: the schedule's own."""
+
     name: str = MISSING
+    stages_per_rank: int | None = None
+    placement: str | None = None  # one, looped or v
+    memory_limit: float | None = None  # of each rank, in activations of a stage
 
 
 @dataclass(kw_only=True)

@@ -14,6 +14,7 @@ from zbpp.stage_api import PipelineModel
 GPT = {"vocab_size": 19, "num_layers": 5, "hidden_size": 16, "num_heads": 4, "sequence_length": 8}
 LLAMA = {**GPT, "num_kv_heads": 2}
 MLP = {"num_layers": 5, "in_features": 3, "hidden_size": 7, "out_features": 2}
+EMULATED = {"num_layers": 1, "f": 1, "b": 1, "w": 1}
 
 
 def tokens():
@@ -243,7 +244,7 @@ def test_a_stage_out_of_range_is_refused(cls, sizes, batch, index, num_stages, m
         (Llama, LLAMA, {"num_kv_heads": 0}, "num_kv_heads=0 must be positive"),
         (Llama, LLAMA, {"hidden_size": 12}, "heads of 3 numbers.*write hidden_size=16"),
         (Mlp, MLP, {"hidden_size": 0}, "hidden_size=0 must be positive"),
-        (Emulated, {"num_layers": 1, "f": 1, "b": 1, "w": 1}, {"hidden_size": 0}, "hidden_size=0 must be positive"),
+        (Emulated, EMULATED, {"hidden_size": 0}, "hidden_size=0 must be positive"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(cls, sizes, change, message):

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from zbpp.schedule import SCHEDULES, plan
+from zbpp.schedule import plan
+from zbpp.schedule.families import FAMILIES
 
 FOLDER = Path(__file__).parent.parent / "golden"
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_timetable_is_the_golden_one(name, request):
     path = FOLDER / f"{name}_p4_m8.txt"
     text = f"{plan(name, 4, 8)}\n"
@@ -22,9 +23,9 @@ def test_timetable_is_the_golden_one(name, request):
     assert text == path.read_text()
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_drawing_in_the_docstring_is_the_timetable(name):
-    drawing = re.search(r"p=(\d+), m=(\d+):\n((?: +\d.*\n)+)", SCHEDULES[name].__doc__)
+    drawing = re.search(r"p=(\d+), m=(\d+):\n((?: +\d.*\n)+)", FAMILIES[name].__doc__)
     num_ranks, num_microbatches, rows = drawing.groups()
     lines = [line.strip() for line in rows.splitlines()]
     assert lines == str(plan(name, int(num_ranks), int(num_microbatches))).splitlines()

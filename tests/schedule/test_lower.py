@@ -9,6 +9,7 @@ import pytest
 
 from helpers.timetables import makes, needs, random_timetable
 from zbpp.schedule import Action, Op, PlanError, Recv, Release, Send, Timetable, lower, plan
+from zbpp.schedule.families import FAMILIES
 
 
 class Interpreter:
@@ -128,9 +129,9 @@ def test_lower_forward_only(first_seed):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1", "zb_h2", "zb_v"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_lower_every_family(name, num_ranks):
-    check(plan(name, num_ranks, 9), random.Random(0), bounded=True)
+    check(plan(name, num_ranks, 8), random.Random(0), bounded=True)
 
 
 def test_lower_sends_nothing_between_stages_of_one_rank():
@@ -184,9 +185,9 @@ def test_a_rank_lowers_its_own_program_only(monkeypatch):
     module = sys.modules["zbpp.schedule.lower"]  # as an attribute of the package, lower is the function
 
     class Link(module._Link):
-        def __init__(self, timeline, sender, receiver):
+        def __init__(self, timeline, values, sender, receiver):
             looked_at.append((sender, receiver))
-            super().__init__(timeline, sender, receiver)
+            super().__init__(timeline, values, sender, receiver)
 
     monkeypatch.setattr(module, "_Link", Link)
     programs = lower(plan("zb_h1", 64, 1024))

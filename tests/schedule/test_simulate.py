@@ -1,12 +1,13 @@
 """The simulator against a naive one, its errors, and memory by hand."""
 
 import random
+from time import perf_counter
 
 import numpy as np
 import pytest
 
 from helpers.timetables import random_timetable
-from zbpp.schedule import Costs, Op, PlanError, Timetable, plan, simulate
+from zbpp.schedule import Costs, Op, PlanError, Timetable, lower, plan, simulate
 
 F, B, W, BW = Op.F, Op.B, Op.W, Op.BW
 
@@ -184,3 +185,14 @@ def test_a_large_timetable_takes_a_second():
     timeline = simulate(plan("zb_h1", 64, 1024))
     assert timeline.makespan == 3 * 1024 + 63
     assert np.all(timeline.starts[5][1:] >= timeline.ends[5][:-1])
+
+
+@pytest.mark.slow
+def test_planning_at_scale_takes_seconds():
+    """Plan, validate, simulate, lower: 4 s where this was written. Larger: `scripts/scale.py 512 4096`."""
+    began = perf_counter()
+    for name, num_instructions in (("zb_h1", 583_428), ("zb_v", 1_167_045)):
+        timetable = plan(name, 64, 1024)
+        assert simulate(timetable).bubble_rate < 0.03
+        assert sum(len(program.instructions) for program in lower(timetable)) == num_instructions
+    assert perf_counter() - began < 20

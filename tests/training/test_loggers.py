@@ -2,8 +2,8 @@
 
 import importlib.util
 import json
-import time
 import math
+import time
 
 import pytest
 

@@ -3,9 +3,8 @@
 from zbpp.schedule.compare import compare, per_stage_of
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.dataflow import Value, consumes, produces
-from zbpp.schedule.families import SCHEDULES
 from zbpp.schedule.lower import Program, Programs, Recv, Release, Send, lower
-from zbpp.schedule.planner import placement_of, plan
+from zbpp.schedule.planner import SCHEDULES, placement_of, plan
 from zbpp.schedule.render import chrome_trace, render_figures, render_picture, render_table, render_text
 from zbpp.schedule.simulate import Timeline, simulate
 from zbpp.schedule.timetable import Action, Op, PlanError, Row, Timetable

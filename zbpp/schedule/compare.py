@@ -51,4 +51,4 @@ def per_stage_of(costs: Costs, stages_per_rank: float) -> Costs:
 
 def stages_per_rank(name: str) -> int:
     """How many stages a family puts on each rank: its smallest timetable shows it."""
-    return plan(name, 1, 1).num_stages
+    return plan(name, 1, 2).num_stages

@@ -17,15 +17,15 @@ That can't close a circle of waiting, since in that timeline every wait looks ba
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple, overload
 
 import numpy as np
 
-from zbpp.schedule.dataflow import Value, consumes, produces
+from zbpp.schedule.dataflow import Value, produces
 from zbpp.schedule.simulate import Floats, Timeline, simulate
 from zbpp.schedule.timetable import Action, Op, Timetable
+from zbpp.schedule.values import Values
 
 
 class Send(NamedTuple):
@@ -82,6 +82,7 @@ class Programs(Sequence[Program]):
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._links = _connected(timeline.timetable)
+        self._values = Values(timeline.timetable.num_stages, timeline.timetable.num_microbatches)
 
     @property
     def links(self) -> list[tuple[int, int]]:
@@ -100,45 +101,42 @@ class Programs(Sequence[Program]):
         return self._lower(chosen) if isinstance(chosen, int) else [self._lower(each) for each in chosen]
 
     def _lower(self, rank: int) -> Program:
-        links = {pair: _Link(self._timeline, *pair) for pair in sorted(self._links) if rank in pair}
+        touching = sorted(pair for pair in self._links if rank in pair)
+        links = {pair: _Link(self._timeline, self._values, *pair) for pair in touching}
         inbound = {sender: link for (sender, receiver), link in links.items() if receiver == rank}
         outbound = {receiver: link for (sender, receiver), link in links.items() if sender == rank}
-        before: dict[int, list[Instruction]] = defaultdict(list)
-        after: dict[int, list[Instruction]] = defaultdict(list)
+        # Action i has place 3i + 1: room for what it receives before it, and for what it sends after it.
+        instructions: list[Instruction] = [*self._timeline.timetable.rows[rank]]
+        places = [3 * np.arange(len(instructions)) + 1]
         for peer, link in inbound.items():
-            for value, action in zip(link.values, link.received_at, strict=True):
-                before[action].append(Recv(value, peer))
+            instructions += [Recv(value, peer) for value in link.values]
+            places += [3 * link.received_at]
         for peer, link in outbound.items():
             behind = link.in_flight + 1
-            for k, (value, action) in enumerate(zip(link.values, link.sent_at, strict=True)):
-                after[action].append(Send(value, peer))
-                if k >= behind:
-                    after[action].append(Release(link.values[k - behind], peer))
-        row = self._timeline.timetable.rows[rank]
-        instructions = [step for i, action in enumerate(row) for step in (*before[i], action, *after[i])]
-        return Program(rank, tuple(instructions), {peer: link.in_flight for peer, link in inbound.items()})
+            instructions += [Send(value, peer) for value in link.values]
+            instructions += [Release(value, peer) for value in link.values[:-behind]]
+            places += [3 * link.sent_at + 2, 3 * link.sent_at[behind:] + 2]
+        order = np.argsort(np.concatenate(places), kind="stable").tolist()
+        in_flight = {peer: link.in_flight for peer, link in inbound.items()}
+        return Program(rank, tuple([instructions[i] for i in order]), in_flight)
 
 
 class _Link:
     """The messages from one rank to another, in the order of their sends."""
 
-    def __init__(self, timeline: Timeline, sender: int, receiver: int) -> None:
+    def __init__(self, timeline: Timeline, values: Values, sender: int, receiver: int) -> None:
         timetable = timeline.timetable
-        self.values: list[Value] = []
-        self.sent_at: list[int] = []  # the action of the sender's row after which each value leaves
-        for index, action in enumerate(timetable.rows[sender]):
-            for value in produces(action, timetable.num_stages):
-                if timetable.rank_of[value.stage] == receiver:
-                    self.values.append(value)
-                    self.sent_at.append(index)
-        consumers = {
-            value: index
-            for index, action in enumerate(timetable.rows[receiver])
-            for value in consumes(action)
-        }
-        consumed_at = np.array([consumers[value] for value in self.values], dtype=int)
+        made_at, made = values.produced_in(timetable.rows[sender])
+        used_at, used = values.consumed_in(timetable.rows[receiver])
+        leaves = np.array(timetable.rank_of)[values.stages(made)] == receiver
+        numbers = made[leaves]
+        self.values = values.named(numbers)
+        self.sent_at = made_at[leaves]  # the action of the sender's row after which each value leaves
+        _, here, there = np.intersect1d(numbers, used, assume_unique=True, return_indices=True)
+        consumed_at = np.empty_like(self.sent_at)
+        consumed_at[here] = used_at[there]
         # FIFO: a value is received before the first action that needs it or anything behind it.
-        self.received_at: list[int] = np.minimum.accumulate(consumed_at[::-1])[::-1].tolist()
+        self.received_at = np.minimum.accumulate(consumed_at[::-1])[::-1]
         self.in_flight = _most_in_flight(
             timeline.ends[sender][self.sent_at], timeline.starts[receiver][consumed_at]
         )

@@ -1,14 +1,33 @@
-"""`plan`: the one door to every schedule."""
+"""`plan`: the one door to every schedule.
+
+A generator is called as `generator(num_ranks, num_microbatches, **options)` and gets just those of
+plan's options that it declares as keyword-only parameters. What comes out is checked against
+what was asked for, so that an option which a generator doesn't know can't be lost in silence.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from numbers import Real
+from typing import Any
 
 from zbpp.schedule.costs import Costs
-from zbpp.schedule.families import SCHEDULES
+from zbpp.schedule.exact import optimal
+from zbpp.schedule.families import FAMILIES
 from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timetable import PlanError, Timetable
+
+SCHEDULES: dict[str, Callable[..., Timetable]] = {
+    **FAMILIES,
+    # Here belongs "zb_auto": zb_auto, of zbpp.schedule.search
+    "optimal": optimal,
+}
+
+_PLACEMENTS = ("one", "v", "looped")
+_OBJECTIVES = ("makespan", "span")
 
 
 def plan(
@@ -16,44 +35,132 @@ def plan(
     num_ranks: int,
     num_microbatches: int,
     *,
-    costs: Costs | None = None,
+    costs: Costs = Costs(),
     memory_limit: float | Sequence[float] | None = None,
     placement: str | None = None,
     stages_per_rank: int | None = None,
+    objective: str = "makespan",
+    search: bool = True,
+    time_limit: float = 10.0,
+    seed: int = 0,
+    progress: Callable[..., None] | None = None,
 ) -> Timetable:
     """The timetable of a schedule in `SCHEDULES`.
 
-    memory_limit: in the unit of costs.saved, per rank or one per rank; None: no limit.
+    memory_limit: in the unit of costs.saved, for each rank or one per rank; None: no limit.
     placement ("one" | "looped" | "v") and stages_per_rank: None for the family's own.
-    Raises PlanError for an unknown name, counts below 1, a value that contradicts the family,
-    or a family that exceeds the memory limit (the message says by how much).
+    objective ("makespan" | "span"), search, time_limit (s), seed, progress: for those that search.
+    Raises PlanError for an unknown name, an argument out of range, a value that contradicts the
+    family, or a family that exceeds the memory limit (the message says what it needs).
     """
     if name not in SCHEDULES:
         raise PlanError(_unknown(name))
-    for count, value in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
-        if not isinstance(value, int) or value < 1:
-            raise PlanError(f"{count}={value!r}: write a whole number, 1 or more")
-    timetable = SCHEDULES[name](num_ranks, num_microbatches)
+    options = {
+        "costs": costs,
+        "memory_limit": memory_limit,
+        "placement": placement,
+        "stages_per_rank": stages_per_rank,
+        "objective": objective,
+        "search": search,
+        "time_limit": time_limit,
+        "seed": seed,
+        "progress": progress,
+    }
+    _check_range("num_ranks", num_ranks)
+    _check_range("num_microbatches", num_microbatches)
+    for option, value in options.items():
+        _check_range(option, value)
+    _check_shape(placement, stages_per_rank)
+    limits = _limits(memory_limit, num_ranks)
+
+    declared = inspect.signature(SCHEDULES[name]).parameters
+    given = {key: value for key, value in options.items() if key in declared and value is not None}
+    timetable = SCHEDULES[name](num_ranks, num_microbatches, **given)
     _check_placement(name, timetable, placement, stages_per_rank)
     if memory_limit is not None:
-        _check_memory(name, timetable, costs or Costs(), memory_limit)
+        _check_memory(name, timetable, costs, limits)
     return timetable
 
 
 def placement_of(timetable: Timetable) -> str:
     """ "one" stage per rank, "looped" (stage s on rank s mod p), "v" (down and back up), or "other"."""
-    num_ranks, rank_of = timetable.num_ranks, timetable.rank_of
-    there = tuple(range(num_ranks))
-    shapes = {there: "one", there + there[::-1]: "v"}
-    looped = there * (len(rank_of) // num_ranks)
-    return shapes.get(rank_of, "looped" if rank_of == looped else "other")
+    return next((shape for shape in _PLACEMENTS if _is_placed(timetable, shape)), "other")
+
+
+def _is_placed(timetable: Timetable, placement: str) -> bool:
+    there = tuple(range(timetable.num_ranks))
+    per_rank = timetable.num_stages // timetable.num_ranks
+    shapes = {"one": there, "v": there + there[::-1], "looped": there * per_rank}
+    return timetable.rank_of == shapes[placement]
+
+
+def _is_whole(value: object, least: float = 1) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int) and value >= least
+
+
+def _is_real(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Real) and float(value) >= 0  # NaN is not
+
+
+def _is_limit(value: object) -> bool:
+    each = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    return all(map(_is_real, each))
+
+
+# argument -> (what it must be, what to write)
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "num_ranks": (_is_whole, "write a whole number, 1 or more"),
+    "num_microbatches": (_is_whole, "write a whole number, 1 or more"),
+    "costs": (lambda value: isinstance(value, Costs), "write Costs(f=..., b=..., w=...)"),
+    "memory_limit": (
+        lambda value: value is None or _is_limit(value),
+        "write a number, 0 or more, in the unit of costs.saved, or one per rank",
+    ),
+    "placement": (lambda value: value in (None, *_PLACEMENTS), f"write {' or '.join(_PLACEMENTS)}"),
+    "stages_per_rank": (
+        lambda value: value is None or _is_whole(value),
+        "write a whole number, 1 or more",
+    ),
+    "objective": (lambda value: value in _OBJECTIVES, f"write {' or '.join(_OBJECTIVES)}"),
+    "search": (lambda value: isinstance(value, bool), "write True or False"),
+    "time_limit": (_is_real, "write seconds, 0 or more"),
+    "seed": (lambda value: _is_whole(value, least=-math.inf), "write a whole number"),
+    "progress": (lambda value: value is None or callable(value), "write a function, or None"),
+}
+
+
+def _check_range(name: str, value: object) -> None:
+    in_range, advice = _RANGES[name]
+    if not in_range(value):
+        raise PlanError(f"{name}={value!r}: {advice}")
+
+
+def _check_shape(placement: str | None, stages_per_rank: int | None) -> None:
+    """Whether a placement and a number of stages can go together, in whatever family."""
+    if placement is None or stages_per_rank is None:
+        return
+    fits = {"one": stages_per_rank == 1, "v": stages_per_rank == 2, "looped": stages_per_rank > 1}
+    if not fits[placement]:
+        advice = {"one": "1", "v": "2", "looped": "2 or more (one stage per rank is placement='one')"}
+        raise PlanError(
+            f"placement={placement!r} and stages_per_rank={stages_per_rank} contradict each other: "
+            f"stages_per_rank must be {advice[placement]}, or left out"
+        )
+
+
+def _limits(memory_limit: float | Sequence[float] | None, num_ranks: int) -> list[float]:
+    if not isinstance(memory_limit, Sequence):
+        return [math.inf if memory_limit is None else float(memory_limit)] * num_ranks
+    if len(memory_limit) != num_ranks:
+        raise PlanError(f"memory_limit has {len(memory_limit)} numbers for {num_ranks} ranks")
+    return list(map(float, memory_limit))
 
 
 def _check_placement(
     name: str, timetable: Timetable, placement: str | None, stages_per_rank: int | None
 ) -> None:
     own, per_rank = placement_of(timetable), timetable.num_stages // timetable.num_ranks
-    if placement is not None and placement != own:
+    if placement is not None and not _is_placed(timetable, placement):
         raise PlanError(f"{name} places its stages as {own!r}, not {placement!r}: leave placement out")
     if stages_per_rank is not None and stages_per_rank != per_rank:
         raise PlanError(
@@ -61,14 +168,12 @@ def _check_placement(
         )
 
 
-def _check_memory(name: str, timetable: Timetable, costs: Costs, limit: float | Sequence[float]) -> None:
-    limits = list(limit) if isinstance(limit, Sequence) else [limit] * timetable.num_ranks
-    if len(limits) != timetable.num_ranks:
-        raise PlanError(f"memory_limit has {len(limits)} numbers for {timetable.num_ranks} ranks")
+def _check_memory(name: str, timetable: Timetable, costs: Costs, limits: list[float]) -> None:
     peaks = simulate(timetable, costs).peak_memory
-    for rank, (peak, allowed) in enumerate(zip(peaks, limits, strict=True)):
-        if not peak <= allowed:
-            raise PlanError(f"{name} needs {peak:g} on rank {rank}, memory_limit allows {allowed:g}")
+    excess = [peak - limit for peak, limit in zip(peaks, limits, strict=True)]
+    rank = excess.index(max(excess))
+    if excess[rank] > 1e-9 * limits[rank]:  # the peak is a sum of floats
+        raise PlanError(f"{name} needs {peaks[rank]:g} on rank {rank}, memory_limit allows {limits[rank]:g}")
 
 
 def _unknown(name: str) -> str:

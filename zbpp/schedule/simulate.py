@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
+from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from zbpp.schedule.costs import Costs, StageCosts
-from zbpp.schedule.dataflow import VALUE_NAMES, Value, consumes, produces
-from zbpp.schedule.timetable import Action, Op, PlanError, Row, Timetable
+from zbpp.schedule.dataflow import consumes
+from zbpp.schedule.timetable import Op, PlanError, Row, Timetable
+from zbpp.schedule.values import Numbers, Values, kinds_of
 
 Floats = npt.NDArray[np.float64]
+
+_NONE = -1  # no value's number
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,8 @@ def simulate(timetable: Timetable, costs: Costs | None = None) -> Timeline:
     ranks = _run(timetable, stage_costs)
     return Timeline(
         timetable,
-        starts=tuple(np.array(rank.starts) for rank in ranks),
-        ends=tuple(np.array(rank.ends) for rank in ranks),
+        starts=tuple(np.frombuffer(rank.starts) for rank in ranks),
+        ends=tuple(np.frombuffer(rank.ends) for rank in ranks),
         peak_memory=tuple(_peak(row, stage_costs) for row in timetable.rows),
     )
 
@@ -122,88 +125,81 @@ def _check_kind(timetable: Timetable) -> None:
 
 
 class _Rank:
-    """One rank on its way through its row. Values are numbered: consecutive in the microbatch."""
+    """One rank on its way through its row.
 
-    def __init__(self, timetable: Timetable, rank: int, costs: StageCosts) -> None:
-        self.rank, self.row = rank, timetable.rows[rank]
-        self.shape = (timetable.num_stages, timetable.num_microbatches)
-        self.entries = {
-            (stage, int(op)): self._entry(Action(stage, op, 0), timetable.rank_of, costs)
-            for stage in timetable.stages_of(rank)
-            for op in Op
-        }
-        self.steps = list(
-            zip(self.row.stages.tolist(), self.row.ops.tolist(), self.row.microbatches.tolist(), strict=True)
-        )
-        self.clock = 0.0
-        self.starts: list[float] = []
-        self.ends: list[float] = []
+    A value made and used on one rank needs no clock: it is there if its producer stands earlier in
+    the row. What comes from elsewhere has to be waited for; by the data-flow table an action
+    consumes at most one such value and produces at most one for another rank.
+    """
 
-    def _entry(self, action: Action, rank_of: tuple[int, ...], costs: StageCosts) -> _Entry:
-        made = produces(action, self.shape[0])
-        return _Entry(
-            costs.duration[action.op][action.stage],
-            [_number(value, self.shape) for value in consumes(action)],
-            [
-                (
-                    _number(value, self.shape),
-                    0.0 if rank_of[value.stage] == self.rank else costs.comm[action.stage],
-                )
-                for value in made
-            ],
-        )
+    def __init__(self, timetable: Timetable, rank: int, values: Values, costs: StageCosts) -> None:
+        row = timetable.rows[rank]
+        made_at, made = values.produced_in(row)
+        used_at, used = values.consumed_in(row)
+        _, here, there = np.intersect1d(made, used, assume_unique=True, return_indices=True)
+        too_early = used_at[there][used_at[there] <= made_at[here]]
+        leaves = np.array(timetable.rank_of)[values.stages(made)] != rank
+        self.rank, self.row, self.values = rank, row, values
+        self.stops_at = int(too_early.min(initial=len(row)))
+        self.awaited = _scattered(len(row), np.delete(used_at, there), np.delete(used, there))
+        self.given = _scattered(len(row), made_at[leaves], made[leaves])
+        self.durations = np.array([costs.duration[op] for op in Op]).T.ravel()[kinds_of(row)]
+        self.delays = np.array(costs.comm)[row.stages]
+        self.starts, self.ends = array("d"), array("d")
 
-    def advance(self, arrival: list[float | None], waiting: dict[int, int], awake: list[int]) -> None:
-        """Run until the row ends or a value is missing; wake whoever waited for what was made."""
-        for stage, op, microbatch in itertools.islice(self.steps, len(self.ends), None):
-            duration, needs, gives = self.entries[stage, op]
-            start = self.clock
-            for first in needs:
-                arrived = arrival[first + microbatch]
-                if arrived is None:
-                    waiting[first + microbatch] = self.rank
-                    return
-                start = max(start, arrived)
-            self.clock = start + duration
-            self.starts.append(start)
-            self.ends.append(self.clock)
-            for first, delay in gives:
-                value = first + microbatch
-                arrival[value] = self.clock + delay
-                if value in waiting:
-                    awake.append(waiting.pop(value))
+    def run(self, arrival: list[float | None], waiting: dict[int, int], awake: list[int]) -> Iterator[int]:
+        """Run the row; yield each value that isn't there yet, wake whoever waits for what is made."""
+        clock = 0.0
+        columns = (self.awaited, self.durations, self.given, self.delays)
+        # As buffers: lists of all ranks' numbers would take gigabytes.
+        steps = zip(*(column[: self.stops_at].data for column in columns), strict=True)
+        for needs, duration, gives, delay in steps:
+            if needs != _NONE:
+                while (arrived := arrival[needs]) is None:
+                    yield needs
+                clock = max(clock, arrived)
+            self.starts.append(clock)
+            clock += duration
+            self.ends.append(clock)
+            if gives != _NONE:
+                arrival[gives] = clock + delay
+                if gives in waiting:
+                    awake.append(waiting.pop(gives))
 
     def complaint(self, arrival: list[float | None]) -> str:
         """What a rank that can't go on waits for."""
-        action = self.row[len(self.ends)]
-        missing = [value for value in consumes(action) if arrival[_number(value, self.shape)] is None]
-        return f"rank {self.rank} waits in {action} for {', '.join(map(str, missing))}"
+        done = len(self.ends)
+        _, made = self.values.produced_in(self.row[:done])
+        missing = [
+            value
+            for value in consumes(self.row[done])
+            if (number := self.values.number(value)) not in made and arrival[number] is None
+        ]
+        return f"rank {self.rank} waits in {self.row[done]} for {', '.join(map(str, missing))}"
 
 
-class _Entry(NamedTuple):
-    duration: float
-    needs: list[int]  # number of each consumed value at microbatch 0
-    gives: list[tuple[int, float]]  # the same for produced values, with the message's time
-
-
-def _number(value: Value, shape: tuple[int, int]) -> int:
-    num_stages, num_microbatches = shape
-    kind = VALUE_NAMES.index(value.name)
-    return (kind * num_stages + value.stage) * num_microbatches + value.microbatch
+def _scattered(length: int, positions: Numbers, numbers: Numbers) -> npt.NDArray[np.int64]:
+    """For each action of a row the number of its value, or _NONE."""
+    column = np.full(length, _NONE, dtype=np.int64)
+    column[positions] = numbers
+    return column
 
 
 def _run(timetable: Timetable, costs: StageCosts) -> list[_Rank]:
     """Let each rank run until it waits for a value; whoever produces that value wakes it."""
-    arrival: list[float | None] = [None] * (
-        len(VALUE_NAMES) * timetable.num_stages * timetable.num_microbatches
-    )
-    waiting: dict[int, int] = {}
-    ranks = [_Rank(timetable, rank, costs) for rank in range(timetable.num_ranks)]
+    values = Values(timetable.num_stages, timetable.num_microbatches)
+    ranks = [_Rank(timetable, rank, values, costs) for rank in range(timetable.num_ranks)]
+    arrival: list[float | None] = [None] * len(values)
+    waiting: dict[int, int] = {}  # value -> the rank that waits for it
     awake = list(range(timetable.num_ranks))
+    running = [rank.run(arrival, waiting, awake) for rank in ranks]
     while awake:
-        ranks[awake.pop()].advance(arrival, waiting, awake)
-    if waiting:
-        stuck = [ranks[rank].complaint(arrival) for rank in sorted(waiting.values())]
+        rank = awake.pop()
+        value = next(running[rank], None)
+        if value is not None:
+            waiting[value] = rank
+    stuck = [rank.complaint(arrival) for rank in ranks if len(rank.ends) < len(rank.row)]
+    if stuck:
         raise PlanError(f"the timetable cannot proceed: {'; '.join(stuck)}")
     return ranks
 

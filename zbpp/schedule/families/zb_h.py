@@ -8,7 +8,9 @@ as far as these microbatches exist. The warm-up is what B has to wait for; the d
 W's from the steady phase into the bubble at the end.
 """
 
-from zbpp.schedule.timetable import Action, Op, PlanError, Timetable
+import numpy as np
+
+from zbpp.schedule.timetable import Op, PlanError, Row, Timetable
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Timetable:
@@ -46,11 +48,9 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Timetable:
     )
 
 
-def _row(stage: int, warm_up: int, delay: int, num_microbatches: int) -> list[Action]:
-    lags = ((Op.F, 0), (Op.B, warm_up), (Op.W, warm_up + delay))
-    return [
-        Action(stage, op, slot - lag)
-        for slot in range(num_microbatches + warm_up + delay)
-        for op, lag in lags
-        if 0 <= slot - lag < num_microbatches
-    ]
+def _row(stage: int, warm_up: int, delay: int, num_microbatches: int) -> Row:
+    lags = {Op.F: 0, Op.B: warm_up, Op.W: warm_up + delay}
+    microbatches = np.tile(np.arange(num_microbatches, dtype=np.int32), len(lags))
+    ops, slots = np.repeat(np.array([*lags.items()], dtype=np.int32), num_microbatches, axis=0).T
+    order = np.lexsort((ops, slots + microbatches))  # F, B, W within a slot
+    return Row(np.full_like(ops, stage), ops[order], microbatches[order])

@@ -4,11 +4,8 @@ Two stages per rank, in a V: rank r owns r and 2p - 1 - r, so the last rank comp
 way back at once, and rank 0 both begins and ends a microbatch.
 """
 
-from collections.abc import Iterable, Iterator
-
-from zbpp.schedule.timetable import Action, Op, Timetable
-
-Word = tuple[int, Op]  # (0 on the way down, 1 on the way back; op)
+from zbpp.schedule.timetable import Op, Row, Timetable
+from zbpp.schedule.words import Word, numbered
 
 
 def zb_v(num_ranks: int, num_microbatches: int) -> Timetable:
@@ -23,18 +20,21 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Timetable:
     """
     padded = max(2 * num_ranks - 1, num_microbatches)
     return Timetable(
-        [
-            action
-            for action in _numbered(_words(num_ranks, rank, padded), (rank, 2 * num_ranks - 1 - rank))
-            if action.microbatch < num_microbatches  # drops the padding, and F0's past the last
-        ]
-        for rank in range(num_ranks)
+        _below(num_microbatches, numbered(_words(num_ranks, rank, padded))) for rank in range(num_ranks)
     )
 
 
+def _below(num_microbatches: int, row: Row) -> Row:
+    """Without the padding, and without the F's that are past the last microbatch."""
+    keep = row.microbatches < num_microbatches
+    return Row(row.stages[keep], row.ops[keep], row.microbatches[keep])
+
+
 def _words(num_ranks: int, rank: int, num_microbatches: int) -> list[Word]:
-    """The order of ops on one rank; the k-th of a kind is its k-th microbatch."""
-    f0, b0, w0, f1, b1, w1 = ((half, op) for half in (0, 1) for op in (Op.F, Op.B, Op.W))
+    """The order of ops on one rank; 0 and 1 name its stages on the way down and back."""
+    (f0, b0, w0), (f1, b1, w1) = (
+        [(stage, op) for op in (Op.F, Op.B, Op.W)] for stage in (rank, 2 * num_ranks - 1 - rank)
+    )
     down, back = [f0, b0, w0], [f1, b1, w1]
     words = [f0] * (2 * (num_ranks - rank) - 1)
     words += [f1, f0] * rank
@@ -45,10 +45,3 @@ def _words(num_ranks: int, rank: int, num_microbatches: int) -> list[Word]:
     words += [w1] * (num_microbatches - words.count(w1))
     words += [w0] * (num_microbatches - words.count(w0))
     return words
-
-
-def _numbered(words: Iterable[Word], stages: tuple[int, int]) -> Iterator[Action]:
-    seen: dict[Word, int] = {}
-    for word in words:
-        seen[word] = seen.get(word, -1) + 1
-        yield Action(stages[word[0]], word[1], seen[word])

@@ -1,0 +1,42 @@
+#!/usr/bin/env python
+"""How long planning takes at scale: plan, simulate (which validates), lower every rank's program.
+
+Usage: scale.py [RANKS MICROBATCHES]    (default 64 1024; 512 4096 is the largest that is promised)
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from time import perf_counter
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from zbpp.schedule import lower, plan, simulate
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print seconds per schedule and step, and the process's largest memory."""
+    given = sys.argv[1:] if arguments is None else arguments
+    num_ranks, num_microbatches = map(int, given or ("64", "1024"))
+    for name in ("zb_h1", "zb_v"):
+        clock = [perf_counter()]
+        timetable = plan(name, num_ranks, num_microbatches)
+        clock.append(perf_counter())
+        makespan = simulate(timetable).makespan
+        clock.append(perf_counter())
+        num_instructions = sum(len(program.instructions) for program in lower(timetable))
+        clock.append(perf_counter())
+        planned, simulated, lowered = (end - start for start, end in pairwise(clock))
+        print(
+            f"{name}: plan {planned:.1f} s, simulate {simulated:.1f} s (makespan {makespan:g}), "
+            f"lower {lowered:.1f} s ({num_instructions:,} instructions)"
+        )
+    print(f"largest memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
+
+
+if __name__ == "__main__":
+    main()

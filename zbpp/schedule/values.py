@@ -1,0 +1,73 @@
+"""The data-flow table over arrays: values as numbers, consecutive in the microbatch.
+
+A timetable of 512 ranks and 4096 microbatches has 12 million actions: asking `consumes` and
+`produces` for each would take minutes. They are asked once per stage and op, for microbatch 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from zbpp.schedule.dataflow import VALUE_NAMES, Value, consumes, produces
+from zbpp.schedule.timetable import Action, Op, Row
+
+Numbers = npt.NDArray[np.int64]
+
+
+class Values:
+    """The values of all actions on `num_stages` stages for `num_microbatches` microbatches."""
+
+    def __init__(self, num_stages: int, num_microbatches: int) -> None:
+        self._shape = (len(VALUE_NAMES), num_stages, num_microbatches)
+        actions = [Action(stage, op, 0) for stage in range(num_stages) for op in Op]
+        self.consumed = [[self.number(value) for value in consumes(action)] for action in actions]
+        self.produced = [[self.number(value) for value in produces(action, num_stages)] for action in actions]
+        self._consumed, self._produced = _padded(self.consumed), _padded(self.produced)
+
+    def __len__(self) -> int:
+        kinds, num_stages, num_microbatches = self._shape
+        return kinds * num_stages * num_microbatches
+
+    def number(self, value: Value) -> int:
+        _, num_stages, num_microbatches = self._shape
+        kind = VALUE_NAMES.index(value.name)
+        return (kind * num_stages + value.stage) * num_microbatches + value.microbatch
+
+    def stages(self, numbers: Numbers) -> Numbers:
+        """The stage on which each value is consumed."""
+        _, num_stages, num_microbatches = self._shape
+        return numbers // num_microbatches % num_stages
+
+    def named(self, numbers: Numbers) -> list[Value]:
+        """The values with these numbers."""
+        kinds, stages, microbatches = np.unravel_index(numbers, self._shape)
+        columns = (kinds.tolist(), stages.tolist(), microbatches.tolist())
+        return [Value(VALUE_NAMES[kind], *place) for kind, *place in zip(*columns, strict=True)]
+
+    def consumed_in(self, row: Row) -> tuple[Numbers, Numbers]:
+        """(position in the row, number) of each value that the row's actions consume, in the row's order."""
+        return _in_row(row, self._consumed)
+
+    def produced_in(self, row: Row) -> tuple[Numbers, Numbers]:
+        """(position in the row, number) of each value that the row's actions produce, in the row's order."""
+        return _in_row(row, self._produced)
+
+
+def kinds_of(row: Row) -> npt.NDArray[np.int32]:
+    """Each action's place in a table with one line per stage and op."""
+    return row.stages * len(Op) + row.ops
+
+
+def _padded(lists: Sequence[Sequence[int]]) -> Numbers:
+    """[stage and op, place in the list] -> number at microbatch 0, -1 where the list is shorter."""
+    longest = max(map(len, lists))
+    return np.array([[*each, *[-1] * (longest - len(each))] for each in lists], dtype=np.int64)
+
+
+def _in_row(row: Row, table: Numbers) -> tuple[Numbers, Numbers]:
+    first = table[kinds_of(row)]
+    positions, places = np.nonzero(first >= 0)
+    return positions, first[positions, places] + row.microbatches[positions]
