@@ -17,12 +17,13 @@ from typing import Any
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.exact import optimal
 from zbpp.schedule.families import FAMILIES
+from zbpp.schedule.search import zb_auto
 from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timetable import PlanError, Timetable
 
 SCHEDULES: dict[str, Callable[..., Timetable]] = {
     **FAMILIES,
-    # Here belongs "zb_auto": zb_auto, of zbpp.schedule.search
+    "zb_auto": zb_auto,
     "optimal": optimal,
 }
 
