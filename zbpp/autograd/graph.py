@@ -29,6 +29,9 @@ from zbpp.autograd.views import MATRIX_TRANSPOSE, VIEWS, View
 
 Edge = tuple[Node, int]
 
+make: Any = tuple.__new__
+"""make(NamedTuple, values): one without a Python call. B makes a few per layer."""
+
 
 class Use(NamedTuple):
     """One operand of a site that leads to a leaf, and what W keeps for it.
@@ -45,8 +48,9 @@ class Use(NamedTuple):
 class Survey(NamedTuple):
     """What a walk found. Leaves are AccumulateGrad nodes; everything in the order of the walk."""
 
-    deferred: dict[Node, list[tuple[Node, Use]]]  # leaf: (site, use)
-    eager: list[Node]
+    leaves: dict[Any, Tensor]  # those asked for, with their tensors
+    deferred: dict[Any, list[tuple[Node, Use]]]  # leaf: (site, use)
+    eager: list[Any]
     functions: list[Any]  # nodes of Python autograd Functions: each is its own ctx
 
 
@@ -56,21 +60,29 @@ def survey(roots: Iterable[Edge], stops: frozenset[Edge], wanted: set[int] | Non
     stops: edges not to be followed (the inputs of B). wanted: ids of the leaf tensors whose
     gradients are asked for, None for all.
     """
-    nodes = _walk([root for root in roots if root not in stops], stops)
-    leaves = nodes.leaves
+    nodes, again = _walk(roots, stops)
+    leaves: dict[Any, Tensor] = {}
+    sites: list[tuple[Any, Rule]] = []
+    functions = []
+    for node, role in nodes:
+        if role == "leaf":
+            leaves[node] = node.variable
+        elif role == "function":
+            functions.append(node)
+        else:
+            sites.append((node, role))
     if wanted is not None:
         # An empty leaf is a checkpoint's dummy: what is wanted may lie inside.
-        leaves = [leaf for leaf in leaves if id(variable(leaf)) in wanted or not variable(leaf).numel()]
-    choices = ((site, rule, rule.weights) for site, rule in nodes.sites)
-    deferred = _deferrable(choices, leaves, stops, nodes.repeats)
-    if not any(rule.along for _, rule in nodes.sites):
-        return Survey(deferred, [leaf for leaf in leaves if leaf not in deferred], nodes.functions)
-    # A bias waits only where its weight does: dy is held there anyway.
-    split = {site for uses in deferred.values() for site, _ in uses}
-    choices = ((site, rule, (each,)) for site, rule in nodes.sites if site in split for each in rule.along)
-    others = [leaf for leaf in leaves if leaf not in deferred]
-    deferred |= _deferrable(choices, others, stops, nodes.repeats)
-    return Survey(deferred, [leaf for leaf in others if leaf not in deferred], nodes.functions)
+        leaves = {leaf: each for leaf, each in leaves.items() if id(each) in wanted or not each.numel()}
+    choices = [(site, rule, rule.weights) for site, rule in sites]
+    deferred = _deferrable(choices, leaves, stops, again)
+    if any(rule.along for _, rule in sites):
+        # A bias waits only where its weight does: dy is held there anyway.
+        split = {site for uses in deferred.values() for site, _ in uses}
+        choices = [(site, rule, (each,)) for site, rule in sites if site in split for each in rule.along]
+        others = {leaf: each for leaf, each in leaves.items() if leaf not in deferred}
+        deferred |= _deferrable(choices, others, stops, again)
+    return Survey(leaves, deferred, [leaf for leaf in leaves if leaf not in deferred], functions)
 
 
 def kind(node: Node) -> str:
@@ -84,46 +96,33 @@ def variable(leaf: Any) -> Tensor:
     return tensor
 
 
-class _Nodes(NamedTuple):
-    leaves: list[Node]
-    sites: list[tuple[Node, Rule]]
-    functions: list[Any]
-    repeats: dict[Node | None, int]  # edges to a node besides the first, outputs counting as edges
+def _walk(roots: Iterable[Edge], stops: frozenset[Edge]) -> tuple[list[tuple[Any, Any]], list[Any]]:
+    """The nodes below the roots that have a role, with it; and each node as often as it was met again.
 
-
-def _walk(roots: Iterable[Edge], stops: frozenset[Edge]) -> _Nodes:
-    """Sort out the nodes below the roots. The loop over all of them is what B costs beside the pass."""
-    # A node with one output is stopped at by having been seen: only others cost a look-up per edge.
-    barriers = {edge for edge in stops if _num_outputs(edge[0]) > 1}
-    pending = list(dict.fromkeys(node for node, _ in roots))
-    seen: set[Node | None] = {None, *pending, *(node for node, nr in stops if (node, nr) not in barriers)}
-    repeats: dict[Node | None, int] = {}
-    leaves, sites, functions = [], [], []
-    edges: Any
-    for node in pending:  # which grows meanwhile
-        role = _ROLES[type(node)]
-        if role is not None:
-            if role == "leaf":
-                leaves.append(node)
-                continue
-            if role == "function":
-                functions.append(node)
-            else:
-                sites.append((node, role))
-        edges = node.next_functions
-        if barriers:
-            edges = [edge for edge in edges if edge not in barriers]
-        for below, _ in edges:
-            if below in seen:
-                repeats[below] = repeats.get(below, 0) + 1
-            else:
+    The roots count as edges. The loop over all nodes is what B costs beside the pass.
+    """
+    nodes: list[Any] = []
+    seen: set[Any] = {None}
+    for edge in roots:
+        if edge not in stops and edge[0] not in seen:
+            seen.add(edge[0])
+            nodes.append(edge[0])
+    stopped = {node for node, _ in stops if node not in seen}
+    seen |= stopped
+    again = []
+    for node in nodes:  # which grow meanwhile
+        for edge in node.next_functions:
+            below = edge[0]
+            if below not in seen:
                 seen.add(below)
-                pending.append(below)
-    return _Nodes(leaves, sites, functions, repeats)
-
-
-def _num_outputs(node: Any) -> int:
-    return len(node._input_metadata)
+                nodes.append(below)
+            elif below in stopped and edge not in stops:  # reached by another of its outputs
+                stopped.remove(below)
+                nodes.append(below)
+            else:
+                again.append(below)
+    roles = _ROLES
+    return [(node, role) for node in nodes if (role := roles[type(node)]) is not None], again
 
 
 class _Roles(dict[type, Any]):
@@ -140,28 +139,39 @@ class _Roles(dict[type, Any]):
 _ROLES = _Roles()
 
 
+class _Makers(dict[type, Any]):
+    """type of node -> the maker of its view, or None: likewise."""
+
+    def __missing__(self, cls: type) -> Any:
+        self[cls] = VIEWS.get(cls.__name__)
+        return self[cls]
+
+
+_MAKERS = _Makers()
+
+
 def is_leaf(node: Node) -> bool:
     """Whether gradients that reach this node accumulate into a leaf tensor."""
     return _ROLES[type(node)] == "leaf"
 
 
 def _deferrable(
-    choices: Iterable[tuple[Node, Rule, tuple[int, ...]]],
-    leaves: list[Node],
+    choices: Iterable[tuple[Any, Rule, tuple[int, ...]]],
+    leaves: dict[Any, Tensor],
     stops: frozenset[Edge],
-    repeats: dict[Node | None, int],
+    again: list[Any],
 ) -> dict[Node, list[tuple[Node, Use]]]:
     """The leaves all of whose uses are among these operands, taking of each site the first that can wait."""
-    found: dict[Node | None, list[tuple[Node, Use]]] = {leaf: [] for leaf in leaves if _is_plain(leaf)}
+    found: dict[Any, list[tuple[Node, Use]]] = {}
     for site, rule, operands in choices:
         below = site.next_functions
         for operand in operands:
             leaf, chain, views = _follow(below[operand], stops)
-            if leaf not in found or (rule.ready is not None and not rule.ready(site)):
+            if leaf not in leaves or (rule.ready is not None and not rule.ready(site)):
                 continue
             kept = rule.kept.get(operand)
             if kept is not None and getattr(site, kept.raw).unpack_hook is None:
-                held: Held = (getattr(site, kept.saved).detach(),)
+                held: Held = (getattr(site, kept.saved).data,)
                 add = kept.add
                 if views and views[-1] is MATRIX_TRANSPOSE:
                     add, views = kept.transposed, views[:-1]
@@ -170,18 +180,22 @@ def _deferrable(
                 if capture is None:
                     continue
                 held, add = capture
-            found[leaf].append((site, Use(held, add, chain, views)))
+            found.setdefault(leaf, []).append((site, make(Use, (held, add, chain, views))))
             break
-    return {leaf: uses for leaf, uses in found.items() if leaf and uses and _are_all(uses, leaf, repeats)}
+    repeated = set(again)
+    return {
+        leaf: uses
+        for leaf, uses in found.items()
+        if _are_all(uses, leaf, again, repeated) and _is_plain(leaves[leaf])
+    }
 
 
-def _is_plain(leaf: Any) -> bool:
+def _is_plain(tensor: Tensor) -> bool:
     """Whether W knows how to add to this leaf: subclasses (DTensor, quantised ones) are computed in B.
 
     So are complex leaves, whose products would need conjugates.
     """
-    tensor = leaf.variable
-    if tensor.is_complex():
+    if tensor.dtype.is_complex:
         return False
     return type(tensor) is nn.Parameter or not hasattr(tensor, "__tensor_flatten__")
 
@@ -196,12 +210,12 @@ def _follow(
     """
     chain: tuple[Edge, ...] = ()
     views: tuple[View, ...] | None = ()
-    while edge[0] is not None and edge not in stops:
-        node = edge[0]
-        role = _ROLES[type(node)]
-        if role == "leaf":
-            return node, chain, views
+    roles, makers = _ROLES, _MAKERS
+    while (node := edge[0]) is not None:
+        role = roles[type(node)]
         if role is not None and role != "function":
+            return (node, chain, views) if role == "leaf" else _NOWHERE
+        if edge in stops:
             break
         below = node.next_functions
         if len(below) != 1:
@@ -209,14 +223,17 @@ def _follow(
             if len(below) != 1:
                 break
         if views is not None:
-            make_view = VIEWS.get(type(node).__name__)
+            make_view = makers[type(node)]
             views = None if make_view is None else (make_view(*edge), *views)
         chain = (*chain, edge)
         edge = below[0]
-    return None, (), None
+    return _NOWHERE
 
 
-def _are_all(uses: list[tuple[Node, Use]], leaf: Node, repeats: dict[Node | None, int]) -> bool:
+_NOWHERE = None, (), None
+
+
+def _are_all(uses: list[tuple[Node, Use]], leaf: Node, again: list[Any], repeated: set[Any]) -> bool:
     """Whether every edge into the leaf and into its chains belongs to one of these uses.
 
     A gradient captured at a leaf collects every path to it, so a leaf with one eager use
@@ -224,12 +241,12 @@ def _are_all(uses: list[tuple[Node, Use]], leaf: Node, repeats: dict[Node | None
     """
     if len(uses) == 1:  # nearly always: short for what follows
         for node, _ in uses[0][1].chain:
-            if node in repeats:
+            if node in repeated:
                 return False
-        return leaf not in repeats
+        return leaf not in repeated
     nodes = {leaf}
     for _, use in uses:
         nodes.update([node for node, _ in use.chain])
-    num_repeats = sum([repeats[node] for node in nodes if node in repeats])
+    num_repeats = sum([each in nodes for each in again])
     # All edges into these nodes against those that we know: one per use, one below each chain node.
     return len(nodes) + num_repeats == len(uses) + len(nodes) - 1

@@ -16,7 +16,7 @@ whole graph until W.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
 from zbpp.autograd.collector import collecting
-from zbpp.autograd.graph import Edge, Survey, is_leaf, kind, survey, variable
+from zbpp.autograd.graph import Edge, Survey, is_leaf, kind, make, survey, variable
 from zbpp.autograd.weight_grads import Computed, Deferred, WeightGrads, Work
 
 Outputs = Tensor | GradientEdge | Sequence[Any] | Mapping[Any, Any]
@@ -71,56 +71,62 @@ def split(
         found = survey([_edge(root) for root in roots], frozenset(edges.values()), wanted)
     except RuntimeError as error:
         raise _second_pass(error) from error
-    if any(kind(node) == "CheckpointFunctionBackward" for node in found.functions):
+    if found.functions and any(kind(node) == "CheckpointFunctionBackward" for node in found.functions):
         _refuse_a_part(edges, wanted)
         return _whole_backward(roots, root_grads, inputs, edges), []
-    sites = list(dict.fromkeys([site for uses in found.deferred.values() for site, _ in uses]))
-    targets = [GradientEdge(*edge) for edge in edges.values()]
-    targets += [GradientEdge(node, 0) for node in (*sites, *found.eager)]
+    targets = list(edges.values())
+    for uses in found.deferred.values():
+        for site, _ in uses:
+            targets.append((site, 0))
+    after_hooks = _after_hooks(targets, len(edges)) if RemovableHandle.next_id else {}
+    for leaf in found.eager:
+        targets.append((leaf, 0))
     late: list[Work] = []
-    after_hooks = _after_hooks(sites) if RemovableHandle.next_id else {}
     if found.functions:
         with collecting(found.functions, inputs, wanted, late):
             captured = _run(roots, root_grads, targets)
     else:
         captured = _run(roots, root_grads, targets)
-    grads: list[Tensor | None] = [None] * len(inputs)
-    for position, grad in zip(edges, captured, strict=False):  # the inputs' come first
-        grads[position] = grad
-    captured = captured[len(edges) :]
     if after_hooks:
         captured = [after_hooks.get(position, (grad,))[0] for position, grad in enumerate(captured)]
         after_hooks.clear()  # the sites' hooks refer to it
-    return tuple(grads), _work(found, sites, captured) + late
+    arrived = iter(captured)  # in the order of the targets
+    grads: list[Tensor | None] = [None] * len(inputs)
+    for position in edges:
+        grads[position] = next(arrived)
+    return tuple(grads), _work(found, arrived) + late
 
 
-def _after_hooks(sites: list[Any]) -> dict[int, tuple[Tensor | None, ...]]:
-    """To be filled with (dy,) of each site that runs, as the hooks on its output leave it.
+def _after_hooks(targets: list[Edge], first: int) -> dict[int, tuple[Tensor | None, ...]]:
+    """To be filled with (dy,) of each site, targets[first:], that runs: as the hooks on its output leave it.
 
     Of a node that runs, autograd captures what arrived, before hooks; only of one that doesn't, what
     they made of it. Needed only where this process has ever made a hook: each takes a handle's number.
     """
     dys: dict[int, tuple[Tensor | None, ...]] = {}
-    for position, site in enumerate(sites):
-        site.register_prehook(partial(dys.__setitem__, position))  # no Python frame per site
+    for position in range(first, len(targets)):
+        targets[position][0].register_prehook(partial(dys.__setitem__, position))  # no Python frame per site
     return dys
 
 
-def _work(found: Survey, sites: list[Any], captured: Gradients) -> list[Work]:
+def _work(found: Survey, arrived: Iterator[Tensor | None]) -> list[Work]:
     """What W has to do. A node that no gradient reached adds nothing, as in plain autograd."""
-    dys = dict(zip(sites, captured, strict=False))
     work: list[Work] = []
     for leaf, uses in found.deferred.items():
-        parts = [(use, dy) for site, use in uses if (dy := dys[site]) is not None]
+        parts = []
+        for _, use in uses:
+            dy = next(arrived)
+            if dy is not None:
+                parts.append((use, dy))
         if parts:
-            work.append(Deferred(variable(leaf), parts))
-    for leaf, gradient in zip(found.eager, captured[len(sites) :], strict=True):
+            work.append(make(Deferred, (found.leaves[leaf], parts)))
+    for leaf, gradient in zip(found.eager, arrived, strict=True):
         if gradient is not None:
-            work.append(Computed(variable(leaf), gradient))
+            work.append(make(Computed, (found.leaves[leaf], gradient)))
     return work
 
 
-def _run(roots: Sequence[Root], root_grads: list[Tensor], targets: Sequence[GradientEdge]) -> Gradients:
+def _run(roots: Sequence[Root], root_grads: list[Tensor], targets: Sequence[Edge]) -> Gradients:
     """torch.autograd.grad(roots, targets, root_grads, allow_unused=True) without its checks, done above.
 
     They would cost as much as ten linear layers' worth of B, and import sympy.
@@ -134,7 +140,7 @@ def _run(roots: Sequence[Root], root_grads: list[Tensor], targets: Sequence[Grad
             tuple(root_grads),
             False,  # keep_graph
             False,  # create_graph
-            tuple(targets),
+            tuple([make(GradientEdge, (node, number, None)) for node, number in targets]),
             allow_unreachable=True,
             accumulate_grad=False,
         )
@@ -225,14 +231,14 @@ def _roots(outputs: Outputs, output_grads: Any) -> tuple[list[Root], list[Tensor
 
 
 def _needs_grad(value: Any) -> bool:
-    return isinstance(value, GradientEdge) or (isinstance(value, Tensor) and value.requires_grad)
+    return value.requires_grad if isinstance(value, Tensor) else isinstance(value, GradientEdge)
 
 
 def _checked(position: int, output: Root, grad: Any) -> Tensor:
     if not isinstance(grad, Tensor):
         raise ValueError(f"the gradient of output {position} is a {type(grad).__name__}, not a tensor")
     meta = output if isinstance(output, Tensor) else output.node._input_metadata[output.output_nr]
-    if grad.shape != tuple(meta.shape) or grad.device != meta.device:
+    if list(grad.shape) != list(meta.shape) or grad.device != meta.device:
         raise ValueError(
             f"the gradient of output {position} is {tuple(grad.shape)} on {grad.device}, "
             f"the output {tuple(meta.shape)} on {meta.device}: they must match"

@@ -25,7 +25,8 @@ class Work(Protocol):
     @property
     def leaf(self) -> Tensor: ...
     def tensors(self) -> Iterator[Tensor]: ...
-    def accumulate(self) -> None: ...
+    def accumulate(self) -> Tensor:
+        """Add to the leaf's gradient; returns the leaf."""
 
 
 class Deferred(NamedTuple):
@@ -40,25 +41,28 @@ class Deferred(NamedTuple):
             for held in use.held:
                 yield from held.tensors() if isinstance(held, Packed) else (held,)
 
-    def accumulate(self) -> None:
+    def accumulate(self) -> Tensor:
         leaf, parts = self
-        if None in [use.views for use, _ in parts]:
-            _add_to_grad(leaf, _through_chains(leaf, parts))
-        elif leaf._backward_hooks:
+        for (_, _, _, views), _ in parts:
+            if views is None:
+                _add_to_grad(leaf, _through_chains(leaf, parts))
+                return leaf
+        if leaf._backward_hooks:
             _add_to_grad(leaf, _run_hooks(leaf, _sum_of(leaf, parts)))
         elif (total := _total(leaf)) is not None:
             _add_parts(total, parts, False)
         else:
             leaf.grad = _sum_of(leaf, parts)
+        return leaf
 
 
 def _add_parts(total: Tensor, parts: list[Part], fresh: bool) -> None:
     """Add each part to its view of a leaf's gradient."""
-    for use, dy in parts:
+    for (held, add, _, views), dy in parts:
         target = total
-        for view in use.views or ():
+        for view in views or ():
             target = view.look(target)
-        use.add(target, use.held, dy, fresh)
+        add(target, held, dy, fresh)
         fresh = False
 
 
@@ -106,8 +110,9 @@ class Computed(NamedTuple):
     def tensors(self) -> Iterator[Tensor]:
         yield self.gradient
 
-    def accumulate(self) -> None:
-        _add_to_grad(self.leaf, self.gradient)
+    def accumulate(self) -> Tensor:
+        _add_to_grad(*self)
+        return self.leaf
 
 
 class Custom(NamedTuple):
@@ -120,8 +125,9 @@ class Custom(NamedTuple):
     def tensors(self) -> Iterator[Tensor]:
         yield from self.held
 
-    def accumulate(self) -> None:
+    def accumulate(self) -> Tensor:
         _add_to_grad(self.leaf, _run_hooks(self.leaf, self.compute(*self.held)))
+        return self.leaf
 
 
 class WeightGrads:
@@ -152,21 +158,16 @@ class WeightGrads:
                 "computed from is gone; call backward_input again after another forward"
             )
         work, self._work = self._work, None
+        work.reverse()
         last: dict[int, int] = {}
         with torch.no_grad():
-            for position in range(len(work)):  # enumerate() would hold on to each until the next
-                each = work[position]
-                each.accumulate()
-                leaf = each.leaf
-                work[position] = each = _DONE  # its memory goes at once, before any hook
-                if getattr(leaf, "_post_accumulate_grad_hooks", None):
+            while work:
+                leaf = work.pop().accumulate()  # what was held goes at once, before any hook
+                if leaf._post_accumulate_grad_hooks:
                     # autograd.grad fires them for nobody, so W does: after the last work for the leaf.
-                    last = last or {id(other.leaf): at for at, other in enumerate(work) if other is not _DONE}
-                    if last.get(id(leaf), position) <= position:
+                    last = last or {id(each.leaf): left for left, each in reversed([*enumerate(work)])}
+                    if last.get(id(leaf), len(work)) >= len(work):
                         _run_post_accumulate_hooks(leaf)
-
-
-_DONE: Any = None
 
 
 def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
