@@ -275,4 +275,4 @@ def test_mixtral_of_hugging_face(experts):
         f"model.layers.{i}.mlp.experts.{name}" for i in range(3) for name in ("gate_up_proj", "down_proj")
     }
     assert linear_weights(make_model()) <= facts.deferred
-    assert weights <= (facts.computed if experts == "grouped_mm" else facts.deferred)
+    assert weights <= facts.deferred

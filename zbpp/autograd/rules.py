@@ -118,11 +118,12 @@ def saved(node: Node, name: str) -> Tensor | Packed | None:
     return None
 
 
-def keep(tensor: Tensor | Packed | None, add: Add) -> Capture | None:
-    """A capture of one saved tensor; None if it can't be had."""
-    if isinstance(tensor, Packed):
-        return Capture((tensor,), _UnpackingAdd(add))
-    return None if tensor is None else Capture((tensor,), add)
+def keep(tensors: Tensor | Packed | tuple[Tensor | Packed | None, ...] | None, add: Add) -> Capture | None:
+    """A capture of one saved tensor, or of several; None if one can't be had."""
+    held = tensors if type(tensors) is tuple else (tensors,)
+    if any(each is None for each in held):
+        return None
+    return Capture(held, _UnpackingAdd(add) if any(isinstance(each, Packed) for each in held) else add)
 
 
 class _UnpackingAdd:
@@ -132,7 +133,8 @@ class _UnpackingAdd:
         self.add = add
 
     def __call__(self, target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
-        self.add(target, tuple(each.unpack_hook(each.data) for each in held), dy, fresh)
+        unpacked = [each.unpack_hook(each.data) if isinstance(each, Packed) else each for each in held]
+        self.add(target, tuple(unpacked), dy, fresh)
 
 
 def add_or_copy(target: Tensor, gradient: Tensor, fresh: bool) -> None:
@@ -222,6 +224,19 @@ _product_rule("BaddbmmBackward0", "batch1", "batch2", plus=True)
 def _add_sum(target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
     """A bias was broadcast: its gradient is dy summed over the dimensions that it lacks."""
     add_or_copy(target, dy.sum_to_size(target.shape), fresh)
+
+
+@rule("GroupedMmBackward0", weights=(1,))
+def _grouped_product(node: Any, operand: int) -> Capture | None:
+    """Mixture of experts: rows offs[e-1] to offs[e] of x times the weight of expert e."""
+    if len(node._saved_self_sym_sizes) != 2 or len(node._saved_mat2_sym_sizes) != 3:
+        return None
+    return keep((saved(node, "self"), saved(node, "offs")), _add_grouped_product)
+
+
+def _add_grouped_product(target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
+    x, offs = held
+    add_or_copy(target, torch._grouped_mm(x.t(), dy, offs=offs), fresh)
 
 
 # ---- Convolutions, of any dimension, transposed and grouped
