@@ -56,15 +56,26 @@ def test_an_error_in_a_text_names_line_and_word():
     "text, message",
     [
         ("", "a timetable needs at least one rank"),
-        ("0F0\n0BW0", "stage 0 is on rank 0 and on rank 1; it has one owner"),
-        ("0F0\n2F0", "stages must be 0..S-1 without a gap; found 0, 2"),
-        ("1F0", "stages must be 0..S-1 without a gap; found 1"),
+        ("0F0\n0BW0", "line 2, word 1: '0BW0': stage 0 is on rank 0 and on rank 1; it has one owner"),
+        ("0F0\n2F0", "line 2, word 1: '2F0': stages must be 0..S-1 without a gap; found 0, 2"),
+        ("1F0", "line 1, word 1: '1F0': stages must be 0..S-1 without a gap; found 1"),
     ],
 )
 def test_a_timetable_has_every_stage_once(text, message):
     with pytest.raises(PlanError) as caught:
         Timetable.parse(text)
     assert str(caught.value) == message
+
+
+def test_without_a_text_an_error_names_rank_and_action():
+    with pytest.raises(PlanError, match=r"^rank 1, action 1: stage 0 is on rank 0 and on rank 1"):
+        Timetable([[Action(0, Op.F, 0)], [Action(1, Op.F, 0), Action(0, Op.F, 1)]])
+
+
+def test_a_word_in_an_error_is_never_a_page_long():
+    with pytest.raises(PlanError) as caught:
+        Timetable.parse("x" * 100_000)
+    assert len(str(caught.value)) < 200
 
 
 def test_a_rank_without_actions_is_refused():

@@ -10,7 +10,7 @@ per word, and it is how plans travel:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple, Self, overload
 
@@ -19,8 +19,10 @@ import numpy.typing as npt
 
 Integers = npt.NDArray[np.int32]
 
-_ACTION = re.compile(r"(\d+)(BW|F|B|W)(\d+)", re.ASCII)
+_ACTION = re.compile(r"(\d+)([A-Z]+)(\d+)", re.ASCII)
 _LARGEST_INDEX = 2**31 - 1
+
+Where = Callable[[int, int], str]  # (rank, position in its row) -> the name of that place
 
 
 class PlanError(ValueError):
@@ -50,15 +52,18 @@ class Action(NamedTuple):
         return f"{self.stage}{self.op.name}{self.microbatch}"
 
     @classmethod
-    def parse(cls, text: str) -> Self:
-        """Read `2F5`. Raises PlanError for anything else."""
+    def parse(cls, text: str, letters: Mapping[str, Op] = Op.__members__) -> Self:
+        """Read `2F5`, whose op is one of `letters`. Raises PlanError for anything else."""
         match = _ACTION.fullmatch(text)
-        if match is None:
-            raise PlanError(f"{text!r} is no action; an action is stage, F|B|W|BW, microbatch, such as 2F5")
-        stage, op, microbatch = match.groups()
+        if match is None or match[2] not in letters:
+            known = "|".join(letters)
+            raise PlanError(
+                f"{_shown(text)} is no action; an action is stage, {known}, microbatch, such as 2F5"
+            )
+        stage, letter, microbatch = match.groups()
         if max(len(stage), len(microbatch)) > 10 or max(int(stage), int(microbatch)) > _LARGEST_INDEX:
-            raise PlanError(f"{text!r} names an index above {_LARGEST_INDEX}")
-        return cls(int(stage), Op[op], int(microbatch))
+            raise PlanError(f"{_shown(text)} names an index above {_LARGEST_INDEX}")
+        return cls(int(stage), letters[letter], int(microbatch))
 
 
 class Row(Sequence[Action]):
@@ -125,9 +130,10 @@ class Timetable:
 
     __slots__ = ("num_microbatches", "num_stages", "rank_of", "rows")
 
-    def __init__(self, rows: Iterable[Iterable[Action]]) -> None:
+    def __init__(self, rows: Iterable[Iterable[Action]], where: Where | None = None) -> None:
+        """`where` is for readers: what errors call the place of an action."""
         self.rows = tuple(row if isinstance(row, Row) else Row.of(row) for row in rows)
-        self.rank_of = _placement(self.rows)
+        self.rank_of = _placement(self.rows, where or _where)
         self.num_stages = len(self.rank_of)
         if min(int(row.microbatches.min()) for row in self.rows) < 0:
             raise PlanError("microbatches count from 0; a negative one was given")
@@ -141,7 +147,10 @@ class Timetable:
     def parse(cls, text: str) -> Timetable:
         """Read what `str(timetable)` writes. Raises PlanError with line and word."""
         lines = [(number, line.split()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-        return cls([_parse_line(number, words) for number, words in lines])
+        return read_rows(
+            [words for _, words in lines],
+            where=lambda rank, position: f"line {lines[rank][0]}, word {position + 1}",
+        )
 
     def forward_only(self) -> Timetable:
         """The same placement and order with the F's alone: what evaluation runs."""
@@ -171,17 +180,31 @@ class Timetable:
         )
 
 
-def _parse_line(number: int, words: list[str]) -> list[Action]:
-    actions = []
-    for position, word in enumerate(words, 1):
-        try:
-            actions.append(Action.parse(word))
-        except PlanError as error:
-            raise PlanError(f"line {number}, word {position}: {error}") from None
-    return actions
+def read_rows(
+    rows: Sequence[Sequence[str]], where: Where, letters: Mapping[str, Op] = Op.__members__
+) -> Timetable:
+    """The timetable of actions as text, one sequence per rank. Raises PlanError that begins with `where`."""
+    return Timetable(
+        [
+            [_read(word, letters, where, rank, position) for position, word in enumerate(words)]
+            for rank, words in enumerate(rows)
+        ],
+        where=lambda rank, position: f"{where(rank, position)}: {_shown(rows[rank][position])}",
+    )
 
 
-def _placement(rows: tuple[Row, ...]) -> tuple[int, ...]:
+def _read(word: str, letters: Mapping[str, Op], where: Where, rank: int, position: int) -> Action:
+    try:
+        return Action.parse(word, letters)
+    except PlanError as error:
+        raise PlanError(f"{where(rank, position)}: {error}") from None
+
+
+def _where(rank: int, position: int) -> str:
+    return f"rank {rank}, action {position}"
+
+
+def _placement(rows: tuple[Row, ...], where: Where) -> tuple[int, ...]:
     if not rows:
         raise PlanError("a timetable needs at least one rank")
     owner: dict[int, int] = {}
@@ -191,11 +214,27 @@ def _placement(rows: tuple[Row, ...]) -> tuple[int, ...]:
         for stage in np.unique(row.stages).tolist():
             if owner.setdefault(stage, rank) != rank:
                 raise PlanError(
+                    f"{where(rank, _first(row, stage))}: "
                     f"stage {stage} is on rank {owner[stage]} and on rank {rank}; it has one owner"
                 )
-    if min(owner) < 0 or max(owner) != len(owner) - 1:
-        raise PlanError(f"stages must be 0..S-1 without a gap; found {_shorten(sorted(owner))}")
-    return tuple(owner[stage] for stage in range(len(owner)))
+    stages = sorted(owner)
+    astray = next((stage for expected, stage in enumerate(stages) if stage != expected), None)
+    if astray is not None:
+        raise PlanError(
+            f"{where(owner[astray], _first(rows[owner[astray]], astray))}: "
+            f"stages must be 0..S-1 without a gap; found {_shorten(stages)}"
+        )
+    return tuple(owner[stage] for stage in stages)
+
+
+def _first(row: Row, stage: int) -> int:
+    """The position of a stage's first action."""
+    return int(np.argmax(row.stages == stage))
+
+
+def _shown(text: str, limit: int = 40) -> str:
+    """As in an error: quoted, and never a page long."""
+    return repr(text if len(text) <= limit else f"{text[:limit]}...")
 
 
 def _shorten(numbers: list[int], limit: int = 12) -> str:
