@@ -26,7 +26,7 @@ from zbpp.schedule import (
     simulate,
 )
 from zbpp.schedule.render import render_page
-from zbpp.schedule.render.picture import _COLOURS
+from zbpp.schedule.render.titled import COLOURS
 
 COSTS = Costs(f=18.5, b=18.1, w=9.3, comm=0.6)
 HALVES = Costs(f=9.25, b=9.05, w=4.65, comm=0.6, saved=0.5, deferred=0.25)
@@ -79,7 +79,7 @@ def page(three: Browser) -> Iterator[Browser]:
 
 def boxes(browser: Browser) -> list[list[tuple[str, float, float, float]]]:
     """Per panel (fill, left, right, top) of each box, in the order of painting."""
-    fills = set(itertools.chain(*_COLOURS.values()))
+    fills = set(itertools.chain(*COLOURS.values()))
     found: list[list[tuple[str, float, float, float]]] = [[] for _ in TIMELINES]
     for call in painted(browser, "fillRect"):
         x, y, width, _ = call.arguments
@@ -122,7 +122,7 @@ def test_every_action_is_one_box_in_the_pictures_colours(page):
             timetable.stages_of(timetable.rank_of[stage]).index(stage)
             for stage in range(timetable.num_stages)
         ]
-        expected = [_COLOURS[action.op][shades[action.stage]] for _, action, _, _ in actions(timeline)]
+        expected = [COLOURS[action.op][shades[action.stage]] for _, action, _, _ in actions(timeline)]
         assert [fill for fill, *_ in found] == expected
 
 

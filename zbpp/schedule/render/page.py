@@ -19,8 +19,15 @@ import numpy as np
 
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.dataflow import VALUE_NAMES
-from zbpp.schedule.render.picture import _COLOURS, _MEANING
-from zbpp.schedule.render.titled import Timelines, beginning, place_on_rank, quantity, titled
+from zbpp.schedule.render.titled import (
+    COLOURS,
+    MEANING,
+    Timelines,
+    beginning,
+    place_on_rank,
+    quantity,
+    titled,
+)
 from zbpp.schedule.simulate import Floats, Timeline
 from zbpp.schedule.timetable import Op, PlanError, Timetable
 from zbpp.schedule.values import Values, kinds_of
@@ -140,7 +147,7 @@ def _fills(timetable: Timetable) -> list[str]:
     """By kind: the picture's colours, from dark for a rank's first stage to light for its last."""
     places = place_on_rank(timetable)
     last = max(*places, 1)
-    return [_mixed(*_COLOURS[op], place / last) for place in places for op in Op]
+    return [_mixed(*COLOURS[op], place / last) for place in places for op in Op]
 
 
 def _mixed(one: str, other: str, share: float) -> str:
@@ -222,12 +229,9 @@ def _legend(panels: Panels, *, level: bool, limit: bool) -> str:
     timetables = [timeline.timetable for _, timeline in panels]
     several = any(timetable.num_stages > timetable.num_ranks for timetable in timetables)
     shown = [op for op in Op if any((row.ops == op).any() for each in timetables for row in each.rows)]
-    fills = {op: (_COLOURS[op][0], _COLOURS[op][several]) for op in shown}
+    fills = {op: (COLOURS[op][0], COLOURS[op][several]) for op in shown}
     items = [
-        *(
-            _swatch(_MEANING[op], "op", f"--first:{one};--later:{other}")
-            for op, (one, other) in fills.items()
-        ),
+        *(_swatch(MEANING[op], "op", f"--first:{one};--later:{other}") for op, (one, other) in fills.items()),
         _swatch("bubble", "bubble"),
         *([_swatch("memory", "level")] if level else []),
         *([_swatch("limit", "limit")] if limit else []),

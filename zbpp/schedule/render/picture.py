@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from zbpp.schedule.render.titled import Timelines, beginning, in_words, place_on_rank, titled
+from zbpp.schedule.render.titled import (
+    COLOURS,
+    MEANING,
+    Timelines,
+    beginning,
+    in_words,
+    place_on_rank,
+    titled,
+)
 from zbpp.schedule.simulate import Floats, Timeline
 from zbpp.schedule.timetable import Op
 
@@ -17,14 +25,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Dark for a rank's first stage, light for its further ones; text is white on dark, black on light.
-_COLOURS = {
-    Op.F: ("#2c6fb3", "#a9cdf0"),
-    Op.B: ("#c2570c", "#fbc592"),
-    Op.W: ("#38895a", "#b4dfbf"),
-    Op.BW: ("#87479b", "#dcbde8"),
-}
-_MEANING = {Op.F: "F", Op.B: "B (input)", Op.W: "W (weights)", Op.BW: "BW (both)"}
 _BUBBLE = "#e6e6ea"
 _WIDTH = 14.0  # inches
 _PLOT_WIDTH = 0.93 * _WIDTH  # what the axis gets of it, about
@@ -94,7 +94,7 @@ def _draw_boxes(axes: Axes, timeline: Timeline, inches_per_ms: float) -> None:
         for op, place in itertools.product(Op, (0, 1)):
             chosen = (row.ops == op) & (places[row.stages] == place)
             starts, ends = timeline.starts[rank][chosen] - first, timeline.ends[rank][chosen] - first
-            boxes[_COLOURS[op][place]].append(_corners(starts, ends, rank))
+            boxes[COLOURS[op][place]].append(_corners(starts, ends, rank))
     # A white edge parts neighbours; between boxes of a pixel or two it would leave no colour.
     edge = 0.8 if 72 * _typical(timeline) * inches_per_ms > 2.5 else 0.0
     for colour, corners in boxes.items():
@@ -158,7 +158,7 @@ def _legend(figure: Figure, timelines: list[Timeline]) -> None:
         for op in _ops(timeline)
     }
     handles = [
-        Patch(color=_COLOURS[op][place], label=_MEANING[op] + (", rank's later stage" if place else ""))
+        Patch(color=COLOURS[op][place], label=MEANING[op] + (", rank's later stage" if place else ""))
         for place, op in sorted(shown)
     ]
     handles.append(Patch(color=_BUBBLE, label="bubble"))

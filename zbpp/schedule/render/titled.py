@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from zbpp.schedule.simulate import Timeline
-from zbpp.schedule.timetable import Timetable
+from zbpp.schedule.timetable import Op, Timetable
+
+# Dark for a rank's first stage, light for its further ones; text is white on dark, black on light.
+COLOURS = {
+    Op.F: ("#2c6fb3", "#a9cdf0"),
+    Op.B: ("#c2570c", "#fbc592"),
+    Op.W: ("#38895a", "#b4dfbf"),
+    Op.BW: ("#87479b", "#dcbde8"),
+}
+MEANING = {Op.F: "F", Op.B: "B (input)", Op.W: "W (weights)", Op.BW: "BW (both)"}
 
 Timelines = Mapping[str, Timeline] | Iterable[tuple[str, Timeline]]
 
