@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Print, compare and draw timetables. Needs numpy (and matplotlib for --picture), no torch."""
+"""Choose, print, compare and draw timetables. Needs numpy (and matplotlib for --picture), no torch."""
 
 from __future__ import annotations
 
@@ -8,49 +8,74 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
+from time import monotonic
 
 # A fresh clone plans without being installed: installing would bring torch.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from zbpp.models.flops import head_in_layers
 from zbpp.schedule import (
     SCHEDULES,
     Costs,
     PlanError,
+    Question,
     Timeline,
     Timetable,
+    choose,
     chrome_trace,
     compare,
+    from_csv,
+    from_json,
     lower,
     per_stage_of,
+    render_advice,
+    render_cuts,
     render_figures,
+    render_page,
     render_picture,
     render_table,
     render_text,
     simulate,
+    to_csv,
+    to_json,
 )
+from zbpp.schedule.costs_file import About, about_in_words, measured_layers, read_costs
 
-Outcomes = Mapping[str, Timeline | PlanError]
-
-_DESCRIPTION = "Print, compare and draw the timetables of pipeline schedules. Needs no torch and no GPU."
-_USAGE = "plan.py SCHEDULE [SCHEDULE ...] [options]"
+_DESCRIPTION = "Choose, print, compare and draw timetables of pipeline schedules. Needs no torch and no GPU."
+_USAGE = "plan.py SCHEDULE [SCHEDULE ...] | --choose | --timetable FILE | --layers N   [options]"
 _EXAMPLES = f"""\
 schedules: {", ".join(SCHEDULES)}
 
-costs: a single number is for one rank's share of the model; a family with two stages per rank
-gets half of it per stage, so that all schedules run the same model. A comma list is per stage.
+costs: a single number is for one rank's share of the model; a schedule with two stages per rank
+gets half of it per stage, so that all run the same model. A comma list is per stage; for another
+number of stages they are halved or joined. --costs reads what scripts/measure.py writes.
 
 examples:
   plan.py zb_h1 --ranks 4 --microbatches 8           the staircase and its figures
-  plan.py --compare all --ranks 8 --microbatches 24 --f 18.5 --b 18.1 --w 9.3 --comm 0.6
+  plan.py --choose --ranks 4 --microbatches 8 --memory-limit 4      which schedule should I use?
+  plan.py --compare all --ranks 8 --microbatches 24 --f 18.5 --b 18.1 --w 9.3 --comm 0.6 --time-limit 2
+  plan.py zb_auto --placement v --f 10 --b 12 --w 7 --time-limit 2  a plan for these costs
   plan.py 1f1b zb_h1 zb_v --picture compare.png --trace compare.json    (trace: ui.perfetto.dev)
+  plan.py 1f1b zb_h1 zb_v --html compare.html        to zoom into, in any browser
   plan.py zb_h1 --f 10,12,12,9 --memory-limit 4      one number per stage; refuse above 4
   plan.py zb_v --program 1                           what rank 1 executes, with its messages
   plan.py zb_h1 --text > mine.txt                    as text: edit it, then check and time it with
-  plan.py --timetable mine.txt
+  plan.py --timetable mine.txt                       (.csv: torch's; .json: ours)
+  plan.py --layers 16 --head 3.8 --ranks 4           which layers belong on which stage?
+  plan.py --layers 16 --hidden 2048 --vocab 128256 --sequence 4096  the head's cost from sizes
 """
+
+_SEARCH, _CHOICE = 10.0, 45.0  # s: of a search, and of all that --choose does
+_PATIENCE = 1.0  # s before a bar is drawn
+_FORMS = {"text": str, "csv": to_csv, "json": to_json}
+
+Outcomes = Mapping[str, Timeline | PlanError]
+Bar = Callable[[float, str], None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,10 +83,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     options.schedules += options.compare
-    if bool(options.schedules) == bool(options.timetable):
-        parser.error("name at least one schedule, or give --timetable FILE (not both); see --help")
+    wanted = (bool(options.schedules), options.timetable is not None, options.choose, bool(options.layers))
+    if sum(wanted) != 1:
+        parser.error("name at least one schedule, or give --timetable FILE (not both), --choose or --layers")
     try:
-        print(_run(options), flush=True)
+        print(_cuts(options) if options.layers else _run(options), flush=True)
     except BrokenPipeError:  # `plan.py ... | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (PlanError, OSError, UnicodeDecodeError, ModuleNotFoundError) as error:
@@ -71,48 +97,151 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> str:
-    outcomes = _outcomes(options, _costs(options))
-    if options.picture:
-        render_picture(_timelines(outcomes), options.picture)
-    if options.trace:
-        Path(options.trace).write_text(json.dumps(chrome_trace(_timelines(outcomes))))
-    if options.text:
-        return str(_only(outcomes).timetable)
+    costs, about = _costs(options)
+    outcomes, advice = _chosen(options, costs) if options.choose else (_outcomes(options, costs), "")
+    notes = list(filter(None, [about_in_words(about), advice]))
+    _draw(options, outcomes, costs, notes)
+    if options.form:
+        return _FORMS[options.form](_only(outcomes).timetable)
     if options.program is not None:
         return _program(_only(outcomes).timetable, options.program)
-    if len(outcomes) > 1 or options.compare:
-        return render_table(outcomes)
-    return _single(_only(outcomes), options.width)
+    return "\n\n".join(notes if advice else [*notes, _figures(options, outcomes)])
+
+
+# ---------------------------------------------------------------- what is planned
 
 
 def _outcomes(options: argparse.Namespace, costs: Costs) -> Outcomes:
     if options.timetable:
-        text = sys.stdin.read() if options.timetable == "-" else Path(options.timetable).read_text()
-        timetable = Timetable.parse(text)
-        own = per_stage_of(costs, timetable.num_stages / timetable.num_ranks)
-        return {Path(options.timetable).stem: simulate(timetable, own)}
+        timetable = _read_timetable(options.timetable)
+        return {Path(options.timetable).stem: simulate(timetable, _own(costs, timetable))}
     names = [name for each in options.schedules for name in (SCHEDULES if each == "all" else [each])]
-    limit = options.memory_limit
-    return compare(names, options.ranks, options.microbatches, costs=costs, memory_limit=limit)
+    with _bar() as show:
+        return compare(
+            names,
+            options.ranks,
+            options.microbatches,
+            costs=costs,
+            memory_limit=options.memory_limit,
+            placement=options.placement,
+            objective=options.objective,
+            time_limit=_SEARCH if options.time_limit is None else options.time_limit,
+            seed=options.seed,
+            progress=lambda share, *_: show(share, "searching"),
+        )
 
 
-def _costs(options: argparse.Namespace) -> Costs:
-    """The file's costs, and the flags' over them."""
-    names = [field.name for field in fields(Costs)]
-    given = _read_costs(options.costs, names) if options.costs else {}
-    flags = {name: getattr(options, name) for name in names}
-    return Costs(**{**given, **{name: value for name, value in flags.items() if value is not None}})
+def _chosen(options: argparse.Namespace, costs: Costs) -> tuple[Outcomes, str]:
+    """The plans that fit, best first, and the advice."""
+    question = Question(
+        num_ranks=options.ranks,
+        num_microbatches=options.microbatches,
+        costs=costs,
+        memory_limit=options.memory_limit,
+        objective=options.objective,
+        time_limit=_CHOICE if options.time_limit is None else options.time_limit,
+        seed=options.seed,
+    )
+    with _bar() as show:
+        answer = choose(question, show)
+    candidates = [choice.candidate for choice in answer.ranked]
+    return {each.title: each.timeline for each in candidates}, render_advice(answer)
 
 
-def _read_costs(path: str, names: list[str]) -> dict[str, float | list[float]]:
+@contextmanager
+def _bar() -> Iterator[Bar]:
+    """Shows on a terminal how far a search is, once it has lasted a second."""
+    if not sys.stderr.isatty() or find_spec("rich") is None:
+        yield lambda share, what: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    bar, begin = Progress(console=Console(stderr=True), transient=True), monotonic()
+    task = bar.add_task("", total=1.0)
+
+    def show(share: float, what: str) -> None:
+        if monotonic() - begin > _PATIENCE:
+            bar.start()
+            bar.update(task, completed=share, description=what)
+
     try:
-        given = json.loads(Path(path).read_text())
-    except json.JSONDecodeError as error:
-        raise PlanError(f"{path} is no JSON: {error}") from None
-    if not isinstance(given, dict) or not given.keys() <= set(names):
-        wrong = sorted(given.keys() - set(names)) if isinstance(given, dict) else given
-        raise PlanError(f"{path}: {wrong!r} is no cost; an object with any of {', '.join(names)} is expected")
-    return given
+        yield show
+    finally:
+        bar.stop()
+
+
+# ---------------------------------------------------------------- which layers go where
+
+
+def _cuts(options: argparse.Namespace) -> str:
+    if options.costs:
+        costs, about = _costs(options)
+        layers, first, last = measured_layers(costs, about, len(options.layers))
+        return f"{about_in_words(about)}\n\n{render_cuts(layers, options.ranks, first=first, last=last)}"
+    head = _estimated(options) if options.head is None else options.head
+    return render_cuts(options.layers, options.ranks, first=options.embedding, last=head)
+
+
+def _estimated(options: argparse.Namespace) -> float:
+    """The head's cost in the unit of the layers; 0 if no sizes are given."""
+    sizes = {name: getattr(options, name) for name in ("hidden", "vocab", "sequence")}
+    missing = [f"--{name}" for name, size in sizes.items() if size is None]
+    if len(missing) == len(sizes):
+        return 0.0
+    if missing:
+        raise PlanError(f"the head's cost depends on hidden, vocab and sequence: add {', '.join(missing)}")
+    mean: float = sum(options.layers) / len(options.layers)
+    return mean * head_in_layers(
+        layer_parameters=options.layer_parameters or 12 * options.hidden**2,
+        hidden_size=options.hidden,
+        vocab_size=options.vocab,
+        sequence_length=options.sequence,
+    )
+
+
+# ---------------------------------------------------------------- what is read
+
+
+def _read_timetable(path: str) -> Timetable:
+    text = sys.stdin.read() if path == "-" else Path(path).read_text()
+    return {".csv": from_csv, ".json": from_json}.get(Path(path).suffix, Timetable.parse)(text)
+
+
+def _costs(options: argparse.Namespace) -> tuple[Costs, About]:
+    """The file's costs with the flags' over them, and what the file says of itself."""
+    path = options.costs
+    given, about = read_costs(Path(path).read_text(), path) if path else ({}, {})
+    flags = {field.name: getattr(options, field.name) for field in fields(Costs)}
+    return Costs(**{**given, **{name: value for name, value in flags.items() if value is not None}}), about
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+def _draw(options: argparse.Namespace, outcomes: Outcomes, costs: Costs, notes: Sequence[str]) -> None:
+    if options.picture:
+        render_picture(_timelines(outcomes), options.picture)
+    if options.trace:
+        Path(options.trace).write_text(json.dumps(chrome_trace(_timelines(outcomes))))
+    if options.html:
+        timelines = _timelines(outcomes)
+        own = {name: _own(costs, each.timetable) for name, each in timelines.items()}
+        page = render_page(timelines, notes=notes, costs=own, memory_limit=options.memory_limit)
+        Path(options.html).write_text(page)
+
+
+def _own(costs: Costs, timetable: Timetable) -> Costs:
+    return per_stage_of(costs, timetable.num_stages, timetable.num_ranks)
+
+
+def _figures(options: argparse.Namespace, outcomes: Outcomes) -> str:
+    if len(outcomes) > 1 or options.compare:
+        return render_table(outcomes)
+    timeline, width = _only(outcomes), options.width
+    if width is None and sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+    return f"{render_text(timeline, width=width)}\n\n{render_figures(timeline)}"
 
 
 def _timelines(outcomes: Outcomes) -> dict[str, Timeline]:
@@ -125,7 +254,7 @@ def _timelines(outcomes: Outcomes) -> dict[str, Timeline]:
 
 def _only(outcomes: Outcomes) -> Timeline:
     if len(outcomes) > 1:
-        raise PlanError(f"--text and --program show one schedule; {len(outcomes)} are named")
+        raise PlanError(f"--text, --csv, --json and --program show one schedule; {len(outcomes)} are named")
     return next(iter(_timelines(outcomes).values()))
 
 
@@ -135,10 +264,7 @@ def _program(timetable: Timetable, rank: int) -> str:
     return str(lower(timetable)[rank])
 
 
-def _single(timeline: Timeline, width: int | None) -> str:
-    if width is None and sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns
-    return f"{render_text(timeline, width=width)}\n\n{render_figures(timeline)}"
+# ---------------------------------------------------------------- the command line
 
 
 def _numbers(text: str) -> float | list[float]:
@@ -149,6 +275,16 @@ def _numbers(text: str) -> float | list[float]:
             f"{text!r} is neither a number nor a comma list of numbers"
         ) from None
     return numbers if len(numbers) > 1 else numbers[0]
+
+
+def _layers(text: str) -> list[float]:
+    """`24`: as many, of cost 1; `1,2,1`: their costs."""
+    numbers = _numbers(text)
+    if isinstance(numbers, list):
+        return numbers
+    if not numbers >= 1 or numbers % 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of layers: write 24, or their costs 1,1,2")
+    return [1.0] * int(numbers)
 
 
 def _picture(path: str) -> str:
@@ -165,15 +301,28 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_argument_group("what to plan")
     what.add_argument("schedules", nargs="*", metavar="SCHEDULE", help="a name, several, or 'all'")
     what.add_argument("--compare", nargs="+", default=[], metavar="SCHEDULE", help="the same, as a table")
-    what.add_argument("--timetable", metavar="FILE", help="read a timetable as text instead ('-': stdin)")
+    what.add_argument("--choose", action="store_true", help="rank them all; what would more memory bring?")
+    what.add_argument("--timetable", metavar="FILE", help="read one: text ('-': stdin), .csv of torch, .json")
     what.add_argument("--ranks", type=int, default=4, metavar="P", help="default 4")
     what.add_argument("--microbatches", type=int, default=8, metavar="M", help="default 8")
     what.add_argument(
         "--memory-limit", type=_numbers, metavar="N", help="most that a rank may hold, or per rank"
     )
+    _add_search(parser.add_argument_group("searching (zb_auto, optimal, --choose)"))
     _add_costs(parser.add_argument_group("costs (a number per rank, or N,N,... per stage)"))
+    _add_layers(parser.add_argument_group("splitting layers over stages"))
     _add_outputs(parser.add_argument_group("output"))
     return parser
+
+
+def _add_search(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--placement", choices=("one", "looped", "v"), help="of stages (default one)")
+    group.add_argument(
+        "--objective", choices=("makespan", "span"), default="makespan", help="span: with post-validation"
+    )
+    seconds = f"seconds of a search ({_SEARCH:g}); with --choose of all together ({_CHOICE:g})"
+    group.add_argument("--time-limit", type=float, metavar="S", help=seconds)
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
 
 
 def _add_costs(group: argparse._ArgumentGroup) -> None:
@@ -190,10 +339,29 @@ def _add_costs(group: argparse._ArgumentGroup) -> None:
         group.add_argument(f"--{name}", type=_numbers, metavar="N", help=text)
 
 
+def _add_layers(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--layers", type=_layers, metavar="N", help="how many, or their costs N,N,...")
+    group.add_argument("--embedding", type=float, default=0.0, metavar="N", help="its cost, same unit (0)")
+    group.add_argument("--head", type=float, metavar="N", help="its cost (default: from sizes; else 0)")
+    for name, text in {
+        "hidden": "hidden size",
+        "vocab": "tokens in the vocabulary",
+        "sequence": "tokens in a sequence",
+        "layer-parameters": "entries of a layer's matrices (12 hidden^2)",
+    }.items():
+        group.add_argument(f"--{name}", type=int, metavar="N", help=text)
+
+
 def _add_outputs(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--text", action="store_true", help="the raw timetable, as --timetable reads it")
+    for name, text in {
+        "text": "the raw timetable, as --timetable reads it",
+        "csv": "the same as torch's CSV",
+        "json": "the same as JSON",
+    }.items():
+        group.add_argument(f"--{name}", action="store_const", const=name, dest="form", help=text)
     group.add_argument("--program", type=int, metavar="RANK", help="what a rank executes, with its messages")
     group.add_argument("--picture", type=_picture, metavar="FILE", help="draw to FILE (.png, .pdf, .svg)")
+    group.add_argument("--html", metavar="FILE", help="draw to a page for the browser, with memory curves")
     group.add_argument("--trace", metavar="FILE", help="write a Chrome trace (.json) for ui.perfetto.dev")
     group.add_argument(
         "--width", type=int, metavar="N", help="most columns of the staircase (the terminal's)"

@@ -1,6 +1,9 @@
 """scripts/plan.py as its user meets it."""
 
+import contextlib
 import json
+import os
+import pty
 import re
 import subprocess
 import sys
@@ -8,7 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from zbpp.schedule import SCHEDULES, Costs, Timetable, plan, render_text, simulate
+from zbpp.schedule import (
+    SCHEDULES,
+    Costs,
+    Timetable,
+    from_csv,
+    from_json,
+    plan,
+    render_cuts,
+    render_text,
+    simulate,
+)
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "plan.py"
 
@@ -56,11 +69,12 @@ def test_costs_by_flag_and_by_file(tmp_path):
 
 
 def test_compare_all_shows_figures_or_the_reason():
-    text = output("--compare", "all", "--ranks", 4, "--microbatches", 6, "--memory-limit", 5)
+    arguments = ["--ranks", 4, "--microbatches", 6, "--memory-limit", 5, "--time-limit", 1]
+    text = output("--compare", "all", *arguments)
     lines = {line.split()[0]: line for line in text.splitlines()}
     assert list(lines) == ["schedule", *SCHEDULES]
     assert lines["1f1b"].split() == ["1f1b", "1", "27", "27", "9", "33.33", "%", "4"]
-    assert lines["gpipe"].endswith("gpipe needs 6 on rank 0, memory_limit allows 5")
+    assert "  gpipe needs 6 on rank 0, memory_limit allows 5" in lines["gpipe"]
     assert "zb_h2 needs num_microbatches >= 2 * num_ranks - 1 = 7" in lines["zb_h2"]
 
 
@@ -70,6 +84,82 @@ def test_text_round_trips_through_a_file_and_stdin(tmp_path):
     (tmp_path / "mine.txt").write_text(text)
     drawn = output("--timetable", "mine.txt", cwd=tmp_path)
     assert drawn == output("zb_v") == output("--timetable", "-", stdin=text)
+
+
+@pytest.mark.parametrize(("form", "read"), [("csv", from_csv), ("json", from_json)])
+def test_other_forms_round_trip_through_a_file(tmp_path, form, read):
+    text = output("zb_v", f"--{form}")
+    assert read(text) == plan("zb_v", 4, 8)
+    (tmp_path / f"mine.{form}").write_text(text)
+    assert output("--timetable", f"mine.{form}", cwd=tmp_path) == output("zb_v")
+
+
+def test_choose_ranks_plans_and_draws_them(tmp_path):
+    arguments = ["--ranks", 4, "--microbatches", 8, "--memory-limit", 4, "--time-limit", 1]
+    text = output("--choose", *arguments, "--html", "a.html", cwd=tmp_path)
+    assert text.startswith("4 ranks, 8 microbatches, at most 4 (1.00p) per rank; ")
+    assert "proved  zb_h1 is optimal at 4 (1.00p) with one stage per rank: makespan 27 ms, which" in text
+    assert re.search(r"^zb_2p +one +\d", text.partition("needs more memory")[2], re.MULTILINE)
+    page = (tmp_path / "a.html").read_text()
+    assert all(words in page for words in ("<html", "zb_auto v", "zb_h1 is optimal at 4 (1.00p)"))
+
+
+def test_costs_say_where_they_were_measured(tmp_path):
+    """Two stages per rank were measured: for one stage per rank they are joined."""
+    about = {"device": "2 CPU cores", "num_ranks": 2, "links": [{"ms": 1}]}
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"f": [1, 2, 3, 4], "b": 2, "w": 1, "about": about}))
+    text = output("1f1b", "--ranks", 2, "--costs", file)
+    assert text.startswith("costs measured: device 2 CPU cores; num ranks 2\n\n")
+    expected = simulate(plan("1f1b", 2, 8), Costs(f=[3, 7], b=2, w=1))
+    assert f"makespan {expected.makespan:g} ms" in text
+
+
+def test_a_search_takes_placement_objective_and_seed():
+    options = {"placement": "v", "objective": "span", "seed": 3, "time_limit": 5.0}
+    flags = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
+    assert Timetable.parse(output("zb_auto", *flags, "--text")) == plan("zb_auto", 4, 8, **options)
+
+
+def test_layers_by_number_by_costs_and_by_sizes():
+    assert output("--layers", 16, "--head", 3.5, "--embedding", 0.1) == (
+        render_cuts([1.0] * 16, 4, first=0.1, last=3.5) + "\n"
+    )
+    assert output("--layers", "1,2,3,4", "--ranks", 2) == render_cuts([1, 2, 3, 4], 2) + "\n"
+    sizes = ["--hidden", 64, "--vocab", 4096, "--sequence", 128]
+    head = 64 * 4096 / (12 * 64 * 64 + 128 * 64)
+    assert output("--layers", 16, *sizes) == render_cuts([1.0] * 16, 4, last=head) + "\n"
+
+
+def test_layers_by_measured_costs(tmp_path):
+    about = {"layers_per_stage": [2, 2, 2, 1]}
+    stages = {"f": [3, 2, 2, 6], "b": [2, 2, 2, 1], "w": [2, 2, 2, 1]}
+    (tmp_path / "costs.json").write_text(json.dumps({**stages, "about": about}))
+    text = output("--layers", 7, "--costs", "costs.json", cwd=tmp_path)
+    assert text.strip() == render_cuts([3.0] * 7, 4, first=1.0, last=5.0)
+
+
+def test_a_long_search_shows_a_bar_to_who_looks_and_to_nobody_else():
+    """stderr is a terminal here; stdout is not, and holds the timetable alone."""
+    ours, theirs = pty.openpty()
+    arguments = ["zb_auto", "--placement", "v", "--f", "10", "--b", "16", "--w", "8", "--comm", "2", "--text"]
+    arguments += ["--ranks", "8", "--microbatches", "24", "--memory-limit", "10", "--time-limit", "2"]
+    command = [sys.executable, str(SCRIPT), *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True) as process:
+        os.close(theirs)
+        shown = "".join(read_terminal(ours))
+        text = process.stdout.read()
+    os.close(ours)
+    assert Timetable.parse(text).num_stages == 16
+    assert "searching" in shown
+    assert "%" in shown
+
+
+def read_terminal(terminal):
+    """What is written to it, until nobody has it open any more."""
+    with contextlib.suppress(OSError):
+        while True:
+            yield os.read(terminal, 4096).decode(errors="replace")
 
 
 def test_program_of_a_rank():
@@ -100,13 +190,33 @@ def test_picture_and_trace(tmp_path):
         (["zb_h1", "--f", "1,2,3"], "error: Costs: f has 3 numbers for 4 stages"),
         (["zb_h1", "--f", "-1"], "error: Costs(f=-1.0"),
         (["zb_h1", "--program", "4"], "error: --program 4: ranks are 0..3"),
-        (["1f1b", "zb_h1", "--text"], "error: --text and --program show one schedule; 2 are named"),
+        (["1f1b", "zb_h1", "--text"], "error: --text, --csv, --json and --program show one schedule"),
         (["--timetable", "missing.txt"], "error: [Errno 2] No such file or directory: 'missing.txt'"),
         (["--timetable", "bad.txt"], "error: line 1, word 2: '0G0' is no action"),
         (["--timetable", "stuck.txt"], "error: the timetable cannot proceed: rank 0 waits in 0W0"),
         (["zb_h1", "--costs", "bad.txt"], "error: bad.txt is no JSON"),
         (["zb_h1", "--costs", "unknown.json"], "error: unknown.json: ['forward'] is no cost"),
         (["zb_h1", "--costs", "list.json"], "error: list.json: [1] is no cost"),
+        (["zb_h1", "--costs", "about.json"], "error: about.json: about is 3; an object is expected"),
+        (["--timetable", "bad.csv"], "error: line 1, cell 2: '0G0' is no"),
+        (["--timetable", "bad.json"], "error: line 1, column 2 is no JSON"),
+        (
+            ["--choose", "--memory-limit", "0.5"],
+            "error: memory_limit 0.5 on rank 0 can't hold one microbatch",
+        ),
+        (["--choose", "--ranks", "0"], "error: num_ranks=0: write a whole number, 1 or more"),
+        (["--choose", "--text", "--time-limit", "0"], "error: --text, --csv, --json and --program show one"),
+        (["zb_auto", "--placement", "one", "--time-limit", "-1"], "error: time_limit=-1.0: write seconds"),
+        (["zb_h1", "--placement", "v"], "error: zb_h1 places its stages as 'one', not 'v'"),
+        (["--layers", "3"], "error: 3 layers are too few for 4 stages: 4 is the least"),
+        (
+            ["--layers", "8", "--vocab", "9"],
+            "error: the head's cost depends on hidden, vocab and sequence: add",
+        ),
+        (
+            ["--layers", "8", "--costs", "costs.json"],
+            "error: these costs were measured with layers_per_stage=None",
+        ),
         (["zb_h1", "--trace", "no/such/folder.json"], "error: [Errno 2] No such file or directory"),
     ],
 )
@@ -115,6 +225,10 @@ def test_errors_are_one_line_and_no_traceback(tmp_path, arguments, message):
     (tmp_path / "stuck.txt").write_text("0F0 0W0 0B0")
     (tmp_path / "unknown.json").write_text('{"forward": 1}')
     (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "about.json").write_text('{"about": 3}')
+    (tmp_path / "costs.json").write_text('{"f": 3}')
+    (tmp_path / "bad.csv").write_text("0F0,0G0")
+    (tmp_path / "bad.json").write_text("{0F0}")
     assert refusal(*arguments, cwd=tmp_path).startswith(message)
 
 
@@ -127,6 +241,15 @@ def test_errors_are_one_line_and_no_traceback(tmp_path, arguments, message):
         (["zb_h1", "--ranks", "four"], "argument --ranks: invalid int value: 'four'"),
         (["zb_h1", "--picture", "a.jpeg"], "'a.jpeg' must end in .png, .pdf or .svg"),
         (["zb_h1", "--colour"], "unrecognized arguments: --colour"),
+        (
+            ["--choose", "zb_h1"],
+            "name at least one schedule, or give --timetable FILE (not both), --choose or",
+        ),
+        (
+            ["--layers", "2.5"],
+            "argument --layers: '2.5' is no number of layers: write 24, or their costs 1,1,2",
+        ),
+        (["zb_auto", "--placement", "w"], "argument --placement: invalid choice: 'w'"),
     ],
 )
 def test_wrong_usage_says_how(arguments, message):
@@ -138,11 +261,12 @@ def test_wrong_usage_says_how(arguments, message):
 
 def test_help_has_examples_that_run(tmp_path):
     text = output("--help")
-    examples = re.findall(r"^  plan\.py (.*?)(?: > mine\.txt)?(?:   .*)?$", text, re.MULTILINE)
-    assert len(examples) == text.count("  plan.py ") == 7
+    examples = re.findall(r"^  plan\.py (.*?)(?: > mine\.txt)?(?:  .*)?$", text, re.MULTILINE)
+    assert len(examples) == text.count("  plan.py ") == 12
     (tmp_path / "mine.txt").write_text(output("zb_h1", "--text"))
     for example in examples:
-        assert output(*example.split(), cwd=tmp_path)
+        short = re.sub(r"--time-limit \S+", "", example) + " --time-limit 0.5"  # the last one counts
+        assert output(*short.split(), cwd=tmp_path)
 
 
 def test_a_reader_that_leaves_early_is_no_error():

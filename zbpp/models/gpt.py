@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zbpp.models.flops import head_in_layers
 from zbpp.models.layers import (
     Block,
     Blueprint,
@@ -25,8 +26,8 @@ class Gpt:
     """A GPT by stages: int64 tokens [batch, time] -> [batch, time, hidden] -> logits [batch, time, vocab].
 
     `dropout` is a probability (after the embedding, in attention, after each residual branch).
-    `layers_per_stage`: how many layers each stage gets; by default as even as possible, earlier
-    stages first. Weights depend on `seed` and their names only. Raises ValueError for sizes that
+    `layers_per_stage`: how many layers each stage gets; by default the heaviest stage is as light as
+    can be, the head counted. Weights depend on `seed` and their names only. Raises ValueError for sizes that
     don't fit each other, and when a stage meets a sequence longer than `sequence_length`.
     """
 
@@ -54,6 +55,12 @@ class Gpt:
                 "norm": lambda: nn.LayerNorm(hidden_size),
                 "head": lambda: nn.Linear(hidden_size, vocab_size, bias=False),
             },
+            last_cost=head_in_layers(
+                layer_parameters=12 * hidden_size**2,  # q, k, v, output; up and down, four times as wide
+                hidden_size=hidden_size,
+                vocab_size=vocab_size,
+                sequence_length=sequence_length,
+            ),
             num_layers=num_layers,
             layers_per_stage=layers_per_stage,
             std=transformer_std(num_layers),
@@ -63,6 +70,10 @@ class Gpt:
     def build_stage(self, index: int, num_stages: int) -> nn.Sequential:
         """Stage `index` of `num_stages`. Raises ValueError if the layers can't be split that way."""
         return self._blueprint.build_stage(index, num_stages)
+
+    def layer_counts(self, num_stages: int) -> list[int]:
+        """How many layers each of `num_stages` stages gets; see `Blueprint.layer_counts`."""
+        return self._blueprint.layer_counts(num_stages)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Mean cross-entropy in nats per token; logits [batch, time, vocab], target [batch, time]."""

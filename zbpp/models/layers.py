@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zbpp.partition import partition
 from zbpp.seeding import seed_of
 
 # The last matrix of each residual branch: scaled down, so that depth doesn't blow up the sum.
@@ -29,7 +30,10 @@ StdRule = Callable[[str, torch.Size], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
-    """A model as factories in model order: `first` by name, the numbered layers, `last` by name."""
+    """A model as factories in model order: `first` by name, the numbered layers, `last` by name.
+
+    last_cost: what `last` costs, in layers; `first` is taken to cost nothing.
+    """
 
     layer: Callable[[int], nn.Module]
     num_layers: int
@@ -38,13 +42,14 @@ class Blueprint:
     layers_per_stage: Sequence[int] | None = None
     first: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
     last: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
+    last_cost: float = 0.0
 
     def build_stage(self, index: int, num_stages: int) -> nn.Sequential:
         """Stage `index` on the CPU with its initial weights; nothing of the others is allocated.
 
         Raises ValueError if `index` is out of range or the layers can't be split that way.
         """
-        layers = split_layers(self.num_layers, num_stages, self.layers_per_stage)
+        layers = self._split(num_stages)
         if not 0 <= index < num_stages:
             raise ValueError(
                 f"stage {index} does not exist: with num_stages={num_stages} write 0 to {num_stages - 1}"
@@ -56,6 +61,13 @@ class Blueprint:
         initialise(stage, self.seed, self.std)
         return stage
 
+    def layer_counts(self, num_stages: int) -> list[int]:
+        """How many layers each stage gets. Raises ValueError if they can't be split that way."""
+        return list(map(len, self._split(num_stages)))
+
+    def _split(self, num_stages: int) -> list[range]:
+        return split_layers(self.num_layers, num_stages, self.layers_per_stage, last_cost=self.last_cost)
+
     def _parts(self, index: int, num_stages: int, layers: range) -> Iterator[tuple[str, nn.Module]]:
         if index == 0:
             yield from ((name, make()) for name, make in self.first.items())
@@ -65,39 +77,42 @@ class Blueprint:
 
 
 def split_layers(
-    num_layers: int, num_stages: int, layers_per_stage: Sequence[int] | None = None
+    num_layers: int,
+    num_stages: int,
+    layers_per_stage: Sequence[int] | None = None,
+    *,
+    last_cost: float = 0.0,
 ) -> list[range]:
     """The layers of each stage, contiguous and in order.
 
-    By default as even as possible. Where that doesn't come out even, EARLIER stages get one layer
-    more, since the last one also has the head and the loss: 7 layers on 3 stages are 3, 2, 2.
+    By default the heaviest stage is as light as can be, see `zbpp.partition`; what doesn't come out
+    even goes to EARLIER stages: 7 layers on 3 stages are 3, 2, 2. last_cost: what the last stage does
+    besides its layers, in layers; if there is such a thing, it may have none.
     Raises ValueError if a stage would be empty, or `layers_per_stage` doesn't fit.
     """
     if num_stages < 1:
         raise ValueError(f"num_stages={num_stages}: a pipeline has at least one stage; write 1 or more")
-    counts = even_counts(num_layers, num_stages) if layers_per_stage is None else list(layers_per_stage)
-    check_counts(counts, num_layers, num_stages)
-    return [range(start, stop) for start, stop in pairwise(accumulate(counts, initial=0))]
-
-
-def even_counts(num_layers: int, num_stages: int) -> list[int]:
-    """How many layers each stage gets by default. Raises ValueError with fewer layers than stages."""
-    if num_layers < num_stages:
+    if layers_per_stage is not None:
+        counts = list(layers_per_stage)
+        check_counts(counts, num_layers, num_stages, least_of_last=0 if last_cost else 1)
+    elif num_layers < num_stages:
         raise ValueError(
             f"num_layers={num_layers} is fewer than the {num_stages} stages, and each needs at least one: "
             f"write num_layers={num_stages} or more, or use fewer stages (ranks, or stages per rank)"
         )
-    quotient, remainder = divmod(num_layers, num_stages)
-    return [quotient + (stage < remainder) for stage in range(num_stages)]
+    else:
+        counts = partition([1.0] * num_layers, num_stages, last=last_cost)
+    return [range(start, stop) for start, stop in pairwise(accumulate(counts, initial=0))]
 
 
-def check_counts(counts: list[int], num_layers: int, num_stages: int) -> None:
-    """Raises ValueError unless `counts` is a list of `num_stages` positive numbers, `num_layers` in all."""
+def check_counts(counts: list[int], num_layers: int, num_stages: int, least_of_last: int = 1) -> None:
+    """Raises ValueError unless `counts` is `num_stages` numbers, none too small, `num_layers` in all."""
     given = f"layers_per_stage={counts}"
     if len(counts) != num_stages:
         raise ValueError(f"{given} is for {len(counts)} stages: write {num_stages} numbers, one per stage")
-    if min(counts) < 1:
-        raise ValueError(f"{given} leaves stage {counts.index(min(counts))} empty: write 1 or more for each")
+    for stage, count in enumerate(counts):
+        if count < (least_of_last if stage == num_stages - 1 else 1):
+            raise ValueError(f"{given} leaves stage {stage} empty: write 1 or more")
     if sum(counts) != num_layers:
         raise ValueError(f"{given} adds up to {sum(counts)}: make it num_layers={num_layers}, or change that")
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zbpp.models.flops import head_in_layers
 from zbpp.models.layers import (
     Block,
     Blueprint,
@@ -26,8 +27,8 @@ class Llama:
 
     `num_kv_heads`: key and value heads, each shared by num_heads / num_kv_heads queries; by default
     num_heads. `intermediate_size`: by default 8/3 hidden_size, rounded up to a multiple of 64.
-    `layers_per_stage`: how many layers each stage gets; by default as even as possible, earlier
-    stages first. Weights depend on `seed` and their names only. Raises ValueError for sizes that
+    `layers_per_stage`: how many layers each stage gets; by default the heaviest stage is as light as
+    can be, the head counted. Weights depend on `seed` and their names only. Raises ValueError for sizes that
     don't fit each other, and when a stage meets a sequence longer than `sequence_length`.
     """
 
@@ -52,6 +53,8 @@ class Llama:
         check_positive(intermediate_size=inner)
         check_heads(hidden_size, num_heads, kv_heads)
 
+        kv_size = hidden_size // num_heads * kv_heads
+
         def layer(number: int) -> Block:
             rotary = Rotary(hidden_size // num_heads, sequence_length, rope_theta)
             return Block(
@@ -68,6 +71,12 @@ class Llama:
                 "norm": lambda: nn.RMSNorm(hidden_size, eps=norm_eps),
                 "head": lambda: nn.Linear(hidden_size, vocab_size, bias=False),
             },
+            last_cost=head_in_layers(
+                layer_parameters=hidden_size * (2 * hidden_size + 2 * kv_size + 3 * inner),
+                hidden_size=hidden_size,
+                vocab_size=vocab_size,
+                sequence_length=sequence_length,
+            ),
             num_layers=num_layers,
             layers_per_stage=layers_per_stage,
             std=transformer_std(num_layers),
@@ -77,6 +86,10 @@ class Llama:
     def build_stage(self, index: int, num_stages: int) -> nn.Sequential:
         """Stage `index` of `num_stages`. Raises ValueError if the layers can't be split that way."""
         return self._blueprint.build_stage(index, num_stages)
+
+    def layer_counts(self, num_stages: int) -> list[int]:
+        """How many layers each of `num_stages` stages gets; see `Blueprint.layer_counts`."""
+        return self._blueprint.layer_counts(num_stages)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Mean cross-entropy in nats per token; logits [batch, time, vocab], target [batch, time]."""

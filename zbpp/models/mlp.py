@@ -50,6 +50,10 @@ class Mlp:
         """Stage `index` of `num_stages`. Raises ValueError if the layers can't be split that way."""
         return self._blueprint.build_stage(index, num_stages)
 
+    def layer_counts(self, num_stages: int) -> list[int]:
+        """How many layers each of `num_stages` stages gets; see `Blueprint.layer_counts`."""
+        return self._blueprint.layer_counts(num_stages)
+
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Mean square error over all elements."""
         return F.mse_loss(output, target)

@@ -1,40 +1,71 @@
 """Timetables and what can be known of them without running anything: pure Python and numpy."""
 
+from zbpp.partition import partition
+from zbpp.schedule.bounds import Bound, Certificate, certificate, lower_bound
+from zbpp.schedule.choose import Answer, Question, choose
 from zbpp.schedule.compare import compare, per_stage_of
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.dataflow import Value, consumes, produces
+from zbpp.schedule.interchange import from_csv, from_json, to_csv, to_json
 from zbpp.schedule.lower import Program, Programs, Recv, Release, Send, lower
 from zbpp.schedule.planner import SCHEDULES, placement_of, plan
-from zbpp.schedule.render import chrome_trace, render_figures, render_picture, render_table, render_text
+from zbpp.schedule.render import (
+    chrome_trace,
+    render_figures,
+    render_page,
+    render_picture,
+    render_table,
+    render_text,
+)
+from zbpp.schedule.render.advice import render_advice
+from zbpp.schedule.render.cuts import render_cuts
 from zbpp.schedule.simulate import Timeline, simulate
+from zbpp.schedule.statements import Statement, statements
 from zbpp.schedule.timetable import Action, Op, PlanError, Row, Timetable
 
 __all__ = [
     "SCHEDULES",
     "Action",
+    "Answer",
+    "Bound",
+    "Certificate",
     "Costs",
     "Op",
     "PlanError",
     "Program",
     "Programs",
+    "Question",
     "Recv",
     "Release",
     "Row",
     "Send",
+    "Statement",
     "Timeline",
     "Timetable",
     "Value",
+    "certificate",
+    "choose",
     "chrome_trace",
     "compare",
     "consumes",
+    "from_csv",
+    "from_json",
     "lower",
+    "lower_bound",
+    "partition",
     "per_stage_of",
     "placement_of",
     "plan",
     "produces",
+    "render_advice",
+    "render_cuts",
     "render_figures",
+    "render_page",
     "render_picture",
     "render_table",
     "render_text",
     "simulate",
+    "statements",
+    "to_csv",
+    "to_json",
 ]

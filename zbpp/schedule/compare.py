@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
-from zbpp.schedule.costs import Costs
+from zbpp.schedule.costs import Costs, PerStage
 from zbpp.schedule.planner import plan
 from zbpp.schedule.simulate import Timeline, simulate
 from zbpp.schedule.timetable import PlanError
@@ -17,38 +18,61 @@ def compare(
     num_microbatches: int,
     *,
     costs: Costs | None = None,
-    memory_limit: float | Sequence[float] | None = None,
+    **options: Any,
 ) -> dict[str, Timeline | PlanError]:
     """The timeline of each schedule, or the PlanError with which it refuses.
 
     Numbers in `costs` are for one rank's share of the model, as `per_stage_of` says, so that
-    all schedules run the same model. Raises PlanError for a name that nobody knows.
+    all schedules run the same model. options: as `plan` takes them, for each schedule.
+    Raises PlanError for a name that nobody knows.
     """
 
-    def outcome(name: str, own: Costs) -> Timeline | PlanError:
+    def outcome(name: str, num_stages: int) -> Timeline | PlanError:
         try:
-            timetable = plan(name, num_ranks, num_microbatches, costs=own, memory_limit=memory_limit)
+            own = per_stage_of(costs or Costs(), num_stages, num_ranks)
+            timetable = plan(name, num_ranks, num_microbatches, costs=own, **options)
             return simulate(timetable, own)
         except PlanError as error:
             return error
 
-    return {name: outcome(name, per_stage_of(costs or Costs(), stages_per_rank(name))) for name in names}
+    shape = {key: options.get(key) for key in ("placement", "stages_per_rank")}
+    num_stages = {name: num_ranks * stages_per_rank(name, **shape) for name in names}
+    return {name: outcome(name, number) for name, number in num_stages.items()}
 
 
-def per_stage_of(costs: Costs, stages_per_rank: float) -> Costs:
-    """The costs of stages that share a rank's part of the model evenly.
+def per_stage_of(costs: Costs, num_stages: int, num_ranks: int) -> Costs:
+    """The costs of `num_stages` stages that run the model for which `costs` are given.
 
-    f, b, w, bw, saved and deferred are divided where they are one number; lists are per stage
-    already, and a message is as large as before.
+    A number is for one rank's share of the model: its stages have equal parts of it. A list, with one
+    number for each of some multiple of num_ranks stages, is made finer or coarser, in model order: a
+    stage falls into equal parts, or neighbours become one. A message is as large as before.
+    Raises PlanError without a rank.
     """
-    shared = {
-        name: value / stages_per_rank
+    if num_ranks < 1:
+        raise PlanError(f"num_ranks={num_ranks}: write a whole number, 1 or more")
+    fitted = {
+        name: _fitted(value, num_stages, num_ranks, is_message=name == "comm")
         for name, value in vars(costs).items()
-        if name != "comm" and isinstance(value, int | float)
+        if value is not None
     }
-    return replace(costs, **shared)
+    return replace(costs, **fitted)
 
 
-def stages_per_rank(name: str) -> int:
-    """How many stages a family puts on each rank: its smallest timetable shows it."""
-    return plan(name, 1, 2).num_stages
+def _fitted(value: PerStage, num_stages: int, num_ranks: int, is_message: bool) -> PerStage:
+    if isinstance(value, int | float):
+        return value if is_message else value * num_ranks / num_stages
+    length = len(value)
+    if not length or length % num_ranks or max(length, num_stages) % min(length, num_stages):
+        return value  # whoever resolves it per stage says what is wrong
+    parts, group = max(num_stages // length, 1), max(length // num_stages, 1)
+    whole = max if is_message else sum
+    grouped = [whole(value[start : start + group]) for start in range(0, length, group)]
+    return [number / (1 if is_message else parts) for number in grouped for _ in range(parts)]
+
+
+def stages_per_rank(name: str, placement: str | None = None, stages_per_rank: int | None = None) -> int:
+    """How many stages a schedule puts on each rank: its smallest timetable shows it."""
+    try:
+        return plan(name, 1, 2, placement=placement, stages_per_rank=stages_per_rank).num_stages
+    except PlanError:  # it has another shape than the one asked for
+        return plan(name, 1, 2).num_stages

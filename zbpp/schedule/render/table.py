@@ -15,7 +15,7 @@ def render_table(outcomes: Mapping[str, Timeline | PlanError]) -> str:
     Times in ms; memory is the largest peak of a rank, in the unit of the costs.
     """
     head = ("schedule", "stages/rank", "makespan", "max span", "bubble", "bubble rate", "peak memory")
-    lines = _aligned([head, *(_cells(name, outcome) for name, outcome in outcomes.items())])
+    lines = aligned([head, *(_cells(name, outcome) for name, outcome in outcomes.items())])
     refusals = [f"  {outcome}" if isinstance(outcome, PlanError) else "" for outcome in outcomes.values()]
     return "\n".join((line + end).rstrip() for line, end in zip(lines, ["", *refusals], strict=True))
 
@@ -25,8 +25,8 @@ def render_figures(timeline: Timeline) -> str:
     head = ("", "span", "bubble", "bubble rate", "peak memory")
     ranks = [_rank_cells(timeline, rank) for rank in range(timeline.timetable.num_ranks)]
     largest = ("largest", *_figures(timeline))
-    lines = _aligned([head, *ranks, largest])
-    return "\n".join([*(line.rstrip() for line in lines), f"makespan {_ms(timeline.makespan)} ms"])
+    lines = aligned([head, *ranks, largest])
+    return "\n".join([*(line.rstrip() for line in lines), f"makespan {digits(timeline.makespan)} ms"])
 
 
 def _cells(name: str, outcome: Timeline | PlanError) -> tuple[str, ...]:
@@ -34,14 +34,14 @@ def _cells(name: str, outcome: Timeline | PlanError) -> tuple[str, ...]:
         return (name, *[""] * 6)
     timetable = outcome.timetable
     per_rank = f"{timetable.num_stages / timetable.num_ranks:g}"
-    return (name, per_rank, _ms(outcome.makespan), *_figures(outcome))
+    return (name, per_rank, digits(outcome.makespan), *_figures(outcome))
 
 
 def _figures(timeline: Timeline) -> tuple[str, ...]:
     return (
-        _ms(timeline.max_span),
-        _ms(timeline.bubble),
-        _percent(timeline.bubble_rate),
+        digits(timeline.max_span),
+        digits(timeline.bubble),
+        percent(timeline.bubble_rate),
         quantity(max(timeline.peak_memory)),
     )
 
@@ -49,19 +49,20 @@ def _figures(timeline: Timeline) -> tuple[str, ...]:
 def _rank_cells(timeline: Timeline, rank: int) -> tuple[str, ...]:
     span, idle = timeline.span(rank), timeline.idle(rank)
     rate, peak = idle / (span or 1.0), timeline.peak_memory[rank]
-    return (f"rank {rank}", _ms(span), _ms(idle), _percent(rate), quantity(peak))
+    return (f"rank {rank}", digits(span), digits(idle), percent(rate), quantity(peak))
 
 
-def _ms(time: float) -> str:
-    """Six digits; sums of floats leave 1e-15 where a human expects 0."""
+def digits(time: float) -> str:
+    """Six digits of a time in ms; sums of floats leave 1e-15 where a human expects 0."""
     return f"{round(time, 6) + 0.0:.6g}" if time < 1e6 else f"{time:.0f}"
 
 
-def _percent(rate: float) -> str:
+def percent(rate: float) -> str:
+    """`11.11 %`."""
     return f"{round(100 * rate, 2) + 0.0:.2f} %"
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """First column to the left, figures to the right, two blanks between."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

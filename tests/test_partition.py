@@ -1,0 +1,205 @@
+"""Which layers go to which stage: against every cut there is, and against torch's own count of products."""
+
+import random
+from itertools import combinations_with_replacement, pairwise
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from zbpp.models.flops import head_in_layers
+from zbpp.models.gpt import Gpt
+from zbpp.models.llama import Llama
+from zbpp.partition import layers_of, loads, partition
+from zbpp.schedule import PlanError, render_cuts
+
+GPT = {"num_layers": 6, "hidden_size": 16, "num_heads": 2, "sequence_length": 8}
+CLOSE = 1 + 1e-9
+
+
+def v(num_stages):
+    there = list(range(num_stages // 2))
+    return there + there[::-1]
+
+
+def loop(num_stages):
+    return list(range(num_stages // 2)) * 2
+
+
+def every_cut(num_layers, num_stages, first, last):
+    """All of them; only a stage with something else to do may go without layers."""
+    for bounds in combinations_with_replacement(range(num_layers + 1), num_stages - 1):
+        counts = [stop - start for start, stop in pairwise([0, *bounds, num_layers])]
+        least = [1] * num_stages
+        least[0] -= first > 0
+        least[-1] -= last > 0 and num_stages > 1
+        if all(count >= most for count, most in zip(counts, least, strict=True)):
+            yield counts
+
+
+def cases(alike, sizes=(1, 2, 3, 4, 6)):
+    """(layers, num_stages, first, last), drawn."""
+    rng = random.Random(0)
+    for _ in range(60):
+        num_stages = rng.choice(sizes)
+        size = rng.randint(num_stages, 9)
+        layers = [1.0] * size if alike else [rng.uniform(0.5, 2) for _ in range(size)]
+        yield layers, num_stages, rng.choice([0, 0.1, 2.3]), rng.choice([0, 0.3, rng.uniform(0.5, 5)])
+
+
+def heaviest_rank(stages, rank_of):
+    return max(
+        sum(load for load, owner in zip(stages, rank_of, strict=True) if owner == rank) for rank in rank_of
+    )
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_no_cut_has_a_lighter_heaviest_stage(alike):
+    for layers, num_stages, first, last in cases(alike):
+        stages = {
+            tuple(cut): max(loads(cut, layers, first=first, last=last))
+            for cut in every_cut(len(layers), num_stages, first, last)
+        }
+        found = partition(layers, num_stages, first=first, last=last)
+        assert stages[tuple(found)] <= min(stages.values()) * CLOSE
+
+
+@pytest.mark.parametrize("placed", [v, loop])
+def test_with_a_placement_no_cut_of_equal_layers_has_a_lighter_heaviest_rank(placed):
+    for layers, num_stages, first, last in cases(alike=True, sizes=(2, 4, 6)):
+        rank_of = placed(num_stages)
+        ranks = {
+            tuple(cut): heaviest_rank(loads(cut, layers, first=first, last=last), rank_of)
+            for cut in every_cut(len(layers), num_stages, first, last)
+        }
+        found = partition(layers, num_stages, first=first, last=last, rank_of=rank_of)
+        assert ranks[tuple(found)] <= min(ranks.values()) * CLOSE
+
+
+def test_without_a_placement_the_lightest_cuts_best_for_a_v_is_taken():
+    for layers, num_stages, first, last in cases(alike=True, sizes=(2, 4, 6)):
+        every = [
+            loads(cut, layers, first=first, last=last)
+            for cut in every_cut(len(layers), num_stages, first, last)
+        ]
+        lightest = min(map(max, every)) * CLOSE
+        best = min(heaviest_rank(stages, v(num_stages)) for stages in every if max(stages) <= lightest)
+        found = loads(partition(layers, num_stages, first=first, last=last), layers, first=first, last=last)
+        assert heaviest_rank(found, v(num_stages)) <= best * CLOSE
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "head", "expected"),
+    [
+        (7, 3, 0, [3, 2, 2]),  # equal layers: what is left over goes to earlier stages
+        (6, 4, 0, [2, 2, 1, 1]),
+        (16, 4, 3.8, [5, 5, 5, 1]),  # Llama 3.2 1B: its head is as heavy as 3.8 layers
+        (16, 8, 3.8, [1, 2, 2, 2, 3, 3, 3, 0]),  # the head alone; stage 0 shares its rank in a V
+    ],
+)
+def test_cuts_to_read(num_layers, num_stages, head, expected):
+    assert partition([1.0] * num_layers, num_stages, last=head) == expected
+
+
+def test_measured_stages_show_what_a_layer_costs():
+    layers, counts = [3.0] * 9, [2, 4, 2, 1]
+    found = layers_of(loads(counts, layers, first=0.5, last=7), counts)
+    assert found == (pytest.approx(layers), pytest.approx(0.5), pytest.approx(7))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1, 1], 3), "2 layers are too few for 3 stages: 3 is the least"),
+        (([1, -1], 2), "a layer costs -1: write a finite number, 0 or more"),
+        (([1, float("nan")], 1), "a layer costs nan"),
+        (([1], 0), "num_stages=0: write 1 or more"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        partition(*arguments)
+
+
+def test_a_placement_of_another_size_is_refused():
+    with pytest.raises(ValueError, match="rank_of has 4 stages, not 2"):
+        partition([1, 1], 2, rank_of=[0, 1, 1, 0])
+
+
+@pytest.mark.parametrize("stages", [[1, 2], [1, 2, 3]])
+def test_stages_that_show_no_layer_are_refused(stages):
+    with pytest.raises(ValueError, match="don't show what a layer costs"):
+        layers_of(stages, [1, 0, 1])
+
+
+# ---------------------------------------------------------------- the models
+
+
+def product_flops(module, x):
+    """torch's count for one sequence, [1, time, ...] in; attention in full, though half of it is masked."""
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        module(x)
+    counts = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    attention = sum(flops for name, flops in counts.items() if "bmm" in name)
+    return sum(counts.values()) - attention / 2
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Gpt(**GPT, vocab_size=300),
+        Llama(**{**GPT, "num_heads": 4}, num_kv_heads=2, intermediate_size=40, vocab_size=300),
+    ],
+    ids=["gpt", "llama"],
+)
+def test_the_head_counts_as_many_layers_as_torch_counts(model):
+    stage = model.build_stage(0, 1)
+    x = torch.zeros(1, GPT["sequence_length"], GPT["hidden_size"])
+    ratio = product_flops(stage.head, x) / product_flops(stage.layer_0, x)
+    assert model._blueprint.last_cost == pytest.approx(ratio, rel=1e-12)
+
+
+def test_a_heavy_head_gets_a_stage_of_its_own_and_changes_nothing():
+    model = Gpt(**GPT, vocab_size=440)
+    assert model.layer_counts(4) == [2, 2, 2, 0]
+    stages = [model.build_stage(index, 4) for index in range(4)]
+    assert [name for name, _ in stages[3].named_children()] == ["norm", "head"]
+    x = tokens = torch.arange(8)[None]
+    for stage in stages:
+        x = stage(x)
+    assert torch.equal(x, model.build_stage(0, 1)(tokens))
+
+
+def test_layers_per_stage_overrides_the_costs():
+    model = Gpt(**GPT, vocab_size=440, layers_per_stage=[1, 1, 1, 3])
+    assert model.layer_counts(4) == [1, 1, 1, 3]
+    with pytest.raises(ValueError, match="leaves stage 0 empty"):
+        Gpt(**GPT, layers_per_stage=[0, 3, 3]).build_stage(0, 3)
+
+
+def test_the_head_of_llama_3_2_1b_outweighs_several_layers():
+    head = head_in_layers(
+        layer_parameters=2048 * (2 * 2048 + 2 * 512) + 3 * 2048 * 8192,
+        hidden_size=2048,
+        vocab_size=128256,
+        sequence_length=4096,
+    )
+    assert head == pytest.approx(3.795, abs=1e-3)
+
+
+# ---------------------------------------------------------------- as text
+
+
+def test_cuts_are_shown_beside_equal_counts():
+    lines = [" ".join(line.split()) for line in render_cuts([1.0] * 16, 4, last=3.795).splitlines()]
+    assert "placement stages cut heaviest rank heaviest stage layers per stage" in lines
+    assert "one 4 default 1.01 1.01 5 5 5 1" in lines
+    assert "one 4 equal counts 1.58 1.58 4 4 4 4" in lines
+    assert "looped 8 own 1.01 1.53 3 3 3 1 2 2 2 0" in lines
+
+
+def test_a_placement_with_too_many_stages_is_left_out():
+    assert [line.split()[0] for line in render_cuts([1.0] * 4, 4).splitlines()[3:-3]] == ["one"]
+    with pytest.raises(PlanError, match="3 layers are too few for 4 stages"):
+        render_cuts([1.0] * 3, 4)

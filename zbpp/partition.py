@@ -1,0 +1,168 @@
+"""Which layers go to which stage: contiguous, the heaviest load as light as possible.
+
+A step takes about m times the heaviest RANK, whose stages share one processor; what the pipeline
+needs to fill and drain grows with the heaviest STAGE. So where the placement is known, ranks come
+first and stages second. But runs under schedules with as many stages should give the same numbers,
+and dropout is seeded by stage: without a placement the cut depends on the number of stages alone.
+Then stages come first; of the cuts that are equal there, the one that suits a V best (stage s beside
+S - 1 - s), then a loop (s beside s + S/2). So 32 layers and a head as heavy as 3.2 of them, on 16
+stages, end with the head alone, and stage 0, its neighbour in a V, gets one layer.
+
+Loads are compared heaviest first, then the next, and so on. What is still equal: more to earlier stages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise, permutations
+
+import numpy as np
+import numpy.typing as npt
+
+_DIGITS = 9  # loads are sums of floats: closer than this, as a share of the model, they are equal
+
+Key = list[list[float]]
+
+
+def partition(
+    layers: Sequence[float],
+    num_stages: int,
+    *,
+    first: float = 0.0,
+    last: float = 0.0,
+    rank_of: Sequence[int] | None = None,
+) -> list[int]:
+    """How many layers each stage gets. Costs in any unit.
+
+    layers: per layer. first, last: what the first and the last stage do besides (embedding, head); such
+    a stage may go without layers, every other one has at least one.
+    rank_of[stage]: the placement; None for a cut that serves all schedules with so many stages.
+    Without a placement no cut has a lighter heaviest stage; with one, and layers of equal cost, none has
+    a lighter heaviest rank. Raises ValueError for too few layers, or a cost that is negative or not finite.
+    """
+    model = _Model(layers, num_stages, first, last)
+    if rank_of is not None and len(rank_of) != num_stages:
+        raise ValueError(f"rank_of has {len(rank_of)} stages, not {num_stages}")
+    folds = _folds(num_stages) if rank_of is None else [rank_of]
+
+    def key(counts: list[int]) -> Key:
+        stages = model.loads(counts)
+        ranks = [_falling(_sums(stages, fold)) for fold in folds]
+        early = [-float(count) for count in counts]
+        return [*([[max(stages)]] if rank_of is None else []), *ranks, _falling(stages), early]
+
+    return _descended(model, model.lightest(), key)
+
+
+def loads(
+    counts: Sequence[int], layers: Sequence[float], *, first: float = 0.0, last: float = 0.0
+) -> list[float]:
+    """What each stage costs, in the unit of the layers."""
+    bounds = pairwise(accumulate(counts, initial=0))
+    costs = [math.fsum(layers[start:stop]) for start, stop in bounds]
+    costs[0] += first
+    costs[-1] += last
+    return costs
+
+
+def layers_of(stages: Sequence[float], counts: Sequence[int]) -> tuple[list[float], float, float]:
+    """(layers, first, last) for `partition`, from the cost that each stage of some cut was measured to have.
+
+    counts: the layers that each stage had. A layer costs as much as on the stages between, on average;
+    what the first and the last stage cost beyond their layers is what they do besides.
+    Raises ValueError if no stage between has a layer.
+    """
+    if len(stages) != len(counts) or sum(counts[1:-1]) < 1:
+        raise ValueError(
+            f"{len(stages)} measured stages with {list(counts)} layers don't show what a layer costs: "
+            "measure three stages or more, layers on one between the first and the last"
+        )
+    layer = math.fsum(stages[1:-1]) / sum(counts[1:-1])
+    first, last = (max(0.0, stages[end] - counts[end] * layer) for end in (0, -1))
+    return [layer] * sum(counts), first, last
+
+
+class _Model:
+    """Layers with their costs, as shares of the whole, and the stages that they are for."""
+
+    def __init__(self, layers: Sequence[float], num_stages: int, first: float, last: float) -> None:
+        for cost in (*layers, first, last):
+            if not (math.isfinite(cost) and cost >= 0):
+                raise ValueError(f"a layer costs {cost!r}: write a finite number, 0 or more")
+        if num_stages < 1:
+            raise ValueError(f"num_stages={num_stages}: write 1 or more")
+        self.num_stages = num_stages
+        self.least = [1] * num_stages
+        self.least[0] -= first > 0
+        self.least[-1] -= last > 0 and num_stages > 1
+        if sum(self.least) > len(layers):
+            raise ValueError(
+                f"{len(layers)} layers are too few for {num_stages} stages: {sum(self.least)} is the least"
+            )
+        scale = math.fsum((*layers, first, last)) or 1.0
+        self.until = [cost / scale for cost in accumulate(layers, initial=0.0)]
+        self.extra = [0.0] * num_stages
+        self.extra[0] += first / scale
+        self.extra[-1] += last / scale
+
+    def loads(self, counts: list[int]) -> list[float]:
+        """Per stage, rounded so that equal ones compare equal."""
+        marks = [self.until[bound] for bound in accumulate(counts, initial=0)]
+        return [
+            round(stop - start + extra, _DIGITS)
+            for (start, stop), extra in zip(pairwise(marks), self.extra, strict=True)
+        ]
+
+    def lightest(self) -> list[int]:
+        """A cut whose heaviest stage is as light as that of any.
+
+        heaviest[j]: of the stages so far, if they have the first j layers, in the best of cuts.
+        """
+        until = np.array(self.until)
+        between = until[None, :] - until[:, None]  # [start, stop]
+        size = np.arange(len(until))[None, :] - np.arange(len(until))[:, None]
+        heaviest = np.where(np.arange(len(until)) == 0, -math.inf, math.inf)
+        starts: list[npt.NDArray[np.intp]] = []
+        for extra, least in zip(self.extra, self.least, strict=True):
+            either = np.where(size < least, math.inf, np.maximum(heaviest[:, None], between + extra))
+            starts.append(either.argmin(axis=0))
+            heaviest = either.min(axis=0)
+        bounds = [len(until) - 1]
+        for start in reversed(starts):
+            bounds.append(int(start[bounds[-1]]))
+        return [stop - start for start, stop in pairwise(reversed(bounds))]
+
+
+def _folds(num_stages: int) -> list[Sequence[int]]:
+    """The placements with two stages per rank, if that comes out even."""
+    there = list(range(num_stages // 2))
+    return [] if num_stages % 2 else [there + there[::-1], there + there]
+
+
+def _sums(stages: list[float], rank_of: Sequence[int]) -> list[float]:
+    ranks = [0.0] * (max(rank_of) + 1)
+    for load, rank in zip(stages, rank_of, strict=True):
+        ranks[rank] += load
+    return [round(load, _DIGITS) for load in ranks]
+
+
+def _falling(numbers: list[float]) -> list[float]:
+    return sorted(numbers, reverse=True)
+
+
+def _descended(model: _Model, counts: list[int], key: Callable[[list[int]], Key]) -> list[int]:
+    """One layer less on one stage, one more on another, those between move along: while it helps."""
+    best, improved = key(counts), True
+    while improved:
+        improved = False
+        for giver, taker in permutations(range(model.num_stages), 2):
+            if counts[giver] == model.least[giver]:
+                continue
+            changed = counts.copy()
+            changed[giver] -= 1
+            changed[taker] += 1
+            value = key(changed)
+            if value < best:
+                counts, best, improved = changed, value, True
+    return counts
