@@ -19,6 +19,8 @@ host      time with tiny tensors, by number of blocks. Ratios are medians of the
           CUDA the time until all is done: every phase ends with a synchronisation.
 compute   time of a stage whose products take nearly all of it. Its mark is met if the median reaches
           it within the given uncertainty.
+compiled  zbpp's split with F, B and W compiled beside the eager one: memory, compute and, with the
+          largest number of blocks, host time. Only if named: it compiles for minutes.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zbpp.autograd import backward_input, checkpoint, explain
+from zbpp.autograd.compiled import compile_stage
 from zbpp.models.llama import Llama
 
 # ---------------------------------------------------------------- contestants
@@ -60,11 +63,18 @@ class Contestant(Protocol):
     """enter makes an input of the stage; B returns what W needs: all that is still to be kept."""
 
     def enter(self, x: Tensor) -> Tensor: ...
+    def f(self, stage: nn.Module, x: Tensor) -> Tensor: ...
     def b(self, stage: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> Any: ...
     def w(self, stage: nn.Module, kept: Any) -> None: ...
 
 
-class Plain:
+class Eager:
+    def f(self, stage: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = stage(x)
+        return y
+
+
+class Plain(Eager):
     """torch.autograd.backward; its W is empty."""
 
     def enter(self, x: Tensor) -> Tensor:
@@ -77,7 +87,7 @@ class Plain:
         pass
 
 
-class Zbpp:
+class Zbpp(Eager):
     def enter(self, x: Tensor) -> Tensor:
         return x.requires_grad_().view_as(x)  # no leaf, as zbpp's runtime does
 
@@ -89,7 +99,23 @@ class Zbpp:
         kept.accumulate()
 
 
-class Torch:
+class Compiled(Zbpp):
+    """The stages' modules stay eager for the others."""
+
+    def __init__(self) -> None:
+        self.forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
+
+    def f(self, stage: nn.Module, x: Tensor) -> Tensor:
+        if stage in self.forwards:
+            return self.forwards[stage](x)
+        compile_stage(stage)
+        y: Tensor = stage(x)
+        self.forwards[stage] = stage.forward
+        del stage.forward
+        return y
+
+
+class Torch(Eager):
     """As torch.distributed.pipelining.stage.backward_one_chunk calls it, keeping what that keeps."""
 
     def __init__(self) -> None:
@@ -182,7 +208,7 @@ def step(
     with mark("F"):
         # Copies: what arrives belongs to this microbatch.
         arrived = contestant.enter(x.clone())
-        y = stage(arrived)
+        y = contestant.f(stage, arrived)
     with mark("B"):
         gradient = dy.clone()
         kept = contestant.b(stage, arrived, y, gradient)
@@ -207,19 +233,20 @@ def no_collection() -> Iterator[None]:
 
 @dataclass(kw_only=True)
 class Line:
-    """One line of the table. values: by contestant; limit: zbpp's mark, None for none."""
+    """One line of the table. values: by contestant; limit: a mark of `marked`, None for none."""
 
     section: str
     figure: str
     values: dict[str, float]
     form: str = ".2f"
     limit: float | None = None
+    marked: str = "zbpp"
     noise: float = 0.0
     note: str = ""
     met: bool | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.met = None if self.limit is None else self.values["zbpp"] - self.noise <= self.limit
+        self.met = None if self.limit is None else self.values[self.marked] - self.noise <= self.limit
 
     @property
     def mark(self) -> str:
@@ -529,6 +556,47 @@ def compute(rivals: dict[str, Contestant], settings: Settings) -> Iterator[Line]
     yield Line(section="compute", figure="(B+W) / backward", values=values, limit=1.0, noise=noise)
 
 
+# ---------------------------------------------------------------- compiled
+
+
+def compiled(_: dict[str, Contestant], settings: Settings) -> Iterator[Line]:
+    rivals: dict[str, Contestant] = {"zbpp": Zbpp(), "compiled": Compiled()}
+    stage = llama_stage(settings.blocks, settings, settings.hidden)
+    x, dy = tensors(stage, settings.batch, settings.time, settings)
+    for rival in rivals.values():
+        step(rival, stage, x, dy)  # whatever is made once
+    line = partial(Line, section="compiled", marked="compiled")
+    level = {
+        name: levels(partial(step, each, stage, x, dy), settings.device) for name, each in rivals.items()
+    }
+    eager = level["zbpp"]["F"].after
+    for phase, limit in (("F", 1.0), ("B", 0.85)):
+        values = {name: each[phase].after / eager for name, each in level.items()}
+        yield line(figure=f"held after {phase} / zbpp's after F", values=values, limit=limit)
+    values = {name: each["W"].after for name, each in level.items()}
+    yield line(figure="left after W, bytes", values=values, form=".0f", limit=0)
+    found = interleaved(rivals, stage, x, dy, rounds=settings.compute_rounds, steps=1, device=settings.device)
+    yield from _beside_zbpp(line, found, "compute", {"F+B+W": (sum, 0.93)})
+    stage = llama_stage(max(settings.depths), settings)
+    x, dy = tensors(stage, 1, 4, settings)
+    found = interleaved(rivals, stage, x, dy, rounds=settings.rounds, steps=2, device=settings.device)
+    each_phase = {phase: (itemgetter(place), 1.0) for place, phase in enumerate("FBW")}
+    yield from _beside_zbpp(line, found, f"host, {max(settings.depths)} blocks", each_phase)
+
+
+def _beside_zbpp(
+    line: Callable[..., Line], found: dict[str, list[Times]], what: str, parts: dict[str, tuple[Any, float]]
+) -> Iterator[Line]:
+    """For each part its time, and the median over rounds of its ratio to the eager split's."""
+    for name, (part, limit) in parts.items():
+        yield line(figure=f"{what}: {name}, ms", values=_milliseconds(found, part))
+        values = {
+            rival: statistics.median(part(a) / part(b) for a, b in zip(times, found["zbpp"], strict=True))
+            for rival, times in found.items()
+        }
+        yield line(figure=f"{what}: {name} / zbpp's", values=values, limit=limit)
+
+
 # ---------------------------------------------------------------- the command line
 
 SECTIONS: dict[str, Callable[[dict[str, Contestant], Settings], Iterator[Line]]] = {
@@ -537,6 +605,7 @@ SECTIONS: dict[str, Callable[[dict[str, Contestant], Settings], Iterator[Line]]]
     "recompute": recompute,
     "host": host,
     "compute": compute,
+    "compiled": compiled,
 }
 
 
@@ -599,7 +668,7 @@ def watched(
 
 def table(lines: list[Line], about: dict[str, Any], settings: Settings, remarks: list[str]) -> str:
     names = list(dict.fromkeys(name for line in lines for name in line.values))
-    head = ["", "", *names, "mark of zbpp", ""]
+    head = ["", "", *names, "mark", ""]
     body = [
         [
             line.section,
@@ -639,9 +708,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         **{name: getattr(options, name) for name in Settings.__dataclass_fields__ if name != "depths"},
         depths=tuple(options.depths),
     )
+    usual = [name for name in SECTIONS if name != "compiled"]
     with Console(stderr=True).status("") as status:
         about = machine(settings)
-        lines, remarks = measure(options.sections or SECTIONS, settings, lambda text: status.update(text))
+        lines, remarks = measure(options.sections or usual, settings, lambda text: status.update(text))
     print(table(lines, about, settings, remarks))
     if options.json is not None:
         found = {
@@ -660,7 +730,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     default = Settings()
     parser.add_argument(
-        "sections", nargs="*", metavar="SECTION", help=f"{', '.join(SECTIONS)}; all by default"
+        "sections", nargs="*", metavar="SECTION", help=f"{', '.join(SECTIONS)}; by default all but the last"
     )
     parser.add_argument("--device", default=default.device, help="cpu or cuda")
     parser.add_argument("--dtype", default=default.dtype, choices=("float32", "float64", "bfloat16"))

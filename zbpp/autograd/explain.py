@@ -23,6 +23,8 @@ from zbpp.autograd.split import Outputs, _edge, _listed, _needs_grad
 Names = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 Where = Literal["W", "B", "later", "none"]
 
+NOT_COMPILED = "zbpp_not_compiled"  # an attribute of a parameter: why its layer stayed eager
+
 
 class Row(NamedTuple):
     """One trainable leaf. where: its gradient is computed in W, in B, decided later, or not at all.
@@ -52,11 +54,12 @@ class Explanation(NamedTuple):
     x_bytes: int
     dy_bytes: int
     gradient_bytes: int
+    compiled_bytes: int  # of compiled layers, of whatever kind
 
     @property
     def held_bytes(self) -> int:
         """`WeightGrads.held_bytes` to be; less where gradients share memory, more where they are views."""
-        return self.x_bytes + self.dy_bytes + self.gradient_bytes
+        return self.x_bytes + self.dy_bytes + self.gradient_bytes + self.compiled_bytes
 
     def __str__(self) -> str:
         return _table(self)
@@ -86,7 +89,7 @@ def explain(
     try:
         found = survey(roots, stops, None)
         graph = _Graph(roots, stops, found)
-        rows = [*_reached(graph, names), *_hidden(graph, names)]
+        rows = [*_reached(graph, names), *_compiled(graph, names), *_hidden(graph, names)]
     except RuntimeError as error:
         if "saved tensors after they have been freed" not in str(error) and "second time" not in str(error):
             raise
@@ -188,7 +191,8 @@ def _row(tensor: Tensor, names: dict[int, tuple[str, Tensor]], where: Where, why
     shape = tuple(tensor.shape)
     unnamed = f"[{', '.join(map(str, shape))}] {str(tensor.dtype).removeprefix('torch.')}"
     name = names[id(tensor)][0] if id(tensor) in names else unnamed
-    return Row(name, shape, tensor.nbytes, where, why, **held)
+    reason = getattr(tensor, NOT_COMPILED, None)
+    return Row(name, shape, tensor.nbytes, where, f"{why}; not compiled: {reason}" if reason else why, **held)
 
 
 def _x_storages(uses: Iterable[tuple[Node, Use]]) -> dict[int, int]:
@@ -290,6 +294,16 @@ def _origin(hook: Any) -> str:
 # ---- What the graph doesn't show
 
 
+def _compiled_calls(graph: _Graph) -> list[Any]:
+    return [function for function in graph.found.functions if hasattr(function, "zbpp_explained")]
+
+
+def _compiled(graph: _Graph, names: dict[int, tuple[str, Tensor]]) -> Iterator[Found]:
+    for function in _compiled_calls(graph):
+        for tensor, where, why in function.zbpp_explained()[1]:
+            yield tensor, _row(tensor, names, where, why)
+
+
 def _hidden(graph: _Graph, names: dict[int, tuple[str, Tensor]]) -> Iterator[Found]:
     """The parameters behind checkpoints, as far as they are found and used nowhere else."""
     known = {id(variable(leaf)) for leaf in graph.leaves}
@@ -355,7 +369,8 @@ def _others(graph: _Graph, names: dict[int, tuple[str, Tensor]], known: set[int]
 def _total(graph: _Graph, rows: tuple[Row, ...]) -> Explanation:
     uses = [] if graph.is_reentrant else [use for each in graph.found.deferred.values() for use in each]
     gradients = sum(row.gradient_bytes for row in rows)
-    return Explanation(rows, sum(_x_storages(uses).values()), sum(_dys(uses).values()), gradients)
+    compiled = sum(function.zbpp_explained()[0] for function in _compiled_calls(graph))
+    return Explanation(rows, sum(_x_storages(uses).values()), sum(_dys(uses).values()), gradients, compiled)
 
 
 def _table(explanation: Explanation) -> str:
@@ -373,10 +388,8 @@ def _table(explanation: Explanation) -> str:
     widths = [max(len(line[column]) for line in (head, *body)) for column in range(6)]
     lines = [_line(line, widths) for line in (head, *body)]
     lines += [_count(explanation.rows, where) for where in ("W", "B", "later", "none")]
-    held = ", ".join(
-        f"{what} {_size(count)}"
-        for what, count in zip(("x", "dy", "gradients"), explanation[1:], strict=True)
-    )
+    kinds = zip(("x", "dy", "gradients", "compiled"), explanation[1:], strict=True)
+    held = ", ".join(f"{what} {_size(count)}" for what, count in kinds if count or what != "compiled")
     lines.append(
         f"held between B and W, what is shared counted once: {held}; {_size(explanation.held_bytes)} in all"
     )

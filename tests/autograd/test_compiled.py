@@ -1,0 +1,474 @@
+"""Compiled stages against plain autograd. The three graphs are cut as for Inductor, and run as they are."""
+
+import copy
+import logging
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from helpers.split import CountCalls, assert_close, assert_equals_plain, grads_of, leaf
+from zbpp.autograd import backward_input, explain
+from zbpp.autograd.compiled import compile_stage, forward
+from zbpp.models.gpt import Gpt
+from zbpp.models.llama import Llama
+
+
+def llama(index=1, num_stages=3, **sizes):
+    sizes = {"num_layers": num_stages, "hidden_size": 16, "num_heads": 4, "sequence_length": 8} | sizes
+    return Llama(vocab_size=20, **sizes).build_stage(index, num_stages).to(torch.get_default_dtype())
+
+
+def equals_plain(make_module, make_inputs, call=None, *, how=None, **options):
+    """As `assert_equals_plain`, whose split side is compiled here; nothing may stay eager."""
+    is_plain = True
+
+    def make():
+        nonlocal is_plain
+        module = make_module()
+        if not is_plain:
+            compile_stage(module, backend="eager", **(how or {}))
+        is_plain = False
+        return module
+
+    return assert_equals_plain(make, make_inputs, call, **({"buffer_tolerance": 1e-12} | options))
+
+
+@pytest.fixture
+def retreats(caplog):
+    """The lines about what stays eager."""
+    return lambda: [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+@pytest.fixture(autouse=True)
+def _everything_is_compiled(request, retreats):
+    yield
+    assert "retreats" in request.function.__code__.co_varnames or retreats() == []
+
+
+class Tied(nn.Module):
+    """One weight for embedding and head; several outputs, keywords, what is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.middle = nn.Embedding(20, 8, padding_idx=1), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens, scale, *, mask=None):
+        y = self.middle(self.embedding(tokens)) * scale
+        y = y if mask is None else y * mask
+        return {"logits": self.head(torch.tanh(y)), "sum": y.sum(), "seen": y.detach(), "size": 3}
+
+
+class Conv(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)
+        self.second, self.drop = nn.Conv2d(8, 4, 3, stride=2), nn.Dropout(0.3)
+
+    def forward(self, x):
+        return self.drop(self.second(torch.relu(self.norm(self.first(x)))))
+
+
+class Experts(nn.Module):
+    """Batched weights, and frozen ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, 8, 6))
+        self.down = nn.Parameter(torch.randn(3, 6, 8))
+        self.frozen, self.norm = nn.Linear(8, 8).requires_grad_(False), nn.LayerNorm(8)
+
+    def forward(self, x):
+        hidden = torch.einsum("bth,ehk->betk", self.frozen(self.norm(x)), self.up)
+        return torch.einsum("betk,ekh->bth", F.gelu(hidden), self.down) + x.roll(1, 1)
+
+
+class Lora(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(8, 8).requires_grad_(False)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class Passing(nn.Module):
+    """Returns an input, a parameter, a view, and the same twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        y = self.linear(x) * self.scale
+        return y, x, self.scale, y[1:], y, y.argmax(-1), None
+
+
+MODELS = {
+    "the first stage of a Llama": (lambda: llama(0), lambda: torch.randint(20, (2, 8))),
+    "a middle one": (llama, lambda: leaf(2, 8, 16)),
+    "the last one": (lambda: llama(2, num_kv_heads=2), lambda: leaf(2, 8, 16)),
+    "convolutions": (Conv, lambda: leaf(2, 3, 9, 9)),
+    "convolutions on stage 0": (Conv, lambda: torch.randn(2, 3, 9, 9)),
+    "batched weights": (Experts, lambda: leaf(2, 5, 8)),
+    "lora": (Lora, lambda: leaf(2, 8)),
+    "frozen": (lambda: nn.Sequential(nn.Linear(4, 4)).requires_grad_(False), lambda: leaf(2, 4)),
+    "an encoder layer with dropout": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True),
+        lambda: leaf(2, 5, 8),
+    ),
+    "what it is given": (Passing, lambda: leaf(3, 4)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_plain_autograd(name):
+    equals_plain(*MODELS[name])
+
+
+def test_a_tied_weight_keywords_constants_and_a_mask():
+    equals_plain(
+        Tied,
+        lambda: (torch.randint(20, (3, 5)), 0.5),
+        lambda module, *inputs: module(*inputs, mask=torch.arange(5)[:, None] > 1),
+    )
+
+
+def test_a_gpt_under_autocast_to_bfloat16():
+    def call(module, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return module(x)
+
+    gpt = Gpt(vocab_size=20, num_layers=3, hidden_size=16, num_heads=4, sequence_length=8)
+    equals_plain(
+        lambda: gpt.build_stage(1, 3), lambda: leaf(2, 8, 16), call, dtype=torch.float32, tolerance=0.05
+    )
+
+
+def test_each_layer_by_itself():
+    equals_plain(lambda: llama(num_layers=6), lambda: leaf(2, 8, 16), how={"whole": False})
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.5])
+def test_a_budget_keeps_less_between_f_and_b_and_the_same_masks(budget):
+    def make():
+        return nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2)))
+
+    options = {"count_products": False}  # more of them: that is the bargain
+    equals_plain(make, lambda: leaf(2, 5, 8), how={"budget": budget}, **options)
+    assert kept_bytes(llama(), budget) < kept_bytes(llama(), 1.0)
+
+
+def kept_bytes(module, budget):
+    """What F keeps for B, but for the module's own tensors."""
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    compile_stage(module, backend="eager", budget=budget)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        module(leaf(2, 8, 16))
+    own = {each.untyped_storage().data_ptr() for each in [*module.parameters(), *module.buffers()]}
+    return sum(size for place, size in kept.items() if place not in own)
+
+
+# ---------------------------------------------------------------- what is held, what W does
+
+
+def split_of(module, x, dy=None):
+    y = module(x)
+    return backward_input(y, torch.ones_like(y) if dy is None else dy, x)
+
+
+def test_no_more_is_held_for_w_than_by_the_eager_split():
+    stage, x = llama(), leaf(2, 8, 16)
+    _, eager = split_of(stage, x)
+    compile_stage(stage, backend="eager")
+    _, compiled = split_of(stage, x)
+    assert 0 < compiled.held_bytes <= eager.held_bytes
+
+
+def test_less_is_kept_for_b_than_by_the_eager_split():
+    stage, kept = llama(), set()
+
+    def pack(tensor):
+        kept.add(tensor.untyped_storage())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        stage(leaf(2, 8, 16))
+    own = {each.untyped_storage().data_ptr() for each in [*stage.parameters(), *stage.buffers()]}
+    eager = {each.data_ptr(): each.nbytes() for each in kept if each.data_ptr() not in own}
+    assert kept_bytes(stage, 1.0) < sum(eager.values())
+
+
+class Operations(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_w_adds_products_in_place_and_computes_nothing_else_but_sums():
+    """The norms' gradients were computed in B."""
+    stage = llama()
+    for parameter in stage.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    compile_stage(stage, backend="eager")
+    _, weight_grads = split_of(stage, leaf(2, 8, 16))
+    with Operations() as operations:
+        weight_grads.accumulate()
+    assert operations.names - {"view", "permute", "_unsafe_view", "alias"} == {"addmm_", "add", "copy_"}
+
+
+def test_b_changes_no_grad_and_a_second_w_is_refused():
+    stage = llama()
+    compile_stage(stage, backend="eager")
+    _, weight_grads = split_of(stage, leaf(2, 8, 16))
+    assert all(parameter.grad is None for parameter in stage.parameters())
+    weight_grads.accumulate()
+    assert all(parameter.grad is not None for parameter in stage.parameters())
+    with pytest.raises(RuntimeError, match="called before"):
+        weight_grads.accumulate()
+
+
+def test_a_graph_is_gone_through_once():
+    stage, x = llama(), leaf(2, 8, 16)
+    compile_stage(stage, backend="eager")
+    y = stage(x)
+    backward_input(y, torch.ones_like(y), x)
+    with pytest.raises(RuntimeError, match="been gone through before"):
+        backward_input(y, torch.ones_like(y), x)
+
+
+# ---------------------------------------------------------------- parameters
+
+
+def both_sides(change=lambda module: None):
+    """A Llama's stage, and a compiled one with the same weights."""
+    sides = [llama()]
+    sides.append(copy.deepcopy(sides[0]))
+    for side in sides:
+        change(side)
+    compile_stage(sides[1], backend="eager")
+    return sides
+
+
+def test_hooks_of_parameters_fire_once_and_may_change_gradients():
+    fired = CountCalls()
+
+    def change(module):
+        module.layer_1.mlp.up.weight.register_hook(lambda grad: grad * 2)
+        module.layer_1.mlp_norm.weight.register_hook(lambda grad: -grad)
+        module.layer_1.mlp.down.weight.register_post_accumulate_grad_hook(fired)
+        module.layer_1.mlp.gate.weight.register_post_accumulate_grad_hook(fired)
+
+    x = leaf(2, 8, 16)
+    eager, compiled = both_sides(change)
+    for side in (eager, compiled):
+        for _ in range(2):
+            split_of(side, x)[1].accumulate()
+    assert fired.number == 2 * 2 * 2
+    assert_close(grads_of(compiled), grads_of(eager), 1e-5)
+
+
+def test_main_grad_is_added_to():
+    def change(module):
+        weight = module.layer_1.mlp.up.weight
+        weight.main_grad = torch.ones_like(weight, dtype=torch.float64)
+
+    x = leaf(2, 8, 16)
+    eager, compiled = both_sides(change)
+    for side in (eager, compiled):
+        split_of(side, x)[1].accumulate()
+        assert side.layer_1.mlp.up.weight.grad is None
+    assert_close(grads_of(compiled), grads_of(eager), 1e-5)
+
+
+def test_of_named_parameters_only_those_get_a_gradient():
+    x = leaf(2, 8, 16)
+    _, compiled = both_sides()
+    chosen = compiled.layer_1.mlp.up.weight
+    y = compiled(x)
+    _, weight_grads = backward_input(y, torch.ones_like(y), x, [chosen])
+    weight_grads.accumulate()
+    assert [name for name, p in compiled.named_parameters() if p.grad is not None] == [
+        "layer_1.mlp.up.weight"
+    ]
+
+
+def test_a_plain_backward_adds_to_grad():
+    x = leaf(2, 8, 16)
+    eager, compiled = both_sides()
+    for side in (eager, compiled):
+        side(x).sum().backward()
+    assert_close(grads_of(compiled), grads_of(eager), 1e-5)
+
+
+def test_what_is_kept_may_wait_on_the_host():
+    x = leaf(2, 8, 16)
+    eager, compiled = both_sides()
+    with torch.autograd.graph.save_on_cpu():
+        y = compiled(x)
+    _, weight_grads = backward_input(y, torch.ones_like(y), x)
+    weight_grads.accumulate()
+    split_of(eager, x)[1].accumulate()
+    assert_close(grads_of(compiled), grads_of(eager), 1e-5)
+
+
+# ---------------------------------------------------------------- how often it compiles
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Counts programs that are made, and calls that are traced."""
+    traced, compiled = CountCalls(), CountCalls()
+    capture, program_of = forward.capture, forward.program_of
+    monkeypatch.setattr(forward, "capture", lambda *args: (traced(), capture(*args))[1])
+    monkeypatch.setattr(forward, "program_of", lambda *args: (compiled(), program_of(*args))[1])
+    return lambda: (traced.number, compiled.number)
+
+
+def test_once_for_all_microbatches_and_again_for_another_shape_or_mode(made):
+    stage = llama()
+    compile_stage(stage, backend="eager")
+    for _ in range(3):
+        stage(leaf(2, 8, 16))
+    assert made() == (1, 1)
+    stage(leaf(1, 8, 16))
+    assert made() == (2, 2)
+    stage.layer_1.eval()
+    stage(leaf(1, 8, 16))
+    assert made() == (3, 2)  # the same graphs: a Llama has no dropout
+    with torch.no_grad():
+        stage(leaf(3, 8, 16))
+    assert made() == (3, 2)
+
+
+def test_once_for_layers_that_repeat(made):
+    programs = {}
+    for stage in (llama(num_layers=6), llama(num_layers=6)):
+        compile_stage(stage, backend="eager", whole=False, programs=programs)
+        stage(leaf(2, 8, 16))
+    assert made() == (1, 1)
+
+
+class Numbered(nn.Module):
+    """A layer that knows its number, and doesn't use it."""
+
+    def __init__(self, number, factor=1.0):
+        super().__init__()
+        self.number, self.factor = number, factor
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return x + self.second(torch.tanh(self.first(x))) * self.factor
+
+
+def test_layers_of_the_same_graphs_share_a_program_and_others_do_not(made):
+    stage = nn.Sequential(Numbered(0), Numbered(1), Numbered(2, factor=2.0))
+    compile_stage(stage, backend="eager", whole=False)
+    stage(leaf(2, 4))
+    assert made() == (3, 2)
+    equals_plain(
+        lambda: nn.Sequential(Numbered(0), Numbered(1), Numbered(2, factor=2.0)),
+        lambda: leaf(2, 4),
+        how={"whole": False},
+    )
+
+
+# ---------------------------------------------------------------- retreats
+
+
+class Choosing(Numbered):
+    """Control flow that depends on data."""
+
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else x - 1
+
+
+class Hooked(Numbered):
+    def __init__(self):
+        super().__init__(0)
+        self.first.register_forward_hook(lambda module, args, output: output * 2)
+
+
+class Alone(torch.autograd.Function):
+    calls = CountCalls()
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        Alone.calls()
+        return grad * 2
+
+
+class Custom(Numbered):
+    def forward(self, x):
+        return Alone.apply(super().forward(x))
+
+
+REASONS = {
+    Choosing: "[Dd]ata-dependent",
+    Hooked: "hooks on first",
+    Custom: "autograd.Function|side effect",
+}
+
+
+@pytest.mark.parametrize("kind", REASONS)
+def test_a_layer_that_cannot_be_compiled_stays_eager_by_name_and_reason(kind, retreats):
+    def make():
+        other = kind(0) if issubclass(kind, Numbered) and kind is not Hooked else kind()
+        return nn.Sequential(Numbered(0), other, Numbered(2))
+
+    equals_plain(make, lambda: leaf(2, 4))
+    whole, layer = retreats()
+    assert whole.startswith("stage is not compiled, its layers are, each by itself: ")
+    assert layer.startswith("stage 1 is not compiled, it stays eager: ")
+    assert re.search(REASONS[kind], layer)
+
+
+def test_explain_says_where_and_why(retreats):
+    stage, x = nn.Sequential(Numbered(0), Choosing(1)), leaf(2, 4)
+    compile_stage(stage, backend="eager")
+    y = stage(x)
+    explanation = explain(y, x, stage.named_parameters())
+    rows = {row.name: row for row in explanation.rows}
+    assert (rows["0.first.weight"].where, rows["0.first.bias"].where) == ("W", "W")  # dy is held anyway
+    assert rows["0.first.weight"].why == "compiled: its product is in W's graph"
+    assert "not compiled" not in rows["0.first.weight"].why
+    assert re.search("; not compiled: .*[Dd]ata-dependent", rows["1.first.weight"].why)
+    assert len(explanation.rows) == len(list(stage.parameters()))
+    _, weight_grads = backward_input(y, torch.ones_like(y), x)
+    assert explanation.held_bytes == weight_grads.held_bytes
+
+
+def test_an_old_torch_is_refused(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.12.1")
+    with pytest.raises(RuntimeError, match=r"need torch 2.13 or newer, this is 2.12.1: .* compile=none"):
+        compile_stage(nn.Linear(2, 2))
+
+
+def test_without_a_compiler_it_says_what_to_install(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(RuntimeError, match=r"needs a C\+\+ compiler.*install one .*compile=none"):
+        compile_stage(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("budget", [-0.1, 1.5])
+def test_a_budget_out_of_range_is_refused(budget):
+    with pytest.raises(ValueError, match="write 0 to 1"):
+        compile_stage(nn.Linear(2, 2), budget=budget)

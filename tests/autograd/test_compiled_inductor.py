@@ -1,0 +1,88 @@
+"""Compiled stages by Inductor: right, and in a pipeline the same to the last bit whatever the schedule."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.split import assert_equals_plain, leaf
+from zbpp import Pipeline, Timetable
+from zbpp.autograd.compiled import compile_stage
+from zbpp.models.llama import Llama
+
+
+class Net(nn.Module):
+    """An embedding with a padding index, a convolution, a norm with running statistics, dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.padded = nn.Embedding(20, 6), nn.Embedding(20, 6, padding_idx=1)
+        self.conv, self.norm = nn.Conv1d(6, 8, 3, bias=False), nn.BatchNorm1d(8)
+        self.drop, self.head = nn.Dropout(0.3), nn.Linear(8, 20, bias=False)
+
+    def forward(self, tokens):
+        x = (self.rows(tokens) + self.padded(tokens)).transpose(1, 2)
+        return self.head(self.drop(self.norm(self.conv(x))).transpose(1, 2))
+
+
+def llama():
+    model = Llama(num_layers=3, hidden_size=16, num_heads=4, num_kv_heads=2, sequence_length=8)
+    return model.build_stage(1, 3).double()
+
+
+@pytest.mark.parametrize(
+    "make, make_inputs",
+    [(llama, lambda: leaf(2, 8, 16)), (Net, lambda: torch.randint(20, (3, 7)))],
+    ids=["llama", "net"],
+)
+def test_equals_plain_autograd(make, make_inputs):
+    modules = []
+
+    def made():
+        modules.append(make())
+        if len(modules) == 2:
+            compile_stage(modules[1])
+        return modules[-1]
+
+    assert_equals_plain(made, make_inputs, tolerance=1e-10, count_products=False, buffer_tolerance=1e-12)
+
+
+SCHEDULES = {
+    "gpipe": "0F0 0F1 0F2 1F0 1F1 1F2 1BW0 1BW1 1BW2 0BW0 0BW1 0BW2",
+    "one by one": "0F0 1F0 1BW0 0BW0 0F1 1F1 1BW1 0BW1 0F2 1F2 1BW2 0BW2",
+    "late weights": "0F0 0F1 1F0 1B0 0B0 1F1 0F2 1B1 1F2 1B2 1W0 0B1 0B2 1W1 1W2 0W0 0W1 0W2",
+}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x):
+        return x + self.drop(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+def train(stages, row):
+    """Losses and gradients of two steps."""
+    stages = copy.deepcopy(stages)
+    programs = {}
+    for stage in stages:
+        compile_stage(stage, programs=programs)
+    pipeline = Pipeline(dict(enumerate(stages)), Timetable.parse(row), loss_fn=nn.functional.mse_loss)
+    drawn = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(2):
+        x, target = torch.randn(2, 6, 8, generator=drawn)
+        found += pipeline.step(x, target=target)
+    return [*found, *(parameter.grad for stage in stages for parameter in stage.parameters())]
+
+
+def test_schedules_of_one_cut_agree_to_the_last_bit():
+    torch.manual_seed(0)
+    stages = [Block(), Block()]
+    expected, *others = [train(stages, row) for row in SCHEDULES.values()]
+    for found in others:
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

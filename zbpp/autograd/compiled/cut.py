@@ -1,0 +1,213 @@
+"""The cut of a backward graph in two: B, which the stage before waits for, and W.
+
+W gets the products that ARE gradients of weights, and what only they feed. Everything else that is
+dear is B's. What is cheap goes, or is done twice, where the least is held from B to W: the minimum
+cut of a network in which each value of B may be held at the price of its bytes.
+
+    saved, dy --> [ B: mm mul mm ... ] --held--> [ W: mul | mm -> dW ]
+                          |
+                     input gradients
+
+Parameters cost nothing: they are there anyway. Among cuts of one price the last is taken: what can
+be computed in B without holding more is not computed again in W.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import networkx  # type: ignore[import-untyped]  # torch brings it along
+import torch
+from torch.fx import GraphModule, Node
+
+from zbpp.autograd.compiled.graphs import above, extract, placeholders, tensor_of
+
+aten = torch.ops.aten
+
+# Gradients of weights that are worth postponing.
+PRODUCTS = {
+    aten.mm.default,
+    aten.bmm.default,
+    aten.convolution_backward.default,
+    aten.embedding_dense_backward.default,
+}
+# Not pointwise, but as cheap.
+_CHEAP = {
+    aten.cat.default,
+    aten.clone.default,
+    aten.constant_pad_nd.default,
+    aten.full.default,
+    operator.getitem,
+}
+_INFINITE: dict[str, float] = {}  # an edge without a capacity, as networkx has it
+
+
+def cut(
+    backward: GraphModule,
+    input_gradients: Sequence[Node],
+    weight_gradients: Sequence[Node],
+    free: set[Node],
+) -> tuple[GraphModule, GraphModule, list[Node]]:
+    """B and W of a backward graph, and the values held in between, as nodes of it, placeholders first.
+
+    free: placeholders that cost nothing to hold. B returns the input gradients, then those held values
+    that it computes. W takes the held ones, then those of the free ones that it uses, and returns the
+    weight gradients.
+    """
+    held = _held(backward, input_gradients, weight_gradients, free)
+    early = [*input_gradients, *(node for node in held if node.op != "placeholder")]
+    b = extract(backward, _used(backward, early), early)
+    used = [node for node in _used(backward, weight_gradients, stops=held) if node in free]
+    w = extract(backward, [*held, *used], weight_gradients)
+    return b, w, held
+
+
+def _used(graph: GraphModule, nodes: Iterable[Node], stops: Iterable[Node] = ()) -> list[Node]:
+    needed = above(nodes, stops)
+    return [node for node in placeholders(graph) if node in needed]
+
+
+def is_held(gradient: Node, held: Iterable[Node]) -> bool:
+    """Whether nothing of it is left to compute but views."""
+    return _base(gradient) in set(held)
+
+
+def separate_convolutions(graph: GraphModule) -> None:
+    """One node gives a convolution's gradients for input, weight and bias: make that two, for B and for W."""
+    for node in graph.graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
+        mask = list(node.args[10])
+        if not (mask[0] and any(mask[1:])):
+            continue
+        with graph.graph.inserting_after(node):
+            other = graph.graph.node_copy(node)
+        node.args = (*node.args[:10], [True, False, False])
+        other.args = (*other.args[:10], [False, *mask[1:]])
+        for user in list(node.users):
+            if user.args[1]:
+                user.args = (other, user.args[1])
+    graph.recompile()
+
+
+def contributions(gradient: Node) -> list[tuple[Node, bool]]:
+    """The terms of a gradient, each with whether it is to be transposed: a tied weight has several."""
+    found, pending = [], [(gradient, False)]
+    while pending:
+        node, turned = pending.pop()
+        if _is_transpose(node):
+            pending.append((node.args[0], not turned))  # type: ignore[arg-type]
+        elif _is_sum(node):
+            pending += [(term, turned) for term in reversed(node.args)]  # type: ignore[misc]
+        else:
+            found.append((node, turned))
+    return found
+
+
+def _is_transpose(node: Node) -> bool:
+    """Of the last two dimensions."""
+    if node.target is aten.permute.default:
+        last = len(node.args[1]) - 1  # type: ignore[arg-type]
+        return list(node.args[1]) == [*range(last - 1), last, last - 1]  # type: ignore[arg-type]
+    return node.target is aten.t.default
+
+
+def _is_sum(node: Node) -> bool:
+    if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
+        return False
+    shapes = [
+        tensor.shape
+        for each in (node, *node.args)
+        if isinstance(each, Node) and (tensor := tensor_of(each)) is not None
+    ]
+    return len(shapes) == 3 and len(set(shapes)) == 1
+
+
+def _held(
+    backward: GraphModule, input_gradients: Sequence[Node], wanted: Sequence[Node], free: set[Node]
+) -> list[Node]:
+    if not wanted:
+        return []
+    needed = above(input_gradients)
+    products = {
+        term
+        for gradient in wanted
+        for term, _ in contributions(gradient)
+        if _origin(term).target in PRODUCTS and term not in needed
+    }
+    products |= {_origin(term) for term in products}
+    network = _network(backward, wanted, products, needed | above(_inputs(products)), free)
+    _, (before, _) = networkx.minimum_cut(network, "source", "sink")
+    chosen = [node for node in backward.graph.nodes if (node, "in") in before and (node, "out") not in before]
+    held = [node for node in dict.fromkeys(map(_base, chosen)) if node not in free]
+    return sorted(held, key=lambda node: node.op != "placeholder")
+
+
+def _origin(node: Node) -> Node:
+    """The node itself, or, of one of several results, the node that computes them."""
+    return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
+
+
+def _inputs(nodes: Iterable[Node]) -> set[Node]:
+    return {each for node in nodes for each in node.all_input_nodes if each not in set(nodes)}
+
+
+def _network(
+    backward: GraphModule, wanted: Sequence[Node], products: set[Node], early: set[Node], free: set[Node]
+) -> networkx.DiGraph:
+    """early: what B's results or W's products are computed from; the dear ones among it are B's alone."""
+    network = networkx.DiGraph()
+    network.add_nodes_from(["source", "sink"])
+    storages = {_storage(node): node for node in placeholders(backward)}
+    for node in backward.graph.nodes:
+        if node.op == "output":
+            continue
+        network.add_edge((node, "in"), (node, "out"), **_price(node, free, storages))
+        if node.op == "placeholder" or (node in early and node not in products and not _is_cheap(node)):
+            network.add_edge("source", (node, "in"), **_INFINITE)
+        if node in products:
+            network.add_edge((node, "in"), "sink", **_INFINITE)
+        for user in node.users:
+            if user.op != "output":
+                network.add_edge((node, "out"), (user, "in"), **_INFINITE)
+    for node in wanted:
+        network.add_edge((node, "out"), "sink", **_INFINITE)
+    return network
+
+
+def _price(node: Node, free: set[Node], storages: dict[Any, Node]) -> dict[str, float]:
+    """Bytes that are held if this value is; nothing but tensors can be."""
+    tensor = tensor_of(node)
+    if node.op == "get_attr" or node in free:
+        return {"capacity": 0}
+    if tensor is None:
+        return _INFINITE
+    owner = storages.get(_storage(node))
+    if owner is None:
+        return {"capacity": tensor.numel() * tensor.element_size()}
+    return {"capacity": 0 if owner in free else tensor.untyped_storage().nbytes()}
+
+
+def _storage(node: Node) -> int | None:
+    tensor = tensor_of(node)
+    return None if tensor is None else tensor.untyped_storage()._cdata
+
+
+def _is_cheap(node: Node) -> bool:
+    """Whether W may compute it again."""
+    target: Any = node.target
+    if node.op == "get_attr" or target in _CHEAP:
+        return True
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
+        return False
+    return target.is_view or torch.Tag.pointwise in target.tags
+
+
+def _base(node: Node) -> Node:
+    """What a view shows all of: it costs the same, and W makes the view again for nothing."""
+    while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+        below = node.all_input_nodes[0]
+        if tensor_of(below) is None or tensor_of(below).numel() != tensor_of(node).numel():  # type: ignore[union-attr]
+            break
+        node = below
+    return node

@@ -1,0 +1,55 @@
+"""Small operations on FX graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+
+def placeholders(graph: GraphModule) -> list[Node]:
+    return list(graph.graph.find_nodes(op="placeholder"))
+
+
+def results(graph: GraphModule) -> list[Any]:
+    """What the graph returns: nodes and Nones."""
+    return list(graph.graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def above(nodes: Iterable[Node], stops: Iterable[Node] = ()) -> set[Node]:
+    """The nodes, and all that they are computed from; of `stops` nothing."""
+    found, stopped = set[Node](), set(stops)
+    pending = list(nodes)
+    for node in pending:  # which grows meanwhile
+        if node not in found and node not in stopped:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
+def extract(whole: GraphModule, inputs: Sequence[Node], outputs: Sequence[Any]) -> GraphModule:
+    """The graph that computes `outputs` from `inputs`, its nodes named and ordered as in the whole."""
+    graph, copies = Graph(), dict[Node, Node]()
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    needed = above((node for node in outputs if isinstance(node, Node)), stops=inputs)
+    for node in whole.graph.nodes:
+        if node in needed:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output([copies[each] if isinstance(each, Node) else each for each in outputs])
+    return GraphModule(whole, graph)
+
+
+def bytes_of(nodes: Iterable[Node]) -> int:
+    """Of their storages, each counted once."""
+    storages = [tensor.untyped_storage() for node in nodes if (tensor := tensor_of(node)) is not None]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def tensor_of(node: Node) -> Tensor | None:
+    """The fake tensor that stands for the node's value; None if it is no tensor."""
+    value = node.meta.get("val")
+    return value if isinstance(value, Tensor) else None

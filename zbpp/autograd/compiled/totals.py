@@ -1,0 +1,89 @@
+"""W's results go where gradients are summed, inside its graph: a product adds itself, without a temporary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from zbpp.autograd.compiled.cut import contributions
+from zbpp.autograd.compiled.graphs import placeholders, results
+
+aten = torch.ops.aten
+
+# a product of matrices -> what adds it to a tensor, in place
+_ADDING: dict[Any, Any] = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_.default}
+
+
+def add_in_place(w: GraphModule, parameters: Sequence[Node]) -> None:
+    """Give the graph one more input per result, which it adds that result to; then it returns nothing.
+
+    parameters: whose shapes, types and strides those inputs have.
+    """
+    gradients = results(w)
+    totals = _new_inputs(w, parameters)
+    for total, gradient in zip(totals, gradients, strict=True):
+        for term, turned in contributions(gradient):
+            _add(w.graph, total, term, turned)
+    w.graph.output_node().args = ([],)
+    w.graph.eliminate_dead_code()
+    w.recompile()
+
+
+def _new_inputs(w: GraphModule, like: Sequence[Node]) -> list[Node]:
+    inputs = placeholders(w)
+    behind = inputs[-1].next if inputs else next(iter(w.graph.nodes))
+    made = []
+    with w.graph.inserting_before(behind):
+        for position, each in enumerate(like):
+            made.append(w.graph.placeholder(f"total_{position}"))
+            made[-1].meta["val"] = each.meta["val"].detach()
+    return made
+
+
+def _add(graph: Graph, total: Node, term: Node, turned: bool) -> None:
+    """At once where the term is computed, so that what it is computed from can go."""
+    where = term.next
+    while where.op == "placeholder":
+        where = where.next
+    same_type = term.meta["val"].dtype == total.meta["val"].dtype
+    with graph.inserting_before(where):
+        if same_type and term.target in _ADDING:
+            _add_product(graph, total, term, turned)
+        elif same_type and term.target is aten.embedding_dense_backward.default and _is_simple(term):
+            _add_rows(graph, total, *term.args[:2])
+        else:
+            value = _transposed(graph, term) if turned else term
+            _call(graph, aten.copy_.default, total, _call(graph, aten.add.Tensor, total, value))
+
+
+def _add_product(graph: Graph, total: Node, term: Node, turned: bool) -> None:
+    left, right = term.args
+    if turned:  # (a b)^T = b^T a^T
+        left, right = (_transposed(graph, each) for each in (right, left))
+    _call(graph, _ADDING[term.target], total, left, right)
+
+
+def _is_simple(embedding: Node) -> bool:
+    """Without a padding index, and not scaled by frequency."""
+    _, _, _, padding, by_frequency = embedding.args
+    return bool(padding == -1 and not by_frequency)
+
+
+def _add_rows(graph: Graph, total: Node, dy: Any, indices: Any) -> None:
+    rows = _call(graph, aten.reshape.default, dy, [-1, dy.meta["val"].shape[-1]])
+    _call(graph, aten.index_add_.default, total, 0, _call(graph, aten.reshape.default, indices, [-1]), rows)
+
+
+def _transposed(graph: Graph, node: Any) -> Node:
+    dims = list(range(node.meta["val"].dim()))
+    return _call(graph, aten.permute.default, node, [*dims[:-2], dims[-1], dims[-2]])
+
+
+def _call(graph: Graph, target: Any, *args: Any) -> Node:
+    node = graph.call_function(target, args)
+    node.meta["val"] = target(*map_arg(args, lambda each: each.meta["val"]))
+    return node
