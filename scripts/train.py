@@ -24,13 +24,13 @@ GRACE = 3.0  # s in which the rank with the root cause can bring the job down fi
 @record  # below hydra.main: above it, Hydra would swallow the root cause
 def main(config: DictConfig) -> None:
     from zbpp import app  # after Hydra's own --help and --cfg, which need no torch
-    from zbpp.runtime import AgreementError, CommunicationError
+    from zbpp.runtime import AgreementError, CommunicationError, DeviceError
     from zbpp.schedule import PlanError
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # from here on, whole tracebacks instead of Hydra's excerpts
     try:
         app.train(configs.typed(config), configs.flat(config), configs.as_yaml(config))
-    except (configs.ConfigError, PlanError, AgreementError) as error:
+    except (configs.ConfigError, PlanError, AgreementError, DeviceError) as error:
         refuse(error)
     except CommunicationError:
         time.sleep(GRACE)  # a peer that died has the better traceback

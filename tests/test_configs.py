@@ -10,11 +10,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from zbpp import app
 from zbpp import config as configs
+from zbpp.build import build_data, build_model
 from zbpp.schedule import SCHEDULES, plan
 
 FOLDER = Path(__file__).parent.parent / "configs"
 HUGE = {"gpt_small", "llama_1b"}  # gigabytes of weights: composed, not built
-GOES_WITH = {"mlp": "regression", "emulated": "regression"}  # the others read text
+GOES_WITH = dict.fromkeys(["mlp", "emulated", "emulated_6_2b"], "regression")  # the others read text
 
 configs.register()
 
@@ -46,27 +47,33 @@ def test_every_choice_composes(group, name):
     assert isinstance(config, configs.TrainConfig)
 
 
-def test_the_schedules_are_those_that_plan_knows():
-    assert choices("schedule") == sorted(SCHEDULES)
+def test_the_schedules_are_those_that_plan_knows_and_one_that_measures_first():
+    assert choices("schedule") == sorted([*SCHEDULES, "auto"])
     for name in SCHEDULES:
-        assert typed(f"schedule={name}").schedule.name == name
+        schedule = typed(f"schedule={name}").schedule
+        assert (schedule.name, schedule.replan) == (name, None)
+    auto = typed("schedule=auto").schedule
+    assert {auto.name, auto.replan} <= set(SCHEDULES)
+    plan(auto.name, 2, 4, **auto.options)
 
 
 @pytest.mark.parametrize("name", [name for name in choices("model") if name not in HUGE])
 def test_every_small_model_builds_its_stages_and_its_data_fits(name):
     config = typed(f"model={name}", f"data={GOES_WITH.get(name, 'stdlib')}", "num_microbatches=2")
-    model = app._model(config.model)
+    model = build_model(config.model)
     stages = app._stages(model, plan("zb_h1", 2, 2), 0) | app._stages(model, plan("zb_h1", 2, 2), 1)
     assert sorted(stages) == [0, 1]
-    inputs, target = app._data(config.data, config.batch_size, config.seed).train.batch(0)
+    inputs, target = build_data(config.data, config.batch_size, config.seed).train.batch(0)
     assert len(inputs) == config.batch_size
     assert model.loss(stages[1](stages[0](inputs)), target).isfinite()
 
 
-def test_bench_composes():
+def test_bench_and_measure_compose():
     config = typed(name="bench")
     assert isinstance(config, configs.BenchConfig)
     assert set(config.schedules) <= set(SCHEDULES)
+    assert config.compare == "torch"
+    assert typed(name="measure").schedule.name in SCHEDULES
 
 
 def test_the_fixed_overrides_are_keys_of_the_tree():
@@ -129,6 +136,10 @@ def test_unknown_keys_wrong_types_and_unknown_choices_are_named(override, words)
         ("optimizer.warmup_steps=-1", "optimizer.warmup_steps=-1: write 0 or more"),
         ("optimizer.min_ratio=2", "optimizer.min_ratio=2.0: write 0 to 1"),
         ("optimizer.clip_norm=0", "optimizer.clip_norm=0.0: write a number above 0, or null"),
+        ("compile=all", "compile=all: write none, stage or layer"),
+        ("memory.budget=2", "memory.budget=2.0: write 0 to 1"),
+        ("memory.budget=0.5", "memory.budget=0.5: it is for compile=stage or layer"),
+        ("memory.limit=0", "memory.limit=0.0: write GiB, above 0, or null"),
         ("parallel.device=tpu", "parallel.device=tpu: write auto, cpu or cuda"),
         ("parallel.timeout=0", "parallel.timeout=0.0: write seconds, above 0"),
         ("logger.name=tensorboard", "logger.name=tensorboard: write jsonl or wandb"),
@@ -150,6 +161,10 @@ def test_a_value_out_of_range_is_refused_with_its_key_and_what_to_write(override
         ("num_ranks=0", "num_ranks=0: "),
         ("repeats=0", "repeats=0: "),
         ("schedules=[]", "schedules=[]: write at"),
+        ("compare=jax", "compare=jax: write torch or none"),
+        ("memory_limit=0", "memory_limit=0.0: write a number above 0, or null"),
+        ("comm=-1", "comm=-1.0: write milliseconds, 0 or more"),
+        ("dtype=float8", "dtype=float8: write float32, float64 or bfloat16"),
     ],
 )
 def test_bench_refuses_values_out_of_range(override, message):
@@ -179,14 +194,14 @@ def test_a_models_own_complaint_names_the_part_of_the_config():
     with pytest.raises(
         configs.ConfigError, match=r"model \(zbpp.models.gpt.Gpt\): .*num_heads=5: write hidden"
     ):
-        app._model(typed("model.num_heads=5").model)
+        build_model(typed("model.num_heads=5").model)
 
 
 def test_a_target_that_is_no_model_is_refused():
     with pytest.raises(configs.ConfigError, match=r"Counter has no build_stage\(index, num_stages\)"):
-        app._model({"_target_": "collections.Counter"})
+        build_model({"_target_": "collections.Counter"})
     with pytest.raises(configs.ConfigError, match=r"model \(nowhere.Model\): "):
-        app._model({"_target_": "nowhere.Model"})
+        build_model({"_target_": "nowhere.Model"})
 
 
 # ---------------------------------------------------------------- under torchrun

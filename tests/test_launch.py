@@ -294,22 +294,65 @@ def test_one_rank_needs_no_torchrun(monkeypatch, tmp_path, schedule):
     }  # fmt: skip
 
 
+def test_auto_measures_its_first_steps_and_goes_on_with_a_plan_for_them(monkeypatch, tmp_path):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    summary = train(["schedule=auto", *MLP, *TINY, "steps=9", f"run_dir={tmp_path}/run"])
+    assert (summary["schedule"], summary["replanned_as"]) == ("zb_h1", "zb_auto")
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "expected_makespan_ms" in line] == [4, 8]
+
+
 @pytest.mark.slow
-def test_bench_prints_predicted_beside_measured_for_each_schedule(tmp_path):
+def test_bench_prints_predicted_beside_measured_for_each_schedule_and_runtime(tmp_path):
     overrides = [
-        "num_ranks=2", "num_microbatches=3", "repeats=1", "schedules=[1f1b,zb_h1]", "model.num_layers=2",
+        "num_ranks=2", "num_microbatches=4", "repeats=1", "schedules=[1f1b,zb_h1]", "model.num_layers=4",
         "device=cpu", "run_dir=out",
     ]  # fmt: skip
     done = start(tmp_path, [sys.executable, str(ROOT / "scripts/bench.py"), *overrides])
     assert done.rc == 0, done.text
     assert "EMULATED: stages sleep instead of computing" in done.text
-    assert "predicted | measured" in done.text
+    assert "zbpp's speed over torch's, same schedule: 1f1b " in done.text
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"bench.json", "bench.png", "trace.json"}
     found = json.loads((tmp_path / "out/bench.json").read_text())
-    assert [row["schedule"] for row in found["rows"]] == ["1f1b", "zb_h1"]
+    assert [(row["schedule"], row["runtime"]) for row in found["rows"]] == [
+        ("1f1b", "zbpp"), ("1f1b", "torch"), ("zb_h1", "zbpp"),
+        ("interleaved_1f1b", "zbpp"), ("interleaved_1f1b", "torch"),
+    ]  # fmt: skip
     for row in found["rows"]:
-        assert row["measured_makespan_ms"] > 3 * 15  # each stage sleeps F + B + W = 15 ms per microbatch
-        assert row["ratio"] == pytest.approx(1, abs=0.5)
+        assert row["failure"] == ""
+        assert row["makespan_ms"] > 4 * 30  # two layers of a rank sleep F + B + W = 15 ms each per microbatch
+        assert row["ratio"] > 0.5
+        assert len(row["peak_memory_bytes"]) == 2
+
+
+@pytest.mark.slow
+def test_measured_costs_are_what_plan_takes(tmp_path):
+    overrides = ["num_ranks=2", "num_microbatches=2", "repeats=1", "model.num_layers=2", "run_dir=out"]
+    done = start(tmp_path, [sys.executable, str(ROOT / "scripts/measure.py"), *overrides, "device=cpu"])
+    assert done.rc == 0, done.text
+    assert "ranks 0 and 1: " in done.text
+    found = json.loads((tmp_path / "out/costs.json").read_text())
+    about = found.pop("about")
+    assert set(found) == {"f", "b", "w", "bw", "comm", "saved", "deferred"}
+    assert {len(each) for each in found.values()} == {2}
+    assert min(*found["f"], *found["b"], *found["w"]) >= 5
+    assert (about["emulated"], about["model"]) == (True, "Emulated")
+    planned = start(
+        tmp_path,
+        [sys.executable, str(ROOT / "scripts/plan.py"), "zb_h1", "--ranks", "2", "--costs", "out/costs.json"],
+    )
+    assert planned.rc == 0, planned.text
+    assert "makespan" in planned.text
+
+
+def test_measure_refuses_a_schedule_that_nobody_knows(tmp_path):
+    done = start(
+        tmp_path, [sys.executable, str(ROOT / "scripts/measure.py"), "schedule.name=zb_h9", "run_dir=out"]
+    )
+    assert done.rc == 1
+    assert "error: unknown schedule 'zb_h9'" in done.text
+    assert "Traceback" not in done.text
 
 
 def test_bench_refuses_a_schedule_that_nobody_knows_before_it_starts_ranks(tmp_path):

@@ -24,7 +24,7 @@ from zbpp.schedule import SCHEDULES
 
 NAMES = [
     "Costs", "Pipeline", "PlanError", "Timeline", "Timetable", "WeightGrads", "backward_input", "lower",
-    "plan", "replicate", "simulate",
+    "per_microbatch", "plan", "replicate", "simulate",
 ]  # fmt: skip
 
 POSITIONAL, KEYWORD = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zbpp.autograd import WeightGrads, backward_input, checkpoint
-    from zbpp.runtime import Pipeline, replicate
+    from zbpp.runtime import Pipeline, per_microbatch, replicate
     from zbpp.schedule import Costs, PlanError, Timeline, Timetable, lower, plan, simulate
 
 __version__ = "0.1.0"
@@ -25,6 +25,7 @@ _HOME = {
     "backward_input": "zbpp.autograd",
     "checkpoint": "zbpp.autograd",
     "lower": "zbpp.schedule",
+    "per_microbatch": "zbpp.runtime",
     "plan": "zbpp.schedule",
     "replicate": "zbpp.runtime",
     "simulate": "zbpp.schedule",
@@ -40,6 +41,7 @@ __all__ = [
     "backward_input",
     "checkpoint",
     "lower",
+    "per_microbatch",
     "plan",
     "replicate",
     "simulate",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-import platform
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,16 @@ import torch
 from torch import nn
 
 from zbpp.autograd import Explanation, explain, recompute
-from zbpp.config import BenchConfig, ConfigError, TrainConfig, build, naming
+from zbpp.build import build_data, build_model, cut_of, machine
+from zbpp.config import ConfigError, TrainConfig, naming
 from zbpp.runtime import Pipeline, measured_costs
 from zbpp.runtime.world import World, broadcast, check_agreement, gather, world
 from zbpp.schedule import (
+    Costs,
     Timeline,
     Timetable,
     chrome_trace,
+    placement_of,
     plan,
     render_picture,
     simulate,
@@ -32,6 +35,7 @@ from zbpp.training.loggers import JsonLines, Logger, Loggers, Wandb, finite
 from zbpp.training.metrics import peak_flops, utilisation
 from zbpp.training.optimizer import adamw, warmup_cosine
 from zbpp.training.progress import progress
+from zbpp.training.replan import Replan
 from zbpp.training.trainer import Trainer
 
 Summary = dict[str, Any]
@@ -45,10 +49,10 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     """
     # Whatever can be wrong with the arguments shows before this process joins the others.
     rank, num_ranks = int(os.environ.get("RANK", "0")), _num_ranks(config)
-    timetable = plan(num_ranks=num_ranks, num_microbatches=config.num_microbatches, **vars(config.schedule))
-    model = _model(config.model)
-    stages = _stages(model, timetable, rank)
-    data = _data(config.data, config.batch_size, config.seed)
+    timetable = plan(config.schedule.name, num_ranks, config.num_microbatches, **config.schedule.options)
+    model = build_model(config.model)
+    stages, cut = _stages(model, timetable, rank), cut_of(model, timetable.num_stages)
+    data = build_data(config.data, config.batch_size, config.seed)
     with world(device=config.parallel.device, timeout=config.parallel.timeout) as here:
         check_agreement("configs", {key: value for key, value in settings.items() if key != "run_dir"})
         check_agreement("data (by fingerprint)", data.fingerprint)
@@ -58,13 +62,17 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         for stage in stages.values():
             stage.to(here.device, getattr(torch, config.dtype))
             _recompute(stage, config.memory.recompute)
+        _compile(stages, config.compile, config.memory.budget)
         trainer = _trainer(config, timetable, stages, model, data)
         if here.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "config.yaml").write_text(resolved_yaml)
+            if "layers_per_stage" in cut:
+                print("layers per stage:", *cut["layers_per_stage"], flush=True)
         with Loggers(_loggers(config, settings, folder) if here.rank == 0 else []) as loggers:
             history = _run(config, trainer, loggers, shown=here.rank == 0)
             summary, measured, predicted = _summarise(config, trainer, here, history)
+            summary |= cut
             if here.rank == 0:
                 loggers.summary = summary
                 _write(folder, summary, measured, predicted)
@@ -82,16 +90,6 @@ def _num_ranks(config: TrainConfig) -> int:
     return started
 
 
-def _model(node: dict[str, Any]) -> Any:
-    model = build("model", node)
-    if not (hasattr(model, "build_stage") and hasattr(model, "loss")):
-        raise ConfigError(
-            f"model: {type(model).__name__} has no build_stage(index, num_stages) and loss(output, target); "
-            "see zbpp/stage_api.py"
-        )
-    return model
-
-
 def _stages(model: Any, timetable: Timetable, rank: int) -> dict[int, nn.Module]:
     with naming("model"):
         return {index: model.build_stage(index, timetable.num_stages) for index in timetable.stages_of(rank)}
@@ -104,12 +102,25 @@ def _recompute(stage: nn.Module, what: str) -> None:
         recompute(module)
 
 
-def _data(node: dict[str, Any], batch_size: int, seed: int) -> Data:
-    data = build("data", node, batch_size=batch_size, seed=seed)
-    if not isinstance(data, Data):
-        kind = type(data).__name__
-        raise ConfigError(f"data: {node['_target_']} gave a {kind}, not a zbpp.training.data.Data")
-    return data
+def _compile(stages: dict[int, nn.Module], what: str, budget: float) -> None:
+    """Have the stages, or each of their layers, compiled in their first F; those alike share it."""
+    if what == "none":
+        return
+    from zbpp.autograd.compiled import Programs, compile_stage
+
+    programs: Programs = {}
+    for index, stage in stages.items():
+        try:
+            compile_stage(
+                stage,
+                whole=what == "stage",
+                budget=budget,
+                name=f"stage {index}",
+                programs=programs,
+                say=partial(print, flush=True),
+            )
+        except RuntimeError as error:
+            raise ConfigError(f"compile={what}: {error}") from error
 
 
 def _trainer(
@@ -121,8 +132,12 @@ def _trainer(
         raise ConfigError(
             "no data is held out, but evaluate_every > 0: write evaluate_every=0 or data.held_out=0.05"
         )
+
+    def build(timetable: Timetable) -> Pipeline:
+        return Pipeline(stages, timetable, model.loss, seed=config.seed, timeout=config.parallel.timeout)
+
     return Trainer(
-        pipeline=Pipeline(stages, timetable, model.loss, seed=config.seed, timeout=config.parallel.timeout),
+        pipeline=build(timetable),
         optimizer=adamw(
             stages,
             learning_rate=options.learning_rate,
@@ -139,7 +154,35 @@ def _trainer(
         ),
         clip_norm=options.clip_norm,
         evaluate_every=config.evaluate_every,
+        replan=_replan(config, timetable, stages, model, build),
     )
+
+
+def _replan(
+    config: TrainConfig,
+    timetable: Timetable,
+    stages: dict[int, nn.Module],
+    model: Any,
+    build: Callable[[Timetable], Pipeline],
+) -> Replan | None:
+    """What plans again for the same cut, if the config asks for it."""
+    name = config.schedule.replan
+    if name is None:
+        return None
+
+    def again(costs: Costs, limits: Sequence[float]) -> Timetable:
+        return plan(
+            name,
+            timetable.num_ranks,
+            config.num_microbatches,
+            costs=costs,
+            memory_limit=limits,
+            placement=placement_of(timetable),
+            stages_per_rank=timetable.num_stages // timetable.num_ranks,
+        )
+
+    limit = None if config.memory.limit is None else config.memory.limit * 2**30
+    return Replan(plan=again, build=build, loss_fn=model.loss, stages=stages, memory_limit=limit)
 
 
 def _loggers(config: TrainConfig, settings: dict[str, Any], folder: Path) -> list[Logger]:
@@ -165,7 +208,7 @@ def _summarise(
     config: TrainConfig, trainer: Trainer, here: World, history: list[dict[str, Any]]
 ) -> tuple[Summary, Timeline, Timeline]:
     measured = _typical(trainer.timelines)
-    predicted = simulate(trainer.pipeline.timetable, measured_costs(measured))
+    predicted = simulate(measured.timetable, measured_costs(*trainer.timelines))
     speed = trainer.data.tokens_per_batch / _median([metrics["step_seconds"] for metrics in history])
     num_parameters = sum(
         gather(sum(p.numel() for s in trainer.pipeline.stages.values() for p in s.parameters()))
@@ -174,6 +217,7 @@ def _summarise(
     losses: Summary = {key: history[-1][key] for key in ("loss", "evaluation_loss") if key in history[-1]}
     summary: Summary = {
         "schedule": config.schedule.name,
+        "replanned_as": config.schedule.replan,
         "num_ranks": here.size,
         "num_stages": trainer.pipeline.timetable.num_stages,
         "num_microbatches": config.num_microbatches,
@@ -185,7 +229,7 @@ def _summarise(
         "tokens_per_second": speed,
         "model_flops_utilisation": utilisation(num_parameters, speed, here.size, peak),
         "peak_memory_bytes": [int(peak) for peak in measured.peak_memory],
-        **_machine(here.device),
+        **machine(here.device),
     }
     return summary, measured, predicted
 
@@ -197,11 +241,6 @@ def _bubbles(predicted: Timeline, measured: Timeline) -> Summary:
         "predicted_makespan_ms": predicted.makespan,
         "measured_makespan_ms": measured.makespan,
     }
-
-
-def _machine(device: torch.device) -> Summary:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
-    return {"device": name, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def explain_stage(
@@ -219,8 +258,8 @@ def explain_stage(
     model, data: config nodes with a `_target_`. The stages before it run first, without a graph, for
     an input of the right shape; the last stage's F ends with the loss. Raises ConfigError.
     """
-    built = _model(model)
-    source = _data(data, microbatch_size, seed)
+    built = build_model(model)
+    source = build_data(data, microbatch_size, seed)
 
     def stage_of(index: int) -> nn.Module:
         made: nn.Module = built.build_stage(index, num_stages)
@@ -255,75 +294,3 @@ def _write(folder: Path, summary: Summary, measured: Timeline, predicted: Timeli
     panels = {"predicted from measured costs": predicted, "measured": measured}
     render_picture(panels, folder / "timeline.png")
     (folder / "trace.json").write_text(json.dumps(chrome_trace(panels)))
-
-
-def bench(config: BenchConfig) -> tuple[list[Summary], str]:
-    """The same model under several schedules in one job; called by every rank.
-
-    Returns (a row per schedule, predicted beside measured; what was measured, in words); rank 0
-    writes both and the pictures to run_dir.
-    """
-    timetables = {name: plan(name, config.num_ranks, config.num_microbatches) for name in config.schedules}
-    model = _model(config.model)
-    data = _data(config.data, config.num_microbatches * config.microbatch_size, config.seed)
-    with world(device=config.device, timeout=config.timeout) as here:
-        trainers = {
-            name: _bench_trainer(model, timetable, here, data, config.seed, config.timeout)
-            for name, timetable in timetables.items()
-        }
-        timelines = _interleaved(trainers, config.repeats)
-        rows = [_row(name, timeline) for name, timeline in timelines.items()]
-        title = _bench_title(config, model, here)
-        if here.rank == 0:
-            _write_bench(Path(config.run_dir), title, rows, timelines)
-        return rows, title
-
-
-def _bench_trainer(
-    model: Any, timetable: Timetable, here: World, data: Data, seed: int, timeout: float
-) -> Trainer:
-    stages = {index: stage.to(here.device) for index, stage in _stages(model, timetable, here.rank).items()}
-    return Trainer(
-        pipeline=Pipeline(stages, timetable, model.loss, seed=seed, timeout=timeout),
-        optimizer=torch.optim.SGD([p for s in stages.values() for p in s.parameters()], lr=0.0),
-        data=data,
-        learning_rate=lambda step: 1.0,
-        num_recorded=1,
-    )
-
-
-def _interleaved(trainers: dict[str, Trainer], repeats: int) -> dict[str, Timeline]:
-    """Each schedule's typical timeline; one step of each in turn, so that a slow moment hits all."""
-    for _ in range(repeats + 1):
-        for trainer in trainers.values():
-            next(trainer.run(1))
-    # The first step agrees on shapes and warms up.
-    return {name: _typical(trainer.timelines[1:]) for name, trainer in trainers.items()}
-
-
-def _row(name: str, measured: Timeline) -> Summary:
-    predicted = simulate(measured.timetable, measured_costs(measured))
-    return {
-        "schedule": name,
-        "num_stages": measured.timetable.num_stages,
-        **_bubbles(predicted, measured),
-        "ratio": measured.makespan / predicted.makespan,
-    }
-
-
-def _bench_title(config: BenchConfig, model: Any, here: World) -> str:
-    kind = (
-        "EMULATED: stages sleep instead of computing" if getattr(model, "emulated", False) else "real compute"
-    )
-    machine = _machine(here.device)
-    return (
-        f"{config.num_ranks} ranks, {config.num_microbatches} microbatches, {type(model).__name__} ({kind}); "
-        f"{machine['device']}, torch {machine['torch']}; median of {config.repeats} interleaved steps"
-    )
-
-
-def _write_bench(folder: Path, title: str, rows: list[Summary], timelines: dict[str, Timeline]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "bench.json").write_text(json.dumps({"what": title, "rows": rows}, indent=2) + "\n")
-    render_picture({f"{name}, measured": line for name, line in timelines.items()}, folder / "bench.png")
-    (folder / "trace.json").write_text(json.dumps(chrome_trace(timelines)))

@@ -26,12 +26,18 @@ class ConfigError(ValueError):
 
 @dataclass(kw_only=True)
 class ScheduleConfig:
-    """As `plan` takes them; null: the schedule's own."""
+    """As `plan` takes them (null: the schedule's own), and what follows the first steps."""
 
     name: str = MISSING
     stages_per_rank: int | None = None
     placement: str | None = None  # one, looped or v
     memory_limit: float | None = None  # of each rank, in activations of a stage
+    replan: str | None = None  # a schedule to go on with, planned for what the first steps cost
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `plan` takes beside the name."""
+        return {key: value for key, value in vars(self).items() if key not in ("name", "replan")}
 
 
 @dataclass(kw_only=True)
@@ -77,10 +83,18 @@ class ParallelConfig:
 @dataclass(kw_only=True)
 class MemoryConfig:
     recompute: str = "none"  # activations, in B: of no block, of each block by itself, of the whole stage
+    budget: float = 1.0  # of what compiled stages would keep between F and B; the rest is computed again
+    limit: float | None = (
+        None  # GiB for a rank to hold between F, B and W, for schedule.replan; null: as before
+    )
 
     def __post_init__(self) -> None:
+        _check(
+            self.limit is None or self.limit > 0, "memory.limit", self.limit, "write GiB, above 0, or null"
+        )
         known = ("none", "block", "stage")
         _check(self.recompute in known, "memory.recompute", self.recompute, "write none, block or stage")
+        _check(0 <= self.budget <= 1, "memory.budget", self.budget, "write 0 to 1")
 
 
 @dataclass(kw_only=True)
@@ -114,6 +128,7 @@ class TrainConfig:
     microbatch_size: int = 4  # rows; the batch is num_microbatches times as large
     seed: int = 0
     dtype: str = "float32"
+    compile: str = "none"  # F, B and W: of no stage, of each as a whole, of each layer by itself
     run_dir: str = MISSING
     evaluate_every: int = 50  # steps; 0: never
     evaluation_batches: int = 2
@@ -123,10 +138,14 @@ class TrainConfig:
         for name in ("steps", "num_microbatches", "microbatch_size", "evaluation_batches", "print_every"):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "write a whole number, 1 or more")
         _check(self.evaluate_every >= 0, "evaluate_every", self.evaluate_every, "write 0 (never) or more")
-        _check(
-            self.dtype in ("float32", "float64", "bfloat16"),
-            "dtype", self.dtype, "write float32, float64 or bfloat16",
-        )  # fmt: skip
+        _check_dtype(self.dtype)
+        _check_compile(self.compile)
+        if self.compile == "none":
+            advice = "it is for compile=stage or layer; write memory.recompute=block"
+            _check(self.memory.budget == 1, "memory.budget", self.memory.budget, advice)
+        else:
+            advice = f"with compile={self.compile} write memory.budget=0 to 1 instead"
+            _check(self.memory.recompute == "none", "memory.recompute", self.memory.recompute, advice)
 
     @property
     def batch_size(self) -> int:
@@ -135,32 +154,61 @@ class TrainConfig:
 
 
 @dataclass(kw_only=True)
-class BenchConfig:
-    """Everything scripts/bench.py needs: one model under several schedules, in one job."""
+class JobConfig:
+    """What scripts that start their own ranks share. model and data are built from their `_target_`."""
 
-    schedules: list[str] = MISSING
     model: dict[str, Any] = MISSING
     data: dict[str, Any] = MISSING
     num_ranks: int = 4
     num_microbatches: int = 12
     microbatch_size: int = 4
-    repeats: int = 5  # measured steps of each schedule, interleaved
+    repeats: int = 5  # measured steps
     seed: int = 0
+    dtype: str = "float32"
     device: str = "auto"
     timeout: float = 120.0
+    comm: float = 0.0  # ms that each message takes at least: EMULATED links, on gloo
     run_dir: str = MISSING
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "num_microbatches", "microbatch_size", "repeats"):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "write a whole number, 1 or more")
+        _check(self.comm >= 0, "comm", self.comm, "write milliseconds, 0 or more")
+        _check_dtype(self.dtype)
+
+
+@dataclass(kw_only=True)
+class BenchConfig(JobConfig):
+    """Everything scripts/bench.py needs: one model under several schedules, in one job."""
+
+    schedules: list[str] = MISSING
+    compare: str = "torch"  # beside torch.distributed.pipelining; none: zbpp alone
+    memory_limit: float | None = None  # of zb_auto and the tuned interleaved 1F1B, in activations of a rank
+    time_limit: float = 10.0  # s, of each search for a plan
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         _check(len(self.schedules) > 0, "schedules", self.schedules, "write at least one, as [1f1b,zb_h1]")
+        _check(self.compare in ("torch", "none"), "compare", self.compare, "write torch or none")
+        if self.memory_limit is not None:
+            _check(
+                self.memory_limit > 0, "memory_limit", self.memory_limit, "write a number above 0, or null"
+            )
+
+
+@dataclass(kw_only=True)
+class MeasureConfig(JobConfig):
+    """Everything scripts/measure.py needs. schedule: whose cut of the model is measured."""
+
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
 
 def register() -> None:
-    """Tell Hydra the types of our configs: configs/train.yaml and bench.yaml build on them."""
+    """Tell Hydra the types of our configs: configs/train.yaml, bench.yaml and measure.yaml build on them."""
     store = ConfigStore.instance()
     store.store(name="train_types", node=TrainConfig)
     store.store(name="bench_types", node=BenchConfig)
+    store.store(name="measure_types", node=MeasureConfig)
 
 
 def typed(config: DictConfig) -> Any:
@@ -236,6 +284,15 @@ def quiet_other_ranks(arguments: list[str]) -> list[str]:
         return arguments
     silent = ["hydra.run.dir=.", "hydra.output_subdir=null"]
     return [*arguments, *silent, "hydra/job_logging=none", "hydra/hydra_logging=none"]
+
+
+def _check_compile(compile: str) -> None:
+    _check(compile in ("none", "stage", "layer"), "compile", compile, "write none, stage or layer")
+
+
+def _check_dtype(dtype: str) -> None:
+    known = ("float32", "float64", "bfloat16")
+    _check(dtype in known, "dtype", dtype, "write float32, float64 or bfloat16")
 
 
 def _check(holds: bool, name: str, value: object, advice: str) -> None:

@@ -112,7 +112,7 @@ def test_costs_of_a_predicted_timeline_are_those_it_was_predicted_from(schedule)
     assert costs.b == pytest.approx([4, 5])
     assert costs.w == pytest.approx([6, 9])
     assert costs.bw == pytest.approx([10, 14])
-    assert costs.comm == pytest.approx(0.25)
+    assert costs.comm == pytest.approx([0.25, 0.25])
 
 
 def test_whole_backwards_are_taken_as_half_b_and_half_w():
@@ -129,7 +129,7 @@ def test_a_timetable_with_both_kinds_gives_each_its_own_time():
 
 
 def test_one_rank_has_no_messages():
-    assert measured_costs(simulate(plan("zb_v", 1, 4), COSTS)).comm == 0
+    assert measured_costs(simulate(plan("zb_v", 1, 4), COSTS)).comm == [0, 0]
 
 
 def test_a_step_of_one_rank_needs_no_process_group():

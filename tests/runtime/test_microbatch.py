@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zbpp import replicate
+from zbpp import per_microbatch, replicate
 from zbpp.runtime.microbatch import split, split_keywords
 
 
@@ -26,6 +26,17 @@ def test_pieces_are_views_of_the_batch():
 def test_a_replicated_tensor_reaches_every_microbatch_whole():
     tensor = torch.zeros(5)
     assert [piece is tensor for piece in split("mask", replicate(tensor), 3)] == [True] * 3
+
+
+def test_values_made_for_each_microbatch_are_given_out_as_they_are():
+    values = (torch.zeros(2), torch.zeros(5, 1), None)
+    pieces = split("x", per_microbatch(values), 3)
+    assert [piece is value for piece, value in zip(pieces, values, strict=True)] == [True] * 3
+
+
+def test_another_number_of_them_is_refused():
+    with pytest.raises(ValueError, match="argument 0 has 2 values, num_microbatches=3"):
+        split("argument 0", per_microbatch([1, 2]), 3)
 
 
 @pytest.mark.parametrize("value", [None, 3, 0.5, "causal", (1, 2)])

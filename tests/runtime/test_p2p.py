@@ -3,47 +3,17 @@
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from helpers.processes import run_ranks
-from zbpp import Pipeline, plan
-from zbpp.models.mlp import Mlp
-from zbpp.runtime.p2p import BufferPool, Inbox, Outbox, TensorLayout, decode, encode
+from zbpp.runtime.layout import TensorLayout
+from zbpp.runtime.p2p import BufferPool, FreshBuffers, Inbox, Outbox
 
 CPU = torch.device("cpu")
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
     torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
 ]  # fmt: skip
-
-# ---------------------------------------------------------------- headers
-
-tensor_layouts = st.builds(
-    TensorLayout,
-    st.sampled_from(DTYPES),
-    st.lists(st.integers(0, 2**40), max_size=5).map(tuple),
-    st.booleans(),
-)
-
-
-@given(st.lists(st.none() | tensor_layouts, max_size=12).map(tuple))
-def test_a_header_says_the_layout_that_was_written(layout):
-    header = encode(layout)
-    assert (header.dtype, header.shape) == (torch.int64, (256,))
-    assert decode(header) == layout
-
-
-def test_a_layout_too_long_for_a_header_is_refused():
-    with pytest.raises(ValueError, match="100 tensors pass between two stages: too many for a header"):
-        encode((TensorLayout(torch.float32, (2, 3), True),) * 100)
-
-
-def test_a_dtype_that_cannot_travel_is_refused_with_those_that_can():
-    with pytest.raises(ValueError, match=r"float8_e5m2\[2\] can't be sent: cast it to one of float32, "):
-        encode((TensorLayout(torch.float8_e5m2, (2,), False),))
-
 
 # ---------------------------------------------------------------- links
 
@@ -85,6 +55,33 @@ def test_both_directions_deliver_every_channel_in_order_with_layouts_holes_and_f
 
 def _numbered(channels):
     return [(channel, number) for number, channel in enumerate(channels)]
+
+
+def changing(number, rank):
+    """Message `number`: another shape each, and every third one's first tensor is left out."""
+    first = torch.full((number + 1, 2), 100.0 * rank + number).requires_grad_(number % 2 == 0)
+    return None if number % 3 == 2 else first, torch.arange(number, dtype=torch.int64)
+
+
+def exchange_changing(rank, num_passes, depth):
+    peer, num = 1 - rank, len(CHANNELS)
+    inbox = Inbox(peer, dist.group.WORLD, FreshBuffers(CPU), CHANNELS, depth, dynamic_shapes=True)
+    outbox = Outbox(peer, dist.group.WORLD, CPU, dynamic_shapes=True)
+    received = []
+    for _ in range(num_passes):
+        inbox.begin()
+        for number, channel in enumerate(CHANNELS):
+            outbox.send(channel, changing(number, rank))
+        received += [[_seen(tensor) for tensor in inbox.receive()] for _ in range(num)]
+        outbox.finish()
+    return received
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_with_dynamic_shapes_every_message_says_its_own_layout(depth):
+    for rank, received in enumerate(run_ranks(exchange_changing, 2, 2, depth)):
+        sent = [[_seen(each) for each in changing(number, 1 - rank)] for number in range(len(CHANNELS))]
+        assert received == sent * 2
 
 
 def any_tensors():
@@ -191,31 +188,17 @@ def test_requires_grad_ends_with_the_use_of_a_buffer():
     assert len(pool) == 1
 
 
-def test_buffers_are_kept_per_dtype_and_shape():
+def test_buffers_are_kept_per_layout():
     pool = BufferPool(CPU)
-    for layout in (LAYOUT, LAYOUT._replace(shape=(9,)), LAYOUT._replace(dtype=torch.float64)) * 2:
+    others = [LAYOUT._replace(shape=(9,)), LAYOUT._replace(dtype=torch.float64)]
+    for layout in [LAYOUT, LAYOUT._replace(requires_grad=True), *others] * 2:
         taken = pool.take(layout)
-        assert (taken.dtype, taken.shape) == (layout.dtype, layout.shape)
-    assert len(pool) == 3
+        assert (taken.dtype, taken.shape, taken.requires_grad) == layout
+    assert len(pool) == 4
 
 
-def count_buffers(rank, schedule, sizes):
-    """The size of the pool after two steps, for each number of microbatches."""
-    counts = []
-    model = Mlp(in_features=4, hidden_size=4, out_features=4, num_layers=4)
-    for num_microbatches in sizes:
-        timetable = plan(schedule, 2, num_microbatches)
-        stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(rank)}
-        pipeline = Pipeline(stages, timetable, model.loss)
-        batch = torch.ones(num_microbatches, 4)
-        for _ in range(2):
-            pipeline.step(batch, target=batch)
-        (inbox,) = pipeline._train._inboxes.values()
-        counts.append(len(inbox.pool))
-    return counts
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_h2", "zb_v"])
-def test_the_pools_size_is_the_plans_peak_not_the_number_of_microbatches(schedule):
-    for few, many in run_ranks(count_buffers, 2, schedule, [8, 32]):
-        assert few == many
+def test_fresh_buffers_are_as_asked_for_and_kept_by_nobody():
+    pool = FreshBuffers(CPU)
+    taken = pool.take(LAYOUT._replace(requires_grad=True))
+    assert (taken.dtype, taken.shape, taken.requires_grad) == (torch.float32, (3, 3), True)
+    assert len(pool) == 0

@@ -16,6 +16,8 @@ from torch import nn
 from helpers.processes import outcomes, run_ranks
 from helpers.timetables import random_timetable
 from zbpp import Pipeline, Timetable, plan, replicate
+from zbpp.runtime import Recorder, measured_timeline
+from zbpp.runtime.world import gather
 
 SIZE, ROWS, NUM_LAYERS = 6, 8, 4
 ONE_PER_RANK = ["gpipe", "1f1b", "zb_h1", "zb_h2"]
@@ -217,6 +219,38 @@ def test_a_pipeline_may_be_a_part_of_the_job():
     assert_close(merged(run_ranks(in_a_subgroup, 3, plan("zb_h1", 2, 4))), plain())
 
 
+def each_by_itself(rank):
+    """Two pipelines of one rank in a job of two processes, which take different numbers of steps."""
+    timetable = plan("zb_v", 1, 4)
+    stages = stages_for(timetable, 0)
+    pipeline = Pipeline(stages, timetable, F.mse_loss)
+    pipeline.recorder = Recorder(pipeline.device)
+    x, target = batch()
+    for _ in range(1 + 2 * rank):
+        for stage in stages.values():
+            stage.zero_grad()
+        pipeline.step(x, target=target)
+        timeline = measured_timeline(pipeline.recorder, timetable, pipeline.group)
+        assert len(timeline.starts) == 1
+    return gradients(stages), gather(rank, pipeline.group)
+
+
+def test_pipelines_of_one_rank_in_a_larger_job_know_nothing_of_each_other():
+    for rank, (found, group) in enumerate(run_ranks(each_by_itself, 2)):
+        assert_close(found, plain())
+        assert group == [rank]
+
+
+def in_a_group_of_two(rank):
+    timetable = plan("zb_h1", 1, 4)
+    Pipeline(stages_for(timetable, 0), timetable, F.mse_loss, dist.group.WORLD)
+
+
+def test_a_group_too_large_for_one_rank_is_refused():
+    expected = "ValueError: the timetable is for 1 ranks, the process group has 2"
+    assert failures(in_a_group_of_two, 2) == [expected] * 2
+
+
 # ---------------------------------------------------------------- random numbers
 
 
@@ -412,38 +446,6 @@ def test_an_error_in_one_step_does_not_spoil_the_next():
         stage.zero_grad()
     assert len(pipeline.step(x, target=target)) == 4
     assert_close(gradients(stages), plain())
-
-
-def step_again_after_a_failure(rank):
-    """Rank 1 fails in its first F; what does each rank say to a second step?"""
-    timetable = plan("1f1b", 2, 4)
-    stages = stages_for(timetable, rank)
-    if rank == 1:
-        stages[1].register_forward_pre_hook(_fail)
-    pipeline = Pipeline(stages, timetable, F.mse_loss, timeout=3.0)
-    x, target = batch()
-    told = []
-    for _ in range(2):
-        try:
-            pipeline.step(x, target=target)
-        except Exception as error:
-            told.append(f"{type(error).__name__}: {error}")
-        time.sleep(rank)  # rank 0 sees rank 1's links close only when it ends
-    return told
-
-
-def _fail(module, args):
-    raise KeyError("planted")
-
-
-def test_after_a_failed_step_of_several_ranks_the_next_one_is_refused():
-    """Its messages may be half delivered: a second step could take old values for new ones."""
-    (first_0, second_0), (first_1, second_1) = run_ranks(step_again_after_a_failure, 2)
-    assert first_0.startswith("CommunicationError: rank 0, step ")
-    assert first_1 == "KeyError: 'planted'"
-    for second in (second_0, second_1):
-        assert second.startswith("RuntimeError: an earlier step failed (")
-        assert second.endswith("make a new Pipeline")
 
 
 # ---------------------------------------------------------------- what is refused

@@ -63,7 +63,7 @@ def test_a_generator_that_ignores_the_limit_is_caught(generator):
         ({"memory_limit": "8"}, "memory_limit='8': write a number, 0 or more"),
         ({"memory_limit": [8, -1]}, "memory_limit=[8, -1]: write a number, 0 or more"),
         ({"memory_limit": [8, 8, 8]}, "memory_limit has 3 numbers for 2 ranks"),
-        ({"placement": "loop"}, "placement='loop': write one or v or looped"),
+        ({"placement": "loop"}, "placement='loop': write one or looped or v"),
         ({"stages_per_rank": 0}, "stages_per_rank=0: write a whole number, 1 or more"),
         ({"objective": "speed"}, "objective='speed': write makespan or span"),
         ({"search": "no"}, "search='no': write True or False"),

@@ -139,7 +139,7 @@ def test_compare_refuses_names_that_nobody_knows():
 def test_trace_is_json_with_one_slice_per_action():
     timeline = simulate(plan("zb_v", 2, 3), Costs(f=0.5, b=1, w=2, comm=0.25))
     events = json.loads(json.dumps(chrome_trace({"zb_v": timeline})))["traceEvents"]
-    slices = [event for event in events if event["ph"] == "X"]
+    slices = [event for event in events if event["ph"] == "X" and event["tid"] == 0]
     assert len(slices) == 2 * 2 * 3 * 3
     assert slices[0] == {
         "ph": "X", "name": "0F0", "cat": "F", "pid": 0, "tid": 0, "ts": 0.0, "dur": 500.0,

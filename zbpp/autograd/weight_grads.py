@@ -45,11 +45,11 @@ class Deferred(NamedTuple):
         leaf, parts = self
         for (_, _, _, views), _ in parts:
             if views is None:
-                _add_to_grad(leaf, _through_chains(leaf, parts))
+                add_to_grad(leaf, _through_chains(leaf, parts))
                 return leaf
         if leaf._backward_hooks:
-            _add_to_grad(leaf, _run_hooks(leaf, _sum_of(leaf, parts)))
-        elif (total := _total(leaf)) is not None:
+            add_to_grad(leaf, run_hooks(leaf, _sum_of(leaf, parts)))
+        elif (total := total_of(leaf)) is not None:
             _add_parts(total, parts, False)
         else:
             leaf.grad = _sum_of(leaf, parts)
@@ -111,7 +111,7 @@ class Computed(NamedTuple):
         yield self.gradient
 
     def accumulate(self) -> Tensor:
-        _add_to_grad(*self)
+        add_to_grad(*self)
         return self.leaf
 
 
@@ -126,7 +126,7 @@ class Custom(NamedTuple):
         yield from self.held
 
     def accumulate(self) -> Tensor:
-        _add_to_grad(self.leaf, _run_hooks(self.leaf, self.compute(*self.held)))
+        add_to_grad(self.leaf, run_hooks(self.leaf, self.compute(*self.held)))
         return self.leaf
 
 
@@ -184,14 +184,14 @@ def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
         yield from _storages(part)
 
 
-def _total(leaf: Tensor) -> Tensor | None:
+def total_of(leaf: Tensor) -> Tensor | None:
     """What the gradients of a leaf are summed in, None if there is nothing yet."""
     main: Tensor | None = getattr(leaf, "main_grad", None)
     return leaf.grad if main is None else main
 
 
-def _add_to_grad(leaf: Tensor, gradient: Tensor) -> None:
-    total = _total(leaf)
+def add_to_grad(leaf: Tensor, gradient: Tensor) -> None:
+    total = total_of(leaf)
     if total is None:
         # A captured gradient may BE another one, or dy, or what arrived from the next stage, or have
         # stride 0: the first one is copied, in the parameter's layout (a sparse one stays sparse).
@@ -202,7 +202,7 @@ def _add_to_grad(leaf: Tensor, gradient: Tensor) -> None:
         total.add_(gradient)
 
 
-def _run_hooks(leaf: Tensor, gradient: Tensor) -> Tensor:
+def run_hooks(leaf: Tensor, gradient: Tensor) -> Tensor:
     """A leaf's tensor hooks see, and may replace, the microbatch's gradient."""
     hooks: dict[int, Callable[[Tensor], Tensor | None]] = leaf._backward_hooks or {}
     for hook in list(hooks.values()):

@@ -24,7 +24,10 @@ class Emulated:
     """EMULATED: each layer sleeps f ms in F, b ms in B, w ms in W, around one tiny linear.
 
     Autograd sees input and weight gradients as separate work, as with a real layer; a whole
-    backward sleeps b + w. Layers are split over stages as a real model's, so that schedules with one
+    backward sleeps b + w. Any runtime that splits the backward sees B and W, torch's too; only that
+    torch's never splits stage 0, whose W sleeps b + w and whose B nothing (a test counts the naps).
+    From F until B it holds four times its input's memory, from B until W twice (input and dy).
+    Layers are split over stages as a real model's, so that schedules with one
     and with two stages per rank have the same work. float [batch, hidden_size] in, between stages,
     and out; the target too. Raises ValueError for negative times, or a list of another length.
     """
@@ -54,7 +57,15 @@ class Emulated:
 
     def build_stage(self, index: int, num_stages: int) -> nn.Sequential:
         """Stage `index` of `num_stages`; see `Blueprint.build_stage`."""
-        return self._blueprint.build_stage(index, num_stages)
+        stage = self._blueprint.build_stage(index, num_stages)
+        for layer in stage.children():
+            if isinstance(layer, SleepingLinear):
+                layer.sleep_in_w()  # now that it has its final weight
+        return stage
+
+    def layer_counts(self, num_stages: int) -> list[int]:
+        """How many layers each of `num_stages` stages gets; see `Blueprint.layer_counts`."""
+        return self._blueprint.layer_counts(num_stages)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Mean square error over all elements."""
@@ -71,32 +82,31 @@ class SleepingLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         sleep(self.f)
-        # w hangs on the weight alone, so it is slept when the weight's gradient is taken, and only then.
         # b hangs on the OUTPUT: stage 0 sleeps it too, though its input needs no gradient.
-        y = F.linear(x, slow_backward(self.weight, self.w))
-        return slow_backward(y, self.b)
+        y: Tensor = SlowBackward.apply(F.linear(x, self.weight), self.b)  # type: ignore[no-untyped-call]  # torch's apply is untyped
+        return y
+
+    def sleep_in_w(self) -> None:
+        """From now on: when the gradient of the weight is taken, and only then."""
+        # A hook, since it takes no node: one on the weight's path would be work that no real layer has.
+        self.weight.register_hook(lambda grad: sleep(self.w))
 
 
 class SlowBackward(torch.autograd.Function):
-    """The identity, whose backward sleeps."""
+    """The identity, whose backward sleeps. Until then it holds three times the memory of its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, milliseconds: float) -> Tensor:
-        """`x` itself, as a view."""
+        """The same memory, but no view of `x` for autograd: torch's split can't detach views."""
         ctx.milliseconds = milliseconds
-        return x.view_as(x)
+        ctx.save_for_backward(x.new_empty(3, *x.shape))
+        return x.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """The gradient as it came, after a nap."""
         sleep(ctx.milliseconds)
         return grads[0], None
-
-
-def slow_backward(x: Tensor, milliseconds: float) -> Tensor:
-    """`x`; its gradient takes `milliseconds` to pass."""
-    passed: Tensor = SlowBackward.apply(x, milliseconds)  # type: ignore[no-untyped-call]  # torch's apply is untyped
-    return passed
 
 
 def sleep(milliseconds: float) -> None:

@@ -1,4 +1,4 @@
-"""What a transformer's head costs beside its layers, from its sizes alone: no torch, so that a laptop can ask.
+"""What a transformer's head costs beside its layers, from its sizes alone: no torch, a laptop can ask.
 
 Counted are multiply-adds of one token's forward pass in matrix products: for each matrix the number of
 its entries; for causal attention `hidden_size` per key, twice, half of the sequence being seen on

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,11 +23,31 @@ def replicate(tensor: Tensor) -> Replicated:
     return Replicated(tensor)
 
 
-def split(name: str, value: Any, num_microbatches: int) -> list[Any]:
-    """`num_microbatches` pieces: a tensor's are views, anything else is given to each as it is.
+class PerMicrobatch:
+    """One value for each microbatch; made by `per_microbatch`."""
 
-    Raises ValueError if dim 0 doesn't divide.
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.values = list(values)
+
+
+def per_microbatch(values: Sequence[Any]) -> PerMicrobatch:
+    """Mark an argument of `Pipeline.step` as cut already: `values[i]` goes to microbatch i.
+
+    Tensors among them may differ in shape; what then differs between stages needs dynamic_shapes. Each
+    microbatch counts alike in the mean, whatever its size.
     """
+    return PerMicrobatch(values)
+
+
+def split(name: str, value: Any, num_microbatches: int) -> list[Any]:
+    """`num_microbatches` pieces: a tensor's are views, anything unmarked else is given to each as it is.
+
+    Raises ValueError if dim 0 doesn't divide, or for another number of values per microbatch.
+    """
+    if isinstance(value, PerMicrobatch):
+        if len(value.values) != num_microbatches:
+            raise ValueError(f"{name} has {len(value.values)} values, num_microbatches={num_microbatches}")
+        return value.values
     if isinstance(value, Replicated):
         return [value.tensor] * num_microbatches
     if not isinstance(value, Tensor):

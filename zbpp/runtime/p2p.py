@@ -1,16 +1,20 @@
 """Links: messages from one rank to another, in order, without waiting for each other.
 
-A message is a tuple of tensors (None where a gradient does not exist). Of each channel, a kind
-of message, the first is preceded by a header with dtypes and shapes; from then on the
-layout is fixed, checked at the sender before anything is sent, and receives are posted ahead of
-their use. (gloo checks neither shape nor dtype: too small a buffer aborts the process,
-another dtype is silent garbage.)
+Of each channel, a kind of message, the first is preceded by a header with dtypes and shapes; from
+then on the layout is fixed, checked at the sender before anything is sent, and receives are
+posted ahead of their use. (gloo checks neither shape nor dtype: too small a buffer aborts the
+process, another dtype is silent garbage.)
 
     sender    header  x0   x1   x2        layout known: x1, x2 need no header
     receiver  header  x0  [x1] [x2]       [ ] posted ahead, as many as the plan has in flight
 
+With dynamic shapes every message has a header, and only headers are posted ahead: each message costs
+one more latency, and on CUDA a wait of the host.
+
 Each link has a process group of its own: on NCCL all that share a communicator is done in one order, and
-a receive posted ahead would hold up a send.
+a receive posted ahead would hold up a send. There `wait` makes the current stream wait, not the host;
+a send's memory is held until then, and a buffer is used again by a receive that the current
+stream starts after its readers. (Not run on several GPUs.)
 """
 
 from __future__ import annotations
@@ -24,50 +28,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Message = tuple[Tensor | None, ...]
+from zbpp.runtime.layout import (
+    HEADER_SIZE,
+    Layout,
+    Message,
+    TensorLayout,
+    decode,
+    describe,
+    describe_change,
+    encode,
+    layout_of,
+)
 
-_DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
-    torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
-)  # fmt: skip
-_HEADER_SIZE = 256
 _TAG_LIMIT = 2**30
-
-
-class TensorLayout(NamedTuple):
-    """What a receiver must know of one tensor."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    requires_grad: bool
-
-    def __str__(self) -> str:
-        return f"{_name(self.dtype)}{list(self.shape)}"
-
-
-Layout = tuple[TensorLayout | None, ...]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def layout_of(message: Message) -> Layout:
-    """The layout of each tensor of a message."""
-    return tuple(
-        None if tensor is None else TensorLayout(tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
-        for tensor in message
-    )
-
-
-def _gradient_change(layout: Layout, known: Layout) -> str:
-    now, before = ([bool(each and each.requires_grad) for each in found] for found in (layout, known))
-    return "" if now == before else f" (requires_grad {now} instead of {before})"
-
-
-def describe(layout: Layout) -> str:
-    """`(float32[4, 64, 128], None)`, for error messages."""
-    return f"({', '.join(map(str, layout))})"
 
 
 class BufferPool:
@@ -79,17 +52,21 @@ class BufferPool:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._buffers: dict[tuple[torch.dtype, tuple[int, ...]], list[Tensor]] = {}
+        self._buffers: dict[TensorLayout, list[Tensor]] = {}
 
     def take(self, layout: TensorLayout) -> Tensor:
         """A fresh tensor over memory that nothing else refers to; its contents are undefined."""
-        buffers = self._buffers.setdefault((layout.dtype, layout.shape), [])
-        buffer = next((each for each in buffers if _is_free(each)), None)
-        if buffer is None:
+        buffers = self._buffers.setdefault(layout, [])
+        for buffer in buffers:
+            storage = buffer.untyped_storage()
+            # One reference is the buffer's, one is `storage` itself.
+            if torch._C._storage_Use_Count(storage._cdata) <= 2:
+                break
+        else:
             buffer = torch.empty(layout.shape, dtype=layout.dtype, device=self.device)
             buffers.append(buffer)
-        # detach: an object of its own, so that requires_grad ends with this use
-        return buffer.detach()
+        # An object of its own, so that what its user makes of it ends with this use.
+        return buffer.detach().requires_grad_(layout.requires_grad)
 
     def clear(self) -> None:
         """Forget all buffers; those in use live as long as their users."""
@@ -99,19 +76,23 @@ class BufferPool:
         return sum(map(len, self._buffers.values()))
 
 
-def _is_free(buffer: Tensor) -> bool:
-    storage = buffer.untyped_storage()
-    # One reference is the buffer's, one is `storage` itself.
-    return torch._C._storage_Use_Count(storage._cdata) <= 2
+class FreshBuffers(BufferPool):
+    """A pool that keeps nothing: where shapes change, buffers of every shape would pile up."""
+
+    def take(self, layout: TensorLayout) -> Tensor:
+        """A tensor whose contents are undefined."""
+        buffer = torch.empty(layout.shape, dtype=layout.dtype, device=self.device)
+        return buffer.requires_grad_(layout.requires_grad)
 
 
 @dataclass(eq=False)
 class Outbox:
-    """The sending end of a link. `rank` and `peer` are ranks of `group`."""
+    """The sending end of a link. `peer`: its rank in `group`."""
 
     peer: int
     group: dist.ProcessGroup
     device: torch.device
+    dynamic_shapes: bool = False
     layouts: dict[Hashable, Layout] = field(default_factory=dict)
     _pending: deque[list[tuple[dist.Work, Tensor]]] = field(default_factory=deque)
     _num_sent: int = 0
@@ -119,26 +100,29 @@ class Outbox:
     def send(self, channel: Hashable, message: Message) -> None:
         """Start to send; the tensors stay alive until `release`. Raises ValueError for a changed layout."""
         layout = layout_of(message)
-        known = self.layouts.setdefault(channel, layout)
-        if known is layout:
+        known = None if self.dynamic_shapes else self.layouts.get(channel)
+        if known is None:
+            self.layouts[channel] = layout
             works = [self._start(encode(layout).to(self.device))]
-        elif known != layout:
+        elif known == layout:
+            works = []
+        else:
             raise ValueError(
                 f"{describe(layout)} is to be sent where {describe(known)} was sent before"
-                f"{_gradient_change(layout, known)}: every microbatch of every step must have the same "
-                "shapes and dtypes, and require grad alike"
+                f"{describe_change(layout, known)}: unless the pipeline is made with dynamic_shapes=True, "
+                "every microbatch of every step must have the same shapes and dtypes, and require grad alike"
             )
-        else:
-            works = []
-        works += [self._start(tensor.detach().contiguous()) for tensor in message if tensor is not None]
+        for tensor in message:
+            if tensor is not None:
+                works.append(self._start(tensor.detach().contiguous()))
         self._pending.append(works)
 
     def _start(self, tensor: Tensor) -> tuple[dist.Work, Tensor]:
-        tag = self._num_sent % _TAG_LIMIT
+        if tensor.is_complex():  # NCCL knows none
+            tensor = torch.view_as_real(tensor)
         self._num_sent += 1
-        work = dist.isend(tensor, group=self.group, group_dst=self.peer, tag=tag)
-        assert work is not None  # only for ranks outside the group
-        return work, tensor
+        # What dist.isend does, without its checks.
+        return self.group.send([tensor], self.peer, self._num_sent % _TAG_LIMIT), tensor
 
     def release(self) -> None:
         """Wait for the oldest message to have been received, then let its memory go."""
@@ -151,17 +135,24 @@ class Outbox:
             self.release()
         self._num_sent = 0
 
+    def close(self) -> None:
+        """Give up what is under way, and the link."""
+        self._pending.clear()
+        del self.group
+
 
 class _Posted(NamedTuple):
+    """A message that is to come; `works` and `tensors` are its header's where layout is None."""
+
     channel: Hashable
-    header: tuple[dist.Work, Tensor] | None
-    layout: Layout | None  # None: the header tells
-    receives: list[tuple[dist.Work, Tensor] | None]
+    layout: Layout | None
+    works: list[dist.Work]
+    tensors: Message
 
 
 @dataclass(eq=False)
 class Inbox:
-    """The receiving end of a link.
+    """The receiving end of a link. `peer`: its rank in `group`.
 
     channels: of each message of a pass, in the order in which the link carries them.
     depth: how many receives to keep posted.
@@ -172,6 +163,7 @@ class Inbox:
     pool: BufferPool
     channels: Sequence[Hashable]
     depth: int
+    dynamic_shapes: bool = False
     layouts: dict[Hashable, Layout] = field(default_factory=dict)
     _posted: deque[_Posted] = field(default_factory=deque)
     _num_posted: int = 0
@@ -185,17 +177,17 @@ class Inbox:
     def receive(self) -> Message:
         """Wait for the next message; then post another receive in its place."""
         posted = self._posted.popleft()
-        if posted.header is not None:
-            posted = self._read_header(posted.channel, *posted.header)
-        for receive in posted.receives:
-            if receive is not None:
-                receive[0].wait()
+        if posted.layout is None:
+            posted = self._after_header(posted)
+        for work in posted.works:
+            work.wait()
         self._post_ahead()
-        assert posted.layout is not None  # read from the header above
-        return tuple(
-            None if receive is None or layout is None else receive[1].requires_grad_(layout.requires_grad)
-            for receive, layout in zip(posted.receives, posted.layout, strict=True)
-        )
+        return posted.tensors
+
+    def close(self) -> None:
+        """Give up what is under way, and the link."""
+        self._posted.clear()
+        del self.group
 
     def _post_ahead(self) -> None:
         # Behind a header nothing can be posted: how many messages follow it is not known yet.
@@ -206,54 +198,29 @@ class Inbox:
         ):
             channel = self.channels[self._num_posted]
             self._num_posted += 1
-            layout = self.layouts.get(channel)
-            if layout is None:
-                header = self._start(torch.empty(_HEADER_SIZE, dtype=torch.int64, device=self.pool.device))
-                self._posted.append(_Posted(channel, header, None, []))
-            else:
-                self._posted.append(self._post(channel, layout))
+            layout = None if self.dynamic_shapes else self.layouts.get(channel)
+            self._posted.append(self._post(channel, layout))
 
-    def _read_header(self, channel: Hashable, work: dist.Work, header: Tensor) -> _Posted:
-        work.wait()
-        self.layouts[channel] = layout = decode(header)
-        return self._post(channel, layout)
-
-    def _post(self, channel: Hashable, layout: Layout) -> _Posted:
-        receives = [None if each is None else self._start(self.pool.take(each)) for each in layout]
-        return _Posted(channel, None, layout, receives)
-
-    def _start(self, buffer: Tensor) -> tuple[dist.Work, Tensor]:
-        tag = self._num_received % _TAG_LIMIT
-        self._num_received += 1
-        work = dist.irecv(buffer, group=self.group, group_src=self.peer, tag=tag)
-        assert work is not None  # only for ranks outside the group
-        return work, buffer
-
-
-def encode(layout: Layout) -> Tensor:
-    """A layout as int64[256]: count; then per tensor dtype (-1: None), requires_grad, rank, sizes."""
-    numbers = [len(layout)]
-    for each in layout:
-        if each is None:
-            numbers.append(-1)
-        elif each.dtype not in _DTYPES:
-            raise ValueError(f"{each} can't be sent: cast it to one of {', '.join(map(_name, _DTYPES))}")
+    def _post(self, channel: Hashable, layout: Layout | None) -> _Posted:
+        """Start to receive a message, or its header where its layout is not known."""
+        tensors: Message
+        if layout is None:
+            tensors = (torch.empty(HEADER_SIZE, dtype=torch.int64, device=self.pool.device),)
         else:
-            numbers += [_DTYPES.index(each.dtype), int(each.requires_grad), len(each.shape), *each.shape]
-    if len(numbers) > _HEADER_SIZE:
-        raise ValueError(f"{len(layout)} tensors pass between two stages: too many for a header; stack some")
-    return torch.tensor(numbers + [0] * (_HEADER_SIZE - len(numbers)))
+            tensors = tuple([None if each is None else self.pool.take(each) for each in layout])
+        works = [self._start(tensor) for tensor in tensors if tensor is not None]
+        return _Posted(channel, layout, works, tensors)
 
+    def _after_header(self, posted: _Posted) -> _Posted:
+        """Wait for a header, then start to receive what it announces."""
+        posted.works[0].wait()
+        assert posted.tensors[0] is not None  # the header
+        layout = self.layouts[posted.channel] = decode(posted.tensors[0])
+        return self._post(posted.channel, layout)
 
-def decode(header: Tensor) -> Layout:
-    """The inverse of `encode`."""
-    numbers = iter(header.tolist())
-    layout: list[TensorLayout | None] = []
-    for _ in range(next(numbers)):
-        dtype = next(numbers)
-        if dtype < 0:
-            layout.append(None)
-            continue
-        requires_grad, dims = bool(next(numbers)), next(numbers)
-        layout.append(TensorLayout(_DTYPES[dtype], tuple(next(numbers) for _ in range(dims)), requires_grad))
-    return tuple(layout)
+    def _start(self, buffer: Tensor) -> dist.Work:
+        if buffer.is_complex():  # NCCL knows none
+            buffer = torch.view_as_real(buffer)
+        self._num_received += 1
+        # What dist.irecv does, without its checks.
+        return self.group.recv([buffer], self.peer, self._num_received % _TAG_LIMIT)

@@ -5,7 +5,7 @@ It knows its module and what it holds per microbatch; no rank, no peers, no orde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zbpp.autograd import WeightGrads, backward_input
-from zbpp.runtime.p2p import Message, describe, layout_of
+from zbpp.runtime.layout import Message, describe, layout_of
 
 Loss = Callable[..., Tensor]
 
@@ -63,25 +63,26 @@ class StageWorker:
         self._feed = Feed((), (), None, ())
         self._saved: dict[int, _Saved] = {}
         self._deferred: dict[int, WeightGrads] = {}
+        self._start: Message = ()  # of the backward: every microbatch's loss has the same gradient
         self.losses: list[Tensor] = []
 
     def begin(self, feed: Feed) -> None:
         """Take what the caller gave for a step. Raises ValueError if the target is missing."""
         if feed.targets is None and self._is_last and self._loss_fn is not None:
             raise ValueError("the last stage needs target=...: there is a loss_fn")
-        self._feed = feed
+        self._feed, self._start = feed, ()
         self.losses = []
 
     def abandon(self) -> None:
         """Drop all that is left of a step that failed."""
-        self._feed, self.losses = Feed((), (), None, ()), []
+        self._feed, self._start, self.losses = Feed((), (), None, ()), (), []
         self._saved.clear()
         self._deferred.clear()
 
     def end(self) -> list[Tensor]:
         """The step's losses; its batch is dropped. Raises RuntimeError if anything else is left over."""
         losses, self.losses = self.losses, []
-        self._feed = Feed((), (), None, ())
+        self._feed, self._start = Feed((), (), None, ()), ()
         left = [*(f"saved({self.index},{m})" for m in self._saved)]
         left += [*(f"deferred({self.index},{m})" for m in self._deferred)]
         if left:
@@ -90,22 +91,21 @@ class StageWorker:
 
     def forward(self, microbatch: int, message: Message) -> Message:
         """F: run the module and keep its graph. On the last stage returns the loss's own gradient."""
-        inputs = tuple(map(_entrance, self._inputs(microbatch, message)))
+        inputs = tuple([_entrance(each) for each in self._inputs(microbatch, message)])
         # Before the module runs, since it may change its inputs in place.
-        entrances = tuple(_edge(each) for each in inputs if isinstance(each, Tensor))
+        entrances = tuple([_entrance_edge(each) for each in inputs])
         outputs = self._call(microbatch, inputs)
-        self._saved[microbatch] = _Saved(entrances, tuple(map(_edge, outputs)))
+        self._saved[microbatch] = _Saved(entrances, tuple([_edge(each) for each in outputs]))
         if self._is_last:
-            self.losses.append(outputs[0].detach())
-            return (outputs[0].new_full((), 1 / len(self._feed.seeds)),)
-        return tuple(_boundary(output).requires_grad_(output.requires_grad) for output in outputs)
+            return self._backward_start(outputs[0])
+        return tuple([_departure(each) for each in outputs])
 
     def evaluate(self, microbatch: int, message: Message) -> Message:
         """F that keeps nothing; the caller has turned gradients off."""
         outputs = self._call(microbatch, self._inputs(microbatch, message))
         if self._is_last:
-            self.losses.append(outputs[0])
-        return tuple(map(_boundary, outputs))
+            self._keep_loss(outputs[0])
+        return tuple([_boundary(each) for each in outputs])
 
     def backward_input(self, microbatch: int, message: Message) -> Message:
         """B: gradients of what F was given, None where none flows."""
@@ -130,57 +130,99 @@ class StageWorker:
 
     def _backward(self, microbatch: int, message: Message) -> tuple[Message, WeightGrads | None]:
         inputs, outputs = self._saved.pop(microbatch)
-        pairs = zip(outputs, message, strict=True)
-        flows = [(edge, grad) for edge, grad in pairs if edge is not None and grad is not None]
-        if not flows:
+        edges, output_grads = [], []
+        for edge, grad in zip(outputs, message, strict=True):
+            if edge is not None and grad is not None:
+                edges.append(edge)
+                output_grads.append(grad)
+        if not edges:
             return (None,) * len(inputs), None
-        edges, output_grads = zip(*flows, strict=True)
         grads, weight_grads = backward_input(edges, output_grads, inputs)
-        return tuple(None if grad is None else _boundary(grad) for grad in grads), weight_grads
+        return tuple([_boundary(grad) for grad in grads]), weight_grads
 
     def _inputs(self, microbatch: int, message: Message) -> tuple[Any, ...]:
-        return self._feed.args[microbatch] if self._feed.args else message
+        return tuple([_leaf(each) for each in self._feed.args[microbatch]]) if self._feed.args else message
 
-    def _call(self, microbatch: int, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    def _call(self, microbatch: int, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The module's outputs, None for one left out; on the last stage the loss."""
         _seed_generator(self._device, self._feed.seeds[microbatch])
         try:
             output = self.module(*inputs, **self._feed.kwargs[microbatch])
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            # All microbatches have the same shapes: what the first one passed is not the boundary's fault.
-            if self.index == 0 or microbatch > 0 or isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise BoundaryError(
-                f"stage {self.index} failed on what stage {self.index - 1} returned, "
-                f"{describe(layout_of(inputs))}: {type(error).__name__}: {error}"
-            ) from error
+            self._explain(microbatch, inputs, error)
+            raise
         return (self._loss(microbatch, output),) if self._is_last else self._outputs(output)
 
+    def _explain(self, microbatch: int, inputs: tuple[Any, ...], error: Exception) -> None:
+        """Say what the module was given; raise BoundaryError if that may be what it failed on."""
+        if self.index == 0 or isinstance(error, torch.OutOfMemoryError):
+            return
+        given = f"what stage {self.index - 1} returned, {describe(layout_of(inputs))}"
+        if microbatch > 0:  # a boundary that fitted once is seldom to blame
+            error.add_note(f"in the forward of stage {self.index}, microbatch {microbatch}, on {given}")
+            return
+        raise BoundaryError(
+            f"stage {self.index} failed on {given}: {type(error).__name__}: {error}"
+        ) from error
+
     def _loss(self, microbatch: int, output: Any) -> Tensor:
+        if output is None:
+            raise BoundaryError(f"stage {self.index}, the last one, returned nothing: is a return missing?")
         if self._loss_fn is not None:
             output = self._loss_fn(output, (self._feed.targets or ())[microbatch])  # there: see begin
         if not isinstance(output, Tensor) or output.numel() != 1:
             found = describe(layout_of((output,))) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(f"the loss must be a scalar tensor, not {found}; reduce it, or pass loss_fn")
-        return output.reshape(())
+        return output.reshape(()) if output.dim() else output
 
-    def _outputs(self, output: Any) -> tuple[Tensor, ...]:
-        outputs = output if isinstance(output, tuple) else (output,)
-        if not outputs or not all(isinstance(each, Tensor) for each in outputs):
-            kinds = ", ".join(type(each).__name__ for each in outputs) or "nothing"
-            raise BoundaryError(
-                f"stage {self.index} returned {kinds}: "
-                "a stage returns a tensor, or a tuple of tensors, for the next one"
+    def _backward_start(self, loss: Tensor) -> Message:
+        """What the step's loss, the mean over microbatches, has as its gradient in this one's."""
+        if not loss.requires_grad:
+            raise ValueError(
+                "the loss does not require grad: nothing that it was computed from is trainable; is there a "
+                "detach() or no_grad() on its way, or is every parameter frozen?"
             )
-        return outputs
+        self._keep_loss(loss)
+        if not self._start:
+            self._start = (torch.full_like(loss, 1 / len(self._feed.seeds), requires_grad=False),)
+        return self._start
+
+    def _keep_loss(self, loss: Tensor) -> None:
+        # A copy: mse_loss's scalar sits in a storage of the whole output's size.
+        self.losses.append(loss.detach().clone())
+
+    def _outputs(self, output: Any) -> tuple[Any, ...]:
+        if isinstance(output, Tensor):
+            return (output,)
+        outputs = output if isinstance(output, tuple) else (output,)
+        kinds = [type(each).__name__ for each in outputs]
+        others = [each for each in outputs if not isinstance(each, Tensor)]
+        if len(others) < len(outputs) and all(each is None for each in others):
+            return outputs
+        hint = "; of a dict, return tuple(output.values())" if isinstance(output, Mapping) else ""
+        raise BoundaryError(
+            f"stage {self.index} returned {', '.join(kinds) or 'nothing'}: a stage returns a tensor, or a "
+            f"tuple of tensors (None where one is left out), the next one's positional arguments{hint}"
+        )
 
 
-def _boundary(tensor: Tensor) -> Tensor:
+def _boundary(tensor: Tensor | None) -> Tensor | None:
     """A tensor as it crosses a boundary, sent or not: without history, contiguous."""
-    return tensor.detach().contiguous()
+    return None if tensor is None else tensor.detach().contiguous()
 
 
-def _edge(tensor: Tensor) -> GradientEdge | None:
-    return get_gradient_edge(tensor) if tensor.requires_grad else None
+def _departure(output: Tensor | None) -> Tensor | None:
+    """An output of F for the next stage, which is told whether a gradient is wanted back."""
+    return None if output is None else output.detach().contiguous().requires_grad_(output.requires_grad)
+
+
+def _edge(output: Any) -> GradientEdge | None:
+    return get_gradient_edge(output) if isinstance(output, Tensor) and output.requires_grad else None
+
+
+def _leaf(value: Any) -> Any:
+    """What the caller gave, without its history; a message is a leaf of ours already."""
+    return value.detach().requires_grad_() if isinstance(value, Tensor) and value.requires_grad else value
 
 
 def _entrance(value: Any) -> Any:
@@ -188,9 +230,16 @@ def _entrance(value: Any) -> Any:
 
     No leaf, and no view of one: a stage may start with an in-place operation, which both would refuse.
     """
-    if isinstance(value, Tensor) and value.requires_grad:
-        return _SameMemory.apply(value.detach().requires_grad_())  # type: ignore[no-untyped-call]  # torch's
-    return value
+    return _SameMemory.apply(value) if isinstance(value, Tensor) and value.requires_grad else value  # type: ignore[no-untyped-call]  # torch's
+
+
+def _entrance_edge(value: Any) -> GradientEdge | None:
+    """`_edge` of what `_entrance` made, in half the time: the last node keeps a Function's alive."""
+    if not (isinstance(value, Tensor) and value.requires_grad):
+        return None
+    node = value.grad_fn
+    assert node is not None  # a Function made it
+    return GradientEdge(node, 0, value.view_as(value).grad_fn)
 
 
 class _SameMemory(torch.autograd.Function):

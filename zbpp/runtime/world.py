@@ -24,6 +24,10 @@ class AgreementError(ValueError):
     """Ranks of one job were given different things."""
 
 
+class DeviceError(ValueError):
+    """The device that was asked for is not there."""
+
+
 class CommunicationError(RuntimeError):
     """A message did not come in time, or its peer is gone.
 
@@ -76,12 +80,16 @@ def _device(name: str) -> torch.device:
     """This process's device; "auto" is CUDA if every process of this machine gets one of its own."""
     # NCCL's first receive may run before the first kernel is loaded, and lazy loading would wait for it.
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    # A receive that waits holds up whatever shares its hardware queue: by default 8 for all streams.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if name not in ("cpu", "cuda", "auto"):
         raise ValueError(f"device={name!r}: write cpu, cuda or auto")
     needed, found = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if name == "cuda" and found < needed:
-        raise ValueError(
-            f"device=cuda: {needed} processes here, but torch sees {found} CUDA device(s); write device=cpu"
+        built = "" if torch.version.cuda else " and is built without CUDA"
+        raise DeviceError(
+            f"device=cuda: {needed} process(es) here, but torch sees {found} CUDA device(s){built}; "
+            "write device=cpu"
         )
     if name == "cpu" or found < needed:
         return torch.device("cpu")
@@ -137,6 +145,24 @@ def link_groups(
                 groups[link] = made
                 _connect(made, *(ranks[each] for each in link), device=device)
     return groups
+
+
+def close_links(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Leave the links' groups, so that ranks that wait for this one stop at once.
+
+    They do on gloo, once no pending send or receive is referred to. NCCL tells nobody: there they stop
+    at the timeout, or when this process ends.
+    """
+    for group in groups if dist.is_initialized() else ():
+        group.abort()
+        dist.destroy_process_group(group)
+
+
+def alone(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group of a pipeline of one rank: in a larger job one of this process alone, without a job None."""
+    if group is not None or not dist.is_initialized() or dist.get_world_size() == 1:
+        return group
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="zbpp_alone")
 
 
 def _connect(group: dist.ProcessGroup, sender: int, receiver: int, *, device: torch.device) -> None:

@@ -18,6 +18,7 @@ from zbpp.schedule.costs import Costs
 from zbpp.schedule.exact import optimal
 from zbpp.schedule.families import FAMILIES
 from zbpp.schedule.search import zb_auto
+from zbpp.schedule.search.problem import OBJECTIVES, PLACEMENTS, least_that_works, placed
 from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timetable import PlanError, Timetable
 
@@ -26,9 +27,6 @@ SCHEDULES: dict[str, Callable[..., Timetable]] = {
     "zb_auto": zb_auto,
     "optimal": optimal,
 }
-
-_PLACEMENTS = ("one", "v", "looped")
-_OBJECTIVES = ("makespan", "span")
 
 
 def plan(
@@ -71,13 +69,15 @@ def plan(
     _check_range("num_microbatches", num_microbatches)
     for option, value in options.items():
         _check_range(option, value)
-    _check_shape(placement, stages_per_rank)
+    if placement is not None and stages_per_rank is not None:
+        placed(num_ranks, placement, stages_per_rank)  # can they go together, in whatever family?
     limits = _limits(memory_limit, num_ranks)
 
     declared = inspect.signature(SCHEDULES[name]).parameters
     given = {key: value for key, value in options.items() if key in declared and value is not None}
     timetable = SCHEDULES[name](num_ranks, num_microbatches, **given)
     _check_placement(name, timetable, placement, stages_per_rank)
+    costs.per_stage(timetable.num_stages)  # refuses lists of another length
     if memory_limit is not None:
         _check_memory(name, timetable, costs, limits)
     return timetable
@@ -85,7 +85,8 @@ def plan(
 
 def placement_of(timetable: Timetable) -> str:
     """ "one" stage per rank, "looped" (stage s on rank s mod p), "v" (down and back up), or "other"."""
-    return next((shape for shape in _PLACEMENTS if _is_placed(timetable, shape)), "other")
+    shapes = ("one", "v", "looped")  # on one rank two stages are both
+    return next((shape for shape in shapes if _is_placed(timetable, shape)), "other")
 
 
 def _is_placed(timetable: Timetable, placement: str) -> bool:
@@ -117,12 +118,12 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or _is_limit(value),
         "write a number, 0 or more, in the unit of costs.saved, or one per rank",
     ),
-    "placement": (lambda value: value in (None, *_PLACEMENTS), f"write {' or '.join(_PLACEMENTS)}"),
+    "placement": (lambda value: value in (None, *PLACEMENTS), f"write {' or '.join(PLACEMENTS)}"),
     "stages_per_rank": (
         lambda value: value is None or _is_whole(value),
         "write a whole number, 1 or more",
     ),
-    "objective": (lambda value: value in _OBJECTIVES, f"write {' or '.join(_OBJECTIVES)}"),
+    "objective": (lambda value: value in OBJECTIVES, f"write {' or '.join(OBJECTIVES)}"),
     "search": (lambda value: isinstance(value, bool), "write True or False"),
     "time_limit": (_is_real, "write seconds, 0 or more"),
     "seed": (lambda value: _is_whole(value, least=-math.inf), "write a whole number"),
@@ -134,19 +135,6 @@ def _check_range(name: str, value: object) -> None:
     in_range, advice = _RANGES[name]
     if not in_range(value):
         raise PlanError(f"{name}={value!r}: {advice}")
-
-
-def _check_shape(placement: str | None, stages_per_rank: int | None) -> None:
-    """Whether a placement and a number of stages can go together, in whatever family."""
-    if placement is None or stages_per_rank is None:
-        return
-    fits = {"one": stages_per_rank == 1, "v": stages_per_rank == 2, "looped": stages_per_rank > 1}
-    if not fits[placement]:
-        advice = {"one": "1", "v": "2", "looped": "2 or more (one stage per rank is placement='one')"}
-        raise PlanError(
-            f"placement={placement!r} and stages_per_rank={stages_per_rank} contradict each other: "
-            f"stages_per_rank must be {advice[placement]}, or left out"
-        )
 
 
 def _limits(memory_limit: float | Sequence[float] | None, num_ranks: int) -> list[float]:
@@ -174,7 +162,10 @@ def _check_memory(name: str, timetable: Timetable, costs: Costs, limits: list[fl
     excess = [peak - limit for peak, limit in zip(peaks, limits, strict=True)]
     rank = excess.index(max(excess))
     if excess[rank] > 1e-9 * limits[rank]:  # the peak is a sum of floats
-        raise PlanError(f"{name} needs {peaks[rank]:g} on rank {rank}, memory_limit allows {limits[rank]:g}")
+        raise PlanError(
+            f"{name} needs {peaks[rank]:g} on rank {rank}, memory_limit allows {limits[rank]:g}; "
+            + least_that_works(peaks)
+        )
 
 
 def _unknown(name: str) -> str:

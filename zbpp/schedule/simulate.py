@@ -5,12 +5,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from zbpp.schedule.costs import Costs, StageCosts
-from zbpp.schedule.dataflow import consumes
+from zbpp.schedule.dataflow import Value, consumes
 from zbpp.schedule.timetable import Op, PlanError, Row, Timetable
 from zbpp.schedule.values import Numbers, Values, kinds_of
 
@@ -19,17 +20,31 @@ Floats = npt.NDArray[np.float64]
 _NONE = -1  # no value's number
 
 
+class Transfer(NamedTuple):
+    """A message between two ranks: when it was given away, and when it had arrived, in ms."""
+
+    value: Value
+    sender: int
+    receiver: int
+    sent: float
+    arrived: float
+
+
 @dataclass(frozen=True)
 class Timeline:
     """When each action ran, predicted or measured: per rank, times in ms in the row's order.
 
     peak_memory: per rank, the highest level after an action, in the unit of the costs.
+    Of messages (see `transfers_of`): message_ms, their times by the stage that they leave, where they are
+    predicted; transfers where they were measured.
     """
 
     timetable: Timetable
     starts: tuple[Floats, ...]
     ends: tuple[Floats, ...]
     peak_memory: tuple[float, ...]
+    message_ms: tuple[float, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
 
     @property
     def makespan(self) -> float:
@@ -82,6 +97,7 @@ def simulate(timetable: Timetable, costs: Costs | None = None) -> Timeline:
         starts=tuple(np.frombuffer(rank.starts) for rank in ranks),
         ends=tuple(np.frombuffer(rank.ends) for rank in ranks),
         peak_memory=tuple(_peak(row, stage_costs) for row in timetable.rows),
+        message_ms=tuple(stage_costs.comm),
     )
 
 

@@ -27,7 +27,7 @@ def progress(num_steps: int, *, shown: bool, print_every: int, title: str) -> It
 
         def show(metrics: Mapping[str, Any]) -> None:
             step = metrics["step"]
-            if step % print_every == 0 or step == num_steps:
+            if step % print_every == 0 or step == num_steps or "expected_makespan_ms" in metrics:
                 print(f"{title}  step {step}/{num_steps}  {brief(metrics)}", flush=True)
 
         yield show
@@ -38,4 +38,7 @@ def brief(metrics: Mapping[str, Any]) -> str:
     words = [f"loss {metrics['loss']:.4f}", f"{metrics['tokens_per_second']:,.0f} tokens/s"]
     if "evaluation_loss" in metrics:
         words.append(f"held-out {metrics['evaluation_loss']:.4f}")
+    if "expected_makespan_ms" in metrics:
+        measured, expected = metrics["measured_makespan_ms"], metrics["expected_makespan_ms"]
+        words.append(f"measured makespan {measured:.1f} ms, replanned for {expected:.1f} ms")
     return "  ".join(words)

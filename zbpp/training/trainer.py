@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from zbpp.runtime.world import gather, sum_over_ranks
 from zbpp.schedule import Timeline
 from zbpp.training.data import Batches, Data, RandomRegression
 from zbpp.training.optimizer import scale_gradients, squared_norm
+from zbpp.training.replan import Replan
 
 Metrics = dict[str, Any]
 
@@ -30,6 +31,7 @@ class Trainer:
 
     learning_rate(step): the factor on the optimizer's rate. clip_norm: of the gradients of all
     stages together. num_recorded: how many of the last steps are measured action by action.
+    replan: may replace the pipeline after the first steps.
     """
 
     pipeline: Pipeline
@@ -39,6 +41,7 @@ class Trainer:
     clip_norm: float | None = None
     evaluate_every: int = 0
     num_recorded: int = 5
+    replan: Replan | None = None
 
     def __post_init__(self) -> None:
         self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -47,14 +50,19 @@ class Trainer:
 
     def run(self, num_steps: int) -> Iterator[Metrics]:
         """Train; yields a step's metrics as soon as it is done; all but times are equal on all ranks."""
+        recorder = Recorder(self.pipeline.device)
         for step in range(num_steps):
-            if step == max(0, num_steps - self.num_recorded):
-                self.pipeline.recorder = Recorder(self.pipeline.device)
+            recorded = step >= num_steps - self.num_recorded or self._is_measured(step)
+            self.pipeline.recorder = recorder if recorded else None
             metrics = self._step(step)
             if self.evaluate_every and ((step + 1) % self.evaluate_every == 0 or step + 1 == num_steps):
                 metrics["evaluation_loss"] = self.evaluate()
-            if self.pipeline.recorder is not None:
-                self.timelines.append(self._measure())
+            if recorded:
+                self.timelines.append(
+                    measured_timeline(recorder, self.pipeline.timetable, self.pipeline.group)
+                )
+            if step + 1 < num_steps:
+                metrics |= self._replan(step)
             yield metrics
 
     def evaluate(self) -> float:
@@ -99,13 +107,8 @@ class Trainer:
     def _batch(
         self, source: Batches | RandomRegression, number: int
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """What this rank's stages need of a batch: inputs for the first stage, targets for the last."""
-        owned, last = self.pipeline.stages, self.pipeline.timetable.num_stages - 1
-        if not owned.keys() & {0, last}:
-            return (), None
-        dtype = next((p.dtype for p in self._norms.parameters if p.is_floating_point()), torch.float32)
-        inputs, target = (_to(each, self.pipeline.device, dtype) for each in source.batch(number))
-        return ((inputs,) if 0 in owned else ()), (target if last in owned else None)
+        pipeline = self.pipeline
+        return batch_for(pipeline.stages, pipeline.timetable.num_stages, source, number, pipeline.device)
 
     def _loss_and_norm(self, losses: list[Tensor]) -> tuple[float, float]:
         entries = self._norms.entries()
@@ -119,9 +122,19 @@ class Trainer:
             return numbers
         return sum_over_ranks(numbers, self.pipeline.device, self.pipeline.group)
 
-    def _measure(self) -> Timeline:
-        assert self.pipeline.recorder is not None  # set by run
-        return measured_timeline(self.pipeline.recorder, self.pipeline.timetable, self.pipeline.group)
+    def _is_measured(self, step: int) -> bool:
+        return self.replan is not None and self.replan.is_measured(step)
+
+    def _replan(self, step: int) -> Metrics:
+        """Let the replanner, if there is one, see what the first steps were like; what it says of it."""
+        if self.replan is None:
+            return {}
+        _, target = self._batch(self.data.train, step)
+        following, news = self.replan.after(step, self.pipeline, self.timelines, target)
+        if following is not self.pipeline:
+            self.pipeline = following
+            self.timelines.clear()
+        return news
 
 
 class _NormLayout:
@@ -147,5 +160,21 @@ class _NormLayout:
         return vector
 
 
-def _to(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return tensor.to(device, dtype if tensor.is_floating_point() else None)
+def batch_for(
+    stages: Mapping[int, nn.Module],
+    num_stages: int,
+    source: Batches | RandomRegression,
+    number: int,
+    device: torch.device,
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """(args, target) of a step for the owner of `stages`: inputs for stage 0, targets for the last stage."""
+    ends = (0, num_stages - 1)
+    if not stages.keys() & set(ends):
+        return (), None
+    dtypes = (p.dtype for stage in stages.values() for p in stage.parameters() if p.is_floating_point())
+    dtype = next(dtypes, torch.float32)
+    inputs, target = (
+        each.to(device, dtype if each.is_floating_point() else None) if end in stages else None
+        for each, end in zip(source.batch(number), ends, strict=True)
+    )
+    return () if inputs is None else (inputs,), target

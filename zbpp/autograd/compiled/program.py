@@ -16,7 +16,7 @@ from torch.utils._pytree import TreeSpec
 
 from zbpp.autograd.collector import collector_of
 from zbpp.autograd.compiled.inductor import Boxed
-from zbpp.autograd.weight_grads import _add_to_grad, _run_hooks, _total
+from zbpp.autograd.weight_grads import add_to_grad, run_hooks, total_of
 
 
 class Program(NamedTuple):
@@ -163,7 +163,7 @@ class Compiled(NamedTuple):
             self.program.w(values)
         for leaf, gradient in late:
             if self.wanted is None or id(leaf) in self.wanted:
-                _add_new(leaf, _run_hooks(leaf, gradient))
+                _add_new(leaf, run_hooks(leaf, gradient))
         return self.leaf
 
 
@@ -192,7 +192,7 @@ def _fits(leaf: Any, total: Tensor, wanted: set[int] | None) -> bool:
 
 def _add_new(leaf: Tensor, gradient: Tensor) -> None:
     """It is nobody else's: the first needs no copy."""
-    if _total(leaf) is None:
+    if total_of(leaf) is None:
         leaf.grad = gradient
     else:
-        _add_to_grad(leaf, gradient)
+        add_to_grad(leaf, gradient)

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from zbpp.schedule.bounds.idle import Idle
-from zbpp.schedule.bounds.relaxed import Relaxed
+from zbpp.schedule.bounds.relaxed import ROUNDING, Relaxed
 
 _STEPS = 60
 
@@ -44,7 +44,7 @@ def late_first_b(problem: Relaxed, idles: Sequence[Idle], objective: str, floor:
     heads = _heads(problem, idles, objective)
     if _attainable(heads, floor):
         return floor
-    low, high = floor, floor + sum(head.arrival for head in heads)
+    low, high = floor, floor * (1 + ROUNDING) + sum(head.arrival for head in heads)
     while not _attainable(heads, high):
         high += high - low
     for _ in range(_STEPS):

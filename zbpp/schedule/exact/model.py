@@ -176,7 +176,7 @@ class Model:
                     self.model.add_hint(self.start[Op.W, stage, k], at + self.time[Op.B][stage])
                 else:
                     self.model.add_hint(self.start[op, stage, k], at)
-                if op != Op.F and self.case.may_be_whole(stage):
+                if op in (Op.B, Op.BW) and self.case.may_be_whole(stage):
                     self.model.add_hint(self.whole[stage, k], op == Op.BW)
 
     def solve(

@@ -26,7 +26,6 @@ def anneal(
     """
     tolerance = board.problem.tolerance
     best, best_rows = board.value, [list(row) for row in board.rows]
-    critical = board.critical()
     folds = foldable(board)
     toggles = min(_TOGGLES, _TOGGLED / len(board.order)) if folds else 0.0
     kept = 0
@@ -37,12 +36,11 @@ def anneal(
         if toggles and rng.random() < toggles:
             if not toggle(board, rng.choice(folds), rng, board.value + slack):
                 continue
-        elif not _move(board, rng, critical, board.value + slack):
+        elif not _move(board, rng, board.value + slack):
             continue
         kept += 1
         if kept % 20 == 0:
             board.refresh()
-        critical = board.critical()
         if board.value < best - tolerance:
             best, best_rows = board.value, [list(row) for row in board.rows]
     if board.value > best + tolerance:
@@ -50,8 +48,11 @@ def anneal(
         board.link()
 
 
-def _move(board: Board, rng: random.Random, critical: list[int], limit: float) -> bool:
-    a = rng.choice(critical if rng.random() < _CRITICAL else board.order)
+def _move(board: Board, rng: random.Random, limit: float) -> bool:
+    order, everywhere = board.order, rng.random() >= _CRITICAL
+    a = rng.choice(order)
+    while not (everywhere or board.is_critical(a)):
+        a = rng.choice(order)
     at = board.index[a]
     low, high = board.room(a)
     low, high = max(low, at - _REACH), min(high, at + _REACH)

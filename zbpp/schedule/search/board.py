@@ -140,10 +140,9 @@ class Board:
         ends = [self.end[row[-1]] for row in self.rows]
         self.value = max(end - offset for end, offset in zip(ends, self.problem.offsets, strict=True))
 
-    def critical(self) -> list[int]:
-        """The actions on a longest path."""
-        least, end, tail = self.value - self.problem.tolerance, self.end, self.tail
-        return [a for a in self.order if end[a] + tail[a] >= least]
+    def is_critical(self, a: int) -> bool:
+        """Whether an action is on a longest path."""
+        return self.end[a] + self.tail[a] >= self.value - self.problem.tolerance
 
     def fits(self) -> bool:
         """Whether every rank stays within its memory."""
@@ -207,6 +206,25 @@ class Board:
             self.index[x] = index
         self._set_value()
         return True
+
+    def replace(self, f: int, new: list[int]) -> None:
+        """Give an F another backward where its own stands: a BW for B and W side by side, or these for it.
+
+        The caller sees to it that this fits the memory.
+        """
+        stage, next_stage = f // (4 * self.problem.num_microbatches), 4 * self.problem.num_microbatches
+        rank, old = self.owner[f], list(dict.fromkeys((self.backward[f], self.weight[f])))
+        at, place = self.index[old[0]], self.place[old[0]]
+        self.rows[rank][at : at + len(old)] = new
+        self.order[place : place + 1] = new
+        self.order = [a for a in self.order if a not in old]
+        self.backward[f], self.weight[f] = new[0], new[-1]
+        if stage > 0:
+            self._connect(new[0], self.backward[f - next_stage], self.problem.back_hop[stage - 1])
+        if stage < self.problem.num_stages - 1:
+            self._connect(self.backward[f + next_stage], new[0], self.problem.back_hop[stage])
+        self._string(rank)
+        self.refresh()
 
     def _relink(self, previous: int, segment: list[int], following: int) -> None:
         before, after = self.before, self.after

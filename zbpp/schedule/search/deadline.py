@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+
+_BEAT = 0.1  # seconds
 
 
 class Deadline:
-    """`seconds` from now. `over` is cheap enough to ask in a loop."""
+    """`seconds` from now. `over` is cheap enough to ask in a loop, and calls `watch` ten times a second."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self._start = seconds, time.monotonic()
+        self.seconds, self._start, self._next = seconds, time.monotonic(), _BEAT
+        self.watch: Callable[[], None] | None = None
 
     @property
     def over(self) -> bool:
-        return time.monotonic() - self._start >= self.seconds
+        spent = time.monotonic() - self._start
+        if self.watch and spent >= self._next:
+            self._next = spent + _BEAT
+            self.watch()
+        return spent >= self.seconds
 
     @property
     def fraction(self) -> float:
@@ -21,5 +29,7 @@ class Deadline:
         return min(1.0, (time.monotonic() - self._start) / self.seconds) if self.seconds > 0 else 1.0
 
     def part(self, share: float) -> Deadline:
-        """A share of what is left, from now."""
-        return Deadline(share * self.seconds * (1 - self.fraction))
+        """A share of what is left, from now, with the same watch."""
+        part = Deadline(share * self.seconds * (1 - self.fraction))
+        part.watch = self.watch
+        return part

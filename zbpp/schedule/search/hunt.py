@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 
 from zbpp.schedule.bounds import lower_bound
 from zbpp.schedule.search.anneal import anneal
@@ -39,6 +39,8 @@ class Hunt:
         self, problem: Problem, deadline: Deadline, seed: int, progress: Progress | None = None
     ) -> None:
         self.problem, self.deadline, self.progress, self.seed = problem, deadline, progress, seed
+        if progress:
+            deadline.watch = self._report
         self.bound = lower_bound(
             problem.objective,
             rank_of=problem.rank_of,
@@ -62,7 +64,6 @@ class Hunt:
         """The best plan found; never worse than the best family that fits."""
         for value, plan in fitting(self.problem):
             self._offer(value, plan)
-        self._report()
         if self.evolves and not self._finished:
             self._evolve()
         self._justify_starts()
@@ -73,7 +74,6 @@ class Hunt:
             before = self.best
             self._round()
             quiet = 0 if self.best < before - self.problem.tolerance else quiet + 1
-            self._report()
         if self.progress:
             self.progress(1.0, self.best, self.bound)
         return self.pool[0][1]
@@ -95,19 +95,20 @@ class Hunt:
         del self.pool[_POOL:]
 
     def _justify_starts(self) -> None:
-        for plan in [plan for _, plan in self.pool] + list(self._starts()):
+        for plan in self._starts():
             if self._finished or self.deadline.fraction > _SHARE:
                 return
             self._settle(Board(self.problem, plan))
 
     def _settle(self, board: Board) -> None:
         """What costs little and never hurts; then into the pool."""
-        join(board, self.rng, self.deadline)
+        join(board, self.deadline)
         justify(board, self.deadline)
         self._offer(board.value, board.rows)
 
-    def _starts(self) -> Iterable[Plan]:
-        return starts(self.problem, self.deadline) if not self._finished else []
+    def _starts(self) -> Iterator[Plan]:
+        yield from [plan for _, plan in self.pool]
+        yield from starts(self.problem, self.deadline)
 
     def _stretch(self) -> None:
         """Plans for fewer microbatches, found in half of the time left, with their middle repeated."""
@@ -115,7 +116,7 @@ class Hunt:
         if self.problem.num_microbatches <= few + self.problem.num_ranks:
             return
         small = self.problem.with_microbatches(few)
-        hunt = Hunt(small, self.deadline.part(0.5), self.seed, lambda *_: self._report())
+        hunt = Hunt(small, self.deadline.part(0.5), self.seed)
         hunt.run()
         for _, plan in hunt.pool:
             board = stretched(small, plan, self.problem, self.deadline)

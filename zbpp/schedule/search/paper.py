@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 
 from zbpp.schedule.search.problem import Plan, Problem
-from zbpp.schedule.timetable import Op, PlanError
+from zbpp.schedule.timetable import Op
 
 F, B, W = int(Op.F), int(Op.B), int(Op.W)
 
@@ -41,6 +41,9 @@ class _Line:
         self.last, self.number = problem.num_ranks - 1, problem.num_microbatches
         self.time = [[problem.costs.duration[op][rank] for rank in ranks] for op in (Op.F, Op.B, Op.W)]
         self.change = [[problem.costs.memory[op][rank] for rank in ranks] for op in (Op.F, Op.B, Op.W)]
+        most, of_b = problem.ceilings, self.change[B]
+        after_f = [level - max(0.0, more) for level, more in zip(most, of_b, strict=True)]
+        self.most = [after_f, most]  # the level after F leaves room for what a B may add, after B
         self.done = [[0 for _ in ranks] for _ in range(3)]
         self.ends: list[list[list[float]]] = [[[] for _ in ranks] for _ in range(2)]  # of F's, of B's
         self.clock, self.level, self.waited = ([0.0 for _ in ranks] for _ in range(3))
@@ -112,14 +115,13 @@ class _Line:
             sizes[rank], clock = self._fitting(rank, arrival)
             first_b = max(clock, arrival) + self.time[B][rank]
         for rank in range(1, self.last + 1):  # a rank can't be as far as the one that feeds it
-            most = max(sizes[rank - 1] - 1, 0)
-            if sizes[rank] > most and 1 + sizes[rank] < self.number:
-                sizes[rank] = most
+            fed = sizes[rank - 1]
+            sizes[rank] = min(sizes[rank], fed if 1 + fed == self.number else max(fed - 1, 0))
         return sizes
 
     def _fitting(self, rank: int, arrival: float) -> tuple[int, float]:
         clock, level, taken = self.clock[rank], self.level[rank], 0
-        while 1 + taken < self.number and level + self.change[F][rank] <= self.problem.ceilings[rank]:
+        while 1 + taken < self.number and level + self.change[F][rank] <= self.most[F][rank]:
             too_late = clock >= arrival if self.early else clock + self.time[F][rank] > arrival
             if too_late:
                 break
@@ -154,15 +156,13 @@ class _Line:
         """An F, and the W's that must make room for it."""
         time, level = self.time[F][rank], self.level[rank] + self.change[F][rank]
         for _ in range(self.done[B][rank] - self.done[W][rank]):
-            if level <= self.problem.ceilings[rank]:
+            if level <= self.most[F][rank]:
                 break
             time, level = time + self.time[W][rank], level + self.change[W][rank]
         return time
 
     def _make_room(self, rank: int, op: int) -> None:
-        while self.level[rank] + self.change[op][rank] > self.problem.ceilings[rank]:
-            if self.done[W][rank] == self.done[B][rank]:
-                raise PlanError(f"rank {rank} has no room for microbatch {self.done[op][rank]}")
+        while self.level[rank] + self.change[op][rank] > self.most[op][rank]:
             self._put(rank, W)
 
     def _fill_wait(self, rank: int, arrival: float) -> None:

@@ -19,7 +19,13 @@ from zbpp.schedule.timetable import Op, PlanError, Row, Timetable
 
 Plan = list[list[int]]
 
-PLACEMENTS = ("one", "looped", "v")
+# placement -> least and most stages per rank, and what to write
+_STAGES = {
+    "one": (1, 1, "1 (for more, write placement='looped' or 'v')"),
+    "looped": (2, math.inf, "2 or more (one stage per rank is placement='one')"),
+    "v": (2, 2, "2"),
+}
+PLACEMENTS = tuple(_STAGES)
 OBJECTIVES = ("makespan", "span")
 
 
@@ -122,10 +128,10 @@ class Problem:
         """Raises PlanError, naming what each rank needs, if some limit is below it."""
         short = [rank for rank, least in enumerate(floor) if self.ceilings[rank] < least]
         if short:
-            rank, least = short[0], ", ".join(f"{each:g}" for each in floor)
+            rank = short[0]
             raise PlanError(
                 f"memory_limit {self.limits[rank]:g} on rank {rank} can't hold one microbatch; "
-                f"the least that works, per rank: {least}"
+                + least_that_works(floor)
             )
 
     def id_of(self, stage: int, op: int, microbatch: int) -> int:
@@ -225,20 +231,24 @@ def pose(
     return problem
 
 
+def least_that_works(memory: Iterable[float]) -> str:
+    """For an error: what each rank needs, to 12 digits, so that it does as a limit."""
+    return f"the least that works, per rank: {', '.join(f'{each:.12g}' for each in memory)}"
+
+
 def placed(num_ranks: int, placement: str, stages_per_rank: int | None) -> tuple[int, ...]:
-    """The owner of each stage. Raises PlanError if the two contradict each other."""
+    """The owner of each stage. Raises PlanError if placement and stages_per_rank contradict each other."""
     if placement not in PLACEMENTS:
         raise PlanError(f"placement={placement!r}: write one of {', '.join(PLACEMENTS)}")
-    own = {"one": 1, "v": 2}.get(placement, stages_per_rank if stages_per_rank is not None else 2)
-    if stages_per_rank is not None and stages_per_rank != own:
+    least, most, advice = _STAGES[placement]
+    per_rank = stages_per_rank if stages_per_rank is not None else max(least, min(most, 2))
+    if not (isinstance(per_rank, int) and least <= per_rank <= most):
         raise PlanError(
-            f"placement {placement!r} has {own} stage(s) per rank, not {stages_per_rank}: "
-            "leave stages_per_rank out, or write placement='looped'"
+            f"placement={placement!r} and stages_per_rank={stages_per_rank!r} contradict each other: "
+            f"stages_per_rank must be {advice}, or left out"
         )
-    if not isinstance(own, int) or own < 1:
-        raise PlanError(f"stages_per_rank={own!r}: write a whole number, 1 or more")
     there = tuple(range(num_ranks))
-    return there + there[::-1] if placement == "v" else there * own
+    return there + there[::-1] if placement == "v" else there * per_rank
 
 
 def _limits(limit: float | Sequence[float] | None, num_ranks: int) -> tuple[float, ...]:

@@ -25,7 +25,8 @@ _SHARE = 0.25  # of the time, at most, for trying patterns
 def fitting(problem: Problem) -> Iterator[tuple[float, Plan]]:
     """Whole plans within memory, with their objective; one at least."""
     for plan in [one_by_one(problem), *planned(problem), *families(problem)]:
-        for each in (plan, split(problem, plan)):
+        apart = split(problem, plan)
+        for each in [plan] if apart == plan else [plan, apart]:
             value = problem.timed(each)
             if value < math.inf:
                 yield value, each
@@ -33,27 +34,33 @@ def fitting(problem: Problem) -> Iterator[tuple[float, Plan]]:
 
 def starts(problem: Problem, deadline: Deadline) -> list[Plan]:
     """Orders of families and patterns with their W's put in anew: the best dozen, best first."""
-    number = problem.num_microbatches
-    small = problem.with_microbatches(min(number, 3 * problem.num_ranks))
-    found: list[tuple[float, int, float, Order]] = []
-    for make in orders(problem):
-        order = make(small)
-        for eagerness in _EAGERNESS if order else ():
-            value, _ = weave(small, order, eagerness)
-            found.append((value, len(found), eagerness, make))
-        if deadline.fraction > _SHARE:
-            break
-    found.sort(key=lambda each: each[:2])
     plans: list[Plan] = []
     seen: set[float] = set()
-    for value, _, eagerness, make in found:
-        if value < math.inf and value not in seen and len(plans) < _STARTS:
-            seen.add(value)
-            order = make(problem)
-            value, plan = weave(problem, order, eagerness) if order else (math.inf, [])
-            if value < math.inf:
-                plans.append(plan)
+    for small_value, eagerness, make in _tried(problem, deadline):
+        if small_value in seen or len(plans) == _STARTS:
+            continue
+        seen.add(small_value)
+        order = make(problem)
+        value, plan = weave(problem, order, eagerness) if order else (math.inf, [])
+        if value < math.inf:
+            plans.append(plan)
     return plans
+
+
+def _tried(problem: Problem, deadline: Deadline) -> list[tuple[float, float, Order]]:
+    """(objective for few microbatches, eagerness, order) of what fits, best first."""
+    small = problem.with_microbatches(min(problem.num_microbatches, 3 * problem.num_ranks))
+    found: list[tuple[float, float, Order]] = []
+    met: list[list[list[int]]] = [[]]  # many patterns come to the same order
+    for make in orders(problem):
+        order = make(small)
+        if order not in met:
+            met.append(order)
+            values = ((weave(small, order, eagerness)[0], eagerness) for eagerness in _EAGERNESS)
+            found += [(value, eagerness, make) for value, eagerness in values if value < math.inf]
+        if deadline.fraction > _SHARE:
+            break
+    return sorted(found, key=lambda each: each[0])
 
 
 def one_by_one(problem: Problem) -> Plan:
@@ -95,13 +102,14 @@ def orders(problem: Problem) -> Iterator[Order]:
 
 
 def _own_families(problem: Problem) -> Iterator[Callable[..., Timetable]]:
-    """The families with this placement, as two ranks show it, cheaply."""
+    """The families with this placement, as one rank or two show it, cheaply."""
     per_rank = problem.num_stages // problem.num_ranks
-    own = placed(2, problem.placement, per_rank)
+    num_ranks = min(problem.num_ranks, 2)  # on one rank a V is a loop, too
+    own = placed(num_ranks, problem.placement, per_rank)
     for family in FAMILIES.values():
         if "stages_per_rank" in inspect.signature(family).parameters:
             family = partial(family, stages_per_rank=per_rank)
-        if family(2, 4).rank_of == own:
+        if family(num_ranks, 4).rank_of == own:
             yield family
 
 

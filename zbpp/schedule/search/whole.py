@@ -1,4 +1,9 @@
-"""B and W of a microbatch joined to one BW, or split again, on a board."""
+"""B and W of a microbatch joined to one BW, or split again, on a board.
+
+Of a B and its W side by side it is known what a BW does instead: it sends its gradient later, by
+what it takes longer than B, and leaves its rank sooner, by what it takes less than both. Neither
+changes what comes after, so `tail` tells how long the plan will be, without trying.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +11,17 @@ import random
 
 from zbpp.schedule.search.board import Board
 from zbpp.schedule.search.deadline import Deadline
-from zbpp.schedule.timetable import Op, PlanError
+from zbpp.schedule.timetable import Op
+
+B, W, BW = map(int, (Op.B, Op.W, Op.BW))
 
 
-def join(board: Board, rng: random.Random, deadline: Deadline) -> None:
+def join(board: Board, deadline: Deadline) -> None:
     """Every B and W that can be one, where that pays and the plan gets no longer."""
     for f in foldable(board):
         if board.backward[f] != board.weight[f]:
-            toggle(board, f, rng, board.value + board.problem.tolerance)
+            limit = board.value + board.problem.tolerance
+            _join(board, f, board.weight[f], limit) or _join(board, f, board.backward[f], limit)
         if deadline.over:
             return
 
@@ -28,44 +36,44 @@ def foldable(board: Board) -> list[int]:
 
 
 def toggle(board: Board, f: int, rng: random.Random, limit: float) -> bool:
-    """Split or join the backward of F `f`; False, and all as before, if the plan gets too long.
+    """Split or join the backward of F `f`; False, and all as before, if the plan gets too long."""
+    if board.backward[f] == board.weight[f]:
+        return _split(board, f, limit)
+    return _join(board, f, rng.choice((board.backward[f], board.weight[f])), limit)
 
-    A BW may stand where its B or where its W stood, as long as the W's before its own are done and
-    the B's after its own are not.
-    """
-    number = board.problem.num_microbatches
-    b, w, row = board.backward[f], board.weight[f], board.rows[board.owner[f]]
-    if b == w:
-        at = board.index[b]
-        new = [*row[:at], f + Op.B * number, f + Op.W * number, *row[at + 1 :]]
-    else:
-        new = _joined(board, f, rng)
-    if not new:
+
+def _split(board: Board, f: int, limit: float) -> bool:
+    number, rank, bw = board.problem.num_microbatches, board.owner[f], board.backward[f]
+    b, w = f + B * number, f + W * number
+    level = board.levels[rank][board.index[bw] - 1] + board.memory[b]
+    start = board.end[bw] - board.duration[bw]
+    rest = _after(board, board.after[bw])
+    if level > board.problem.ceilings[rank] or start + board.duration[b] + board.duration[w] + rest > limit:
         return False
-    was, board.rows[board.owner[f]] = row, new
-    try:
-        board.link()
-        if board.fits() and board.value <= limit:
-            return True
-    except PlanError:
-        pass  # the BW, later than the B was, waits for itself by way of other ranks
-    board.rows[board.owner[f]] = was
-    board.link()
-    return False
+    board.replace(f, [b, w])
+    return True
 
 
-def _joined(board: Board, f: int, rng: random.Random) -> list[int]:
-    """The row of `f` with its B and W as one; empty if there is no place for it."""
-    number, index = board.problem.num_microbatches, board.index
-    microbatch, b, w = f % number, board.backward[f], board.weight[f]
-    row = board.rows[board.owner[f]]
-    places = []
-    if microbatch == 0 or index[board.weight[f - 1]] < index[b]:
-        places.append(b)
-    if microbatch == number - 1 or index[board.backward[f + 1]] > index[w]:
-        places.append(w)
-    if not places:
-        return []
-    place = rng.choice(places)
-    whole = f + Op.BW * number
-    return [whole if a == place else a for a in row if a == place or a not in (b, w)]
+def _join(board: Board, f: int, mover: int, limit: float) -> bool:
+    """B and W to one; the mover goes to where the other stands."""
+    b, w, bw = board.backward[f], board.weight[f], f + BW * board.problem.num_microbatches
+    was, to = board.index[mover], board.index[b] + 1 if mover == w else board.index[w] - 1
+    low, high = board.room(mover)
+    if not low <= to <= high:
+        return False
+    gain = board.duration[b] + board.duration[w] - board.duration[bw]
+    if was != to and not board.move(mover, to, limit + max(gain, 0.0)):
+        return False
+    start = board.end[b] - board.duration[b]
+    rest = max(_after(board, board.after[w]), board.away[b] + _after(board, board.target[b]))
+    if start + board.duration[bw] + rest > limit:
+        if was != to:
+            board.move(mover, was, float("inf"))
+        return False
+    board.replace(f, [bw])
+    return True
+
+
+def _after(board: Board, a: int) -> float:
+    """From the start of an action to the end of the plan."""
+    return board.duration[a] + board.tail[a]

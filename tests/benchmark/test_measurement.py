@@ -1,0 +1,169 @@
+"""Measured costs of EMULATED stages, whose true costs are known; emulated links; plans that travel."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.processes import run_ranks
+from zbpp import Costs, Pipeline, Timetable, plan, simulate
+from zbpp.benchmark.bench import Options, bench, peak_of
+from zbpp.benchmark.delay import delayed_messages
+from zbpp.benchmark.measurement import measure, split, whole
+from zbpp.benchmark.workload import Workload
+from zbpp.models.emulated import Emulated
+from zbpp.runtime.agree import planned_by_rank_0
+from zbpp.runtime.links import link_speeds
+from zbpp.runtime.world import World
+from zbpp.schedule import SCHEDULES, PlanError
+from zbpp.training.data import regression_data
+
+P, M = 2, 4
+CPU = torch.device("cpu")
+ROW = 8 * 4  # bytes of one row of an activation
+
+
+def workload(rank, num_layers, f=6.0, b=12.0, w=3.0):
+    return Workload(
+        model=Emulated(num_layers=num_layers, f=f, b=b, w=w),
+        data=regression_data(in_features=8, out_features=8, batch_size=2 * M, seed=0),
+        here=World(rank, P, CPU),
+        num_microbatches=M,
+        timeout=20,
+    )
+
+
+# ---------------------------------------------------------------- whole and split
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "zb_v", "1f1b", "v_min"])
+def test_whole_and_split_keep_the_order_and_the_places(name):
+    timetable = plan(name, 4, 8)
+    forms = whole(timetable), split(timetable)
+    for form in forms:
+        simulate(form)
+        assert form.rank_of == timetable.rank_of
+        assert [r.microbatches[r.ops == 0].tolist() for r in form.rows] == [
+            r.microbatches[r.ops == 0].tolist() for r in timetable.rows
+        ]
+    assert {str(a.op) for row in forms[0].rows for a in row} == {"F", "BW"}
+    assert {str(a.op) for row in forms[1].rows for a in row} == {"F", "B", "W"}
+
+
+def test_whole_puts_bw_where_b_stood_and_split_w_behind_its_b():
+    assert str(whole(Timetable.parse("0F0 0F1 0B0 0B1 0W0 0W1"))) == "0F0 0F1 0BW0 0BW1"
+    assert str(split(Timetable.parse("0F0 0F1 0BW0 0BW1"))) == "0F0 0F1 0B0 0W0 0B1 0W1"
+
+
+# ---------------------------------------------------------------- measured costs
+
+
+def measured(rank):
+    found = measure(workload(rank, 2 * P), plan("zb_v", P, M), 2)
+    return found.costs, found.links, found.in_activations, found.deferred_share
+
+
+def test_times_and_bytes_are_those_that_the_stages_emulate():
+    (costs, links, relative, share), other = run_ranks(measured, P)
+    assert costs == other[0]
+    for name, least in (("f", 6), ("b", 12), ("w", 3), ("bw", 15)):
+        assert min(getattr(costs, name)) >= least
+    assert max(costs.w) < min(costs.b)
+    # Two rows per microbatch; from F until B four times a layer's input, of which stage 0's is the batch's.
+    assert costs.saved == [2 * 3 * ROW, 2 * 4 * ROW, 2 * 4 * ROW, pytest.approx(2 * 5 * ROW, abs=300)]
+    assert costs.deferred[1:3] == [2 * 2 * ROW] * 2
+    assert share == pytest.approx(0.5, abs=0.2)
+    assert sum(relative.saved) == pytest.approx(4)
+    assert sum(relative.deferred) == pytest.approx(4 * share)
+    assert [(each.ranks, each.latency_ms > 0, each.gigabytes_per_second > 0) for each in links] == [
+        ((0, 1), True, True)
+    ]
+
+
+# ---------------------------------------------------------------- emulated links
+
+
+def speeds_and_losses(rank):
+    timetable = plan("zb_h1", P, M)
+    found = []
+    for delay in (0.0, 15.0):
+        with delayed_messages(delay):
+            (speed,) = link_speeds([(0, 1), (1, 0)], CPU)
+            work = workload(rank, P, 0.0, 0.0, 0.0)
+            pipeline = Pipeline(work.stages(timetable), timetable, work.model.loss)
+            losses = pipeline.step(*work.batch(timetable, 0)[0], target=work.batch(timetable, 0)[1])
+            found.append((speed.latency_ms, losses))
+    dist.barrier()
+    return found
+
+
+def test_a_delayed_message_is_late_and_is_the_same():
+    for (quick, losses), (slow, late_losses) in run_ranks(speeds_and_losses, P):
+        assert quick < 15 <= slow
+        assert [float(loss) for loss in losses] == [float(loss) for loss in late_losses]
+
+
+# ---------------------------------------------------------------- plans that travel
+
+
+def agreed(rank):
+    plans = [plan("1f1b", P, M), plan("zb_h1", P, M)]
+    text = str(planned_by_rank_0(lambda: plans[rank]))
+
+    def refuse():
+        raise PlanError(f"rank {rank} can't")
+
+    with pytest.raises(PlanError, match="^rank 0 can't$"):
+        planned_by_rank_0(refuse)
+    return text
+
+
+def test_all_ranks_get_the_plan_of_rank_0_and_its_refusal():
+    assert run_ranks(agreed, P) == [str(plan("1f1b", P, M))] * P
+
+
+def test_one_rank_plans_for_itself():
+    timetable = plan("zb_h1", 1, M)
+    assert planned_by_rank_0(lambda: timetable) == timetable
+
+
+# ---------------------------------------------------------------- the whole benchmark
+
+
+def benched(rank):
+    options = Options(num_repeats=1, compare="torch", memory_limit=None, time_limit=0.2)
+    entries = bench(workload(rank, 6, 2.0, 2.0, 2.0), ["1f1b", "zb_auto"], options)
+    return [(e.name, e.runtime, str(e.timetable), e.note, e.failure, len(e.walls)) for e in entries]
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run_ranks(benched, P)
+
+
+def test_a_benchmark_has_both_runtimes_and_always_a_tuned_interleaved_1f1b(results):
+    first, second = results
+    assert first == second
+    assert [each[:2] for each in first] == [
+        ("1f1b", "zbpp"), ("1f1b", "torch"), ("zb_auto", "zbpp"),
+        ("interleaved_1f1b", "zbpp"), ("interleaved_1f1b", "torch"),
+    ]  # fmt: skip
+    assert [each[4:] for each in first] == [("", 1)] * 5
+    # Six layers allow two and three stages per rank; three hold 2 + 1/3 activations, two 2 + 1/2.
+    assert first[3][3] == "tuned: 3 stages per rank, holds 2.33 activations, over the 2 of the others"
+
+
+def test_the_searched_plan_holds_no_more_than_1f1b(results):
+    (text,) = [text for name, _, text, *_ in results[0] if name == "zb_auto"]
+    assert max(simulate(Timetable.parse(text), Costs(saved=1, deferred=0)).peak_memory) <= 2
+
+
+def test_a_peak_is_in_activations_of_a_ranks_share_whatever_the_cut():
+    assert peak_of(plan("1f1b", 4, 8), 0.5) == 4
+    assert peak_of(plan("interleaved_1f1b", 4, 8), 0.5) == 5.5
+    assert peak_of(plan("zb_v", 4, 8), 0.5) == pytest.approx(4)
+
+
+def test_every_schedule_that_torch_has_is_one_of_ours():
+    from zbpp.benchmark.rival import SCHEDULES as THEIRS
+
+    assert set(THEIRS) <= set(SCHEDULES)

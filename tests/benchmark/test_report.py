@@ -1,0 +1,125 @@
+"""Rows and tables of a race whose figures are given."""
+
+import json
+
+import pytest
+
+from zbpp import Costs, plan, simulate
+from zbpp.benchmark.race import Entry
+from zbpp.benchmark.report import in_words, rows_of, table, verdicts, write
+
+MIB = 2**20
+
+
+def entry(name, runtime, walls, **options):
+    timetable = plan(name, 2, 4)
+    lines = [simulate(timetable, Costs(f=wall, b=wall, w=wall)) for wall in walls]
+    if "failure" in options:
+        return Entry(name, runtime, timetable, **options)
+    peaks = [3 * MIB, 2 * MIB]
+    return Entry(
+        name,
+        runtime,
+        timetable,
+        contestant=object(),
+        peak_bytes=peaks,
+        walls=walls,
+        timelines=lines,
+        **options,
+    )
+
+
+@pytest.fixture
+def entries():
+    return [
+        entry("1f1b", "zbpp", [30.0, 20.0, 10.0]),
+        entry("1f1b", "torch", [24.0]),
+        entry("zb_v", "zbpp", [16.0], note="the best"),
+        entry("zb_v", "torch", [], failure="RuntimeError: no"),
+    ]
+
+
+def test_a_row_has_the_median_and_what_the_costs_predict(entries):
+    row = rows_of(entries, tokens_per_batch=100)[0]
+    assert (row["schedule"], row["runtime"], row["stages_per_rank"]) == ("1f1b", "zbpp", 1)
+    assert row["makespan_ms"] == 20
+    assert row["tokens_per_second"] == 5000
+    # Costs are medians over the turns: F = B = W = 20 ms; (m + p - 1) of them, three each
+    assert row["predicted_makespan_ms"] == pytest.approx(5 * 60)
+    assert row["ratio"] == pytest.approx(20 / 300)
+    assert row["measured_bubble_rate"] == pytest.approx(row["predicted_bubble_rate"]) == pytest.approx(0.2)
+    assert row["peak_memory_bytes"] == [3 * MIB, 2 * MIB]
+
+
+def test_the_table_is_aligned_and_a_failure_has_its_reason_in_place_of_figures(entries):
+    lines = table(rows_of(entries, 100)).splitlines()
+    assert lines[0].split()[:5] == ["schedule", "runtime", "stages/rank", "makespan", "predicted"]
+    assert lines[1].split() == [
+        "1f1b", "zbpp", "1", "20.0", "300.0", "0.067", "0.200", "0.200", "3.0", "MiB", "5000",
+    ]  # fmt: skip
+    assert lines[4].split()[:5] == ["torch", "2", "-", "-", "-"]
+    assert lines[4].endswith("  RuntimeError: no")
+    assert lines[5:] == ["zb_v: the best"]
+    assert len({line.index("torch" if "torch" in line else "zbpp") for line in lines[1:5]}) == 1
+
+
+def test_the_verdicts_compare_like_with_like_and_best_with_best(entries):
+    assert verdicts(rows_of(entries, 100)) == [
+        "zbpp's speed over torch's, same schedule: 1f1b 1.200x",
+        "zbpp's best (zb_v) over torch's best (1f1b): 1.500x",
+        "zbpp's best in the memory of 1f1b (zb_v) over torch's 1f1b: 1.500x",
+    ]
+
+
+def test_a_plan_that_holds_more_than_1f1b_is_not_compared_with_it_at_equal_memory(entries):
+    entries[2].peak_bytes = [3 * MIB + 1, 0]
+    last = verdicts(rows_of(entries, 100))[-1]
+    assert last == "zbpp's best in the memory of 1f1b (1f1b) over torch's 1f1b: 1.200x"
+
+
+def test_without_torch_there_is_nothing_to_compare(entries):
+    assert verdicts(rows_of(entries[::2], 100)) == []
+
+
+def test_an_order_that_the_simulator_refuses_has_no_prediction():
+    found = entry("looped_bfs", "torch", [5.0])
+    row = found.timetable.rows[0]
+    backwards = type(row)(row.stages, row.ops, row.microbatches[::-1].copy())
+    lines = found.timelines[0]
+    found.timelines = [
+        type(lines)(
+            type(found.timetable)([backwards, *found.timetable.rows[1:]]),
+            lines.starts,
+            lines.ends,
+            lines.peak_memory,
+        )
+    ]
+    (made,) = rows_of([found], 1)
+    assert (made["predicted_makespan_ms"], made["ratio"], made["makespan_ms"]) == (None, None, 5.0)
+    assert " -  " in table([made])
+
+
+def test_what_is_written_is_json_a_picture_and_a_trace(entries, tmp_path):
+    rows = rows_of(entries, 100)
+    write(tmp_path / "out", {"model": "Mlp"}, entries, rows)
+    found = json.loads((tmp_path / "out/bench.json").read_text())
+    assert (found["about"], found["rows"], found["verdicts"]) == ({"model": "Mlp"}, rows, verdicts(rows))
+    assert (tmp_path / "out/bench.png").read_bytes().startswith(b"\x89PNG")
+    names = {
+        event["args"]["name"]
+        for event in json.loads((tmp_path / "out/trace.json").read_text())["traceEvents"]
+        if event["name"] == "process_name"
+    }
+    assert names == {
+        f"{who} rank {rank}" for who in ("1f1b, zbpp", "1f1b, torch", "zb_v, zbpp") for rank in (0, 1)
+    }
+
+
+def test_emulation_is_said():
+    about = {
+        "num_ranks": 2, "num_microbatches": 4, "model": "Emulated", "emulated": True, "message_ms": 2.0,
+        "device": "2 CPU cores", "torch": "2.13", "load_average": 0.5, "repeats": 3,
+    }  # fmt: skip
+    assert "EMULATED: stages sleep instead of computing" in in_words(about)
+    assert "messages take 2.0 ms at least" in in_words(about)
+    assert "real compute" in in_words({**about, "emulated": False, "message_ms": 0.0})

@@ -1,0 +1,261 @@
+"""What passes between stages: shapes that change, several tensors, values for later stages, few microbatches.
+
+Real processes in float64 against one process with plain autograd, microbatch by microbatch.
+"""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from helpers.processes import run_ranks
+from helpers.split import assert_close
+from zbpp import Pipeline, PlanError, per_microbatch, plan
+from zbpp.schedule import SCHEDULES
+
+SIZE = 6
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def linear(seed, out=SIZE):
+    layer = nn.Linear(SIZE, out, dtype=torch.float64)
+    with torch.no_grad():
+        layer.weight.copy_(drawn(out, SIZE, seed=seed))
+        layer.bias.copy_(drawn(out, seed=100 + seed))
+    return layer
+
+
+def gradients(stages):
+    return {
+        f"{index}.{name}": p.grad
+        for index, stage in stages.items()
+        for name, p in stage.named_parameters()
+        if p.grad is not None
+    }
+
+
+def piped(rank, make_stages, microbatches, schedule, num_ranks, dynamic_shapes=False):
+    """(losses, gradients) of this rank after two steps; the second knows what layouts there are."""
+    timetable = plan(schedule, num_ranks, len(microbatches))
+    all_stages = make_stages(timetable.num_stages)
+    stages = {index: all_stages[index] for index in timetable.stages_of(rank)}
+    pipeline = Pipeline(stages, timetable, F.mse_loss, dynamic_shapes=dynamic_shapes)
+    inputs, targets = (per_microbatch(each) for each in zip(*microbatches, strict=True))
+    for _ in range(2):
+        for stage in stages.values():
+            stage.zero_grad()
+        losses = pipeline.step(inputs, target=targets)
+    return [loss.item() for loss in losses], gradients(stages)
+
+
+def plain(make_stages, microbatches, num_stages):
+    stages = make_stages(num_stages)
+    losses = []
+    for inputs, target in microbatches:
+        x = (inputs,)
+        for stage in stages:
+            x = stage(*x)
+            x = x if isinstance(x, tuple) else (x,)
+        loss = F.mse_loss(*x, target)
+        (loss / len(microbatches)).backward()
+        losses.append(loss.item())
+    return losses, gradients(dict(enumerate(stages)))
+
+
+def merged(results):
+    """All ranks' losses, of which one has any, and gradients."""
+    return (
+        [loss for losses, _ in results for loss in losses],
+        {name: value for _, grads in results for name, value in grads.items()},
+    )
+
+
+def assert_equals_plain(results, make_stages, microbatches, num_stages):
+    losses, found = merged(results)
+    expected_losses, expected = plain(make_stages, microbatches, num_stages)
+    assert losses == pytest.approx(expected_losses, rel=1e-12)
+    assert_close(found, expected)
+
+
+# ---------------------------------------------------------------- shapes that change
+
+
+class Pruner(nn.Module):
+    """Passes on the rows above a threshold only, and which those are; sometimes something more."""
+
+    def __init__(self, index, last):
+        super().__init__()
+        self.layer, self.last = linear(index), last
+
+    def forward(self, x, kept=None, more=None):
+        kept = torch.arange(len(x)) if kept is None else kept
+        y = torch.tanh(self.layer(x))
+        if more is not None:
+            y = y + more.sum(0)
+        if self.last:
+            return y.sum(0)
+        chosen = y.detach()[:, 0] > -0.95
+        return y[chosen], kept[chosen], y[~chosen] if len(kept) % 2 else None
+
+
+def pruners(num_stages):
+    return [Pruner(index, index == num_stages - 1) for index in range(num_stages)]
+
+
+def of_different_lengths():
+    """Seven microbatches of 1 to 9 rows."""
+    return [(drawn(rows, SIZE, seed=rows), drawn(SIZE, seed=50 + rows)) for rows in (3, 9, 1, 5, 5, 2, 8)]
+
+
+CHANGING = ["1f1b", "zb_h1", "zb_v"]
+
+
+def run_changing(rank, num_ranks):
+    return [piped(rank, pruners, of_different_lengths(), name, num_ranks, True) for name in CHANGING]
+
+
+def test_shapes_may_differ_between_microbatches():
+    """Rows, which tensors there are, and which of them gets a gradient: nothing is agreed on beforehand."""
+    results = run_ranks(run_changing, 3, 3)
+    for number, schedule in enumerate(CHANGING):
+        num_stages = plan(schedule, 3, 7).num_stages
+        ranks = [rank[number] for rank in results]
+        assert_equals_plain(ranks, pruners, of_different_lengths(), num_stages)
+    first, second = (merged([rank[number] for rank in results]) for number in (0, 1))
+    assert first[0] == second[0]
+    assert_close(first[1], second[1], tolerance=0)
+
+
+def test_on_one_rank_shapes_may_always_differ():
+    """No message, nothing to agree on."""
+    found = piped(0, pruners, of_different_lengths(), "zb_v", 1)
+    assert_equals_plain([found], pruners, of_different_lengths(), 2)
+
+
+def disagree(rank):
+    timetable = plan("1f1b", 2, 2)
+    try:
+        Pipeline({rank: linear(0)}, timetable, F.mse_loss, dynamic_shapes=rank == 1)
+    except ValueError as error:
+        return str(error)
+
+
+def test_ranks_must_agree_on_dynamic_shapes():
+    expected = (
+        "the ranks of this job have different pipelines:\n  dynamic_shapes: False on rank 0; True on rank 1"
+    )
+    assert run_ranks(disagree, 2) == [expected] * 2
+
+
+# ---------------------------------------------------------------- a value that a later stage needs
+
+
+class Down(nn.Module):
+    """Its input, a mask of it and its own first layer are needed by later stages: they travel along."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = linear(0), linear(1)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        return self.second(hidden), hidden, x, x > 0
+
+
+class Through(nn.Module):
+    """Uses one of them and hands all on."""
+
+    def __init__(self, index):
+        super().__init__()
+        self.layer = linear(index)
+
+    def forward(self, y, hidden, x, mask):
+        return torch.tanh(self.layer(y) + hidden), hidden, x, mask
+
+
+class Up(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = linear(9)
+
+    def forward(self, y, hidden, x, mask):
+        return self.layer(y) * mask + hidden.square() + x
+
+
+def unet(num_stages):
+    return [Down(), *(Through(index) for index in range(2, num_stages)), Up()]
+
+
+def even(num_microbatches=6):
+    return [(drawn(2, SIZE, seed=i), drawn(2, SIZE, seed=50 + i)) for i in range(num_microbatches)]
+
+
+SKIPPING = ["1f1b", "zb_h1", "zb_h2", "zb_v"]
+
+
+def run_unet(rank, num_ranks):
+    return [piped(rank, unet, even(), name, num_ranks) for name in SKIPPING]
+
+
+def test_a_skip_connection_over_several_stages_travels_along():
+    results = run_ranks(run_unet, 3, 3)
+    for number, schedule in enumerate(SKIPPING):
+        ranks = [rank[number] for rank in results]
+        assert_equals_plain(ranks, unet, even(), plan(schedule, 3, 6).num_stages)
+
+
+# ---------------------------------------------------------------- fewer microbatches than ranks
+
+
+def chain(num_stages):
+    """Six layers over the stages."""
+    bounds = [6 * stage // num_stages for stage in range(num_stages + 1)]
+    layers = [nn.Sequential(linear(i), nn.Tanh()) for i in range(6)]
+    return [nn.Sequential(*layers[a:b]) for a, b in pairwise(bounds)]
+
+
+def by_layer(grads):
+    """Gradients in the order of the layers, whatever the cut."""
+    return dict(enumerate(grads[name] for name in sorted(grads, key=_place)))
+
+
+def _place(name):
+    stage, layer, _, kind = name.split(".")
+    return int(stage), int(layer), kind
+
+
+def allowed(num_ranks, num_microbatches):
+    """The schedules that take so few."""
+    names = []
+    for name in SCHEDULES:
+        try:
+            plan(name, num_ranks, num_microbatches)
+        except PlanError:
+            continue
+        names.append(name)
+    return names
+
+
+def run_few(rank, num_ranks, sizes):
+    return {
+        (name, m): piped(rank, chain, even(m), name, num_ranks)
+        for m in sizes
+        for name in allowed(num_ranks, m)
+    }
+
+
+def test_fewer_microbatches_than_ranks_run_under_every_schedule_that_takes_them():
+    """Equal to the last bit to one rank; two schedules need more by their construction, and say so."""
+    results = run_ranks(run_few, 3, 3, [1, 2])
+    assert {name for name, _ in results[0]} == SCHEDULES.keys() - {"zb_h2", "dualpipe_v"}
+    expected = {m: piped(0, chain, even(m), "gpipe", 1) for m in (1, 2)}
+    for name, m in results[0]:
+        losses, grads = merged([rank[name, m] for rank in results])
+        assert losses == expected[m][0]
+        assert_close(by_layer(grads), by_layer(expected[m][1]), tolerance=0)
+    assert_equals_plain([expected[2]], chain, even(2), 1)

@@ -1,0 +1,96 @@
+"""What a resolved program calls, with what, and what is left when it ends. No messages here: see test_p2p."""
+
+import pytest
+import torch
+
+from zbpp import Timetable, lower, plan
+from zbpp.runtime.executor import Executor
+from zbpp.schedule import Op, consumes
+
+CPU = torch.device("cpu")
+
+
+class Worker:
+    """Stands for a stage: gives out tensors that say who made them, and notes what it was given."""
+
+    def __init__(self, index, num_stages, log):
+        self.index, self.is_last, self.log = index, index == num_stages - 1, log
+
+    def act(self, op, microbatch, message):
+        self.log.append((f"{self.index}{op}{microbatch}", message))
+        return () if op == "W" else (f"made by {self.index}{op}{microbatch}",)
+
+
+WORK = {op: lambda worker, m, message, op=op: worker.act(op.name, m, message) for op in Op}
+
+
+def executor(timetable, work=WORK, log=None):
+    log = [] if log is None else log
+    workers = {s: Worker(s, timetable.num_stages, log) for s in range(timetable.num_stages)}
+    (program,) = lower(timetable)
+    return Executor(program, workers, work, timetable.num_stages, {}, CPU), log
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v", "interleaved_zb"])
+def test_every_action_runs_once_in_order_with_what_its_producer_made(schedule):
+    timetable = plan(schedule, 1, 4)
+    run, log = executor(timetable)
+    for _ in range(2):  # nothing of one run is in the next
+        log.clear()
+        run.run()
+        assert [name for name, _ in log] == list(map(str, timetable.rows[0]))
+        for action, (_, message) in zip(timetable.rows[0], log, strict=True):
+            kinds = [value.name for value in consumes(action) if value.name in ("x", "g")]
+            assert message == tuple(f"made by {producer(timetable, action)}" for _ in kinds)
+
+
+def producer(timetable, action):
+    """Who makes what an action takes: for F the F before, for B the B behind, at the end F."""
+    stage, op, microbatch = action
+    if op == Op.F:
+        return f"{stage - 1}F{microbatch}"
+    if stage == timetable.num_stages - 1:
+        return f"{stage}F{microbatch}"
+    backward = next(a for a in timetable.rows[0] if a.stage == stage + 1 and a.op in (Op.B, Op.BW))
+    return f"{stage + 1}{backward.op}{microbatch}"
+
+
+def test_a_message_that_no_action_takes_is_an_error():
+    """One that an action makes beside the one that is taken from it cannot be; so here an F takes nothing."""
+    run, _ = executor(Timetable.parse("0F0 1F0 1BW0 0BW0"))
+    run._calls[1] = run._calls[1]._replace(takes=0)
+    with pytest.raises(RuntimeError, match=r"a step ended with values left over: x\(1,0\)$"):
+        run.run()
+
+
+def test_a_stages_error_is_its_own():
+    def fail(worker, microbatch, message):
+        raise RuntimeError("planted")
+
+    run, _ = executor(plan("1f1b", 1, 2), {**WORK, Op.BW: fail})
+    with pytest.raises(RuntimeError, match="^planted$"):
+        run.run()
+
+
+class Marks:
+    """A recorder that writes into the log."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def begin(self):
+        self.log.append("begin")
+
+    def start(self):
+        self.log.append("start")
+
+    def stop(self):
+        self.log.append("stop")
+
+
+def test_a_recorder_marks_each_action_from_outside():
+    run, log = executor(plan("zb_h1", 1, 2))
+    run.run(Marks(log))
+    words = [entry if isinstance(entry, str) else entry[0] for entry in log]
+    row = list(map(str, plan("zb_h1", 1, 2).rows[0]))
+    assert words == ["begin", *(word for name in row for word in ("start", name, "stop"))]

@@ -1,0 +1,148 @@
+"""Planning anew in the middle of a run: no loss shows it, on two processes with dropout and batch norm."""
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.processes import run_ranks
+from zbpp import Pipeline, PlanError, Timetable, plan, simulate
+from zbpp.models.gpt import Gpt
+from zbpp.training.data import text_data
+from zbpp.training.optimizer import adamw
+from zbpp.training.replan import Replan
+from zbpp.training.trainer import Trainer
+
+P, M, STEPS = 2, 4, 8
+MEASURED = 2
+
+
+class NormedGpt(Gpt):
+    """Every stage also counts its microbatches."""
+
+    def build_stage(self, index, num_stages):
+        stage = super().build_stage(index, num_stages)
+        return stage if index == num_stages - 1 else nn.Sequential(stage, nn.BatchNorm1d(8, affine=False))
+
+
+def trainer_of(rank, corpus, started, planned, **options):
+    """A Trainer that begins with `started`; planned(costs, limits) is its replan, None for none."""
+    torch.manual_seed(0)
+    model = NormedGpt(num_layers=4, hidden_size=16, num_heads=2, sequence_length=8, dropout=0.1)
+    timetable = plan(started, P, M)
+    stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(rank)}
+
+    def build(timetable):
+        return Pipeline(stages, timetable, model.loss, seed=3)
+
+    more = {"build": build, "loss_fn": model.loss, "stages": stages, "num_measured": MEASURED, **options}
+    return Trainer(
+        pipeline=build(timetable),
+        optimizer=adamw(stages, learning_rate=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
+        data=text_data(path=corpus, sequence_length=8, vocab_size=256, batch_size=2 * M, seed=0),
+        learning_rate=lambda step: 1.0,
+        num_recorded=1,
+        replan=None if planned is None else Replan(plan=planned, **more),
+    )
+
+
+def run(rank, corpus, started, planned):
+    """Metrics by step, the orders it ran, the costs and limits it planned with, its whole state."""
+    asked = []
+
+    def spying(costs, limits):
+        asked.append((costs, list(limits)))
+        return plan(planned, P, M)
+
+    trainer = trainer_of(rank, corpus, started, planned and spying)
+    orders, history = [], []
+    for metrics in trainer.run(STEPS):
+        orders.append(str(trainer.pipeline.timetable))
+        history.append(metrics)
+    state = [each for stage in trainer.pipeline.stages.values() for each in stage.state_dict().values()]
+    return history, orders, asked, [each.tolist() for each in state], len(trainer.timelines)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "corpus.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def runs(corpus):
+    """By what is planned anew, each rank's run."""
+    return {planned: run_ranks(run, P, corpus, "zb_h1", planned) for planned in (None, "1f1b", "zb_h1")}
+
+
+@pytest.mark.parametrize("planned", ["1f1b", "zb_h1"])
+def test_losses_weights_and_buffers_are_those_of_a_run_that_never_changed_its_plan(runs, planned):
+    for (history, *_, state, _), (plain, *_, plain_state, _) in zip(runs[planned], runs[None], strict=True):
+        assert [each["loss"] for each in history] == [each["loss"] for each in plain]
+        assert [each["grad_norm"] for each in history] == [each["grad_norm"] for each in plain]
+        assert state == plain_state
+    assert len({each["loss"] for each in runs[None][0][0]}) == STEPS
+
+
+def test_the_new_plan_runs_from_the_step_after_the_measured_ones(runs):
+    for _, orders, *_ in runs["1f1b"]:
+        # What is seen is the plan of the NEXT step: the first and two measured ones are zb_h1's.
+        assert orders == [str(plan("zb_h1", P, M))] * 2 + [str(plan("1f1b", P, M))] * 6
+
+
+def test_it_is_planned_once_on_rank_0_for_measured_costs_and_what_the_first_plan_holds(runs):
+    (_, _, asked, *_), (_, _, elsewhere, *_) = runs["1f1b"]
+    assert elsewhere == []
+    ((costs, limits),) = asked
+    assert [len(getattr(costs, name)) for name in ("f", "b", "w", "bw", "comm", "saved", "deferred")] == [
+        P
+    ] * 7
+    assert min(*costs.f, *costs.b, *costs.w, *costs.saved, *costs.deferred) > 0
+    assert limits == list(simulate(plan("zb_h1", P, M), costs).peak_memory)
+
+
+def test_what_is_expected_and_what_came_of_it_is_logged(runs):
+    for history, *_ in runs["1f1b"]:
+        told = {each["step"]: each for each in history if "expected_makespan_ms" in each}
+        assert sorted(told) == [MEASURED + 1, 2 * MEASURED + 2]
+        first, second = told.values()
+        assert first["expected_makespan_ms"] == second["expected_makespan_ms"] > 0
+        assert first["measured_makespan_ms"] != second["measured_makespan_ms"]
+
+
+def test_a_plan_that_is_the_old_one_changes_nothing(runs):
+    for _, orders, *_ in runs["zb_h1"]:
+        assert set(orders) == {str(plan("zb_h1", P, M))}
+
+
+def test_timelines_of_the_old_plan_are_dropped(runs):
+    assert [num for *_, num in runs["1f1b"]] == [MEASURED + 1] * P
+
+
+def refused(rank, corpus):
+    def refuse(costs, limits):
+        raise PlanError(f"{limits} can't hold one microbatch")
+
+    trainer = trainer_of(rank, corpus, "1f1b", refuse, memory_limit=7.0)
+    with pytest.raises(PlanError, match=r"\[7.0, 7.0\] can't hold one microbatch"):
+        list(trainer.run(STEPS))
+    return trainer.pipeline.num_steps
+
+
+def test_a_limit_that_holds_no_plan_ends_the_run_on_all_ranks(corpus):
+    assert run_ranks(refused, P, corpus) == [MEASURED + 1] * P
+
+
+def test_a_run_that_is_over_before_is_not_replanned():
+    timetable = Timetable.parse("0F0 0BW0")
+    module = nn.Linear(2, 2)
+    replan = Replan(
+        plan=lambda costs, limits: 1 / 0,
+        build=lambda timetable: 1 / 0,
+        loss_fn=nn.MSELoss(),
+        stages={0: module},
+    )
+    pipeline = Pipeline({0: module}, timetable, nn.MSELoss())
+    for step in range(3):
+        pipeline.step(torch.ones(1, 2), target=torch.ones(1, 2))
+        assert replan.after(step, pipeline, [], torch.ones(1, 2)) == (pipeline, {})

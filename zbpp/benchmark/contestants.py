@@ -1,0 +1,51 @@
+"""Who takes part in a race: a schedule under a runtime."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from zbpp.benchmark.workload import Workload
+from zbpp.runtime import Pipeline, Recorder, measured_timeline
+from zbpp.schedule import Timeline, Timetable
+
+
+class Contestant(Protocol):
+    """One rank's part of it. timetable: whose cut and placement it runs."""
+
+    @property
+    def runtime(self) -> str: ...
+    @property
+    def timetable(self) -> Timetable: ...
+    def step(self, args: tuple[Tensor, ...], target: Tensor | None) -> list[Tensor]: ...
+    def timeline(self) -> Timeline: ...
+    def leave(self) -> None: ...
+
+
+class Zbpp:
+    """This runtime."""
+
+    runtime = "zbpp"
+
+    def __init__(self, workload: Workload, timetable: Timetable) -> None:
+        self.timetable = timetable
+        self._pipeline = Pipeline(
+            workload.stages(timetable),
+            timetable,
+            workload.model.loss,
+            seed=workload.seed,
+            timeout=workload.timeout,
+        )
+        self._pipeline.recorder = self._recorder = Recorder(workload.here.device)
+
+    def step(self, args: tuple[Tensor, ...], target: Tensor | None) -> list[Tensor]:
+        """One step of the pipeline; the microbatches' losses on the last stage's owner."""
+        return self._pipeline.step(*args, target=target)
+
+    def timeline(self) -> Timeline:
+        """The last step, as it was measured. Collective."""
+        return measured_timeline(self._recorder, self.timetable)
+
+    def leave(self) -> None:
+        """It has nothing to give up: its failure is a defect of this project and ends the benchmark."""

@@ -1,0 +1,92 @@
+"""What scripts/bench.py and measure.py call on every rank: from a config to files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zbpp.benchmark import bench as benches
+from zbpp.benchmark import measurement, report
+from zbpp.benchmark.delay import delayed_messages
+from zbpp.benchmark.workload import Workload
+from zbpp.build import build_data, build_model, cut_of, machine
+from zbpp.config import BenchConfig, JobConfig, MeasureConfig, naming
+from zbpp.runtime.world import world
+from zbpp.schedule import plan
+
+Summary = dict[str, Any]
+
+
+def bench(config: BenchConfig) -> tuple[list[Summary], Summary]:
+    """The same model under several schedules and runtimes in one job.
+
+    Returns (a row per schedule and runtime, about what was measured); rank 0 writes both and the pictures
+    to run_dir. Raises ConfigError or PlanError.
+    """
+    options = benches.Options(config.repeats, config.compare, config.memory_limit, config.time_limit)
+    with _workload(config) as workload, naming("model"):
+        entries = benches.bench(workload, config.schedules, options)
+        rows = report.rows_of(entries, workload.data.tokens_per_batch)
+        about = {**_about(config, workload), "repeats": config.repeats}
+        if workload.here.rank == 0:
+            report.write(Path(config.run_dir), about, entries, rows)
+        return rows, about
+
+
+def measure(config: MeasureConfig) -> Summary:
+    """What a model's stages and messages cost on this machine, as `plan.py --costs` takes it.
+
+    Rank 0 writes it to run_dir as costs.json. Raises ConfigError or PlanError.
+    """
+    sizes = config.num_ranks, config.num_microbatches
+    timetable = plan(config.schedule.name, *sizes, **config.schedule.options)
+    with _workload(config) as workload, naming("model"):
+        found = measurement.measure(workload, timetable, config.repeats)
+        about = {
+            **_about(config, workload),
+            **cut_of(workload.model, timetable.num_stages),
+            "steps": config.repeats,
+            "memory": "bytes",
+            "links": [link._asdict() for link in found.links],
+        }
+        summary = {**vars(found.costs), "about": about}
+        if workload.here.rank == 0:
+            folder = Path(config.run_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "costs.json").write_text(json.dumps(summary, indent=2) + "\n")
+        return summary
+
+
+@contextmanager
+def _workload(config: JobConfig) -> Iterator[Workload]:
+    model = build_model(config.model)
+    data = build_data(config.data, config.num_microbatches * config.microbatch_size, config.seed)
+    with world(device=config.device, timeout=config.timeout) as here, delayed_messages(config.comm):
+        yield Workload(
+            model=model,
+            data=data,
+            here=here,
+            num_microbatches=config.num_microbatches,
+            prepare=lambda stage: stage.to(here.device, getattr(torch, config.dtype)),
+            seed=config.seed,
+            timeout=config.timeout,
+        )
+
+
+def _about(config: JobConfig, workload: Workload) -> Summary:
+    return {
+        "num_ranks": config.num_ranks,
+        "num_microbatches": config.num_microbatches,
+        "microbatch_size": config.microbatch_size,
+        "model": type(workload.model).__name__,
+        "emulated": getattr(workload.model, "emulated", False),
+        "message_ms": config.comm,
+        "load_average": os.getloadavg()[0],
+        **machine(workload.here.device),
+    }

@@ -1,0 +1,91 @@
+"""The costs of a model's stages on this machine: times, messages, memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from zbpp.benchmark.contestants import Zbpp
+from zbpp.benchmark.race import enter, race
+from zbpp.benchmark.workload import Workload
+from zbpp.runtime.links import LinkSpeed, link_speeds
+from zbpp.runtime.measure import measured_costs
+from zbpp.runtime.memory import Held, first_inputs, held_per_stage
+from zbpp.runtime.microbatch import split as split_batch
+from zbpp.schedule import Action, Costs, Op, Timetable, lower
+
+
+class Measurement(NamedTuple):
+    """costs: times in ms, memory in bytes, a list with one number per stage each."""
+
+    costs: Costs
+    links: list[LinkSpeed]
+    held: list[Held]
+
+    @property
+    def deferred_share(self) -> float:
+        """What waits for W as a part of what waits for B."""
+        return sum(each.deferred for each in self.held) / (sum(each.saved for each in self.held) or 1)
+
+    @property
+    def in_activations(self) -> Costs:
+        """The costs with bytes as multiples of what a microbatch leaves on a stage from F until B."""
+        unit = sum(each.saved for each in self.held) / len(self.held) or 1
+        return replace(
+            self.costs,
+            saved=[each.saved / unit for each in self.held],
+            deferred=[each.deferred / unit for each in self.held],
+        )
+
+
+def measure(workload: Workload, timetable: Timetable, num_steps: int) -> Measurement:
+    """Medians over `num_steps` steps, and as many with each backward in one piece. Collective.
+
+    Whether `timetable` itself has B and W or BW makes no difference: both are run.
+    """
+    forms = {"split": split(timetable), "whole": whole(timetable)}
+    runs = [enter(name, workload, form) for name, form in forms.items()]
+    race(runs, workload, num_steps)
+    held = _held(workload, timetable)
+    costs = replace(
+        measured_costs(*(timeline for run in runs for timeline in run.timelines)),
+        saved=[each.saved for each in held],
+        deferred=[each.deferred for each in held],
+    )
+    links = link_speeds(lower(timetable).links, workload.here.device) if timetable.num_ranks > 1 else []
+    return Measurement(costs, links, held)
+
+
+def whole(timetable: Timetable) -> Timetable:
+    """The same order with each backward in one piece, where B stood."""
+    return Timetable(
+        [Action(a.stage, Op.BW if a.op == Op.B else a.op, a.microbatch) for a in row if a.op != Op.W]
+        for row in timetable.rows
+    )
+
+
+def split(timetable: Timetable) -> Timetable:
+    """The same order with each backward in two pieces, W behind its B where BW stood."""
+    return Timetable([piece for action in row for piece in _pieces(action)] for row in timetable.rows)
+
+
+def _pieces(action: Action) -> list[Action]:
+    ops = (Op.B, Op.W) if action.op == Op.BW else (action.op,)
+    return [action._replace(op=op) for op in ops]
+
+
+def _held(workload: Workload, timetable: Timetable) -> list[Held]:
+    """What a microbatch leaves on each stage; one more step shows what each of them gets."""
+    stages = workload.stages(timetable)
+    args, target = workload.batch(timetable, 0)
+    with first_inputs(stages) as inputs:
+        Zbpp(workload, timetable).step(args, target)
+    workload.drop_gradients(timetable)
+    return held_per_stage(
+        stages,
+        inputs,
+        timetable.num_stages,
+        workload.here.device,
+        loss_fn=workload.model.loss,
+        target=None if target is None else split_batch("target", target, workload.num_microbatches)[0],
+    )

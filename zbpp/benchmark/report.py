@@ -1,0 +1,151 @@
+"""What a benchmark found: rows, a table, the files it leaves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from zbpp.benchmark.race import Entry
+from zbpp.schedule import chrome_trace, render_picture
+
+Row = dict[str, Any]
+
+
+def rows_of(entries: Sequence[Entry], tokens_per_batch: int) -> list[Row]:
+    """One per entry, in numbers and words alone."""
+    return [_row(entry, tokens_per_batch) for entry in entries]
+
+
+def _row(entry: Entry, tokens_per_batch: int) -> Row:
+    row: Row = {
+        "schedule": entry.name,
+        "runtime": entry.runtime,
+        "stages_per_rank": entry.timetable.num_stages // entry.timetable.num_ranks,
+        "note": entry.note,
+        "failure": entry.failure,
+    }
+    if entry.contestant is None:
+        return row
+    predicted, measured, costs = entry.predicted, entry.typical, entry.costs
+    return row | {
+        "costs_ms": {name: getattr(costs, name) for name in ("f", "b", "w", "bw", "comm")},
+        "makespan_ms": entry.makespan,
+        "makespans_ms": entry.walls,
+        "predicted_makespan_ms": predicted and predicted.makespan,
+        "ratio": predicted and entry.makespan / predicted.makespan,
+        "measured_bubble_rate": measured.bubble_rate,
+        "predicted_bubble_rate": predicted and predicted.bubble_rate,
+        "peak_memory_bytes": entry.peak_bytes,
+        "tokens_per_second": tokens_per_batch / entry.makespan * 1e3,
+    }
+
+
+_HEAD = (
+    "schedule", "runtime", "stages/rank", "makespan", "predicted", "ratio", "bubble", "predicted",
+    "peak memory", "tokens/s",
+)  # fmt: skip
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Aligned text: times in ms, bubble rates, the largest peak of a rank."""
+    cells = [_HEAD, *map(_cells, rows)]
+    widths = [max(len(line[place]) for line in cells) for place in range(len(_HEAD))]
+    lines = [
+        "  ".join(f"{text:{'<' if place < 2 else '>'}{widths[place]}}" for place, text in enumerate(line))
+        for line in cells
+    ]
+    failures = ["", *(row["failure"] for row in rows)]
+    notes = [f"{row['schedule']}: {row['note']}" for row in rows if row["note"]]
+    shown = [f"{line}  {failure}".rstrip() for line, failure in zip(lines, failures, strict=True)]
+    return "\n".join([*shown, *notes])
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    name = row["schedule"] if row["runtime"] == "zbpp" else ""
+    who = (name, row["runtime"], str(row["stages_per_rank"]))
+    if row["failure"]:
+        return (*who, *["-"] * (len(_HEAD) - len(who)))
+    return (
+        *who,
+        f"{row['makespan_ms']:.1f}",
+        _or_dash(row["predicted_makespan_ms"], ".1f"),
+        _or_dash(row["ratio"], ".3f"),
+        f"{row['measured_bubble_rate']:.3f}",
+        _or_dash(row["predicted_bubble_rate"], ".3f"),
+        _bytes(_peak(row)),
+        f"{row['tokens_per_second']:.0f}",
+    )
+
+
+def _bytes(number: float) -> str:
+    power = next((each for each in (30, 20) if number >= 2**each), 10)
+    return f"{number / 2**power:.1f} {'KMG'[power // 10 - 1]}iB"
+
+
+def _or_dash(number: float | None, form: str) -> str:
+    return "-" if number is None else f"{number:{form}}"
+
+
+def verdicts(rows: Sequence[Row]) -> list[str]:
+    """zbpp's speed over torch's: schedule by schedule, best by best, and over torch's 1F1B."""
+    ran = [row for row in rows if not row["failure"]]
+    ours = {_cut(row): row for row in ran if row["runtime"] == "zbpp"}
+    theirs = {_cut(row): row for row in ran if row["runtime"] == "torch"}
+    if not theirs:
+        return []
+    same = ", ".join(f"{row['schedule']} {_speed(ours[cut], row)}" for cut, row in theirs.items())
+    best, their_best = min(ours.values(), key=_makespan), min(theirs.values(), key=_makespan)
+    lines = [
+        f"zbpp's speed over torch's, same schedule: {same}",
+        f"zbpp's best ({best['schedule']}) over torch's best ({their_best['schedule']}): "
+        f"{_speed(best, their_best)}",
+    ]
+    one = ("1f1b", 1)
+    if one not in theirs:
+        return lines
+    memory = max(_peak(row) for row in (ours[one], theirs[one]))
+    best = min((row for row in ours.values() if _peak(row) <= memory), key=_makespan)
+    speed = _speed(best, theirs[one])
+    return [*lines, f"zbpp's best in the memory of 1f1b ({best['schedule']}) over torch's 1f1b: {speed}"]
+
+
+def _peak(row: Row) -> int:
+    return int(max(row["peak_memory_bytes"]))
+
+
+def _cut(row: Row) -> tuple[str, int]:
+    return row["schedule"], row["stages_per_rank"]
+
+
+def _makespan(row: Row) -> float:
+    return float(row["makespan_ms"])
+
+
+def _speed(ours: Row, theirs: Row) -> str:
+    return f"{_makespan(theirs) / _makespan(ours):.3f}x"
+
+
+def write(folder: Path, about: Row, entries: Sequence[Entry], rows: Sequence[Row]) -> None:
+    """bench.json, bench.png, and trace.json for Perfetto."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {"about": about, "rows": rows, "verdicts": verdicts(rows)}
+    (folder / "bench.json").write_text(json.dumps(found, indent=2) + "\n")
+    panels = [
+        (f"{entry.name}, {entry.runtime}", entry.typical) for entry in entries if entry.contestant is not None
+    ]
+    render_picture(panels, folder / "bench.png")
+    (folder / "trace.json").write_text(json.dumps(chrome_trace(panels)))
+
+
+def in_words(about: Row) -> str:
+    """Where and on what, in two lines."""
+    kind = "EMULATED: stages sleep instead of computing" if about["emulated"] else "real compute"
+    late = f"; messages take {about['message_ms']} ms at least" if about["message_ms"] else ""
+    sizes = f"{about['num_ranks']} ranks, {about['num_microbatches']} microbatches"
+    return (
+        f"{sizes}, {about['model']} ({kind}){late}\n"
+        f"{about['device']}, torch {about['torch']}, load {about['load_average']:.1f}; median of "
+        f"{about['repeats']} interleaved steps; makespan in ms, bubble: of the rank with the largest rate"
+    )

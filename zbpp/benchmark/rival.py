@@ -1,0 +1,120 @@
+"""torch.distributed.pipelining as a contestant: the schedules of the same names, on the same stages."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+from zbpp.benchmark.workload import Workload
+from zbpp.runtime import Recorder, measured_timeline
+from zbpp.runtime.world import gather
+from zbpp.schedule import Action, Op, Timeline, Timetable
+
+SCHEDULES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "looped_bfs": "ScheduleLoopedBFS",
+    "interleaved_zb": "ScheduleInterleavedZeroBubble",
+    "zb_v": "ScheduleZBVZeroBubble",
+    "dualpipe_v": "ScheduleDualPipeV",
+}
+_SINGLE = ("gpipe", "1f1b")  # take their stage, the others a list of them
+
+
+class Torch:
+    """torch's runtime. It knows `name` itself; of `timetable` it gets cut and placement.
+
+    Its messages have a process group of their own, so that its failure leaves the others' connections alone.
+    """
+
+    runtime = "torch"
+
+    def __init__(self, workload: Workload, name: str, timetable: Timetable) -> None:
+        self.timetable = timetable
+        self._device = workload.here.device
+        self._recorder, self._row = Recorder(self._device), list[Action]()
+        self._group = dist.new_group(timeout=timedelta(seconds=workload.timeout))
+        stages = [self._stage(*each, timetable) for each in sorted(workload.stages(timetable).items())]
+        self._schedule = getattr(pipelining, SCHEDULES[name])(
+            stages[0] if name in _SINGLE else stages,
+            n_microbatches=workload.num_microbatches,
+            loss_fn=workload.model.loss,
+        )
+
+    def _stage(self, index: int, module: nn.Module, timetable: Timetable) -> _RecordedStage:
+        stage = _RecordedStage(module, index, timetable.num_stages, self._device, group=self._group)
+        stage.recorder, stage.row = self._recorder, self._row
+        return stage
+
+    def step(self, args: tuple[Tensor, ...], target: Tensor | None) -> list[Tensor]:
+        """As `Zbpp.step`. Raises whatever torch raises."""
+        losses: list[Tensor] = []
+        self._row.clear()
+        self._recorder.begin()
+        with _quiet():
+            # As zbpp, which keeps no logits unless asked.
+            self._schedule.step(*args, target=target, losses=losses, return_outputs=False)
+        return [loss.detach() for loss in losses]
+
+    def timeline(self) -> Timeline:
+        """The last step, in torch's own order. Collective."""
+        return measured_timeline(self._recorder, Timetable(gather(self._row)))
+
+    def leave(self) -> None:
+        """After a failure: close the connections, so that nobody waits for this rank until the timeout.
+
+        gloo closes them once nothing refers to the group any more.
+        """
+        dist.destroy_process_group(self._group)
+        del self._group, self._schedule
+        gc.collect()
+
+
+class _RecordedStage(pipelining.PipelineStage):
+    """Its stage; every action's start and end is recorded."""
+
+    recorder: Recorder
+    row: list[Action]
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._start(Op.F, fwd_chunk_id)
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self.recorder.stop()
+        return output
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        self._start(Op.BW if full_backward else Op.B, bwd_chunk_id)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        self.recorder.stop()
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        self._start(Op.W, bwd_chunk_id)
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self.recorder.stop()
+
+    def _start(self, op: Op, microbatch: int) -> None:
+        self.row.append(Action(self.stage_index, op, microbatch))
+        self.recorder.start()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's log of a failure, which prints the whole schedule: the row says what failed."""
+    logger = logging.getLogger("torch.distributed.pipelining")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,88 @@
+"""What a message looks like: dtypes, shapes, where gradients flow; in words, and as a header.
+
+A message is a tuple of tensors, with None where there is none: a gradient that does not exist,
+an output that a stage left out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Message = tuple[Tensor | None, ...]
+
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
+    torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+HEADER_SIZE = 256
+
+
+class TensorLayout(NamedTuple):
+    """What a receiver must know of one tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    requires_grad: bool
+
+    def __str__(self) -> str:
+        return f"{_name(self.dtype)}{list(self.shape)}"
+
+
+Layout = tuple[TensorLayout | None, ...]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def layout_of(message: Message) -> Layout:
+    """The layout of each tensor of a message."""
+    return tuple(
+        [
+            None if tensor is None else TensorLayout(tensor.dtype, tensor.shape, tensor.requires_grad)
+            for tensor in message
+        ]
+    )
+
+
+def describe(layout: Layout) -> str:
+    """`(float32[4, 64, 128], None)`, for error messages."""
+    return f"({', '.join(map(str, layout))})"
+
+
+def describe_change(layout: Layout, known: Layout) -> str:
+    """What differs, where the shapes and dtypes alone would look equal."""
+    now, before = ([bool(each and each.requires_grad) for each in found] for found in (layout, known))
+    return "" if now == before else f" (requires_grad {now} instead of {before})"
+
+
+def encode(layout: Layout) -> Tensor:
+    """A layout as int64[256]: count; then per tensor dtype (-1: None), requires_grad, rank, sizes."""
+    numbers = [len(layout)]
+    for each in layout:
+        if each is None:
+            numbers.append(-1)
+        elif each.dtype not in _DTYPES:
+            raise ValueError(f"{each} can't be sent: cast it to one of {', '.join(map(_name, _DTYPES))}")
+        else:
+            numbers += [_DTYPES.index(each.dtype), int(each.requires_grad), len(each.shape), *each.shape]
+    if len(numbers) > HEADER_SIZE:
+        raise ValueError(f"{len(layout)} tensors pass between two stages: too many for a header; stack some")
+    return torch.tensor(numbers + [0] * (HEADER_SIZE - len(numbers)))
+
+
+def decode(header: Tensor) -> Layout:
+    """The inverse of `encode`."""
+    numbers = iter(header.tolist())
+    layout: list[TensorLayout | None] = []
+    for _ in range(next(numbers)):
+        dtype = next(numbers)
+        if dtype < 0:
+            layout.append(None)
+            continue
+        requires_grad, dims = bool(next(numbers)), next(numbers)
+        layout.append(TensorLayout(_DTYPES[dtype], tuple(next(numbers) for _ in range(dims)), requires_grad))
+    return tuple(layout)

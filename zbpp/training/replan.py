@@ -1,0 +1,108 @@
+"""Planning anew after the first steps of a run, for what they cost.
+
+The cut of the model stays, and with it every loss to the last bit: only the order of the work changes.
+With n measured steps, counted from 0:
+
+    step 0          shapes are agreed; what each stage gets is kept
+    1 to n          measured, under a plan that is safe without measurements; then the new plan is made
+    n + 1           shapes are agreed
+    n + 2 to 2n + 1 measured: is it what was expected?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from torch import nn
+
+from zbpp.runtime import Pipeline
+from zbpp.runtime.agree import planned_by_rank_0
+from zbpp.runtime.measure import measured_costs
+from zbpp.runtime.memory import first_inputs, held_per_stage
+from zbpp.runtime.microbatch import split
+from zbpp.schedule import Costs, Timeline, Timetable, simulate
+
+Metrics = dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class Replan:
+    """What a Trainer needs for it; made before the first step.
+
+    plan(costs, limits): a timetable of the same cut; costs in ms and bytes, limits in bytes per rank.
+    build(timetable): the pipeline that runs it. stages: this rank's. memory_limit: bytes that each rank may
+    hold between F, B and W; None: what the first plan holds, rank by rank.
+    """
+
+    plan: Callable[[Costs, Sequence[float]], Timetable]
+    build: Callable[[Timetable], Pipeline]
+    loss_fn: Callable[..., Any]
+    stages: Mapping[int, nn.Module]
+    memory_limit: float | None = None
+    num_measured: int = 3
+
+    def __post_init__(self) -> None:
+        self._watching = ExitStack()
+        self._inputs = self._watching.enter_context(first_inputs(self.stages))
+        self._expected = 0.0
+
+    def is_measured(self, step: int) -> bool:
+        """Whether a step must be recorded."""
+        num = self.num_measured
+        return 1 <= step <= num or num + 2 <= step <= 2 * num + 1
+
+    def after(
+        self, step: int, pipeline: Pipeline, timelines: Sequence[Timeline], target: Any
+    ) -> tuple[Pipeline, Metrics]:
+        """The pipeline for the next step, and what there is to log.
+
+        timelines: of all recorded steps so far; target: of the step's batch, on the last stage's owner.
+        Raises PlanError if the limit can't hold a plan. Collective.
+        """
+        if step == self.num_measured:
+            return self._switch(pipeline, timelines, target)
+        if step == 2 * self.num_measured + 1:
+            return pipeline, self._news(timelines[-self.num_measured :])
+        return pipeline, {}
+
+    def _switch(
+        self, pipeline: Pipeline, timelines: Sequence[Timeline], target: Any
+    ) -> tuple[Pipeline, Metrics]:
+        old = pipeline.timetable
+        costs = self._costs(pipeline, timelines, target)
+        held = simulate(old, costs).peak_memory
+        limits = held if self.memory_limit is None else [self.memory_limit] * old.num_ranks
+        new = planned_by_rank_0(lambda: self.plan(costs, limits), pipeline.group)
+        self._expected = simulate(new, costs).makespan
+        if new == old:
+            return pipeline, self._news(timelines)
+        following = self.build(new)
+        following.num_steps = pipeline.num_steps  # random numbers are seeded by it
+        return following, self._news(timelines)
+
+    def _news(self, timelines: Sequence[Timeline]) -> Metrics:
+        measured = median(timeline.makespan for timeline in timelines)
+        return {"measured_makespan_ms": measured, "expected_makespan_ms": self._expected}
+
+    def _costs(self, pipeline: Pipeline, timelines: Sequence[Timeline], target: Any) -> Costs:
+        self._watching.close()
+        num_microbatches = pipeline.timetable.num_microbatches
+        held = held_per_stage(
+            self.stages,
+            self._inputs,
+            pipeline.timetable.num_stages,
+            pipeline.device,
+            loss_fn=self.loss_fn,
+            target=None if target is None else split("target", target, num_microbatches)[0],
+            group=pipeline.group,
+        )
+        self._inputs.clear()
+        return replace(
+            measured_costs(*timelines),
+            saved=[each.saved for each in held],
+            deferred=[each.deferred for each in held],
+        )
