@@ -101,8 +101,8 @@ def test_the_timeline_is_a_picture_and_a_trace(job):
     trace = json.loads((job.run / "trace.json").read_text())
     events = trace["traceEvents"] if isinstance(trace, dict) else trace
     names = [event["name"] for event in events if event.get("ph") == "X"]
-    # 2 stages, 4 microbatches, F, B and W: predicted and measured
-    assert len(names) == 2 * (2 * 4 * 3)
+    # Predicted and measured: 2 stages, 4 microbatches, F, B and W; 4 x's and 4 g's, each sent and received.
+    assert len(names) == 2 * (2 * 4 * 3 + 8 * 2)
     assert {"0F0", "1B3", "1W3"} <= set(names)
 
 
