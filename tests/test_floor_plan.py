@@ -155,6 +155,7 @@ def test_every_room_keeps_to_the_floor_plan():
         ("zbpp/runtime/p2p.py", "dist.init_process_group()", "runtime/world.py alone"),
         ("zbpp/training/trainer.py", "from zbpp import app", "may import autograd, runtime"),
         ("zbpp/training/trainer.py", "from omegaconf import OmegaConf", "belong to scripts/ and config.py"),
+        ("zbpp/benchmark/race.py", "from zbpp.config import BenchConfig", "may import autograd, benchmark"),
         ("zbpp/app.py", "import hydra", "belong to scripts/ and config.py"),
         ("zbpp/stage_api.py", "import zbpp.models", "may import nothing of zbpp"),
         ("zbpp/utils.py", "", "has no place in the floor plan"),

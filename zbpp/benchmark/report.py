@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from zbpp.benchmark.race import Entry
@@ -56,7 +57,7 @@ def table(rows: Sequence[Row]) -> str:
         "  ".join(f"{text:{'<' if place < 2 else '>'}{widths[place]}}" for place, text in enumerate(line))
         for line in cells
     ]
-    failures = ["", *(row["failure"] for row in rows)]
+    failures = ["", *(shorten(row["failure"], 100) for row in rows)]
     notes = [f"{row['schedule']}: {row['note']}" for row in rows if row["note"]]
     shown = [f"{line}  {failure}".rstrip() for line, failure in zip(lines, failures, strict=True)]
     return "\n".join([*shown, *notes])
