@@ -67,9 +67,8 @@ class Found(NamedTuple):
 
 
 def one_per_rank() -> Iterator[Cell]:
-    data = ROOT / "tests/data"
     table, targets = (
-        json.loads((data / f"zb_{name}.json").read_text()) for name in ("paper_table", "targets")
+        json.loads((DATA / f"zb_{name}.json").read_text()) for name in ("paper_table", "targets")
     )
     named = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
     rows = {(row["model"], row["m"]): row for row in named}
