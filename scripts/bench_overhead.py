@@ -36,12 +36,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import stage as torch_stage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from zbpp.autograd import WeightGrads
+from zbpp.benchmark.launch import on_ranks
 from zbpp.runtime import Pipeline
 from zbpp.runtime import stage as zbpp_stage
 from zbpp.runtime.world import world
@@ -75,23 +75,13 @@ def launched(num_ranks: int, arguments: argparse.Namespace) -> list[Row]:
         texts = {name: str(plan(name, num_ranks, arguments.microbatches)) for name in arguments.schedules}
     except PlanError as error:
         sys.exit(f"error: {error}")
-    launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        run_id="zbpp_overhead",
-    )
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    rows: list[Row] = elastic_launch(launch, measure)(texts, arguments.repeats)[0]
+    rows: list[Row] = on_ranks(num_ranks, measure, (texts, arguments.repeats), ())
     return rows
 
 
-def measure(texts: dict[str, str], repeats: int) -> list[Row]:
-    """What each rank does; importable, since elastic_launch pickles it."""
-    torch.set_num_threads(1)
+def measure(job: tuple[dict[str, str], int]) -> list[Row]:
+    """What each rank does with (timetables as text, repeats); importable, since it is pickled."""
+    texts, repeats = job
     with world(device="cpu") as here:
         return [
             {"ranks": here.size, "schedule": name, **compared(Timetable.parse(text), here.rank, repeats)}

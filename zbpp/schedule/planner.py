@@ -42,15 +42,23 @@ def plan(
     search: bool = True,
     time_limit: float = 10.0,
     seed: int = 0,
-    progress: Callable[..., None] | None = None,
+    progress: Callable[[float, float, float], None] | None = None,
 ) -> Timetable:
     """The timetable of a schedule in `SCHEDULES`.
 
     memory_limit: in the unit of costs.saved, for each rank or one per rank; None: no limit.
     placement ("one" | "looped" | "v") and stages_per_rank: None for the family's own.
-    objective ("makespan" | "span"), search, time_limit (s), seed, progress: for those that search.
-    Raises PlanError for an unknown name, an argument out of range, a value that contradicts the
-    family, or a family that exceeds the memory limit (the message says what it needs).
+
+    For zb_auto and optimal, which search:
+    objective: "makespan", or "span", the largest span of a rank. search: see zb_auto.
+    time_limit: in s; the first look at the families is not cut short. seed: the same one gives the
+    same timetable, unless the time ran out.
+    progress(share of the time spent, best objective so far, lower bound; ms) is called about ten times a
+    second, and at the end with a share of 1. What it raises ends the search.
+
+    Raises PlanError for an unknown name, an argument out of range, lists of another length than
+    there are stages or ranks, a value that contradicts the family, microbatches that don't fit it,
+    and a memory limit that is too low (the message says what is needed, per rank).
     """
     if name not in SCHEDULES:
         raise PlanError(_unknown(name))

@@ -37,7 +37,9 @@ def starts(problem: Problem, deadline: Deadline) -> list[Plan]:
     plans: list[Plan] = []
     seen: set[float] = set()
     for small_value, eagerness, make in _tried(problem, deadline):
-        if small_value in seen or len(plans) == _STARTS:
+        if len(plans) == _STARTS or deadline.over:
+            break
+        if small_value in seen:
             continue
         seen.add(small_value)
         order = make(problem)
@@ -58,7 +60,7 @@ def _tried(problem: Problem, deadline: Deadline) -> list[tuple[float, float, Ord
             met.append(order)
             values = ((weave(small, order, eagerness)[0], eagerness) for eagerness in _EAGERNESS)
             found += [(value, eagerness, make) for value, eagerness in values if value < math.inf]
-        if deadline.fraction > _SHARE:
+        if deadline.over or deadline.fraction > _SHARE:
             break
     return sorted(found, key=lambda each: each[0])
 
