@@ -21,7 +21,8 @@ Progress = Callable[[float, float, float], None]
 _POOL = 6  # plans that are worked on
 _PLACED = 400_000  # actions placed by list scheduling in a round,
 _MOVES = 4000  # and moves of annealing
-_WARMTH = (0.0, 0.02, 0.1, 0.3)  # of annealing, in average action times
+_WARMTH = (0.0, 0.02, 0.1, 0.3)  # of annealing, in average action times,
+_SMALL = 200  # actions: a smaller board is gone through so often that it bears more
 _STALE = 8  # rounds without a better setting: a population begins anew
 _SHARE = 0.3  # of the time, at most, for what the search starts from
 _FEW = 3  # microbatches per rank: enough for a steady part
@@ -132,7 +133,7 @@ class Hunt:
             return
         _, plan = self.pool[min(int(self.rng.expovariate(0.7)), len(self.pool) - 1)]
         board = Board(self.problem, plan)
-        warmth = self.rng.choice(_WARMTH) * self.pause
+        warmth = self.rng.choice(_WARMTH) * self.pause * max(1.0, _SMALL / len(board.order))
         anneal(board, self.rng, _MOVES, warmth, self.deadline, self.goal)
         self._settle(board)
 
