@@ -210,14 +210,18 @@ def _roots(outputs: Outputs, output_grads: Any) -> tuple[list[Root], list[Tensor
     grads = [None] * len(values) if output_grads is None else _listed(output_grads)
     if len(grads) != len(values):
         raise ValueError(f"{len(values)} outputs but {len(grads)} output_grads: give one for each, or None")
-    roots, root_grads = [], []
-    for position, (output, grad) in enumerate(zip(values, grads, strict=True)):
+    roots: list[Root] = []
+    root_grads: list[Tensor] = []
+    for position, output in enumerate(values):
+        grad = grads[position]
         if not _needs_grad(output):
             if grad is not None:
                 raise ValueError(f"output {position} does not require grad: its gradient must be None")
         elif grad is not None:
+            if not _fits(output, grad):
+                raise _misfit(position, output, grad)
             roots.append(output)
-            root_grads.append(_checked(position, output, grad))
+            root_grads.append(grad)
         elif isinstance(output, Tensor) and output.numel() == 1:
             roots.append(output)
             root_grads.append(torch.ones_like(output))
@@ -234,16 +238,26 @@ def _needs_grad(value: Any) -> bool:
     return value.requires_grad if isinstance(value, Tensor) else isinstance(value, GradientEdge)
 
 
-def _checked(position: int, output: Root, grad: Any) -> Tensor:
+def _fits(output: Root, grad: Any) -> bool:
     if not isinstance(grad, Tensor):
-        raise ValueError(f"the gradient of output {position} is a {type(grad).__name__}, not a tensor")
-    meta = output if isinstance(output, Tensor) else output.node._input_metadata[output.output_nr]
-    if list(grad.shape) != list(meta.shape) or grad.device != meta.device:
-        raise ValueError(
-            f"the gradient of output {position} is {tuple(grad.shape)} on {grad.device}, "
-            f"the output {tuple(meta.shape)} on {meta.device}: they must match"
-        )
-    return grad
+        return False
+    meta = _meta(output)
+    return [*grad.shape] == [*meta.shape] and grad.device == meta.device
+
+
+def _meta(output: Root) -> Any:
+    """What has its shape and device."""
+    return output if isinstance(output, Tensor) else output.node._input_metadata[output.output_nr]
+
+
+def _misfit(position: int, output: Root, grad: Any) -> ValueError:
+    if not isinstance(grad, Tensor):
+        return ValueError(f"the gradient of output {position} is a {type(grad).__name__}, not a tensor")
+    meta = _meta(output)
+    return ValueError(
+        f"the gradient of output {position} is {tuple(grad.shape)} on {grad.device}, "
+        f"the output {tuple(meta.shape)} on {meta.device}: they must match"
+    )
 
 
 def _listed(values: Any) -> list[Any]:

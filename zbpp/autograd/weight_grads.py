@@ -160,7 +160,7 @@ class WeightGrads:
         work, self._work = self._work, None
         work.reverse()
         last: dict[int, int] = {}
-        with torch.no_grad():
+        with torch.set_grad_enabled(False):  # no_grad() takes twice as long
             while work:
                 leaf = work.pop().accumulate()  # what was held goes at once, before any hook
                 if leaf._post_accumulate_grad_hooks:
