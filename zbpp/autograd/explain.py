@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from zbpp.autograd.graph import Edge, Survey, Use, kind, survey, variable
+from zbpp.autograd.graph import Edge, Survey, Use, kind, survey
 from zbpp.autograd.rules import Packed, rule_of
 from zbpp.autograd.split import Outputs, _edge, _listed, _needs_grad
 
@@ -131,8 +131,11 @@ class _Graph:
 
     def __init__(self, roots: list[Edge], stops: frozenset[Edge], found: Survey) -> None:
         self.found = found
-        self.leaves = [*found.deferred, *found.eager]
-        self.sites = {site for uses in found.deferred.values() for site, _ in uses}
+        self.leaves = [*[use.leaf for use in found.uses], *found.eager.values()]
+        self.deferred: dict[int, list[tuple[Node, Use]]] = {}  # by the leaf's id
+        for site, use in zip(found.sites, found.uses, strict=True):
+            self.deferred.setdefault(id(use.leaf), []).append((site, use))
+        self.sites = set(found.sites)
         self.users: dict[Node, list[tuple[Node | None, int]]] = {}
         pending = [node for node, _ in dict.fromkeys(roots) if node is not None]
         for node in pending:
@@ -166,22 +169,21 @@ Found = tuple[Tensor, Row]
 
 
 def _reached(graph: _Graph, names: dict[int, tuple[str, Tensor]]) -> Iterator[Found]:
-    for leaf, uses in graph.found.deferred.items():
-        tensor = variable(leaf)
+    for uses in graph.deferred.values():
+        tensor = uses[0][1].leaf
         if graph.is_reentrant:
             yield tensor, _row(tensor, names, "B", _REENTRANT)
             continue
         x = sum(_x_storages(uses).values())
         dy = sum(_dys(uses).values())
         yield tensor, _row(tensor, names, "W", _deferred(uses), x_bytes=x, dy_bytes=dy)
-    for leaf in graph.found.eager:
-        tensor = variable(leaf)
+    for leaf, tensor in graph.found.eager.items():
         if not tensor.numel() and id(tensor) not in names:
             continue  # a checkpoint's own dummy
         if graph.is_reentrant:
             yield tensor, _row(tensor, names, "B", _REENTRANT)
         else:
-            yield tensor, _row(tensor, names, "B", _eager(graph, leaf), gradient_bytes=tensor.nbytes)
+            yield tensor, _row(tensor, names, "B", _eager(graph, leaf, tensor), gradient_bytes=tensor.nbytes)
 
 
 _REENTRANT = "a reentrant checkpoint is in the graph: everything in B"
@@ -236,8 +238,7 @@ def _named(node: Node, through: Iterable[Node], *, runs: bool = False) -> str:
     return f"{kind(node)} through {chain}{how}" if chain else kind(node)
 
 
-def _eager(graph: _Graph, leaf: Node) -> str:
-    tensor = variable(leaf)
+def _eager(graph: _Graph, leaf: Node, tensor: Tensor) -> str:
     if type(tensor) is not nn.Parameter and hasattr(tensor, "__tensor_flatten__"):
         return f"a {type(tensor).__name__}: subclasses are computed in B"
     ways = list(graph.ways(leaf))
@@ -306,7 +307,7 @@ def _compiled(graph: _Graph, names: dict[int, tuple[str, Tensor]]) -> Iterator[F
 
 def _hidden(graph: _Graph, names: dict[int, tuple[str, Tensor]]) -> Iterator[Found]:
     """The parameters behind checkpoints, as far as they are found and used nowhere else."""
-    known = {id(variable(leaf)) for leaf in graph.leaves}
+    known = {id(tensor) for tensor in graph.leaves}
     why = "inside a zbpp.checkpoint: decided when it is recomputed"
     where: Where = "later"
     if graph.is_reentrant:
@@ -367,7 +368,7 @@ def _others(graph: _Graph, names: dict[int, tuple[str, Tensor]], known: set[int]
 
 
 def _total(graph: _Graph, rows: tuple[Row, ...]) -> Explanation:
-    uses = [] if graph.is_reentrant else [use for each in graph.found.deferred.values() for use in each]
+    uses = [] if graph.is_reentrant else [use for each in graph.deferred.values() for use in each]
     gradients = sum(row.gradient_bytes for row in rows)
     compiled = sum(function.zbpp_explained()[0] for function in _compiled_calls(graph))
     return Explanation(rows, sum(_x_storages(uses).values()), sum(_dys(uses).values()), gradients, compiled)

@@ -39,6 +39,7 @@ class Use(NamedTuple):
     Not the site itself: it holds the nodes below it, and they what they have.
     """
 
+    leaf: Tensor
     held: Held
     add: Add
     chain: tuple[Edge, ...]  # from the operand's edge down to, not including, the leaf
@@ -48,10 +49,14 @@ class Use(NamedTuple):
 class Survey(NamedTuple):
     """What a walk found. Leaves are AccumulateGrad nodes; everything in the order of the walk."""
 
-    leaves: dict[Any, Tensor]  # those asked for, with their tensors
-    deferred: dict[Any, list[tuple[Node, Use]]]  # leaf: (site, use)
-    eager: list[Any]
+    sites: list[Node]  # where dy is to be captured,
+    uses: list[Use]  # and what for; those of one leaf side by side
+    has_sums: bool  # whether a leaf has several uses, or a chain that computes
+    eager: dict[Any, Tensor]  # the leaves that can't wait, with their tensors
     functions: list[Any]  # nodes of Python autograd Functions: each is its own ctx
+
+
+Choice = tuple[Any, Rule, tuple[int, ...]]  # a site, and the operands of which one may wait
 
 
 def survey(roots: Iterable[Edge], stops: frozenset[Edge], wanted: set[int] | None) -> Survey:
@@ -62,7 +67,8 @@ def survey(roots: Iterable[Edge], stops: frozenset[Edge], wanted: set[int] | Non
     """
     nodes, again = _walk(roots, stops)
     leaves: dict[Any, Tensor] = {}
-    sites: list[tuple[Any, Rule]] = []
+    choices: list[Choice] = []
+    biases: list[Choice] = []
     functions = []
     for node, role in nodes:
         if role == "leaf":
@@ -70,19 +76,21 @@ def survey(roots: Iterable[Edge], stops: frozenset[Edge], wanted: set[int] | Non
         elif role == "function":
             functions.append(node)
         else:
-            sites.append((node, role))
+            choices.append((node, role, role.weights))
+            for operand in role.along:
+                biases.append((node, role, (operand,)))
     if wanted is not None:
         # An empty leaf is a checkpoint's dummy: what is wanted may lie inside.
         leaves = {leaf: each for leaf, each in leaves.items() if id(each) in wanted or not each.numel()}
-    choices = [(site, rule, rule.weights) for site, rule in sites]
-    deferred = _deferrable(choices, leaves, stops, again)
-    if any(rule.along for _, rule in sites):
-        # A bias waits only where its weight does: dy is held there anyway.
-        split = {site for uses in deferred.values() for site, _ in uses}
-        choices = [(site, rule, (each,)) for site, rule in sites if site in split for each in rule.along]
-        others = {leaf: each for leaf, each in leaves.items() if leaf not in deferred}
-        deferred |= _deferrable(choices, others, stops, again)
-    return Survey(leaves, deferred, [leaf for leaf in leaves if leaf not in deferred], functions)
+    sites: list[Node] = []
+    uses: list[Use] = []
+    walked = stops, again, set(again)
+    has_sums = _defer(choices, leaves, walked, sites, uses)
+    if biases:  # wait only where their weights do: dy is held there anyway
+        split = set(sites)
+        biases = [choice for choice in biases if choice[0] in split]
+        has_sums = _defer(biases, leaves, walked, sites, uses) or has_sums
+    return make(Survey, (sites, uses, has_sums, leaves, functions))
 
 
 def kind(node: Node) -> str:
@@ -155,20 +163,26 @@ def is_leaf(node: Node) -> bool:
     return _ROLES[type(node)] == "leaf"
 
 
-def _deferrable(
-    choices: Iterable[tuple[Any, Rule, tuple[int, ...]]],
+def _defer(
+    choices: list[Choice],
     leaves: dict[Any, Tensor],
-    stops: frozenset[Edge],
-    again: list[Any],
-) -> dict[Node, list[tuple[Node, Use]]]:
-    """The leaves all of whose uses are among these operands, taking of each site the first that can wait."""
-    found: dict[Any, list[tuple[Node, Use]]] = {}
+    walked: tuple[frozenset[Edge], list[Any], set[Any]],
+    sites: list[Node],
+    uses: list[Use],
+) -> bool:
+    """Move from `leaves` to `sites` and `uses` those all of whose uses are among these choices.
+
+    Of each site the first operand that can wait is taken. Returns whether there are sums: see Survey.
+    """
+    stops, again, repeated = walked
+    together: dict[Any, list[tuple[Node, Use]]] = {}
     for site, rule, operands in choices:
         below = site.next_functions
         for operand in operands:
-            leaf, chain, views = _follow(below[operand], stops)
+            leaf, chain, views, is_alone = _follow(below[operand], stops, repeated)
             if leaf not in leaves or (rule.ready is not None and not rule.ready(site)):
                 continue
+            tensor = leaves[leaf]
             kept = rule.kept.get(operand)
             if kept is not None and getattr(site, kept.raw).unpack_hook is None:
                 held: Held = (getattr(site, kept.saved).data,)
@@ -180,14 +194,25 @@ def _deferrable(
                 if capture is None:
                     continue
                 held, add = capture
-            found.setdefault(leaf, []).append((site, make(Use, (held, add, chain, views))))
+            if not _is_plain(tensor):
+                continue
+            use = make(Use, (tensor, held, add, chain, views))
+            if is_alone:
+                del leaves[leaf]
+                sites.append(site)
+                uses.append(use)
+            else:
+                together.setdefault(leaf, []).append((site, use))
             break
-    repeated = set(again)
-    return {
-        leaf: uses
-        for leaf, uses in found.items()
-        if _are_all(uses, leaf, again, repeated) and _is_plain(leaves[leaf])
-    }
+    has_sums = False
+    for leaf, pairs in together.items():
+        if _are_all(leaf, pairs, again):
+            has_sums = True
+            del leaves[leaf]
+            for site, use in pairs:
+                sites.append(site)
+                uses.append(use)
+    return has_sums
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -200,21 +225,22 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) is nn.Parameter or not hasattr(tensor, "__tensor_flatten__")
 
 
-def _follow(
-    edge: Any, stops: frozenset[Edge]
-) -> tuple[Node | None, tuple[Edge, ...], tuple[View, ...] | None]:
-    """The leaf that an edge leads to by single edges, with the chain on the way; None if it doesn't.
+def _follow(edge: Any, stops: frozenset[Edge], repeated: set[Any]) -> _Way:
+    """The leaf that an edge leads to by single edges.
 
     A chain never passes a node that has a rule: on stage 0 an activation, too, leads to
     parameters only (Embedding -> Linear).
     """
     chain: tuple[Edge, ...] = ()
     views: tuple[View, ...] | None = ()
+    is_alone = True
     roles, makers = _ROLES, _MAKERS
     while (node := edge[0]) is not None:
+        if node in repeated:
+            is_alone = False
         role = roles[type(node)]
         if role is not None and role != "function":
-            return (node, chain, views) if role == "leaf" else _NOWHERE
+            return (node, chain, views, is_alone and views is not None) if role == "leaf" else _NOWHERE
         if edge in stops:
             break
         below = node.next_functions
@@ -230,23 +256,19 @@ def _follow(
     return _NOWHERE
 
 
-_NOWHERE = None, (), None
+# Leaf or None, chain, views, and whether the leaf has this use only and the chain computes nothing
+_Way = tuple[Node | None, tuple[Edge, ...], tuple[View, ...] | None, bool]
+_NOWHERE: _Way = None, (), None, False
 
 
-def _are_all(uses: list[tuple[Node, Use]], leaf: Node, again: list[Any], repeated: set[Any]) -> bool:
+def _are_all(leaf: Node, pairs: list[tuple[Node, Use]], again: list[Any]) -> bool:
     """Whether every edge into the leaf and into its chains belongs to one of these uses.
 
     A gradient captured at a leaf collects every path to it, so a leaf with one eager use
     besides a deferred one would be counted twice.
     """
-    if len(uses) == 1:  # nearly always: short for what follows
-        for node, _ in uses[0][1].chain:
-            if node in repeated:
-                return False
-        return leaf not in repeated
     nodes = {leaf}
-    for _, use in uses:
+    for _, use in pairs:
         nodes.update([node for node, _ in use.chain])
-    num_repeats = sum([each in nodes for each in again])
-    # All edges into these nodes against those that we know: one per use, one below each chain node.
-    return len(nodes) + num_repeats == len(uses) + len(nodes) - 1
+    # Each node of these was met by one edge first, and each but the leaf has one edge below.
+    return sum([each in nodes for each in again]) == len(pairs) - 1

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zbpp.autograd.collector import collecting
 from zbpp.autograd.graph import Edge, Survey, is_leaf, kind, make, survey, variable
-from zbpp.autograd.weight_grads import Computed, Deferred, WeightGrads, Work
+from zbpp.autograd.weight_grads import Computed, Part, WeightGrads, Work, summed
 
 Outputs = Tensor | GradientEdge | Sequence[Any] | Mapping[Any, Any]
 Gradients = Sequence[Tensor | None]
@@ -74,13 +74,9 @@ def split(
     if found.functions and any(kind(node) == "CheckpointFunctionBackward" for node in found.functions):
         _refuse_a_part(edges, wanted)
         return _whole_backward(roots, root_grads, inputs, edges), []
-    targets = list(edges.values())
-    for uses in found.deferred.values():
-        for site, _ in uses:
-            targets.append((site, 0))
+    targets = [*edges.values(), *[(site, 0) for site in found.sites]]
     after_hooks = _after_hooks(targets, len(edges)) if RemovableHandle.next_id else {}
-    for leaf in found.eager:
-        targets.append((leaf, 0))
+    targets += [(leaf, 0) for leaf in found.eager]
     late: list[Work] = []
     if found.functions:
         with collecting(found.functions, inputs, wanted, late):
@@ -111,18 +107,11 @@ def _after_hooks(targets: list[Edge], first: int) -> dict[int, tuple[Tensor | No
 
 def _work(found: Survey, arrived: Iterator[Tensor | None]) -> list[Work]:
     """What W has to do. A node that no gradient reached adds nothing, as in plain autograd."""
-    work: list[Work] = []
-    for leaf, uses in found.deferred.items():
-        parts = []
-        for _, use in uses:
-            dy = next(arrived)
-            if dy is not None:
-                parts.append((use, dy))
-        if parts:
-            work.append(make(Deferred, (found.leaves[leaf], parts)))
-    for leaf, gradient in zip(found.eager, arrived, strict=True):
+    parts = [make(Part, (use, dy)) for use, dy in zip(found.uses, arrived, strict=False) if dy is not None]
+    work: list[Work] = summed(parts) if found.has_sums else parts
+    for leaf, gradient in zip(found.eager.values(), arrived, strict=True):
         if gradient is not None:
-            work.append(make(Computed, (found.leaves[leaf], gradient)))
+            work.append(make(Computed, (leaf, gradient)))
     return work
 
 

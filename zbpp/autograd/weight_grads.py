@@ -7,6 +7,7 @@ its gradients added there, and its `.grad` is left alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,8 +16,6 @@ from torch.autograd.graph import GradientEdge
 
 from zbpp.autograd.graph import Edge, Use
 from zbpp.autograd.rules import Packed
-
-Part = tuple[Use, Tensor]  # a use and its dy
 
 
 class Work(Protocol):
@@ -29,36 +28,70 @@ class Work(Protocol):
         """Add to the leaf's gradient; returns the leaf."""
 
 
-class Deferred(NamedTuple):
-    """A leaf whose gradient is still to be computed: the sum over its uses."""
+class Part(NamedTuple):
+    """One use of a leaf, with its dy; by itself the work for a leaf that has no other."""
+
+    use: Use
+    dy: Tensor
+
+    @property
+    def leaf(self) -> Tensor:
+        return self.use.leaf
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield self.dy
+        for held in self.use.held:
+            yield from held.tensors() if isinstance(held, Packed) else (held,)
+
+    def accumulate(self) -> Tensor:
+        (leaf, held, add, _, views), dy = self
+        total = total_of(leaf)
+        if total is None or leaf._backward_hooks:
+            _accumulate(leaf, [self])
+        else:
+            for view in views or ():
+                total = view.look(total)
+            add(total, held, dy, False)
+        return leaf
+
+
+class Sum(NamedTuple):
+    """A leaf with several uses, or one through a chain that computes."""
 
     leaf: Tensor
     parts: list[Part]
 
     def tensors(self) -> Iterator[Tensor]:
-        for use, dy in self.parts:
-            yield dy
-            for held in use.held:
-                yield from held.tensors() if isinstance(held, Packed) else (held,)
+        for part in self.parts:
+            yield from part.tensors()
 
     def accumulate(self) -> Tensor:
         leaf, parts = self
-        for (_, _, _, views), _ in parts:
-            if views is None:
-                add_to_grad(leaf, _through_chains(leaf, parts))
-                return leaf
-        if leaf._backward_hooks:
-            add_to_grad(leaf, run_hooks(leaf, _sum_of(leaf, parts)))
-        elif (total := total_of(leaf)) is not None:
-            _add_parts(total, parts, False)
+        if any(part.use.views is None for part in parts):
+            add_to_grad(leaf, _through_chains(leaf, parts))
         else:
-            leaf.grad = _sum_of(leaf, parts)
+            _accumulate(leaf, parts)
         return leaf
+
+
+def summed(parts: list[Part]) -> list[Work]:
+    """The work for each leaf, whose parts stand side by side."""
+    groups = [list(group) for _, group in groupby(parts, key=lambda part: id(part.leaf))]
+    return [Sum(group[0].leaf, group) for group in groups]
+
+
+def _accumulate(leaf: Tensor, parts: list[Part]) -> None:
+    if leaf._backward_hooks:
+        add_to_grad(leaf, run_hooks(leaf, _sum_of(leaf, parts)))
+    elif (total := total_of(leaf)) is not None:
+        _add_parts(total, parts, False)
+    else:
+        leaf.grad = _sum_of(leaf, parts)
 
 
 def _add_parts(total: Tensor, parts: list[Part], fresh: bool) -> None:
     """Add each part to its view of a leaf's gradient."""
-    for (held, add, _, views), dy in parts:
+    for (_, held, add, _, views), dy in parts:
         target = total
         for view in views or ():
             target = view.look(target)
@@ -68,7 +101,7 @@ def _add_parts(total: Tensor, parts: list[Part], fresh: bool) -> None:
 
 def _sum_of(leaf: Tensor, parts: list[Part]) -> Tensor:
     """A new gradient in the leaf's layout."""
-    whole = all(view.whole for view in parts[0][0].views or ())
+    whole = all(view.whole for view in parts[0].use.views or ())
     gradient = torch.empty_like(leaf) if whole else torch.zeros_like(leaf)
     _add_parts(gradient, parts, whole)
     return gradient
@@ -87,7 +120,7 @@ def _through_chains(leaf: Tensor, parts: list[Part]) -> Tensor:
         use.add(at_head[head], use.held, dy, fresh)
     starts: list[Any] = [GradientEdge(*head) for head in at_head]
     gradients = list(at_head.values())
-    direct = [part for part in parts if part[0].views is not None]
+    direct = [part for part in parts if part.use.views is not None]
     if direct:  # starts at the leaf itself
         starts.append(leaf)
         gradients.append(_sum_of(leaf, direct))
