@@ -74,9 +74,10 @@ def split(
     if found.functions and any(kind(node) == "CheckpointFunctionBackward" for node in found.functions):
         _refuse_a_part(edges, wanted)
         return _whole_backward(roots, root_grads, inputs, edges), []
-    targets = [*edges.values(), *[(site, 0) for site in found.sites]]
+    targets = [make(GradientEdge, (*edge, None)) for edge in edges.values()]
+    targets += [make(GradientEdge, (site, 0, None)) for site in found.sites]
     after_hooks = _after_hooks(targets, len(edges)) if RemovableHandle.next_id else {}
-    targets += [(leaf, 0) for leaf in found.eager]
+    targets += [make(GradientEdge, (leaf, 0, None)) for leaf in found.eager]
     late: list[Work] = []
     if found.functions:
         with collecting(found.functions, inputs, wanted, late):
@@ -93,7 +94,7 @@ def split(
     return tuple(grads), _work(found, arrived) + late
 
 
-def _after_hooks(targets: list[Edge], first: int) -> dict[int, tuple[Tensor | None, ...]]:
+def _after_hooks(targets: list[GradientEdge], first: int) -> dict[int, tuple[Tensor | None, ...]]:
     """To be filled with (dy,) of each site, targets[first:], that runs: as the hooks on its output leave it.
 
     Of a node that runs, autograd captures what arrived, before hooks; only of one that doesn't, what
@@ -101,7 +102,7 @@ def _after_hooks(targets: list[Edge], first: int) -> dict[int, tuple[Tensor | No
     """
     dys: dict[int, tuple[Tensor | None, ...]] = {}
     for position in range(first, len(targets)):
-        targets[position][0].register_prehook(partial(dys.__setitem__, position))  # no Python frame per site
+        targets[position].node.register_prehook(partial(dys.__setitem__, position))  # no Python frame per site
     return dys
 
 
@@ -115,7 +116,7 @@ def _work(found: Survey, arrived: Iterator[Tensor | None]) -> list[Work]:
     return work
 
 
-def _run(roots: Sequence[Root], root_grads: list[Tensor], targets: Sequence[Edge]) -> Gradients:
+def _run(roots: Sequence[Root], root_grads: list[Tensor], targets: list[GradientEdge]) -> Gradients:
     """torch.autograd.grad(roots, targets, root_grads, allow_unused=True) without its checks, done above.
 
     They would cost as much as ten linear layers' worth of B, and import sympy.
@@ -129,7 +130,7 @@ def _run(roots: Sequence[Root], root_grads: list[Tensor], targets: Sequence[Edge
             tuple(root_grads),
             False,  # keep_graph
             False,  # create_graph
-            tuple([make(GradientEdge, (node, number, None)) for node, number in targets]),
+            tuple(targets),
             allow_unreachable=True,
             accumulate_grad=False,
         )
@@ -230,8 +231,10 @@ def _needs_grad(value: Any) -> bool:
 def _fits(output: Root, grad: Any) -> bool:
     if not isinstance(grad, Tensor):
         return False
+    if isinstance(output, Tensor):
+        return output.shape == grad.shape and output.device == grad.device
     meta = _meta(output)
-    return [*grad.shape] == [*meta.shape] and grad.device == meta.device
+    return [*grad.shape] == meta.shape and grad.device == meta.device
 
 
 def _meta(output: Root) -> Any:
