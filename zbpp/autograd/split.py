@@ -279,6 +279,6 @@ def _edge(tensor: Root) -> Edge:
     node = tensor.grad_fn
     if node is not None:
         return node, tensor.output_nr
-    with torch.enable_grad():  # a leaf has no node of its own: ask a view's where its gradient goes
+    with torch.set_grad_enabled(True):  # a leaf has no node of its own: ask a view
         edge: Edge = tensor.view_as(tensor).grad_fn.next_functions[0]  # type: ignore[union-attr, assignment]
     return edge
