@@ -102,7 +102,8 @@ def _after_hooks(targets: list[GradientEdge], first: int) -> dict[int, tuple[Ten
     """
     dys: dict[int, tuple[Tensor | None, ...]] = {}
     for position in range(first, len(targets)):
-        targets[position].node.register_prehook(partial(dys.__setitem__, position))  # no Python frame per site
+        node = targets[position].node
+        node.register_prehook(partial(dys.__setitem__, position))  # no Python frame per site
     return dys
 
 
