@@ -78,19 +78,16 @@ class Marks:
     def __init__(self, log):
         self.log = log
 
-    def begin(self):
-        self.log.append("begin")
-
-    def start(self):
-        self.log.append("start")
-
-    def stop(self):
-        self.log.append("stop")
+    def begin(self, steps):
+        self.steps = steps
+        return lambda: self.log.append("mark")
 
 
 def test_a_recorder_marks_each_action_from_outside():
     run, log = executor(plan("zb_h1", 1, 2))
-    run.run(Marks(log))
+    recorder = Marks(log)
+    run.run(recorder)
     words = [entry if isinstance(entry, str) else entry[0] for entry in log]
     row = list(map(str, plan("zb_h1", 1, 2).rows[0]))
-    assert words == ["begin", *(word for name in row for word in ("start", name, "stop"))]
+    assert words == [word for name in row for word in ("mark", name, "mark")]
+    assert list(map(str, recorder.steps)) == row

@@ -6,19 +6,19 @@ own threads, where no thread or context variable of the caller's would be found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from zbpp.autograd.weight_grads import Custom, Work
 
-_NAME = "zbpp_collector"
-
 
 class Collector:
-    """Takes the work that Functions put off while one B runs. inputs: that B's; wanted: as in `survey`."""
+    """Takes the work that Functions put off while one B runs: `zbpp_collector` of their nodes.
+
+    inputs: that B's; wanted: as in `survey`.
+    """
 
     def __init__(self, inputs: tuple[Any, ...], wanted: set[int] | None, work: list[Work]) -> None:
         self.inputs, self.wanted, self.work = inputs, wanted, work
@@ -28,24 +28,9 @@ class Collector:
         return not leaf._backward_hooks and not any(leaf is each for each in self.inputs)
 
 
-@contextmanager
-def collecting(
-    functions: list[Any], inputs: tuple[Any, ...], wanted: set[int] | None, work: list[Work]
-) -> Iterator[None]:
-    """While the pass runs, what these nodes put off is appended to `work`."""
-    collector = Collector(inputs, wanted, work)
-    for node in functions:
-        setattr(node, _NAME, collector)
-    try:
-        yield
-    finally:
-        for node in functions:
-            delattr(node, _NAME)
-
-
 def collector_of(ctx: Any) -> Collector | None:
     """The collector of the B that runs this Function's backward; None in a plain backward."""
-    return getattr(ctx, _NAME, None)
+    return getattr(ctx, "zbpp_collector", None)
 
 
 def defer(ctx: Any, leaf: Tensor, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor | None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
-from zbpp.autograd.collector import collecting
+from zbpp.autograd.collector import Collector
 from zbpp.autograd.graph import Edge, Survey, is_leaf, kind, make, survey, variable
 from zbpp.autograd.weight_grads import Computed, Part, WeightGrads, Work, summed
 
@@ -79,11 +79,13 @@ def split(
     after_hooks = _after_hooks(targets, len(edges)) if RemovableHandle.next_id else {}
     targets += [make(GradientEdge, (leaf, 0, None)) for leaf in found.eager]
     late: list[Work] = []
-    if found.functions:
-        with collecting(found.functions, inputs, wanted, late):
-            captured = _run(roots, root_grads, targets)
-    else:
+    for function in found.functions:
+        function.zbpp_collector = Collector(inputs, wanted, late)
+    try:
         captured = _run(roots, root_grads, targets)
+    finally:
+        for function in found.functions:
+            del function.zbpp_collector
     if after_hooks:
         captured = [after_hooks.get(position, (grad,))[0] for position, grad in enumerate(captured)]
         after_hooks.clear()  # the sites' hooks refer to it

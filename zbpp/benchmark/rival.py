@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import pipelining
 
 from zbpp.benchmark.workload import Workload
@@ -43,23 +43,23 @@ class Torch:
         self._device = workload.here.device
         self._recorder, self._row = Recorder(self._device), list[Action]()
         self._group = dist.new_group(timeout=timedelta(seconds=workload.timeout))
-        stages = [self._stage(*each, timetable) for each in sorted(workload.stages(timetable).items())]
+        self._stages = [
+            _RecordedStage(module, index, timetable.num_stages, self._device, group=self._group)
+            for index, module in sorted(workload.stages(timetable).items())
+        ]
         self._schedule = getattr(pipelining, SCHEDULES[name])(
-            stages[0] if name in _SINGLE else stages,
+            self._stages[0] if name in _SINGLE else self._stages,
             n_microbatches=workload.num_microbatches,
             loss_fn=workload.model.loss,
         )
-
-    def _stage(self, index: int, module: nn.Module, timetable: Timetable) -> _RecordedStage:
-        stage = _RecordedStage(module, index, timetable.num_stages, self._device, group=self._group)
-        stage.recorder, stage.row = self._recorder, self._row
-        return stage
 
     def step(self, args: tuple[Tensor, ...], target: Tensor | None) -> list[Tensor]:
         """As `Zbpp.step`. Raises whatever torch raises."""
         losses: list[Tensor] = []
         self._row.clear()
-        self._recorder.begin()
+        mark = self._recorder.begin(self._row)
+        for stage in self._stages:
+            stage.mark, stage.row = mark, self._row
         with _quiet():
             # As zbpp, which keeps no logits unless asked.
             self._schedule.step(*args, target=target, losses=losses, return_outputs=False)
@@ -75,20 +75,20 @@ class Torch:
         gloo closes them once nothing refers to the group any more.
         """
         dist.destroy_process_group(self._group)
-        del self._group, self._schedule
+        del self._group, self._schedule, self._stages
         gc.collect()
 
 
 class _RecordedStage(pipelining.PipelineStage):
     """Its stage; every action's start and end is recorded."""
 
-    recorder: Recorder
+    mark: Callable[[], None]
     row: list[Action]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._start(Op.F, fwd_chunk_id)
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self.recorder.stop()
+        self.mark()
         return output
 
     def backward_one_chunk(
@@ -96,16 +96,16 @@ class _RecordedStage(pipelining.PipelineStage):
     ) -> None:
         self._start(Op.BW if full_backward else Op.B, bwd_chunk_id)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        self.recorder.stop()
+        self.mark()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         self._start(Op.W, bwd_chunk_id)
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        self.recorder.stop()
+        self.mark()
 
     def _start(self, op: Op, microbatch: int) -> None:
         self.row.append(Action(self.stage_index, op, microbatch))
-        self.recorder.start()
+        self.mark()
 
 
 @contextmanager

@@ -71,26 +71,26 @@ class Executor:
         self._connect(links, dynamic_shapes)
         taken = [value for step in program.instructions for value in _taken(step)]
         self._slots = dict(zip(taken, count(_FIRST)))
-        self._calls = [
-            *[_Call(_without_message(inbox.begin)) for inbox in self._inboxes.values()],
-            *map(self._resolved, program.instructions),
-            *[_Call(_without_message(outbox.finish)) for outbox in self._outboxes.values()],
-        ]
+        first = [_Call(_without_message(inbox.begin)) for inbox in self._inboxes.values()]
+        last = [_Call(_without_message(outbox.finish)) for outbox in self._outboxes.values()]
+        self._calls = [*first, *map(self._resolved, program.instructions), *last]
+        self._steps = [*[None] * len(first), *program.instructions, *[None] * len(last)]  # one per call
 
     def run(self, recorder: Recorder | None = None) -> None:
         """Run the program once. Afterwards slots and links are empty."""
-        calls = self._calls
-        if recorder is not None:
-            calls = self._recorded(recorder)
-            recorder.begin()  # before the first receives, since it synchronises
+        mark = None if recorder is None else recorder.begin(self._steps)
         slots = [_NOTHING] * (_FIRST + len(self._slots))
         position = 0
         try:
-            for position, (work, takes, gives) in enumerate(calls):  # noqa: B007  # position is where it stopped
+            for position, (work, takes, gives) in enumerate(self._calls):  # noqa: B007  # where it stopped
                 message, slots[takes] = slots[takes], _NOTHING
+                if mark:
+                    mark()
                 slots[gives] = work(message)
+                if mark:
+                    mark()
         except Exception as error:
-            self._explain(position - len(self._inboxes), error)
+            self._explain(position, error)
             raise
         if any(slots[_FIRST:]):
             left = [str(value) for value, slot in self._slots.items() if slots[slot]]
@@ -144,23 +144,16 @@ class Executor:
             case Release(_, peer):
                 return _Call(_without_message(self._outboxes[peer].release))
 
-    def _recorded(self, recorder: Recorder) -> list[_Call]:
-        """The same calls, with marks where actions begin and end, messages leave and arrive."""
-        calls, first = list(self._calls), len(self._inboxes)
-        for i, step in enumerate(self._program.instructions, first):
-            calls[i] = calls[i]._replace(work=_marked(step, calls[i].work, recorder))
-        return calls
-
     def _explain(self, position: int, error: Exception) -> None:
         """Say who waited for what if a message failed; an action's error speaks for itself."""
-        instructions = self._program.instructions
-        step = instructions[position] if 0 <= position < len(instructions) else None
+        step = self._steps[position]
         if isinstance(step, Action) or isinstance(error, torch.OutOfMemoryError):
             return
         rank = self._program.rank
         if isinstance(error, RuntimeError):
-            ends = "its first receives" if position < 0 else "its last sends"
-            place = f"step {position} of its program ({step})" if step else ends
+            number = position - len(self._inboxes)
+            ends = "its first receives" if number < 0 else "its last sends"
+            place = f"step {number} of its program ({step})" if step else ends
             raise CommunicationError.at(f"rank {rank}, {place}", error) from error
         if isinstance(error, ValueError) and isinstance(step, Send):
             raise ValueError(f"{step.value} from rank {rank} to rank {step.peer}: {error}") from None
@@ -184,33 +177,3 @@ def _channel(value: Value) -> tuple[str, int]:
 
 def _without_message(work: Callable[[], Any]) -> Callable[[Message], Any]:
     return lambda _: work()
-
-
-def _marked(
-    step: Instruction, work: Callable[[Message], Any], recorder: Recorder
-) -> Callable[[Message], Any]:
-    match step:
-        case Action():
-            return _between(recorder.start, work, recorder.stop)
-        case Send(value, _):
-            return _between(partial(recorder.sent, value), work, _pass)
-        case Recv(value, _):
-            return _between(_pass, work, partial(recorder.arrived, value))
-        case Release():
-            return work
-
-
-def _between(
-    before: Callable[[], None], work: Callable[[Message], Any], after: Callable[[], None]
-) -> Callable[[Message], Any]:
-    def run(message: Message) -> Any:
-        before()
-        result = work(message)
-        after()
-        return result
-
-    return run
-
-
-def _pass() -> None:
-    """No mark here."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 import numpy as np
@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from zbpp.runtime.world import gather
-from zbpp.schedule import Costs, Op, Timeline, Timetable, Value, consumes, produces
+from zbpp.schedule import Action, Costs, Op, Recv, Send, Timeline, Timetable, Value, consumes, produces
+from zbpp.schedule.lower import Instruction
 from zbpp.schedule.simulate import Transfer
 
 Times = npt.NDArray[np.float64]
@@ -23,68 +24,60 @@ Messages = tuple[dict[Value, float], dict[Value, float]]  # sent by a rank, arri
 
 
 class Recorder:
-    """Start and end of every action of one step, in ms; CUDA events on a GPU, a clock on the CPU.
+    """When each thing that a rank did in one step began and ended, in ms.
 
-    On the CPU the clock is the machine's (CLOCK_MONOTONIC), the same for all its processes.
+    CUDA events on a GPU; on the CPU the machine's clock (CLOCK_MONOTONIC), the same for all processes.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._marks: list[Mark] = []
-        self._sent: dict[Value, Mark] = {}
-        self._arrived: dict[Value, Mark] = {}
+        self._steps: Sequence[Instruction | None] = ()
         self._origin: tuple[float, torch.cuda.Event | None] = (0.0, None)
 
-    def begin(self) -> None:
-        """Forget what was recorded; a step begins."""
-        for record in (self._marks, self._sent, self._arrived):
-            record.clear()
-        event = None
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-        self._origin = (time.perf_counter() * 1e3, event)
+    def begin(self, steps: Sequence[Instruction | None]) -> Callable[[], None]:
+        """Forget what was recorded; returns what to call where each of these begins, and where it ends.
 
-    def start(self) -> None:
-        """An action starts."""
-        self._marks.append(self._mark())
-
-    stop = start  # a mark is a mark
-
-    def sent(self, value: Value) -> None:
-        """A message is given away."""
-        self._sent[value] = self._mark()
-
-    def arrived(self, value: Value) -> None:
-        """A message is there: its receiver has waited for it."""
-        self._arrived[value] = self._mark()
-
-    def _mark(self) -> Mark:
+        None stands for what is not to be recorded. steps may grow meanwhile.
+        """
+        marks: list[Mark] = []
+        self._steps, self._marks = steps, marks
         if self.device.type != "cuda":
-            return time.perf_counter() * 1e3
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+            self._origin = (0.0, None)
+            return lambda: marks.append(time.perf_counter() * 1e3)
+        torch.cuda.synchronize(self.device)
+        self._origin = (time.perf_counter() * 1e3, _event())
+        return lambda: marks.append(_event())
 
     def times(self) -> Times:
         """[actions, 2]: start and end of each, in ms of the machine's clock."""
-        return np.array(self._on_the_clock(self._marks), dtype=np.float64).reshape(-1, 2)
+        spans = [span for step, span in self._spans() if isinstance(step, Action)]
+        return np.array(spans, dtype=np.float64).reshape(-1, 2)
 
     def messages(self) -> Messages:
         """When each message from here was given away, and when each to here was there; as `times`."""
-        sent, arrived = (
-            dict(zip(marks, self._on_the_clock(marks.values()), strict=True))
-            for marks in (self._sent, self._arrived)
-        )
+        spans = list(self._spans())
+        sent = {step.value: begin for step, (begin, _) in spans if isinstance(step, Send)}
+        arrived = {step.value: end for step, (_, end) in spans if isinstance(step, Recv)}
         return sent, arrived
 
-    def _on_the_clock(self, marks: Iterable[Mark]) -> list[float]:
-        clock, event = self._origin
-        if event is None:
-            return [mark for mark in marks if isinstance(mark, float)]  # all
+    def _spans(self) -> Iterator[tuple[Instruction | None, tuple[float, float]]]:
+        marks = iter(self._on_the_clock())
+        return zip(self._steps, zip(marks, marks, strict=True), strict=True)
+
+    def _on_the_clock(self) -> list[float]:
+        clock, origin = self._origin
+        if origin is None:
+            return [mark for mark in self._marks if isinstance(mark, float)]  # all
         torch.cuda.synchronize(self.device)
-        return [clock + event.elapsed_time(mark) for mark in marks if isinstance(mark, torch.cuda.Event)]
+        events = [mark for mark in self._marks if isinstance(mark, torch.cuda.Event)]
+        return [clock + origin.elapsed_time(event) for event in events]
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def measured_timeline(

@@ -37,6 +37,7 @@ from zbpp.runtime.layout import (
     describe,
     describe_change,
     encode,
+    has_layout,
     layout_of,
 )
 
@@ -99,14 +100,13 @@ class Outbox:
 
     def send(self, channel: Hashable, message: Message) -> None:
         """Start to send; the tensors stay alive until `release`. Raises ValueError for a changed layout."""
-        layout = layout_of(message)
         known = None if self.dynamic_shapes else self.layouts.get(channel)
+        works = []
         if known is None:
-            self.layouts[channel] = layout
-            works = [self._start(encode(layout).to(self.device))]
-        elif known == layout:
-            works = []
-        else:
+            self.layouts[channel] = layout = layout_of(message)
+            works.append(self._start(encode(layout).to(self.device)))
+        elif not has_layout(message, known):
+            layout = layout_of(message)
             raise ValueError(
                 f"{describe(layout)} is to be sent where {describe(known)} was sent before"
                 f"{describe_change(layout, known)}: unless the pipeline is made with dynamic_shapes=True, "
@@ -175,13 +175,13 @@ class Inbox:
         self._post_ahead()
 
     def receive(self) -> Message:
-        """Wait for the next message; then post another receive in its place."""
+        """Post another receive, then wait for the next message."""
         posted = self._posted.popleft()
         if posted.layout is None:
             posted = self._after_header(posted)
+        self._post_ahead()  # first, since it may be in no hurry yet
         for work in posted.works:
             work.wait()
-        self._post_ahead()
         return posted.tensors
 
     def close(self) -> None:

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from zbpp.autograd import WeightGrads, backward_input
+from zbpp.autograd import WeightGrads
+from zbpp.autograd.split import split  # backward_input without checks: a message fits what it answers
 from zbpp.runtime.layout import Message, describe, layout_of
 
 Loss = Callable[..., Tensor]
@@ -93,7 +95,7 @@ class StageWorker:
         """F: run the module and keep its graph. On the last stage returns the loss's own gradient."""
         inputs = tuple([_entrance(each) for each in self._inputs(microbatch, message)])
         # Before the module runs, since it may change its inputs in place.
-        entrances = tuple([_entrance_edge(each) for each in inputs])
+        entrances = tuple([_edge(each) for each in inputs])
         outputs = self._call(microbatch, inputs)
         self._saved[microbatch] = _Saved(entrances, tuple([_edge(each) for each in outputs]))
         if self._is_last:
@@ -137,8 +139,8 @@ class StageWorker:
                 output_grads.append(grad)
         if not edges:
             return (None,) * len(inputs), None
-        grads, weight_grads = backward_input(edges, output_grads, inputs)
-        return tuple([_boundary(grad) for grad in grads]), weight_grads
+        grads, work = split(edges, output_grads, inputs, None)
+        return tuple([_boundary(grad) for grad in grads]), WeightGrads(work)
 
     def _inputs(self, microbatch: int, message: Message) -> tuple[Any, ...]:
         return tuple([_leaf(each) for each in self._feed.args[microbatch]]) if self._feed.args else message
@@ -216,8 +218,14 @@ def _departure(output: Tensor | None) -> Tensor | None:
     return None if output is None else output.detach().contiguous().requires_grad_(output.requires_grad)
 
 
-def _edge(output: Any) -> GradientEdge | None:
-    return get_gradient_edge(output) if isinstance(output, Tensor) and output.requires_grad else None
+def _edge(value: Any) -> GradientEdge | None:
+    """Where the gradient of a tensor that was computed enters its graph."""
+    if not (isinstance(value, Tensor) and value.requires_grad):
+        return None
+    node = value.grad_fn
+    if node is None or issubclass(type(node), BackwardCFunction):  # which only its outputs keep alive
+        return get_gradient_edge(value)
+    return GradientEdge(node, value.output_nr, None)
 
 
 def _leaf(value: Any) -> Any:
@@ -230,28 +238,11 @@ def _entrance(value: Any) -> Any:
 
     No leaf, and no view of one: a stage may start with an in-place operation, which both would refuse.
     """
-    return _SameMemory.apply(value) if isinstance(value, Tensor) and value.requires_grad else value  # type: ignore[no-untyped-call]  # torch's
-
-
-def _entrance_edge(value: Any) -> GradientEdge | None:
-    """`_edge` of what `_entrance` made, in half the time: the last node keeps a Function's alive."""
     if not (isinstance(value, Tensor) and value.requires_grad):
-        return None
-    node = value.grad_fn
-    assert node is not None  # a Function made it
-    return GradientEdge(node, 0, value.view_as(value).grad_fn)
-
-
-class _SameMemory(torch.autograd.Function):
-    """The identity, whose output shares its input's memory without being a view of it for autograd."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
+        return value
+    # The same memory, of which autograd doesn't know that it is a view.
+    (top,) = (value if value.dim() else value.reshape(1)).unsafe_chunk(1)
+    return top if value.dim() else top.reshape(())
 
 
 def _seed_generator(device: torch.device, seed: int) -> None:
