@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from zbpp.autograd.collector import collector_of
-from zbpp.autograd.split import split
+from zbpp.autograd.split import num_hooks_made, split
 
 
 def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -82,8 +82,10 @@ class _Checkpoint(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         saved = iter(ctx.saved_tensors)
         tensors = [_fresh(next(saved)) if is_tensor else None for is_tensor in ctx.is_tensor]
+        num_hooks = num_hooks_made()
         with torch.enable_grad(), ctx.call.as_before():
             outputs = _as_tuple(ctx.call.run(tensors))
+        is_hooked = num_hooks_made() > num_hooks
         roots, root_grads = [], []
         for output, grad in zip(outputs, grads, strict=True):
             if isinstance(output, Tensor) and output.requires_grad and grad is not None:
@@ -91,17 +93,17 @@ class _Checkpoint(torch.autograd.Function):
                 root_grads.append(grad)
         if not roots:
             return (None, None, *(None for _ in tensors))
-        return (None, None, *_backward(ctx, roots, root_grads, tensors))
+        return (None, None, *_backward(ctx, roots, root_grads, tensors, is_hooked))
 
 
 def _backward(
-    ctx: Any, roots: list[Tensor], root_grads: list[Tensor], tensors: list[Tensor | None]
+    ctx: Any, roots: list[Tensor], root_grads: list[Tensor], tensors: list[Tensor | None], is_hooked: bool
 ) -> tuple[Tensor | None, ...]:
     collector = collector_of(ctx)
     if collector is None:
         torch.autograd.backward(roots, root_grads)
         return tuple(None if tensor is None else tensor.grad for tensor in tensors)
-    grads, work = split(roots, root_grads, tuple(tensors), collector.wanted)
+    grads, work = split(roots, root_grads, tuple(tensors), collector.wanted, is_hooked=is_hooked)
     collector.work += work
     return grads
 

@@ -58,14 +58,27 @@ def backward_input(
     """
     roots, root_grads = _roots(outputs, output_grads)
     inputs = tuple(_listed(inputs))
-    grads, work = split(roots, root_grads, inputs, _wanted(parameters))
+    grads, work = split(roots, root_grads, inputs, _wanted(parameters), is_hooked=num_hooks_made() > 0)
     return grads, WeightGrads(work)
 
 
+def num_hooks_made() -> int:
+    """By this process, on tensors, nodes or modules: each takes the next number for its handle."""
+    return RemovableHandle.next_id
+
+
 def split(
-    roots: Sequence[Root], root_grads: list[Tensor], inputs: tuple[Any, ...], wanted: set[int] | None
+    roots: Sequence[Root],
+    root_grads: list[Tensor],
+    inputs: tuple[Any, ...],
+    wanted: set[int] | None,
+    *,
+    is_hooked: bool,
 ) -> tuple[tuple[Tensor | None, ...], list[Work]]:
-    """`backward_input` after its checks; wanted: ids of the parameters."""
+    """`backward_input` after its checks; wanted: ids of the parameters.
+
+    is_hooked: whether a tensor that was computed may have hooks. To look after them takes time.
+    """
     edges = {i: _edge(each) for i, each in enumerate(inputs) if _needs_grad(each)}
     try:
         found = survey([_edge(root) for root in roots], frozenset(edges.values()), wanted)
@@ -76,7 +89,7 @@ def split(
         return _whole_backward(roots, root_grads, inputs, edges), []
     targets = [make(GradientEdge, (*edge, None)) for edge in edges.values()]
     targets += [make(GradientEdge, (site, 0, None)) for site in found.sites]
-    after_hooks = _after_hooks(targets, len(edges)) if RemovableHandle.next_id else {}
+    after_hooks = _after_hooks(targets, len(edges)) if is_hooked else {}
     targets += [make(GradientEdge, (leaf, 0, None)) for leaf in found.eager]
     late: list[Work] = []
     for function in found.functions:
@@ -100,7 +113,7 @@ def _after_hooks(targets: list[GradientEdge], first: int) -> dict[int, tuple[Ten
     """To be filled with (dy,) of each site, targets[first:], that runs: as the hooks on its output leave it.
 
     Of a node that runs, autograd captures what arrived, before hooks; only of one that doesn't, what
-    they made of it. Needed only where this process has ever made a hook: each takes a handle's number.
+    they made of it.
     """
     dys: dict[int, tuple[Tensor | None, ...]] = {}
     for position in range(first, len(targets)):

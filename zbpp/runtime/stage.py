@@ -14,7 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zbpp.autograd import WeightGrads
-from zbpp.autograd.split import split  # backward_input without checks: a message fits what it answers
+from zbpp.autograd.split import num_hooks_made, split
 from zbpp.runtime.layout import Message, describe, layout_of
 
 Loss = Callable[..., Tensor]
@@ -37,6 +37,7 @@ class _Saved(NamedTuple):
 
     inputs: tuple[GradientEdge | None, ...]
     outputs: tuple[GradientEdge | None, ...]
+    is_hooked: bool  # whether the module made hooks, on its tensors perhaps
 
 
 class BoundaryError(ValueError):
@@ -96,8 +97,10 @@ class StageWorker:
         inputs = tuple([_entrance(each) for each in self._inputs(microbatch, message)])
         # Before the module runs, since it may change its inputs in place.
         entrances = tuple([_edge(each) for each in inputs])
+        num_hooks = num_hooks_made()
         outputs = self._call(microbatch, inputs)
-        self._saved[microbatch] = _Saved(entrances, tuple([_edge(each) for each in outputs]))
+        exits = tuple([_edge(each) for each in outputs])
+        self._saved[microbatch] = _Saved(entrances, exits, num_hooks_made() > num_hooks)
         if self._is_last:
             return self._backward_start(outputs[0])
         return tuple([_departure(each) for each in outputs])
@@ -131,7 +134,8 @@ class StageWorker:
         return grads
 
     def _backward(self, microbatch: int, message: Message) -> tuple[Message, WeightGrads | None]:
-        inputs, outputs = self._saved.pop(microbatch)
+        """`backward_input` without its checks: a message has the layout of what it answers."""
+        inputs, outputs, is_hooked = self._saved.pop(microbatch)
         edges, output_grads = [], []
         for edge, grad in zip(outputs, message, strict=True):
             if edge is not None and grad is not None:
@@ -139,7 +143,7 @@ class StageWorker:
                 output_grads.append(grad)
         if not edges:
             return (None,) * len(inputs), None
-        grads, work = split(edges, output_grads, inputs, None)
+        grads, work = split(edges, output_grads, inputs, None, is_hooked=is_hooked)
         return tuple([_boundary(grad) for grad in grads]), WeightGrads(work)
 
     def _inputs(self, microbatch: int, message: Message) -> tuple[Any, ...]:
@@ -219,13 +223,15 @@ def _departure(output: Tensor | None) -> Tensor | None:
 
 
 def _edge(value: Any) -> GradientEdge | None:
-    """Where the gradient of a tensor that was computed enters its graph."""
+    """torch's get_gradient_edge of what F has computed, in half the time; None without grad."""
     if not (isinstance(value, Tensor) and value.requires_grad):
         return None
     node = value.grad_fn
-    if node is None or issubclass(type(node), BackwardCFunction):  # which only its outputs keep alive
+    if node is None:  # a leaf
         return get_gradient_edge(value)
-    return GradientEdge(node, value.output_nr, None)
+    # Nothing but its outputs keeps a Function's node alive: another node does, once they are gone.
+    keeper = value.view_as(value).grad_fn if issubclass(type(node), BackwardCFunction) else None
+    return GradientEdge(node, value.output_nr, keeper)
 
 
 def _leaf(value: Any) -> Any:
