@@ -84,7 +84,7 @@ def split(
         found = survey([_edge(root) for root in roots], frozenset(edges.values()), wanted)
     except RuntimeError as error:
         raise _second_pass(error) from error
-    if found.functions and any(kind(node) == "CheckpointFunctionBackward" for node in found.functions):
+    if "CheckpointFunctionBackward" in map(kind, found.functions):
         _refuse_a_part(edges, wanted)
         return _whole_backward(roots, root_grads, inputs, edges), []
     targets = [make(GradientEdge, (*edge, None)) for edge in edges.values()]
@@ -92,8 +92,9 @@ def split(
     after_hooks = _after_hooks(targets, len(edges)) if is_hooked else {}
     targets += [make(GradientEdge, (leaf, 0, None)) for leaf in found.eager]
     late: list[Work] = []
+    collector = Collector(inputs, wanted, late) if found.functions else None
     for function in found.functions:
-        function.zbpp_collector = Collector(inputs, wanted, late)
+        function.zbpp_collector = collector
     try:
         captured = _run(roots, root_grads, targets)
     finally:

@@ -144,7 +144,7 @@ class StageWorker:
         if not edges:
             return (None,) * len(inputs), None
         grads, work = split(edges, output_grads, inputs, None, is_hooked=is_hooked)
-        return tuple([_boundary(grad) for grad in grads]), WeightGrads(work)
+        return tuple([None if grad is None else grad.contiguous() for grad in grads]), WeightGrads(work)
 
     def _inputs(self, microbatch: int, message: Message) -> tuple[Any, ...]:
         return tuple([_leaf(each) for each in self._feed.args[microbatch]]) if self._feed.args else message
