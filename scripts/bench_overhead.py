@@ -123,7 +123,7 @@ def own_work(step: Step) -> float:
     places: list[tuple[Any, str]] = [
         (nn.Linear, "forward"),
         (sys.modules[__name__], "difference"),
-        (zbpp_stage, "backward_input"),
+        (zbpp_stage, "split"),
         (WeightGrads, "accumulate"),
         *((torch_stage, f"stage_backward{kind}") for kind in ("", "_input", "_weight")),
         *((dist.ProcessGroup, name) for name in ("send", "recv")),
