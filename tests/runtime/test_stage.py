@@ -289,6 +289,47 @@ def test_a_stage_may_start_with_an_in_place_operation():
     torch.testing.assert_close(module[1].weight.grad, expected[1].weight.grad, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("shape", [(), (0, SIZE), (1, 2, 3)])
+def test_so_it_may_whatever_the_shape_of_its_input(shape):
+    worker = middle(nn.Sequential(nn.Hardtanh(-9, 9, inplace=True), nn.Tanh()))
+    x = drawn(*shape).requires_grad_()
+    worker.forward(0, (x,))
+    (found,) = worker.backward(0, (torch.ones(shape).double(),))
+    torch.testing.assert_close(found, 1 - x.detach().tanh() ** 2, rtol=1e-12, atol=0)
+
+
+class Hooked(nn.Module):
+    """A linear whose output's gradient is doubled by a tensor hook, in every other forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.count = nn.Linear(SIZE, SIZE).double(), 0
+
+    def forward(self, x):
+        y = self.linear(x)
+        if self.count % 2:
+            y.register_hook(lambda grad: 2 * grad)
+        self.count += 1
+        return y.tanh()
+
+
+def test_a_hook_made_in_f_is_seen_by_b_and_w_of_that_microbatch():
+    module, plain_module = (Hooked() for _ in range(2))
+    plain_module.load_state_dict(module.state_dict())
+    x, g = drawn(ROWS, SIZE), drawn(ROWS, SIZE, seed=1)
+    worker, found, expected = middle(module, 4), [], []
+    for microbatch in range(4):
+        worker.forward(microbatch, (x.clone().requires_grad_(),))
+    for microbatch in range(4):
+        leaf = x.clone().requires_grad_()
+        plain_module(leaf).backward(g)
+        expected.append((leaf.grad, plain_module.linear.weight.grad.clone()))
+        (dx,) = worker.backward_input(microbatch, (g,))
+        worker.backward_weight(microbatch)
+        found.append((dx, module.linear.weight.grad.clone()))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
 def test_a_stage_may_return_its_input():
     worker = middle(nn.Identity())
     x, g = drawn(ROWS, SIZE).requires_grad_(), drawn(ROWS, SIZE, seed=1)

@@ -172,7 +172,8 @@ def _defer(
 ) -> bool:
     """Move from `leaves` to `sites` and `uses` those all of whose uses are among these choices.
 
-    Of each site the first operand that can wait is taken. Returns whether there are sums: see Survey.
+    Of each site the first operand that can wait is taken. walked: stops, the nodes met again, the set
+    of them. Returns whether there are sums: see Survey.
     """
     stops, again, repeated = walked
     together: dict[Any, list[tuple[Node, Use]]] = {}
@@ -204,15 +205,13 @@ def _defer(
             else:
                 together.setdefault(leaf, []).append((site, use))
             break
-    has_sums = False
-    for leaf, pairs in together.items():
-        if _are_all(leaf, pairs, again):
-            has_sums = True
-            del leaves[leaf]
-            for site, use in pairs:
-                sites.append(site)
-                uses.append(use)
-    return has_sums
+    complete = [leaf for leaf, pairs in together.items() if _are_all(leaf, pairs, again)]
+    for leaf in complete:
+        del leaves[leaf]
+        for site, use in together[leaf]:
+            sites.append(site)
+            uses.append(use)
+    return bool(complete)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -246,9 +246,10 @@ def _entrance(value: Any) -> Any:
     """
     if not (isinstance(value, Tensor) and value.requires_grad):
         return value
-    # The same memory, of which autograd doesn't know that it is a view.
-    (top,) = (value if value.dim() else value.reshape(1)).unsafe_chunk(1)
-    return top if value.dim() else top.reshape(())
+    if not value.dim():
+        return value.clone()  # nothing to chunk
+    (top,) = value.unsafe_chunk(1)  # the same memory, of which autograd doesn't know that it is a view
+    return top
 
 
 def _seed_generator(device: torch.device, seed: int) -> None:
