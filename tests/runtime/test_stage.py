@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from zbpp.runtime import BoundaryError, StageWorker
+from zbpp.autograd import checkpoint
+from zbpp.runtime import BoundaryError, Pipeline, StageWorker
 from zbpp.runtime.stage import Feed
+from zbpp.schedule import plan
 
 M, ROWS, SIZE = 3, 4, 5
 
@@ -296,6 +298,118 @@ def test_so_it_may_whatever_the_shape_of_its_input(shape):
     worker.forward(0, (x,))
     (found,) = worker.backward(0, (torch.ones(shape).double(),))
     torch.testing.assert_close(found, 1 - x.detach().tanh() ** 2, rtol=1e-12, atol=0)
+
+
+def doubled(y):
+    """Its gradient is, where there will be one."""
+    if y.requires_grad:
+        y.register_hook(lambda grad: 2 * grad)
+    return y
+
+
+class HookedInside(nn.Module):
+    """The recompute makes a hook, F none."""
+
+    def __init__(self, call=checkpoint):
+        super().__init__()
+        self.linear, self.call = nn.Linear(SIZE, SIZE).double(), call
+
+    def forward(self, x):
+        return self.call(lambda a: doubled(self.linear(a)).tanh(), x)
+
+
+class HookedOutside(HookedInside):
+    """What is recomputed uses a tensor with a hook from before, and nothing else that needs a gradient."""
+
+    def forward(self, x):
+        hooked = doubled(self.linear(x))
+        return self.call(lambda a: a.sin() + hooked, x.detach())
+
+
+@pytest.mark.parametrize("cls", [HookedInside, HookedOutside])
+def test_hooks_in_and_around_a_checkpoint_are_seen(cls):
+    module, expected = cls(), cls(lambda fn, *args: fn(*args))
+    expected.load_state_dict(module.state_dict())
+    x, g = drawn(ROWS, SIZE), drawn(ROWS, SIZE, seed=1)
+    expected(x.clone().requires_grad_()).backward(g)
+    worker = middle(module)
+    worker.forward(0, (x.clone().requires_grad_(),))
+    worker.backward_input(0, (g,))
+    worker.backward_weight(0)
+    torch.testing.assert_close(gradients(module), gradients(expected), rtol=1e-12, atol=1e-14)
+
+
+class Tripled(nn.Module):
+    def forward(self, x):
+        return x.mul_(3.0)
+
+
+@pytest.mark.parametrize("name", ["zb_v", "interleaved_1f1b"])
+def test_what_the_stage_before_on_this_rank_has_saved_must_not_be_changed(name):
+    """tanh saves its output, which the next stage overwrites: plain autograd refuses that, too."""
+    stages = {0: nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh()), 1: Tripled()}
+    pipeline = Pipeline(stages, plan(name, 1, 2, stages_per_rank=2), nn.functional.mse_loss)
+    x = torch.ones(4, SIZE)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        nn.Sequential(*stages.values())(x).sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        pipeline.step(x, target=x)
+
+
+def test_two_inputs_of_one_memory_are_watched_together():
+    class Two(nn.Module):
+        def forward(self, a, b):
+            return b.sin() + a.mul_(2)
+
+    worker, h = middle(Two()), drawn(ROWS, SIZE)
+    worker.forward(0, (h.detach().requires_grad_(), h.detach().requires_grad_()))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        worker.backward(0, (torch.ones(ROWS, SIZE).double(),))
+
+
+def test_a_gradient_leaves_without_history():
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, factor):
+            ctx.save_for_backward(factor)
+            return x * factor
+
+        @staticmethod
+        def backward(ctx, grad):
+            with torch.enable_grad():
+                return grad * ctx.saved_tensors[0], None
+
+    factor = nn.Parameter(torch.tensor(2.0))
+    module = nn.Module()
+    module.forward = lambda x: Scale.apply(x, factor)
+    worker = middle(module)
+    worker.forward(0, (drawn(ROWS, SIZE).requires_grad_(),))
+    (dx,) = worker.backward(0, (torch.ones(ROWS, SIZE).double(),))
+    assert not dx.requires_grad
+    assert dx.grad_fn is None
+
+
+def test_hooks_of_the_callers_own_graph_are_seen():
+    """The context of the one microbatch was computed, and hooked, before the step."""
+
+    class Added(nn.Module):
+        def forward(self, x, context):
+            return x + context
+
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE))
+    x, target, found = torch.randn(4, SIZE), torch.randn(4, SIZE), []
+    pipeline = Pipeline({0: Added()}, plan("zb_h1", 1, 1), nn.functional.mse_loss)
+    for run in (
+        lambda context: nn.functional.mse_loss(x + context, target).backward(),
+        lambda context: pipeline.step(x, target=target, context=context),
+    ):
+        encoder.zero_grad()
+        context = encoder(x)
+        context.register_hook(lambda grad: 3 * grad)
+        run(context)
+        found.append([parameter.grad.clone() for parameter in encoder.parameters()])
+    torch.testing.assert_close(*found)
 
 
 class Hooked(nn.Module):

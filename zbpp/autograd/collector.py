@@ -17,11 +17,13 @@ from zbpp.autograd.weight_grads import Custom, Work
 class Collector:
     """Takes the work that Functions put off while one B runs: `zbpp_collector` of their nodes.
 
-    inputs: that B's; wanted: as in `survey`.
+    inputs: that B's; wanted: as in `survey`; is_hooked: as in `split`.
     """
 
-    def __init__(self, inputs: tuple[Any, ...], wanted: set[int] | None, work: list[Work]) -> None:
-        self.inputs, self.wanted, self.work = inputs, wanted, work
+    def __init__(
+        self, inputs: tuple[Any, ...], wanted: set[int] | None, work: list[Work], is_hooked: bool
+    ) -> None:
+        self.inputs, self.wanted, self.work, self.is_hooked = inputs, wanted, work, is_hooked
 
     def may_defer(self, leaf: Tensor) -> bool:
         """Not what B itself is asked for; nor what tensor hooks wait for: they see the whole gradient."""

@@ -103,6 +103,8 @@ def _backward(
     if collector is None:
         torch.autograd.backward(roots, root_grads)
         return tuple(None if tensor is None else tensor.grad for tensor in tensors)
+    # What fn closes over may have hooks from before.
+    is_hooked = is_hooked or collector.is_hooked
     grads, work = split(roots, root_grads, tuple(tensors), collector.wanted, is_hooked=is_hooked)
     collector.work += work
     return grads

@@ -92,7 +92,7 @@ def split(
     after_hooks = _after_hooks(targets, len(edges)) if is_hooked else {}
     targets += [make(GradientEdge, (leaf, 0, None)) for leaf in found.eager]
     late: list[Work] = []
-    collector = Collector(inputs, wanted, late) if found.functions else None
+    collector = Collector(inputs, wanted, late, is_hooked) if found.functions else None
     for function in found.functions:
         function.zbpp_collector = collector
     try:

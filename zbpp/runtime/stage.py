@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_leaves
 
 from zbpp.autograd import WeightGrads
 from zbpp.autograd.split import num_hooks_made, split
@@ -37,7 +38,7 @@ class _Saved(NamedTuple):
 
     inputs: tuple[GradientEdge | None, ...]
     outputs: tuple[GradientEdge | None, ...]
-    is_hooked: bool  # whether the module made hooks, on its tensors perhaps
+    is_hooked: bool  # whether its tensors may have hooks
 
 
 class BoundaryError(ValueError):
@@ -66,6 +67,7 @@ class StageWorker:
         self._feed = Feed((), (), None, ())
         self._saved: dict[int, _Saved] = {}
         self._deferred: dict[int, WeightGrads] = {}
+        self._continues = False  # a graph that the caller made, with hooks perhaps
         self._start: Message = ()  # of the backward: every microbatch's loss has the same gradient
         self.losses: list[Tensor] = []
 
@@ -74,6 +76,7 @@ class StageWorker:
         if feed.targets is None and self._is_last and self._loss_fn is not None:
             raise ValueError("the last stage needs target=...: there is a loss_fn")
         self._feed, self._start = feed, ()
+        self._continues = _has_graph(feed.kwargs) or _has_graph(feed.targets)
         self.losses = []
 
     def abandon(self) -> None:
@@ -100,7 +103,8 @@ class StageWorker:
         num_hooks = num_hooks_made()
         outputs = self._call(microbatch, inputs)
         exits = tuple([_edge(each) for each in outputs])
-        self._saved[microbatch] = _Saved(entrances, exits, num_hooks_made() > num_hooks)
+        is_hooked = self._continues or num_hooks_made() > num_hooks
+        self._saved[microbatch] = _Saved(entrances, exits, is_hooked)
         if self._is_last:
             return self._backward_start(outputs[0])
         return tuple([_departure(each) for each in outputs])
@@ -144,7 +148,7 @@ class StageWorker:
         if not edges:
             return (None,) * len(inputs), None
         grads, work = split(edges, output_grads, inputs, None, is_hooked=is_hooked)
-        return tuple([None if grad is None else grad.contiguous() for grad in grads]), WeightGrads(work)
+        return tuple([_boundary(grad) for grad in grads]), WeightGrads(work)
 
     def _inputs(self, microbatch: int, message: Message) -> tuple[Any, ...]:
         return tuple([_leaf(each) for each in self._feed.args[microbatch]]) if self._feed.args else message
@@ -234,6 +238,10 @@ def _edge(value: Any) -> GradientEdge | None:
     return GradientEdge(node, value.output_nr, keeper)
 
 
+def _has_graph(values: Any) -> bool:
+    return any(isinstance(each, Tensor) and each.grad_fn is not None for each in tree_leaves(values))
+
+
 def _leaf(value: Any) -> Any:
     """What the caller gave, without its history; a message is a leaf of ours already."""
     return value.detach().requires_grad_() if isinstance(value, Tensor) and value.requires_grad else value
@@ -244,12 +252,23 @@ def _entrance(value: Any) -> Any:
 
     No leaf, and no view of one: a stage may start with an in-place operation, which both would refuse.
     """
-    if not (isinstance(value, Tensor) and value.requires_grad):
-        return value
-    if not value.dim():
-        return value.clone()  # nothing to chunk
-    (top,) = value.unsafe_chunk(1)  # the same memory, of which autograd doesn't know that it is a view
-    return top
+    return _SameMemory.apply(value) if isinstance(value, Tensor) and value.requires_grad else value  # type: ignore[no-untyped-call]  # torch's
+
+
+class _SameMemory(torch.autograd.Function):
+    """The identity, whose output shares its input's memory without being a view of it for autograd.
+
+    It shares the count of in-place operations, too: of two stages of one rank, the first may have saved
+    what the second changes, and its B must see that.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
 
 
 def _seed_generator(device: torch.device, seed: int) -> None:

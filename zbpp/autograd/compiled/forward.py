@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -12,10 +12,23 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from zbpp.autograd.compiled.inductor import Backend, CaptureError, capture, check_compiler, check_torch
+from zbpp.autograd.compiled.inductor import (
+    Backend,
+    CaptureError,
+    capture,
+    check_compiler,
+    check_torch,
+    has_compiled,
+)
 from zbpp.autograd.compiled.planning import program_of
 from zbpp.autograd.compiled.program import Program, run
-from zbpp.autograd.compiled.sharing import signature, structure_of, text_of
+from zbpp.autograd.compiled.sharing import (
+    plain_attributes,
+    plain_values,
+    signature,
+    structure_of,
+    text_of,
+)
 from zbpp.autograd.explain import NOT_COMPILED
 
 _log = logging.getLogger(__name__)
@@ -40,10 +53,11 @@ def compile_stage(
     from 1 down to 0; the rest is computed again in B. programs: those made so far, to be shared. say: is
     told what is being compiled.
 
-    Compilation happens in the first F, and again for inputs of another shape; without gradients
-    (evaluation) the module runs as it is. Results are those of the eager split to rounding, random numbers
-    are drawn as there. What can't be compiled stays eager: of a stage the layers are tried, one by one,
-    and each that fails is named in one line of the log, with the reason, which `explain` shows, too.
+    Compilation happens in the first F, and again for inputs of another shape, or where a number or string
+    in a module's attributes has changed; without gradients (evaluation) the module runs as it is. Results
+    are those of the eager split to rounding, random numbers are drawn as there. What can't be compiled stays
+    eager: of a stage the layers are tried, one by one, and each that fails is named in one line of the log,
+    with the reason, which `explain` shows, too. What torch.compile was asked to compile is left to it.
     A plain backward() works, but as with `zbpp.checkpoint` torch.autograd.grad finds no parameters.
     Raises ValueError for a budget out of range, RuntimeError without a suitable torch or C++ compiler.
     """
@@ -53,15 +67,30 @@ def compile_stage(
     if backend == "inductor" and any(each.device.type == "cpu" for each in module.parameters()):
         check_compiler()
     make = _Maker(backend, budget, {} if programs is None else programs, say)
-    if whole:
-        module.forward = _Forward(module, name, make)
+    if whole or has_compiled(module):
+        _compile(module, name, make)
     else:
         _compile_layers(module, f"{name} ", make)
 
 
+def _compile(module: nn.Module, name: str, make: _Maker) -> None:
+    if has_compiled(module):
+        _leave(module.parameters(), name, "it stays eager", "torch.compile has it already")
+    else:
+        module.forward = _Forward(module, name, make)
+
+
 def _compile_layers(module: nn.Module, prefix: str, make: _Maker) -> None:
     for name, layer in _layers(module):
-        layer.forward = _Forward(layer, prefix + name, make)
+        if not isinstance(layer.forward, _Forward):
+            _compile(layer, prefix + name, make)
+
+
+def _leave(parameters: Iterable[nn.Parameter], name: str, what: str, reason: str) -> None:
+    """Say, in the log and for `explain`, why these stay eager."""
+    _log.warning("%s is not compiled, %s: %s", name, what, reason)
+    for parameter in parameters:
+        setattr(parameter, NOT_COMPILED, reason)
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -119,6 +148,8 @@ class _Forward:
         self.eager: Callable[..., Any] = module.forward
         self.modules = list(module.modules())
         self.parameters = [(each._parameters, name) for each in self.modules for name in each._parameters]
+        self.constants = plain_attributes(self.modules)
+        self.values = plain_values(self.constants)
         self.bound: dict[Any, _Bound | None] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -126,6 +157,7 @@ class _Forward:
             return self.eager(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         key = self._key(leaves, spec)
+        self._forget_if_changed()
         if key not in self.bound:
             self.bound[key] = self._bind(args, kwargs, key)
         bound = self.bound[key]
@@ -145,6 +177,13 @@ class _Forward:
             ),
         )
 
+    def _forget_if_changed(self) -> None:
+        """Programs have the modules' numbers in them: a dropout's p, say."""
+        values = plain_values(self.constants)
+        if values != self.values:
+            self.values = values
+            self.bound = {key: bound for key, bound in self.bound.items() if bound is None}
+
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable) -> _Bound | None:
         try:
             with self._as_before():
@@ -158,25 +197,22 @@ class _Forward:
     @contextmanager
     def _as_before(self) -> Iterator[None]:
         """Its own forward in its place."""
-        del self.module.forward
+        now = vars(self.module).pop("forward")  # this, or what has been put around it
         if self.before is not None:
             self.module.forward = self.before
         try:
             yield
         finally:
-            self.module.forward = self
+            self.module.forward = now
 
     def _retreat(self, reason: str) -> None:
         """Eager from now on, but for its layers."""
         layers = [layer for _, layer in _layers(self.module) if not isinstance(layer.forward, _Forward)]
         what = "its layers are, each by itself" if layers else "it stays eager"
-        _log.warning("%s is not compiled, %s: %s", self.name, what, reason)
-        if layers:
-            _compile_layers(self.module, f"{self.name} ", self.maker)
         others = {id(parameter) for layer in layers for parameter in layer.parameters()}
-        for parameter in self.module.parameters():
-            if id(parameter) not in others:
-                setattr(parameter, NOT_COMPILED, reason)
+        own = [parameter for parameter in self.module.parameters() if id(parameter) not in others]
+        _leave(own, self.name, what, reason)
+        _compile_layers(self.module, f"{self.name} ", self.maker)
 
 
 def _slot(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:

@@ -7,8 +7,11 @@ callable, by Inductor.
 
 from __future__ import annotations
 
+import inspect
+import re
 import shutil
 import warnings
+from ast import literal_eval
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -28,6 +31,9 @@ Source = str | int  # a module's parameter or buffer by name, or the position of
 OLDEST = (2, 13)
 
 aten = torch.ops.aten
+
+# Hugging Face's models set and reset it in each forward.
+_COLLECTOR = "G['__import_transformers_dot_utils_dot_output_capturing']._active_collector"
 
 
 class CaptureError(RuntimeError):
@@ -74,6 +80,11 @@ def check_compiler() -> None:
         )
 
 
+def has_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile was asked to."""
+    return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+
+
 def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], budget: float) -> Joint:
     """The graphs of module(*args, **kwargs); its random operations stay, and draw from torch's generator.
 
@@ -86,7 +97,7 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], bu
         except CaptureError:
             raise
         except Exception as error:  # whatever Dynamo, the module's own code or the tracers may raise
-            raise CaptureError(_first_line(error)) from error
+            raise CaptureError(_foreign_tensors(module, error) or _first_line(error)) from error
 
 
 def build(graph: GraphModule, backend: Backend, *, trusted: bool = False) -> Boxed:
@@ -212,8 +223,31 @@ def _python_free(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """The module as Dynamo reads it: all of its Python code, or an error that says what could not be read."""
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
-    captured: Callable[..., Any] = dynamo_graph_capture_for_export(module)(*args, **kwargs)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        captured: Callable[..., Any] = dynamo_graph_capture_for_export(module)(*args, **kwargs)
+    _refuse_changes(module, said)
     return captured
+
+
+def _refuse_changes(module: nn.Module, warned: list[warnings.WarningMessage]) -> None:
+    """Of what forward does to Python objects, which Dynamo warns of, no graph knows."""
+    harmless = _COLLECTOR, f"L['{_name_of_keywords(module.forward)}']"
+    for each in warned:
+        _, _, listed = str(each.message).partition("potential sources you can double check: ")
+        changed = [name for name in (literal_eval(listed) if listed else ()) if name not in harmless]
+        if changed:
+            names = ", ".join(re.sub(r"^[LG]\['(\w+)'\]", r"\1", name) for name in changed)
+            raise CaptureError(
+                f"forward sets attributes or changes objects, which a graph can't: of {names} "
+                "(tensors may be changed in place: write add_(1), not += 1)"
+            )
+
+
+def _name_of_keywords(forward: Any) -> str | None:
+    """Of the dictionary that a function takes its other keywords in: at each call a new one."""
+    code = getattr(forward, "__code__", None)
+    return inspect.getargs(code).varkw if code else None
 
 
 def _decompositions() -> Any:
@@ -298,6 +332,20 @@ def _output_of(description: Any) -> int:
     if not isinstance(description, PlainAOTOutput):
         raise CaptureError(f"a gradient of a kind that is not handled: {description.expr()}")
     return description.idx
+
+
+def _foreign_tensors(module: nn.Module, error: Exception) -> str:
+    """In words of ours, what the tracer says of a tensor that it was not given; "" for any other error."""
+    if "convert all Tensors to FakeTensors" not in str(error):
+        return ""
+    names = [
+        f"{path}.{name}".removeprefix(".")
+        for path, each in module.named_modules()
+        for name, value in vars(each).items()
+        if isinstance(value, Tensor)
+    ]
+    which = f", perhaps {', '.join(names)}" if names else ""
+    return f"it uses a tensor that is neither argument, parameter nor buffer{which}: use register_buffer"
 
 
 def _first_line(error: Exception) -> str:

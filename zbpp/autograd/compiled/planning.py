@@ -2,66 +2,92 @@
 
 from __future__ import annotations
 
+from math import inf
+from typing import NamedTuple
+
 from torch.fx import GraphModule, Node
 
 from zbpp.autograd.compiled.cut import cut, is_held, separate_convolutions
 from zbpp.autograd.compiled.graphs import above, bytes_of, extract, placeholders, results
-from zbpp.autograd.compiled.inductor import Backend, CaptureError, Joint, build
+from zbpp.autograd.compiled.inductor import Backend, CaptureError, Joint, Source, build
 from zbpp.autograd.compiled.program import Program
 from zbpp.autograd.compiled.totals import add_in_place
 
 
 def program_of(joint: Joint, backend: Backend) -> Program:
     """Cut the backward and compile all three. Raises CaptureError for what can't be split."""
-    tensors = tuple(dict.fromkeys(source for source in joint.sources if isinstance(source, str)))
-    number = {name: place for place, name in enumerate(tensors)}
-    f_pool = {
-        node.name: number[source] if isinstance(source, str) else len(tensors) + source
-        for node, source in zip(placeholders(joint.forward), joint.sources, strict=True)
-    }
-    needed = [node.name for node in placeholders(joint.backward)]
-    kept = needed[: len(needed) - len(joint.tangents)]
-    _refuse_changed(joint, kept, f_pool, number)
-    arguments = [name for name in kept if f_pool.get(name, 0) >= len(tensors)]
-    computed = [name for name in kept if name not in f_pool]
-    f = _forward(joint, computed)
-
+    names = _names(joint)
+    _refuse_changed(joint, names)
+    f = _forward(joint, names.computed)
     separate_convolutions(joint.backward)
-    behind = [*arguments, *computed, *needed[len(kept) :]]
-    b_pool = {name: f_pool[name] for name in kept if f_pool.get(name, len(tensors)) < len(tensors)}
-    free = {node for node in placeholders(joint.backward) if node.name in b_pool}
-    b_pool |= {name: place for place, name in enumerate(behind, len(tensors))}
-    gradients = [(source, node) for source, node in zip(joint.sources, results(joint.backward), strict=True)]
-    gradients = [(source, node) for source, node in gradients if node is not None]
-    to_inputs = {source: node for source, node in gradients if isinstance(source, int)}
-    to_weights = {source: node for source, node in gradients if isinstance(source, str)}
+    gradients = _gradients(joint)
+    to_inputs = {source: node for source, node in gradients.items() if isinstance(source, int)}
+    to_weights = {source: node for source, node in gradients.items() if isinstance(source, str)}
+    free = {node for node in placeholders(joint.backward) if names.b.get(node.name, inf) < len(names.tensors)}
     b, w, held = cut(joint.backward, [*to_inputs.values()], [*to_weights.values()], free)
-    passed = [node.name for node in held if node.op == "placeholder"]
-    w_tensors = tuple(b_pool[node.name] for node in placeholders(w)[len(held) :])
+    w_tensors = tuple(names.b[node.name] for node in placeholders(w)[len(held) :])
     by_name = dict(zip(joint.sources, placeholders(joint.forward), strict=True))
     add_in_place(w, [by_name[name] for name in to_weights])
-    ends = {node.name: node for node in placeholders(joint.backward)}
+    number = names.tensors.index
     return Program(
-        tensors=tensors,
-        trained=tuple(number[name] for name in to_weights),
+        tensors=names.tensors,
+        trained=tuple(map(number, to_weights)),
         structure=joint.structure,
         num_outputs=joint.num_outputs,
         f=build(f, backend),
         b=build(b, backend),
         w=build(w, backend, trusted=True),  # B gave them, or F took them already
-        f_inputs=_places(f, f_pool),
-        b_inputs=_places(b, b_pool),
+        f_inputs=_places(f, names.f),
+        b_inputs=_places(b, names.b),
         w_tensors=w_tensors,
-        mutated=tuple(number[name] for name in joint.mutated),
-        kept=tuple(f_pool[name] - len(tensors) for name in arguments),
-        held=tuple(b_pool[name] for name in passed),
-        tangents=tuple(
-            (output, tuple(ends[name].meta["val"].stride()))
-            for output, name in zip(joint.tangents, needed[len(kept) :], strict=True)
-        ),
+        mutated=tuple(map(number, joint.mutated)),
+        kept=tuple(names.f[name] - len(names.tensors) for name in names.arguments),
+        held=tuple(names.b[node.name] for node in held if node.op == "placeholder"),
+        tangents=_tangents(joint),
         input_gradients=tuple(to_inputs),
-        early=frozenset(number[name] for name, node in to_weights.items() if is_held(node, held)),
+        early=frozenset(number(name) for name, node in to_weights.items() if is_held(node, held)),
         held_bytes=bytes_of(held),
+    )
+
+
+class _Names(NamedTuple):
+    """What the placeholders of forward and backward stand for."""
+
+    tensors: tuple[str, ...]  # the module's, by its own names
+    kept: list[str]  # what backward needs of forward
+    arguments: list[str]  # of that, the call's arguments
+    computed: list[str]  # of that, what F returns
+    f: dict[str, int]  # a placeholder of forward -> its place: see Program
+    b: dict[str, int]
+
+
+def _names(joint: Joint) -> _Names:
+    tensors = tuple(dict.fromkeys(source for source in joint.sources if isinstance(source, str)))
+    number = {name: place for place, name in enumerate(tensors)}
+    f = {
+        node.name: number[source] if isinstance(source, str) else len(tensors) + source
+        for node, source in zip(placeholders(joint.forward), joint.sources, strict=True)
+    }
+    needed = [node.name for node in placeholders(joint.backward)]
+    kept = needed[: len(needed) - len(joint.tangents)]
+    arguments = [name for name in kept if f.get(name, 0) >= len(tensors)]
+    computed = [name for name in kept if name not in f]
+    b = {name: f[name] for name in kept if f.get(name, inf) < len(tensors)}
+    behind = [*arguments, *computed, *needed[len(kept) :]]
+    b |= {name: place for place, name in enumerate(behind, len(tensors))}
+    return _Names(tensors, kept, arguments, computed, f, b)
+
+
+def _gradients(joint: Joint) -> dict[Source, Node]:
+    """Those that there are, by what they are of."""
+    pairs = zip(joint.sources, results(joint.backward), strict=True)
+    return {source: node for source, node in pairs if node is not None}
+
+
+def _tangents(joint: Joint) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    ends = placeholders(joint.backward)[-len(joint.tangents) :] if joint.tangents else []
+    return tuple(
+        (output, tuple(end.meta["val"].stride())) for output, end in zip(joint.tangents, ends, strict=True)
     )
 
 
@@ -78,8 +104,8 @@ def _places(graph: GraphModule, pool: dict[str, int]) -> tuple[int, ...]:
     return tuple(pool[node.name] for node in placeholders(graph))
 
 
-def _refuse_changed(joint: Joint, kept: list[str], pool: dict[str, int], number: dict[str, int]) -> None:
-    changed = {number[name]: name for name in joint.mutated}
-    for name in kept:
-        if pool.get(name) in changed:
-            raise CaptureError(f"backward needs {changed[pool[name]]} as it was before forward changed it")
+def _refuse_changed(joint: Joint, names: _Names) -> None:
+    changed = {names.tensors.index(name): name for name in joint.mutated}
+    for name in names.kept:
+        if names.f.get(name) in changed:
+            raise CaptureError(f"backward needs {changed[names.f[name]]} as it was before forward changed it")

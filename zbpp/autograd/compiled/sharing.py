@@ -6,7 +6,7 @@ that know their number, say): that shows when the graphs are there, before they 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from zbpp.autograd.compiled.graphs import placeholders
 from zbpp.autograd.compiled.inductor import Joint
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward"}  # forward: of a compiled one
-_PLAIN = (int, float, complex, str, bytes, bool, type(None))
+_PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
 
 
 def signature(value: Any) -> Hashable:
@@ -51,11 +51,26 @@ def structure_of(module: nn.Module) -> Hashable:
     )
 
 
+def plain_attributes(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str]]:
+    """Where modules keep numbers and strings, which a graph has as constants."""
+    return [
+        (vars(each), name)
+        for each in modules
+        for name, value in vars(each).items()
+        if name not in _OF_EVERY_MODULE and type(value) in _PLAIN
+    ]
+
+
+def plain_values(places: Iterable[tuple[dict[str, Any], str]]) -> list[Any]:
+    """What is there now: of what is no number or string any more, the type."""
+    return [value if type(value := place.get(name)) in _PLAIN else type(value) for place, name in places]
+
+
 def _constant(value: Any) -> Hashable:
     """Equal for equal plain values; else only for one and the same object."""
     if isinstance(value, (tuple, list)):
         return type(value), tuple(map(_constant, value))
-    return (type(value), value) if isinstance(value, _PLAIN) else _Same(value)
+    return (type(value), value) if type(value) in _PLAIN else _Same(value)
 
 
 class _Same:
