@@ -10,7 +10,7 @@ from zbpp import Costs, Pipeline, Timetable, plan, simulate
 from zbpp.models.emulated import Emulated
 from zbpp.models.mlp import Mlp
 from zbpp.runtime import Recorder, measured_costs, measured_timeline, peak_memory_bytes
-from zbpp.schedule import Op
+from zbpp.schedule import Action, Op, Recv, Send, Value
 
 CPU = torch.device("cpu")
 TIMES = {"f": 10.0, "b": 20.0, "w": 30.0}  # ms of one stage
@@ -143,3 +143,22 @@ def test_a_step_of_one_rank_needs_no_process_group():
     timeline = measured_timeline(pipeline.recorder, timetable)
     assert len(timeline.starts[0]) == len(timetable.rows[0]) == 12
     assert timeline.makespan > 0
+
+
+def test_a_message_leaves_where_its_send_begins_and_is_there_where_its_receive_ends():
+    x, g = Value("x", 1, 0), Value("g", 0, 0)
+    steps = [None, Action(0, Op.F, 0), Send(x, 1), Recv(g, 1), Action(0, Op.BW, 0)]
+    recorder = Recorder(CPU)
+    mark, clock = recorder.begin(steps), []
+    for _ in range(2 * len(steps)):
+        clock.append(time.perf_counter() * 1e3)
+        mark()
+    clock.append(time.perf_counter() * 1e3)
+
+    def place(moment):
+        return sum(moment >= each for each in clock) - 1
+
+    assert [[place(each) for each in row] for row in recorder.times().tolist()] == [[2, 3], [8, 9]]
+    sent, arrived = recorder.messages()
+    assert {value: place(moment) for value, moment in sent.items()} == {x: 4}
+    assert {value: place(moment) for value, moment in arrived.items()} == {g: 7}
