@@ -22,13 +22,14 @@ configs.register()
 def main(config: DictConfig) -> None:
     from zbpp.benchmark.launch import Refusal, on_ranks
     from zbpp.benchmark.report import in_words, table, verdicts
+    from zbpp.runtime import DeviceError
     from zbpp.schedule import PlanError, plan
 
     try:
         typed = configs.typed(config)
         for name in typed.schedules:  # a bad plan shows here, before any rank starts
             plan(name, typed.num_ranks, typed.num_microbatches, time_limit=0)
-        rows, about = on_ranks(typed.num_ranks, run, typed, (configs.ConfigError, PlanError))
+        rows, about = on_ranks(typed.num_ranks, run, typed, (configs.ConfigError, DeviceError, PlanError))
     except (configs.ConfigError, PlanError, Refusal) as error:
         sys.exit(f"error: {error}")
     print("", in_words(about), table(rows), "", *verdicts(rows), sep="\n")

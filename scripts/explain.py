@@ -2,8 +2,10 @@
 
     python scripts/explain.py model=llama_tiny num_stages=4 stage=1
     python scripts/explain.py model=mlp data=regression num_stages=2 stage=0
+    python scripts/explain.py model=gpt_tiny stage=1 compile=stage
 
-Builds the stage and those before it and runs one microbatch forward; needs no GPU and no torchrun.
+Builds the stage and those before it and runs one microbatch forward; needs no GPU and no torchrun. With
+compile=stage or layer as in train.py: what can't be compiled is named, with the reason.
 Choices are files in configs/; `--help` lists them.
 """
 
@@ -30,10 +32,13 @@ class ExplainConfig:
     microbatch_size: int = 4
     seed: int = 0
     dtype: str = "float32"
+    compile: str = "none"
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "float64", "bfloat16"):
             raise configs.ConfigError(f"dtype={self.dtype}: write float32, float64 or bfloat16")
+        if self.compile not in ("none", "stage", "layer"):
+            raise configs.ConfigError(f"compile={self.compile}: write none, stage or layer")
         if self.microbatch_size < 1:
             raise configs.ConfigError(f"microbatch_size={self.microbatch_size}: write 1 or more")
         if not 0 <= self.stage < self.num_stages:

@@ -22,13 +22,14 @@ configs.register()
 @hydra.main(config_path=str(configs.config_folder()), config_name="measure", version_base="1.3")
 def main(config: DictConfig) -> None:
     from zbpp.benchmark.launch import Refusal, on_ranks
+    from zbpp.runtime import DeviceError
     from zbpp.schedule import PlanError, plan
 
     try:
         typed = configs.typed(config)
         schedule = typed.schedule  # a bad plan shows here, before any rank starts
         plan(schedule.name, typed.num_ranks, typed.num_microbatches, **schedule.options, time_limit=0)
-        found = on_ranks(typed.num_ranks, run, typed, (configs.ConfigError, PlanError))
+        found = on_ranks(typed.num_ranks, run, typed, (configs.ConfigError, DeviceError, PlanError))
     except (configs.ConfigError, PlanError, Refusal) as error:
         sys.exit(f"error: {error}")
     show(found)

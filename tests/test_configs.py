@@ -76,6 +76,11 @@ def test_bench_and_measure_compose():
     assert typed(name="measure").schedule.name in SCHEDULES
 
 
+def test_shapes_are_fixed_unless_they_are_said_to_change():
+    assert typed().parallel.dynamic_shapes is False
+    assert typed("parallel.dynamic_shapes=true").parallel.dynamic_shapes is True
+
+
 def test_the_fixed_overrides_are_keys_of_the_tree():
     """What scripts and other tools rely on: issue 2's names."""
     config = typed(
@@ -139,6 +144,10 @@ def test_unknown_keys_wrong_types_and_unknown_choices_are_named(override, words)
         ("compile=all", "compile=all: write none, stage or layer"),
         ("memory.budget=2", "memory.budget=2.0: write 0 to 1"),
         ("memory.budget=0.5", "memory.budget=0.5: it is for compile=stage or layer"),
+        (
+            "compile=stage memory.recompute=block",
+            "memory.recompute=block: with compile=stage write memory.budget",
+        ),
         ("memory.limit=0", "memory.limit=0.0: write GiB, above 0, or null"),
         ("parallel.device=tpu", "parallel.device=tpu: write auto, cpu or cuda"),
         ("parallel.timeout=0", "parallel.timeout=0.0: write seconds, above 0"),
@@ -150,7 +159,7 @@ def test_unknown_keys_wrong_types_and_unknown_choices_are_named(override, words)
 )
 def test_a_value_out_of_range_is_refused_with_its_key_and_what_to_write(override, message):
     with pytest.raises(configs.ConfigError) as caught:
-        typed(override)
+        typed(*override.split())
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 

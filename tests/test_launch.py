@@ -303,6 +303,23 @@ def test_auto_measures_its_first_steps_and_goes_on_with_a_plan_for_them(monkeypa
     assert [line["step"] for line in lines if "expected_makespan_ms" in line] == [4, 8]
 
 
+@pytest.mark.parametrize("overrides", [[], ["parallel.dynamic_shapes=true"]])
+def test_dynamic_shapes_reach_every_pipeline_of_a_run(monkeypatch, tmp_path, overrides):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    made = []
+
+    class Noted(app.Pipeline):
+        def __init__(self, *args, dynamic_shapes=None, **options):
+            made.append(dynamic_shapes)
+            super().__init__(*args, dynamic_shapes=dynamic_shapes, **options)
+
+    monkeypatch.setattr(app, "Pipeline", Noted)
+    train(["schedule=auto", *MLP, *TINY, "steps=5", f"run_dir={tmp_path}/run", *overrides])
+    assert made
+    assert set(made) == {bool(overrides)}
+
+
 @pytest.mark.slow
 def test_bench_prints_predicted_beside_measured_for_each_schedule_and_runtime(tmp_path):
     overrides = [
@@ -344,6 +361,19 @@ def test_measured_costs_are_what_plan_takes(tmp_path):
     )
     assert planned.rc == 0, planned.text
     assert "makespan" in planned.text
+
+
+@pytest.mark.parametrize("script", ["bench.py", "measure.py"])
+def test_a_device_that_is_not_there_is_said_in_one_line(tmp_path, script):
+    overrides = ["num_ranks=1", "model.num_layers=1", "device=cuda", "run_dir=out"]
+    done = start(
+        tmp_path, [sys.executable, str(ROOT / "scripts" / script), *overrides], CUDA_VISIBLE_DEVICES=""
+    )
+    assert done.rc == 1
+    (line,) = [line for line in done.text.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: device=cuda: 1 process(es) here, but torch sees 0 CUDA device(s)")
+    assert line.endswith("; write device=cpu")
+    assert "Traceback" not in done.text
 
 
 def test_measure_refuses_a_schedule_that_nobody_knows(tmp_path):

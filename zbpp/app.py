@@ -134,7 +134,14 @@ def _trainer(
         )
 
     def build(timetable: Timetable) -> Pipeline:
-        return Pipeline(stages, timetable, model.loss, seed=config.seed, timeout=config.parallel.timeout)
+        return Pipeline(
+            stages,
+            timetable,
+            model.loss,
+            seed=config.seed,
+            timeout=config.parallel.timeout,
+            dynamic_shapes=config.parallel.dynamic_shapes,
+        )
 
     return Trainer(
         pipeline=build(timetable),
@@ -252,11 +259,13 @@ def explain_stage(
     microbatch_size: int,
     seed: int = 0,
     dtype: str = "float32",
+    compile: str = "none",
 ) -> Explanation:
     """Run one microbatch of F through one stage and explain what its B will do; no process group.
 
-    model, data: config nodes with a `_target_`. The stages before it run first, without a graph, for
-    an input of the right shape; the last stage's F ends with the loss. Raises ConfigError.
+    model, data: config nodes with a `_target_`. compile: as in TrainConfig; what stays eager is logged, too.
+    The stages before it run first, without a graph, for an input of the right shape; the last stage's F
+    ends with the loss. Raises ConfigError.
     """
     built = build_model(model)
     source = build_data(data, microbatch_size, seed)
@@ -274,6 +283,7 @@ def explain_stage(
                 x = stage_of(index)(x)
         if stage:
             x.requires_grad_()
+        _compile({stage: module}, compile, budget=1.0)
         output = module(x)
         return explain(
             built.loss(output, target) if stage == num_stages - 1 else output, [x], module.named_parameters()

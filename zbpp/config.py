@@ -72,6 +72,7 @@ class ParallelConfig:
     num_ranks: int | None = None  # null: as many as torchrun starts
     device: str = "auto"
     timeout: float = 600.0  # s, of every wait for another rank
+    dynamic_shapes: bool = False  # whether microbatches may differ in shape; costs a latency per message
 
     def __post_init__(self) -> None:
         _check(

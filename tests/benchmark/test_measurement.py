@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.processes import run_ranks
+from helpers.processes import open_things, run_ranks
 from zbpp import Costs, Pipeline, Timetable, plan, simulate
 from zbpp.benchmark.bench import Options, bench, peak_of
 from zbpp.benchmark.delay import delayed_messages
@@ -138,12 +138,22 @@ def test_one_rank_plans_for_itself():
 def benched(rank):
     options = Options(num_repeats=1, compare="torch", memory_limit=None, time_limit=0.2)
     entries = bench(workload(rank, 6, 2.0, 2.0, 2.0), ["1f1b", "zb_auto"], options)
-    return [(e.name, e.runtime, str(e.timetable), e.note, e.failure, len(e.walls)) for e in entries]
+    found = [(e.name, e.runtime, str(e.timetable), e.note, e.failure, len(e.walls)) for e in entries]
+    return found, open_things()[0]
 
 
 @pytest.fixture(scope="module")
-def results():
+def results(ran):
+    return [found for found, _ in ran]
+
+
+@pytest.fixture(scope="module")
+def ran():
     return run_ranks(benched, P)
+
+
+def test_when_a_benchmark_is_over_nobody_has_a_process_group_left(ran):
+    assert [num_groups for _, num_groups in ran] == [1] * P  # the job's
 
 
 def test_a_benchmark_has_both_runtimes_and_always_a_tuned_interleaved_1f1b(results):

@@ -11,18 +11,17 @@ from zbpp.benchmark.report import in_words, rows_of, table, verdicts, write
 MIB = 2**20
 
 
-def entry(name, runtime, walls, **options):
+def entry(name, runtime, walls, peaks=(3 * MIB, 2 * MIB), **options):
     timetable = plan(name, 2, 4)
     lines = [simulate(timetable, Costs(f=wall, b=wall, w=wall)) for wall in walls]
     if "failure" in options:
         return Entry(name, runtime, timetable, **options)
-    peaks = [3 * MIB, 2 * MIB]
     return Entry(
         name,
         runtime,
         timetable,
         contestant=object(),
-        peak_bytes=peaks,
+        peak_bytes=list(peaks),
         walls=walls,
         timelines=lines,
         **options,
@@ -67,14 +66,43 @@ def test_the_verdicts_compare_like_with_like_and_best_with_best(entries):
     assert verdicts(rows_of(entries, 100)) == [
         "zbpp's speed over torch's, same schedule: 1f1b 1.200x",
         "zbpp's best (zb_v) over torch's best (1f1b): 1.500x",
-        "zbpp's best in the memory of 1f1b (zb_v) over torch's 1f1b: 1.500x",
+        "zbpp's best in the 3.0 MiB of torch's 1f1b (zb_v) over torch's 1f1b: 1.500x",
+        "zbpp's best in the 3.0 MiB of torch's 1f1b (zb_v) over torch's best (1f1b, 3.0 MiB): 1.500x",
     ]
 
 
-def test_a_plan_that_holds_more_than_1f1b_is_not_compared_with_it_at_equal_memory(entries):
-    entries[2].peak_bytes = [3 * MIB + 1, 0]
-    last = verdicts(rows_of(entries, 100))[-1]
-    assert last == "zbpp's best in the memory of 1f1b (1f1b) over torch's 1f1b: 1.200x"
+def test_torchs_best_may_hold_what_it_likes(entries):
+    entries[3] = entry("zb_v", "torch", [20.0], peaks=[9 * MIB, 9 * MIB])
+    assert verdicts(rows_of(entries, 100))[2:] == [
+        "zbpp's best in the 3.0 MiB of torch's 1f1b (zb_v) over torch's 1f1b: 1.500x",
+        "zbpp's best in the 3.0 MiB of torch's 1f1b (zb_v) over torch's best (zb_v, 9.0 MiB): 1.250x",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("peak", "best"),
+    [(3 * MIB + 1, "zb_v"), (int(3.04 * MIB), "zb_v"), (int(3.06 * MIB), "1f1b"), (2 * 2**30, "1f1b")],
+)
+def test_memory_is_equal_where_the_table_prints_it_as_equal(entries, peak, best):
+    entries[2].peak_bytes = [peak, 0]
+    rows = rows_of(entries, 100)
+    printed = [line.split()[-3:-1] for line in table(rows).splitlines()[1:4]]
+    assert (printed[2] == printed[1]) == (best == "zb_v")
+    assert f"of torch's 1f1b ({best}) over torch's 1f1b" in verdicts(rows)[2]
+
+
+def test_it_is_torchs_1f1b_whose_memory_counts_not_zbpps(entries):
+    entries[0].peak_bytes = entries[2].peak_bytes = [5 * MIB, 0]
+    assert verdicts(rows_of(entries, 100))[2:] == ["none of zbpp's fits into the 3.0 MiB of torch's 1f1b"]
+
+
+def test_without_torchs_1f1b_nothing_is_said_of_its_memory(entries):
+    entries[1] = entry("1f1b", "torch", [], failure="RuntimeError: no")
+    entries[3] = entry("zb_v", "torch", [20.0])
+    assert verdicts(rows_of(entries, 100)) == [
+        "zbpp's speed over torch's, same schedule: zb_v 1.250x",
+        "zbpp's best (zb_v) over torch's best (zb_v): 1.250x",
+    ]
 
 
 def test_without_torch_there_is_nothing_to_compare(entries):

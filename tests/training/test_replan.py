@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from helpers.processes import run_ranks
+from helpers.processes import open_things, run_ranks
 from zbpp import Pipeline, PlanError, Timetable, plan, simulate
 from zbpp.models.gpt import Gpt
 from zbpp.training.data import text_data
@@ -117,6 +118,36 @@ def test_a_plan_that_is_the_old_one_changes_nothing(runs):
 
 def test_timelines_of_the_old_plan_are_dropped(runs):
     assert [num for *_, num in runs["1f1b"]] == [MEASURED + 1] * P
+
+
+def replanned_again_and_again(rank, corpus):
+    """After each of four changes of plan: open groups, open files."""
+    trainer = trainer_of(rank, corpus, "zb_h1", None)
+    model = NormedGpt(num_layers=4, hidden_size=16, num_heads=2, sequence_length=8)
+    stages, found = trainer.pipeline.stages, []
+    for name in ("1f1b", "zb_h1", "1f1b", "zb_h1"):
+        old = trainer.pipeline
+        trainer.timelines.clear()
+        trainer.replan = Replan(
+            plan=lambda costs, limits, name=name: plan(name, P, M),
+            build=lambda timetable: Pipeline(stages, timetable, model.loss),
+            loss_fn=model.loss,
+            stages=stages,
+            num_measured=1,
+        )
+        assert len(list(trainer.run(4))) == 4
+        assert str(trainer.pipeline.timetable) == str(plan(name, P, M))
+        with pytest.raises(RuntimeError, match="the pipeline was closed: make a new Pipeline"):
+            old.step()
+        found.append(open_things())
+    dist.barrier()  # a rank that ends takes the other's sockets with it
+    return found
+
+
+def test_discarded_pipelines_leave_neither_groups_nor_files_open(corpus):
+    for found in run_ranks(replanned_again_and_again, P, corpus):
+        assert found == found[:1] * 4
+        assert found[0][0] == 1 + 2  # the job's, and a link in each direction
 
 
 def refused(rank, corpus):

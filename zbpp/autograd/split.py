@@ -49,6 +49,10 @@ def backward_input(
     of (anything without grad gets None); the pass stops there.
     parameters: leaves; None for every trainable leaf that the graph reaches, inputs excluded.
 
+    Tensor hooks run, on leaves and on what was computed from inputs; of a deferred weight not those on its
+    views (`w.t()`), nor hooks of its nodes. A parameter used both above and below an input in the middle
+    of a graph may get the gradient of both uses, as from torch.autograd.grad.
+
     Returns (gradients, one per input, None where none flows; WeightGrads). No `.grad` changes
     until `WeightGrads.accumulate()`, and the graph's saved tensors are freed, as by backward().
     A graph that holds a reentrant torch checkpoint, which allows nothing else, takes one plain

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from zbpp.benchmark.measurement import measure
-from zbpp.benchmark.race import Entry, attempt, enter, race
+from zbpp.benchmark.race import Entry, attempt, dismiss, enter, race
 from zbpp.benchmark.workload import Workload
 from zbpp.runtime.agree import planned_by_rank_0
 from zbpp.schedule import SCHEDULES, Costs, Timetable, plan, simulate
@@ -52,10 +52,14 @@ def bench(workload: Workload, names: Sequence[str], options: Options) -> list[En
         same = [entry for entry in entries if entry.timetable == best.timetable]
         for entry in same:
             entry.note = best.note
-        entries += [] if same else [best]
+        if same:
+            dismiss([best])
+        else:
+            entries.append(best)
     if options.compare == "torch":
         entries = [each for entry in entries for each in (entry, *_theirs(workload, entry))]
     race(entries, workload, options.num_repeats)
+    dismiss(entries)
     return entries
 
 
@@ -87,6 +91,7 @@ def tuned(workload: Workload, deferred: float, limit: float) -> Entry | None:
     least = max(limit, min(peaks))
     fitting = [(entry, peak) for entry, peak in zip(found, peaks, strict=True) if peak <= least]
     best, peak = min(fitting, key=lambda pair: simulate(pair[0].timetable, pair[0].costs).makespan)
+    dismiss(entry for entry in found if entry is not best)
     best.walls.clear()
     best.timelines.clear()
     stages = best.timetable.num_stages // best.timetable.num_ranks

@@ -12,7 +12,7 @@ from zbpp.schedule import Timeline, Timetable
 
 
 class Contestant(Protocol):
-    """One rank's part of it. timetable: whose cut and placement it runs."""
+    """One rank's part of it. timetable: whose cut and placement it runs; leave: it won't step again."""
 
     @property
     def runtime(self) -> str: ...
@@ -48,4 +48,5 @@ class Zbpp:
         return measured_timeline(self._recorder, self.timetable)
 
     def leave(self) -> None:
-        """It has nothing to give up: its failure is a defect of this project and ends the benchmark."""
+        """Close the connections. Collective."""
+        self._pipeline.close()

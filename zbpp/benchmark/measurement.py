@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from zbpp.benchmark.contestants import Zbpp
-from zbpp.benchmark.race import enter, race
+from zbpp.benchmark.race import dismiss, enter, race
 from zbpp.benchmark.workload import Workload
 from zbpp.runtime.links import LinkSpeed, link_speeds
 from zbpp.runtime.measure import measured_costs
@@ -46,6 +46,7 @@ def measure(workload: Workload, timetable: Timetable, num_steps: int) -> Measure
     forms = {"split": split(timetable), "whole": whole(timetable)}
     runs = [enter(name, workload, form) for name, form in forms.items()]
     race(runs, workload, num_steps)
+    dismiss(runs)
     held = _held(workload, timetable)
     costs = replace(
         measured_costs(*(timeline for run in runs for timeline in run.timelines)),
@@ -79,7 +80,9 @@ def _held(workload: Workload, timetable: Timetable) -> list[Held]:
     stages = workload.stages(timetable)
     args, target = workload.batch(timetable, 0)
     with first_inputs(stages) as inputs:
-        Zbpp(workload, timetable).step(args, target)
+        contestant = Zbpp(workload, timetable)
+        contestant.step(args, target)
+        contestant.leave()
     workload.drop_gradients(timetable)
     return held_per_stage(
         stages,

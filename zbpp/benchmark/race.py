@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
@@ -122,6 +122,13 @@ def race(entries: Sequence[Entry], workload: Workload, num_turns: int) -> None:
         with _no_collection():
             for entry in (*entries[first:], *entries[:first]):
                 _turn(entry, workload, number)
+
+
+def dismiss(entries: Iterable[Entry]) -> None:
+    """They have raced for the last time: their connections close, what was seen of them stays. Collective."""
+    for entry in entries:
+        if entry.contestant is not None:
+            entry.contestant.leave()
 
 
 def _turn(entry: Entry, workload: Workload, number: int) -> None:

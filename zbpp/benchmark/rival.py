@@ -70,7 +70,7 @@ class Torch:
         return measured_timeline(self._recorder, Timetable(gather(self._row)))
 
     def leave(self) -> None:
-        """After a failure: close the connections, so that nobody waits for this rank until the timeout.
+        """Close the connections; after a failure, so that nobody waits for this rank until the timeout.
 
         gloo closes them once nothing refers to the group any more.
         """

@@ -11,7 +11,8 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from zbpp.runtime.executor import Executor, Work
 from zbpp.runtime.measure import Recorder
 from zbpp.runtime.microbatch import split, split_keywords
 from zbpp.runtime.stage import Feed, Loss, StageWorker
-from zbpp.runtime.world import alone, check_agreement, close_links, gather, link_groups
+from zbpp.runtime.world import alone, check_agreement, close_groups, gather, link_groups
 from zbpp.schedule import Op, Timetable, lower
 from zbpp.seeding import seed_of
 
@@ -36,7 +37,7 @@ class Pipeline:
     dynamic_shapes: whether microbatches may differ in what passes between stages (shapes, dtypes, which
     tensors there are); each message then says its own, and takes one more latency.
     Raises ValueError for stages or a group that don't fit the timetable, AgreementError if the
-    ranks were given different ones. Collective over the group.
+    ranks were given different ones. Collective over the group. As a context manager it closes at the end.
     """
 
     def __init__(
@@ -53,7 +54,8 @@ class Pipeline:
         self.timetable, self.seed, self.num_steps = timetable, seed, 0
         self.recorder: Recorder | None = None
         self.rank = _rank_in(group, timetable)
-        self.group = alone(group) if timetable.num_ranks == 1 else group
+        self._made_group = alone() if timetable.num_ranks == 1 and group is None else None
+        self.group = self._made_group or group
         _check_ranks_agree(timetable, dynamic_shapes, self.group)
         _check_stages(stages, timetable, self.group)
         self.device = _device_of(stages, self.group)
@@ -76,7 +78,7 @@ class Pipeline:
         )
         self._train = executor(programs[self.rank], work=_TRAIN)
         self._evaluate = executor(evaluation[self.rank], work=_EVALUATE)
-        self._failure: str | None = None
+        self._over = ""  # why there are no more steps
 
     @property
     def stages(self) -> dict[int, nn.Module]:
@@ -92,7 +94,7 @@ class Pipeline:
         losses on the last stage's owner, [] elsewhere.
 
         Whatever is raised on one of several ranks ends the pipeline: its links close, so that the
-        others stop with a CommunicationError.
+        others stop with a CommunicationError. Raises RuntimeError after that, and after `close`.
         """
         with _restored_generators(self.device):
             losses = self._run(self._train, args, target, kwargs, self.recorder)
@@ -105,6 +107,34 @@ class Pipeline:
         with _restored_generators(self.device), _eval_mode(self.stages), torch.no_grad():
             return self._run(self._evaluate, args, target, kwargs, None)
 
+    def close(self) -> None:
+        """Give up the links and process groups that were made for this pipeline; no step follows.
+
+        Modules, gradients and the group that the caller gave stay. Collective: every rank waits here until
+        all have come, as none may hang up while another still reads. After a failure, and the second time,
+        nobody is waited for. Raises CommunicationError if another rank is gone.
+        """
+        if self._over:
+            return
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            if self.timetable.num_ranks > 1:
+                gather(None, self.group)
+        finally:
+            self._end("the pipeline was closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif not self._over:
+            self._end(f"an error ended the pipeline ({_in_words(error)})")  # others may wait for a message
+
     def _run(
         self,
         executor: Executor,
@@ -113,10 +143,8 @@ class Pipeline:
         kwargs: dict[str, Any],
         recorder: Recorder | None,
     ) -> list[Tensor]:
-        if self._failure is not None:
-            raise RuntimeError(
-                f"an earlier step failed ({self._failure}), and messages of it are lost: make a new Pipeline"
-            )
+        if self._over:
+            raise RuntimeError(f"{self._over}: make a new Pipeline")
         try:
             for index, worker in self._workers.items():
                 worker.begin(self._feed(index, args, target, kwargs))
@@ -132,11 +160,17 @@ class Pipeline:
         for worker in self._workers.values():
             worker.abandon()
         if self.timetable.num_ranks > 1:
-            self._failure = f"{type(error).__name__}: {error}"
-            self._train.close()
-            self._evaluate.close()
-            close_links(self._links.values())
-            self._links.clear()
+            self._end(f"an earlier step failed ({_in_words(error)}), and messages of it are lost")
+
+    def _end(self, why: str) -> None:
+        self._over = why
+        self._train.close()
+        self._evaluate.close()
+        close_groups(self._links.values())
+        self._links.clear()
+        if self._made_group is not None:
+            close_groups([self._made_group])
+            self._made_group = None
 
     def _feed(self, stage: int, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any]) -> Feed:
         num = self.timetable.num_microbatches
@@ -159,6 +193,10 @@ _TRAIN: dict[Op, Work] = {
     Op.BW: StageWorker.backward,
 }
 _EVALUATE: dict[Op, Work] = {Op.F: StageWorker.evaluate}
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _rank_in(group: dist.ProcessGroup | None, timetable: Timetable) -> int:

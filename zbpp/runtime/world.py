@@ -17,6 +17,7 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
 
@@ -129,40 +130,73 @@ def link_groups(
     is posted ahead would hold up a send. `links` in the same order on every rank.
     """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    mine = dist.get_rank(group)
-    # Local synchronization names a group by how many this process has made: not safe if that differs.
-    everyone = len(ranks) == dist.get_world_size()
+    prefix = broadcast(_unheard(), group)
+    # Where the whole job is here, all join in: a communicator may be split off the job's, by all its ranks.
+    make = _group_by_all if len(ranks) == dist.get_world_size() else _group_by_its_ranks
     groups = {}
     for link in links:
-        if everyone or mine in link:
-            made = dist.new_group(
-                sorted(ranks[each] for each in link),
-                timeout=timedelta(seconds=timeout),
-                use_local_synchronization=not everyone,
-                group_desc=f"zbpp_{link[0]}_to_{link[1]}",
-            )
-            if mine in link:
-                groups[link] = made
-                _connect(made, *(ranks[each] for each in link), device=device)
+        ends = [ranks[each] for each in link]
+        made = make(sorted(ends), f"{prefix}/{link[0]}_to_{link[1]}", timedelta(seconds=timeout))
+        if made is not None:
+            groups[link] = made
+            _connect(made, *ends, device=device)
     return groups
 
 
-def close_links(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Leave the links' groups, so that ranks that wait for this one stop at once.
+def close_groups(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Leave groups that this module made, so that ranks that wait for this one stop at once.
 
-    They do on gloo, once no pending send or receive is referred to. NCCL tells nobody: there they stop
-    at the timeout, or when this process ends.
+    They do on gloo, once no pending send or receive is referred to; only then the sockets close, too.
+    NCCL tells nobody: there they stop at the timeout, or when this process ends. What is under way is
+    lost on both, so whoever closes in good order meets the other ranks first.
     """
     for group in groups if dist.is_initialized() else ():
         group.abort()
         dist.destroy_process_group(group)
 
 
-def alone(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group of a pipeline of one rank: in a larger job one of this process alone, without a job None."""
-    if group is not None or not dist.is_initialized() or dist.get_world_size() == 1:
-        return group
-    return dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="zbpp_alone")
+def alone() -> dist.ProcessGroup | None:
+    """A group of this process by itself, for a pipeline of one rank in a larger job; elsewhere None."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return _group_by_its_ranks([dist.get_rank()], f"{_unheard()}/alone", timedelta(minutes=10))
+
+
+def _unheard() -> str:
+    """The beginning of a name that no group of the job ever had."""
+    return f"zbpp/{uuid4().hex}"
+
+
+def _group_by_all(ranks: list[int], name: str, timeout: timedelta) -> dist.ProcessGroup | None:
+    """A process group of these ranks, None on the others; called by every rank of the job."""
+    made = dist.new_group(ranks, timeout=timeout, group_desc=name)
+    return made if dist.get_rank() in ranks else None
+
+
+def _group_by_its_ranks(ranks: list[int], name: str, timeout: timedelta) -> dist.ProcessGroup | None:
+    """The same, but of the job's ranks only these need to call it.
+
+    As `dist.new_group(use_local_synchronization=True)`, but under a name of ours: torch's own counts the
+    groups that are open. Once some were closed it comes again, and with it, from the store, the
+    addresses of the group that had it before.
+    """
+    if dist.get_rank() not in ranks:
+        return None
+    places = {rank: place for place, rank in enumerate(ranks)}
+    backend, store = c10d._world.pg_map[c10d._get_default_group()]
+    made: dist.ProcessGroup
+    made, _ = c10d._new_process_group_helper(
+        len(ranks),
+        places[dist.get_rank()],
+        ranks,
+        backend,
+        store,
+        name,  # type: ignore[arg-type]  # a NewType of str, which not every torch has
+        timeout=timeout,
+        group_desc=name,
+    )
+    c10d._world.pg_group_ranks[made] = places
+    return made
 
 
 def _connect(group: dist.ProcessGroup, sender: int, receiver: int, *, device: torch.device) -> None:

@@ -58,7 +58,7 @@ class Replan:
     def after(
         self, step: int, pipeline: Pipeline, timelines: Sequence[Timeline], target: Any
     ) -> tuple[Pipeline, Metrics]:
-        """The pipeline for the next step, and what there is to log.
+        """The pipeline for the next step, and what there is to log; another than before is closed.
 
         timelines: of all recorded steps so far; target: of the step's batch, on the last stage's owner.
         Raises PlanError if the limit can't hold a plan. Collective.
@@ -80,6 +80,7 @@ class Replan:
         self._expected = simulate(new, costs).makespan
         if new == old:
             return pipeline, self._news(timelines)
+        pipeline.close()
         following = self.build(new)
         following.num_steps = pipeline.num_steps  # random numbers are seeded by it
         return following, self._news(timelines)
