@@ -1,0 +1,204 @@
+"""The end of a pipeline: what it gives up, what it leaves to others, and that nobody is cut off by it."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from helpers.processes import open_things, run_ranks
+from zbpp import Pipeline, plan
+from zbpp.runtime import CommunicationError
+from zbpp.runtime.world import gather
+
+M, SIZE = 4, 6
+CLOSED = "^the pipeline was closed: make a new Pipeline$"
+
+
+def pipeline_of(rank, num_ranks=2, group=None, schedule="zb_h1"):
+    torch.manual_seed(rank)
+    return Pipeline(
+        {rank: nn.Linear(SIZE, SIZE)}, plan(schedule, num_ranks, M), F.mse_loss, group, timeout=30
+    )
+
+
+def step(pipeline):
+    x = torch.linspace(-1, 1, M * SIZE).reshape(M, SIZE)
+    return pipeline.step(x, target=x)
+
+
+def losses(pipeline):
+    return [float(loss) for loss in step(pipeline)]
+
+
+# ---------------------------------------------------------------- what stays and what goes
+
+
+def opened_and_closed(rank, num_rounds, sizes):
+    """What is open before, and after each round of a pipeline over the job (or a part of it); its losses."""
+    group = dist.new_group(sizes) if sizes else None
+    if sizes and rank not in sizes:
+        return None
+    place, found = dist.get_rank(group), []
+    gather(rank, group)
+    before = open_things()
+    for _ in range(num_rounds):
+        with pipeline_of(place, dist.get_world_size(group), group) as pipeline:
+            told = losses(pipeline)
+            during = open_things()
+        del pipeline
+        found.append((told, during, open_things()))
+    gather(rank, group)
+    return before, found
+
+
+@pytest.mark.parametrize(("num_processes", "part"), [(2, None), (3, [1, 2])])
+def test_groups_and_files_are_those_of_before_however_often(num_processes, part):
+    for result in filter(None, run_ranks(opened_and_closed, num_processes, 4, part)):
+        before, rounds = result
+        first, during, _ = rounds[0]
+        assert during[0] == before[0] + 2
+        assert during[1] > before[1]
+        # gloo opens a few things once for the process: what the first round leaves must not grow.
+        assert [after for *_, after in rounds] == [rounds[0][2]] * 4
+        assert {after[0] for *_, after in rounds} == {before[0]}
+        assert [told for told, *_ in rounds] == [first] * 4
+
+
+def out_of_order(rank):
+    """Of one rank each and of both: some are closed while others go on, then there are new ones."""
+    both, alone = [pipeline_of(rank) for _ in range(2)], [pipeline_of(0, 1) for _ in range(2)]
+    first = losses(both[0]), losses(alone[0])
+    both[0].close()
+    alone[0].close()
+    both[0], alone[0] = pipeline_of(rank), pipeline_of(0, 1)
+    told = [(losses(one), losses(other)) for one, other in zip(both, alone, strict=True)]
+    for pipeline in (*alone[::-1], *both):
+        pipeline.close()
+    return first, told, open_things()[0]
+
+
+def test_pipelines_may_be_closed_in_any_order_and_new_ones_made():
+    for first, told, num_groups in run_ranks(out_of_order, 2):
+        assert told == [first, first]
+        assert num_groups == 1
+
+
+def in_parts(rank):
+    """Two pipelines over a part of the job; after the first is closed, a third takes its place."""
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return []
+    older, younger = (pipeline_of(rank - 1, group=group) for _ in range(2))
+    found = [losses(older)]
+    older.close()
+    with younger, pipeline_of(rank - 1, group=group) as third:
+        found += [losses(younger), losses(third)]
+    return found
+
+
+def test_a_part_of_the_job_may_close_and_make_pipelines_too():
+    for found in run_ranks(in_parts, 3)[1:]:
+        assert found == found[:1] * 3
+
+
+def after_closing(rank):
+    pipeline = pipeline_of(rank)
+    step(pipeline)
+    pipeline.close()
+    pipeline.close()
+    with pytest.raises(RuntimeError, match=CLOSED):
+        step(pipeline)
+    with pytest.raises(RuntimeError, match=CLOSED):
+        pipeline.evaluate(torch.ones(M, SIZE), target=torch.ones(M, SIZE))
+    (stage,) = pipeline.stages.values()
+    return stage.weight.grad is not None, gather(rank)
+
+
+def test_gradients_stages_and_the_callers_group_stay_but_no_step_runs():
+    assert run_ranks(after_closing, 2) == [(True, [0, 1])] * 2
+
+
+def test_a_pipeline_without_a_job_closes_too():
+    with pipeline_of(0, 1) as pipeline:
+        step(pipeline)
+    with pytest.raises(RuntimeError, match=CLOSED):
+        step(pipeline)
+
+
+# ---------------------------------------------------------------- who waits for whom
+
+
+def wait_for(path):
+    deadline = time.monotonic() + 20
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return path.exists()
+
+
+def closed_early(rank, folder):
+    """Rank 0 closes at once, rank 1 only after some work; what rank 0 finds done when it is through."""
+    begun, done = Path(folder) / "begun", Path(folder) / "done"
+    pipeline = pipeline_of(rank)
+    step(pipeline)
+    if rank == 0:
+        begun.touch()
+        pipeline.close()
+        return done.exists()
+    wait_for(begun)
+    time.sleep(0.2)
+    done.touch()
+    pipeline.close()
+    return True
+
+
+def test_a_rank_that_closes_waits_for_the_others(tmp_path):
+    assert run_ranks(closed_early, 2, str(tmp_path)) == [True, True]
+
+
+def step_twice(pipeline, rank):
+    with pipeline:
+        step(pipeline)
+        if rank == 1:
+            raise KeyError("planted")
+        step(pipeline)
+
+
+def left_by_an_error(rank, folder):
+    """Rank 1 fails between two steps and lives on until rank 0, which is in the second one, has noticed."""
+    noticed, pipeline = Path(folder) / "noticed", pipeline_of(rank)
+    with pytest.raises(CommunicationError if rank == 0 else KeyError):
+        step_twice(pipeline, rank)
+    if rank == 0:
+        noticed.touch()
+    with pytest.raises(RuntimeError, match="make a new Pipeline") as caught:
+        step(pipeline)
+    pipeline.close()  # waits for nobody any more
+    return wait_for(noticed), str(caught.value), open_things()[0]
+
+
+def test_an_error_inside_with_ends_the_pipeline_on_all_ranks_at_once(tmp_path):
+    (noticed, first, groups), (also, second, others) = run_ranks(left_by_an_error, 2, str(tmp_path))
+    assert noticed
+    assert also
+    assert first.startswith("an earlier step failed (CommunicationError: rank 0, ")
+    assert second == "an error ended the pipeline (KeyError: 'planted'): make a new Pipeline"
+    assert (groups, others) == (1, 1)
+
+
+def deserted(rank):
+    pipeline = pipeline_of(rank)
+    step(pipeline)
+    if rank == 0:
+        with pytest.raises(CommunicationError, match="rank 0, gathering from all ranks"):
+            pipeline.close()
+        return open_things()[0]
+    dist.destroy_process_group()
+    return 1
+
+
+def test_closing_when_another_rank_is_gone_says_so_and_closes():
+    assert run_ranks(deserted, 2) == [1, 1]
