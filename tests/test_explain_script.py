@@ -1,0 +1,81 @@
+"""scripts/explain.py: what it shows of a stage, eager or compiled, and what it refuses."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.nn.functional as F
+from torch import nn
+
+from zbpp import app
+
+ROOT = Path(__file__).parent.parent
+SMALL = ["model=mlp", "data=regression", "num_stages=2", "stage=1"]
+
+
+def run_explain(*overrides):
+    command = [sys.executable, "scripts/explain.py", *overrides]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_it_prints_a_row_for_each_weight():
+    result = run_explain(*SMALL)
+    assert (result.returncode, result.stderr) == (0, "")
+    head, *rows = result.stdout.splitlines()
+    assert head.split()[:3] == ["parameter", "size", "in"]
+    assert sum(row.split()[3] == "W" for row in rows if ".weight" in row) == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("compile=all", "error: compile=all: write none, stage or layer"),
+        ("stage=2", "error: stage=2 does not exist with num_stages=2: write 0 to 1"),
+    ],
+)
+def test_it_refuses_what_it_can_not_show(override, words):
+    result = run_explain(*SMALL, override)
+    assert result.returncode == 1
+    assert result.stderr.strip() == words
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear, self.calls = nn.LayerNorm(4), nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x))
+
+
+class Counting(Layer):
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class Model:
+    def build_stage(self, index, num_stages):
+        return nn.Sequential(Layer(), Counting())
+
+    def loss(self, output, target):
+        return F.mse_loss(output, target)
+
+
+@pytest.mark.parametrize("compile", ["stage", "layer"])
+def test_with_compile_it_tells_what_compiles_and_what_stays_eager_and_why(compile, capsys, caplog):
+    told = app.explain_stage(
+        {"_target_": f"{__name__}.Model"},
+        {"_target_": "zbpp.training.data.regression_data", "in_features": 4, "out_features": 4},
+        stage=1,
+        num_stages=2,
+        microbatch_size=2,
+        compile=compile,
+    )
+    why = {row.name: row.why for row in told.rows}
+    assert why["0.linear.weight"] == "compiled: its product is in W's graph"
+    assert "; not compiled: forward sets attributes or changes objects" in why["1.linear.weight"]
+    assert "not compiled" in str(told)
+    assert "stage 1 0: compiled in " in capsys.readouterr().out
+    assert "stage 1 1 is not compiled, it stays eager: forward sets attributes" in caplog.text
