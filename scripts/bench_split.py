@@ -26,7 +26,6 @@ compiled  zbpp's split with F, B and W compiled beside the eager one: memory, co
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import platform
@@ -54,6 +53,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zbpp.autograd import backward_input, checkpoint, explain
 from zbpp.autograd.compiled import compile_stage
+from zbpp.benchmark.race import no_collection
 from zbpp.models.llama import Llama
 
 # ---------------------------------------------------------------- contestants
@@ -216,16 +216,6 @@ def step(
     with mark("W"):
         contestant.w(stage, kept)
         del kept
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 # ---------------------------------------------------------------- lines

@@ -3,9 +3,7 @@
 Every tensor made in F and B is watched by its storage; the garbage collector is off.
 """
 
-import gc
 import weakref
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from helpers.split import CountProducts, draw_grads, tensors_of
 from zbpp import backward_input, checkpoint
+from zbpp.benchmark.race import no_collection
 
 
 class Watch(TorchDispatchMode):
@@ -41,16 +40,6 @@ class Watch(TorchDispatchMode):
     def alive(self):
         """{storage: (bytes, what made it)}"""
         return {key: (size, name) for key, (ref, size, name) in self.storages.items() if not ref.expired()}
-
-
-@contextmanager
-def no_garbage_collection():
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class Block(nn.Module):
@@ -105,7 +94,7 @@ def x_and_dy_only(weight_grads):
 @pytest.mark.parametrize("name", MODULES)
 def test_after_b_only_what_w_needs_is_alive_and_after_w_only_gradients(name, needs_grad):
     module = MODULES[name]()
-    with no_garbage_collection(), Watch() as watch:
+    with no_collection(), Watch() as watch:
         x = torch.randn(2, 5, 16).requires_grad_(needs_grad)
         output = module(x)
         (dy,) = draw_grads([output])
@@ -145,7 +134,7 @@ def test_what_a_function_keeps_on_its_ctx_is_gone_after_b():
 
     stored = []
     module = Module()
-    with no_garbage_collection():
+    with no_collection():
         output = module(torch.randn(5, 4))
         _, weight_grads = backward_input(output, torch.ones(5, 4), ())
         del output
@@ -156,7 +145,7 @@ def test_what_a_function_keeps_on_its_ctx_is_gone_after_b():
 def test_what_chosen_parameters_do_not_need_is_gone_after_b():
     """Nodes that B did not run keep what they saved: W must not hold them."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    with no_garbage_collection(), Watch() as watch:
+    with no_collection(), Watch() as watch:
         output = module(torch.randn(5, 4))
         _, weight_grads = backward_input(output, torch.ones(5, 4), (), parameters=[module[4].weight])
         del output
@@ -168,7 +157,7 @@ def test_what_chosen_parameters_do_not_need_is_gone_after_b():
 def test_an_output_that_its_caller_keeps_keeps_nothing_else(with_hooks):
     """A loss, kept to be printed. (On stage 0 it keeps the lowest layers' x: their nodes never run.)"""
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    with no_garbage_collection(), Watch() as watch:
+    with no_collection(), Watch() as watch:
         x = torch.randn(5, 4, requires_grad=True)
         hidden = module[0](x)
         if with_hooks:
@@ -195,7 +184,7 @@ def test_during_b_no_more_is_alive_than_during_plain_backward_and_the_held_dy():
     peaks = []
     for split in (False, True):
         module.zero_grad()
-        with no_garbage_collection(), Peak() as peak:
+        with no_collection(), Peak() as peak:
             x = torch.randn(2, 5, 16, requires_grad=True)
             output = module(x)
             (dy,) = draw_grads([output])
@@ -264,7 +253,7 @@ def test_w_makes_no_temporary_the_size_of_a_weight():
 def test_w_drops_each_x_and_dy_when_it_is_done_with_it():
     """Not at its end: a hook on the last parameter finds the memory of the others gone."""
     module = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
-    with no_garbage_collection(), Watch() as watch:
+    with no_collection(), Watch() as watch:
         output = module(torch.randn(5, 4))
         (dy,) = draw_grads([output])
         _, weight_grads = backward_input(output, dy, ())

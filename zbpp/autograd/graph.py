@@ -148,7 +148,7 @@ _ROLES = _Roles()
 
 
 class _Makers(dict[type, Any]):
-    """type of node -> the maker of its view, or None: likewise."""
+    """type of node -> its view, or the maker of it, or None: likewise."""
 
     def __missing__(self, cls: type) -> Any:
         self[cls] = VIEWS.get(cls.__name__)
@@ -205,6 +205,8 @@ def _defer(
             else:
                 together.setdefault(leaf, []).append((site, use))
             break
+    if not together:
+        return False
     complete = [leaf for leaf, pairs in together.items() if _are_all(leaf, pairs, again)]
     for leaf in complete:
         del leaves[leaf]
@@ -248,8 +250,11 @@ def _follow(edge: Any, stops: frozenset[Edge], repeated: set[Any]) -> _Way:
             if len(below) != 1:
                 break
         if views is not None:
-            make_view = makers[type(node)]
-            views = None if make_view is None else (make_view(*edge), *views)
+            view = makers[type(node)]
+            if view is None:
+                views = None
+            else:
+                views = (view if type(view) is View else view(*edge), *views)
         chain = (*chain, edge)
         edge = below[0]
     return _NOWHERE

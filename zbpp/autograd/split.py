@@ -88,7 +88,7 @@ def split(
         found = survey([_edge(root) for root in roots], frozenset(edges.values()), wanted)
     except RuntimeError as error:
         raise _second_pass(error) from error
-    if "CheckpointFunctionBackward" in map(kind, found.functions):
+    if found.functions and "CheckpointFunctionBackward" in map(kind, found.functions):
         _refuse_a_part(edges, wanted)
         return _whole_backward(roots, root_grads, inputs, edges), []
     targets = [make(GradientEdge, (*edge, None)) for edge in edges.values()]

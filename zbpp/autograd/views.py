@@ -45,9 +45,9 @@ def _select(node: Any, _: int) -> View:
 
 MATRIX_TRANSPOSE = View(Tensor.t)
 
-# name of the node -> the view it made; called with the chain's edge (node, number of its output)
-VIEWS: dict[str, Callable[[Any, int], View]] = {
-    "TBackward0": lambda node, _: MATRIX_TRANSPOSE,
+# name of the node -> the view it made, or what makes it of the chain's edge (node, number of its output)
+VIEWS: dict[str, View | Callable[[Any, int], View]] = {
+    "TBackward0": MATRIX_TRANSPOSE,
     "TransposeBackward0": _transpose,
     "PermuteBackward0": _permute,
     "UnsqueezeBackward0": _unsqueeze,

@@ -43,14 +43,19 @@ class Part(NamedTuple):
         for held in self.use.held:
             yield from held.tensors() if isinstance(held, Packed) else (held,)
 
+    def add_to(self, total: Tensor, fresh: bool) -> None:
+        """To its view of the leaf's gradient; if `fresh`, that is uninitialised memory."""
+        (_, held, add, _, views), dy = self
+        for view in views or ():
+            total = view.look(total)
+        add(total, held, dy, fresh)
+
     def accumulate(self) -> Tensor:
         (leaf, held, add, _, views), dy = self
         total = total_of(leaf)
-        if total is None or leaf._backward_hooks:
+        if total is None or views or leaf._backward_hooks:
             _accumulate(leaf, [self])
-        else:
-            for view in views or ():
-                total = view.look(total)
+        else:  # nearly always, and in a hurry: add_to without views
             add(total, held, dy, False)
         return leaf
 
@@ -84,26 +89,19 @@ def _accumulate(leaf: Tensor, parts: list[Part]) -> None:
     if leaf._backward_hooks:
         add_to_grad(leaf, run_hooks(leaf, _sum_of(leaf, parts)))
     elif (total := total_of(leaf)) is not None:
-        _add_parts(total, parts, False)
+        for part in parts:
+            part.add_to(total, False)
     else:
         leaf.grad = _sum_of(leaf, parts)
-
-
-def _add_parts(total: Tensor, parts: list[Part], fresh: bool) -> None:
-    """Add each part to its view of a leaf's gradient."""
-    for (_, held, add, _, views), dy in parts:
-        target = total
-        for view in views or ():
-            target = view.look(target)
-        add(target, held, dy, fresh)
-        fresh = False
 
 
 def _sum_of(leaf: Tensor, parts: list[Part]) -> Tensor:
     """A new gradient in the leaf's layout."""
     whole = all(view.whole for view in parts[0].use.views or ())
     gradient = torch.empty_like(leaf) if whole else torch.zeros_like(leaf)
-    _add_parts(gradient, parts, whole)
+    for part in parts:
+        part.add_to(gradient, whole)
+        whole = False
     return gradient
 
 

@@ -104,7 +104,7 @@ def _begin(
 
     stages = workload.parameter_bytes(timetable)  # now they exist, and are not counted again
     device = workload.here.device
-    with _no_collection():
+    with no_collection():
         kept = live_bytes(first, device).after
         needed = live_bytes(lambda: _warm_up(made[0], workload), device).highest
     return stages + kept + needed
@@ -119,7 +119,7 @@ def race(entries: Sequence[Entry], workload: Workload, num_turns: int) -> None:
     """Turns, each begun by another contestant, a step of each in it; adds to the entries. Collective."""
     for number in range(num_turns):
         first = number % max(1, len(entries))
-        with _no_collection():
+        with no_collection():
             for entry in (*entries[first:], *entries[:first]):
                 _turn(entry, workload, number)
 
@@ -150,7 +150,8 @@ def _turn(entry: Entry, workload: Workload, number: int) -> None:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
+    """Garbage is collected before, and inside not at all: neither times nor memory depend on when."""
     gc.collect()
     gc.disable()
     try:

@@ -31,11 +31,8 @@ Work = Callable[[StageWorker, int, Message], Message]
 Links = Mapping[tuple[int, int], dist.ProcessGroup]  # (sender, receiver) -> group
 
 _NOTHING: Message = ()
-_EMPTY, _WASTE, _FIRST = (
-    0,
-    1,
-    2,
-)  # slots: of calls that take nothing, of results that nobody takes, of messages
+# Slots: of calls that take nothing, of results that nobody takes, of messages from here on.
+_EMPTY, _WASTE, _FIRST = 0, 1, 2
 
 
 class _Call(NamedTuple):

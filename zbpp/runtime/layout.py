@@ -48,23 +48,6 @@ def layout_of(message: Message) -> Layout:
     )
 
 
-def has_layout(message: Message, layout: Layout) -> bool:
-    """Whether `layout_of(message) == layout`, in less time."""
-    if len(message) != len(layout):
-        return False
-    for tensor, known in zip(message, layout, strict=True):
-        if tensor is None or known is None:
-            if not (tensor is None and known is None):
-                return False
-        elif (
-            tensor.shape != known.shape
-            or tensor.dtype is not known.dtype
-            or tensor.requires_grad is not known.requires_grad
-        ):
-            return False
-    return True
-
-
 def describe(layout: Layout) -> str:
     """`(float32[4, 64, 128], None)`, for error messages."""
     return f"({', '.join(map(str, layout))})"

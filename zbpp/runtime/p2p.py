@@ -37,7 +37,6 @@ from zbpp.runtime.layout import (
     describe,
     describe_change,
     encode,
-    has_layout,
     layout_of,
 )
 
@@ -100,13 +99,12 @@ class Outbox:
 
     def send(self, channel: Hashable, message: Message) -> None:
         """Start to send; the tensors stay alive until `release`. Raises ValueError for a changed layout."""
+        layout, works = layout_of(message), []
         known = None if self.dynamic_shapes else self.layouts.get(channel)
-        works = []
         if known is None:
-            self.layouts[channel] = layout = layout_of(message)
+            self.layouts[channel] = layout
             works.append(self._start(encode(layout).to(self.device)))
-        elif not has_layout(message, known):
-            layout = layout_of(message)
+        elif known != layout:
             raise ValueError(
                 f"{describe(layout)} is to be sent where {describe(known)} was sent before"
                 f"{describe_change(layout, known)}: unless the pipeline is made with dynamic_shapes=True, "
@@ -155,7 +153,7 @@ class Inbox:
     """The receiving end of a link. `peer`: its rank in `group`.
 
     channels: of each message of a pass, in the order in which the link carries them.
-    depth: how many receives to keep posted.
+    depth: how many receives to keep posted, beside the one that is waited for.
     """
 
     peer: int
