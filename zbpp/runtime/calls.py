@@ -18,9 +18,8 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
-from torch._C._distributed_c10d import Store
 
-from zbpp.runtime.world import AgreementError, communicating
+from zbpp.runtime.world import AgreementError, Store, communicating
 
 
 class _Call(NamedTuple):
