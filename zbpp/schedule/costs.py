@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zbpp.schedule.timetable import Op, PlanError, shown
 
@@ -47,9 +47,13 @@ class Costs:
         for name, value in self.numbers.items():
             for number in _numbers(name, value):
                 if not (math.isfinite(number) and number >= 0):
-                    raise PlanError(f"Costs({name}={shown(value)}): {number!r} must be finite, 0 or more")
+                    raise PlanError(
+                        f"Costs({name}={shown(value)}): {number!r} must be finite and not negative"
+                    )
         if self.memory_unit not in (ACTIVATIONS, BYTES):
-            raise PlanError(f"Costs(memory_unit={shown(self.memory_unit)}): write {ACTIVATIONS!r} or {BYTES!r}")
+            raise PlanError(
+                f"Costs(memory_unit={shown(self.memory_unit)}): write {ACTIVATIONS!r} or {BYTES!r}"
+            )
 
     @property
     def numbers(self) -> dict[str, PerStage]:
@@ -82,11 +86,11 @@ class Costs:
 
 
 def _numbers(name: str, value: object) -> list[float]:
-    numbers = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-    for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, Real):
-            raise PlanError(f"Costs({name}={shown(value)}): write a number, or one number per stage")
+    # A string is a Sequence too: "12" would be 1 and 2.
+    each: list[Any] = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    if any(isinstance(number, bool) or not isinstance(number, Real) for number in each):
+        raise PlanError(f"Costs({name}={shown(value)}): a cost is a number or one number per stage")
     try:
-        return [float(number) for number in numbers]
-    except OverflowError:  # an int that no float can hold
-        raise PlanError(f"Costs({name}=...): a number has more than 308 digits") from None
+        return [float(number) for number in each]
+    except OverflowError:
+        raise PlanError(f"Costs({name}={shown(value)}): no float is as large as this number") from None

@@ -46,7 +46,7 @@ def measured_layers(costs: Costs, about: About, num_layers: int) -> tuple[list[f
     about["layers_per_stage"] says how many layers each measured stage had. Raises PlanError if it
     doesn't, or for another number of layers.
     """
-    counts = about.get("layers_per_stage")
+    counts: Any = about.get("layers_per_stage")
     if not _are_counts(counts) or sum(counts) != num_layers:
         raise PlanError(
             f"these costs were measured with layers_per_stage={shown(counts)}, not with {num_layers} layers: "

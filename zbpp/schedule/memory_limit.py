@@ -20,10 +20,10 @@ _ADVICE = {
 
 
 def read_memory_limit(value: MemoryLimit, costs: Costs) -> float | list[float] | None:
-    """The limit of a rank in the unit of costs.saved, as `plan` takes it; a list: one per rank; None: no limit.
+    """The limit of each rank in the unit of costs.saved, or a list, one per rank, as `plan` takes it.
 
-    value: `8`, `12GiB`, `512MB`, a list of these, or several in one text: `8,8,6,6`. A limit in bytes has a
-    unit, one in activations has none. Raises PlanError.
+    value: `8`, `12GiB`, `512MB`, a list of these, or several in one text: `8,8,6,6`; None: no limit.
+    A limit in bytes has a unit, one in activations has none. Raises PlanError.
     """
     if isinstance(value, str) and "," in value:
         value = value.split(",")
@@ -39,4 +39,5 @@ def _read(value: float | str, unit: str) -> float:
     number, prefix, binary = match.groups()
     if (prefix is not None) != (unit == BYTES):
         raise PlanError(f"memory limit {shown(value)}: {_ADVICE[unit]}")
-    return float(number) * (1024 if binary else 1000) ** _POWERS[(prefix or "").lower()]
+    base = 1024.0 if binary else 1000.0
+    return float(number) * base ** _POWERS[(prefix or "").lower()]

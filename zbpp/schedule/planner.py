@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-import sys
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
@@ -31,8 +30,6 @@ SCHEDULES: dict[str, Callable[..., Timetable]] = {
     "zb_auto": zb_auto,
     "optimal": optimal,
 }
-
-_LARGEST = sys.float_info.max  # an int may be larger, which no float is
 
 # Names in torch.distributed.pipelining that are not ours in another spelling.
 _NAMES_IN_TORCH = {"ZBVZeroBubble": "zb_v", "InterleavedZeroBubble": "interleaved_zb"}
@@ -144,7 +141,12 @@ def _is_whole(value: object, least: float = 1) -> bool:
 
 
 def _is_real(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Real) and 0 <= value <= _LARGEST
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        return 0 <= float(value) < math.inf  # NaN is not
+    except OverflowError:  # an int that no float is as large as
+        return False
 
 
 def _is_limit(value: object) -> bool:
