@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> str:
     costs, about = _costs(options)
-    notes = [about_in_words(about)] if about else []
+    notes = list(filter(None, [about_in_words(about)]))
     if options.choose:
         return "\n\n".join([*notes, _advice(options, costs, notes)])
     outcomes = _outcomes(options, costs)
@@ -340,6 +340,12 @@ def _layers(text: str) -> list[float]:
     return [1.0] * int(numbers)
 
 
+def _size(text: str) -> int:
+    if not text.isdecimal() or not 1 <= float(text) <= 1e15:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write a whole number, 1 to 1e15")
+    return int(text)
+
+
 def _picture(path: str) -> str:
     if Path(path).suffix not in (".png", ".pdf", ".svg"):
         raise argparse.ArgumentTypeError(f"{path!r} must end in .png, .pdf or .svg")
@@ -393,7 +399,7 @@ def _add_layers(group: argparse._ArgumentGroup) -> None:
         "sequence": "tokens in a sequence",
         "layer-parameters": "entries of a layer's matrices (12 hidden^2)",
     }.items():
-        group.add_argument(f"--{name}", type=int, metavar="N", help=text)
+        group.add_argument(f"--{name}", type=_size, metavar="N", help=text)
 
 
 def _add_outputs(group: argparse._ArgumentGroup) -> None:

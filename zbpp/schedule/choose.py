@@ -16,7 +16,7 @@ from zbpp.schedule.bounds import Bound, lower_bound
 from zbpp.schedule.compare import per_stage_of
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.families import FAMILIES
-from zbpp.schedule.planner import placement_of, plan, takes_costs
+from zbpp.schedule.planner import check_range, placement_of, plan, takes_costs
 from zbpp.schedule.search.deadline import Deadline
 from zbpp.schedule.search.paper import memory_of_1f1b
 from zbpp.schedule.search.problem import OBJECTIVES, placed, pose
@@ -51,6 +51,8 @@ class Question:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_range("memory_limit", self.memory_limit)
+        check_range("time_limit", self.time_limit)
         pose(
             self.num_ranks,
             self.num_microbatches,

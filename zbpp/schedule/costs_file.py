@@ -36,7 +36,7 @@ def read_costs(path: str | os.PathLike[str]) -> tuple[Costs, About]:
 def about_in_words(about: About) -> str:
     """One line, empty without anything to say; what is a table itself stays in the file."""
     plain = {key: str(value) for key, value in about.items() if not isinstance(value, dict | list)}
-    words = "; ".join(f"{key.replace('_', ' ')} {value[:_LONGEST]}" for key, value in plain.items())
+    words = "; ".join(f"{key.replace('_', ' ')} {value}"[:_LONGEST] for key, value in plain.items())
     return f"costs measured: {printable(words)}" if words else ""
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from zbpp.schedule.choose import EQUAL, LADDER, PLACEMENTS, Answer, Choice, Limit
 from zbpp.schedule.families import FAMILIES
+from zbpp.schedule.memory import memory_text
 from zbpp.schedule.render.table import digits
-from zbpp.schedule.render.titled import memory_text
 
 SHAPES = {"one": "one stage per rank", "looped": "a loop of two stages per rank", "v": "a V"}
 _NEARLY = 0.01  # a limit past which less than this can be gained deserves a sentence

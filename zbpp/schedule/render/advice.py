@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from zbpp.schedule.choose import LADDER, Answer, Choice, num_messages
 from zbpp.schedule.costs import ACTIVATIONS, BYTES
+from zbpp.schedule.memory import memory_text
 from zbpp.schedule.render.table import aligned, decimals_of, digits, percent
-from zbpp.schedule.render.titled import memory_text, peak_text
+from zbpp.schedule.render.titled import peak_text
 from zbpp.schedule.simulate import Timeline
 from zbpp.schedule.statements import SHAPES, in_memory, statements
 

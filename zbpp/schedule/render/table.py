@@ -70,6 +70,8 @@ def decimals_of(times: Iterable[float]) -> int:
 
 def digits(time: float, decimals: int | None = None) -> str:
     """A time in ms; sums of floats leave -1e-15 where a human expects 0."""
+    if time >= 1e15:
+        return f"{time:.5g}"
     places = decimals_of([time]) if decimals is None else decimals
     return f"{round(time, places) + 0.0:.{places}f}"
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from zbpp.schedule.costs import ACTIVATIONS
+from zbpp.schedule.memory import memory_text
 from zbpp.schedule.simulate import Timeline
 from zbpp.schedule.timetable import Op, Timetable
 
@@ -17,8 +17,6 @@ COLOURS = {
     Op.BW: ("#87479b", "#dcbde8"),
 }
 MEANING = {Op.F: "F", Op.B: "B (input)", Op.W: "W (weights)", Op.BW: "BW (both)"}
-
-_BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 
 Timelines = Mapping[str, Timeline] | Iterable[tuple[str, Timeline]]
 
@@ -36,24 +34,6 @@ def beginning(timeline: Timeline) -> float:
 def place_on_rank(timetable: Timetable) -> list[int]:
     """For each stage, how many stages of its rank come before it: 1 for the second half of a V."""
     return [timetable.stages_of(rank).index(stage) for stage, rank in enumerate(timetable.rank_of)]
-
-
-def quantity(number: float) -> str:
-    """At most four digits, with k, M, G, T for large numbers."""
-    if abs(number) < 1e4:
-        return f"{number:.4g}"
-    for power, letter in ((12, "T"), (9, "G"), (6, "M")):
-        if abs(number) >= 10**power:
-            return f"{number / 10**power:.4g} {letter}"
-    return f"{number / 1e3:.4g} k"
-
-
-def memory_text(amount: float, unit: str) -> str:
-    """`5.59 GiB`; activations as a plain number."""
-    if unit == ACTIVATIONS:
-        return quantity(amount)
-    power = min(int(math.log2(amount) / 10), len(_BINARY) - 1) if amount >= 1 else 0
-    return f"{amount / 1024**power:.4g} {_BINARY[power]}"
 
 
 def peak_name(timeline: Timeline) -> str:
