@@ -6,6 +6,7 @@ import pytest
 
 from zbpp.schedule import (
     Costs,
+    CostsInBytes,
     PlanError,
     Timetable,
     about_in_words,
@@ -59,8 +60,9 @@ def refusal(read, path):
         (json.dumps({ESCAPE: 1}), r"'\x1b[2J\x1b]0;owned\x07' is no cost; known: f, b, w, bw, comm, saved"),
         (
             json.dumps({"memory_unit": ESCAPE}),
-            r"Costs(memory_unit='\x1b[2J\x1b]0;owned\x07'): write 'activations'",
+            r"memory_unit is '\x1b[2J\x1b]0;owned\x07'; write activations or bytes",
         ),
+        ('{"memory_unit": ["bytes"]}', "memory_unit is ['bytes']; write activations or bytes"),
         (json.dumps({"about": ESCAPE}), r"about is '\x1b[2J\x1b]0;owned\x07'; an object is expected"),
         (b'{"f": \xff}', "no JSON that can be read: byte 6 is no UTF-8 text"),
         ("[1]", "[1] is no object with any of f, b, w"),
@@ -85,9 +87,10 @@ def test_what_a_costs_file_says_of_itself_cannot_steer_a_terminal(tmp_path):
 
 
 def test_costs_come_with_the_unit_of_their_memory(tmp_path):
-    costs = {"f": [1, 2], "saved": 3e9, "deferred": 1e9, "memory_unit": "bytes"}
-    path = written(tmp_path, "costs.json", json.dumps({**costs, "about": {"device": "cpu"}}))
-    assert read_costs(path) == (Costs(**costs), {"device": "cpu"})
+    costs = {"f": [1, 2], "saved": 3e9, "deferred": 1e9}
+    for unit, kind in (({}, Costs), ({"memory_unit": "bytes"}, CostsInBytes)):
+        path = written(tmp_path, "costs.json", json.dumps({**costs, **unit, "about": {"device": "cpu"}}))
+        assert read_costs(path) == (kind(**costs), {"device": "cpu"})
 
 
 @pytest.mark.parametrize(("name", "form"), [("a.txt", str), ("a.csv", to_csv), ("a.json", to_json)])

@@ -198,7 +198,7 @@ def test_every_memory_strip_has_its_scale(page):
 
 
 def test_memory_in_bytes_is_told_in_gib(tabs):
-    costs = replace(COSTS, saved=2**31, deferred=2**30, memory_unit="bytes")
+    costs = COSTS.in_bytes(saved=2**31, deferred=2**30)
     browser = tabs(render_page({"a": simulate(plan("zb_h1", 2, 4), costs)}, costs=costs))
     assert hover(browser, 0, 0, 1.0)[-1] == "memory after it: 2 GiB"
     assert "4 GiB" in browser.evaluate("document.querySelector('table.summary').innerText")

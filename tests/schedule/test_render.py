@@ -11,6 +11,7 @@ import pytest
 
 from zbpp.schedule import (
     Costs,
+    CostsInBytes,
     PlanError,
     Timetable,
     chrome_trace,
@@ -116,7 +117,7 @@ def test_table_shows_figures_or_the_reason():
 
 
 def test_figures_are_per_rank_and_largest():
-    costs = Costs(saved=3 * 2**30, deferred=2**30, memory_unit="bytes")
+    costs = CostsInBytes(saved=3 * 2**30, deferred=2**30)
     assert render_figures(simulate(plan("zb_h1", 2, 4), costs)).splitlines() == [
         "         span  bubble  bubble rate  peak memory",
         "rank 0     13       1       7.69 %        6 GiB",
