@@ -52,10 +52,9 @@ def measure(config: MeasureConfig) -> Summary:
             **_about(config, workload),
             **cut_of(workload.model, timetable.num_stages),
             "steps": config.repeats,
-            "memory": "bytes",
             "links": [link._asdict() for link in found.links],
         }
-        summary = {**vars(found.costs), "about": about}
+        summary = {**vars(found.costs), "memory_unit": found.costs.memory_unit, "about": about}
         if workload.here.rank == 0:
             folder = Path(config.run_dir)
             folder.mkdir(parents=True, exist_ok=True)
