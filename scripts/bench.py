@@ -9,16 +9,12 @@ Starts its own ranks (no torchrun).
 
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig
 
 from zbpp import command_line
 from zbpp import config as configs
 
-configs.register()
 
-
-@hydra.main(config_path=str(configs.config_folder()), config_name="bench", version_base="1.3")
 def main(config: DictConfig) -> None:
     from zbpp.benchmark.report import in_words, table, verdicts
     from zbpp.launch import on_ranks

@@ -8,16 +8,12 @@ Builds the stage and those before it and runs one microbatch forward; needs no G
 compile=stage or layer as in train.py: what can't be compiled is named, with the reason.
 """
 
-import hydra
 from omegaconf import DictConfig
 
 from zbpp import command_line
 from zbpp import config as configs
 
-configs.register()
 
-
-@hydra.main(config_path=str(configs.config_folder()), config_name="explain", version_base="1.3")
 def main(config: DictConfig) -> None:
     from zbpp import app  # after Hydra's own --cfg, which needs no torch
 

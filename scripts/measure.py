@@ -10,16 +10,12 @@ schedule chooses the cut.
 
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig
 
 from zbpp import command_line
 from zbpp import config as configs
 
-configs.register()
 
-
-@hydra.main(config_path=str(configs.config_folder()), config_name="measure", version_base="1.3")
 def main(config: DictConfig) -> None:
     from zbpp.launch import on_ranks
     from zbpp.schedule import plan

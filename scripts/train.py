@@ -10,17 +10,14 @@ import os
 import time
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig
 
 from zbpp import command_line
 from zbpp import config as configs
 
-configs.register()
 GRACE = 3.0  # s in which the rank with the root cause can bring the job down first
 
 
-@hydra.main(config_path=str(configs.config_folder()), config_name="train", version_base="1.3")
 def main(config: DictConfig) -> None:
     job = configs.typed(config), configs.flat(config), configs.as_yaml(config)
     num_ranks = job[0].parallel.num_ranks or 1

@@ -8,10 +8,11 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from zbpp.config import composition_error, config_folder
+from zbpp.config import composition_error, config_folder, entry
 from zbpp.launch import RankError, Refusal, refusals
 from zbpp.schedule import PlanError, canonical_name
 
@@ -19,24 +20,32 @@ GRACE = 3.0  # s in which rank 0 can bring the job down first
 _NAMED_BY_TARGET = ("model", "data")  # groups whose node may be a class of the user's
 
 
-def run(main: Callable[[], Any], name: str, description: str) -> None:
-    """Call a script's `hydra.main` function of the config `name`, as a user expects of a command.
+def run(main: Callable[[Any], None], name: str, description: str) -> None:
+    """Call a script's `main` with the config that the command line makes of configs/NAME.yaml.
 
     Classes are found in the current folder, too. A mistake ends the process with one line, on standard
     error; with HYDRA_FULL_ERROR=1 in the environment with its traceback.
     """
     sys.path.insert(0, os.getcwd())
     wants_traceback = bool(os.environ.get("HYDRA_FULL_ERROR"))
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then lets errors through, whole
-    try:
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then lets its own errors through
+    with _one_line(unless=wants_traceback):
         if {"-h", "--help"} & set(sys.argv[1:]):
             print(help_text(name, description))
-            return
-        sys.argv[1:] = arguments(sys.argv[1:])
-        main()
+        else:
+            sys.argv[1:] = arguments(sys.argv[1:])
+            # Inside Hydra as well: it would announce the error in a line of its own.
+            entry(_one_line(unless=wants_traceback)(main), name)()
+
+
+@contextmanager
+def _one_line(*, unless: bool) -> Iterator[None]:
+    """End the process with one line where a mistake of the user is raised inside."""
+    try:
+        yield
     except Exception as error:
         told = composition_error(error) or error
-        if wants_traceback or not isinstance(told, (RankError, *refusals())):
+        if unless or not isinstance(told, (RankError, *refusals())):
             raise
         _refuse(str(told))
 

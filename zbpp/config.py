@@ -7,12 +7,13 @@ ranges are declared beside the fields (ranges.py); what leaves here are plain ob
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, InstantiationException
 from hydra.utils import instantiate
@@ -210,6 +211,13 @@ def register() -> None:
     store.store(name="explain_types", node=ExplainConfig)
 
 
+def entry(main: Callable[[DictConfig], None], name: str) -> Callable[[], None]:
+    """`main` as Hydra calls it: with what the command line makes of configs/NAME.yaml."""
+    register()
+    called: Callable[[], None] = hydra.main(str(config_folder()), name, version_base="1.3")(main)
+    return called
+
+
 def typed(config: DictConfig) -> Any:
     """The composed config as the dataclass that it was composed from. Raises ConfigError."""
     try:
@@ -221,7 +229,7 @@ def typed(config: DictConfig) -> Any:
         raise ConfigError(f"{key}: {text}" if key else text) from error
 
 
-def composition_error(error: Exception) -> ConfigError | None:
+def composition_error(error: object) -> ConfigError | None:
     """What Hydra or OmegaConf says of a config, as an error of ours in one line; None for other errors."""
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return None
