@@ -46,6 +46,8 @@ def all_choices():
 @pytest.mark.parametrize(("group", "name"), all_choices())
 def test_every_choice_composes(group, name):
     needs = {"model": [f"data={GOES_WITH.get(name, 'stdlib')}"], "data": []}.get(group, [])
+    if (group, name) == ("data", "custom"):
+        needs = ["data._target_=my_file.my_data"]
     if (group, name) == ("data", "text"):
         needs = ["data.path=somewhere"]
     config = typed(f"{group}={name}", *needs)

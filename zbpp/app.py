@@ -216,7 +216,7 @@ def _summarise(
 ) -> tuple[Summary, Timeline, Timeline]:
     measured = _typical(trainer.timelines)
     predicted = simulate(measured.timetable, measured_costs(*trainer.timelines))
-    speed = trainer.data.tokens_per_batch / _median([metrics["step_seconds"] for metrics in history])
+    speed = trainer.data.items_per_batch / _median([metrics["step_seconds"] for metrics in history])
     num_parameters = sum(
         gather(sum(p.numel() for s in trainer.pipeline.stages.values() for p in s.parameters()))
     )

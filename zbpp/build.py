@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from zbpp.config import ConfigError, build
+from zbpp.config import ConfigError, build, naming
 from zbpp.stage_api import PipelineModel
 from zbpp.training.data import Data
+from zbpp.training.loader import loaded_data
 
 
 def build_model(node: dict[str, Any]) -> Any:
@@ -25,12 +26,12 @@ def build_model(node: dict[str, Any]) -> Any:
 
 
 def build_data(node: dict[str, Any], batch_size: int, seed: int) -> Data:
-    """The data that the node's `_target_` makes. Raises ConfigError."""
-    data = build("data", node, batch_size=batch_size, seed=seed)
-    if not isinstance(data, Data):
-        kind = type(data).__name__
-        raise ConfigError(f"data: {node['_target_']} gave a {kind}, not a zbpp.training.data.Data")
-    return data
+    """The data that the node's `_target_` makes, see `loaded_data`. Raises ConfigError."""
+    given = build("data", node, batch_size=batch_size, seed=seed)
+    if isinstance(given, Data):
+        return given
+    with naming(f"data ({node['_target_']})"):
+        return loaded_data(given, batch_size=batch_size, seed=seed)
 
 
 def cut_of(model: Any, num_stages: int) -> dict[str, Any]:

@@ -7,6 +7,8 @@ ranges are declared beside the fields (ranges.py); what leaves here are plain ob
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -260,16 +262,29 @@ def as_yaml(config: DictConfig) -> str:
 
 
 def build(what: str, node: dict[str, Any], **extra: Any) -> Any:
-    """The object that a node's `_target_` names. Raises ConfigError, saying which part of the config."""
+    """The object that a node's `_target_` names; `extra` is for targets that take it.
+
+    Raises ConfigError, saying which part of the config.
+    """
     if "_target_" not in node:
         raise ConfigError(f"{what} names no _target_: write the class, such as _target_: my_package.MyModel")
     try:
-        return instantiate(node, **extra, _convert_="all")
+        return instantiate(node, **_taken(node, extra), _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__ or error
         if not isinstance(cause, ValueError | OSError | TypeError | ImportError | HydraException):
             raise  # a mistake in the class's own code: its traceback says where
         raise ConfigError(f"{what} ({node['_target_']}): {cause}") from cause
+
+
+def _taken(node: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """Those of `extra` that the node's target takes; a Dataset, for one, knows nothing of batches."""
+    try:
+        parameters = inspect.signature(pkgutil.resolve_name(node["_target_"])).parameters
+    except Exception:  # no such target, a file that can't be imported: instantiate says so
+        return extra
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return {name: value for name, value in extra.items() if takes_any or name in parameters}
 
 
 @contextmanager

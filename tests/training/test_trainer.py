@@ -87,7 +87,7 @@ def test_every_step_has_its_metrics():
     assert [metrics["learning_rate"] for metrics in history] == pytest.approx(
         [0.01 * FACTOR(s) for s in range(5)]
     )
-    assert all(metrics["tokens_per_second"] > 0 for metrics in history)
+    assert all(metrics["rows_per_second"] > 0 for metrics in history)
     assert [metrics["step"] for metrics in history if "evaluation_loss" in metrics] == [2, 4, 5]
 
 

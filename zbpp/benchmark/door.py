@@ -32,7 +32,7 @@ def bench(config: BenchConfig) -> tuple[list[Summary], Summary]:
     options = benches.Options(config.repeats, config.compare, config.memory_limit, config.time_limit)
     with _workload(config) as workload, naming("model"):
         entries = benches.bench(workload, config.schedules, options)
-        rows = report.rows_of(entries, workload.data.tokens_per_batch)
+        rows = report.rows_of(entries, workload.data.items_per_batch, workload.data.unit)
         about = {**_about(config, workload), "repeats": config.repeats}
         if workload.here.rank == 0:
             report.write(Path(config.run_dir), about, entries, rows)

@@ -35,7 +35,12 @@ def progress(num_steps: int, *, shown: bool, print_every: int, title: str) -> It
 
 def brief(metrics: Mapping[str, Any]) -> str:
     """A step in a few words."""
-    words = [f"loss {metrics['loss']:.4f}", f"{metrics['tokens_per_second']:,.0f} tokens/s"]
+    words = [f"loss {metrics['loss']:.4f}"]
+    words += [
+        f"{speed:,.0f} {key.removesuffix('_per_second')}/s"
+        for key, speed in metrics.items()
+        if key.endswith("_per_second")
+    ]
     if "evaluation_loss" in metrics:
         words.append(f"held-out {metrics['evaluation_loss']:.4f}")
     if "expected_makespan_ms" in metrics:

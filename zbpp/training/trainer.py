@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from zbpp.runtime import Pipeline, Recorder, measured_timeline
 from zbpp.runtime.world import gather, sum_over_ranks
 from zbpp.schedule import Timeline
-from zbpp.training.data import Batches, Data, RandomRegression
+from zbpp.training.batch import Source, batch_for
+from zbpp.training.data import Data
 from zbpp.training.optimizer import scale_gradients, squared_norm
 from zbpp.training.replan import Replan
 
@@ -92,7 +93,7 @@ class Trainer:
             "loss": loss,
             "grad_norm": norm,
             "learning_rate": rate * self._base_rates[0],
-            "tokens_per_second": self.data.tokens_per_batch / seconds,
+            f"{self.data.unit}_per_second": self.data.items_per_batch / seconds,
             "step_seconds": seconds,
             "skipped": not math.isfinite(norm),
         }
@@ -104,9 +105,7 @@ class Trainer:
             group["lr"] = base * rate
         self.optimizer.step()
 
-    def _batch(
-        self, source: Batches | RandomRegression, number: int
-    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    def _batch(self, source: Source, number: int) -> tuple[tuple[Any, ...], Any]:
         pipeline = self.pipeline
         return batch_for(pipeline.stages, pipeline.timetable.num_stages, source, number, pipeline.device)
 
@@ -158,23 +157,3 @@ class _NormLayout:
             norms = torch.stack([squared_norm(p.grad).to(p.device) for p in self.parameters])
             vector[self._places] = norms.cpu()
         return vector
-
-
-def batch_for(
-    stages: Mapping[int, nn.Module],
-    num_stages: int,
-    source: Batches | RandomRegression,
-    number: int,
-    device: torch.device,
-) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """(args, target) of a step for the owner of `stages`: inputs for stage 0, targets for the last stage."""
-    ends = (0, num_stages - 1)
-    if not stages.keys() & set(ends):
-        return (), None
-    dtypes = (p.dtype for stage in stages.values() for p in stage.parameters() if p.is_floating_point())
-    dtype = next(dtypes, torch.float32)
-    inputs, target = (
-        each.to(device, dtype if each.is_floating_point() else None) if end in stages else None
-        for each, end in zip(source.batch(number), ends, strict=True)
-    )
-    return () if inputs is None else (inputs,), target
