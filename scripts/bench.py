@@ -19,9 +19,11 @@ def main(config: DictConfig) -> None:
     from zbpp.benchmark.report import in_words, table, verdicts
     from zbpp.launch import on_ranks
     from zbpp.schedule import plan
+    from zbpp.training.run_folder import check_free
 
-    typed = configs.typed(config)
-    for name in typed.schedules:  # a bad plan shows here, before any rank starts
+    typed = configs.typed(config)  # what is wrong shows here, before any rank starts
+    check_free(typed.run_dir, overwrite=typed.overwrite)
+    for name in typed.schedules:
         plan(name, typed.num_ranks, typed.num_microbatches, time_limit=0)
     rows, about = on_ranks(typed.num_ranks, run, typed)
     print("", in_words(about), table(rows), "", *verdicts(rows), sep="\n")

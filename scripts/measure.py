@@ -19,9 +19,11 @@ from zbpp import config as configs
 def main(config: DictConfig) -> None:
     from zbpp.launch import on_ranks
     from zbpp.schedule import plan
+    from zbpp.training.run_folder import check_free
 
-    typed = configs.typed(config)
-    schedule = typed.schedule  # a bad plan shows here, before any rank starts
+    typed = configs.typed(config)  # what is wrong shows here, before any rank starts
+    check_free(typed.run_dir, overwrite=typed.overwrite)
+    schedule = typed.schedule
     plan(schedule.name, typed.num_ranks, typed.num_microbatches, **schedule.options, time_limit=0)
     show(on_ranks(typed.num_ranks, run, typed))
     print(f"written to {typed.run_dir}/costs.json")

@@ -23,7 +23,9 @@ def main(config: DictConfig) -> None:
     num_ranks = job[0].parallel.num_ranks or 1
     if "RANK" not in os.environ and num_ranks > 1:
         from zbpp.launch import on_ranks
+        from zbpp.training.run_folder import check_free
 
+        check_free(job[0].run_dir, overwrite=job[0].overwrite)
         on_ranks(num_ranks, train, job)
     else:
         from torch.distributed.elastic.multiprocessing.errors import record

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ import torch
 from torch import nn
 
 from zbpp.autograd import Explanation, explain, recompute
-from zbpp.build import build_data, build_model, cut_of, machine
+from zbpp.build import build_data, build_model, check_fit, cut_of, fitting, machine
 from zbpp.config import ConfigError, TrainConfig, naming
 from zbpp.runtime import Pipeline, measured_costs
+from zbpp.runtime.microbatch import split
 from zbpp.runtime.world import World, broadcast, check_agreement, gather, world
 from zbpp.schedule import (
     Costs,
@@ -30,12 +32,14 @@ from zbpp.schedule import (
     render_picture,
     simulate,
 )
+from zbpp.training.batch import batch_for
 from zbpp.training.data import Data
 from zbpp.training.loggers import JsonLines, Logger, Loggers, Wandb, finite
 from zbpp.training.metrics import peak_flops, utilisation
 from zbpp.training.optimizer import adamw, warmup_cosine
 from zbpp.training.progress import progress
 from zbpp.training.replan import Replan
+from zbpp.training.run_folder import RunFolder, claimed
 from zbpp.training.trainer import Trainer
 
 Summary = dict[str, Any]
@@ -50,33 +54,46 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     # Whatever can be wrong with the arguments shows before this process joins the others.
     rank, num_ranks = int(os.environ.get("RANK", "0")), _num_ranks(config)
     timetable = plan(config.schedule.name, num_ranks, config.num_microbatches, **config.schedule.options)
-    model = build_model(config.model)
+    model = build_model(config.model, config.seed)
     stages, cut = _stages(model, timetable, rank), cut_of(model, timetable.num_stages)
     data = build_data(config.data, config.batch_size, config.seed)
-    with world(device=config.parallel.device, timeout=config.parallel.timeout) as here:
+    with (
+        _run_folder(config, rank) as folder,
+        world(device=config.parallel.device, timeout=config.parallel.timeout) as here,
+    ):
         check_agreement("configs", {key: value for key, value in settings.items() if key != "run_dir"})
         check_agreement("data (by fingerprint)", data.fingerprint)
-        folder = Path(broadcast(config.run_dir))
+        path = Path(broadcast(config.run_dir))
         # A search may end differently on another rank: rank 0's plan is the plan.
         timetable = Timetable.parse(broadcast(str(timetable)))
         for stage in stages.values():
             stage.to(here.device, getattr(torch, config.dtype))
+        _check_fit(config, timetable, stages, data, here.device)
+        for stage in stages.values():
             _recompute(stage, config.memory.recompute)
         _compile(stages, config.compile, config.memory.budget)
         trainer = _trainer(config, timetable, stages, model, data)
-        if here.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.yaml").write_text(resolved_yaml)
+        if folder is not None:
+            folder.begin()
+            (path / "config.yaml").write_text(resolved_yaml)
             if "layers_per_stage" in cut:
                 print("layers per stage:", *cut["layers_per_stage"], flush=True)
-        with Loggers(_loggers(config, settings, folder) if here.rank == 0 else []) as loggers:
+        with Loggers(_loggers(config, settings, path) if here.rank == 0 else []) as loggers:
             history = _run(config, trainer, loggers, shown=here.rank == 0)
             summary, measured, predicted = _summarise(config, trainer, here, history)
             summary |= cut
             if here.rank == 0:
                 loggers.summary = summary
-                _write(folder, summary, measured, predicted)
+                _write(path, summary, measured, predicted)
+                print(f"written to {path}", flush=True)
         return summary
+
+
+@contextmanager
+def _run_folder(config: TrainConfig, rank: int) -> Iterator[RunFolder | None]:
+    """The folder on rank 0, which is refused before the ranks join and changed after that; None on others."""
+    with claimed(config.run_dir, overwrite=config.overwrite) if rank == 0 else nullcontext() as folder:
+        yield folder
 
 
 def _num_ranks(config: TrainConfig) -> int:
@@ -84,7 +101,7 @@ def _num_ranks(config: TrainConfig) -> int:
     wanted = config.parallel.num_ranks
     if wanted is not None and wanted != started:
         raise ConfigError(
-            f"parallel.num_ranks={wanted}, but {started} process(es) were started: write "
+            f"parallel.num_ranks={wanted}, but torchrun started {started}: write "
             f"torchrun --nproc-per-node {wanted} scripts/train.py ..., or parallel.num_ranks=null"
         )
     return started
@@ -93,6 +110,14 @@ def _num_ranks(config: TrainConfig) -> int:
 def _stages(model: Any, timetable: Timetable, rank: int) -> dict[int, nn.Module]:
     with naming("model"):
         return {index: model.build_stage(index, timetable.num_stages) for index in timetable.stages_of(rank)}
+
+
+def _check_fit(
+    config: TrainConfig, timetable: Timetable, stages: dict[int, nn.Module], data: Data, device: torch.device
+) -> None:
+    with naming("data"):
+        args, _ = batch_for(stages, timetable.num_stages, data.train, 0, device)
+        check_fit(stages, [split("the input", each, config.num_microbatches)[0] for each in args])
 
 
 def _recompute(stage: nn.Module, what: str) -> None:
@@ -267,14 +292,14 @@ def explain_stage(
     The stages before it run first, without a graph, for an input of the right shape; the last stage's F
     ends with the loss. Raises ConfigError.
     """
-    built = build_model(model)
+    built = build_model(model, seed)
     source = build_data(data, microbatch_size, seed)
 
     def stage_of(index: int) -> nn.Module:
         made: nn.Module = built.build_stage(index, num_stages)
         return made.to(getattr(torch, dtype))
 
-    with naming("model"):
+    with naming("model"), fitting("the forward failed"):
         module = stage_of(stage)  # first: a stage that does not exist is refused before any runs
         x, target = source.train.batch(0)
         x = x.to(getattr(torch, dtype)) if x.is_floating_point() else x

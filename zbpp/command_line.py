@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from zbpp.config import composition_error, config_folder, entry
-from zbpp.launch import RankError, Refusal, refusals
+from zbpp.launch import RankError, Refusal, refusals, wants_traceback
 from zbpp.schedule import PlanError, canonical_name
 
 GRACE = 3.0  # s in which rank 0 can bring the job down first
@@ -24,28 +24,27 @@ def run(main: Callable[[Any], None], name: str, description: str) -> None:
     """Call a script's `main` with the config that the command line makes of configs/NAME.yaml.
 
     Classes are found in the current folder, too. A mistake ends the process with one line, on standard
-    error; with HYDRA_FULL_ERROR=1 in the environment with its traceback.
+    error; with ZBPP_TRACEBACK=1 in the environment, its traceback is shown instead.
     """
     sys.path.insert(0, os.getcwd())
-    wants_traceback = bool(os.environ.get("HYDRA_FULL_ERROR"))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then lets its own errors through
-    with _one_line(unless=wants_traceback):
+    with _one_line():
         if {"-h", "--help"} & set(sys.argv[1:]):
             print(help_text(name, description))
         else:
             sys.argv[1:] = arguments(sys.argv[1:])
             # Inside Hydra as well: it would announce the error in a line of its own.
-            entry(_one_line(unless=wants_traceback)(main), name)()
+            entry(_one_line()(main), name)()
 
 
 @contextmanager
-def _one_line(*, unless: bool) -> Iterator[None]:
+def _one_line() -> Iterator[None]:
     """End the process with one line where a mistake of the user is raised inside."""
     try:
         yield
     except Exception as error:
         told = composition_error(error) or error
-        if unless or not isinstance(told, (RankError, *refusals())):
+        if wants_traceback() or not isinstance(told, (RankError, *refusals())):
             raise
         _refuse(str(told))
 
@@ -77,7 +76,7 @@ def _without_the_default(group: str, given: list[str]) -> list[str]:
     if chosen != ["custom"] and (chosen or not targeted):
         return given
     opened = [f"++{each}" if each.startswith(f"{group}.") else each for each in given]
-    return opened if chosen else [f"{group}=custom", *opened]
+    return opened if chosen else [*opened, f"{group}=custom"]
 
 
 def _in_our_spelling(argument: str) -> str:

@@ -17,10 +17,12 @@ from typing import Any, ClassVar
 
 import hydra
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException
+from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from zbpp.ranges import Checked, ConfigError, one_of, ranged
 
@@ -211,6 +213,13 @@ def register() -> None:
     store.store(name="bench_types", node=BenchConfig)
     store.store(name="measure_types", node=MeasureConfig)
     store.store(name="explain_types", node=ExplainConfig)
+    OmegaConf.register_new_resolver("sweep_number", _sweep_number, replace=True)
+
+
+def _sweep_number() -> str:
+    """`-0`, `-1`, ... for the jobs of a sweep (-m), which share the time of their start; else nothing."""
+    job = HydraConfig.get() if HydraConfig.initialized() else None
+    return f"-{job.job.num}" if job is not None and job.mode is RunMode.MULTIRUN else ""
 
 
 def entry(main: Callable[[DictConfig], None], name: str) -> Callable[[], None]:
@@ -228,6 +237,8 @@ def typed(config: DictConfig) -> Any:
         raise
     except Exception as error:  # OmegaConf wraps what __post_init__ raises in types of its own
         key, text = getattr(error, "full_key", None), str(error).partition("\n")[0]
+        if isinstance(error, InterpolationKeyError):
+            text += f": write it, or choose another {str(key).partition('.')[0]}="
         raise ConfigError(f"{key}: {text}" if key else text) from error
 
 
@@ -274,7 +285,8 @@ def build(what: str, node: dict[str, Any], **extra: Any) -> Any:
         cause = error.__cause__ or error
         if not isinstance(cause, ValueError | OSError | TypeError | ImportError | HydraException):
             raise  # a mistake in the class's own code: its traceback says where
-        raise ConfigError(f"{what} ({node['_target_']}): {cause}") from cause
+        told = " ".join(str(cause).split())
+        raise ConfigError(f"{what} ({node['_target_']}): {told}") from cause
 
 
 def _taken(node: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:

@@ -34,8 +34,14 @@ class RankError(RuntimeError):
 def refusals() -> tuple[type[Exception], ...]:
     """The errors that are mistakes of the user: one line each says what to write instead."""
     from zbpp.runtime import AgreementError, BoundaryError, DeviceError  # torch: a second to import
+    from zbpp.training.run_folder import FolderError
 
-    return ConfigError, PlanError, Refusal, AgreementError, BoundaryError, DeviceError
+    return ConfigError, PlanError, Refusal, FolderError, AgreementError, BoundaryError, DeviceError
+
+
+def wants_traceback() -> bool:
+    """Whether the user wants to see where a mistake was noticed."""
+    return bool(os.environ.get("ZBPP_TRACEBACK"))
 
 
 def on_ranks(num_ranks: int, function: Callable[[Any], Any], config: Any) -> Any:
@@ -69,7 +75,8 @@ def on_ranks(num_ranks: int, function: Callable[[Any], Any], config: Any) -> Any
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without torch's log of each rank that failed and each that it ended therefore: our error says it once."""
-    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
+    talking = ("torch.distributed.elastic", "torch.multiprocessing")
+    names = [name for name in logging.root.manager.loggerDict if name.startswith(talking)]
     loggers = [logging.getLogger(name) for name in names]  # each has a level of its own
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -89,7 +96,7 @@ def _rank(function: Callable[[Any], Any], config: Any, folder: str) -> Any:
     try:
         return function(config)
     except Exception as error:
-        refused = isinstance(error, refusals())
+        refused = isinstance(error, refusals()) and not wants_traceback()
         text = str(error) if refused else traceback.format_exc()
         failure = {"time": time.time(), "refused": refused, "text": text}
         _tell(Path(folder), os.environ["RANK"], json.dumps(failure))

@@ -63,6 +63,12 @@ class RunFolder:
         return sorted(path for pattern in OF_A_RUN for path in self.path.glob(pattern))
 
 
+def check_free(path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Raise FolderError if `claimed` would, before ranks are started; nothing changes."""
+    with claimed(path, overwrite=overwrite):
+        pass
+
+
 @contextmanager
 def claimed(path: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[RunFolder]:
     """A run's folder, this job's alone inside; made if it is not there. For one rank of the job.
