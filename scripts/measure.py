@@ -37,7 +37,7 @@ def run(config: configs.MeasureConfig) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any]) -> None:
-    columns = [name for name in found if name != "about"]
+    columns = [name for name, numbers in found.items() if isinstance(numbers, list)]
     print("\nstage" + "".join(f"{name:>12}" for name in columns) + "   (ms; saved, deferred: bytes)")
     for stage, numbers in enumerate(zip(*(found[name] for name in columns), strict=True)):
         print(f"{stage:>5}" + "".join(f"{number:>12.4g}" for number in numbers))

@@ -25,9 +25,9 @@ configs.register()
 
 
 def composed(*overrides, name="train"):
-    overrides = [] if name == "explain" and not overrides else ["run_dir=somewhere", *overrides]
+    given = [] if name == "explain" else ["run_dir=somewhere"]
     with initialize_config_dir(str(FOLDER), version_base="1.3"):
-        return compose(name, overrides=overrides)
+        return compose(name, overrides=[*given, *overrides])
 
 
 def typed(*overrides, name="train"):
@@ -46,6 +46,8 @@ def all_choices():
 @pytest.mark.parametrize(("group", "name"), all_choices())
 def test_every_choice_composes(group, name):
     needs = {"model": [f"data={GOES_WITH.get(name, 'stdlib')}"], "data": []}.get(group, [])
+    if (group, name) == ("model", "custom"):
+        needs = ["++model._target_=my_file.MyModel", "data=regression"]
     if (group, name) == ("data", "custom"):
         needs = ["data._target_=my_file.my_data"]
     if (group, name) == ("data", "text"):
@@ -64,7 +66,7 @@ def test_the_schedules_are_those_that_plan_knows_and_one_that_measures_first():
     plan(auto.name, 2, 4, **auto.options)
 
 
-@pytest.mark.parametrize("name", [name for name in choices("model") if name not in HUGE])
+@pytest.mark.parametrize("name", [name for name in choices("model") if name not in {*HUGE, "custom"}])
 def test_every_small_model_builds_its_stages_and_its_data_fits(name):
     config = typed(f"model={name}", f"data={GOES_WITH.get(name, 'stdlib')}", "num_microbatches=2")
     model = build_model(config.model)
@@ -250,28 +252,3 @@ def test_a_target_that_is_no_model_is_refused():
         build_model({"_target_": "collections.Counter"})
     with pytest.raises(configs.ConfigError, match=r"model \(nowhere.Model\): "):
         build_model({"_target_": "nowhere.Model"})
-
-
-# ---------------------------------------------------------------- under torchrun
-
-
-def test_ranks_other_than_0_write_no_run_folder_and_no_logs(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    assert configs.quiet_other_ranks(["steps=3"]) == ["steps=3"]
-    monkeypatch.setenv("RANK", "0")
-    assert configs.quiet_other_ranks(["steps=3"]) == ["steps=3"]
-    monkeypatch.setenv("RANK", "1")
-    quiet = configs.quiet_other_ranks(["steps=3"])
-    assert quiet[0] == "steps=3"
-    assert set(quiet[1:]) == {
-        "hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none",
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("flag", ["-m", "--multirun"])
-def test_a_sweep_inside_torchrun_is_refused(monkeypatch, flag):
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(configs.ConfigError, match="-m sweeps inside one torchrun job can't work"):
-        configs.quiet_other_ranks([flag, "seed=1,2"])
-    monkeypatch.delenv("RANK")
-    assert configs.quiet_other_ranks([flag]) == [flag]

@@ -38,7 +38,7 @@ def start(folder, command, **variables):
         clean.pop(name, None)
     here = {
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}",
+        "PYTHONPATH": str(ROOT),
         "NETRC": str(folder / "none"),
     }
     private = {f"WANDB_{name}_DIR": str(folder / "private") for name in ("CACHE", "CONFIG", "DATA")}
@@ -122,8 +122,9 @@ def test_the_job_writes_one_run_folder_and_nothing_beside_it(job):
     ]
     assert [path.name for path in (job.folder / "runs").iterdir()] == ["first"]
     assert len(list(job.folder.rglob("metrics.jsonl"))) == 1
-    logs = [path for path in job.folder.rglob("*.log") if "wandb" not in path.parts]
-    assert logs == [job.run / "train.log"]  # Hydra's; only rank 0 has one
+    assert {path.name for path in job.run.iterdir()} == {
+        "config.yaml", "job.json", "metrics.jsonl", "summary.json", "timeline.png", "trace.json", "wandb",
+    }  # fmt: skip
 
 
 @pytest.mark.slow
@@ -206,7 +207,7 @@ def test_configs_that_differ_between_ranks_end_the_job_with_the_difference(tmp_p
     [
         (["-m", "seed=1,2"], ["error: -m sweeps inside one torchrun job can't work: call torchrun once per"]),
         (["stepz=3"], ["Could not override 'stepz'", "not in 'TrainConfig'"]),
-        (["schedule=zb_h9"], ["zb_h9", *SCHEDULES]),
+        (["schedule=zb_h9"], ["error: In 'train': Could not find 'schedule/zb_h9'", *SCHEDULES]),
         (
             ["schedule.name=zb_h9", "run_dir=run"],
             [f"error: unknown schedule 'zb_h9'; known: {KNOWN}"],
@@ -220,8 +221,8 @@ def test_bad_arguments_end_a_rank_with_a_word_and_no_traceback(tmp_path, overrid
         tmp_path, [sys.executable, str(ROOT / "scripts/train.py"), *overrides], RANK="0", WORLD_SIZE="2"
     )
     assert done.rc == 1
-    assert "Traceback" not in done.text
-    assert [word for word in words if word not in done.text] == []
+    (line,) = done.text.splitlines()
+    assert [word for word in words if word not in line] == []
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
@@ -246,7 +247,7 @@ def corpora(tmp_path):
         (["schedule=zb_v", "model.num_layers=3"], "model: num_layers=3 is fewer than the 4 stages"),
         (
             ["parallel.num_ranks=4"],
-            "parallel.num_ranks=4, but 2 process(es) were started: write torchrun --nproc",
+            "parallel.num_ranks=4, but torchrun started 2: write torchrun --nproc-per-node 4",
         ),
         (["data=text", "data.path={}/nowhere"], "/nowhere' does not exist"),
         (
@@ -290,7 +291,7 @@ def test_one_rank_needs_no_torchrun(monkeypatch, tmp_path, schedule):
     summary = train([f"schedule={schedule}", *MLP, *TINY, f"run_dir={tmp_path}/run"])
     assert (summary["schedule"], summary["num_ranks"], summary["steps"]) == (schedule, 1, 3)
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
-        "config.yaml", "metrics.jsonl", "summary.json", "timeline.png", "trace.json",
+        "config.yaml", "job.json", "metrics.jsonl", "summary.json", "timeline.png", "trace.json",
     }  # fmt: skip
 
 
@@ -351,8 +352,8 @@ def test_measured_costs_are_what_plan_takes(tmp_path):
     assert "ranks 0 and 1: " in done.text
     found = json.loads((tmp_path / "out/costs.json").read_text())
     about = found.pop("about")
-    assert set(found) == {"f", "b", "w", "bw", "comm", "saved", "deferred"}
-    assert {len(each) for each in found.values()} == {2}
+    assert set(found) >= {"f", "b", "w", "bw", "comm", "saved", "deferred"}
+    assert {len(each) for each in found.values() if isinstance(each, list)} == {2}
     assert min(*found["f"], *found["b"], *found["w"]) >= 5
     assert (about["emulated"], about["model"]) == (True, "Emulated")
     planned = start(

@@ -63,7 +63,9 @@ def arguments(given: list[str]) -> list[str]:
         return given
     if {"-m", "--multirun"} & set(given):
         raise Refusal("-m sweeps inside one torchrun job can't work: call torchrun once per setting")
-    return given if os.environ["RANK"] == "0" else [*given, "hydra/job_logging=none", "hydra/hydra_logging=none"]
+    return (
+        given if os.environ["RANK"] == "0" else [*given, "hydra/job_logging=none", "hydra/hydra_logging=none"]
+    )
 
 
 def _without_the_default(group: str, given: list[str]) -> list[str]:
@@ -100,7 +102,9 @@ def help_text(name: str, description: str) -> str:
     text = (config_folder() / f"{name}.yaml").read_text()
     groups = re.findall(r"^  - (\w+): (\w+)(.*)$", text, flags=re.M)
     values = text.partition("- _self_\n")[2].partition("\nhydra:")[0].strip()
-    lines = [f"{group}={choice}{comment}\n    {', '.join(_choices(group))}" for group, choice, comment in groups]
+    lines = [
+        f"{group}={choice}{comment}\n    {', '.join(_choices(group))}" for group, choice, comment in groups
+    ]
     return "\n".join(
         [
             description.strip(),
@@ -113,7 +117,7 @@ def help_text(name: str, description: str) -> str:
             "",
             values,
             "",
-            "--cfg job prints the resulting config, -m runs every combination of values a,b; --hydra-help: more.",
+            "--cfg job prints the resulting config, -m runs all combinations of values a,b; --hydra-help: more.",
         ]
     )
 

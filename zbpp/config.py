@@ -24,7 +24,8 @@ from hydra.utils import instantiate
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
-from zbpp.ranges import Checked, ConfigError, one_of, ranged
+from zbpp.ranges import Checked, one_of, ranged
+from zbpp.ranges import ConfigError as ConfigError  # where the rest of zbpp looks for it
 
 _LONGEST = 1e7  # s, four months: torch's timeouts overflow somewhere above
 _LARGEST_SEED = 2**63 - 1
@@ -67,7 +68,7 @@ class OptimizerConfig(Checked):
 
 @dataclass(kw_only=True)
 class ParallelConfig(Checked):
-    """num_ranks: how many ranks scripts/train.py starts; under torchrun null, or as many as torchrun starts."""
+    """num_ranks: how many scripts/train.py starts; under torchrun null, or as many as torchrun starts."""
 
     prefix: ClassVar[str] = "parallel."
     num_ranks: int | None = ranged(None, least=1)
@@ -133,7 +134,7 @@ class TrainConfig(Checked):
             )
         if self.compile != "none" and recompute != "none":
             raise ConfigError(
-                f"memory.recompute={recompute}: with compile={self.compile} write memory.budget=0 to 1 instead"
+                f"memory.recompute={recompute}: with compile={self.compile} write memory.budget=0 to 1"
             )
 
     @property
@@ -156,7 +157,9 @@ class JobConfig(Checked):
     dtype: str = one_of(*DTYPES)
     device: str = one_of("auto", "cpu", "cuda")
     timeout: float = ranged(120.0, above=0, most=_LONGEST, unit="seconds")
-    comm: float = ranged(0.0, unit="milliseconds")  # that each message takes at least: EMULATED links, on gloo
+    comm: float = ranged(
+        0.0, unit="milliseconds"
+    )  # that each message takes at least: EMULATED links, on gloo
     run_dir: str = MISSING
     overwrite: bool = False  # whether the files of an earlier run in run_dir may be replaced
 
@@ -251,7 +254,9 @@ def composition_error(error: object) -> ConfigError | None:
         told += f"\n{error.__cause__}"
     lines = [line.strip() for line in told.splitlines()]
     # full_key and object_type: OmegaConf's own types, of no use to a user.
-    return ConfigError(" ".join(each for each in lines if each and not each.startswith(("full_key", "object_type"))))
+    return ConfigError(
+        " ".join(each for each in lines if each and not each.startswith(("full_key", "object_type")))
+    )
 
 
 def flat(config: DictConfig) -> dict[str, Any]:

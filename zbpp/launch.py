@@ -74,7 +74,7 @@ def on_ranks(num_ranks: int, function: Callable[[Any], Any], config: Any) -> Any
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's log of each rank that failed and each that it ended therefore: our error says it once."""
+    """Without torch's log of each rank that failed, and of each that it ended: our error says it once."""
     talking = ("torch.distributed.elastic", "torch.multiprocessing")
     names = [name for name in logging.root.manager.loggerDict if name.startswith(talking)]
     loggers = [logging.getLogger(name) for name in names]  # each has a level of its own

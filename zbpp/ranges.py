@@ -43,7 +43,11 @@ class _Range:
         if self.below is not None:
             bounds += f", below {self.below:g}"
         elif self.most is not None:
-            bounds = f"{self.least:g} to {self.most:g}" if self.above is None else f"{bounds}, at most {self.most:g}"
+            bounds = (
+                f"{self.least:g} to {self.most:g}"
+                if self.above is None
+                else f"{bounds}, at most {self.most:g}"
+            )
         return f"write {noun}, {bounds}"
 
 
@@ -69,7 +73,7 @@ def one_of(*choices: str) -> Any:
 
 
 class Checked:
-    """Base of a config dataclass: making one raises ConfigError for the first value that its field refuses."""
+    """Base of a config dataclass: making one raises ConfigError for the first value out of range."""
 
     prefix: ClassVar[str] = ""  # of the keys in messages
 

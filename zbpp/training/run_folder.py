@@ -14,7 +14,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -95,23 +95,30 @@ def claimed(path: str | os.PathLike[str], *, overwrite: bool = False) -> Iterato
 
 def _lock(folder: Path) -> IO[str]:
     """The lock file, locked and saying who holds it."""
+    path = folder / ".lock"
     while True:
+        with ExitStack() as unless_kept:
+            file = unless_kept.enter_context(path.open("a+"))
+            _hold(file, folder)
+            with suppress(FileNotFoundError):  # else its last holder removed it after it was opened here
+                if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
+                    file.truncate(0)
+                    file.write(json.dumps(_here()))
+                    file.flush()
+                    unless_kept.pop_all()
+                    return file
+
+
+def _hold(file: IO[str], folder: Path) -> None:
+    """Lock the file or raise FolderError."""
+    try:
         # A record lock: unlike flock's, it does not pass to forked helpers, which may outlive this process.
-        file = (folder / ".lock").open("a+")
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            file.seek(0)
-            raise FolderError(_in_use(folder, file.read())) from None
-        except OSError as error:  # a file system without locks
-            print(f"{folder} can't be locked ({error}): no other job must use it meanwhile", flush=True)
-        with suppress(FileNotFoundError):  # else its last holder removed it between the open and the lock
-            if os.fstat(file.fileno()).st_ino == (folder / ".lock").stat().st_ino:
-                file.truncate(0)
-                file.write(json.dumps(_here()))
-                file.flush()
-                return file
-        file.close()
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        raise FolderError(_in_use(folder, file.read())) from None
+    except OSError as error:  # a file system without locks
+        print(f"{folder} can't be locked ({error}): no other job must use it meanwhile", flush=True)
 
 
 def _in_use(folder: Path, text: str) -> str:
