@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zbpp.autograd import Explanation, explain, recompute
 from zbpp.build import build_data, build_model, cut_of, machine
@@ -30,10 +30,11 @@ from zbpp.schedule import (
     render_picture,
     simulate,
 )
+from zbpp.training.batch import batch_for
 from zbpp.training.data import Data
 from zbpp.training.loggers import JsonLines, Logger, Loggers, Wandb, finite
 from zbpp.training.metrics import peak_flops, utilisation
-from zbpp.training.optimizer import adamw, warmup_cosine
+from zbpp.training.optimizer import adamw, parameters_of, warmup_cosine
 from zbpp.training.progress import progress
 from zbpp.training.replan import Replan
 from zbpp.training.trainer import Trainer
@@ -217,9 +218,7 @@ def _summarise(
     measured = _typical(trainer.timelines)
     predicted = simulate(measured.timetable, measured_costs(*trainer.timelines))
     speed = trainer.data.items_per_batch / _median([metrics["step_seconds"] for metrics in history])
-    num_parameters = sum(
-        gather(sum(p.numel() for s in trainer.pipeline.stages.values() for p in s.parameters()))
-    )
+    num_parameters = sum(gather(sum(p.numel() for p in parameters_of(trainer.pipeline.stages))))
     peak = peak_flops(here.device, getattr(torch, config.dtype))
     losses: Summary = {key: history[-1][key] for key in ("loss", "evaluation_loss") if key in history[-1]}
     summary: Summary = {
@@ -276,17 +275,19 @@ def explain_stage(
 
     with naming("model"):
         module = stage_of(stage)  # first: a stage that does not exist is refused before any runs
-        x, target = source.train.batch(0)
-        x = x.to(getattr(torch, dtype)) if x.is_floating_point() else x
+        ends = {0: module if stage == 0 else stage_of(0), num_stages - 1: module}
+        args, target = batch_for(ends, num_stages, source.train, 0, torch.device("cpu"))
         with torch.no_grad():
             for index in range(stage):
-                x = stage_of(index)(x)
-        if stage:
-            x.requires_grad_()
+                output = (ends[0] if index == 0 else stage_of(index))(*args)
+                args = output if isinstance(output, tuple) else (output,)
+        for each in args if stage else ():
+            if isinstance(each, Tensor) and each.is_floating_point():
+                each.requires_grad_()
         _compile({stage: module}, compile, budget=1.0)
-        output = module(x)
+        output = module(*args)
         return explain(
-            built.loss(output, target) if stage == num_stages - 1 else output, [x], module.named_parameters()
+            built.loss(output, target) if stage == num_stages - 1 else output, args, module.named_parameters()
         )
 
 

@@ -18,13 +18,18 @@ def adamw(
     weight_decay: float,
 ) -> torch.optim.AdamW:
     """AdamW over the stages of this rank; matrices decay, biases and norm scales don't."""
-    parameters = [p for stage in stages.values() for p in stage.parameters() if p.requires_grad]
+    parameters = [p for p in parameters_of(stages) if p.requires_grad]
     # A group may be empty: a rank whose stages are all frozen has nothing to update.
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps)
+
+
+def parameters_of(stages: Mapping[int, nn.Module]) -> list[nn.Parameter]:
+    """The parameters of these stages in model order; one that several share comes once, with the first."""
+    return list(dict.fromkeys(p for _, stage in sorted(stages.items()) for p in stage.parameters()))
 
 
 def warmup_cosine(step: int, *, num_steps: int, warmup_steps: int, min_ratio: float) -> float:

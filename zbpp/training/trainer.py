@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from zbpp.runtime.world import gather, sum_over_ranks
 from zbpp.schedule import Timeline
 from zbpp.training.batch import Source, batch_for
 from zbpp.training.data import Data
-from zbpp.training.optimizer import scale_gradients, squared_norm
+from zbpp.training.optimizer import parameters_of, scale_gradients, squared_norm
 from zbpp.training.replan import Replan
 
 Metrics = dict[str, Any]
@@ -32,7 +32,7 @@ class Trainer:
 
     learning_rate(step): the factor on the optimizer's rate. clip_norm: of the gradients of all
     stages together. num_recorded: how many of the last steps are measured action by action.
-    replan: may replace the pipeline after the first steps.
+    replan: may replace the pipeline after the first steps. Raises ValueError for parameters with a main_grad.
     """
 
     pipeline: Pipeline
@@ -45,6 +45,7 @@ class Trainer:
     replan: Replan | None = None
 
     def __post_init__(self) -> None:
+        _check_gradients_are_in_grad(self.pipeline.stages)
         self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
         self._norms = _NormLayout(self.pipeline)
         self.timelines: list[Timeline] = []
@@ -136,13 +137,28 @@ class Trainer:
         return news
 
 
+def _check_gradients_are_in_grad(stages: Mapping[int, nn.Module]) -> None:
+    for index, stage in stages.items():
+        for name, parameter in stage.named_parameters():
+            if getattr(parameter, "main_grad", None) is not None:
+                raise ValueError(
+                    f"{name} of stage {index} has a main_grad, where W adds its gradient, but the trainer's "
+                    "norm, clipping and optimizer read .grad: leave main_grad out, or step the Pipeline in a "
+                    "loop of yours with an optimizer that reads it"
+                )
+
+
 class _NormLayout:
-    """Where each parameter of this rank stands among those of the whole model, in model order."""
+    """Where each parameter of this rank stands among those of the whole model, in model order.
+
+    A parameter that stages share is counted once, with the first.
+    """
 
     def __init__(self, pipeline: Pipeline) -> None:
         owned = sorted(pipeline.stages.items())
-        self.parameters: list[nn.Parameter] = [p for _, stage in owned for p in stage.parameters()]
-        counts = {index: len(list(stage.parameters())) for index, stage in owned}
+        self.parameters = parameters_of(pipeline.stages)
+        first = {id(p): index for index, stage in reversed(owned) for p in stage.parameters()}
+        counts = {index: list(first.values()).count(index) for index, _ in owned}
         everyone: dict[int, int] = {}
         for each in gather(counts, pipeline.group):
             everyone |= each
