@@ -112,7 +112,7 @@ def test_with_a_long_b_a_v_at_1_25p_beats_one_stage_per_rank_at_2p():
     answer = known(asked, ("zb_auto", v), ("zb_2p", zb_2p), ("zb_v", plan("zb_v", 8, 24)))
     assert texts(answer, "V beats 2p") == [
         "a V at 10 (1.25p) takes 894 ms; one stage per rank takes 900 ms or more at 16 (2.00p), "
-        "whatever the plan (ZB-2p: 922 ms)"
+        "whatever the plan (zb_2p: 922 ms)"
     ]
     assert answer.best("v", 10).proved_optimal
 
@@ -124,7 +124,7 @@ def test_a_v_that_only_beats_zb_2p_is_no_proof():
     answer = known(asked, ("zb_v", plan("zb_v", 8, 24)), ("zb_2p", zb_2p))
     (found,) = [each for each in statements(answer) if each.claim == "V beats 2p"]
     assert not found.proved
-    assert found.text == "a V at 8 (1.00p) takes 956.5 ms; ZB-2p takes 963 ms at 16 (2.00p)"
+    assert found.text == "a V at 8 (1.00p) takes 956.5 ms; zb_2p takes 963 ms at 16 (2.00p)"
 
 
 def test_post_validation_pays_with_memory():
@@ -138,7 +138,7 @@ def test_post_validation_pays_with_memory():
 
 
 def test_a_span_above_the_bound_on_makespans_is_no_proof():
-    """ZB-2p's 876 ms against its own makespan of 922; a V with a synchronous step might take 865."""
+    """zb_2p's 876 ms against its own makespan of 922; a V with a synchronous step might take 865."""
     asked = question(LONG_B, memory_limit=16)
     answer = known(asked, ("zb_2p", plan("zb_auto", 8, 24, costs=LONG_B, memory_limit=16, search=False)))
     (found,) = [each for each in statements(answer) if each.claim == "post-validation pays"]

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from zbpp.schedule import plan
-from zbpp.schedule.families import FAMILIES
+from zbpp.schedule import SCHEDULES, plan
+from zbpp.schedule.planner import takes_costs
 
+# What a time limit ends is no text to compare with.
+FIXED = [name for name in SCHEDULES if not takes_costs(name)] + ["zb_1p", "zb_2p"]
 FOLDER = Path(__file__).parent.parent / "golden"
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FIXED)
 def test_timetable_is_the_golden_one(name, request):
     path = FOLDER / f"{name}_p4_m8.txt"
     text = f"{plan(name, 4, 8)}\n"
@@ -23,9 +25,9 @@ def test_timetable_is_the_golden_one(name, request):
     assert text == path.read_text()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FIXED)
 def test_drawing_in_the_docstring_is_the_timetable(name):
-    drawing = re.search(r"p=(\d+), m=(\d+):\n((?: +\d.*\n)+)", FAMILIES[name].__doc__)
+    drawing = re.search(r"p=(\d+), m=(\d+):\n((?: +\d.*\n)+)", SCHEDULES[name].__doc__)
     num_ranks, num_microbatches, rows = drawing.groups()
     lines = [line.strip() for line in rows.splitlines()]
     assert lines == str(plan(name, int(num_ranks), int(num_microbatches))).splitlines()

@@ -52,7 +52,6 @@ def measure(config: MeasureConfig) -> Summary:
             **_about(config, workload),
             **cut_of(workload.model, timetable.num_stages),
             "steps": config.repeats,
-            "memory": "bytes",
             "links": [link._asdict() for link in found.links],
         }
         summary = {**vars(found.costs), "about": about}

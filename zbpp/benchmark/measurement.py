@@ -35,6 +35,7 @@ class Measurement(NamedTuple):
             self.costs,
             saved=[each.saved / unit for each in self.held],
             deferred=[each.deferred / unit for each in self.held],
+            memory_unit="activations",
         )
 
 
@@ -52,6 +53,7 @@ def measure(workload: Workload, timetable: Timetable, num_steps: int) -> Measure
         measured_costs(*(timeline for run in runs for timeline in run.timelines)),
         saved=[each.saved for each in held],
         deferred=[each.deferred for each in held],
+        memory_unit="bytes",
     )
     links = link_speeds(lower(timetable).links, workload.here.device) if timetable.num_ranks > 1 else []
     return Measurement(costs, links, held)

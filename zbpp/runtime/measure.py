@@ -102,6 +102,8 @@ def measured_timeline(
         ends=tuple(each[:, 1] - origin for each in times),
         peak_memory=tuple(map(float, peaks)),
         transfers=tuple(_transfers([_earlier(each, origin) for each in messages], timetable)),
+        memory_unit="bytes",
+        measured=True,
     )
 
 

@@ -5,10 +5,12 @@ from zbpp.schedule.bounds import Bound, Certificate, certificate, lower_bound
 from zbpp.schedule.choose import Answer, Question, choose
 from zbpp.schedule.compare import compare, per_stage_of
 from zbpp.schedule.costs import Costs
+from zbpp.schedule.costs_file import About, about_in_words, measured_layers, read_costs
 from zbpp.schedule.dataflow import Value, consumes, produces
-from zbpp.schedule.interchange import from_csv, from_json, to_csv, to_json
+from zbpp.schedule.interchange import from_csv, from_json, read_timetable, to_csv, to_json
 from zbpp.schedule.lower import Program, Programs, Recv, Release, Send, lower
-from zbpp.schedule.planner import SCHEDULES, placement_of, plan
+from zbpp.schedule.memory_limit import read_memory_limit
+from zbpp.schedule.planner import SCHEDULES, canonical_name, placement_of, plan, takes_costs
 from zbpp.schedule.render import (
     chrome_trace,
     render_figures,
@@ -25,6 +27,7 @@ from zbpp.schedule.timetable import Action, Op, PlanError, Row, Timetable
 
 __all__ = [
     "SCHEDULES",
+    "About",
     "Action",
     "Answer",
     "Bound",
@@ -43,6 +46,8 @@ __all__ = [
     "Timeline",
     "Timetable",
     "Value",
+    "about_in_words",
+    "canonical_name",
     "certificate",
     "choose",
     "chrome_trace",
@@ -52,11 +57,15 @@ __all__ = [
     "from_json",
     "lower",
     "lower_bound",
+    "measured_layers",
     "partition",
     "per_stage_of",
     "placement_of",
     "plan",
     "produces",
+    "read_costs",
+    "read_memory_limit",
+    "read_timetable",
     "render_advice",
     "render_cuts",
     "render_figures",
@@ -66,6 +75,7 @@ __all__ = [
     "render_text",
     "simulate",
     "statements",
+    "takes_costs",
     "to_csv",
     "to_json",
 ]

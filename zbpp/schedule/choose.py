@@ -18,9 +18,10 @@ from zbpp.schedule.costs import Costs
 from zbpp.schedule.families import FAMILIES
 from zbpp.schedule.planner import placement_of, plan
 from zbpp.schedule.search.deadline import Deadline
+from zbpp.schedule.search.paper import memory_of_1f1b
 from zbpp.schedule.search.problem import OBJECTIVES, placed, pose
 from zbpp.schedule.simulate import Timeline, simulate
-from zbpp.schedule.timetable import Op, PlanError, Timetable
+from zbpp.schedule.timetable import PlanError, Timetable
 
 PLACEMENTS = ("one", "looped", "v")
 MULTIPLES = (1.0, 1.25, 1.5, 1.75, 2.0)  # memory limits that are tried, in 1F1B's memory
@@ -66,8 +67,8 @@ class Question:
 
     @cached_property
     def unit(self) -> float:
-        """1F1B's memory, 1.0p: activations of p microbatches, of the rank where they are largest."""
-        return self.num_ranks * max(self.costs_for(self.num_ranks).per_stage(self.num_ranks).memory[Op.F])
+        """1F1B's memory, 1.0p."""
+        return memory_of_1f1b(self.costs_for(self.num_ranks), self.num_ranks)
 
     @cached_property
     def limits(self) -> list[Limit]:
@@ -107,7 +108,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan and where it comes from: a family's name, zb_1p or zb_2p (the paper's planner), zb_auto."""
+    """A plan, and the name under which `plan` makes it."""
 
     name: str
     timeline: Timeline
@@ -118,8 +119,8 @@ class Candidate:
 
     @property
     def title(self) -> str:
-        """The name, with the placement where the name leaves it open."""
-        return f"{self.name} {self.placement}" if self.name == "zb_auto" else self.name
+        """The name, with the placement where the name leaves it open: as scripts/plan.py takes it."""
+        return f"{self.name} --placement {self.placement}" if self.name == "zb_auto" else self.name
 
     def value(self, objective: str) -> float:
         return self.timeline.makespan if objective == "makespan" else self.timeline.max_span
@@ -238,9 +239,8 @@ def _planned(question: Question) -> Iterator[tuple[str, Callable[[], Timetable]]
     for name in FAMILIES:
         yield name, partial(plan, name, *counts)
     own = question.costs_for(question.num_ranks)
-    for name, multiple in (("zb_1p", 1), ("zb_2p", 2)):
-        limit = multiple * question.unit
-        yield name, partial(plan, "zb_auto", *counts, costs=own, memory_limit=limit, search=False)
+    for name in ("zb_1p", "zb_2p"):
+        yield name, partial(plan, name, *counts, costs=own)
 
 
 def _candidate(question: Question, name: str, timetable: Timetable) -> Candidate:

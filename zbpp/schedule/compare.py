@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from zbpp.schedule.costs import Costs, PerStage
-from zbpp.schedule.planner import plan
+from zbpp.schedule.planner import canonical_name, plan
 from zbpp.schedule.simulate import Timeline, simulate
 from zbpp.schedule.timetable import PlanError
 
@@ -24,7 +24,7 @@ def compare(
 
     Numbers in `costs` are for one rank's share of the model, as `per_stage_of` says, so that
     all schedules run the same model. options: as `plan` takes them, for each schedule.
-    Raises PlanError for a name that nobody knows.
+    Names as in `SCHEDULES`, however they were spelled. Raises PlanError for one that nobody knows.
     """
 
     def outcome(name: str, num_stages: int) -> Timeline | PlanError:
@@ -36,7 +36,7 @@ def compare(
             return error
 
     shape = {key: options.get(key) for key in ("placement", "stages_per_rank")}
-    num_stages = {name: num_ranks * stages_per_rank(name, **shape) for name in names}
+    num_stages = {name: num_ranks * stages_per_rank(name, **shape) for name in map(canonical_name, names)}
     return {name: outcome(name, number) for name, number in num_stages.items()}
 
 
@@ -52,8 +52,7 @@ def per_stage_of(costs: Costs, num_stages: int, num_ranks: int) -> Costs:
         raise PlanError(f"num_ranks={num_ranks}: write a whole number, 1 or more")
     fitted = {
         name: _fitted(value, num_stages, num_ranks, is_message=name == "comm")
-        for name, value in vars(costs).items()
-        if value is not None
+        for name, value in costs.numbers.items()
     }
     return replace(costs, **fitted)
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from numbers import Real
+from typing import NamedTuple
 
-from zbpp.schedule.timetable import Op, PlanError
+from zbpp.schedule.timetable import Op, PlanError, shown
 
 PerStage = float | Sequence[float]
+
+ACTIVATIONS, BYTES = "activations", "bytes"
 
 
 class StageCosts(NamedTuple):
@@ -22,12 +25,13 @@ class StageCosts(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """Durations in ms, memory in bytes or any unit; each a number, or one number per stage.
+    """Durations in ms, memory in memory_unit; each a number, or one number per stage.
 
     f, b, w: durations of F, B, W; bw: of BW, None for b + w.
     comm: time of a message that leaves the stage; it occupies no rank.
     saved: held from F until B or BW; deferred: held from B until W.
-    Raises PlanError for a negative or non-finite number.
+    memory_unit: "activations", what a microbatch leaves on a stage with saved=1, or "bytes".
+    Raises PlanError for what is no number, and for one that is negative or not finite.
     """
 
     f: PerStage = 1.0
@@ -37,18 +41,27 @@ class Costs:
     comm: PerStage = 0.0
     saved: PerStage = 1.0
     deferred: PerStage = 0.5
+    memory_unit: str = ACTIVATIONS
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            for number in [] if value is None else _numbers(value):
+        for name, value in self.numbers.items():
+            for number in _numbers(name, value):
                 if not (math.isfinite(number) and number >= 0):
-                    raise PlanError(f"Costs({name}={value!r}): {number!r} must be finite and not negative")
+                    raise PlanError(f"Costs({name}={shown(value)}): {number!r} must be finite, 0 or more")
+        if self.memory_unit not in (ACTIVATIONS, BYTES):
+            raise PlanError(f"Costs(memory_unit={shown(self.memory_unit)}): write {ACTIVATIONS!r} or {BYTES!r}")
+
+    @property
+    def numbers(self) -> dict[str, PerStage]:
+        """The costs that are given, by name."""
+        given = {name: value for name, value in vars(self).items() if name != "memory_unit"}
+        return {name: value for name, value in given.items() if value is not None}
 
     def per_stage(self, num_stages: int) -> StageCosts:
         """Every cost as a list of `num_stages` floats. Raises PlanError for a list of another length."""
 
         def spread(name: str) -> list[float]:
-            numbers = _numbers(getattr(self, name))
+            numbers = _numbers(name, getattr(self, name))
             if len(numbers) not in (1, num_stages):
                 raise PlanError(f"Costs: {name} has {len(numbers)} numbers for {num_stages} stages")
             return numbers if len(numbers) == num_stages else numbers * num_stages
@@ -68,10 +81,12 @@ class Costs:
         )
 
 
-def _numbers(value: object) -> list[float]:
-    # A string is a Sequence too: "12" would be 1 and 2.
-    numbers: Sequence[Any] = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+def _numbers(name: str, value: object) -> list[float]:
+    numbers = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, Real):
+            raise PlanError(f"Costs({name}={shown(value)}): write a number, or one number per stage")
     try:
         return [float(number) for number in numbers]
-    except (TypeError, ValueError):
-        raise PlanError(f"a cost is a number or one number per stage, not {value!r}") from None
+    except OverflowError:  # an int that no float can hold
+        raise PlanError(f"Costs({name}=...): a number has more than 308 digits") from None

@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
-import json
+import os
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from zbpp.partition import layers_of
 from zbpp.schedule.costs import Costs
-from zbpp.schedule.timetable import Op, PlanError
+from zbpp.schedule.interchange import naming, read_json
+from zbpp.schedule.timetable import Op, PlanError, printable, shown
 
 About = dict[str, Any]
 """What was measured, where and how: any keys."""
 
 _NAMES = [field.name for field in fields(Costs)]
+_LONGEST = 80  # characters of an entry of `about` that are shown
 
 
-def read_costs(text: str, name: str = "the file") -> tuple[dict[str, Any], About]:
-    """(the fields of Costs that are given, about). Raises PlanError, with the name, for anything else."""
-    try:
-        given = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PlanError(f"{name} is no JSON: {error}") from None
-    if not isinstance(given, dict) or not given.keys() <= {*_NAMES, "about"}:
-        wrong = sorted(given.keys() - {*_NAMES, "about"}) if isinstance(given, dict) else given
-        raise PlanError(
-            f"{name}: {wrong!r} is no cost; an object with any of {', '.join(_NAMES)} is expected"
-        )
-    about = given.pop("about", {})
-    if not isinstance(about, dict):
-        raise PlanError(f"{name}: about is {about!r}; an object is expected")
-    return given, about
+def read_costs(path: str | os.PathLike[str]) -> tuple[Costs, About]:
+    """The costs in a file, and what it says of them. Raises PlanError that names the file, and OSError."""
+    with naming(path):
+        given = read_json(Path(path).read_bytes())
+        if not isinstance(given, dict):
+            raise PlanError(f"{shown(given)} is no object with any of {', '.join(_NAMES)}")
+        about = given.pop("about", {})
+        if not isinstance(about, dict):
+            raise PlanError(f"about is {shown(about)}; an object is expected")
+        for name in given.keys() - set(_NAMES):
+            raise PlanError(f"{shown(name)} is no cost; known: {', '.join(_NAMES)}")
+        return Costs(**given), about
 
 
 def about_in_words(about: About) -> str:
     """One line, empty without anything to say; what is a table itself stays in the file."""
-    plain = {key: value for key, value in about.items() if not isinstance(value, dict | list)}
-    words = "; ".join(f"{key.replace('_', ' ')} {value}" for key, value in plain.items())
-    return f"costs measured: {words}" if words else ""
+    plain = {key: str(value) for key, value in about.items() if not isinstance(value, dict | list)}
+    words = "; ".join(f"{key.replace('_', ' ')} {value[:_LONGEST]}" for key, value in plain.items())
+    return f"costs measured: {printable(words)}" if words else ""
 
 
 def measured_layers(costs: Costs, about: About, num_layers: int) -> tuple[list[float], float, float]:
@@ -47,9 +47,9 @@ def measured_layers(costs: Costs, about: About, num_layers: int) -> tuple[list[f
     doesn't, or for another number of layers.
     """
     counts = about.get("layers_per_stage")
-    if not isinstance(counts, list) or sum(counts) != num_layers:
+    if not _are_counts(counts) or sum(counts) != num_layers:
         raise PlanError(
-            f"these costs were measured with layers_per_stage={counts}, not with {num_layers} layers: "
+            f"these costs were measured with layers_per_stage={shown(counts)}, not with {num_layers} layers: "
             "give that model's number, or give --head instead of --costs"
         )
     times = costs.per_stage(len(counts)).duration
@@ -58,3 +58,7 @@ def measured_layers(costs: Costs, about: About, num_layers: int) -> tuple[list[f
         return layers_of(stages, counts)
     except ValueError as error:
         raise PlanError(str(error)) from None
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(count) is int and count >= 0 for count in value)

@@ -1,4 +1,4 @@
-"""Timetables in forms that others read and write: torch's CSV, and JSON.
+"""Timetables in forms that others read and write, and in files: torch's CSV, JSON, text.
 
 CSV as in `torch.distributed.pipelining`, one line per rank, one action per cell, empty cells where
 a rank idles (`_dump_csv`, and `_load_csv` of `_PipelineScheduleRuntime`, which executes it):
@@ -27,11 +27,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 from collections.abc import Iterator
-from reprlib import repr as _short
+from contextlib import contextmanager
+from pathlib import Path
 
-from zbpp.schedule.timetable import Op, PlanError, Timetable, read_rows
+from zbpp.schedule.simulate import simulate
+from zbpp.schedule.timetable import Op, PlanError, Timetable, printable, read_rows, shown
 
 _OP_OF = {"F": Op.F, "I": Op.B, "W": Op.W, "B": Op.BW}
 _LETTER_OF = {op: letter for letter, op in _OP_OF.items()}
@@ -77,26 +80,26 @@ def to_json(timetable: Timetable) -> str:
 
 def from_json(text: str) -> Timetable:
     """Read `to_json`'s text. Raises PlanError with line and column, or row and word."""
-    given = _read_json(text)
+    given = read_json(text)
     if not isinstance(given, dict) or given.get("format") != _FORMAT:
         found = given.get("format") if isinstance(given, dict) else given
-        raise PlanError(f'a JSON object with "format": "{_FORMAT}" is expected, not {_short(found)}')
+        raise PlanError(f'a JSON object with "format": "{_FORMAT}" is expected, not {shown(found)}')
     rows = _rows(given.get("rows"))
     timetable = read_rows(
         [row.split() for row in rows], where=lambda rank, position: f"rows[{rank}], word {position + 1}"
     )
     for name, implied in _summary(timetable).items():
         if given.get(name, implied) != implied:
-            raise PlanError(f'"{name}" is {_short(given[name])}, but the rows say {_short(implied)}')
+            raise PlanError(f'"{name}" is {shown(given[name])}, but the rows say {shown(implied)}')
     return timetable
 
 
 def _rows(given: object) -> list[str]:
     if not isinstance(given, list):
-        raise PlanError(f'"rows" is {_short(given)}; a list of texts, one per rank, is expected')
+        raise PlanError(f'"rows" is {shown(given)}; a list of texts, one per rank, is expected')
     for rank, row in enumerate(given):
         if not isinstance(row, str) or not row.strip():
-            raise PlanError(f'rows[{rank}] is {_short(row)}; a text such as "0F0 0BW0" is expected')
+            raise PlanError(f'rows[{rank}] is {shown(row)}; a text such as "0F0 0BW0" is expected')
     return given
 
 
@@ -128,10 +131,35 @@ def _summary(timetable: Timetable) -> dict[str, object]:
     }
 
 
-def _read_json(text: str) -> object:
+def read_json(text: str | bytes) -> object:
+    """What a JSON text holds. Raises PlanError for anything else, and for what is nested too deep."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise PlanError(f"line {error.lineno}, column {error.colno} is no JSON: {error.msg}") from None
-    except (RecursionError, ValueError) as error:  # nested too deep; a number of too many digits
+    except (RecursionError, ValueError) as error:  # nested too deep; a number of too many digits; no UTF-8
         raise PlanError(f"no JSON that can be read: {error}") from None
+
+
+def read_timetable(path: str | os.PathLike[str]) -> Timetable:
+    """The timetable in a file: .csv as torch writes it, .json as `to_json` does, any other as text.
+
+    Raises OSError, and PlanError that names the file and the place in it, or why the timetable can't run.
+    """
+    with naming(path):
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise PlanError(f"byte {error.start} is no UTF-8 text") from None
+        timetable = {".csv": from_csv, ".json": from_json}.get(Path(path).suffix, Timetable.parse)(text)
+        simulate(timetable)
+        return timetable
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """A PlanError from here on begins with the file's name."""
+    try:
+        yield
+    except PlanError as error:
+        raise PlanError(f"{printable(os.fspath(path))}: {error}") from None

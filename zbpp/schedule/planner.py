@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import sys
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
@@ -17,16 +18,24 @@ from typing import Any
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.exact import optimal
 from zbpp.schedule.families import FAMILIES
-from zbpp.schedule.search import zb_auto
+from zbpp.schedule.search import zb_1p, zb_2p, zb_auto
 from zbpp.schedule.search.problem import OBJECTIVES, PLACEMENTS, least_that_works, placed
 from zbpp.schedule.simulate import simulate
-from zbpp.schedule.timetable import PlanError, Timetable
+from zbpp.schedule.sizes import BYTES_PER_ACTION, BYTES_PER_SEARCHED_ACTION, check_size
+from zbpp.schedule.timetable import PlanError, Timetable, shown
 
 SCHEDULES: dict[str, Callable[..., Timetable]] = {
     **FAMILIES,
+    "zb_1p": zb_1p,
+    "zb_2p": zb_2p,
     "zb_auto": zb_auto,
     "optimal": optimal,
 }
+
+_LARGEST = sys.float_info.max  # an int may be larger, which no float is
+
+# Names in torch.distributed.pipelining that are not ours in another spelling.
+_NAMES_IN_TORCH = {"ZBVZeroBubble": "zb_v", "InterleavedZeroBubble": "interleaved_zb"}
 
 
 def plan(
@@ -44,7 +53,7 @@ def plan(
     seed: int = 0,
     progress: Callable[[float, float, float], None] | None = None,
 ) -> Timetable:
-    """The timetable of a schedule in `SCHEDULES`.
+    """The timetable of a schedule in `SCHEDULES`, whose name may be spelled as `canonical_name` allows.
 
     memory_limit: in the unit of costs.saved, for each rank or one per rank; None: no limit.
     placement ("one" | "looped" | "v") and stages_per_rank: None for the family's own.
@@ -56,12 +65,12 @@ def plan(
     progress(share of the time spent, best objective so far, lower bound; ms) is called about ten times a
     second, and at the end with a share of 1. What it raises ends the search.
 
-    Raises PlanError for an unknown name, an argument out of range, lists of another length than
-    there are stages or ranks, a value that contradicts the family, microbatches that don't fit it,
-    and a memory limit that is too low (the message says what is needed, per rank).
+    Raises PlanError for an unknown name, an argument out of range (infinity and NaN among them), more
+    actions than 8 GiB can plan, lists of another length than there are stages or ranks, a value that
+    contradicts the family, microbatches that don't fit it, and a memory limit that is too low (the message
+    says what is needed, per rank).
     """
-    if name not in SCHEDULES:
-        raise PlanError(_unknown(name))
+    name = canonical_name(name)
     options = {
         "costs": costs,
         "memory_limit": memory_limit,
@@ -73,10 +82,10 @@ def plan(
         "seed": seed,
         "progress": progress,
     }
-    _check_range("num_ranks", num_ranks)
-    _check_range("num_microbatches", num_microbatches)
     for option, value in options.items():
         _check_range(option, value)
+    bytes_per_action = BYTES_PER_SEARCHED_ACTION if takes_costs(name) else BYTES_PER_ACTION
+    check_size(num_ranks, num_microbatches, stages_per_rank or 1, bytes_per_action)
     if placement is not None and stages_per_rank is not None:
         placed(num_ranks, placement, stages_per_rank)  # can they go together, in whatever family?
     limits = _limits(memory_limit, num_ranks)
@@ -89,6 +98,32 @@ def plan(
     if memory_limit is not None:
         _check_memory(name, timetable, costs, limits)
     return timetable
+
+
+def canonical_name(name: str) -> str:
+    """The name in `SCHEDULES` that is meant, in any case and in torch's spelling.
+
+    `1F1B`, `ZB-H1`, `zbh1`, `ZBVZeroBubble`, `ScheduleInterleaved1F1B`: case, punctuation and torch's
+    "Schedule" make no difference. Raises PlanError with what may be meant.
+    """
+    spellings = {_letters(known): known for known in SCHEDULES}
+    spellings |= {_letters(theirs): ours for theirs, ours in _NAMES_IN_TORCH.items()}
+    wanted = _letters(name) if isinstance(name, str) else ""
+    if wanted not in spellings:
+        close = difflib.get_close_matches(wanted, spellings, n=1)
+        hint = f"; did you mean {spellings[close[0]]}?" if close else ""
+        raise PlanError(f"unknown schedule {shown(name)}; known: {', '.join(SCHEDULES)}{hint}")
+    return spellings[wanted]
+
+
+def takes_costs(name: str) -> bool:
+    """Whether a schedule is planned for its costs: then the same name is another plan for other costs."""
+    return "costs" in inspect.signature(SCHEDULES[canonical_name(name)]).parameters
+
+
+def _letters(name: str) -> str:
+    """Letters and digits alone, in lower case, without torch's "Schedule" before them."""
+    return "".join(filter(str.isalnum, name.lower())).removeprefix("schedule")
 
 
 def placement_of(timetable: Timetable) -> str:
@@ -109,7 +144,7 @@ def _is_whole(value: object, least: float = 1) -> bool:
 
 
 def _is_real(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Real) and float(value) >= 0  # NaN is not
+    return not isinstance(value, bool) and isinstance(value, Real) and 0 <= value <= _LARGEST
 
 
 def _is_limit(value: object) -> bool:
@@ -119,12 +154,10 @@ def _is_limit(value: object) -> bool:
 
 # argument -> (what it must be, what to write)
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "num_ranks": (_is_whole, "write a whole number, 1 or more"),
-    "num_microbatches": (_is_whole, "write a whole number, 1 or more"),
     "costs": (lambda value: isinstance(value, Costs), "write Costs(f=..., b=..., w=...)"),
     "memory_limit": (
         lambda value: value is None or _is_limit(value),
-        "write a number, 0 or more, in the unit of costs.saved, or one per rank",
+        "write a number, 0 or more, in the unit of costs.saved, or one per rank; None: no limit",
     ),
     "placement": (lambda value: value in (None, *PLACEMENTS), f"write {' or '.join(PLACEMENTS)}"),
     "stages_per_rank": (
@@ -174,9 +207,3 @@ def _check_memory(name: str, timetable: Timetable, costs: Costs, limits: list[fl
             f"{name} needs {peaks[rank]:g} on rank {rank}, memory_limit allows {limits[rank]:g}; "
             + least_that_works(peaks)
         )
-
-
-def _unknown(name: str) -> str:
-    close = difflib.get_close_matches(str(name), SCHEDULES, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    return f"unknown schedule {name!r}; known: {', '.join(SCHEDULES)}{hint}"

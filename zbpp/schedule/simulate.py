@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from zbpp.schedule.costs import Costs, StageCosts
+from zbpp.schedule.costs import ACTIVATIONS, Costs, StageCosts
 from zbpp.schedule.dataflow import Value, consumes
 from zbpp.schedule.timetable import Op, PlanError, Row, Timetable
 from zbpp.schedule.values import Numbers, Values, kinds_of
@@ -34,7 +34,8 @@ class Transfer(NamedTuple):
 class Timeline:
     """When each action ran, predicted or measured: per rank, times in ms in the row's order.
 
-    peak_memory: per rank, the highest level after an action, in the unit of the costs.
+    peak_memory: per rank, the highest level after an action, in memory_unit, which is that of the costs;
+    where the timeline was measured, the most bytes that the rank's process has held.
     Of messages (see `transfers_of`): message_ms, their times by the stage that they leave, where they are
     predicted; transfers where they were measured.
     """
@@ -45,6 +46,8 @@ class Timeline:
     peak_memory: tuple[float, ...]
     message_ms: tuple[float, ...] = ()
     transfers: tuple[Transfer, ...] = ()
+    memory_unit: str = ACTIVATIONS
+    measured: bool = False
 
     @property
     def makespan(self) -> float:
@@ -90,7 +93,8 @@ def simulate(timetable: Timetable, costs: Costs | None = None) -> Timeline:
     for row in timetable.rows:
         _check_row(row, timetable.num_microbatches)
     _check_kind(timetable)
-    stage_costs = (costs or Costs()).per_stage(timetable.num_stages)
+    costs = costs or Costs()
+    stage_costs = costs.per_stage(timetable.num_stages)
     ranks = _run(timetable, stage_costs)
     return Timeline(
         timetable,
@@ -98,6 +102,7 @@ def simulate(timetable: Timetable, costs: Costs | None = None) -> Timeline:
         ends=tuple(np.frombuffer(rank.ends) for rank in ranks),
         peak_memory=tuple(_peak(row, stage_costs) for row in timetable.rows),
         message_ms=tuple(stage_costs.comm),
+        memory_unit=costs.memory_unit,
     )
 
 

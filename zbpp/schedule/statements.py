@@ -86,7 +86,7 @@ def _beaten_placements(answer: Answer) -> Iterator[Statement]:
 
 
 def _twice_the_memory(answer: Answer) -> Iterator[Statement]:
-    """The smallest limit at which a V beats what one stage per rank, or ZB-2p, does at 2p."""
+    """The smallest limit at which a V beats what one stage per rank, or zb_2p, does at 2p."""
     question = answer.question
     twice, paper = 2 * question.unit, answer.named("zb_2p")
     bound = question.bound("one", twice)
@@ -99,10 +99,10 @@ def _twice_the_memory(answer: Answer) -> Iterator[Statement]:
         there = f"at {in_memory(answer, twice)}"
         if choice.value < bound.value * (1 - EQUAL):
             text = f"{mine}; one stage per rank takes {_ms(bound.value)} or more {there}, whatever the plan"
-            yield Statement("V beats 2p", text + f" (ZB-2p: {_ms(theirs)})" * bool(paper), proved=True)
+            yield Statement("V beats 2p", text + f" (zb_2p: {_ms(theirs)})" * bool(paper), proved=True)
             return
         if choice.value < theirs * (1 - EQUAL):
-            yield Statement("V beats 2p", f"{mine}; ZB-2p takes {_ms(theirs)} {there}", proved=False)
+            yield Statement("V beats 2p", f"{mine}; zb_2p takes {_ms(theirs)} {there}", proved=False)
             return
 
 

@@ -10,6 +10,7 @@ per word, and it is how plans travel:
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple, Self, overload
@@ -58,11 +59,11 @@ class Action(NamedTuple):
         if match is None or match[2] not in letters:
             known = "|".join(letters)
             raise PlanError(
-                f"{_shown(text)} is no action; an action is stage, {known}, microbatch, such as 2F5"
+                f"{shown(text)} is no action; an action is stage, {known}, microbatch, such as 2F5"
             )
         stage, letter, microbatch = match.groups()
         if max(len(stage), len(microbatch)) > 10 or max(int(stage), int(microbatch)) > _LARGEST_INDEX:
-            raise PlanError(f"{_shown(text)} names an index above {_LARGEST_INDEX}")
+            raise PlanError(f"{shown(text)} names an index above {_LARGEST_INDEX}")
         return cls(int(stage), letters[letter], int(microbatch))
 
 
@@ -189,7 +190,7 @@ def read_rows(
             [_read(word, letters, where, rank, position) for position, word in enumerate(words)]
             for rank, words in enumerate(rows)
         ],
-        where=lambda rank, position: f"{where(rank, position)}: {_shown(rows[rank][position])}",
+        where=lambda rank, position: f"{where(rank, position)}: {shown(rows[rank][position])}",
     )
 
 
@@ -232,9 +233,16 @@ def _first(row: Row, stage: int) -> int:
     return int(np.argmax(row.stages == stage))
 
 
-def _shown(text: str, limit: int = 40) -> str:
-    """As in an error: quoted, and never a page long."""
-    return repr(text if len(text) <= limit else f"{text[:limit]}...")
+def shown(value: object, limit: int = 40) -> str:
+    """As in an error: a text quoted, without control characters; never a page long."""
+    if isinstance(value, str):
+        return repr(value if len(value) <= limit else f"{value[:limit]}...")
+    return reprlib.repr(value)
+
+
+def printable(text: str) -> str:
+    """The text with escapes in place of control characters, which a terminal would obey."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def _shorten(numbers: list[int], limit: int = 12) -> str:

@@ -106,4 +106,5 @@ class Replan:
             measured_costs(*timelines),
             saved=[each.saved for each in held],
             deferred=[each.deferred for each in held],
+            memory_unit="bytes",
         )

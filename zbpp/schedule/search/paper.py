@@ -13,10 +13,44 @@ from __future__ import annotations
 
 import itertools
 
-from zbpp.schedule.search.problem import Plan, Problem
-from zbpp.schedule.timetable import Op
+from zbpp.schedule.costs import Costs
+from zbpp.schedule.search.problem import Plan, Problem, pose
+from zbpp.schedule.timetable import Op, Timetable
 
 F, B, W = int(Op.F), int(Op.B), int(Op.W)
+
+
+def zb_1p(num_ranks: int, num_microbatches: int, *, costs: Costs = Costs()) -> Timetable:
+    """The paper's ZB-1p: one stage per rank, the memory of 1F1B, the smallest max span for these costs.
+
+    p=3, m=4:
+        0F0 0F1 0F2 0B0 0W0 0F3 0B1 0W1 0B2 0W2 0B3 0W3
+        1F0 1F1 1B0 1F2 1B1 1W0 1F3 1B2 1W1 1B3 1W2 1W3
+        2F0 2B0 2F1 2B1 2F2 2B2 2W0 2F3 2B3 2W1 2W2 2W3
+    """
+    return _within(1, num_ranks, num_microbatches, costs)
+
+
+def zb_2p(num_ranks: int, num_microbatches: int, *, costs: Costs = Costs()) -> Timetable:
+    """The paper's ZB-2p: as `zb_1p`, with twice that memory.
+
+    p=3, m=4:
+        0F0 0F1 0F2 0F3 0B0 0W0 0B1 0W1 0B2 0W2 0B3 0W3
+        1F0 1F1 1F2 1B0 1F3 1B1 1W0 1B2 1W1 1B3 1W2 1W3
+        2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2W0 2W1 2W2 2W3
+    """
+    return _within(2, num_ranks, num_microbatches, costs)
+
+
+def memory_of_1f1b(costs: Costs, num_ranks: int) -> float:
+    """1.0p: the activations of p microbatches, of the rank where they are largest. costs: per rank."""
+    return num_ranks * max(costs.per_stage(num_ranks).memory[Op.F])
+
+
+def _within(multiple: int, num_ranks: int, num_microbatches: int, costs: Costs) -> Timetable:
+    limit = multiple * memory_of_1f1b(costs, num_ranks)
+    problem = pose(num_ranks, num_microbatches, costs, limit, "one", None, "span")
+    return problem.timetable_of(paper_plan(problem))
 
 
 def paper_plan(problem: Problem) -> Plan:

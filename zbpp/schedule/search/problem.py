@@ -15,6 +15,7 @@ import numpy as np
 
 from zbpp.schedule.costs import Costs, StageCosts
 from zbpp.schedule.simulate import simulate
+from zbpp.schedule.sizes import BYTES_PER_SEARCHED_ACTION, check_size
 from zbpp.schedule.timetable import Op, PlanError, Row, Timetable
 
 Plan = list[list[int]]
@@ -210,9 +211,7 @@ def pose(
     objective: str,
 ) -> Problem:
     """Check the arguments of zb_auto and resolve them. Raises PlanError."""
-    for name, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
-        if not isinstance(count, int) or count < 1:
-            raise PlanError(f"{name}={count!r}: write a whole number, 1 or more")
+    check_size(num_ranks, num_microbatches, stages_per_rank or 1, BYTES_PER_SEARCHED_ACTION)
     if objective not in OBJECTIVES:
         raise PlanError(f"objective={objective!r}: write one of {', '.join(OBJECTIVES)}")
     placement = placement or "one"

@@ -1,0 +1,36 @@
+"""How large a plan may be: refused by its counts, before anything is allocated."""
+
+from __future__ import annotations
+
+from zbpp.schedule.timetable import PlanError
+
+# Measured: a family takes 110 to 230 bytes per action to plan and simulate, a search 500 to 650.
+BYTES_PER_ACTION = 128
+BYTES_PER_SEARCHED_ACTION = 640
+_MOST_BYTES = 8 * 2**30
+_LEAST_PER_STAGE = 2  # actions of a microbatch: F and BW
+
+
+def check_size(
+    num_ranks: int, num_microbatches: int, stages_per_rank: int = 1, bytes_per_action: int = BYTES_PER_ACTION
+) -> None:
+    """Raises PlanError for counts below 1, and for a plan that would take more than 8 GiB to make."""
+    counts = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise PlanError(f"{name}={count!r}: write a whole number, 1 or more")
+    actions = num_ranks * num_microbatches * stages_per_rank * _LEAST_PER_STAGE
+    most = _MOST_BYTES // bytes_per_action
+    if actions > most:
+        given = ", ".join(f"{name}={_large(count)}" for name, count in counts.items())
+        allowed = {name: most * count // actions for name, count in counts.items()}
+        fewer = [f"{name}={number} or less" for name, number in allowed.items() if number]
+        raise PlanError(
+            f"{given}: {_large(actions)} actions take {_large(actions * bytes_per_action >> 30)} GiB to plan, "
+            f"{_MOST_BYTES >> 30} GiB is the most: write {' or '.join(fewer) or 'less of both'}"
+        )
+
+
+def _large(number: int) -> str:
+    """With commas, or as a power of ten: an integer may have more digits than Python prints."""
+    return f"{number:,}" if number < 10**15 else f"1e{int(number.bit_length() * 0.30103)}"
