@@ -12,12 +12,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
+from safetensors.torch import load_file
 
 from zbpp import app
 from zbpp import config as configs
+from zbpp.models.gpt import Gpt
 from zbpp.schedule import SCHEDULES, PlanError
+from zbpp.training.data import text_data
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -104,6 +108,24 @@ def test_the_timeline_is_a_picture_and_a_trace(job):
     # Predicted and measured: 2 stages, 4 microbatches, F, B and W; 4 x's and 4 g's, each sent and received.
     assert len(names) == 2 * (2 * 4 * 3 + 8 * 2)
     assert {"0F0", "1B3", "1W3"} <= set(names)
+
+
+@pytest.mark.slow
+def test_the_weights_of_all_stages_make_the_uncut_model_in_one_process(job):
+    files = sorted(job.run.glob("*.safetensors"))
+    assert [file.name for file in files] == ["stage-0-of-2.safetensors", "stage-1-of-2.safetensors"]
+    model = Gpt(num_layers=4, hidden_size=16, num_heads=2, sequence_length=16)
+    whole = model.build_stage(0, 1)
+    untrained = {name: weight.clone() for name, weight in whole.state_dict().items()}
+    whole.load_state_dict({name: weight for file in files for name, weight in load_file(file).items()})
+    assert not any(torch.equal(weight, untrained[name]) for name, weight in whole.state_dict().items())
+    data = text_data(
+        path=job.folder / "corpus.txt", sequence_length=16, vocab_size=256, batch_size=8, seed=0
+    )
+    batches = [data.evaluation.batch(number) for number in range(2)]
+    losses = [model.loss(whole(inputs), target).item() for inputs, target in batches]
+    summary = json.loads((job.run / "summary.json").read_text())
+    assert summary["evaluation_loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -289,7 +311,8 @@ def test_one_rank_needs_no_torchrun(monkeypatch, tmp_path, schedule):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     summary = train([f"schedule={schedule}", *MLP, *TINY, f"run_dir={tmp_path}/run"])
     assert (summary["schedule"], summary["num_ranks"], summary["steps"]) == (schedule, 1, 3)
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+    stages = {f"stage-{s}-of-{summary['num_stages']}.safetensors" for s in range(summary["num_stages"])}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == stages | {
         "config.yaml", "metrics.jsonl", "summary.json", "timeline.png", "trace.json",
     }  # fmt: skip
 
@@ -298,7 +321,7 @@ def test_auto_measures_its_first_steps_and_goes_on_with_a_plan_for_them(monkeypa
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     summary = train(["schedule=auto", *MLP, *TINY, "steps=9", f"run_dir={tmp_path}/run"])
-    assert (summary["schedule"], summary["replanned_as"]) == ("zb_h1", "zb_auto")
+    assert (summary["schedule"], summary["replanned_from"]) == ("zb_auto", "zb_h1")
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "expected_makespan_ms" in line] == [4, 8]
 

@@ -10,20 +10,21 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from zbpp.autograd import Explanation, explain, recompute
 from zbpp.build import build_data, build_model, cut_of, machine
-from zbpp.config import ConfigError, TrainConfig, naming
+from zbpp.config import NUM_MICROBATCHES, ConfigError, TrainConfig, naming
 from zbpp.runtime import Pipeline, measured_costs
 from zbpp.runtime.world import World, broadcast, check_agreement, gather, world
 from zbpp.schedule import (
     Costs,
     Timeline,
     Timetable,
+    canonical_name,
     chrome_trace,
     placement_of,
     plan,
@@ -35,9 +36,13 @@ from zbpp.training.data import Data
 from zbpp.training.loggers import JsonLines, Logger, Loggers, Wandb, finite
 from zbpp.training.metrics import peak_flops, utilisation
 from zbpp.training.optimizer import adamw, parameters_of, warmup_cosine
+from zbpp.training.planned import made_plan, read_plan
 from zbpp.training.progress import progress
 from zbpp.training.replan import Replan
+from zbpp.training.sources import check_sources
+from zbpp.training.ties import check_ties
 from zbpp.training.trainer import Trainer
+from zbpp.training.weights import save_weights
 
 Summary = dict[str, Any]
 
@@ -48,36 +53,76 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     settings: the flat config, compared between the ranks. Raises ConfigError, PlanError or
     AgreementError before any work starts.
     """
-    # Whatever can be wrong with the arguments shows before this process joins the others.
+    # Rank 0 alone plans, and finds what is wrong with the arguments before it joins the others: they wait for
+    # its plan, so that ranks can't disagree and a mistake is said once.
     rank, num_ranks = int(os.environ.get("RANK", "0")), _num_ranks(config)
-    timetable = plan(config.schedule.name, num_ranks, config.num_microbatches, **config.schedule.options)
-    model = build_model(config.model)
-    stages, cut = _stages(model, timetable, rank), cut_of(model, timetable.num_stages)
-    data = build_data(config.data, config.batch_size, config.seed)
+    job = _prepare(config, _planned(config, num_ranks), rank) if rank == 0 else None
     with world(device=config.parallel.device, timeout=config.parallel.timeout) as here:
         check_agreement("configs", {key: value for key, value in settings.items() if key != "run_dir"})
-        check_agreement("data (by fingerprint)", data.fingerprint)
+        timetable = Timetable.parse(broadcast(str(job.timetable) if job else ""))
+        job = job or _prepare(config, timetable, rank)
+        check_sources()
+        check_agreement("data (by fingerprint)", job.data.fingerprint)
         folder = Path(broadcast(config.run_dir))
-        # A search may end differently on another rank: rank 0's plan is the plan.
-        timetable = Timetable.parse(broadcast(str(timetable)))
-        for stage in stages.values():
+        with naming("model"):
+            check_ties(job.model, job.stages, timetable.rank_of, here.rank == 0)
+        for stage in job.stages.values():
             stage.to(here.device, getattr(torch, config.dtype))
             _recompute(stage, config.memory.recompute)
-        _compile(stages, config.compile, config.memory.budget)
-        trainer = _trainer(config, timetable, stages, model, data)
+        _compile(job.stages, config.compile, config.memory.budget)
+        trainer = _trainer(config, job)
         if here.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "config.yaml").write_text(resolved_yaml)
-            if "layers_per_stage" in cut:
-                print("layers per stage:", *cut["layers_per_stage"], flush=True)
+            if "layers_per_stage" in job.cut:
+                print("layers per stage:", *job.cut["layers_per_stage"], flush=True)
         with Loggers(_loggers(config, settings, folder) if here.rank == 0 else []) as loggers:
             history = _run(config, trainer, loggers, shown=here.rank == 0)
             summary, measured, predicted = _summarise(config, trainer, here, history)
-            summary |= cut
+            summary |= job.cut
+            if config.save_weights:
+                _save(folder, trainer.pipeline, shown=here.rank == 0)
             if here.rank == 0:
                 loggers.summary = summary
                 _write(folder, summary, measured, predicted)
         return summary
+
+
+class _Job(NamedTuple):
+    """What a rank works on."""
+
+    timetable: Timetable
+    model: Any
+    stages: dict[int, nn.Module]
+    cut: Summary
+    data: Data
+
+
+def _planned(config: TrainConfig, num_ranks: int) -> Timetable:
+    schedule, options = config.schedule, {**config.schedule.options, "costs": config.schedule.costs}
+    try:
+        if schedule.timetable is not None:
+            return read_plan(schedule.timetable, num_ranks, config.num_microbatches, **options)
+        return made_plan(schedule.name, num_ranks, config.num_microbatches or NUM_MICROBATCHES, **options)
+    except OSError as error:
+        raise ConfigError(f"schedule: {error}; write a file of scripts/plan.py or measure.py") from error
+
+
+def _prepare(config: TrainConfig, timetable: Timetable, rank: int) -> _Job:
+    model = build_model(config.model)
+    stages = _stages(model, timetable, rank)
+    data = build_data(config.data, timetable.num_microbatches * config.microbatch_size, config.seed)
+    return _Job(timetable, model, stages, cut_of(model, timetable.num_stages), data)
+
+
+def _save(folder: Path, pipeline: Pipeline, *, shown: bool) -> None:
+    folder.mkdir(parents=True, exist_ok=True)  # on another machine it may not be there
+    shared = save_weights(folder, pipeline.stages, pipeline.timetable.num_stages)
+    if shared and shown:
+        print(
+            f"weights: several stages call a tensor {shared[0]}; name layers by their place in the model",
+            flush=True,
+        )
 
 
 def _num_ranks(config: TrainConfig) -> int:
@@ -124,9 +169,8 @@ def _compile(stages: dict[int, nn.Module], what: str, budget: float) -> None:
             raise ConfigError(f"compile={what}: {error}") from error
 
 
-def _trainer(
-    config: TrainConfig, timetable: Timetable, stages: dict[int, nn.Module], model: Any, data: Data
-) -> Trainer:
+def _trainer(config: TrainConfig, job: _Job) -> Trainer:
+    timetable, model, stages, _, data = job
     options = config.optimizer
     num_batches = min(config.evaluation_batches, data.num_evaluation_batches)
     if config.evaluate_every and not num_batches:
@@ -182,7 +226,7 @@ def _replan(
         return plan(
             name,
             timetable.num_ranks,
-            config.num_microbatches,
+            timetable.num_microbatches,
             costs=costs,
             memory_limit=limits,
             placement=placement_of(timetable),
@@ -202,14 +246,19 @@ def _loggers(config: TrainConfig, settings: dict[str, Any], folder: Path) -> lis
 
 def _run(config: TrainConfig, trainer: Trainer, loggers: Loggers, *, shown: bool) -> list[dict[str, Any]]:
     history = []
-    with progress(
-        config.steps, shown=shown, print_every=config.print_every, title=config.schedule.name
-    ) as show:
+    with progress(config.steps, shown=shown, print_every=config.print_every, title=_title(config)) as show:
         for metrics in trainer.run(config.steps):
             loggers.log(metrics)
-            show(metrics)
+            show(metrics, title=_title(config, replanned=trainer.is_replanned))
             history.append(metrics)
     return history
+
+
+def _title(config: TrainConfig, *, replanned: bool = False) -> str:
+    """What runs: a schedule's name, or that of a plan's file."""
+    schedule = config.schedule
+    first = canonical_name(schedule.name) if schedule.timetable is None else Path(schedule.timetable).stem
+    return f"{schedule.replan}, replanned from {first}" if replanned else first
 
 
 def _summarise(
@@ -220,20 +269,22 @@ def _summarise(
     speed = trainer.data.items_per_batch / _median([metrics["step_seconds"] for metrics in history])
     num_parameters = sum(gather(sum(p.numel() for p in parameters_of(trainer.pipeline.stages))))
     peak = peak_flops(here.device, getattr(torch, config.dtype))
-    losses: Summary = {key: history[-1][key] for key in ("loss", "evaluation_loss") if key in history[-1]}
+    tokens = speed if trainer.data.unit == "tokens" else None
+    last = history[-1]
+    losses: Summary = {key: last[key] for key in last if key == "loss" or key.startswith("evaluation_")}
     summary: Summary = {
-        "schedule": config.schedule.name,
-        "replanned_as": config.schedule.replan,
+        "schedule": config.schedule.replan if trainer.is_replanned else _title(config),
+        "replanned_from": _title(config) if trainer.is_replanned else None,
         "num_ranks": here.size,
         "num_stages": trainer.pipeline.timetable.num_stages,
-        "num_microbatches": config.num_microbatches,
+        "num_microbatches": trainer.pipeline.timetable.num_microbatches,
         "num_parameters": num_parameters,
         "steps": config.steps,
         **losses,
         "unigram_entropy": trainer.data.unigram_entropy,
         **_bubbles(predicted, measured),
-        "tokens_per_second": speed,
-        "model_flops_utilisation": utilisation(num_parameters, speed, here.size, peak),
+        f"{trainer.data.unit}_per_second": speed,
+        "model_flops_utilisation": utilisation(num_parameters, tokens, here.size, peak),
         "peak_memory_bytes": [int(peak) for peak in measured.peak_memory],
         **machine(here.device),
     }

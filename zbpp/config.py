@@ -21,6 +21,8 @@ from hydra.errors import HydraException, InstantiationException
 from hydra.utils import instantiate
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+NUM_MICROBATCHES = 8  # where neither the config nor a plan says how many
+
 
 class ConfigError(ValueError):
     """A config that can't be run; the message says what to write instead."""
@@ -28,18 +30,21 @@ class ConfigError(ValueError):
 
 @dataclass(kw_only=True)
 class ScheduleConfig:
-    """As `plan` takes them (null: the schedule's own), and what follows the first steps."""
+    """As scripts/plan.py takes them (null: the schedule's own), and what follows the first steps."""
 
     name: str = MISSING
+    timetable: str | None = None  # a file that plan.py wrote: the plan itself, instead of the name
+    costs: str | None = None  # a file that measure.py wrote, for schedules that are planned for costs
     stages_per_rank: int | None = None
     placement: str | None = None  # one, looped or v
-    memory_limit: float | None = None  # of each rank, in activations of a stage
+    memory_limit: int | float | str | None = None  # of each rank: activations, or 12GiB with costs in bytes
     replan: str | None = None  # a schedule to go on with, planned for what the first steps cost
 
     @property
     def options(self) -> dict[str, Any]:
         """What `plan` takes beside the name."""
-        return {key: value for key, value in vars(self).items() if key not in ("name", "replan")}
+        others = ("name", "replan", "timetable", "costs")
+        return {key: value for key, value in vars(self).items() if key not in others}
 
 
 @dataclass(kw_only=True)
@@ -127,7 +132,7 @@ class TrainConfig:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     steps: int = 100
-    num_microbatches: int = 8
+    num_microbatches: int | None = None  # null: as many as schedule.timetable has, or 8
     microbatch_size: int = 4  # rows; the batch is num_microbatches times as large
     seed: int = 0
     dtype: str = "float32"
@@ -136,9 +141,13 @@ class TrainConfig:
     evaluate_every: int = 50  # steps; 0: never
     evaluation_batches: int = 2
     print_every: int = 10  # steps, where no progress bar can be drawn
+    save_weights: bool = True  # at the end, a file per stage
 
     def __post_init__(self) -> None:
-        for name in ("steps", "num_microbatches", "microbatch_size", "evaluation_batches", "print_every"):
+        if self.num_microbatches is not None:
+            advice = "write a whole number, 1 or more, or null"
+            _check(self.num_microbatches >= 1, "num_microbatches", self.num_microbatches, advice)
+        for name in ("steps", "microbatch_size", "evaluation_batches", "print_every"):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "write a whole number, 1 or more")
         _check(self.evaluate_every >= 0, "evaluate_every", self.evaluate_every, "write 0 (never) or more")
         _check_dtype(self.dtype)
@@ -153,7 +162,7 @@ class TrainConfig:
     @property
     def batch_size(self) -> int:
         """Rows of a whole batch."""
-        return self.num_microbatches * self.microbatch_size
+        return (self.num_microbatches or NUM_MICROBATCHES) * self.microbatch_size
 
 
 @dataclass(kw_only=True)

@@ -49,7 +49,9 @@ class Costs:
                 if not (math.isfinite(number) and number >= 0):
                     raise PlanError(f"Costs({name}={shown(value)}): {number!r} must be finite, 0 or more")
         if self.memory_unit not in (ACTIVATIONS, BYTES):
-            raise PlanError(f"Costs(memory_unit={shown(self.memory_unit)}): write {ACTIVATIONS!r} or {BYTES!r}")
+            raise PlanError(
+                f"Costs(memory_unit={shown(self.memory_unit)}): write {ACTIVATIONS!r} or {BYTES!r}"
+            )
 
     @property
     def numbers(self) -> dict[str, PerStage]:

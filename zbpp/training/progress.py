@@ -14,18 +14,22 @@ Show = Any  # a function of the step's metrics
 
 @contextmanager
 def progress(num_steps: int, *, shown: bool, print_every: int, title: str) -> Iterator[Show]:
-    """A function to call with each step's metrics."""
+    """A function to call with each step's metrics, and with a title where it is another from now on."""
     console = Console()
     if not shown:
-        yield lambda metrics: None
+        yield lambda metrics, title=title: None
     elif console.is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console) as bar:
             task = bar.add_task(title, total=num_steps)
-            yield lambda metrics: bar.update(task, advance=1, description=f"{title}  {brief(metrics)}")
+
+            def advance(metrics: Mapping[str, Any], title: str = title) -> None:
+                bar.update(task, advance=1, description=f"{title}  {brief(metrics)}")
+
+            yield advance
     else:
 
-        def show(metrics: Mapping[str, Any]) -> None:
+        def show(metrics: Mapping[str, Any], title: str = title) -> None:
             step = metrics["step"]
             if step % print_every == 0 or step == num_steps or "expected_makespan_ms" in metrics:
                 print(f"{title}  step {step}/{num_steps}  {brief(metrics)}", flush=True)

@@ -67,6 +67,11 @@ class Trainer:
                 metrics |= self._replan(step)
             yield metrics
 
+    @property
+    def is_replanned(self) -> bool:
+        """Whether a plan made for the first steps' costs runs now."""
+        return self.replan is not None and self.replan.is_done
+
     def evaluate(self) -> float:
         """The mean loss over the held-out batches, on every rank."""
         losses = []
