@@ -119,9 +119,7 @@ def test_the_weights_of_all_stages_make_the_uncut_model_in_one_process(job):
     untrained = {name: weight.clone() for name, weight in whole.state_dict().items()}
     whole.load_state_dict({name: weight for file in files for name, weight in load_file(file).items()})
     assert not any(torch.equal(weight, untrained[name]) for name, weight in whole.state_dict().items())
-    data = text_data(
-        path=job.folder / "corpus.txt", sequence_length=16, vocab_size=256, batch_size=8, seed=0
-    )
+    data = text_data(path=job.folder / "corpus.txt", sequence_length=16, vocab_size=256, batch_size=8, seed=0)
     batches = [data.evaluation.batch(number) for number in range(2)]
     losses = [model.loss(whole(inputs), target).item() for inputs, target in batches]
     summary = json.loads((job.run / "summary.json").read_text())
