@@ -3,6 +3,7 @@
 Few real starts, each looked at by several tests; what is refused before ranks join is tried in this process.
 """
 
+import importlib
 import json
 import os
 import subprocess
@@ -14,13 +15,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
 from zbpp import app
 from zbpp import config as configs
 from zbpp.models.gpt import Gpt
-from zbpp.schedule import SCHEDULES, PlanError
+from zbpp.schedule import SCHEDULES, PlanError, plan, to_csv
 from zbpp.training.data import text_data
 
 ROOT = Path(__file__).parent.parent
@@ -158,6 +160,98 @@ def test_the_job_is_one_wandb_run(job):
 @pytest.mark.slow
 def test_rank_0_alone_shows_progress(job):
     assert job.text.count("step 3/3") == 1
+
+
+# ---------------------------------------------------------------- a job of a user's own files
+
+OWN = """
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from zbpp.models.mlp import Mlp
+
+class Classifier(Mlp):
+    def loss(self, output, target):
+        return F.cross_entropy(output, target)
+
+    def metrics(self, output, target):
+        return {"accuracy": (output.argmax(1) == target).float().mean()}
+
+def points(batch_size):
+    x = torch.linspace(-1, 1, 40 * 8).view(8, 40).T.contiguous()
+    y = (x[:, 0] > -0.9).long()
+    make = lambda part: DataLoader(TensorDataset(x[part], y[part]), batch_size, drop_last=True)
+    return make(slice(24)), make(slice(24, None))
+"""
+OWN_CHOICES = ["model=mlp", "model.num_layers=4", "model._target_=own.Classifier", "model.in_features=8",
+               "model.out_features=2", "data=custom", "data._target_=own.points", *TINY, "run_dir=run"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def own_job(tmp_path_factory):
+    """Two ranks train a model of the user's on a DataLoader of the user's, by a plan in a file."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "own.py").write_text(OWN)
+    (folder / "by_hand.csv").write_text(to_csv(plan("v_half", 2, 4)))
+    overrides = [*OWN_CHOICES, "schedule.timetable=by_hand.csv", "num_microbatches=null"]
+    done = start(folder, [*TORCHRUN, str(ROOT / "scripts/train.py"), *overrides])
+    assert done.rc == 0, done.text
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    return SimpleNamespace(folder=folder, lines=lines, text=done.text)
+
+
+@pytest.mark.slow
+def test_a_loader_feeds_the_trainer_and_a_models_own_metrics_are_logged(monkeypatch, own_job):
+    monkeypatch.syspath_prepend(own_job.folder)
+    own = importlib.import_module("own")
+    model = own.Classifier(in_features=8, hidden_size=64, out_features=2, num_layers=4)
+    whole = model.build_stage(0, 1)
+    train, held_out = own.points(8)
+    inputs, target = next(iter(train))
+    assert own_job.lines[0]["loss"] == pytest.approx(F.cross_entropy(whole(inputs), target).item(), rel=1e-5)
+    files = (own_job.folder / "run").glob("*.safetensors")
+    whole.load_state_dict({name: each for file in files for name, each in load_file(file).items()})
+    right = torch.cat([whole(inputs).argmax(1) == target for inputs, target in held_out])
+    assert own_job.lines[-1]["evaluation_accuracy"] == pytest.approx(right.double().mean().item())
+    summary = json.loads((own_job.folder / "run/summary.json").read_text())
+    assert summary["evaluation_accuracy"] == own_job.lines[-1]["evaluation_accuracy"]
+    shown = own_job.text.splitlines()[-1] if "accuracy" in own_job.text.splitlines()[-1] else own_job.text
+    assert f"accuracy {summary['evaluation_accuracy']:.4f}" in shown
+
+
+@pytest.mark.slow
+def test_what_are_no_tokens_are_rows(own_job):
+    assert all(line["rows_per_second"] > 0 for line in own_job.lines)
+    assert "tokens" not in own_job.text
+    assert "tokens_per_second" not in (own_job.folder / "run/summary.json").read_text()
+
+
+@pytest.mark.slow
+def test_a_run_by_a_plan_in_a_file_executes_that_plan(own_job):
+    summary = json.loads((own_job.folder / "run/summary.json").read_text())
+    assert (summary["schedule"], summary["num_stages"], summary["num_microbatches"]) == ("by_hand", 4, 4)
+    assert "by_hand  step 3/3" in own_job.text
+    trace = json.loads((own_job.folder / "run/trace.json").read_text())["traceEvents"]
+    measured = sorted((e["pid"], e["ts"], e["name"]) for e in trace if e.get("ph") == "X")
+    assert measured
+
+
+@pytest.mark.slow
+def test_ranks_with_different_code_under_one_config_are_refused_with_the_file(tmp_path):
+    """They trained on, to a loss of .844 for 2.466."""
+    for rank in ("0", "1"):
+        (tmp_path / rank).mkdir()
+        (tmp_path / rank / "own.py").write_text(OWN.replace("-0.9", f"-0.{rank}"))
+    (tmp_path / "uneven.py").write_text(
+        "import os, runpy, sys\n"
+        'sys.path.insert(0, os.path.abspath(os.environ["RANK"]))\n'
+        'runpy.run_path(sys.argv.pop(1), run_name="__main__")\n'
+    )
+    overrides = [*OWN_CHOICES, "evaluate_every=0"]
+    done = start(tmp_path, [*TORCHRUN, "uneven.py", str(ROOT / "scripts/train.py"), *overrides])
+    assert done.rc != 0
+    assert "error: the ranks of this job have different source files (by hash):\n  own: '" in done.text
+    assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
 # ---------------------------------------------------------------- jobs that end badly

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -206,8 +206,15 @@ def _trainer(config: TrainConfig, job: _Job) -> Trainer:
         ),
         clip_norm=options.clip_norm,
         evaluate_every=config.evaluate_every,
+        metrics=_metrics(model),
         replan=_replan(config, timetable, stages, model, build),
     )
+
+
+def _metrics(model: Any) -> Callable[[Any, Any], Mapping[str, float | Tensor]] | None:
+    """The model's own metrics, if it has any; see zbpp/stage_api.py."""
+    found = getattr(model, "metrics", None)
+    return found if callable(found) else None
 
 
 def _replan(

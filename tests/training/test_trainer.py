@@ -99,7 +99,7 @@ def test_evaluation_is_the_mean_loss_over_the_held_out_batches_and_changes_nothi
         inputs, target = (each.double() for each in data().evaluation.batch(number))
         expected.append(F.mse_loss(expected_module(inputs), target).item())
     trainer.data = trainer.data._replace(num_evaluation_batches=2)
-    assert trainer.evaluate() == pytest.approx(sum(expected) / 2, rel=1e-13)
+    assert trainer.evaluate() == {"evaluation_loss": pytest.approx(sum(expected) / 2, rel=1e-13)}
     assert all(p.grad is None for stage in trainer.pipeline.stages.values() for p in stage.parameters())
 
 

@@ -45,8 +45,13 @@ def brief(metrics: Mapping[str, Any]) -> str:
         for key, speed in metrics.items()
         if key.endswith("_per_second")
     ]
-    if "evaluation_loss" in metrics:
-        words.append(f"held-out {metrics['evaluation_loss']:.4f}")
+    words += [
+        f"held-out {value:.4f}"
+        if key == "evaluation_loss"
+        else f"{key.removeprefix('evaluation_')} {value:.4f}"
+        for key, value in metrics.items()
+        if key.startswith("evaluation_")
+    ]
     if "expected_makespan_ms" in metrics:
         measured, expected = metrics["measured_makespan_ms"], metrics["expected_makespan_ms"]
         words.append(f"measured makespan {measured:.1f} ms, replanned for {expected:.1f} ms")

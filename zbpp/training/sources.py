@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-import zbpp
 from zbpp.runtime.world import check_agreement, gather
 
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
@@ -31,7 +30,7 @@ def check_sources(group: dist.ProcessGroup | None = None) -> None:
 
 def source_files() -> dict[str, str]:
     """A hash of each file of zbpp, and of each imported module that is neither installed nor Python's."""
-    package = Path(zbpp.__file__).parent
+    package = Path(__file__).parents[1]
     files = {f"zbpp/{path.relative_to(package).as_posix()}": path for path in package.rglob("*.py")}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)

@@ -31,8 +31,9 @@ class Trainer:
     """Trains the stages of one rank together with the other ranks.
 
     learning_rate(step): the factor on the optimizer's rate. clip_norm: of the gradients of all
-    stages together. num_recorded: how many of the last steps are measured action by action.
-    replan: may replace the pipeline after the first steps. Raises ValueError for parameters with a main_grad.
+    stages together. metrics(output, target): numbers beside the loss of a held-out microbatch.
+    num_recorded: how many of the last steps are measured action by action. replan: may replace the pipeline
+    after the first steps. Raises ValueError for parameters with a main_grad.
     """
 
     pipeline: Pipeline
@@ -41,6 +42,7 @@ class Trainer:
     learning_rate: Callable[[int], float]
     clip_norm: float | None = None
     evaluate_every: int = 0
+    metrics: Callable[[Any, Any], Mapping[str, float | Tensor]] | None = None
     num_recorded: int = 5
     replan: Replan | None = None
 
@@ -58,7 +60,7 @@ class Trainer:
             self.pipeline.recorder = recorder if recorded else None
             metrics = self._step(step)
             if self.evaluate_every and ((step + 1) % self.evaluate_every == 0 or step + 1 == num_steps):
-                metrics["evaluation_loss"] = self.evaluate()
+                metrics |= self.evaluate()
             if recorded:
                 self.timelines.append(
                     measured_timeline(recorder, self.pipeline.timetable, self.pipeline.group)
@@ -72,14 +74,28 @@ class Trainer:
         """Whether a plan made for the first steps' costs runs now."""
         return self.replan is not None and self.replan.is_done
 
-    def evaluate(self) -> float:
-        """The mean loss over the held-out batches, on every rank."""
-        losses = []
-        for number in range(self.data.num_evaluation_batches):
-            args, target = self._batch(self.data.evaluation, number)
-            losses += self.pipeline.evaluate(*args, target=target)
-        total, num = self._sum_over_ranks([float(sum(losses)) if losses else 0.0, float(len(losses))])
-        return total / num
+    def evaluate(self) -> Metrics:
+        """`evaluation_loss`, and the others of `metrics`: means over the held-out batches, on every rank.
+
+        Nothing at all where there is no such batch.
+        """
+        mine = [self._evaluated(number) for number in range(self.data.num_evaluation_batches)]
+        # All but the last stage's owner have nothing to say.
+        batches: list[dict[str, float]] = next(filter(any, gather(mine, self.pipeline.group)), [])
+        names = batches[0] if batches else ()
+        return {
+            f"evaluation_{name}": math.fsum(batch[name] for batch in batches) / len(batches) for name in names
+        }
+
+    def _evaluated(self, number: int) -> dict[str, float]:
+        """The loss and metrics of a held-out batch on the last stage's owner; {} on other ranks."""
+        args, target = self._batch(self.data.evaluation, number)
+        found: Mapping[str, float] = {}
+        if self.metrics is None:
+            losses = self.pipeline.evaluate(*args, target=target)
+        else:
+            losses, found = self.pipeline.evaluate(*args, target=target, metrics=self.metrics)
+        return {"loss": math.fsum(map(float, losses)) / len(losses), **found} if losses else {}
 
     def _step(self, step: int) -> Metrics:
         begin = time.perf_counter()
