@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zbpp import per_microbatch, replicate
-from zbpp.runtime.microbatch import split, split_keywords
+from zbpp.runtime.microbatch import Cutter, split
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 6])
@@ -66,11 +66,11 @@ def test_only_tensors_are_marked():
 
 def test_keywords_are_split_each_by_its_kind():
     whole = torch.arange(4)
-    pieces = split_keywords({"mask": whole, "shared": replicate(whole), "causal": True}, 2)
+    pieces = Cutter(2).cut_keywords({"mask": whole, "shared": replicate(whole), "causal": True})
     assert [each["mask"].tolist() for each in pieces] == [[0, 1], [2, 3]]
     assert [each["shared"].tolist() for each in pieces] == [[0, 1, 2, 3]] * 2
     assert [each["causal"] for each in pieces] == [True, True]
 
 
 def test_no_keywords_are_no_keywords_for_each_microbatch():
-    assert split_keywords({}, 3) == [{}, {}, {}]
+    assert Cutter(3).cut_keywords({}) == [{}, {}, {}]
