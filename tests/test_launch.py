@@ -180,11 +180,11 @@ class Classifier(Mlp):
 def points(batch_size):
     x = torch.linspace(-1, 1, 40 * 8).view(8, 40).T.contiguous()
     y = (x[:, 0] > -0.9).long()
-    make = lambda part: DataLoader(TensorDataset(x[part], y[part]), batch_size, drop_last=True)
-    return make(slice(24)), make(slice(24, None))
+    parts = [TensorDataset(x[part], y[part]) for part in (slice(24), slice(24, None))]
+    return tuple(DataLoader(part, batch_size, drop_last=True) for part in parts)
 """
-OWN_CHOICES = ["model=mlp", "model.num_layers=4", "model._target_=own.Classifier", "model.in_features=8",
-               "model.out_features=2", "data=custom", "data._target_=own.points", *TINY, "run_dir=run"]  # fmt: skip
+OWN_CHOICES = ["model=mlp", "model.num_layers=4", "model._target_=own.Classifier", *TINY, "run_dir=run",
+               "model.in_features=8", "model.out_features=2", "data=custom", "data._target_=own.points"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -215,8 +215,7 @@ def test_a_loader_feeds_the_trainer_and_a_models_own_metrics_are_logged(monkeypa
     assert own_job.lines[-1]["evaluation_accuracy"] == pytest.approx(right.double().mean().item())
     summary = json.loads((own_job.folder / "run/summary.json").read_text())
     assert summary["evaluation_accuracy"] == own_job.lines[-1]["evaluation_accuracy"]
-    shown = own_job.text.splitlines()[-1] if "accuracy" in own_job.text.splitlines()[-1] else own_job.text
-    assert f"accuracy {summary['evaluation_accuracy']:.4f}" in shown
+    assert f"accuracy {summary['evaluation_accuracy']:.4f}" in own_job.text
 
 
 @pytest.mark.slow
@@ -231,9 +230,6 @@ def test_a_run_by_a_plan_in_a_file_executes_that_plan(own_job):
     summary = json.loads((own_job.folder / "run/summary.json").read_text())
     assert (summary["schedule"], summary["num_stages"], summary["num_microbatches"]) == ("by_hand", 4, 4)
     assert "by_hand  step 3/3" in own_job.text
-    trace = json.loads((own_job.folder / "run/trace.json").read_text())["traceEvents"]
-    measured = sorted((e["pid"], e["ts"], e["name"]) for e in trace if e.get("ph") == "X")
-    assert measured
 
 
 @pytest.mark.slow
@@ -409,13 +405,37 @@ def test_one_rank_needs_no_torchrun(monkeypatch, tmp_path, schedule):
     }  # fmt: skip
 
 
-def test_auto_measures_its_first_steps_and_goes_on_with_a_plan_for_them(monkeypatch, tmp_path):
+def test_the_order_in_a_plans_file_is_the_order_that_runs(monkeypatch, tmp_path):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    made = []
+
+    class Noted(app.Pipeline):
+        def __init__(self, stages, timetable, *args, **options):
+            made.append(str(timetable))
+            super().__init__(stages, timetable, *args, **options)
+
+    monkeypatch.setattr(app, "Pipeline", Noted)
+    (tmp_path / "odd.txt").write_text("0F0 0F1 0B0 0F2 0B1 0W0 0B2 0W1 0W2")  # of no family
+    choices = ["schedule.timetable=" + str(tmp_path / "odd.txt"), *MLP, *TINY, f"run_dir={tmp_path}/run"]
+    summary = train([*choices, "num_microbatches=null", "save_weights=false"])
+    assert made == ["0F0 0F1 0B0 0F2 0B1 0W0 0B2 0W1 0W2"]
+    assert (summary["schedule"], summary["num_microbatches"]) == ("odd", 3)
+    assert not list(tmp_path.rglob("*.safetensors"))
+    with pytest.raises(PlanError, match="is a plan for 3 microbatches, not for num_microbatches=4"):
+        train(choices)
+    with pytest.raises(configs.ConfigError, match="schedule: .*none.json'; write a file of scripts/plan.py"):
+        train(["schedule.costs=none.json", *MLP, *TINY, f"run_dir={tmp_path}/run"])
+
+
+def test_auto_measures_its_first_steps_and_goes_on_with_a_plan_for_them(monkeypatch, tmp_path, capsys):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     summary = train(["schedule=auto", *MLP, *TINY, "steps=9", f"run_dir={tmp_path}/run"])
     assert (summary["schedule"], summary["replanned_from"]) == ("zb_auto", "zb_h1")
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "expected_makespan_ms" in line] == [4, 8]
+    assert "zb_auto, replanned from zb_h1  step 9/9" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("overrides", [[], ["parallel.dynamic_shapes=true"]])

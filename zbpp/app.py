@@ -65,12 +65,13 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         check_agreement("data (by fingerprint)", job.data.fingerprint)
         folder = Path(broadcast(config.run_dir))
         with naming("model"):
-            check_ties(job.model, job.stages, timetable.rank_of, here.rank == 0)
+            check_ties(job.model.build_stage, timetable.rank_of, is_rank_0=here.rank == 0)
         for stage in job.stages.values():
             stage.to(here.device, getattr(torch, config.dtype))
             _recompute(stage, config.memory.recompute)
         _compile(job.stages, config.compile, config.memory.budget)
-        trainer = _trainer(config, job)
+        with naming("model"):
+            trainer = _trainer(config, job)
         if here.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "config.yaml").write_text(resolved_yaml)
@@ -81,7 +82,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
             summary, measured, predicted = _summarise(config, trainer, here, history)
             summary |= job.cut
             if config.save_weights:
-                _save(folder, trainer.pipeline, shown=here.rank == 0)
+                save_weights(folder, trainer.pipeline)
             if here.rank == 0:
                 loggers.summary = summary
                 _write(folder, summary, measured, predicted)
@@ -113,16 +114,6 @@ def _prepare(config: TrainConfig, timetable: Timetable, rank: int) -> _Job:
     stages = _stages(model, timetable, rank)
     data = build_data(config.data, timetable.num_microbatches * config.microbatch_size, config.seed)
     return _Job(timetable, model, stages, cut_of(model, timetable.num_stages), data)
-
-
-def _save(folder: Path, pipeline: Pipeline, *, shown: bool) -> None:
-    folder.mkdir(parents=True, exist_ok=True)  # on another machine it may not be there
-    shared = save_weights(folder, pipeline.stages, pipeline.timetable.num_stages)
-    if shared and shown:
-        print(
-            f"weights: several stages call a tensor {shared[0]}; name layers by their place in the model",
-            flush=True,
-        )
 
 
 def _num_ranks(config: TrainConfig) -> int:

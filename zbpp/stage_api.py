@@ -7,12 +7,13 @@ stage at a time, so no process ever holds the whole of it. What else a model may
         Numbers beside the loss, such as {"accuracy": ...}, of one held-out microbatch; `output` is the last
         stage's, in eval mode and without gradients. Their means over the rows are logged as
         evaluation_accuracy, and so on.
-    tied_parameters = (("embedding.weight", "head.weight"), ...)
-        Names in the whole model of parameters that are one. Their stages must be on one rank and hold one
-        Parameter. A model that declares nothing is searched for such ties on the meta device; () says that
-        there are none.
     layer_counts(num_stages) -> list[int]
         How many layers each stage gets, for the summary of a run.
+
+Stages may share a Parameter if they are on one rank (zb_v: the first and the last). Across ranks that is
+refused, where it can be seen: stages that share one are found by building all of them on the meta device; a
+stage that makes a copy of its own has to declare it, as `stage.tied_parameters = {"head.weight":
+"embedding.weight"}`, a name of its own and another stage's.
 
 Random numbers that forward draws (dropout) are seeded by (seed, step, stage, microbatch): they are the same
 under every schedule and in every recompute, but another number of stages draws others. So a model with

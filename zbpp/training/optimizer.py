@@ -1,12 +1,12 @@
-"""AdamW, its learning rate, and clipping by the norm over ALL stages."""
+"""AdamW and its learning rate."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 def adamw(
@@ -38,17 +38,3 @@ def warmup_cosine(step: int, *, num_steps: int, warmup_steps: int, min_ratio: fl
         return (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, num_steps - 1 - warmup_steps)
     return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-
-
-def squared_norm(gradient: Tensor | None) -> Tensor:
-    """The sum of squares in float64; 0 without a gradient."""
-    if gradient is None:
-        return torch.zeros((), dtype=torch.float64)
-    return torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-
-
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiply every `.grad` in place."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, factor)

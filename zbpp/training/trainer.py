@@ -1,7 +1,7 @@
 """The training loop: batch, pipeline step, norm over all stages, optimizer step, metrics.
 
 It knows no schedule and no config. All ranks run it in lockstep; what one of them must tell the
-others of a step (squared norms, losses) is one all-reduce of float64.
+others of a step (squared norms, losses) is gathered at once.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.runtime import Pipeline, Recorder, measured_timeline
-from zbpp.runtime.world import gather, sum_over_ranks
+from zbpp.runtime.norm import global_norm, gradients_of, scale_gradients, squared_norms
+from zbpp.runtime.world import gather
 from zbpp.schedule import Timeline
 from zbpp.training.batch import Source, batch_for
 from zbpp.training.data import Data
-from zbpp.training.optimizer import parameters_of, scale_gradients, squared_norm
 from zbpp.training.replan import Replan
 
 Metrics = dict[str, Any]
@@ -49,7 +49,6 @@ class Trainer:
     def __post_init__(self) -> None:
         _check_gradients_are_in_grad(self.pipeline.stages)
         self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
-        self._norms = _NormLayout(self.pipeline)
         self.timelines: list[Timeline] = []
 
     def run(self, num_steps: int) -> Iterator[Metrics]:
@@ -122,7 +121,7 @@ class Trainer:
 
     def _update(self, norm: float, rate: float) -> None:
         if self.clip_norm is not None and norm > self.clip_norm:
-            scale_gradients(self._norms.parameters, self.clip_norm / norm)
+            scale_gradients(gradients_of(self.pipeline.parameters()), self.clip_norm / norm)
         for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = base * rate
         self.optimizer.step()
@@ -132,16 +131,11 @@ class Trainer:
         return batch_for(pipeline.stages, pipeline.timetable.num_stages, source, number, pipeline.device)
 
     def _loss_and_norm(self, losses: list[Tensor]) -> tuple[float, float]:
-        entries = self._norms.entries()
-        mean = torch.stack(losses).double().mean().cpu() if losses else torch.zeros((), dtype=torch.float64)
-        summed = self._sum_over_ranks([*entries.tolist(), float(mean)])
-        # Each entry comes from one rank, the others add 0; the sum is in model order: no cut shows.
-        return summed[-1], math.sqrt(math.fsum(summed[:-1]))
-
-    def _sum_over_ranks(self, numbers: list[float]) -> list[float]:
-        if self.pipeline.timetable.num_ranks == 1:
-            return numbers
-        return sum_over_ranks(numbers, self.pipeline.device, self.pipeline.group)
+        mean = torch.stack(losses).double().mean().item() if losses else None
+        squares = squared_norms(gradients_of(self.pipeline.parameters()))
+        everyone = gather((mean, squares), self.pipeline.group)
+        (loss,) = (each for each, _ in everyone if each is not None)  # the last stage's owner's
+        return loss, global_norm(each for _, each in everyone)
 
     def _is_measured(self, step: int) -> bool:
         return self.replan is not None and self.replan.is_measured(step)
@@ -167,30 +161,3 @@ def _check_gradients_are_in_grad(stages: Mapping[int, nn.Module]) -> None:
                     "norm, clipping and optimizer read .grad: leave main_grad out, or step the Pipeline in a "
                     "loop of yours with an optimizer that reads it"
                 )
-
-
-class _NormLayout:
-    """Where each parameter of this rank stands among those of the whole model, in model order.
-
-    A parameter that stages share is counted once, with the first.
-    """
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        owned = sorted(pipeline.stages.items())
-        self.parameters = parameters_of(pipeline.stages)
-        first = {id(p): index for index, stage in reversed(owned) for p in stage.parameters()}
-        counts = {index: list(first.values()).count(index) for index, _ in owned}
-        everyone: dict[int, int] = {}
-        for each in gather(counts, pipeline.group):
-            everyone |= each
-        starts = {index: sum(everyone[i] for i in range(index)) for index in everyone}
-        self._places = [starts[index] + k for index, _ in owned for k in range(counts[index])]
-        self._size = sum(everyone.values())
-
-    def entries(self) -> Tensor:
-        """float64 [parameters of the model]: squared gradient norms of this rank's, 0 elsewhere."""
-        vector = torch.zeros(self._size, dtype=torch.float64)
-        if self.parameters:
-            norms = torch.stack([squared_norm(p.grad).to(p.device) for p in self.parameters])
-            vector[self._places] = norms.cpu()
-        return vector
