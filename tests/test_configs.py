@@ -1,11 +1,15 @@
 """Every choice under configs/ composes, and what is wrong with a config is said with its key."""
 
 import importlib.util
+from copy import deepcopy
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from zbpp import app
@@ -21,8 +25,9 @@ configs.register()
 
 
 def composed(*overrides, name="train"):
+    overrides = [] if name == "explain" and not overrides else ["run_dir=somewhere", *overrides]
     with initialize_config_dir(str(FOLDER), version_base="1.3"):
-        return compose(name, overrides=["run_dir=somewhere", *overrides])
+        return compose(name, overrides=overrides)
 
 
 def typed(*overrides, name="train"):
@@ -115,6 +120,7 @@ def test_flat_is_what_ranks_compare_resolved_by_dotted_key():
         ("data.pth=x", "data.pth"),
         ("steps=many", "steps"),
         ("optimizer.warmup_steps=1.5", "optimizer.warmup_steps"),
+        ("num_microbatches=null", "num_microbatches"),
         ("schedule=zb_h9", "zb_h1"),  # and the other choices
         ("model=gpt_huge", "gpt_tiny"),
     ],
@@ -133,17 +139,17 @@ def test_unknown_keys_wrong_types_and_unknown_choices_are_named(override, words)
         ("num_microbatches=-1", "num_microbatches=-1: write a whole number, 1 or more"),
         ("microbatch_size=0", "microbatch_size=0: "),
         ("evaluation_batches=0", "evaluation_batches=0: "),
-        ("evaluate_every=-1", "evaluate_every=-1: write 0 (never) or more"),
+        ("evaluate_every=-1", "evaluate_every=-1: write a whole number, 0 or more"),
         ("print_every=0", "print_every=0: "),
         ("dtype=float8", "dtype=float8: write float32, float64 or bfloat16"),
-        ("optimizer.learning_rate=0", "optimizer.learning_rate=0.0: write a number above 0"),
-        ("optimizer.beta1=1", "optimizer.beta1=1.0: write 0 or more, below 1"),
-        ("optimizer.beta2=-0.1", "optimizer.beta2=-0.1: write 0 or more, below 1"),
-        ("optimizer.warmup_steps=-1", "optimizer.warmup_steps=-1: write 0 or more"),
-        ("optimizer.min_ratio=2", "optimizer.min_ratio=2.0: write 0 to 1"),
-        ("optimizer.clip_norm=0", "optimizer.clip_norm=0.0: write a number above 0, or null"),
+        ("optimizer.learning_rate=0", "optimizer.learning_rate=0.0: write a number, above 0"),
+        ("optimizer.beta1=1", "optimizer.beta1=1.0: write a number, 0 or more, below 1"),
+        ("optimizer.beta2=-0.1", "optimizer.beta2=-0.1: write a number, 0 or more, below 1"),
+        ("optimizer.warmup_steps=-1", "optimizer.warmup_steps=-1: write a whole number, 0 or more"),
+        ("optimizer.min_ratio=2", "optimizer.min_ratio=2.0: write a number, 0 to 1"),
+        ("optimizer.clip_norm=0", "optimizer.clip_norm=0.0: write a number, above 0, or null"),
         ("compile=all", "compile=all: write none, stage or layer"),
-        ("memory.budget=2", "memory.budget=2.0: write 0 to 1"),
+        ("memory.budget=2", "memory.budget=2.0: write a number, 0 to 1"),
         ("memory.budget=0.5", "memory.budget=0.5: it is for compile=stage or layer"),
         (
             "compile=stage memory.recompute=block",
@@ -153,7 +159,7 @@ def test_unknown_keys_wrong_types_and_unknown_choices_are_named(override, words)
         ("parallel.device=tpu", "parallel.device=tpu: write auto, cpu or cuda"),
         ("parallel.timeout=0", "parallel.timeout=0.0: write seconds, above 0"),
         ("logger.name=tensorboard", "logger.name=tensorboard: write jsonl or wandb"),
-        ("logger.mode=maybe", "logger.mode=maybe: see logger/wandb.yaml"),
+        ("logger.mode=maybe", "logger.mode=maybe: write online, offline or disabled"),
         ("data=text", "data.path: Missing mandatory value"),
         ("run_dir=???", "run_dir"),
     ],
@@ -172,7 +178,7 @@ def test_a_value_out_of_range_is_refused_with_its_key_and_what_to_write(override
         ("repeats=0", "repeats=0: "),
         ("schedules=[]", "schedules=[]: write at"),
         ("compare=jax", "compare=jax: write torch or none"),
-        ("memory_limit=0", "memory_limit=0.0: write a number above 0, or null"),
+        ("memory_limit=0", "memory_limit=0.0: write a number, above 0, or null"),
         ("comm=-1", "comm=-1.0: write milliseconds, 0 or more"),
         ("dtype=float8", "dtype=float8: write float32, float64 or bfloat16"),
     ],
@@ -181,6 +187,38 @@ def test_bench_refuses_values_out_of_range(override, message):
     with pytest.raises(configs.ConfigError) as caught:
         typed(override, name="bench")
     assert message in str(caught.value)
+
+
+def numeric_fields(kind, prefix=""):
+    """The dotted keys of all numbers below a config class, from its type hints alone."""
+    for name, hint in get_type_hints(kind).items():
+        if is_dataclass(hint):
+            yield from numeric_fields(hint, f"{prefix}{name}.")
+        elif {int, float} & {hint, *get_args(hint)}:
+            yield prefix + name
+
+
+SCRIPTS = {
+    "train": configs.TrainConfig, "bench": configs.BenchConfig, "measure": configs.MeasureConfig,
+    "explain": configs.ExplainConfig,
+}  # fmt: skip
+MAY_BE_NEGATIVE = set()
+
+
+@pytest.mark.parametrize(("script", "kind"), SCRIPTS.items())
+def test_no_number_of_a_config_may_be_infinite_nan_or_negative(script, kind):
+    """learning_rate=inf trained to NaN and ended with return code 0."""
+    base, keys = composed(name=script), list(numeric_fields(kind))
+    assert {"seed", "microbatch_size"} <= set(keys)
+    for key in keys:
+        for value in (float("inf"), -float("inf"), float("nan"), -1):
+            if value == -1 and key in MAY_BE_NEGATIVE:
+                continue
+            config = deepcopy(base)
+            with pytest.raises((configs.ConfigError, OmegaConfBaseException)) as caught:
+                OmegaConf.update(config, key, value)
+                configs.typed(config)
+            assert key in f"{caught.value} {getattr(caught.value, 'full_key', '')}", (key, value)
 
 
 def test_clipping_can_be_turned_off():

@@ -183,8 +183,10 @@ def points(batch_size):
     parts = [TensorDataset(x[part], y[part]) for part in (slice(24), slice(24, None))]
     return tuple(DataLoader(part, batch_size, drop_last=True) for part in parts)
 """
-OWN_CHOICES = ["model=mlp", "model.num_layers=4", "model._target_=own.Classifier", *TINY, "run_dir=run",
-               "model.in_features=8", "model.out_features=2", "data=custom", "data._target_=own.points"]  # fmt: skip
+OWN_CHOICES = [
+    "model=mlp", "model.num_layers=4", "model._target_=own.Classifier", "model.in_features=8", *TINY,
+    "model.out_features=2", "data=custom", "data._target_=own.points", "run_dir=run",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.autograd import Explanation, explain, recompute
-from zbpp.build import build_data, build_model, cut_of, machine
+from zbpp.build import build_data, build_model, check_fit, cut_of, fitting, machine
 from zbpp.config import NUM_MICROBATCHES, ConfigError, TrainConfig, naming
 from zbpp.runtime import Pipeline, measured_costs
+from zbpp.runtime.microbatch import split
 from zbpp.runtime.world import World, broadcast, check_agreement, gather, world
 from zbpp.schedule import (
     Costs,
@@ -39,6 +41,7 @@ from zbpp.training.optimizer import adamw, parameters_of, warmup_cosine
 from zbpp.training.planned import made_plan, read_plan
 from zbpp.training.progress import progress
 from zbpp.training.replan import Replan
+from zbpp.training.run_folder import RunFolder, claimed
 from zbpp.training.sources import check_sources
 from zbpp.training.ties import check_ties
 from zbpp.training.trainer import Trainer
@@ -57,35 +60,41 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     # its plan, so that ranks can't disagree and a mistake is said once.
     rank, num_ranks = int(os.environ.get("RANK", "0")), _num_ranks(config)
     job = _prepare(config, _planned(config, num_ranks), rank) if rank == 0 else None
-    with world(device=config.parallel.device, timeout=config.parallel.timeout) as here:
+    with (
+        _run_folder(config, rank) as folder,
+        world(device=config.parallel.device, timeout=config.parallel.timeout) as here,
+    ):
         check_agreement("configs", {key: value for key, value in settings.items() if key != "run_dir"})
         timetable = Timetable.parse(broadcast(str(job.timetable) if job else ""))
         job = job or _prepare(config, timetable, rank)
         check_sources()
         check_agreement("data (by fingerprint)", job.data.fingerprint)
-        folder = Path(broadcast(config.run_dir))
+        path = Path(broadcast(config.run_dir))
         with naming("model"):
             check_ties(job.model.build_stage, timetable.rank_of, is_rank_0=here.rank == 0)
         for stage in job.stages.values():
             stage.to(here.device, getattr(torch, config.dtype))
+        _check_fit(job, here.device)
+        for stage in job.stages.values():
             _recompute(stage, config.memory.recompute)
         _compile(job.stages, config.compile, config.memory.budget)
         with naming("model"):
             trainer = _trainer(config, job)
-        if here.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.yaml").write_text(resolved_yaml)
+        if folder is not None:
+            folder.begin()
+            (path / "config.yaml").write_text(resolved_yaml)
             if "layers_per_stage" in job.cut:
                 print("layers per stage:", *job.cut["layers_per_stage"], flush=True)
-        with Loggers(_loggers(config, settings, folder) if here.rank == 0 else []) as loggers:
+        with Loggers(_loggers(config, settings, path) if here.rank == 0 else []) as loggers:
             history = _run(config, trainer, loggers, shown=here.rank == 0)
             summary, measured, predicted = _summarise(config, trainer, here, history)
             summary |= job.cut
             if config.save_weights:
-                save_weights(folder, trainer.pipeline)
+                save_weights(path, trainer.pipeline)
             if here.rank == 0:
                 loggers.summary = summary
-                _write(folder, summary, measured, predicted)
+                _write(path, summary, measured, predicted)
+                print(f"written to {path}", flush=True)
         return summary
 
 
@@ -110,10 +119,17 @@ def _planned(config: TrainConfig, num_ranks: int) -> Timetable:
 
 
 def _prepare(config: TrainConfig, timetable: Timetable, rank: int) -> _Job:
-    model = build_model(config.model)
+    model = build_model(config.model, config.seed)
     stages = _stages(model, timetable, rank)
     data = build_data(config.data, timetable.num_microbatches * config.microbatch_size, config.seed)
     return _Job(timetable, model, stages, cut_of(model, timetable.num_stages), data)
+
+
+@contextmanager
+def _run_folder(config: TrainConfig, rank: int) -> Iterator[RunFolder | None]:
+    """The folder on rank 0, which is refused before the ranks join and changed after that; None on others."""
+    with claimed(config.run_dir, overwrite=config.overwrite) if rank == 0 else nullcontext() as folder:
+        yield folder
 
 
 def _num_ranks(config: TrainConfig) -> int:
@@ -121,7 +137,7 @@ def _num_ranks(config: TrainConfig) -> int:
     wanted = config.parallel.num_ranks
     if wanted is not None and wanted != started:
         raise ConfigError(
-            f"parallel.num_ranks={wanted}, but {started} process(es) were started: write "
+            f"parallel.num_ranks={wanted}, but torchrun started {started}: write "
             f"torchrun --nproc-per-node {wanted} scripts/train.py ..., or parallel.num_ranks=null"
         )
     return started
@@ -130,6 +146,13 @@ def _num_ranks(config: TrainConfig) -> int:
 def _stages(model: Any, timetable: Timetable, rank: int) -> dict[int, nn.Module]:
     with naming("model"):
         return {index: model.build_stage(index, timetable.num_stages) for index in timetable.stages_of(rank)}
+
+
+def _check_fit(job: _Job, device: torch.device) -> None:
+    num_stages, num_microbatches = job.timetable.num_stages, job.timetable.num_microbatches
+    with naming("data"):
+        args, _ = batch_for(job.stages, num_stages, job.data.train, 0, device)
+        check_fit(job.stages, [split("the input", each, num_microbatches)[0] for each in args])
 
 
 def _recompute(stage: nn.Module, what: str) -> None:
@@ -315,14 +338,14 @@ def explain_stage(
     The stages before it run first, without a graph, for an input of the right shape; the last stage's F
     ends with the loss. Raises ConfigError.
     """
-    built = build_model(model)
+    built = build_model(model, seed)
     source = build_data(data, microbatch_size, seed)
 
     def stage_of(index: int) -> nn.Module:
         made: nn.Module = built.build_stage(index, num_stages)
         return made.to(getattr(torch, dtype))
 
-    with naming("model"):
+    with naming("model"), fitting("the forward failed"):
         module = stage_of(stage)  # first: a stage that does not exist is refused before any runs
         ends = {0: module if stage == 0 else stage_of(0), num_stages - 1: module}
         args, target = batch_for(ends, num_stages, source.train, 0, torch.device("cpu"))

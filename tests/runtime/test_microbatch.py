@@ -147,7 +147,9 @@ class Holder:
 @pytest.mark.parametrize("value", [Holder(torch.zeros(4)), UserDict(x=torch.zeros(4))])
 def test_an_object_that_hides_tensors_is_refused(value):
     kind = type(value).__name__
-    with pytest.raises(ValueError, match=f"argument 0\\[1\\] is a {kind}, which holds tensors that torch's pyt"):
+    with pytest.raises(
+        ValueError, match=f"argument 0\\[1\\] is a {kind}, which holds tensors that torch's pyt"
+    ):
         split("argument 0", (torch.zeros(4), value), 2)
     assert split("argument 0", replicate(value), 2) == [value, value]
 

@@ -145,7 +145,6 @@ def _speed(ours: Row, theirs: Row) -> str:
 
 def write(folder: Path, about: Row, entries: Sequence[Entry], rows: Sequence[Row]) -> None:
     """bench.json, bench.png, and trace.json for Perfetto."""
-    folder.mkdir(parents=True, exist_ok=True)
     found = {"about": about, "rows": rows, "verdicts": verdicts(rows)}
     (folder / "bench.json").write_text(json.dumps(found, indent=2) + "\n")
     panels = [
