@@ -6,14 +6,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 # A fresh clone plans without being installed: installing would bring torch.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -21,18 +23,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from zbpp.models.flops import head_in_layers
 from zbpp.schedule import (
     SCHEDULES,
+    About,
+    Answer,
     Costs,
     PlanError,
     Question,
     Timeline,
     Timetable,
+    about_in_words,
     choose,
     chrome_trace,
     compare,
-    from_csv,
-    from_json,
     lower,
+    measured_layers,
     per_stage_of,
+    read_costs,
+    read_memory_limit,
+    read_timetable,
     render_advice,
     render_cuts,
     render_figures,
@@ -41,10 +48,10 @@ from zbpp.schedule import (
     render_table,
     render_text,
     simulate,
+    takes_costs,
     to_csv,
     to_json,
 )
-from zbpp.schedule.costs_file import About, about_in_words, measured_layers, read_costs
 
 _DESCRIPTION = "Choose, print, compare and draw timetables of pipeline schedules. Needs no torch and no GPU."
 _USAGE = "plan.py SCHEDULE [SCHEDULE ...] | --choose | --timetable FILE | --layers N   [options]"
@@ -71,8 +78,19 @@ examples:
 """
 
 _SEARCH, _CHOICE = 10.0, 45.0  # s: of a search, and of all that --choose does
+_MOST_LAYERS = 4096  # a table of their pairs is made
 _PATIENCE = 1.0  # s before a bar is drawn
 _FORMS = {"text": str, "csv": to_csv, "json": to_json}
+
+_COSTS = {
+    "f": "forward, ms (default 1)",
+    "b": "gradient of the input, ms (1)",
+    "w": "gradients of the weights, ms (1)",
+    "bw": "both in one piece, ms (b + w)",
+    "comm": "a message, ms (0)",
+    "saved": "memory held from F until B (1)",
+    "deferred": "memory held from B until W (0.5)",
+}
 
 Outcomes = Mapping[str, Timeline | PlanError]
 Bar = Callable[[float, str], None]
@@ -98,14 +116,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> str:
     costs, about = _costs(options)
-    outcomes, advice = _chosen(options, costs) if options.choose else (_outcomes(options, costs), "")
-    notes = list(filter(None, [about_in_words(about), advice]))
-    _draw(options, outcomes, costs, notes)
+    notes = list(filter(None, [about_in_words(about)]))
+    if options.choose:
+        return "\n\n".join([*notes, _advice(options, costs, notes)])
+    outcomes = _outcomes(options, costs)
+    _draw(options, outcomes, costs, notes=notes)
     if options.form:
         return _FORMS[options.form](_only(outcomes).timetable)
     if options.program is not None:
         return _program(_only(outcomes).timetable, options.program)
-    return "\n\n".join(notes if advice else [*notes, _figures(options, outcomes)])
+    return "\n\n".join([*notes, _figures(options, outcomes)])
 
 
 # ---------------------------------------------------------------- what is planned
@@ -113,7 +133,7 @@ def _run(options: argparse.Namespace) -> str:
 
 def _outcomes(options: argparse.Namespace, costs: Costs) -> Outcomes:
     if options.timetable:
-        timetable = _read_timetable(options.timetable)
+        timetable = read_timetable("/dev/stdin" if options.timetable == "-" else options.timetable)
         return {Path(options.timetable).stem: simulate(timetable, _own(costs, timetable))}
     names = [name for each in options.schedules for name in (SCHEDULES if each == "all" else [each])]
     with _bar() as show:
@@ -122,7 +142,7 @@ def _outcomes(options: argparse.Namespace, costs: Costs) -> Outcomes:
             options.ranks,
             options.microbatches,
             costs=costs,
-            memory_limit=options.memory_limit,
+            memory_limit=read_memory_limit(options.memory_limit, costs),
             placement=options.placement,
             objective=options.objective,
             time_limit=_SEARCH if options.time_limit is None else options.time_limit,
@@ -131,21 +151,58 @@ def _outcomes(options: argparse.Namespace, costs: Costs) -> Outcomes:
         )
 
 
-def _chosen(options: argparse.Namespace, costs: Costs) -> tuple[Outcomes, str]:
-    """The plans that fit, best first, and the advice."""
+def _advice(options: argparse.Namespace, costs: Costs, notes: Sequence[str]) -> str:
+    """The commands that train with the best plan, and why; draws the plans that fit, best first."""
+    if options.form or options.program is not None:
+        raise PlanError("--text, --csv, --json and --program show one schedule: name one instead of --choose")
     question = Question(
         num_ranks=options.ranks,
         num_microbatches=options.microbatches,
         costs=costs,
-        memory_limit=options.memory_limit,
+        memory_limit=read_memory_limit(options.memory_limit, costs),
         objective=options.objective,
         time_limit=_CHOICE if options.time_limit is None else options.time_limit,
         seed=options.seed,
     )
     with _bar() as show:
         answer = choose(question, show)
-    candidates = [choice.candidate for choice in answer.ranked]
-    return {each.title: each.timeline for each in candidates}, render_advice(answer)
+    advice, commands = render_advice(answer), _commands(options, answer)
+    outcomes = {choice.candidate.title: choice.candidate.timeline for choice in answer.ranked}
+    notes = [commands, *notes, advice.question]
+    _draw(options, outcomes, costs, notes=notes, table=advice.ranked, more=advice.more)
+    return f"{commands}\n\n{advice}"
+
+
+def _commands(options: argparse.Namespace, answer: Answer) -> str:
+    """What to type to train with the best plan: by its name, or from a file if it depends on costs."""
+    best = answer.ranked[0].candidate
+    train = f"torchrun --standalone --nproc-per-node {options.ranks} scripts/train.py"
+    if not takes_costs(best.name):
+        lines = [f"{train} schedule={best.name} num_microbatches={options.microbatches}"]
+    else:
+        lines = [
+            f"python scripts/plan.py {best.title} {_same(options)} --text > plan.txt",
+            f"{train} schedule.timetable=plan.txt num_microbatches={options.microbatches}",
+        ]
+    return "\n".join([f"to train with the best plan, {best.title}:", *(f"  {line}" for line in lines)])
+
+
+def _same(options: argparse.Namespace) -> str:
+    """The flags with which a plan for the same question is made again."""
+    names = ("ranks", "microbatches", "memory_limit", "objective", "time_limit", "seed", "costs")
+    given = {name: getattr(options, name) for name in (*names, *_COSTS)}
+    defaults = vars(_parser().parse_args([]))
+    return " ".join(
+        f"--{name.replace('_', '-')} {_word(value)}"
+        for name, value in given.items()
+        if name in ("ranks", "microbatches") or value != defaults[name]
+    )
+
+
+def _word(value: object) -> str:
+    """As a shell takes it."""
+    numbers = value if isinstance(value, list) else [value]
+    return shlex.quote(",".join(str(number).removesuffix(".0") for number in numbers))
 
 
 @contextmanager
@@ -203,23 +260,17 @@ def _estimated(options: argparse.Namespace) -> float:
 # ---------------------------------------------------------------- what is read
 
 
-def _read_timetable(path: str) -> Timetable:
-    text = sys.stdin.read() if path == "-" else Path(path).read_text()
-    return {".csv": from_csv, ".json": from_json}.get(Path(path).suffix, Timetable.parse)(text)
-
-
 def _costs(options: argparse.Namespace) -> tuple[Costs, About]:
     """The file's costs with the flags' over them, and what the file says of itself."""
-    path = options.costs
-    given, about = read_costs(Path(path).read_text(), path) if path else ({}, {})
-    flags = {field.name: getattr(options, field.name) for field in fields(Costs)}
-    return Costs(**{**given, **{name: value for name, value in flags.items() if value is not None}}), about
+    costs, about = read_costs(options.costs) if options.costs else (Costs(), {})
+    flags = {name: getattr(options, name) for name in _COSTS}
+    return replace(costs, **{name: value for name, value in flags.items() if value is not None}), about
 
 
 # ---------------------------------------------------------------- what is shown
 
 
-def _draw(options: argparse.Namespace, outcomes: Outcomes, costs: Costs, notes: Sequence[str]) -> None:
+def _draw(options: argparse.Namespace, outcomes: Outcomes, costs: Costs, **texts: Any) -> None:
     if options.picture:
         render_picture(_timelines(outcomes), options.picture)
     if options.trace:
@@ -227,8 +278,8 @@ def _draw(options: argparse.Namespace, outcomes: Outcomes, costs: Costs, notes: 
     if options.html:
         timelines = _timelines(outcomes)
         own = {name: _own(costs, each.timetable) for name, each in timelines.items()}
-        page = render_page(timelines, notes=notes, costs=own, memory_limit=options.memory_limit)
-        Path(options.html).write_text(page)
+        limit = read_memory_limit(options.memory_limit, costs)
+        Path(options.html).write_text(render_page(timelines, costs=own, memory_limit=limit, **texts))
 
 
 def _own(costs: Costs, timetable: Timetable) -> Costs:
@@ -282,9 +333,17 @@ def _layers(text: str) -> list[float]:
     numbers = _numbers(text)
     if isinstance(numbers, list):
         return numbers
+    if numbers > _MOST_LAYERS:
+        raise argparse.ArgumentTypeError(f"{text!r}: {_MOST_LAYERS} layers are the most")
     if not numbers >= 1 or numbers % 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of layers: write 24, or their costs 1,1,2")
     return [1.0] * int(numbers)
+
+
+def _size(text: str) -> int:
+    if not text.isdecimal() or not 1 <= float(text) <= 1e15:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write a whole number, 1 to 1e15")
+    return int(text)
 
 
 def _picture(path: str) -> str:
@@ -305,9 +364,8 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--timetable", metavar="FILE", help="read one: text ('-': stdin), .csv of torch, .json")
     what.add_argument("--ranks", type=int, default=4, metavar="P", help="default 4")
     what.add_argument("--microbatches", type=int, default=8, metavar="M", help="default 8")
-    what.add_argument(
-        "--memory-limit", type=_numbers, metavar="N", help="most that a rank may hold, or per rank"
-    )
+    limit = "most that a rank may hold: 8 activations, 12GiB if the costs are in bytes; N,N,... per rank"
+    what.add_argument("--memory-limit", metavar="N", help=limit)
     _add_search(parser.add_argument_group("searching (zb_auto, optimal, --choose)"))
     _add_costs(parser.add_argument_group("costs (a number per rank, or N,N,... per stage)"))
     _add_layers(parser.add_argument_group("splitting layers over stages"))
@@ -327,15 +385,7 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
 
 def _add_costs(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--costs", metavar="FILE", help='JSON such as {"f": 10, "b": [9, 11], ...}; flags win')
-    for name, text in {
-        "f": "forward, ms (default 1)",
-        "b": "gradient of the input, ms (1)",
-        "w": "gradients of the weights, ms (1)",
-        "bw": "both in one piece, ms (b + w)",
-        "comm": "a message, ms (0)",
-        "saved": "memory held from F until B, any unit (1)",
-        "deferred": "memory held from B until W (0.5)",
-    }.items():
+    for name, text in _COSTS.items():
         group.add_argument(f"--{name}", type=_numbers, metavar="N", help=text)
 
 
@@ -349,7 +399,7 @@ def _add_layers(group: argparse._ArgumentGroup) -> None:
         "sequence": "tokens in a sequence",
         "layer-parameters": "entries of a layer's matrices (12 hidden^2)",
     }.items():
-        group.add_argument(f"--{name}", type=int, metavar="N", help=text)
+        group.add_argument(f"--{name}", type=_size, metavar="N", help=text)
 
 
 def _add_outputs(group: argparse._ArgumentGroup) -> None:

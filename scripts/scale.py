@@ -1,11 +1,9 @@
 #!/usr/bin/env python
-"""How long planning takes at scale: plan, simulate (which validates), lower every rank's program.
-
-Usage: scale.py [RANKS MICROBATCHES]    (default 64 1024; 512 4096 is the largest that is promised)
-"""
+"""How long planning takes at scale: plan, simulate (which validates), lower every rank's program."""
 
 from __future__ import annotations
 
+import argparse
 import resource
 import sys
 from collections.abc import Sequence
@@ -15,13 +13,24 @@ from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from zbpp.schedule import lower, plan, simulate
+from zbpp.schedule import PlanError, lower, plan, simulate
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print seconds per schedule and step, and the process's largest memory."""
-    given = sys.argv[1:] if arguments is None else arguments
-    num_ranks, num_microbatches = map(int, given or ("64", "1024"))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("ranks", nargs="?", type=int, default=64, help="default 64; 512 is promised")
+    parser.add_argument(
+        "microbatches", nargs="?", type=int, default=1024, help="default 1024; 4096 is promised"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        _measure(options.ranks, options.microbatches)
+    except PlanError as error:
+        parser.error(str(error))
+
+
+def _measure(num_ranks: int, num_microbatches: int) -> None:
     for name in ("zb_h1", "zb_v"):
         clock = [perf_counter()]
         timetable = plan(name, num_ranks, num_microbatches)

@@ -23,8 +23,8 @@ from zbpp import (
 from zbpp.schedule import SCHEDULES
 
 NAMES = [
-    "Costs", "Pipeline", "PlanError", "Timeline", "Timetable", "WeightGrads", "backward_input", "lower",
-    "per_microbatch", "plan", "replicate", "simulate",
+    "Costs", "Pipeline", "PlanError", "Timeline", "Timetable", "WeightGrads", "backward_input",
+    "clip_grad_norm_", "lower", "per_microbatch", "plan", "replicate", "simulate",
 ]  # fmt: skip
 
 POSITIONAL, KEYWORD = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
@@ -86,8 +86,11 @@ def test_the_signature_of_pipeline():
     assert parameters(Pipeline)[:4] == [(name, POSITIONAL) for name in names]
     assert (defaults(Pipeline)["loss_fn"], defaults(Pipeline)["group"]) == (None, None)
     expected = [("args", REST), ("target", KEYWORD), ("kwargs", KEYWORDS)]
-    assert parameters(Pipeline.step) == parameters(Pipeline.evaluate) == expected
-    assert defaults(Pipeline.step) == defaults(Pipeline.evaluate) == {"target": None}
+    assert parameters(Pipeline.step) == expected
+    more = [("return_outputs", KEYWORD), ("metrics", KEYWORD)]
+    assert parameters(Pipeline.evaluate) == [*expected[:2], *more, expected[2]]
+    assert defaults(Pipeline.step) == {"target": None}
+    assert defaults(Pipeline.evaluate) == {"target": None, "return_outputs": False, "metrics": None}
 
 
 def test_what_a_timetable_shows():

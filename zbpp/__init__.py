@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zbpp.autograd import WeightGrads, backward_input, checkpoint
-    from zbpp.runtime import Pipeline, per_microbatch, replicate
+    from zbpp.runtime import Pipeline, clip_grad_norm_, per_microbatch, replicate
     from zbpp.schedule import Costs, PlanError, Timeline, Timetable, lower, plan, simulate
 
 __version__ = "0.1.0"
@@ -24,6 +24,7 @@ _HOME = {
     "WeightGrads": "zbpp.autograd",
     "backward_input": "zbpp.autograd",
     "checkpoint": "zbpp.autograd",
+    "clip_grad_norm_": "zbpp.runtime",
     "lower": "zbpp.schedule",
     "per_microbatch": "zbpp.runtime",
     "plan": "zbpp.schedule",
@@ -40,6 +41,7 @@ __all__ = [
     "WeightGrads",
     "backward_input",
     "checkpoint",
+    "clip_grad_norm_",
     "lower",
     "per_microbatch",
     "plan",

@@ -117,7 +117,7 @@ def help_text(name: str, description: str) -> str:
             "",
             values,
             "",
-            "--cfg job prints the resulting config, -m runs all combinations of values a,b; --hydra-help: more.",
+            "--cfg job prints the resulting config, -m runs key=a,b for a and for b; see --hydra-help.",
         ]
     )
 

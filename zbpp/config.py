@@ -27,6 +27,8 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from zbpp.ranges import Checked, one_of, ranged
 from zbpp.ranges import ConfigError as ConfigError  # where the rest of zbpp looks for it
 
+NUM_MICROBATCHES = 8  # where neither the config nor a plan says how many
+
 _LONGEST = 1e7  # s, four months: torch's timeouts overflow somewhere above
 _LARGEST_SEED = 2**63 - 1
 DTYPES = ("float32", "float64", "bfloat16")
@@ -35,19 +37,23 @@ COMPILE = ("none", "stage", "layer")
 
 @dataclass(kw_only=True)
 class ScheduleConfig(Checked):
-    """As `plan` takes them (null: the schedule's own), and what follows the first steps."""
+    """As scripts/plan.py takes them (null: the schedule's own), and what follows the first steps."""
 
     prefix: ClassVar[str] = "schedule."
     name: str = MISSING
+    timetable: str | None = None  # a file that plan.py wrote: the plan itself, instead of the name
+    costs: str | None = None  # a file that measure.py wrote, for schedules that are planned for costs
     stages_per_rank: int | None = ranged(None, least=1)
     placement: str | None = None  # one, looped or v
-    memory_limit: float | None = ranged(None, above=0)  # of each rank, in activations of a stage
+    # of each rank, in activations; where the costs are in bytes, with a unit: 12GiB
+    memory_limit: int | float | str | None = None
     replan: str | None = None  # a schedule to go on with, planned for what the first steps cost
 
     @property
     def options(self) -> dict[str, Any]:
         """What `plan` takes beside the name."""
-        return {key: value for key, value in vars(self).items() if key not in ("name", "replan")}
+        others = ("name", "replan", "timetable", "costs")
+        return {key: value for key, value in vars(self).items() if key not in others}
 
 
 @dataclass(kw_only=True)
@@ -114,7 +120,7 @@ class TrainConfig(Checked):
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     steps: int = ranged(100, least=1)
-    num_microbatches: int = ranged(8, least=1)
+    num_microbatches: int | None = ranged(None, least=1)  # null: those of schedule.timetable, or 8
     microbatch_size: int = ranged(4, least=1)  # rows; the batch is num_microbatches times as large
     seed: int = ranged(0, most=_LARGEST_SEED)
     dtype: str = one_of(*DTYPES)
@@ -124,6 +130,7 @@ class TrainConfig(Checked):
     evaluate_every: int = ranged(50)  # steps; 0: never
     evaluation_batches: int = ranged(2, least=1)
     print_every: int = ranged(10, least=1)  # steps, where no progress bar can be drawn
+    save_weights: bool = True  # at the end, a file per stage
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -140,7 +147,7 @@ class TrainConfig(Checked):
     @property
     def batch_size(self) -> int:
         """Rows of a whole batch."""
-        return self.num_microbatches * self.microbatch_size
+        return (self.num_microbatches or NUM_MICROBATCHES) * self.microbatch_size
 
 
 @dataclass(kw_only=True)

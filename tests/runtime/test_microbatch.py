@@ -1,10 +1,14 @@
 """Cutting a batch: equal pieces, no copies, and a way out where it doesn't divide."""
 
+import warnings
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+
 import pytest
 import torch
 
 from zbpp import per_microbatch, replicate
-from zbpp.runtime.microbatch import split, split_keywords
+from zbpp.runtime.microbatch import Cutter, split
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 6])
@@ -66,11 +70,109 @@ def test_only_tensors_are_marked():
 
 def test_keywords_are_split_each_by_its_kind():
     whole = torch.arange(4)
-    pieces = split_keywords({"mask": whole, "shared": replicate(whole), "causal": True}, 2)
+    pieces = Cutter(2).cut_keywords({"mask": whole, "shared": replicate(whole), "causal": True})
     assert [each["mask"].tolist() for each in pieces] == [[0, 1], [2, 3]]
     assert [each["shared"].tolist() for each in pieces] == [[0, 1, 2, 3]] * 2
     assert [each["causal"] for each in pieces] == [True, True]
 
 
 def test_no_keywords_are_no_keywords_for_each_microbatch():
-    assert split_keywords({}, 3) == [{}, {}, {}]
+    assert Cutter(3).cut_keywords({}) == [{}, {}, {}]
+
+
+# ---------------------------------------------------------------- nested values
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Sample:
+    x: torch.Tensor
+    name: str
+
+
+torch.utils._pytree.register_dataclass(Sample)
+
+
+def test_tensors_inside_containers_reached_every_microbatch_whole():
+    x, y = torch.arange(8).reshape(4, 2), torch.arange(4)
+    value = {"a": (x, [y, "text"]), "b": Pair(left=x, right=None), "c": Sample(y, "name")}
+    pieces = split("argument 0", value, 2)
+    for piece, a, b in zip(pieces, x.chunk(2), y.chunk(2), strict=True):
+        assert torch.equal(piece["a"][0], a)
+        assert torch.equal(piece["a"][1][0], b)
+        assert piece["a"][1][1] == "text"
+        assert isinstance(piece["b"], Pair)
+        assert torch.equal(piece["b"].left, a)
+        assert torch.equal(piece["c"].x, b)
+        assert piece["c"].name == "name"
+
+
+def test_torchs_own_split_gives_the_same_pieces():
+    from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
+
+    args = ({"ids": torch.arange(12).reshape(6, 2), "more": [torch.arange(6), 3]},)
+    expected, _ = split_args_kwargs_into_chunks(args, {}, 3)
+    for piece, (chunk,) in zip(split("argument 0", args[0], 3), expected, strict=True):
+        assert torch.equal(piece["ids"], chunk["ids"])
+        assert torch.equal(piece["more"][0], chunk["more"][0])
+        assert piece["more"][1] == chunk["more"][1] == 3
+
+
+def test_marks_work_inside_containers():
+    shared, x = torch.zeros(3), torch.arange(4)
+    value = {"mask": replicate(shared), "x": x, "sizes": per_microbatch([1, 2]), "all": replicate((x, 1))}
+    first, second = split("argument 0", value, 2)
+    assert first["mask"] is second["mask"] is shared
+    assert (first["x"].tolist(), second["x"].tolist()) == ([0, 1], [2, 3])
+    assert (first["sizes"], second["sizes"]) == (1, 2)
+    assert first["all"][0] is second["all"][0] is x
+
+
+def test_containers_without_tensors_pass_as_they_are():
+    value = {"options": (1, ["a"]), "none": None}
+    assert all(piece is value for piece in split("options", value, 3))
+
+
+def test_a_tensor_inside_that_does_not_divide_is_named_by_its_place():
+    with pytest.raises(ValueError, match=r"argument 0\['ids'\]\[1\] has 3 rows, which don't split"):
+        split("argument 0", {"ids": [torch.zeros(4), torch.zeros(3)]}, 2)
+
+
+class Holder:
+    def __init__(self, x):
+        self.x = x
+
+
+@pytest.mark.parametrize("value", [Holder(torch.zeros(4)), UserDict(x=torch.zeros(4))])
+def test_an_object_that_hides_tensors_is_refused(value):
+    kind = type(value).__name__
+    with pytest.raises(
+        ValueError, match=f"argument 0\\[1\\] is a {kind}, which holds tensors that torch's pyt"
+    ):
+        split("argument 0", (torch.zeros(4), value), 2)
+    assert split("argument 0", replicate(value), 2) == [value, value]
+
+
+def test_objects_and_modules_without_a_batch_pass_as_they_are():
+    for value in (Holder("x"), torch.nn.Linear(2, 2), print):
+        assert split("option", value, 2) == [value, value]
+
+
+def test_a_target_with_another_number_of_rows_was_cut_into_other_microbatches():
+    cutter = Cutter(2)
+    cutter.cut("argument 0", torch.zeros(4, 3))
+    cutter.cut_keywords({"mask": replicate(torch.zeros(5)), "sizes": per_microbatch([torch.zeros(7)] * 2)})
+    with pytest.raises(ValueError, match=r"target\['y'\] has 6 rows, argument 0 has 4: .*replicate\(target"):
+        cutter.cut("target", {"y": torch.zeros(6)})
+
+
+def test_sparse_and_nested_tensors_say_what_to_pass():
+    with pytest.raises(ValueError, match=r"x is a sparse tensor, .*: pass x.to_dense\(\) or zbpp.per_micro"):
+        split("x", torch.eye(4).to_sparse(), 2)
+    for layout in (torch.jagged, torch.strided):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of prototypes
+            nested = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(1, 3)], layout=layout)
+        with pytest.raises(ValueError, match=r"x is a nested tensor, .*: pass zbpp.per_microbatch\(\["):
+            split("x", nested, 2)

@@ -424,7 +424,7 @@ def step_and_look_inside(rank, timetable):
 def test_nothing_is_left_in_links_and_workers_after_a_step():
     for links, workers in run_ranks(step_and_look_inside, 2, plan("zb_v", 2, 4)):
         assert set(links) == {0}
-        assert workers == [({}, {}, ((), (), None, ()))] * 2
+        assert workers == [({}, {}, ((), (), None, (), None))] * 2
 
 
 def test_an_error_in_one_step_does_not_spoil_the_next():

@@ -188,7 +188,7 @@ def test_hovering_tells_times_needs_and_memory(page):
         "needs saved(2,0) of 2F0, there at 56.7 ms",
         "needs g(2,0) of 3B0 on rank 3, there at 94.5 ms",
         "waited 19.3 ms for g(2,0)",
-        "memory after it: 1.5",
+        "memory after it: 1.5 activations",
     ]
 
 
@@ -238,7 +238,7 @@ def test_arrow_keys_go_through_all_actions(page, panel):
         assert lines[1] == f"rank {rank}: {start:.6g} – {end:.6g} ms ({end - start:.6g} ms)"
         needs = {(str(value), str(maker[value])) for value in consumes(action)}
         assert set(re.findall(r"needs (\S+) of (\w+)", "\n".join(lines))) == needs
-        assert lines[-1] == f"memory after it: {level:g}"
+        assert lines[-1] == f"memory after it: {level:g} activations"
 
 
 # ---------------------------------------------------------------- zoom

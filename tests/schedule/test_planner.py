@@ -59,6 +59,12 @@ def test_a_generator_that_ignores_the_limit_is_caught(generator):
         ({"costs": None}, "costs=None: write Costs(f=..., b=..., w=...)"),
         ({"costs": {"f": 1}}, "costs={'f': 1}: write Costs(f=..., b=..., w=...)"),
         ({"memory_limit": -1}, "memory_limit=-1: write a number, 0 or more, in the unit of costs.saved, or"),
+        (
+            {"memory_limit": math.inf},
+            "memory_limit=inf: write a number, 0 or more, in the unit of costs.saved",
+        ),
+        ({"memory_limit": 10**400}, "memory_limit=1000"),
+        ({"time_limit": math.inf}, "time_limit=inf: write seconds, 0 or more"),
         ({"memory_limit": math.nan}, "memory_limit=nan: write a number, 0 or more"),
         ({"memory_limit": "8"}, "memory_limit='8': write a number, 0 or more"),
         ({"memory_limit": [8, -1]}, "memory_limit=[8, -1]: write a number, 0 or more"),
@@ -112,7 +118,7 @@ def test_an_option_that_agrees_with_the_family_is_welcome():
     assert plan("zb_v", 3, 5, placement="v", stages_per_rank=2) == plan("zb_v", 3, 5)
     assert plan("zb_h1", 3, 5, placement="one", stages_per_rank=1) == plan("zb_h1", 3, 5)
     assert plan("interleaved_1f1b", 3, 6, placement="looped") == plan("interleaved_1f1b", 3, 6)
-    assert plan("zb_v", 3, 5, memory_limit=math.inf, seed=-1, time_limit=0) == plan("zb_v", 3, 5)
+    assert plan("zb_v", 3, 5, seed=-1, time_limit=0) == plan("zb_v", 3, 5)
 
 
 def test_on_one_rank_two_stages_are_a_v_and_a_loop():

@@ -106,20 +106,21 @@ def test_costs_of_zero_are_drawn_as_nothing():
 def test_table_shows_figures_or_the_reason():
     outcomes = compare(["1f1b", "zb_h2", "zb_v"], 4, 4)
     assert render_table(outcomes).splitlines() == [
-        "schedule  stages/rank  makespan  max span  bubble  bubble rate  peak memory",
-        "1f1b                1        21        21       9      42.86 %            4",
-        f"zb_h2{' ' * 72}{outcomes['zb_h2']}",
-        "zb_v                2        15        15       3      20.00 %            4",
+        "schedule  stages/rank  makespan  max span  bubble  bubble rate  peak activations",
+        "1f1b                1        21        21       9      42.86 %                 4",
+        f"zb_h2{' ' * 77}{outcomes['zb_h2']}",
+        "zb_v                2        15        15       3      20.00 %                 4",
     ]
     assert isinstance(outcomes["zb_h2"], PlanError)
 
 
 def test_figures_are_per_rank_and_largest():
-    assert render_figures(simulate(plan("zb_h1", 2, 4), Costs(saved=3e9, deferred=1e9))).splitlines() == [
+    costs = Costs(saved=3 * 2**30, deferred=2**30, memory_unit="bytes")
+    assert render_figures(simulate(plan("zb_h1", 2, 4), costs)).splitlines() == [
         "         span  bubble  bubble rate  peak memory",
-        "rank 0     13       1       7.69 %          6 G",
-        "rank 1     12       0       0.00 %          4 G",
-        "largest    13       1       7.69 %          6 G",
+        "rank 0     13       1       7.69 %        6 GiB",
+        "rank 1     12       0       0.00 %        4 GiB",
+        "largest    13       1       7.69 %        6 GiB",
         "makespan 13 ms",
     ]
 
@@ -133,7 +134,7 @@ def test_compare_runs_the_same_model_under_every_schedule():
 
 def test_compare_refuses_names_that_nobody_knows():
     with pytest.raises(PlanError, match="did you mean zb_h1"):
-        compare(["1f1b", "zbh1"], 2, 8)
+        compare(["1f1b", "zb_hh1"], 2, 8)
 
 
 def test_trace_is_json_with_one_slice_per_action():

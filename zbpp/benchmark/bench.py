@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from zbpp.benchmark.measurement import measure
 from zbpp.benchmark.race import Entry, attempt, dismiss, enter, race
 from zbpp.benchmark.workload import Workload
 from zbpp.runtime.agree import planned_by_rank_0
-from zbpp.schedule import SCHEDULES, Costs, Timetable, plan, simulate
+from zbpp.schedule import Costs, Timetable, plan, simulate, takes_costs
 
 TUNED = "interleaved_1f1b"
 _STAGES_PER_RANK = (2, 3, 4)  # what the tuned one is chosen from
@@ -37,7 +36,7 @@ def bench(workload: Workload, names: Sequence[str], options: Options) -> list[En
     size, num_microbatches = workload.here.size, workload.num_microbatches
     measured = measure(workload, plan("zb_h1", size, num_microbatches), _MEASURED_STEPS)
     costs, deferred = measured.in_activations, measured.deferred_share
-    fixed = {name: plan(name, size, num_microbatches) for name in names if not _takes_costs(name)}
+    fixed = {name: plan(name, size, num_microbatches) for name in names if not takes_costs(name)}
     held = [peak_of(timetable, deferred) for timetable in fixed.values()]
     limit = options.memory_limit or max(held, default=float(size))
 
@@ -61,10 +60,6 @@ def bench(workload: Workload, names: Sequence[str], options: Options) -> list[En
     race(entries, workload, options.num_repeats)
     dismiss(entries)
     return entries
-
-
-def _takes_costs(name: str) -> bool:
-    return "costs" in inspect.signature(SCHEDULES[name]).parameters
 
 
 def _theirs(workload: Workload, ours: Entry) -> list[Entry]:

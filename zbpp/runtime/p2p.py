@@ -112,7 +112,7 @@ class Outbox:
             )
         for tensor in message:
             if tensor is not None:
-                works.append(self._start(tensor.detach().contiguous()))
+                works.append(self._start(_as_stored(tensor)))
         self._pending.append(works)
 
     def _start(self, tensor: Tensor) -> tuple[dist.Work, Tensor]:
@@ -137,6 +137,11 @@ class Outbox:
         """Give up what is under way, and the link."""
         self._pending.clear()
         del self.group
+
+
+def _as_stored(tensor: Tensor) -> Tensor:
+    """The tensor over memory that holds its numbers: of a conjugate or a negative view it doesn't."""
+    return tensor.detach().contiguous().resolve_conj().resolve_neg()
 
 
 class _Posted(NamedTuple):

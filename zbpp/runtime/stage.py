@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_leaves
 
 from zbpp.autograd import WeightGrads
 from zbpp.autograd.split import num_hooks_made, split
 from zbpp.runtime.layout import Message, describe, layout_of
 
 Loss = Callable[..., Tensor]
+Observe = Callable[[Any, Any], None]  # (output, target)
 
 
 class Feed(NamedTuple):
@@ -28,6 +28,10 @@ class Feed(NamedTuple):
     kwargs: Sequence[dict[str, Any]]
     targets: Sequence[Any] | None
     seeds: Sequence[int]  # of the random numbers drawn in F
+    observe: Observe | None = None  # evaluation: sees what the last stage returns
+
+
+_NO_FEED = Feed((), (), None, ())
 
 
 class _Saved(NamedTuple):
@@ -64,31 +68,28 @@ class StageWorker:
     ) -> None:
         self.index, self.module, self._device = index, module, device or torch.device("cpu")
         self._is_last, self._loss_fn = is_last, loss_fn
-        self._feed = Feed((), (), None, ())
+        self._feed = _NO_FEED
         self._saved: dict[int, _Saved] = {}
         self._deferred: dict[int, WeightGrads] = {}
-        self._continues = False  # a graph that the caller made, with hooks perhaps
         self._start: Message = ()  # of the backward: every microbatch's loss has the same gradient
         self.losses: list[Tensor] = []
 
     def begin(self, feed: Feed) -> None:
         """Take what the caller gave for a step. Raises ValueError if the target is missing."""
-        if feed.targets is None and self._is_last and self._loss_fn is not None:
+        if feed.targets is None and self._is_last and self._loss_fn is not None and feed.observe is None:
             raise ValueError("the last stage needs target=...: there is a loss_fn")
-        self._feed, self._start = feed, ()
-        self._continues = _has_graph(feed.kwargs) or _has_graph(feed.targets)
-        self.losses = []
+        self._feed, self._start, self.losses = feed, (), []
 
     def abandon(self) -> None:
         """Drop all that is left of a step that failed."""
-        self._feed, self._start, self.losses = Feed((), (), None, ()), (), []
+        self._feed, self._start, self.losses = _NO_FEED, (), []
         self._saved.clear()
         self._deferred.clear()
 
     def end(self) -> list[Tensor]:
         """The step's losses; its batch is dropped. Raises RuntimeError if anything else is left over."""
         losses, self.losses = self.losses, []
-        self._feed, self._start = Feed((), (), None, ()), ()
+        self._feed, self._start = _NO_FEED, ()
         left = [*(f"saved({self.index},{m})" for m in self._saved)]
         left += [*(f"deferred({self.index},{m})" for m in self._deferred)]
         if left:
@@ -98,12 +99,13 @@ class StageWorker:
     def forward(self, microbatch: int, message: Message) -> Message:
         """F: run the module and keep its graph. On the last stage returns the loss's own gradient."""
         inputs = tuple([_entrance(each) for each in self._inputs(microbatch, message)])
-        # Before the module runs, since it may change its inputs in place.
-        entrances = tuple([_edge(each) for each in inputs])
+        # Before the module runs, since it may change its inputs in place. The caller's tensors are no
+        # entrances: like a parameter, one that requires grad gets its gradient in `.grad`.
+        entrances = tuple([_edge(each) for each in inputs]) if not self._feed.args else (None,) * len(inputs)
         num_hooks = num_hooks_made()
         outputs = self._call(microbatch, inputs)
         exits = tuple([_edge(each) for each in outputs])
-        is_hooked = self._continues or num_hooks_made() > num_hooks
+        is_hooked = num_hooks_made() > num_hooks
         self._saved[microbatch] = _Saved(entrances, exits, is_hooked)
         if self._is_last:
             return self._backward_start(outputs[0])
@@ -111,10 +113,18 @@ class StageWorker:
 
     def evaluate(self, microbatch: int, message: Message) -> Message:
         """F that keeps nothing; the caller has turned gradients off."""
-        outputs = self._call(microbatch, self._inputs(microbatch, message))
-        if self._is_last:
-            self._keep_loss(outputs[0])
-        return tuple([_boundary(each) for each in outputs])
+        inputs, observe = self._inputs(microbatch, message), self._feed.observe
+        if observe is None or not self._is_last:
+            outputs = self._call(microbatch, inputs)
+            if self._is_last:
+                self._keep_loss(outputs[0])
+            return tuple([_departure(each) for each in outputs])
+        output, targets = self._run_module(microbatch, inputs), self._feed.targets
+        observe(output, None if targets is None else targets[microbatch])
+        has_loss = _is_scalar(output) if self._loss_fn is None else targets is not None
+        if has_loss:
+            self._keep_loss(self._loss(microbatch, output))
+        return ()
 
     def backward_input(self, microbatch: int, message: Message) -> Message:
         """B: gradients of what F was given, None where none flows."""
@@ -151,17 +161,20 @@ class StageWorker:
         return tuple([_boundary(grad) for grad in grads]), WeightGrads(work)
 
     def _inputs(self, microbatch: int, message: Message) -> tuple[Any, ...]:
-        return tuple([_leaf(each) for each in self._feed.args[microbatch]]) if self._feed.args else message
+        return self._feed.args[microbatch] if self._feed.args else message
 
     def _call(self, microbatch: int, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """The module's outputs, None for one left out; on the last stage the loss."""
+        output = self._run_module(microbatch, inputs)
+        return (self._loss(microbatch, output),) if self._is_last else self._outputs(output)
+
+    def _run_module(self, microbatch: int, inputs: tuple[Any, ...]) -> Any:
         _seed_generator(self._device, self._feed.seeds[microbatch])
         try:
-            output = self.module(*inputs, **self._feed.kwargs[microbatch])
+            return self.module(*inputs, **self._feed.kwargs[microbatch])
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             self._explain(microbatch, inputs, error)
             raise
-        return (self._loss(microbatch, output),) if self._is_last else self._outputs(output)
 
     def _explain(self, microbatch: int, inputs: tuple[Any, ...], error: Exception) -> None:
         """Say what the module was given; raise BoundaryError if that may be what it failed on."""
@@ -180,7 +193,7 @@ class StageWorker:
             raise BoundaryError(f"stage {self.index}, the last one, returned nothing: is a return missing?")
         if self._loss_fn is not None:
             output = self._loss_fn(output, (self._feed.targets or ())[microbatch])  # there: see begin
-        if not isinstance(output, Tensor) or output.numel() != 1:
+        if not _is_scalar(output):
             found = describe(layout_of((output,))) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(f"the loss must be a scalar tensor, not {found}; reduce it, or pass loss_fn")
         return output.reshape(()) if output.dim() else output
@@ -203,11 +216,13 @@ class StageWorker:
 
     def _outputs(self, output: Any) -> tuple[Any, ...]:
         if isinstance(output, Tensor):
+            self._refuse_unsendable((output,))
             return (output,)
         outputs = output if isinstance(output, tuple) else (output,)
         kinds = [type(each).__name__ for each in outputs]
         others = [each for each in outputs if not isinstance(each, Tensor)]
         if len(others) < len(outputs) and all(each is None for each in others):
+            self._refuse_unsendable(outputs)
             return outputs
         hint = "; of a dict, return tuple(output.values())" if isinstance(output, Mapping) else ""
         raise BoundaryError(
@@ -215,10 +230,29 @@ class StageWorker:
             f"tuple of tensors (None where one is left out), the next one's positional arguments{hint}"
         )
 
+    def _refuse_unsendable(self, outputs: tuple[Any, ...]) -> None:
+        """Whether sent or not: a stage must fit every placement."""
+        for each in outputs:
+            if each is None or (each.layout is torch.strided and not each.is_nested):
+                continue
+            if each.is_nested:
+                what, instead = "a nested tensor", "torch.nested.to_padded_tensor(y, 0.0)"
+            else:
+                what, instead = "a sparse tensor", "y.to_dense(), or its indices and values"
+            raise BoundaryError(
+                f"stage {self.index} returned {what}; only dense ones pass between stages: return {instead}"
+            )
 
-def _boundary(tensor: Tensor | None) -> Tensor | None:
-    """A tensor as it crosses a boundary, sent or not: without history, contiguous."""
-    return None if tensor is None else tensor.detach().contiguous()
+
+def _is_scalar(output: Any) -> bool:
+    return isinstance(output, Tensor) and output.numel() == 1
+
+
+def _boundary(grad: Tensor | None) -> Tensor | None:
+    """A gradient as it crosses a boundary, sent or not: without history, dense, contiguous."""
+    if grad is None:
+        return None
+    return (grad if grad.layout is torch.strided else grad.to_dense()).detach().contiguous()
 
 
 def _departure(output: Tensor | None) -> Tensor | None:
@@ -236,15 +270,6 @@ def _edge(value: Any) -> GradientEdge | None:
     # Nothing but its outputs keeps a Function's node alive: another node does, once they are gone.
     keeper = value.view_as(value).grad_fn if issubclass(type(node), BackwardCFunction) else None
     return GradientEdge(node, value.output_nr, keeper)
-
-
-def _has_graph(values: Any) -> bool:
-    return any(isinstance(each, Tensor) and each.grad_fn is not None for each in tree_leaves(values))
-
-
-def _leaf(value: Any) -> Any:
-    """What the caller gave, without its history; a message is a leaf of ours already."""
-    return value.detach().requires_grad_() if isinstance(value, Tensor) and value.requires_grad else value
 
 
 def _entrance(value: Any) -> Any:

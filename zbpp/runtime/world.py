@@ -17,6 +17,7 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
@@ -67,7 +68,7 @@ def world(*, device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
     store, rank, size = next(rendezvous("env://", timeout=limit))
     dist.init_process_group(
         "nccl" if chosen.type == "cuda" else "gloo",
-        store=torch._C._distributed_c10d.PrefixStore(f"zbpp/{_attempt(store, rank, size)}", store),
+        store=PrefixStore(f"zbpp/{_attempt(store, rank, size)}", store),
         rank=rank,
         world_size=size,
         timeout=limit,
@@ -130,7 +131,7 @@ def link_groups(
     is posted ahead would hold up a send. `links` in the same order on every rank.
     """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    prefix = broadcast(_unheard(), group)
+    prefix = broadcast(unheard_name(), group)
     # Where the whole job is here, all join in: a communicator may be split off the job's, by all its ranks.
     make = _group_by_all if len(ranks) == dist.get_world_size() else _group_by_its_ranks
     groups = {}
@@ -155,14 +156,20 @@ def close_groups(groups: Iterable[dist.ProcessGroup]) -> None:
         dist.destroy_process_group(group)
 
 
+def store_of_the_job(name: str) -> Store:
+    """The job's store, under names of its own."""
+    _, store = c10d._world.pg_map[c10d._get_default_group()]
+    return PrefixStore(name, store)
+
+
 def alone() -> dist.ProcessGroup | None:
     """A group of this process by itself, for a pipeline of one rank in a larger job; elsewhere None."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    return _group_by_its_ranks([dist.get_rank()], f"{_unheard()}/alone", timedelta(minutes=10))
+    return _group_by_its_ranks([dist.get_rank()], f"{unheard_name()}/alone", timedelta(minutes=10))
 
 
-def _unheard() -> str:
+def unheard_name() -> str:
     """The beginning of a name that no group of the job ever had."""
     return f"zbpp/{uuid4().hex}"
 

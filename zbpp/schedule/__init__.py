@@ -9,7 +9,7 @@ from zbpp.schedule.costs_file import About, about_in_words, measured_layers, rea
 from zbpp.schedule.dataflow import Value, consumes, produces
 from zbpp.schedule.interchange import from_csv, from_json, read_timetable, to_csv, to_json
 from zbpp.schedule.lower import Program, Programs, Recv, Release, Send, lower
-from zbpp.schedule.memory_limit import read_memory_limit
+from zbpp.schedule.memory import read_memory_limit
 from zbpp.schedule.planner import SCHEDULES, canonical_name, placement_of, plan, takes_costs
 from zbpp.schedule.render import (
     chrome_trace,

@@ -16,7 +16,7 @@ from zbpp.schedule.bounds import Bound, lower_bound
 from zbpp.schedule.compare import per_stage_of
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.families import FAMILIES
-from zbpp.schedule.planner import placement_of, plan
+from zbpp.schedule.planner import check_range, placement_of, plan, takes_costs
 from zbpp.schedule.search.deadline import Deadline
 from zbpp.schedule.search.paper import memory_of_1f1b
 from zbpp.schedule.search.problem import OBJECTIVES, placed, pose
@@ -51,6 +51,8 @@ class Question:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_range("memory_limit", self.memory_limit)
+        check_range("time_limit", self.time_limit)
         pose(
             self.num_ranks,
             self.num_microbatches,
@@ -173,7 +175,7 @@ class Answer:
             if (own := [each for each in fitting if each.name == "zb_auto" and each.placement == placement])
         ]
         shown = [each for each in fitting if each.name != "zb_auto"] + searched
-        return sorted(map(self._choice, shown), key=lambda choice: choice.value)
+        return sorted(map(self._choice, shown), key=_worth)
 
     @property
     def too_large(self) -> list[Candidate]:
@@ -203,6 +205,12 @@ class Answer:
         bound = self.question.bound(candidate.placement, self.question.memory_limit)
         assert bound is not None  # the candidate fits
         return Choice(candidate, self.question.objective, bound)
+
+
+def _worth(choice: Choice) -> tuple[float, bool, int]:
+    """By time; of equal ones, a plan that needs no costs comes first, then the one with fewer messages."""
+    name, timetable = choice.candidate.name, choice.candidate.timeline.timetable
+    return float(f"{choice.value:.9g}"), takes_costs(name), num_messages(timetable)
 
 
 def num_messages(timetable: Timetable) -> int:

@@ -50,7 +50,7 @@ def per_stage_of(costs: Costs, num_stages: int, num_ranks: int) -> Costs:
     """
     if num_ranks < 1:
         raise PlanError(f"num_ranks={num_ranks}: write a whole number, 1 or more")
-    fitted = {
+    fitted: dict[str, Any] = {
         name: _fitted(value, num_stages, num_ranks, is_message=name == "comm")
         for name, value in costs.numbers.items()
     }

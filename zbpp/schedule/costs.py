@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zbpp.schedule.timetable import Op, PlanError, shown
 
 PerStage = float | Sequence[float]
 
+_LARGEST = 1e100  # sums of so many must be finite, too
 ACTIVATIONS, BYTES = "activations", "bytes"
 
 
@@ -46,16 +46,22 @@ class Costs:
     def __post_init__(self) -> None:
         for name, value in self.numbers.items():
             for number in _numbers(name, value):
-                if not (math.isfinite(number) and number >= 0):
-                    raise PlanError(f"Costs({name}={shown(value)}): {number!r} must be finite, 0 or more")
+                if not 0 <= number <= _LARGEST:  # NaN is not
+                    given = f"Costs({name}={shown(value)}): {number!r}"
+                    raise PlanError(f"{given} must be finite and not negative (at most 1e100)")
         if self.memory_unit not in (ACTIVATIONS, BYTES):
-            raise PlanError(f"Costs(memory_unit={shown(self.memory_unit)}): write {ACTIVATIONS!r} or {BYTES!r}")
+            raise PlanError(
+                f"Costs(memory_unit={shown(self.memory_unit)}): write {ACTIVATIONS!r} or {BYTES!r}"
+            )
 
     @property
     def numbers(self) -> dict[str, PerStage]:
-        """The costs that are given, by name."""
-        given = {name: value for name, value in vars(self).items() if name != "memory_unit"}
-        return {name: value for name, value in given.items() if value is not None}
+        """The costs by name, without bw where it is b + w."""
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name != "memory_unit" and not (name == "bw" and value is None)
+        }
 
     def per_stage(self, num_stages: int) -> StageCosts:
         """Every cost as a list of `num_stages` floats. Raises PlanError for a list of another length."""
@@ -82,11 +88,11 @@ class Costs:
 
 
 def _numbers(name: str, value: object) -> list[float]:
-    numbers = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-    for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, Real):
-            raise PlanError(f"Costs({name}={shown(value)}): write a number, or one number per stage")
+    # A string is a Sequence too: "12" would be 1 and 2.
+    each: list[Any] = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    if any(isinstance(number, bool) or not isinstance(number, Real) for number in each):
+        raise PlanError(f"Costs({name}={shown(value)}): a cost is a number or one number per stage")
     try:
-        return [float(number) for number in numbers]
-    except OverflowError:  # an int that no float can hold
-        raise PlanError(f"Costs({name}=...): a number has more than 308 digits") from None
+        return [float(number) for number in each]
+    except OverflowError:
+        raise PlanError(f"Costs({name}={shown(value)}): no float is as large as this number") from None

@@ -36,7 +36,7 @@ def read_costs(path: str | os.PathLike[str]) -> tuple[Costs, About]:
 def about_in_words(about: About) -> str:
     """One line, empty without anything to say; what is a table itself stays in the file."""
     plain = {key: str(value) for key, value in about.items() if not isinstance(value, dict | list)}
-    words = "; ".join(f"{key.replace('_', ' ')} {value[:_LONGEST]}" for key, value in plain.items())
+    words = "; ".join(f"{key.replace('_', ' ')} {value}"[:_LONGEST] for key, value in plain.items())
     return f"costs measured: {printable(words)}" if words else ""
 
 
@@ -46,7 +46,7 @@ def measured_layers(costs: Costs, about: About, num_layers: int) -> tuple[list[f
     about["layers_per_stage"] says how many layers each measured stage had. Raises PlanError if it
     doesn't, or for another number of layers.
     """
-    counts = about.get("layers_per_stage")
+    counts: Any = about.get("layers_per_stage")
     if not _are_counts(counts) or sum(counts) != num_layers:
         raise PlanError(
             f"these costs were measured with layers_per_stage={shown(counts)}, not with {num_layers} layers: "

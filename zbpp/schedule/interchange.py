@@ -137,8 +137,12 @@ def read_json(text: str | bytes) -> object:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise PlanError(f"line {error.lineno}, column {error.colno} is no JSON: {error.msg}") from None
-    except (RecursionError, ValueError) as error:  # nested too deep; a number of too many digits; no UTF-8
-        raise PlanError(f"no JSON that can be read: {error}") from None
+    except UnicodeDecodeError as error:
+        raise PlanError(f"no JSON that can be read: byte {error.start} is no UTF-8 text") from None
+    except RecursionError:
+        raise PlanError("no JSON that can be read: it is nested too deep") from None
+    except ValueError:  # Python's guard of int()
+        raise PlanError("no JSON that can be read: a number has too many digits") from None
 
 
 def read_timetable(path: str | os.PathLike[str]) -> Timetable:

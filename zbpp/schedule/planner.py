@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-import sys
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
@@ -18,8 +17,9 @@ from typing import Any
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.exact import optimal
 from zbpp.schedule.families import FAMILIES
+from zbpp.schedule.memory import least_that_works, memory_text
 from zbpp.schedule.search import zb_1p, zb_2p, zb_auto
-from zbpp.schedule.search.problem import OBJECTIVES, PLACEMENTS, least_that_works, placed
+from zbpp.schedule.search.problem import OBJECTIVES, PLACEMENTS, placed
 from zbpp.schedule.simulate import simulate
 from zbpp.schedule.sizes import BYTES_PER_ACTION, BYTES_PER_SEARCHED_ACTION, check_size
 from zbpp.schedule.timetable import PlanError, Timetable, shown
@@ -31,8 +31,6 @@ SCHEDULES: dict[str, Callable[..., Timetable]] = {
     "zb_auto": zb_auto,
     "optimal": optimal,
 }
-
-_LARGEST = sys.float_info.max  # an int may be larger, which no float is
 
 # Names in torch.distributed.pipelining that are not ours in another spelling.
 _NAMES_IN_TORCH = {"ZBVZeroBubble": "zb_v", "InterleavedZeroBubble": "interleaved_zb"}
@@ -83,7 +81,7 @@ def plan(
         "progress": progress,
     }
     for option, value in options.items():
-        _check_range(option, value)
+        check_range(option, value)
     bytes_per_action = BYTES_PER_SEARCHED_ACTION if takes_costs(name) else BYTES_PER_ACTION
     check_size(num_ranks, num_microbatches, stages_per_rank or 1, bytes_per_action)
     if placement is not None and stages_per_rank is not None:
@@ -144,7 +142,12 @@ def _is_whole(value: object, least: float = 1) -> bool:
 
 
 def _is_real(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Real) and 0 <= value <= _LARGEST
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        return 0 <= float(value) < math.inf  # NaN is not
+    except OverflowError:  # an int that no float is as large as
+        return False
 
 
 def _is_limit(value: object) -> bool:
@@ -172,7 +175,8 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _check_range(name: str, value: object) -> None:
+def check_range(name: str, value: object) -> None:
+    """Raises PlanError, with what to write, if an argument of `plan` is out of its range."""
     in_range, advice = _RANGES[name]
     if not in_range(value):
         raise PlanError(f"{name}={value!r}: {advice}")
@@ -203,7 +207,8 @@ def _check_memory(name: str, timetable: Timetable, costs: Costs, limits: list[fl
     excess = [peak - limit for peak, limit in zip(peaks, limits, strict=True)]
     rank = excess.index(max(excess))
     if excess[rank] > 1e-9 * limits[rank]:  # the peak is a sum of floats
+        needed, allowed = (memory_text(each, costs.memory_unit) for each in (peaks[rank], limits[rank]))
         raise PlanError(
-            f"{name} needs {peaks[rank]:g} on rank {rank}, memory_limit allows {limits[rank]:g}; "
-            + least_that_works(peaks)
+            f"{name} needs {needed} on rank {rank}, memory_limit allows {allowed}; "
+            + least_that_works(peaks, costs.memory_unit)
         )

@@ -26,8 +26,8 @@ def check_size(
         allowed = {name: most * count // actions for name, count in counts.items()}
         fewer = [f"{name}={number} or less" for name, number in allowed.items() if number]
         raise PlanError(
-            f"{given}: {_large(actions)} actions take {_large(actions * bytes_per_action >> 30)} GiB to plan, "
-            f"{_MOST_BYTES >> 30} GiB is the most: write {' or '.join(fewer) or 'less of both'}"
+            f"{given}: {_large(actions)} actions take {_large(actions * bytes_per_action >> 30)} GiB "
+            f"to plan, {_MOST_BYTES >> 30} GiB is the most: write {' or '.join(fewer) or 'less of both'}"
         )
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from zbpp.schedule.choose import EQUAL, LADDER, PLACEMENTS, Answer, Choice, Limit
 from zbpp.schedule.families import FAMILIES
+from zbpp.schedule.memory import memory_text
 from zbpp.schedule.render.table import digits
-from zbpp.schedule.render.titled import quantity
 
 SHAPES = {"one": "one stage per rank", "looped": "a loop of two stages per rank", "v": "a V"}
 _NEARLY = 0.01  # a limit past which less than this can be gained deserves a sentence
@@ -45,8 +45,8 @@ def in_memory(answer: Answer, limit: Limit) -> str:
         return "any memory"
     if not isinstance(limit, int | float):
         return "the given memory"
-    unit = answer.question.unit
-    return quantity(limit) + (f" ({limit / unit:.2f}p)" if unit else "")
+    unit, text = answer.question.unit, memory_text(limit, answer.question.costs.memory_unit)
+    return f"{text} ({limit / unit:.2f}p)" if unit else text
 
 
 def _ms(time: float) -> str:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from textwrap import fill
+from typing import NamedTuple
 
 from zbpp.schedule.choose import LADDER, Answer, Choice, num_messages
-from zbpp.schedule.render.table import aligned, digits, percent
-from zbpp.schedule.render.titled import quantity
+from zbpp.schedule.costs import ACTIVATIONS, BYTES
+from zbpp.schedule.memory import memory_text
+from zbpp.schedule.render.table import aligned, decimals_of, digits, percent
+from zbpp.schedule.render.titled import peak_text
 from zbpp.schedule.simulate import Timeline
 from zbpp.schedule.statements import SHAPES, in_memory, statements
 
@@ -15,18 +18,27 @@ _SHOWN = 8  # ranks whose peaks are listed
 _WIDTH = 110
 
 
-def render_advice(answer: Answer) -> str:
-    """All sections, a blank line between them."""
+class Advice(NamedTuple):
+    """question: what was asked; ranked: a table of what fits, head first; more: all else."""
+
+    question: str
+    ranked: list[tuple[str, ...]]
+    more: str
+
+    def __str__(self) -> str:
+        return f"{self.question}\n\n{_table(self.ranked)}\n\n{self.more}"
+
+
+def render_advice(answer: Answer) -> Advice:
+    """Which schedule to use, in text; sections have a blank line between them."""
     sections = [
-        _question(answer),
-        _ranked(answer),
         _too_large(answer),
         _refused(answer),
         _ladder(answer),
         _post_validation(answer),
         _conclusions(answer),
     ]
-    return "\n\n".join(filter(None, sections))
+    return Advice(_question(answer), _ranked(answer), "\n\n".join(filter(None, sections)))
 
 
 def _question(answer: Answer) -> str:
@@ -35,47 +47,64 @@ def _question(answer: Answer) -> str:
     most = "no memory limit" if limit is None else f"at most {in_memory(answer, limit)} per rank"
     return (
         f"{question.num_ranks} ranks, {question.num_microbatches} microbatches, {most}; times in ms, best "
-        f"{question.objective} first.\n1.00p is 1F1B's memory, {quantity(question.unit)}. "
+        f"{question.objective} first.\n1.00p is 1F1B's memory, {_amount(answer, question.unit)}.\n"
         "Bound: no plan with the row's placement takes less."
     )
 
 
-def _ranked(answer: Answer) -> str:
+def _amount(answer: Answer, memory: float) -> str:
+    unit = answer.question.costs.memory_unit
+    text = memory_text(memory, unit)
+    return f"{text} activations of one rank's share of the model" if unit == ACTIVATIONS else text
+
+
+def _ranked(answer: Answer) -> list[tuple[str, ...]]:
     times = ("makespan", "max span", "bubble rate", "bound", "gap")
-    head = ("schedule", "placement", *times, "messages", "peak memory")
-    timelines = [choice.candidate.timeline for choice in answer.ranked]
-    return _table([head, *map(_row, answer.ranked)], ["per rank", *map(_peaks, timelines)])
+    return [
+        ("schedule", "placement", *times, "messages", _peak_name(answer), "per rank"),
+        *(_row(choice, _decimals(answer)) for choice in answer.ranked),
+    ]
 
 
-def _row(choice: Choice) -> tuple[str, ...]:
+def _decimals(answer: Answer) -> int:
+    """As many in all tables."""
+    return decimals_of(candidate.timeline.makespan for candidate in answer.candidates)
+
+
+def _peak_name(answer: Answer) -> str:
+    return "peak memory" if answer.question.costs.memory_unit == BYTES else "peak activations"
+
+
+def _row(choice: Choice, decimals: int) -> tuple[str, ...]:
     timeline = choice.candidate.timeline
     return (
-        choice.candidate.name,
+        choice.candidate.title,
         choice.candidate.placement,
-        digits(timeline.makespan),
-        digits(timeline.max_span),
+        digits(timeline.makespan, decimals),
+        digits(timeline.max_span, decimals),
         percent(timeline.bubble_rate),
-        digits(choice.bound.value),
+        digits(choice.bound.value, decimals),
         percent(choice.gap),
         str(num_messages(timeline.timetable)),
-        quantity(max(timeline.peak_memory)),
+        peak_text(timeline),
+        _peaks(timeline),
     )
 
 
 def _too_large(answer: Answer) -> str:
-    head = ("needs more memory", "placement", "makespan", "max span", "peak memory")
+    head = ("needs more memory", "placement", "makespan", "max span", _peak_name(answer), "per rank")
     rows = [
         (
             candidate.name,
             candidate.placement,
-            digits(candidate.timeline.makespan),
-            digits(candidate.timeline.max_span),
-            quantity(max(candidate.timeline.peak_memory)),
+            digits(candidate.timeline.makespan, _decimals(answer)),
+            digits(candidate.timeline.max_span, _decimals(answer)),
+            peak_text(candidate.timeline),
+            _peaks(candidate.timeline),
         )
         for candidate in answer.too_large
     ]
-    peaks = [_peaks(candidate.timeline) for candidate in answer.too_large]
-    return _table([head, *rows], ["per rank", *peaks]) if rows else ""
+    return _table([head, *rows]) if rows else ""
 
 
 def _refused(answer: Answer) -> str:
@@ -88,7 +117,7 @@ def _ladder(answer: Answer) -> str:
     columns = [column for placement in LADDER for column in (SHAPES[placement], "bound", "gap")]
     limits = answer.question.limits
     rows = [
-        (in_memory(answer, limit), *_cells([answer.best(placement, limit) for placement in LADDER]))
+        (in_memory(answer, limit), *_cells(answer, [answer.best(placement, limit) for placement in LADDER]))
         for limit in limits
     ]
     return _table([(f"best {answer.question.objective} at", *columns), *rows])
@@ -99,18 +128,19 @@ def _post_validation(answer: Answer) -> str:
     limits = answer.question.span_limits
     columns = [column for limit in limits for column in (f"at {in_memory(answer, limit)}", "bound", "gap")]
     rows = [
-        (SHAPES[placement], *_cells([answer.best(placement, limit, "span") for limit in limits]))
+        (SHAPES[placement], *_cells(answer, [answer.best(placement, limit, "span") for limit in limits]))
         for placement in LADDER
     ]
     return _table([("best max span (post-validation)", *columns), *rows])
 
 
-def _cells(choices: Sequence[Choice | None]) -> tuple[str, ...]:
+def _cells(answer: Answer, choices: Sequence[Choice | None]) -> tuple[str, ...]:
+    decimals = _decimals(answer)
     return tuple(
         cell
         for choice in choices
         for cell in (
-            (digits(choice.value), digits(choice.bound.value), percent(choice.gap))
+            (digits(choice.value, decimals), digits(choice.bound.value, decimals), percent(choice.gap))
             if choice
             else ("", "", "")
         )
@@ -128,15 +158,17 @@ def _conclusions(answer: Answer) -> str:
 
 def _peaks(timeline: Timeline) -> str:
     """Of many ranks the least and the most."""
-    peaks = [quantity(peak) for peak in timeline.peak_memory]
+    peaks = [peak_text(timeline, rank) for rank in range(timeline.timetable.num_ranks)]
     if len(set(peaks)) == 1:
         return "all alike"
     if len(peaks) <= _SHOWN:
         return ", ".join(peaks)
-    return f"{quantity(min(timeline.peak_memory))} to {quantity(max(timeline.peak_memory))}"
+    return f"{memory_text(min(timeline.peak_memory), timeline.memory_unit)} to {peak_text(timeline)}"
 
 
-def _table(rows: Sequence[tuple[str, ...]], remarks: Sequence[str] = ()) -> str:
-    """Aligned rows; remarks end them, aligned to the left."""
-    ends = remarks or [""] * len(rows)
-    return "\n".join(f"{line}  {end}".rstrip() for line, end in zip(aligned(rows), ends, strict=True))
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Aligned rows; a last column `per rank` to the left, since its entries are lists."""
+    if rows[0][-1] != "per rank":
+        return "\n".join(map(str.rstrip, aligned(rows)))
+    lines = zip(aligned([row[:-1] for row in rows]), rows, strict=True)
+    return "\n".join(f"{line}  {row[-1]}".rstrip() for line, row in lines)

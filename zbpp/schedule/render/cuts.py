@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zbpp.partition import loads, partition
+from zbpp.schedule.memory import quantity
 from zbpp.schedule.render.table import aligned
-from zbpp.schedule.render.titled import quantity
 from zbpp.schedule.search.problem import PLACEMENTS, placed
 from zbpp.schedule.timetable import PlanError
 

@@ -17,15 +17,18 @@ from typing import Any
 
 import numpy as np
 
-from zbpp.schedule.costs import Costs
+from zbpp.schedule.costs import BYTES, Costs
 from zbpp.schedule.dataflow import VALUE_NAMES
+from zbpp.schedule.render.table import decimals_of, digits, percent
 from zbpp.schedule.render.titled import (
     COLOURS,
     MEANING,
     Timelines,
     beginning,
+    in_words,
+    peak_name,
+    peak_text,
     place_on_rank,
-    quantity,
     titled,
 )
 from zbpp.schedule.simulate import Floats, Timeline
@@ -43,6 +46,8 @@ def render_page(
     *,
     title: str = "Pipeline schedules",
     notes: Iterable[str] = (),
+    table: Sequence[Sequence[str]] | None = None,
+    more: str = "",
     costs: Costs | Mapping[str, Costs] | None = None,
     memory_limit: float | Sequence[float] | None = None,
 ) -> str:
@@ -51,6 +56,8 @@ def render_page(
     It shows each action's times, what it needs and what it waited for; and for each rank the memory
     level over time, in the unit of costs.saved.
     notes: paragraphs under the title; one of several lines is aligned text and keeps its shape.
+    table: rows of texts, the head first, in place of the figures of all timelines. more: aligned text below
+    it, shown on demand.
     costs: what the timelines were simulated with, per stage: one for all, or one per title. Without
     costs a timeline shows its peaks but no level, and messages that take no time.
     memory_limit: for each rank or one per rank, drawn beside the levels.
@@ -67,7 +74,8 @@ def render_page(
     return Template(_part("page.html")).substitute(
         title=escape(title),
         notes=_notes(notes),
-        summary=_summary(panels),
+        summary=_summary(panels) if table is None else _table("summary", table[0], table[1:]),
+        more=_details(more) if more else "",
         legend=_legend(panels, level=costs is not None, limit=memory_limit is not None),
         panels="\n".join(_panel(name, timeline) for name, timeline in panels),
         data=json.dumps(data, separators=(",", ":"), allow_nan=False),
@@ -105,6 +113,7 @@ def _data(
         "inks": ["#000" if _is_light(fill) else "#fff" for fill in fills],
         **_costs(costs, timetable.num_stages),
         "peaks": timeline.peak_memory,
+        "inBytes": timeline.memory_unit == BYTES,
         "limits": _limits(memory_limit, timetable.num_ranks),
         "ranks": [_rank(timeline, rank) for rank in range(timetable.num_ranks)],
     }
@@ -169,29 +178,35 @@ def _notes(notes: Iterable[str]) -> str:
     return f'<div class="notes">{"".join(items)}</div>'
 
 
+def _details(more: str) -> str:
+    title = "What follows; what needs more memory; other memory limits"
+    return f"<details><summary>{title}</summary><pre>{escape(more)}</pre></details>"
+
+
 def _summary(panels: Panels) -> str:
-    head = ("schedule", "stages/rank", "makespan", "max span", "bubble", "bubble rate", "peak memory")
-    return _table("summary", head, [(title, *_figures(timeline)) for title, timeline in panels])
+    figures = ("stages/rank", "makespan", "max span", "bubble", "bubble rate")
+    decimals = decimals_of(timeline.makespan for _, timeline in panels)
+    head = ("schedule", *figures, *{peak_name(timeline) for _, timeline in panels})
+    return _table("summary", head, [(title, *_figures(timeline, decimals)) for title, timeline in panels])
 
 
-def _figures(timeline: Timeline) -> tuple[str, ...]:
+def _figures(timeline: Timeline, decimals: int) -> tuple[str, ...]:
     timetable = timeline.timetable
     return (
         f"{timetable.num_stages / timetable.num_ranks:g}",
-        _ms(timeline.makespan),
-        _ms(timeline.max_span),
-        _ms(timeline.bubble),
-        _percent(timeline.bubble_rate),
-        quantity(max(timeline.peak_memory)),
+        f"{digits(timeline.makespan, decimals)} ms",
+        f"{digits(timeline.max_span, decimals)} ms",
+        f"{digits(timeline.bubble, decimals)} ms",
+        percent(timeline.bubble_rate),
+        peak_text(timeline),
     )
 
 
 def _panel(title: str, timeline: Timeline) -> str:
-    makespan, rate, peak = (_figures(timeline)[place] for place in (1, 4, 5))
     ranks = _table("ranks", ("", "span", "bubble", "peak"), _rank_figures(timeline))
     return (
         f'<section class="panel"><header><h2>{escape(title)}</h2>'
-        f"<p>makespan {makespan}, bubble rate {rate}, peak memory {peak}</p></header>\n"
+        f"<p>{in_words(timeline)}</p></header>\n"
         f'<div class="body"><div class="drawing"><canvas tabindex="0" role="application" '
         f'aria-label="{escape(title)}, drawn to scale" aria-describedby="hint tip"></canvas>'
         f'<svg aria-hidden="true"><path/><path/></svg></div>\n{ranks}</div></section>'
@@ -199,20 +214,17 @@ def _panel(title: str, timeline: Timeline) -> str:
 
 
 def _rank_figures(timeline: Timeline) -> list[tuple[str, ...]]:
+    decimals = decimals_of(map(timeline.span, range(timeline.timetable.num_ranks)))
     return [
-        (f"rank {rank}", _ms(span), _percent(timeline.idle(rank) / (span or 1.0)), quantity(peak))
-        for rank, peak in enumerate(timeline.peak_memory)
+        (
+            f"rank {rank}",
+            f"{digits(span, decimals)} ms",
+            percent(timeline.idle(rank) / (span or 1.0)),
+            peak_text(timeline, rank),
+        )
+        for rank in range(timeline.timetable.num_ranks)
         for span in [timeline.span(rank)]
     ]
-
-
-def _ms(time: float) -> str:
-    """Six digits, enough to see 762.5 beside 762: these are compared."""
-    return f"{round(time, 6) + 0.0:,.6g} ms" if time < 1e6 else f"{time:,.0f} ms"
-
-
-def _percent(rate: float) -> str:
-    return f"{round(100 * rate, 2) + 0.0:.2f} %"
 
 
 def _table(name: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BUBBLE = "#e6e6ea"
+_GRID = "#d4d6dc"
 _WIDTH = 14.0  # inches
 _PLOT_WIDTH = 0.93 * _WIDTH  # what the axis gets of it, about
+_ABOVE_AND_BELOW = 0.7  # inches: a panel's title and its axis
 _BOX = 0.84  # of a rank's height
 _SMALLEST_FONT = 4.5  # points
 _MOST_NUMBERS = 3000  # text is slow to draw, and a figure with more is not read by number
@@ -36,21 +38,21 @@ _MOST_NUMBERS = 3000  # text is slow to draw, and a figure with more is not read
 def render_picture(timelines: Timelines, path: str | os.PathLike[str]) -> None:
     """Write a picture (PNG, PDF, SVG by the suffix) of timelines, one above the other, in ms from 0.
 
-    Grey is the bubble: idle time within a rank's span. Microbatch numbers where they fit.
+    Grey is the bubble: idle time within a rank's span. Microbatch numbers where they fit into their boxes.
+    Above each panel stand its largest figures, and whose they are.
     """
     # A Figure of its own, no pyplot: no display, no global state, and matplotlib only for those who draw.
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     panels = titled(timelines)
-    heights = [_lane(timeline) * timeline.timetable.num_ranks + 0.5 for _, timeline in panels]
+    heights = [_lane(timeline) * timeline.timetable.num_ranks + _ABOVE_AND_BELOW for _, timeline in panels]
     layout = ConstrainedLayoutEngine(h_pad=0.08)
     figure = Figure(figsize=(_WIDTH, sum(heights) + 0.8), dpi=150, layout=layout)
-    grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)
+    grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
     horizon = max(timeline.makespan for _, timeline in panels) or 1.0
     for axes, (title, timeline) in zip(grid[:, 0], panels, strict=True):
         _draw(axes, title, timeline, horizon)
-    grid[-1, 0].set_xlabel("time (ms)")
     _legend(figure, [timeline for _, timeline in panels])
     figure.savefig(path)
 
@@ -61,6 +63,8 @@ def _lane(timeline: Timeline) -> float:
 
 
 def _draw(axes: Axes, title: str, timeline: Timeline, horizon: float) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     _draw_bubbles(axes, timeline)
     _draw_boxes(axes, timeline, _PLOT_WIDTH / horizon)
     _draw_numbers(axes, timeline, _PLOT_WIDTH / horizon)
@@ -71,9 +75,18 @@ def _draw(axes: Axes, title: str, timeline: Timeline, horizon: float) -> None:
     axes.set_ylim(num_ranks - 0.5, -0.5)  # rank 0 on top
     axes.set_yticks(range(0, num_ranks, max(1, num_ranks // 8)))
     axes.set_ylabel("rank")
-    axes.tick_params(length=0)
+    axes.xaxis.set_major_locator(MaxNLocator(12, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(_milliseconds)
+    axes.grid(axis="x", color=_GRID, linewidth=0.8, zorder=0)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, labelsize=9)
     axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
     axes.axvline(timeline.makespan, color="#444444", linewidth=0.8, linestyle="--", zorder=0)
+
+
+def _milliseconds(time: float, position: float) -> str:
+    """A tick's label; the first one says the unit."""
+    return f"{time:g}" if time else "0 ms"
 
 
 def _draw_bubbles(axes: Axes, timeline: Timeline) -> None:
@@ -122,26 +135,31 @@ def _corners(starts: Floats, ends: Floats, rank: int) -> Floats:
 def _draw_numbers(axes: Axes, timeline: Timeline, inches_per_ms: float) -> None:
     if sum(map(len, timeline.timetable.rows)) > _MOST_NUMBERS:
         return
-    sizes = {op: _font_size(timeline, op, inches_per_ms) for op in _ops(timeline)}
+    sizes = [_font_size(timeline, op, inches_per_ms) for op in _ops(timeline)]
+    size = min((size for size in sizes if size >= _SMALLEST_FONT), default=_SMALLEST_FONT)
     places = place_on_rank(timeline.timetable)
     first = beginning(timeline)
     for rank, row in enumerate(timeline.timetable.rows):
         spans = zip(row, timeline.starts[rank] - first, timeline.ends[rank] - first, strict=True)
-        for (stage, op, microbatch), start, end in spans:
-            if sizes[op] >= _SMALLEST_FONT:
-                style: dict[str, Any] = {
-                    "fontsize": sizes[op],
-                    "color": "black" if places[stage] else "white",
-                }
-                centre = ((start + end) / 2, rank)
-                axes.annotate(str(microbatch), centre, ha="center", va="center_baseline", **style)
+        for (stage, _, microbatch), start, end in spans:
+            text = str(microbatch)
+            # Some actions are much shorter than is usual: their numbers would stand on their neighbours.
+            if _width(text, size) <= 72 * (end - start) * inches_per_ms:
+                colour = "black" if places[stage] else "white"
+                style: dict[str, Any] = {"fontsize": size, "color": colour}
+                axes.annotate(text, ((start + end) / 2, rank), ha="center", va="center_baseline", **style)
 
 
 def _font_size(timeline: Timeline, op: Op, inches_per_ms: float) -> float:
-    """One size for all numbers of an op, from its typical box and its longest number, in points."""
-    digits = len(str(timeline.timetable.num_microbatches - 1))
-    width = 72 * _typical(timeline, op) * inches_per_ms
-    return float(min(9.0, 0.55 * 72 * _lane(timeline), width / (0.7 * digits)))
+    """Points, so that the longest number fits into the typical box of an op."""
+    longest = str(timeline.timetable.num_microbatches - 1)
+    room = 72 * _typical(timeline, op) * inches_per_ms
+    return float(min(9.0, 0.55 * 72 * _lane(timeline), room / _width(longest, 1.0)))
+
+
+def _width(text: str, size: float) -> float:
+    """Points that digits of a font size take, with a little room around them."""
+    return 0.7 * len(text) * size
 
 
 def _ops(timeline: Timeline) -> list[Op]:

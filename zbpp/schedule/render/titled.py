@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
+from zbpp.schedule.costs import ACTIVATIONS
+from zbpp.schedule.memory import memory_text
 from zbpp.schedule.simulate import Timeline
 from zbpp.schedule.timetable import Op, Timetable
 
@@ -34,14 +36,17 @@ def place_on_rank(timetable: Timetable) -> list[int]:
     return [timetable.stages_of(rank).index(stage) for stage, rank in enumerate(timetable.rank_of)]
 
 
-def quantity(number: float) -> str:
-    """At most four digits, with k, M, G, T for large numbers: memory may be bytes or units."""
-    if abs(number) < 1e4:
-        return f"{number:.4g}"
-    for power, letter in ((12, "T"), (9, "G"), (6, "M")):
-        if abs(number) >= 10**power:
-            return f"{number / 10**power:.4g} {letter}"
-    return f"{number / 1e3:.4g} k"
+def peak_name(timeline: Timeline) -> str:
+    """What the peaks are: `peak activations`, `peak memory`, or `process peak` where they were measured."""
+    if timeline.measured:
+        return "process peak"
+    return "peak activations" if timeline.memory_unit == ACTIVATIONS else "peak memory"
+
+
+def peak_text(timeline: Timeline, rank: int | None = None) -> str:
+    """The peak of one rank, or the largest."""
+    peaks = timeline.peak_memory
+    return memory_text(max(peaks) if rank is None else peaks[rank], timeline.memory_unit)
 
 
 def milliseconds(time: float) -> str:
@@ -50,8 +55,20 @@ def milliseconds(time: float) -> str:
 
 
 def in_words(timeline: Timeline) -> str:
-    """`makespan 30 ms, bubble rate 11.1 %, peak memory 4`: the largest over ranks."""
+    """`makespan 30 ms, bubble rate 11.1 % (rank 0), peak activations 4 (rank 0)`: the largest, and whose."""
+    rates = [
+        timeline.idle(rank) / (timeline.span(rank) or 1.0) for rank in range(timeline.timetable.num_ranks)
+    ]
     return (
-        f"makespan {milliseconds(timeline.makespan)}, bubble rate {timeline.bubble_rate:.1%}, "
-        f"peak memory {quantity(max(timeline.peak_memory))}"
+        f"makespan {milliseconds(timeline.makespan)}, "
+        f"bubble rate {max(rates):.1%} ({_whose(rates)}), "
+        f"{peak_name(timeline)} {peak_text(timeline)} ({_whose(timeline.peak_memory)})"
     ).replace("%", " %")
+
+
+def _whose(numbers: Sequence[float]) -> str:
+    """The rank of the largest number."""
+    most = max(numbers)
+    if min(numbers) >= most - 1e-9 * abs(most):
+        return "each rank" if len(numbers) > 1 else "rank 0"
+    return f"rank {numbers.index(most)}"

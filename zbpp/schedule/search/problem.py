@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from zbpp.schedule.costs import Costs, StageCosts
+from zbpp.schedule.memory import least_that_works, memory_text
 from zbpp.schedule.simulate import simulate
 from zbpp.schedule.sizes import BYTES_PER_SEARCHED_ACTION, check_size
 from zbpp.schedule.timetable import Op, PlanError, Row, Timetable
@@ -129,10 +130,11 @@ class Problem:
         """Raises PlanError, naming what each rank needs, if some limit is below it."""
         short = [rank for rank, least in enumerate(floor) if self.ceilings[rank] < least]
         if short:
-            rank = short[0]
+            rank, unit = short[0], self.given.memory_unit
+            limit = memory_text(self.limits[rank], unit)
             raise PlanError(
-                f"memory_limit {self.limits[rank]:g} on rank {rank} can't hold one microbatch; "
-                + least_that_works(floor)
+                f"memory_limit {limit} on rank {rank} can't hold one microbatch; "
+                + least_that_works(floor, unit)
             )
 
     def id_of(self, stage: int, op: int, microbatch: int) -> int:
@@ -228,11 +230,6 @@ def pose(
     )
     problem.require(problem.floor)
     return problem
-
-
-def least_that_works(memory: Iterable[float]) -> str:
-    """For an error: what each rank needs, to 12 digits, so that it does as a limit."""
-    return f"the least that works, per rank: {', '.join(f'{each:.12g}' for each in memory)}"
 
 
 def placed(num_ranks: int, placement: str, stages_per_rank: int | None) -> tuple[int, ...]:

@@ -37,6 +37,10 @@ class Drawing {
   get msPerPixel() { return (this.view.to - this.view.from) / this.plot; }
   x(time) { return PLOT.left + (time - this.view.from) / this.msPerPixel; }
   y(rank) { return PLOT.top + rank * this.lane; }
+  /** The height of a memory level. */
+  level(rank, level) {
+    return this.y(rank) + Math.round(0.92 * this.lane) - (level / this.view.highest) * this.strip;
+  }
   middle(rank) { return this.y(rank) + this.box / 2; }
   time(x) { return this.view.from + (x - PLOT.left) * this.msPerPixel; }
 
@@ -79,11 +83,25 @@ class Drawing {
     for (let rank = 0; rank < this.timeline.ranks.length; rank += every) {
       pen.fillText(`rank ${rank}`, PLOT.left - 8, this.middle(rank) + 1);
     }
+    if (this.strip >= 8) this.timeline.ranks.forEach((_, rank) => this.paintScale(pen, rank));
+  }
+
+  /** What the top of a memory strip stands for, and its bottom: the same on all of the page. */
+  paintScale(pen, rank) {
+    const { font, muted } = this.view.theme;
+    Object.assign(pen, { font: font(8), fillStyle: muted, textAlign: "right" });
+    const marks = this.strip >= 15 ? [0, this.view.highest] : [this.view.highest];
+    for (const level of marks) {
+      const y = this.level(rank, level) + (level ? 3 : -3);
+      pen.fillText(quantity(level, this.timeline.inBytes), PLOT.left - 3, y);
+    }
   }
 
   paintRuler(pen) {
     const step = roundStep(80 * this.msPerPixel);
-    Object.assign(pen, { strokeStyle: this.view.theme.rule, lineWidth: 1, textAlign: "left" });
+    const { font, muted, rule } = this.view.theme;
+    Object.assign(pen, { font: font(11), fillStyle: muted, textAlign: "left" });
+    Object.assign(pen, { strokeStyle: rule, lineWidth: 1 });
     pen.beginPath();
     for (let tick = Math.ceil(this.view.from / step); tick * step <= this.view.to; tick++) {
       const x = Math.round(this.x(tick * step)) + 0.5;
@@ -131,8 +149,8 @@ class Drawing {
     const { peaks, limits } = this.timeline;
     const { theme } = this.view;
     const { starts, ends, levels, highest } = this.timeline.ranks[rank];
-    const base = this.y(rank) + Math.round(0.92 * this.lane);
-    const y = (level) => base - (level / this.view.highest) * this.strip;
+    const y = (level) => this.level(rank, level);
+    const base = y(0);
     const left = this.x(from ? ends[from - 1] : starts[0]);
     let [x, level] = [left, from ? levels[from - 1] : 0];
     const curve = new Path2D();

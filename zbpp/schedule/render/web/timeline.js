@@ -8,10 +8,12 @@ const NUM_OPS = DATA.ops.length;
 /** A number as a person writes it: 14.5, not 14.500000000000002. */
 const plain = (value, digits = 6) => String(Number(value.toPrecision(digits)));
 
-/** At most four digits, with k, M, G, T for large numbers. */
-function quantity(value) {
-  const thousands = Math.abs(value) < 1e4 ? 0 : Math.min(Math.floor(Math.log10(Math.abs(value)) / 3), 4);
-  return plain(value / 1000 ** thousands, 4) + ["", " k", " M", " G", " T"][thousands];
+/** At most four digits: bytes as `5.588 GiB`, activations with k, M, G, T if they are many. */
+function quantity(value, inBytes) {
+  const [base, least] = inBytes ? [1024, 1024] : [1000, 1e4];
+  const power = value < least ? 0 : Math.min(Math.floor(Math.log(value) / Math.log(base)), 4);
+  const units = inBytes ? [" B", " KiB", " MiB", " GiB", " TiB"] : ["", " k", " M", " G", " T"];
+  return plain(value / base ** power, 4) + units[power];
 }
 
 /** The first index of an ascending list whose entry is above `value`. */
@@ -30,6 +32,11 @@ class Timeline {
     Object.assign(this, data);
     this.end = Math.max(...this.ranks.map(({ ends }) => ends.at(-1)));
     if (this.changes) this.ranks.forEach((rank) => this.addLevels(rank));
+  }
+
+  /** Memory as text. */
+  amount(memory) {
+    return quantity(memory, this.inBytes) + (this.inBytes ? "" : " activations");
   }
 
   /** The memory level after each action, and the index of the highest. */
@@ -95,7 +102,7 @@ class Timeline {
     }
     const last = needs.length ? ` for ${this.valueName(needs.at(-1).value)}` : "";
     if (wait > 1e-9 * this.end) lines.push(`waited ${plain(wait)} ms${last}`);
-    if (levels) lines.push(`memory after it: ${quantity(levels[index])}`);
+    if (levels) lines.push(`memory after it: ${this.amount(levels[index])}`);
     return lines;
   }
 }

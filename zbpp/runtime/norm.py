@@ -1,0 +1,80 @@
+"""The norm of all ranks' gradients, and clipping by it.
+
+Each parameter's squared norm is computed where the parameter is, in float64; the sum over the model is exact
+(`math.fsum` rounds once). So the norm is the same to the last bit on every rank and for every cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zbpp.autograd.weight_grads import total_of
+from zbpp.runtime.pipeline import Pipeline
+from zbpp.runtime.world import gather
+
+
+def clip_grad_norm_(
+    parameters: Pipeline | Tensor | Iterable[Tensor],
+    max_norm: float,
+    *,
+    error_if_nonfinite: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Scale the gradients of all ranks together, in place, so that their 2-norm is at most `max_norm`.
+
+    parameters: a pipeline, which knows its group, or those of this rank, of which `group` (None: the default
+    one) has the rest. Returns the norm before, float64 without dimensions on the CPU: one number, equal on
+    every rank. Collective.
+
+    As `torch.nn.utils.clip_grad_norm_` of the whole model in one process; a parameter that several stages
+    share counts once, and one with a `main_grad` counts with that. Raises RuntimeError, on every rank, if the
+    norm is infinite or NaN and `error_if_nonfinite`; nothing is scaled then.
+    """
+    if isinstance(parameters, Pipeline):
+        group, parameters = parameters.group, parameters.parameters()
+    gradients = gradients_of([parameters] if isinstance(parameters, Tensor) else parameters)
+    norm = global_norm(gather(squared_norms(gradients), group))
+    if error_if_nonfinite and not math.isfinite(norm):
+        raise RuntimeError(
+            f"the norm of the gradients is {norm}, so they were not clipped; error_if_nonfinite=False lets "
+            "it pass"
+        )
+    scale = max_norm / (norm + 1e-6)  # torch's, so that results are
+    if not scale >= 1:  # or NaN
+        scale_gradients(gradients, scale)
+    return torch.tensor(norm, dtype=torch.float64)
+
+
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Where the gradients of the parameters are summed, each parameter once: `main_grad`, or `.grad`."""
+    totals = map(total_of, {id(each): each for each in parameters}.values())
+    return [total for total in totals if total is not None]
+
+
+def squared_norms(gradients: Iterable[Tensor]) -> list[float]:
+    """The sum of squares of each gradient, computed in float64."""
+    norms = [torch.linalg.vector_norm(_values(each), dtype=torch.float64) for each in gradients]
+    return torch.stack([norm.square().to(norms[0].device) for norm in norms]).tolist() if norms else []
+
+
+def global_norm(squares: Iterable[Iterable[float]]) -> float:
+    """The norm that the squared norms of every rank make together, rounded once."""
+    return math.sqrt(math.fsum(number for each in squares for number in each))
+
+
+def scale_gradients(gradients: Iterable[Tensor], factor: float) -> None:
+    """Multiply every gradient in place."""
+    tensors = list(gradients)
+    if tensors:
+        with torch.no_grad():
+            torch._foreach_mul_(tensors, factor)
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """A sparse gradient's entries, summed where an index came twice."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

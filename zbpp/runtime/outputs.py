@@ -1,0 +1,66 @@
+"""What an evaluation gives beside losses: the last stage's outputs, and metrics of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+Metrics = Callable[[Any, Any], Mapping[str, float | Tensor]]
+
+
+class Outputs:
+    """Takes each microbatch's output and target; afterwards has them all. Of one call of evaluate."""
+
+    def __init__(self, *, is_kept: bool, metrics: Metrics | None) -> None:
+        self._is_kept, self._compute = is_kept, metrics
+        self._outputs: list[Any] = []
+        self._metrics: list[tuple[int, Mapping[str, float | Tensor]]] = []  # (rows, values)
+
+    def take(self, output: Any, target: Any) -> None:
+        """What the last stage returned for the next microbatch."""
+        if self._is_kept:
+            self._outputs.append(tree_map(_kept, output))
+        if self._compute is not None:
+            self._metrics.append((_rows(output), self._compute(output, target)))
+
+    def whole(self) -> Any:
+        """The outputs in the last stage's structure, concatenated along dim 0; None on other ranks.
+
+        Tensors without dimensions are stacked; anything else becomes a list with one value per microbatch,
+        but None stays None.
+        """
+        if not self._outputs:
+            return None
+        columns = zip(*(tree_leaves(output) for output in self._outputs), strict=True)
+        return tree_unflatten(list(map(_joined, columns)), tree_flatten(self._outputs[0])[1])
+
+    def metrics(self) -> dict[str, float]:
+        """The mean of each metric over all rows; {} on other ranks."""
+        total = sum(rows for rows, _ in self._metrics)
+        names = self._metrics[0][1] if self._metrics else ()
+        return {
+            name: math.fsum(rows * float(values[name]) for rows, values in self._metrics) / total
+            for name in names
+        }
+
+
+def _kept(value: Any) -> Any:
+    # A copy: a stage may write its next output into the same memory.
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _joined(values: tuple[Any, ...]) -> Any:
+    if not isinstance(values[0], Tensor):
+        return None if values[0] is None else list(values)
+    return torch.cat(values) if values[0].dim() else torch.stack(values)
+
+
+def _rows(output: Any) -> int:
+    """Of the first tensor that has any: microbatches given by `per_microbatch` may differ."""
+    sizes = (len(each) for each in tree_leaves(output) if isinstance(each, Tensor) and each.dim())
+    return next(sizes, 1)

@@ -1,0 +1,127 @@
+"""The parameters of one rank's stages, under the names that they have in the whole model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class StageParameters:
+    """Parameters and state of this rank's stages.
+
+    A stage's own names are those of the whole model (see `zbpp.stage_api`), and so they are used here. Where
+    two stages of the pipeline use one name for different tensors, every name gets `stages.{index}.` in front.
+
+    stages: this rank's. all_names: per rank, {stage: the names in its state_dict}, as `names_of` has them.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, nn.Module], all_names: Sequence[Mapping[int, Iterable[str]]]
+    ) -> None:
+        self._stages = dict(sorted(stages.items()))
+        everyone = [(index, name) for names in all_names for index in names for name in names[index]]
+        counts = Counter(name for _, name in everyone)
+        self._is_prefixed = any(count > 1 for count in counts.values())
+        self._known = {f"{self._prefix(index)}{name}" for index, name in everyone}
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Each parameter once, in the order of the stages: one that stages share, under its first name."""
+        seen: set[int] = set()
+        for index, stage in self._stages.items():
+            for name, parameter in stage.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield f"{self._prefix(index)}{name}", parameter
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters and persistent buffers, as `nn.Module.state_dict` gives them."""
+        state: dict[str, Any] = {}
+        for index, stage in self._stages.items():
+            state |= stage.state_dict(prefix=self._prefix(index))
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Load this rank's part of `state`, which may be the whole model's.
+
+        Raises RuntimeError, before anything is loaded, if a name of this rank is missing, or is one that
+        no stage of the pipeline has; strict=False loads what is there.
+        """
+        mine = {index: stage.state_dict(prefix=self._prefix(index)) for index, stage in self._stages.items()}
+        missing = [name for names in mine.values() for name in names if name not in state]
+        unknown = [name for name in state if name not in self._known]
+        if strict and (missing or unknown):
+            raise RuntimeError(
+                f"the state dict does not fit this pipeline: missing {missing or 'nothing'}, of no stage "
+                f"{unknown or 'nothing'}; strict=False loads the rest"
+            )
+        for index, names in mine.items():
+            length = len(self._prefix(index))
+            part = {name[length:]: state[name] for name in names if name in state}
+            self._stages[index].load_state_dict(part, strict=strict)
+
+    def _prefix(self, index: int) -> str:
+        return f"stages.{index}." if self._is_prefixed else ""
+
+
+def names_of(stages: Mapping[int, nn.Module]) -> dict[int, list[str]]:
+    """{stage: the names in its state_dict}; a tensor that two stages have under one name is listed once."""
+    seen: set[tuple[str, int]] = set()
+    names: dict[int, list[str]] = {}
+    for index, stage in sorted(stages.items()):
+        entries = {(name, id(value)) for name, value in _state(stage).items()}
+        names[index] = sorted(name for name, _ in entries - seen)
+        seen |= entries
+    return names
+
+
+def tied_of(stages: Mapping[int, nn.Module]) -> dict[str, str]:
+    """What the stages declare in `tied_parameters`: {a name of their own: the name that it is tied to}.
+
+    Both are names of the whole model. Raises ValueError for a declaration that this rank's stages belie.
+    """
+    state: dict[str, list[int]] = {}
+    for stage in stages.values():
+        for name, value in _state(stage).items():
+            state.setdefault(name, []).append(id(value))
+    tied: dict[str, str] = {}
+    for index, stage in stages.items():
+        for name, other in dict(getattr(stage, "tied_parameters", None) or {}).items():
+            if name not in _state(stage):
+                raise ValueError(
+                    f"stage {index} declares {name} in tied_parameters, but has no such parameter"
+                )
+            if other in state and id(_state(stage)[name]) not in state[other]:
+                raise ValueError(
+                    f"stage {index} declares {name} to be tied to {other}, but they are two tensors: assign "
+                    "one Parameter to both modules"
+                )
+            tied[name] = other
+    return tied
+
+
+def refuse_tied_across_ranks(
+    tied: Sequence[Mapping[str, str]], all_names: Sequence[Mapping[int, Iterable[str]]]
+) -> None:
+    """Raise ValueError if a parameter is declared to be tied to one of another rank. Both: per rank."""
+    owners: dict[str, set[int]] = {}
+    for rank, names in enumerate(all_names):
+        for name in (name for each in names.values() for name in each):
+            owners.setdefault(name, set()).add(rank)
+    for rank, declared in enumerate(tied):
+        for name, other in declared.items():
+            others = owners.get(other, set())
+            if not others:
+                raise ValueError(f"{name} is declared to be tied to {other}, which no stage has")
+            if rank not in others:
+                raise ValueError(
+                    f"{name} on rank {rank} is declared to be tied to {other} on rank {min(others)}: their "
+                    "copies would drift apart, as each rank updates its own; use a schedule that puts both "
+                    "stages on one rank (zb_v: the first and the last), or untie them"
+                )
+
+
+def _state(stage: nn.Module) -> dict[str, Tensor]:
+    return stage.state_dict(keep_vars=True)

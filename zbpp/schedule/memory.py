@@ -1,0 +1,65 @@
+"""Memory as people read and write it: `8` activations, or `12GiB` where the costs are in bytes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+from zbpp.schedule.costs import ACTIVATIONS, BYTES, Costs
+from zbpp.schedule.timetable import PlanError, shown
+
+MemoryLimit = float | str | Sequence[float | str] | None
+
+_LIMIT = re.compile(r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*(?:([kmgt]?)(i?)b)?", re.ASCII | re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
+_ADVICE = {
+    BYTES: "the costs are in bytes; write a unit, such as 12GiB",
+    ACTIVATIONS: "the costs are in activations of one rank's share of the model; write how many, such as 8, "
+    "or give costs in bytes, as scripts/measure.py writes them",
+}
+
+
+def read_memory_limit(value: MemoryLimit, costs: Costs) -> float | list[float] | None:
+    """The limit of each rank in the unit of costs.saved, or a list, one per rank, as `plan` takes it.
+
+    value: `8`, `12GiB`, `512MB`, a list of these, or several in one text: `8,8,6,6`; None: no limit.
+    A limit in bytes has a unit, one in activations has none. Raises PlanError.
+    """
+    if isinstance(value, str) and "," in value:
+        value = value.split(",")
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_read(each, costs.memory_unit) for each in value]
+    return None if value is None else _read(value, costs.memory_unit)
+
+
+def _read(value: float | str, unit: str) -> float:
+    match = _LIMIT.fullmatch(str(value).strip())
+    if match is None:
+        raise PlanError(f"memory limit {shown(value)} is no amount of memory: {_ADVICE[unit]}")
+    number, prefix, binary = match.groups()
+    if (prefix is not None) != (unit == BYTES):
+        raise PlanError(f"memory limit {shown(value)}: {_ADVICE[unit]}")
+    base = 1024.0 if binary else 1000.0
+    return float(number) * base ** _POWERS[(prefix or "").lower()]
+
+
+def quantity(number: float) -> str:
+    """Four digits at most, with k, M, G, T for large numbers."""
+    power = min(int(math.log10(number) / 3), 4) if number >= 1e4 else 0
+    return f"{number / 1000**power:.4g}{('', ' k', ' M', ' G', ' T')[power]}"
+
+
+def memory_text(amount: float, unit: str) -> str:
+    """`5.588 GiB`; activations as a number."""
+    if unit != BYTES:
+        return quantity(amount)
+    power = min(int(math.log2(amount) / 10), len(_BINARY) - 1) if amount >= 1 else 0
+    return f"{amount / 1024**power:.4g} {_BINARY[power]}"
+
+
+def least_that_works(memory: Iterable[float], unit: str) -> str:
+    """For an error: what each rank needs, so that it does as a limit."""
+    needs = [f"{math.ceil(each)}B" if unit == BYTES else f"{each:.12g}" for each in memory]
+    return f"the least that works, per rank: {', '.join(needs)}"
