@@ -122,7 +122,7 @@ def test_flat_is_what_ranks_compare_resolved_by_dotted_key():
         ("data.pth=x", "data.pth"),
         ("steps=many", "steps"),
         ("optimizer.warmup_steps=1.5", "optimizer.warmup_steps"),
-        ("num_microbatches=null", "num_microbatches"),
+        ("microbatch_size=null", "microbatch_size"),
         ("schedule=zb_h9", "zb_h1"),  # and the other choices
         ("model=gpt_huge", "gpt_tiny"),
     ],
