@@ -4,34 +4,28 @@
     python scripts/bench.py model=gpt_tiny data=stdlib num_ranks=2 schedules=[1f1b,zb_h1]
     python scripts/bench.py compare=none                      # without torch's runtime
 
-Starts its own ranks (no torchrun). Choices are files in configs/; `--help` lists them.
+Starts its own ranks (no torchrun).
 """
 
-import sys
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig
 
+from zbpp import command_line
 from zbpp import config as configs
 
-configs.register()
 
-
-@hydra.main(config_path=str(configs.config_folder()), config_name="bench", version_base="1.3")
 def main(config: DictConfig) -> None:
-    from zbpp.benchmark.launch import Refusal, on_ranks
     from zbpp.benchmark.report import in_words, table, verdicts
-    from zbpp.runtime import DeviceError
-    from zbpp.schedule import PlanError, plan
+    from zbpp.launch import on_ranks
+    from zbpp.schedule import plan
+    from zbpp.training.run_folder import check_free
 
-    try:
-        typed = configs.typed(config)
-        for name in typed.schedules:  # a bad plan shows here, before any rank starts
-            plan(name, typed.num_ranks, typed.num_microbatches, time_limit=0)
-        rows, about = on_ranks(typed.num_ranks, run, typed, (configs.ConfigError, DeviceError, PlanError))
-    except (configs.ConfigError, PlanError, Refusal) as error:
-        sys.exit(f"error: {error}")
+    typed = configs.typed(config)  # what is wrong shows here, before any rank starts
+    check_free(typed.run_dir, overwrite=typed.overwrite)
+    for name in typed.schedules:
+        plan(name, typed.num_ranks, typed.num_microbatches, time_limit=0)
+    rows, about = on_ranks(typed.num_ranks, run, typed)
     print("", in_words(about), table(rows), "", *verdicts(rows), sep="\n")
     print(f"written to {typed.run_dir}: bench.json, bench.png, trace.json")
 
@@ -44,4 +38,4 @@ def run(config: configs.BenchConfig) -> tuple[list[dict[str, Any]], dict[str, An
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main, "bench", __doc__)

@@ -41,7 +41,7 @@ from torch.distributed.pipelining import stage as torch_stage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from zbpp.autograd import WeightGrads
-from zbpp.benchmark.launch import on_ranks
+from zbpp.launch import on_ranks
 from zbpp.runtime import Pipeline
 from zbpp.runtime import stage as zbpp_stage
 from zbpp.runtime.world import world
@@ -75,7 +75,7 @@ def launched(num_ranks: int, arguments: argparse.Namespace) -> list[Row]:
         texts = {name: str(plan(name, num_ranks, arguments.microbatches)) for name in arguments.schedules}
     except PlanError as error:
         sys.exit(f"error: {error}")
-    rows: list[Row] = on_ranks(num_ranks, measure, (texts, arguments.repeats), ())
+    rows: list[Row] = on_ranks(num_ranks, measure, (texts, arguments.repeats))
     return rows
 
 

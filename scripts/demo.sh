@@ -14,7 +14,7 @@ for schedule in 1f1b zb_h1; do
     echo "== train gpt_tiny on 4 processes under $schedule (real data: the Python standard library's sources)"
     "$VENV/bin/torchrun" --standalone --nproc-per-node 4 scripts/train.py \
         schedule=$schedule model=gpt_tiny steps="$steps" optimizer.learning_rate=3e-3 \
-        evaluate_every="$steps" parallel.device=cpu seed=0 run_dir="$runs/$schedule"
+        evaluate_every="$steps" parallel.device=cpu seed=0 run_dir="$runs/$schedule" overwrite=true
 done
 
 echo
@@ -23,7 +23,7 @@ echo "== compare the two runs"
 
 echo
 echo "== the schedules' true shape: four ranks that sleep instead of computing, since two cores can't run four at once"
-"$VENV/bin/python" scripts/bench.py device=cpu run_dir="$runs/bench"
+"$VENV/bin/python" scripts/bench.py device=cpu run_dir="$runs/bench" overwrite=true
 
 echo
 echo "pictures: $runs/1f1b/timeline.png  $runs/zb_h1/timeline.png  $runs/bench/bench.png"

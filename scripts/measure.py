@@ -5,34 +5,27 @@
 
 Writes costs.json: f, b, w, bw, comm in ms, saved and deferred in bytes, one number per stage; and under
 "about" where they were measured and how fast each link is. Starts its own ranks (no torchrun). The
-schedule chooses the cut. Choices are files in configs/; `--help` lists them.
+schedule chooses the cut.
 """
 
-import sys
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig
 
+from zbpp import command_line
 from zbpp import config as configs
 
-configs.register()
 
-
-@hydra.main(config_path=str(configs.config_folder()), config_name="measure", version_base="1.3")
 def main(config: DictConfig) -> None:
-    from zbpp.benchmark.launch import Refusal, on_ranks
-    from zbpp.runtime import DeviceError
-    from zbpp.schedule import PlanError, plan
+    from zbpp.launch import on_ranks
+    from zbpp.schedule import plan
+    from zbpp.training.run_folder import check_free
 
-    try:
-        typed = configs.typed(config)
-        schedule = typed.schedule  # a bad plan shows here, before any rank starts
-        plan(schedule.name, typed.num_ranks, typed.num_microbatches, **schedule.options, time_limit=0)
-        found = on_ranks(typed.num_ranks, run, typed, (configs.ConfigError, DeviceError, PlanError))
-    except (configs.ConfigError, PlanError, Refusal) as error:
-        sys.exit(f"error: {error}")
-    show(found)
+    typed = configs.typed(config)  # what is wrong shows here, before any rank starts
+    check_free(typed.run_dir, overwrite=typed.overwrite)
+    schedule = typed.schedule
+    plan(schedule.name, typed.num_ranks, typed.num_microbatches, **schedule.options, time_limit=0)
+    show(on_ranks(typed.num_ranks, run, typed))
     print(f"written to {typed.run_dir}/costs.json")
 
 
@@ -44,7 +37,7 @@ def run(config: configs.MeasureConfig) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any]) -> None:
-    columns = [name for name in found if name != "about"]
+    columns = [name for name, numbers in found.items() if isinstance(numbers, list)]
     print("\nstage" + "".join(f"{name:>12}" for name in columns) + "   (ms; saved, deferred: bytes)")
     for stage, numbers in enumerate(zip(*(found[name] for name in columns), strict=True)):
         print(f"{stage:>5}" + "".join(f"{number:>12.4g}" for number in numbers))
@@ -53,4 +46,4 @@ def show(found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main, "measure", __doc__)

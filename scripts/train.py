@@ -1,52 +1,49 @@
 """Train a model in a pipeline.
 
+    python scripts/train.py parallel.num_ranks=4 schedule=zb_h1 model=gpt_tiny steps=50
     torchrun --standalone --nproc-per-node 4 scripts/train.py schedule=zb_h1 model=gpt_tiny steps=50
 
-Choices are files in configs/; `--help` lists them, `--cfg job` prints the resulting config.
+The first starts its ranks on this machine by itself; torchrun restarts them, too, and reaches other machines.
 """
 
 import os
-import sys
 import time
+from typing import Any
 
-import hydra
 from omegaconf import DictConfig
-from torch.distributed.elastic.multiprocessing.errors import record
 
+from zbpp import command_line
 from zbpp import config as configs
 
-configs.register()
-FOLDER = str(configs.config_folder())
 GRACE = 3.0  # s in which the rank with the root cause can bring the job down first
 
 
-@hydra.main(config_path=FOLDER, config_name="train", version_base="1.3")
-@record  # below hydra.main: above it, Hydra would swallow the root cause
 def main(config: DictConfig) -> None:
-    from zbpp import app  # after Hydra's own --help and --cfg, which need no torch
-    from zbpp.runtime import AgreementError, CommunicationError, DeviceError
-    from zbpp.schedule import PlanError
+    job = configs.typed(config), configs.flat(config), configs.as_yaml(config)
+    num_ranks = job[0].parallel.num_ranks or 1
+    if "RANK" not in os.environ and num_ranks > 1:
+        from zbpp.launch import on_ranks
+        from zbpp.training.run_folder import check_free
 
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # from here on, whole tracebacks instead of Hydra's excerpts
+        check_free(job[0].run_dir, overwrite=job[0].overwrite)
+        on_ranks(num_ranks, train, job)
+    else:
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        record(train)(job)  # below hydra.main: above it, Hydra would swallow the root cause
+
+
+def train(job: tuple[Any, ...]) -> None:
+    """What each rank does; importable, since it is pickled."""
+    from zbpp import app
+    from zbpp.runtime import CommunicationError
+
     try:
-        app.train(configs.typed(config), configs.flat(config), configs.as_yaml(config))
-    except (configs.ConfigError, PlanError, AgreementError, DeviceError) as error:
-        refuse(error)
+        app.train(*job)
     except CommunicationError:
         time.sleep(GRACE)  # a peer that died has the better traceback
         raise
 
 
-def refuse(error: Exception) -> None:
-    """One line and no traceback; once, where all ranks were refused for the same reason."""
-    if os.environ.get("RANK", "0") != "0":
-        time.sleep(GRACE)
-    sys.exit(f"error: {error}")
-
-
 if __name__ == "__main__":
-    try:
-        sys.argv[1:] = configs.quiet_other_ranks(sys.argv[1:])
-    except configs.ConfigError as error:
-        refuse(error)
-    main()
+    command_line.run(main, "train", __doc__)

@@ -1,11 +1,15 @@
 """Every choice under configs/ composes, and what is wrong with a config is said with its key."""
 
 import importlib.util
+from copy import deepcopy
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from zbpp import app
@@ -21,8 +25,9 @@ configs.register()
 
 
 def composed(*overrides, name="train"):
+    given = [] if name == "explain" else ["run_dir=somewhere"]
     with initialize_config_dir(str(FOLDER), version_base="1.3"):
-        return compose(name, overrides=["run_dir=somewhere", *overrides])
+        return compose(name, overrides=[*given, *overrides])
 
 
 def typed(*overrides, name="train"):
@@ -41,6 +46,10 @@ def all_choices():
 @pytest.mark.parametrize(("group", "name"), all_choices())
 def test_every_choice_composes(group, name):
     needs = {"model": [f"data={GOES_WITH.get(name, 'stdlib')}"], "data": []}.get(group, [])
+    if (group, name) == ("model", "custom"):
+        needs = ["++model._target_=my_file.MyModel", "data=regression"]
+    if (group, name) == ("data", "custom"):
+        needs = ["data._target_=my_file.my_data"]
     if (group, name) == ("data", "text"):
         needs = ["data.path=somewhere"]
     config = typed(f"{group}={name}", *needs)
@@ -57,7 +66,7 @@ def test_the_schedules_are_those_that_plan_knows_and_one_that_measures_first():
     plan(auto.name, 2, 4, **auto.options)
 
 
-@pytest.mark.parametrize("name", [name for name in choices("model") if name not in HUGE])
+@pytest.mark.parametrize("name", [name for name in choices("model") if name not in {*HUGE, "custom"}])
 def test_every_small_model_builds_its_stages_and_its_data_fits(name):
     config = typed(f"model={name}", f"data={GOES_WITH.get(name, 'stdlib')}", "num_microbatches=2")
     model = build_model(config.model)
@@ -113,7 +122,7 @@ def test_flat_is_what_ranks_compare_resolved_by_dotted_key():
         ("data.pth=x", "data.pth"),
         ("steps=many", "steps"),
         ("optimizer.warmup_steps=1.5", "optimizer.warmup_steps"),
-        ("num_microbatches=null", "num_microbatches"),
+        ("microbatch_size=null", "microbatch_size"),
         ("schedule=zb_h9", "zb_h1"),  # and the other choices
         ("model=gpt_huge", "gpt_tiny"),
     ],
@@ -132,17 +141,17 @@ def test_unknown_keys_wrong_types_and_unknown_choices_are_named(override, words)
         ("num_microbatches=-1", "num_microbatches=-1: write a whole number, 1 or more"),
         ("microbatch_size=0", "microbatch_size=0: "),
         ("evaluation_batches=0", "evaluation_batches=0: "),
-        ("evaluate_every=-1", "evaluate_every=-1: write 0 (never) or more"),
+        ("evaluate_every=-1", "evaluate_every=-1: write a whole number, 0 or more"),
         ("print_every=0", "print_every=0: "),
         ("dtype=float8", "dtype=float8: write float32, float64 or bfloat16"),
-        ("optimizer.learning_rate=0", "optimizer.learning_rate=0.0: write a number above 0"),
-        ("optimizer.beta1=1", "optimizer.beta1=1.0: write 0 or more, below 1"),
-        ("optimizer.beta2=-0.1", "optimizer.beta2=-0.1: write 0 or more, below 1"),
-        ("optimizer.warmup_steps=-1", "optimizer.warmup_steps=-1: write 0 or more"),
-        ("optimizer.min_ratio=2", "optimizer.min_ratio=2.0: write 0 to 1"),
-        ("optimizer.clip_norm=0", "optimizer.clip_norm=0.0: write a number above 0, or null"),
+        ("optimizer.learning_rate=0", "optimizer.learning_rate=0.0: write a number, above 0"),
+        ("optimizer.beta1=1", "optimizer.beta1=1.0: write a number, 0 or more, below 1"),
+        ("optimizer.beta2=-0.1", "optimizer.beta2=-0.1: write a number, 0 or more, below 1"),
+        ("optimizer.warmup_steps=-1", "optimizer.warmup_steps=-1: write a whole number, 0 or more"),
+        ("optimizer.min_ratio=2", "optimizer.min_ratio=2.0: write a number, 0 to 1"),
+        ("optimizer.clip_norm=0", "optimizer.clip_norm=0.0: write a number, above 0, or null"),
         ("compile=all", "compile=all: write none, stage or layer"),
-        ("memory.budget=2", "memory.budget=2.0: write 0 to 1"),
+        ("memory.budget=2", "memory.budget=2.0: write a number, 0 to 1"),
         ("memory.budget=0.5", "memory.budget=0.5: it is for compile=stage or layer"),
         (
             "compile=stage memory.recompute=block",
@@ -152,7 +161,7 @@ def test_unknown_keys_wrong_types_and_unknown_choices_are_named(override, words)
         ("parallel.device=tpu", "parallel.device=tpu: write auto, cpu or cuda"),
         ("parallel.timeout=0", "parallel.timeout=0.0: write seconds, above 0"),
         ("logger.name=tensorboard", "logger.name=tensorboard: write jsonl or wandb"),
-        ("logger.mode=maybe", "logger.mode=maybe: see logger/wandb.yaml"),
+        ("logger.mode=maybe", "logger.mode=maybe: write online, offline or disabled"),
         ("data=text", "data.path: Missing mandatory value"),
         ("run_dir=???", "run_dir"),
     ],
@@ -171,7 +180,7 @@ def test_a_value_out_of_range_is_refused_with_its_key_and_what_to_write(override
         ("repeats=0", "repeats=0: "),
         ("schedules=[]", "schedules=[]: write at"),
         ("compare=jax", "compare=jax: write torch or none"),
-        ("memory_limit=0", "memory_limit=0.0: write a number above 0, or null"),
+        ("memory_limit=0", "memory_limit=0.0: write a number, above 0, or null"),
         ("comm=-1", "comm=-1.0: write milliseconds, 0 or more"),
         ("dtype=float8", "dtype=float8: write float32, float64 or bfloat16"),
     ],
@@ -180,6 +189,43 @@ def test_bench_refuses_values_out_of_range(override, message):
     with pytest.raises(configs.ConfigError) as caught:
         typed(override, name="bench")
     assert message in str(caught.value)
+
+
+def numeric_fields(kind, prefix=""):
+    """The dotted keys of all numbers below a config class, from its type hints alone."""
+    for name, hint in get_type_hints(kind).items():
+        if is_dataclass(hint):
+            yield from numeric_fields(hint, f"{prefix}{name}.")
+        elif {int, float} & {hint, *get_args(hint)}:
+            yield prefix + name
+
+
+SCRIPTS = {
+    "train": configs.TrainConfig, "bench": configs.BenchConfig, "measure": configs.MeasureConfig,
+    "explain": configs.ExplainConfig,
+}  # fmt: skip
+
+
+def refusal_of(base, key, value):
+    """What is said of a value; nothing if it is taken."""
+    config = deepcopy(base)
+    try:
+        OmegaConf.update(config, key, value)
+        configs.typed(config)
+    except (configs.ConfigError, OmegaConfBaseException) as error:
+        return f"{error} {getattr(error, 'full_key', '')}"
+    return ""
+
+
+@pytest.mark.parametrize(("script", "kind"), SCRIPTS.items())
+def test_no_number_of_a_config_may_be_infinite_nan_or_negative(script, kind):
+    """learning_rate=inf trained to NaN and ended with return code 0."""
+    base, keys = composed(name=script), list(numeric_fields(kind))
+    assert {"seed", "microbatch_size"} <= set(keys)
+    for key in keys:
+        for value in (float("inf"), -float("inf"), float("nan"), -1):
+            told = refusal_of(base, key, value)
+            assert key in told, (key, value, told)
 
 
 def test_clipping_can_be_turned_off():
@@ -211,28 +257,3 @@ def test_a_target_that_is_no_model_is_refused():
         build_model({"_target_": "collections.Counter"})
     with pytest.raises(configs.ConfigError, match=r"model \(nowhere.Model\): "):
         build_model({"_target_": "nowhere.Model"})
-
-
-# ---------------------------------------------------------------- under torchrun
-
-
-def test_ranks_other_than_0_write_no_run_folder_and_no_logs(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    assert configs.quiet_other_ranks(["steps=3"]) == ["steps=3"]
-    monkeypatch.setenv("RANK", "0")
-    assert configs.quiet_other_ranks(["steps=3"]) == ["steps=3"]
-    monkeypatch.setenv("RANK", "1")
-    quiet = configs.quiet_other_ranks(["steps=3"])
-    assert quiet[0] == "steps=3"
-    assert set(quiet[1:]) == {
-        "hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none",
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("flag", ["-m", "--multirun"])
-def test_a_sweep_inside_torchrun_is_refused(monkeypatch, flag):
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(configs.ConfigError, match="-m sweeps inside one torchrun job can't work"):
-        configs.quiet_other_ranks([flag, "seed=1,2"])
-    monkeypatch.delenv("RANK")
-    assert configs.quiet_other_ranks([flag]) == [flag]

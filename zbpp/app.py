@@ -7,36 +7,45 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zbpp.autograd import Explanation, explain, recompute
-from zbpp.build import build_data, build_model, cut_of, machine
-from zbpp.config import ConfigError, TrainConfig, naming
+from zbpp.build import build_data, build_model, check_fit, cut_of, fitting, machine
+from zbpp.config import NUM_MICROBATCHES, ConfigError, TrainConfig, naming
 from zbpp.runtime import Pipeline, measured_costs
+from zbpp.runtime.microbatch import split
 from zbpp.runtime.world import World, broadcast, check_agreement, gather, world
 from zbpp.schedule import (
     Costs,
     Timeline,
     Timetable,
+    canonical_name,
     chrome_trace,
     placement_of,
     plan,
     render_picture,
     simulate,
 )
+from zbpp.training.batch import batch_for
 from zbpp.training.data import Data
 from zbpp.training.loggers import JsonLines, Logger, Loggers, Wandb, finite
 from zbpp.training.metrics import peak_flops, utilisation
-from zbpp.training.optimizer import adamw, warmup_cosine
+from zbpp.training.optimizer import adamw, parameters_of, warmup_cosine
+from zbpp.training.planned import made_plan, read_plan
 from zbpp.training.progress import progress
 from zbpp.training.replan import Replan
+from zbpp.training.run_folder import RunFolder, claimed
+from zbpp.training.sources import check_sources
+from zbpp.training.ties import check_ties
 from zbpp.training.trainer import Trainer
+from zbpp.training.weights import save_weights
 
 Summary = dict[str, Any]
 
@@ -47,36 +56,80 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     settings: the flat config, compared between the ranks. Raises ConfigError, PlanError or
     AgreementError before any work starts.
     """
-    # Whatever can be wrong with the arguments shows before this process joins the others.
+    # Rank 0 alone plans, and finds what is wrong with the arguments before it joins the others: they wait for
+    # its plan, so that ranks can't disagree and a mistake is said once.
     rank, num_ranks = int(os.environ.get("RANK", "0")), _num_ranks(config)
-    timetable = plan(config.schedule.name, num_ranks, config.num_microbatches, **config.schedule.options)
-    model = build_model(config.model)
-    stages, cut = _stages(model, timetable, rank), cut_of(model, timetable.num_stages)
-    data = build_data(config.data, config.batch_size, config.seed)
-    with world(device=config.parallel.device, timeout=config.parallel.timeout) as here:
+    job = _prepare(config, _planned(config, num_ranks), rank) if rank == 0 else None
+    with (
+        _run_folder(config, rank) as folder,
+        world(device=config.parallel.device, timeout=config.parallel.timeout) as here,
+    ):
         check_agreement("configs", {key: value for key, value in settings.items() if key != "run_dir"})
-        check_agreement("data (by fingerprint)", data.fingerprint)
-        folder = Path(broadcast(config.run_dir))
-        # A search may end differently on another rank: rank 0's plan is the plan.
-        timetable = Timetable.parse(broadcast(str(timetable)))
-        for stage in stages.values():
+        timetable = Timetable.parse(broadcast(str(job.timetable) if job else ""))
+        job = job or _prepare(config, timetable, rank)
+        check_sources()
+        check_agreement("data (by fingerprint)", job.data.fingerprint)
+        path = Path(broadcast(config.run_dir))
+        with naming("model"):
+            check_ties(job.model.build_stage, timetable.rank_of, is_rank_0=here.rank == 0)
+        for stage in job.stages.values():
             stage.to(here.device, getattr(torch, config.dtype))
+        _check_fit(job, here.device)
+        for stage in job.stages.values():
             _recompute(stage, config.memory.recompute)
-        _compile(stages, config.compile, config.memory.budget)
-        trainer = _trainer(config, timetable, stages, model, data)
-        if here.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.yaml").write_text(resolved_yaml)
-            if "layers_per_stage" in cut:
-                print("layers per stage:", *cut["layers_per_stage"], flush=True)
-        with Loggers(_loggers(config, settings, folder) if here.rank == 0 else []) as loggers:
+        _compile(job.stages, config.compile, config.memory.budget)
+        with naming("model"):
+            trainer = _trainer(config, job)
+        if folder is not None:
+            folder.begin()
+            (path / "config.yaml").write_text(resolved_yaml)
+            if "layers_per_stage" in job.cut:
+                print("layers per stage:", *job.cut["layers_per_stage"], flush=True)
+        with Loggers(_loggers(config, settings, path) if here.rank == 0 else []) as loggers:
             history = _run(config, trainer, loggers, shown=here.rank == 0)
             summary, measured, predicted = _summarise(config, trainer, here, history)
-            summary |= cut
+            summary |= job.cut
+            if config.save_weights:
+                save_weights(path, trainer.pipeline)
             if here.rank == 0:
                 loggers.summary = summary
-                _write(folder, summary, measured, predicted)
+                _write(path, summary, measured, predicted)
+                print(f"written to {path}", flush=True)
         return summary
+
+
+class _Job(NamedTuple):
+    """What a rank works on."""
+
+    timetable: Timetable
+    model: Any
+    stages: dict[int, nn.Module]
+    cut: Summary
+    data: Data
+
+
+def _planned(config: TrainConfig, num_ranks: int) -> Timetable:
+    schedule, options = config.schedule, {**config.schedule.options, "costs": config.schedule.costs}
+    try:
+        if schedule.timetable is not None:
+            return read_plan(schedule.timetable, num_ranks, config.num_microbatches, **options)
+        return made_plan(schedule.name, num_ranks, config.num_microbatches or NUM_MICROBATCHES, **options)
+    except OSError as error:
+        raise ConfigError(f"schedule: {error}; write a file of scripts/plan.py or measure.py") from error
+
+
+def _prepare(config: TrainConfig, timetable: Timetable, rank: int) -> _Job:
+    model = build_model(config.model, config.seed)
+    stages = _stages(model, timetable, rank)
+    data = build_data(config.data, timetable.num_microbatches * config.microbatch_size, config.seed)
+    return _Job(timetable, model, stages, cut_of(model, timetable.num_stages), data)
+
+
+@contextmanager
+def _run_folder(config: TrainConfig, rank: int) -> Iterator[RunFolder | None]:
+    """The folder on rank 0, which is refused before the ranks join and changed after that; None on others."""
+    with claimed(config.run_dir, overwrite=config.overwrite) if rank == 0 else nullcontext() as folder:
+        yield folder
 
 
 def _num_ranks(config: TrainConfig) -> int:
@@ -84,7 +137,7 @@ def _num_ranks(config: TrainConfig) -> int:
     wanted = config.parallel.num_ranks
     if wanted is not None and wanted != started:
         raise ConfigError(
-            f"parallel.num_ranks={wanted}, but {started} process(es) were started: write "
+            f"parallel.num_ranks={wanted}, but torchrun started {started}: write "
             f"torchrun --nproc-per-node {wanted} scripts/train.py ..., or parallel.num_ranks=null"
         )
     return started
@@ -93,6 +146,13 @@ def _num_ranks(config: TrainConfig) -> int:
 def _stages(model: Any, timetable: Timetable, rank: int) -> dict[int, nn.Module]:
     with naming("model"):
         return {index: model.build_stage(index, timetable.num_stages) for index in timetable.stages_of(rank)}
+
+
+def _check_fit(job: _Job, device: torch.device) -> None:
+    num_stages, num_microbatches = job.timetable.num_stages, job.timetable.num_microbatches
+    with naming("data"):
+        args, _ = batch_for(job.stages, num_stages, job.data.train, 0, device)
+        check_fit(job.stages, [split("the input", each, num_microbatches)[0] for each in args])
 
 
 def _recompute(stage: nn.Module, what: str) -> None:
@@ -123,9 +183,8 @@ def _compile(stages: dict[int, nn.Module], what: str, budget: float) -> None:
             raise ConfigError(f"compile={what}: {error}") from error
 
 
-def _trainer(
-    config: TrainConfig, timetable: Timetable, stages: dict[int, nn.Module], model: Any, data: Data
-) -> Trainer:
+def _trainer(config: TrainConfig, job: _Job) -> Trainer:
+    timetable, model, stages, _, data = job
     options = config.optimizer
     num_batches = min(config.evaluation_batches, data.num_evaluation_batches)
     if config.evaluate_every and not num_batches:
@@ -161,8 +220,15 @@ def _trainer(
         ),
         clip_norm=options.clip_norm,
         evaluate_every=config.evaluate_every,
+        metrics=_metrics(model),
         replan=_replan(config, timetable, stages, model, build),
     )
+
+
+def _metrics(model: Any) -> Callable[[Any, Any], Mapping[str, float | Tensor]] | None:
+    """The model's own metrics, if it has any; see zbpp/stage_api.py."""
+    found = getattr(model, "metrics", None)
+    return found if callable(found) else None
 
 
 def _replan(
@@ -181,7 +247,7 @@ def _replan(
         return plan(
             name,
             timetable.num_ranks,
-            config.num_microbatches,
+            timetable.num_microbatches,
             costs=costs,
             memory_limit=limits,
             placement=placement_of(timetable),
@@ -201,14 +267,19 @@ def _loggers(config: TrainConfig, settings: dict[str, Any], folder: Path) -> lis
 
 def _run(config: TrainConfig, trainer: Trainer, loggers: Loggers, *, shown: bool) -> list[dict[str, Any]]:
     history = []
-    with progress(
-        config.steps, shown=shown, print_every=config.print_every, title=config.schedule.name
-    ) as show:
+    with progress(config.steps, shown=shown, print_every=config.print_every, title=_title(config)) as show:
         for metrics in trainer.run(config.steps):
             loggers.log(metrics)
-            show(metrics)
+            show(metrics, title=_title(config, replanned=trainer.is_replanned))
             history.append(metrics)
     return history
+
+
+def _title(config: TrainConfig, *, replanned: bool = False) -> str:
+    """What runs: a schedule's name, or that of a plan's file."""
+    schedule = config.schedule
+    first = canonical_name(schedule.name) if schedule.timetable is None else Path(schedule.timetable).stem
+    return f"{schedule.replan}, replanned from {first}" if replanned else first
 
 
 def _summarise(
@@ -216,25 +287,25 @@ def _summarise(
 ) -> tuple[Summary, Timeline, Timeline]:
     measured = _typical(trainer.timelines)
     predicted = simulate(measured.timetable, measured_costs(*trainer.timelines))
-    speed = trainer.data.tokens_per_batch / _median([metrics["step_seconds"] for metrics in history])
-    num_parameters = sum(
-        gather(sum(p.numel() for s in trainer.pipeline.stages.values() for p in s.parameters()))
-    )
+    speed = trainer.data.items_per_batch / _median([metrics["step_seconds"] for metrics in history])
+    num_parameters = sum(gather(sum(p.numel() for p in parameters_of(trainer.pipeline.stages))))
     peak = peak_flops(here.device, getattr(torch, config.dtype))
-    losses: Summary = {key: history[-1][key] for key in ("loss", "evaluation_loss") if key in history[-1]}
+    tokens = speed if trainer.data.unit == "tokens" else None
+    last = history[-1]
+    losses: Summary = {key: last[key] for key in last if key == "loss" or key.startswith("evaluation_")}
     summary: Summary = {
-        "schedule": config.schedule.name,
-        "replanned_as": config.schedule.replan,
+        "schedule": config.schedule.replan if trainer.is_replanned else _title(config),
+        "replanned_from": _title(config) if trainer.is_replanned else None,
         "num_ranks": here.size,
         "num_stages": trainer.pipeline.timetable.num_stages,
-        "num_microbatches": config.num_microbatches,
+        "num_microbatches": trainer.pipeline.timetable.num_microbatches,
         "num_parameters": num_parameters,
         "steps": config.steps,
         **losses,
         "unigram_entropy": trainer.data.unigram_entropy,
         **_bubbles(predicted, measured),
-        "tokens_per_second": speed,
-        "model_flops_utilisation": utilisation(num_parameters, speed, here.size, peak),
+        f"{trainer.data.unit}_per_second": speed,
+        "model_flops_utilisation": utilisation(num_parameters, tokens, here.size, peak),
         "peak_memory_bytes": [int(peak) for peak in measured.peak_memory],
         **machine(here.device),
     }
@@ -267,26 +338,28 @@ def explain_stage(
     The stages before it run first, without a graph, for an input of the right shape; the last stage's F
     ends with the loss. Raises ConfigError.
     """
-    built = build_model(model)
+    built = build_model(model, seed)
     source = build_data(data, microbatch_size, seed)
 
     def stage_of(index: int) -> nn.Module:
         made: nn.Module = built.build_stage(index, num_stages)
         return made.to(getattr(torch, dtype))
 
-    with naming("model"):
+    with naming("model"), fitting("the forward failed"):
         module = stage_of(stage)  # first: a stage that does not exist is refused before any runs
-        x, target = source.train.batch(0)
-        x = x.to(getattr(torch, dtype)) if x.is_floating_point() else x
+        ends = {0: module if stage == 0 else stage_of(0), num_stages - 1: module}
+        args, target = batch_for(ends, num_stages, source.train, 0, torch.device("cpu"))
         with torch.no_grad():
             for index in range(stage):
-                x = stage_of(index)(x)
-        if stage:
-            x.requires_grad_()
+                output = (ends[0] if index == 0 else stage_of(index))(*args)
+                args = output if isinstance(output, tuple) else (output,)
+        for each in args if stage else ():
+            if isinstance(each, Tensor) and each.is_floating_point():
+                each.requires_grad_()
         _compile({stage: module}, compile, budget=1.0)
-        output = module(x)
+        output = module(*args)
         return explain(
-            built.loss(output, target) if stage == num_stages - 1 else output, [x], module.named_parameters()
+            built.loss(output, target) if stage == num_stages - 1 else output, args, module.named_parameters()
         )
 
 

@@ -1,120 +1,115 @@
 """The typed config tree. Hydra and OmegaConf are known here and in scripts/ only.
 
 A YAML under configs/ is one choice. Wrong types and unknown keys fail while Hydra composes;
-ranges are checked in `__post_init__`; what leaves here are plain objects.
+ranges are declared beside the fields (ranges.py); what leaves here are plain objects.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
-from collections.abc import Iterator
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import hydra
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException
+from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
+from zbpp.ranges import Checked, one_of, ranged
+from zbpp.ranges import ConfigError as ConfigError  # where the rest of zbpp looks for it
 
-class ConfigError(ValueError):
-    """A config that can't be run; the message says what to write instead."""
+NUM_MICROBATCHES = 8  # where neither the config nor a plan says how many
+
+_LONGEST = 1e7  # s, four months: torch's timeouts overflow somewhere above
+_LARGEST_SEED = 2**63 - 1
+DTYPES = ("float32", "float64", "bfloat16")
+COMPILE = ("none", "stage", "layer")
 
 
 @dataclass(kw_only=True)
-class ScheduleConfig:
-    """As `plan` takes them (null: the schedule's own), and what follows the first steps."""
+class ScheduleConfig(Checked):
+    """As scripts/plan.py takes them (null: the schedule's own), and what follows the first steps."""
 
+    prefix: ClassVar[str] = "schedule."
     name: str = MISSING
-    stages_per_rank: int | None = None
+    timetable: str | None = None  # a file that plan.py wrote: the plan itself, instead of the name
+    costs: str | None = None  # a file that measure.py wrote, for schedules that are planned for costs
+    stages_per_rank: int | None = ranged(None, least=1)
     placement: str | None = None  # one, looped or v
-    memory_limit: float | None = None  # of each rank, in activations of a stage
+    # of each rank, in activations; where the costs are in bytes, with a unit: 12GiB
+    memory_limit: int | float | str | None = None
     replan: str | None = None  # a schedule to go on with, planned for what the first steps cost
 
     @property
     def options(self) -> dict[str, Any]:
         """What `plan` takes beside the name."""
-        return {key: value for key, value in vars(self).items() if key not in ("name", "replan")}
+        others = ("name", "replan", "timetable", "costs")
+        return {key: value for key, value in vars(self).items() if key not in others}
 
 
 @dataclass(kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Checked):
     """AdamW with linear warm-up, then a cosine down to min_ratio of the learning rate."""
 
-    learning_rate: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    warmup_steps: int = 10
-    min_ratio: float = 0.1
-    clip_norm: float | None = 1.0  # of the gradients of ALL stages together; null: no clipping
-
-    def __post_init__(self) -> None:
-        _check(
-            self.learning_rate > 0, "optimizer.learning_rate", self.learning_rate, "write a number above 0"
-        )
-        _check(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "write 0 or more")
-        _check(0 <= self.min_ratio <= 1, "optimizer.min_ratio", self.min_ratio, "write 0 to 1")
-        _check(0 <= self.beta1 < 1, "optimizer.beta1", self.beta1, "write 0 or more, below 1")
-        _check(0 <= self.beta2 < 1, "optimizer.beta2", self.beta2, "write 0 or more, below 1")
-        if self.clip_norm is not None:
-            _check(
-                self.clip_norm > 0, "optimizer.clip_norm", self.clip_norm, "write a number above 0, or null"
-            )
+    prefix: ClassVar[str] = "optimizer."
+    learning_rate: float = ranged(1e-3, above=0)
+    beta1: float = ranged(0.9, below=1)
+    beta2: float = ranged(0.95, below=1)
+    eps: float = ranged(1e-8)
+    weight_decay: float = ranged(0.1)
+    warmup_steps: int = ranged(10)
+    min_ratio: float = ranged(0.1, most=1)
+    # Of the gradients of ALL stages together; null: no clipping.
+    clip_norm: float | None = ranged(1.0, above=0)
 
 
 @dataclass(kw_only=True)
-class ParallelConfig:
-    num_ranks: int | None = None  # null: as many as torchrun starts
-    device: str = "auto"
-    timeout: float = 600.0  # s, of every wait for another rank
+class ParallelConfig(Checked):
+    """num_ranks: how many scripts/train.py starts; under torchrun null, or as many as torchrun starts."""
+
+    prefix: ClassVar[str] = "parallel."
+    num_ranks: int | None = ranged(None, least=1)
+    device: str = one_of("auto", "cpu", "cuda")
+    timeout: float = ranged(600.0, above=0, most=_LONGEST, unit="seconds")  # of every wait for another rank
     dynamic_shapes: bool = False  # whether microbatches may differ in shape; costs a latency per message
 
-    def __post_init__(self) -> None:
-        _check(
-            self.device in ("auto", "cpu", "cuda"), "parallel.device", self.device, "write auto, cpu or cuda"
-        )
-        _check(self.timeout > 0, "parallel.timeout", self.timeout, "write seconds, above 0")
+
+@dataclass(kw_only=True)
+class MemoryConfig(Checked):
+    """limit: GiB for a rank to hold between F, B and W, for schedule.replan; null: as before."""
+
+    prefix: ClassVar[str] = "memory."
+    recompute: str = one_of("none", "block", "stage")  # in B: of each block by itself, of the whole stage
+    budget: float = ranged(1.0, most=1)  # of what compiled stages would keep between F and B
+    limit: float | None = ranged(None, above=0, unit="GiB")
 
 
 @dataclass(kw_only=True)
-class MemoryConfig:
-    recompute: str = "none"  # activations, in B: of no block, of each block by itself, of the whole stage
-    budget: float = 1.0  # of what compiled stages would keep between F and B; the rest is computed again
-    limit: float | None = (
-        None  # GiB for a rank to hold between F, B and W, for schedule.replan; null: as before
-    )
+class LoggerConfig(Checked):
+    """mode: of wandb."""
 
-    def __post_init__(self) -> None:
-        _check(
-            self.limit is None or self.limit > 0, "memory.limit", self.limit, "write GiB, above 0, or null"
-        )
-        known = ("none", "block", "stage")
-        _check(self.recompute in known, "memory.recompute", self.recompute, "write none, block or stage")
-        _check(0 <= self.budget <= 1, "memory.budget", self.budget, "write 0 to 1")
-
-
-@dataclass(kw_only=True)
-class LoggerConfig:
-    name: str = "jsonl"
+    prefix: ClassVar[str] = "logger."
+    name: str = one_of("jsonl", "wandb")
     project: str = "zbpp"
-    mode: str = "online"  # of wandb: online, offline or disabled
+    mode: str = one_of("online", "offline", "disabled")
 
     def __post_init__(self) -> None:
-        _check(self.name in ("jsonl", "wandb"), "logger.name", self.name, "write jsonl or wandb")
-        _check(
-            self.mode in ("online", "offline", "disabled"), "logger.mode", self.mode, "see logger/wandb.yaml"
-        )
+        super().__post_init__()
         if self.name == "wandb" and importlib.util.find_spec("wandb") is None:
             raise ConfigError("logger=wandb, but the package is not installed: pip install 'zbpp[wandb]'")
 
 
 @dataclass(kw_only=True)
-class TrainConfig:
+class TrainConfig(Checked):
     """Everything scripts/train.py needs. model and data are built from their `_target_`."""
 
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -124,58 +119,56 @@ class TrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
-    steps: int = 100
-    num_microbatches: int = 8
-    microbatch_size: int = 4  # rows; the batch is num_microbatches times as large
-    seed: int = 0
-    dtype: str = "float32"
-    compile: str = "none"  # F, B and W: of no stage, of each as a whole, of each layer by itself
+    steps: int = ranged(100, least=1)
+    num_microbatches: int | None = ranged(None, least=1)  # null: those of schedule.timetable, or 8
+    microbatch_size: int = ranged(4, least=1)  # rows; the batch is num_microbatches times as large
+    seed: int = ranged(0, most=_LARGEST_SEED)
+    dtype: str = one_of(*DTYPES)
+    compile: str = one_of(*COMPILE)  # F, B and W: of no stage, of each as a whole, of each layer by itself
     run_dir: str = MISSING
-    evaluate_every: int = 50  # steps; 0: never
-    evaluation_batches: int = 2
-    print_every: int = 10  # steps, where no progress bar can be drawn
+    overwrite: bool = False  # whether the files of an earlier run in run_dir may be replaced
+    evaluate_every: int = ranged(50)  # steps; 0: never
+    evaluation_batches: int = ranged(2, least=1)
+    print_every: int = ranged(10, least=1)  # steps, where no progress bar can be drawn
+    save_weights: bool = True  # at the end, a file per stage
 
     def __post_init__(self) -> None:
-        for name in ("steps", "num_microbatches", "microbatch_size", "evaluation_batches", "print_every"):
-            _check(getattr(self, name) >= 1, name, getattr(self, name), "write a whole number, 1 or more")
-        _check(self.evaluate_every >= 0, "evaluate_every", self.evaluate_every, "write 0 (never) or more")
-        _check_dtype(self.dtype)
-        _check_compile(self.compile)
-        if self.compile == "none":
-            advice = "it is for compile=stage or layer; write memory.recompute=block"
-            _check(self.memory.budget == 1, "memory.budget", self.memory.budget, advice)
-        else:
-            advice = f"with compile={self.compile} write memory.budget=0 to 1 instead"
-            _check(self.memory.recompute == "none", "memory.recompute", self.memory.recompute, advice)
+        super().__post_init__()
+        budget, recompute = self.memory.budget, self.memory.recompute
+        if self.compile == "none" and budget != 1:
+            raise ConfigError(
+                f"memory.budget={budget}: it is for compile=stage or layer; write memory.recompute=block"
+            )
+        if self.compile != "none" and recompute != "none":
+            raise ConfigError(
+                f"memory.recompute={recompute}: with compile={self.compile} write memory.budget=0 to 1"
+            )
 
     @property
     def batch_size(self) -> int:
         """Rows of a whole batch."""
-        return self.num_microbatches * self.microbatch_size
+        return (self.num_microbatches or NUM_MICROBATCHES) * self.microbatch_size
 
 
 @dataclass(kw_only=True)
-class JobConfig:
-    """What scripts that start their own ranks share. model and data are built from their `_target_`."""
+class JobConfig(Checked):
+    """What bench.py and measure.py share. model and data are built from their `_target_`."""
 
     model: dict[str, Any] = MISSING
     data: dict[str, Any] = MISSING
-    num_ranks: int = 4
-    num_microbatches: int = 12
-    microbatch_size: int = 4
-    repeats: int = 5  # measured steps
-    seed: int = 0
-    dtype: str = "float32"
-    device: str = "auto"
-    timeout: float = 120.0
-    comm: float = 0.0  # ms that each message takes at least: EMULATED links, on gloo
+    num_ranks: int = ranged(4, least=1)
+    num_microbatches: int = ranged(12, least=1)
+    microbatch_size: int = ranged(4, least=1)
+    repeats: int = ranged(5, least=1)  # measured steps
+    seed: int = ranged(0, most=_LARGEST_SEED)
+    dtype: str = one_of(*DTYPES)
+    device: str = one_of("auto", "cpu", "cuda")
+    timeout: float = ranged(120.0, above=0, most=_LONGEST, unit="seconds")
+    comm: float = ranged(
+        0.0, unit="milliseconds"
+    )  # that each message takes at least: EMULATED links, on gloo
     run_dir: str = MISSING
-
-    def __post_init__(self) -> None:
-        for name in ("num_ranks", "num_microbatches", "microbatch_size", "repeats"):
-            _check(getattr(self, name) >= 1, name, getattr(self, name), "write a whole number, 1 or more")
-        _check(self.comm >= 0, "comm", self.comm, "write milliseconds, 0 or more")
-        _check_dtype(self.dtype)
+    overwrite: bool = False  # whether the files of an earlier run in run_dir may be replaced
 
 
 @dataclass(kw_only=True)
@@ -183,18 +176,15 @@ class BenchConfig(JobConfig):
     """Everything scripts/bench.py needs: one model under several schedules, in one job."""
 
     schedules: list[str] = MISSING
-    compare: str = "torch"  # beside torch.distributed.pipelining; none: zbpp alone
-    memory_limit: float | None = None  # of zb_auto and the tuned interleaved 1F1B, in activations of a rank
-    time_limit: float = 10.0  # s, of each search for a plan
+    compare: str = one_of("torch", "none")  # beside torch.distributed.pipelining; none: zbpp alone
+    # Of zb_auto and the tuned interleaved 1F1B, in activations of a rank.
+    memory_limit: float | None = ranged(None, above=0)
+    time_limit: float = ranged(10.0, unit="seconds")  # of each search for a plan
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check(len(self.schedules) > 0, "schedules", self.schedules, "write at least one, as [1f1b,zb_h1]")
-        _check(self.compare in ("torch", "none"), "compare", self.compare, "write torch or none")
-        if self.memory_limit is not None:
-            _check(
-                self.memory_limit > 0, "memory_limit", self.memory_limit, "write a number above 0, or null"
-            )
+        if not self.schedules:
+            raise ConfigError("schedules=[]: write at least one, as [1f1b,zb_h1]")
 
 
 @dataclass(kw_only=True)
@@ -204,12 +194,49 @@ class MeasureConfig(JobConfig):
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
 
+@dataclass(kw_only=True)
+class ExplainConfig(Checked):
+    """Everything scripts/explain.py needs. model and data are built from their `_target_`."""
+
+    model: dict[str, Any] = MISSING
+    data: dict[str, Any] = MISSING
+    stage: int = ranged(0)
+    num_stages: int = ranged(4, least=1)
+    microbatch_size: int = ranged(4, least=1)
+    seed: int = ranged(0, most=_LARGEST_SEED)
+    dtype: str = one_of(*DTYPES)
+    compile: str = one_of(*COMPILE)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stage >= self.num_stages:
+            raise ConfigError(
+                f"stage={self.stage} does not exist with num_stages={self.num_stages}: "
+                f"write 0 to {self.num_stages - 1}"
+            )
+
+
 def register() -> None:
-    """Tell Hydra the types of our configs: configs/train.yaml, bench.yaml and measure.yaml build on them."""
+    """Tell Hydra the types of our configs: configs/train.yaml and its like build on them."""
     store = ConfigStore.instance()
     store.store(name="train_types", node=TrainConfig)
     store.store(name="bench_types", node=BenchConfig)
     store.store(name="measure_types", node=MeasureConfig)
+    store.store(name="explain_types", node=ExplainConfig)
+    OmegaConf.register_new_resolver("sweep_number", _sweep_number, replace=True)
+
+
+def _sweep_number() -> str:
+    """`-0`, `-1`, ... for the jobs of a sweep (-m), which share the time of their start; else nothing."""
+    job = HydraConfig.get() if HydraConfig.initialized() else None
+    return f"-{job.job.num}" if job is not None and job.mode is RunMode.MULTIRUN else ""
+
+
+def entry(main: Callable[[DictConfig], None], name: str) -> Callable[[], None]:
+    """`main` as Hydra calls it: with what the command line makes of configs/NAME.yaml."""
+    register()
+    called: Callable[[], None] = hydra.main(str(config_folder()), name, version_base="1.3")(main)
+    return called
 
 
 def typed(config: DictConfig) -> Any:
@@ -220,7 +247,23 @@ def typed(config: DictConfig) -> Any:
         raise
     except Exception as error:  # OmegaConf wraps what __post_init__ raises in types of its own
         key, text = getattr(error, "full_key", None), str(error).partition("\n")[0]
+        if isinstance(error, InterpolationKeyError):
+            text += f": write it, or choose another {str(key).partition('.')[0]}="
         raise ConfigError(f"{key}: {text}" if key else text) from error
+
+
+def composition_error(error: object) -> ConfigError | None:
+    """What Hydra or OmegaConf says of a config, as an error of ours in one line; None for other errors."""
+    if not isinstance(error, HydraException | OmegaConfBaseException):
+        return None
+    told = str(error).partition("Config search path")[0]
+    if error.__cause__ is not None and str(error.__cause__) not in told:
+        told += f"\n{error.__cause__}"
+    lines = [line.strip() for line in told.splitlines()]
+    # full_key and object_type: OmegaConf's own types, of no use to a user.
+    return ConfigError(
+        " ".join(each for each in lines if each and not each.startswith(("full_key", "object_type")))
+    )
 
 
 def flat(config: DictConfig) -> dict[str, Any]:
@@ -242,16 +285,30 @@ def as_yaml(config: DictConfig) -> str:
 
 
 def build(what: str, node: dict[str, Any], **extra: Any) -> Any:
-    """The object that a node's `_target_` names. Raises ConfigError, saying which part of the config."""
+    """The object that a node's `_target_` names; `extra` is for targets that take it.
+
+    Raises ConfigError, saying which part of the config.
+    """
     if "_target_" not in node:
         raise ConfigError(f"{what} names no _target_: write the class, such as _target_: my_package.MyModel")
     try:
-        return instantiate(node, **extra, _convert_="all")
+        return instantiate(node, **_taken(node, extra), _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__ or error
         if not isinstance(cause, ValueError | OSError | TypeError | ImportError | HydraException):
             raise  # a mistake in the class's own code: its traceback says where
-        raise ConfigError(f"{what} ({node['_target_']}): {cause}") from cause
+        told = " ".join(str(cause).split())
+        raise ConfigError(f"{what} ({node['_target_']}): {told}") from cause
+
+
+def _taken(node: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """Those of `extra` that the node's target takes; a Dataset, for one, knows nothing of batches."""
+    try:
+        parameters = inspect.signature(pkgutil.resolve_name(node["_target_"])).parameters
+    except Exception:  # no such target, a file that can't be imported: instantiate says so
+        return extra
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return {name: value for name, value in extra.items() if takes_any or name in parameters}
 
 
 @contextmanager
@@ -270,32 +327,3 @@ def config_folder() -> Path:
     package = Path(__file__).resolve().parent
     beside = package.parent / "configs"
     return beside if (beside / "train.yaml").is_file() else package / "configs"
-
-
-def quiet_other_ranks(arguments: list[str]) -> list[str]:
-    """Hydra's arguments for this process: of a job's ranks only rank 0 writes a run folder and logs.
-
-    Raises ConfigError for a sweep (-m) inside torchrun, whose ranks would sweep each by itself.
-    """
-    if "RANK" not in os.environ:
-        return arguments
-    if {"-m", "--multirun"} & set(arguments):
-        raise ConfigError("-m sweeps inside one torchrun job can't work: call torchrun once per setting")
-    if os.environ["RANK"] == "0":
-        return arguments
-    silent = ["hydra.run.dir=.", "hydra.output_subdir=null"]
-    return [*arguments, *silent, "hydra/job_logging=none", "hydra/hydra_logging=none"]
-
-
-def _check_compile(compile: str) -> None:
-    _check(compile in ("none", "stage", "layer"), "compile", compile, "write none, stage or layer")
-
-
-def _check_dtype(dtype: str) -> None:
-    known = ("float32", "float64", "bfloat16")
-    _check(dtype in known, "dtype", dtype, "write float32, float64 or bfloat16")
-
-
-def _check(holds: bool, name: str, value: object, advice: str) -> None:
-    if not holds:
-        raise ConfigError(f"{name}={value}: {advice}")

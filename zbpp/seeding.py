@@ -1,7 +1,8 @@
 """One 64-bit seed from a tuple: how everything random in zbpp is tied to its place.
 
-Weights are seeded by (seed, parameter name), dropout by (seed, step, stage, microbatch),
-data by (seed, epoch). So a number drawn never depends on the cut, the rank or the order of work.
+Weights are seeded by (seed, parameter name), data by (seed, epoch): they don't depend on the cut, the rank or
+the order of work. Dropout is seeded by (seed, step, stage, microbatch): it doesn't depend on the rank or the
+order of work, but on the cut, since a stage knows nothing of the layers in it.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def entries():
 
 
 def test_a_row_has_the_median_and_what_the_costs_predict(entries):
-    row = rows_of(entries, tokens_per_batch=100)[0]
+    row = rows_of(entries, items_per_batch=100)[0]
     assert (row["schedule"], row["runtime"], row["stages_per_rank"]) == ("1f1b", "zbpp", 1)
     assert row["makespan_ms"] == 20
     assert row["tokens_per_second"] == 5000

@@ -1,5 +1,6 @@
 """What is read, that every window comes once per epoch, and that a step is all there is to save."""
 
+import gzip
 import math
 import sys
 from collections import Counter
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from zbpp.training.data import Batches, RandomRegression, load_corpus
+from zbpp.training.corpus import load_corpus
+from zbpp.training.data import Batches, RandomRegression, text_data
 
 TEXT = "the quick brown fox jumps over the lazy dog\n"
 
@@ -64,10 +66,10 @@ def test_the_default_corpus_holds_no_tests_and_no_packages():
 
 
 def test_held_out_is_the_end_and_train_the_rest(folder):
-    (folder / "long").write_bytes(bytes(range(200)))
+    (folder / "long").write_bytes(bytes(range(1, 201)))
     corpus = load_corpus(folder / "long", held_out=0.1)
-    assert bytes(corpus.train) == bytes(range(180))
-    assert bytes(corpus.held_out) == bytes(range(180, 200))
+    assert bytes(corpus.train) == bytes(range(1, 181))
+    assert bytes(corpus.held_out) == bytes(range(181, 201))
 
 
 def test_nothing_held_out_leaves_all_for_training(folder):
@@ -90,6 +92,96 @@ def test_unigram_entropy_is_that_of_the_counts(folder):
     total = len(TEXT)
     expected = -sum(n / total * math.log(n / total) for n in Counter(TEXT).values())
     assert load_corpus(folder / "text").unigram_entropy() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "uint32", "int64", "uint64"])
+def test_tokens_in_a_npy_file_are_tokens_and_not_its_bytes(tmp_path, dtype):
+    """They were read as the bytes of a text, header and all."""
+    np.save(tmp_path / "tokens.npy", np.arange(200, dtype=dtype))
+    corpus = load_corpus(tmp_path / "tokens.npy", held_out=0.25)
+    assert corpus.train.tolist() == list(range(150))
+    assert corpus.held_out.tolist() == list(range(150, 200))
+    assert corpus.vocab_size == 200
+    assert corpus.unigram_entropy() == pytest.approx(math.log(200))
+    assert len(load_corpus(tmp_path / "tokens.npy", max_bytes=80).tokens) * np.dtype(dtype).itemsize == 80
+
+
+def test_tokens_in_a_bin_file_are_numbers_of_the_type_that_is_said(tmp_path):
+    path = tmp_path / "tokens.bin"
+    np.arange(40_000, 40_100, dtype=np.uint16).tofile(path)
+    assert load_corpus(path, dtype="uint16").tokens.tolist() == list(range(40_000, 40_100))
+    inputs, targets = text_data(
+        path=path, dtype="uint16", sequence_length=4, vocab_size=50_000, batch_size=2, seed=0, held_out=0
+    ).train.batch(0)
+    assert torch.equal(inputs + 1, targets)
+    with pytest.raises(ValueError, match="write model.vocab_size=40100"):
+        text_data(path=path, dtype="uint16", sequence_length=4, vocab_size=256, batch_size=2, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "options", "message"),
+    [
+        (
+            "a.bin",
+            lambda path: path.write_bytes(b"abcd"),
+            {},
+            "doesn't say what numbers it holds: write data.dt",
+        ),
+        (
+            "a.bin",
+            lambda path: path.write_bytes(b"abc"),
+            {"dtype": "uint16"},
+            "has 3 bytes, no whole number",
+        ),
+        (
+            "a.bin",
+            lambda path: path.write_bytes(b"abcd"),
+            {"dtype": "float32"},
+            "read as dtype=float32",
+        ),
+        ("a.bin", lambda path: path.touch(), {"dtype": "uint16"}, "a.bin is empty"),
+        (
+            "a.npy",
+            lambda path: np.save(path, np.ones(9)),
+            {},
+            r"holds float64 of shape \(9,\): write one line",
+        ),
+        ("a.npy", lambda path: np.save(path, np.ones((3, 3), int)), {}, r"holds int64 of shape \(3, 3\)"),
+        (
+            "a.npy",
+            lambda path: np.save(path, np.array([3, -1])),
+            {},
+            "holds the token -1: ",
+        ),
+        (
+            "a.npy",
+            lambda path: np.save(path, np.arange(9)),
+            {"dtype": "uint16"},
+            "says by itself",
+        ),
+        ("a.npy", lambda path: path.write_text("text"), {}, "can't be read as .npy"),
+        (
+            "a.txt",
+            lambda path: path.write_text("text"),
+            {"dtype": "uint16"},
+            "is for a .bin file",
+        ),
+        ("a.txt", lambda path: path.write_bytes(gzip.compress(b"text")), {}, "is no text: it is a gzip file"),
+        ("a", lambda path: path.write_bytes(b"\x93NUMPY"), {}, "is no text: it is a NumPy file"),
+        (
+            "a.txt",
+            lambda path: path.write_bytes("text".encode("utf-16")),
+            {},
+            "holds NUL bytes, as",
+        ),
+        ("a.safetensors", lambda path: path.write_bytes(b"\x02" + bytes(7) + b"{}"), {}, "holds NUL bytes"),
+    ],
+)
+def test_a_file_that_is_no_text_is_refused_with_what_to_write(tmp_path, name, write, options, message):
+    """A .bin, a .npy, a gzip or safetensors file was trained on byte by byte."""
+    write(tmp_path / name)
+    with pytest.raises(ValueError, match=message):
+        load_corpus(tmp_path / name, **options)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from zbpp import Pipeline, plan
 from zbpp.models.mlp import Mlp
 from zbpp.training.data import regression_data
 from zbpp.training.optimizer import adamw, warmup_cosine
+from zbpp.training.progress import brief
 from zbpp.training.trainer import Trainer
 
 M, BATCH, STEPS = 4, 8, 20
@@ -87,7 +88,7 @@ def test_every_step_has_its_metrics():
     assert [metrics["learning_rate"] for metrics in history] == pytest.approx(
         [0.01 * FACTOR(s) for s in range(5)]
     )
-    assert all(metrics["tokens_per_second"] > 0 for metrics in history)
+    assert all(metrics["rows_per_second"] > 0 for metrics in history)
     assert [metrics["step"] for metrics in history if "evaluation_loss" in metrics] == [2, 4, 5]
 
 
@@ -99,8 +100,18 @@ def test_evaluation_is_the_mean_loss_over_the_held_out_batches_and_changes_nothi
         inputs, target = (each.double() for each in data().evaluation.batch(number))
         expected.append(F.mse_loss(expected_module(inputs), target).item())
     trainer.data = trainer.data._replace(num_evaluation_batches=2)
-    assert trainer.evaluate() == pytest.approx(sum(expected) / 2, rel=1e-13)
+    assert trainer.evaluate() == {"evaluation_loss": pytest.approx(sum(expected) / 2, rel=1e-13)}
     assert all(p.grad is None for stage in trainer.pipeline.stages.values() for p in stage.parameters())
+
+
+def test_a_line_of_progress_says_held_out_only_where_it_was_measured():
+    metrics = {"loss": 1.0, "rows_per_second": 1234.5}
+    assert brief(metrics) == "loss 1.0000  1,234 rows/s"
+    metrics |= {"evaluation_loss": 0.5, "evaluation_accuracy": 0.25}
+    assert brief(metrics) == "loss 1.0000  1,234 rows/s  held-out 0.5000  accuracy 0.2500"
+    trainer = trainer_of(evaluate_every=1)
+    trainer.data = trainer.data._replace(num_evaluation_batches=0)
+    assert not any("evaluation_loss" in each for each in trainer.run(2))
 
 
 def test_evaluations_between_steps_do_not_change_the_run():

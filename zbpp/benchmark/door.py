@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,10 +14,12 @@ from zbpp.benchmark import bench as benches
 from zbpp.benchmark import measurement, report
 from zbpp.benchmark.delay import delayed_messages
 from zbpp.benchmark.workload import Workload
-from zbpp.build import build_data, build_model, cut_of, machine
+from zbpp.build import build_data, build_model, check_fit, cut_of, machine
 from zbpp.config import BenchConfig, JobConfig, MeasureConfig, naming
+from zbpp.runtime.microbatch import split
 from zbpp.runtime.world import world
 from zbpp.schedule import plan
+from zbpp.training.run_folder import RunFolder, claimed
 
 Summary = dict[str, Any]
 
@@ -30,12 +31,13 @@ def bench(config: BenchConfig) -> tuple[list[Summary], Summary]:
     to run_dir. Raises ConfigError or PlanError.
     """
     options = benches.Options(config.repeats, config.compare, config.memory_limit, config.time_limit)
-    with _workload(config) as workload, naming("model"):
+    with _job(config) as (workload, folder), naming("model"):
         entries = benches.bench(workload, config.schedules, options)
-        rows = report.rows_of(entries, workload.data.tokens_per_batch)
+        rows = report.rows_of(entries, workload.data.items_per_batch, workload.data.unit)
         about = {**_about(config, workload), "repeats": config.repeats}
-        if workload.here.rank == 0:
-            report.write(Path(config.run_dir), about, entries, rows)
+        if folder is not None:
+            folder.begin()
+            report.write(folder.path, about, entries, rows)
         return rows, about
 
 
@@ -46,7 +48,7 @@ def measure(config: MeasureConfig) -> Summary:
     """
     sizes = config.num_ranks, config.num_microbatches
     timetable = plan(config.schedule.name, *sizes, **config.schedule.options)
-    with _workload(config) as workload, naming("model"):
+    with _job(config) as (workload, folder), naming("model"):
         found = measurement.measure(workload, timetable, config.repeats)
         about = {
             **_about(config, workload),
@@ -55,19 +57,24 @@ def measure(config: MeasureConfig) -> Summary:
             "links": [link._asdict() for link in found.links],
         }
         summary = {**vars(found.costs), "memory_unit": found.costs.memory_unit, "about": about}
-        if workload.here.rank == 0:
-            folder = Path(config.run_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "costs.json").write_text(json.dumps(summary, indent=2) + "\n")
+        if folder is not None:
+            folder.begin()
+            (folder.path / "costs.json").write_text(json.dumps(summary, indent=2) + "\n")
         return summary
 
 
 @contextmanager
-def _workload(config: JobConfig) -> Iterator[Workload]:
-    model = build_model(config.model)
+def _job(config: JobConfig) -> Iterator[tuple[Workload, RunFolder | None]]:
+    """What is worked on, and on rank 0 the folder for what is found."""
+    model = build_model(config.model, config.seed)
     data = build_data(config.data, config.num_microbatches * config.microbatch_size, config.seed)
-    with world(device=config.device, timeout=config.timeout) as here, delayed_messages(config.comm):
-        yield Workload(
+    rank_0 = os.environ["RANK"] == "0"
+    with (
+        claimed(config.run_dir, overwrite=config.overwrite) if rank_0 else nullcontext() as folder,
+        world(device=config.device, timeout=config.timeout) as here,
+        delayed_messages(config.comm),
+    ):
+        workload = Workload(
             model=model,
             data=data,
             here=here,
@@ -76,6 +83,17 @@ def _workload(config: JobConfig) -> Iterator[Workload]:
             seed=config.seed,
             timeout=config.timeout,
         )
+        _check_fit(workload)
+        yield workload, folder
+
+
+def _check_fit(workload: Workload) -> None:
+    """Whether the model's first stage takes the data; every cut's first stage takes the same."""
+    one_each = plan("gpipe", workload.here.size, workload.num_microbatches)
+    with naming("model"):
+        stages = workload.stages(one_each)
+    args, _ = workload.batch(one_each, 0)
+    check_fit(stages, [split("the input", each, workload.num_microbatches)[0] for each in args])
 
 
 def _about(config: JobConfig, workload: Workload) -> Summary:

@@ -14,17 +14,18 @@ from zbpp.schedule import chrome_trace, render_picture
 Row = dict[str, Any]
 
 
-def rows_of(entries: Sequence[Entry], tokens_per_batch: int) -> list[Row]:
-    """One per entry, in numbers and words alone."""
-    return [_row(entry, tokens_per_batch) for entry in entries]
+def rows_of(entries: Sequence[Entry], items_per_batch: int, unit: str = "tokens") -> list[Row]:
+    """One per entry, in numbers and words alone. unit: what the items are."""
+    return [_row(entry, items_per_batch, unit) for entry in entries]
 
 
-def _row(entry: Entry, tokens_per_batch: int) -> Row:
+def _row(entry: Entry, items_per_batch: int, unit: str) -> Row:
     row: Row = {
         "schedule": entry.name,
         "runtime": entry.runtime,
         "stages_per_rank": entry.timetable.num_stages // entry.timetable.num_ranks,
         "note": entry.note,
+        "unit": unit,
         "failure": entry.failure,
     }
     if entry.contestant is None:
@@ -39,20 +40,21 @@ def _row(entry: Entry, tokens_per_batch: int) -> Row:
         "measured_bubble_rate": measured.bubble_rate,
         "predicted_bubble_rate": predicted and predicted.bubble_rate,
         "peak_memory_bytes": entry.peak_bytes,
-        "tokens_per_second": tokens_per_batch / entry.makespan * 1e3,
+        f"{unit}_per_second": items_per_batch / entry.makespan * 1e3,
     }
 
 
 _HEAD = (
     "schedule", "runtime", "stages/rank", "makespan", "predicted", "ratio", "bubble", "predicted",
-    "peak memory", "tokens/s",
+    "peak memory",
 )  # fmt: skip
 
 
 def table(rows: Sequence[Row]) -> str:
     """Aligned text: times in ms, bubble rates, the largest peak of a rank."""
-    cells = [_HEAD, *map(_cells, rows)]
-    widths = [max(len(line[place]) for line in cells) for place in range(len(_HEAD))]
+    head = (*_HEAD, f"{rows[0]['unit']}/s") if rows else _HEAD
+    cells = [head, *map(_cells, rows)]
+    widths = [max(len(line[place]) for line in cells) for place in range(len(head))]
     lines = [
         "  ".join(f"{text:{'<' if place < 2 else '>'}{widths[place]}}" for place, text in enumerate(line))
         for line in cells
@@ -67,7 +69,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     name = row["schedule"] if row["runtime"] == "zbpp" else ""
     who = (name, row["runtime"], str(row["stages_per_rank"]))
     if row["failure"]:
-        return (*who, *["-"] * (len(_HEAD) - len(who)))
+        return (*who, *["-"] * (len(_HEAD) + 1 - len(who)))
     return (
         *who,
         f"{row['makespan_ms']:.1f}",
@@ -76,7 +78,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row['measured_bubble_rate']:.3f}",
         _or_dash(row["predicted_bubble_rate"], ".3f"),
         _bytes(_peak(row)),
-        f"{row['tokens_per_second']:.0f}",
+        f"{row[row['unit'] + '_per_second']:.0f}",
     )
 
 
@@ -143,7 +145,6 @@ def _speed(ours: Row, theirs: Row) -> str:
 
 def write(folder: Path, about: Row, entries: Sequence[Entry], rows: Sequence[Row]) -> None:
     """bench.json, bench.png, and trace.json for Perfetto."""
-    folder.mkdir(parents=True, exist_ok=True)
     found = {"about": about, "rows": rows, "verdicts": verdicts(rows)}
     (folder / "bench.json").write_text(json.dumps(found, indent=2) + "\n")
     panels = [

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from zbpp.runtime.world import World
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel
+from zbpp.training.batch import batch_for
 from zbpp.training.data import Data
-from zbpp.training.trainer import batch_for
 
 
 @dataclass(kw_only=True)
@@ -40,7 +40,7 @@ class Workload:
             index: self._stage(index, timetable.num_stages) for index in timetable.stages_of(self.here.rank)
         }
 
-    def batch(self, timetable: Timetable, number: int) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    def batch(self, timetable: Timetable, number: int) -> tuple[tuple[Any, ...], Any]:
         """(args, target) as this rank passes them to a step."""
         stages = self.stages(timetable)
         return batch_for(stages, timetable.num_stages, self.data.train, number, self.here.device)

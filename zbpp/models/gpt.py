@@ -17,6 +17,7 @@ from zbpp.models.layers import (
     check_positive,
     merge_heads,
     split_heads,
+    token_accuracy,
     token_loss,
     transformer_std,
 )
@@ -25,7 +26,8 @@ from zbpp.models.layers import (
 class Gpt:
     """A GPT by stages: int64 tokens [batch, time] -> [batch, time, hidden] -> logits [batch, time, vocab].
 
-    `dropout` is a probability (after the embedding, in attention, after each residual branch).
+    `dropout` is a probability (after the embedding, in attention, after each residual branch); what it
+    drops depends on the cut, not on the schedule.
     `layers_per_stage`: how many layers each stage gets; by default the heaviest stage is as light as
     can be, the head counted. Weights depend on `seed` and their names only. Raises ValueError for sizes that
     don't fit each other, and when a stage meets a sequence longer than `sequence_length`.
@@ -78,6 +80,10 @@ class Gpt:
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Mean cross-entropy in nats per token; logits [batch, time, vocab], target [batch, time]."""
         return token_loss(output, target)
+
+    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
+        """accuracy: the share of tokens whose likeliest successor is the right one."""
+        return {"accuracy": token_accuracy(output, target)}
 
 
 class Embedding(nn.Module):

@@ -186,6 +186,11 @@ def token_loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(precise.flatten(0, 1), target.flatten())
 
 
+def token_accuracy(logits: Tensor, target: Tensor) -> Tensor:
+    """The share of targets that have the largest logit; logits [batch, time, vocab], target [batch, time]."""
+    return (logits.argmax(dim=-1) == target).float().mean()
+
+
 def check_positive(**sizes: int) -> None:
     """Raises ValueError naming the first size below 1."""
     for name, size in sizes.items():

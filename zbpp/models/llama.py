@@ -17,6 +17,7 @@ from zbpp.models.layers import (
     check_positive,
     merge_heads,
     split_heads,
+    token_accuracy,
     token_loss,
     transformer_std,
 )
@@ -94,6 +95,10 @@ class Llama:
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Mean cross-entropy in nats per token; logits [batch, time, vocab], target [batch, time]."""
         return token_loss(output, target)
+
+    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
+        """accuracy: the share of tokens whose likeliest successor is the right one."""
+        return {"accuracy": token_accuracy(output, target)}
 
 
 class Rotary(nn.Module):

@@ -17,7 +17,12 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def utilisation(
-    num_parameters: int, tokens_per_second: float, num_ranks: int, peak: float | None
+    num_parameters: int, tokens_per_second: float | None, num_ranks: int, peak: float | None
 ) -> float | None:
-    """Model-FLOPs utilisation by the usual 6 FLOPs per parameter and token; attention is not counted."""
-    return None if peak is None else 6 * num_parameters * tokens_per_second / (num_ranks * peak)
+    """Model-FLOPs utilisation by the usual 6 FLOPs per parameter and token; attention is not counted.
+
+    None where the peak is not known, or there are no tokens.
+    """
+    if peak is None or tokens_per_second is None:
+        return None
+    return 6 * num_parameters * tokens_per_second / (num_ranks * peak)

@@ -1,12 +1,12 @@
-"""AdamW, its learning rate, and clipping by the norm over ALL stages."""
+"""AdamW and its learning rate."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 def adamw(
@@ -18,7 +18,7 @@ def adamw(
     weight_decay: float,
 ) -> torch.optim.AdamW:
     """AdamW over the stages of this rank; matrices decay, biases and norm scales don't."""
-    parameters = [p for stage in stages.values() for p in stage.parameters() if p.requires_grad]
+    parameters = [p for p in parameters_of(stages) if p.requires_grad]
     # A group may be empty: a rank whose stages are all frozen has nothing to update.
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
@@ -27,23 +27,14 @@ def adamw(
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps)
 
 
+def parameters_of(stages: Mapping[int, nn.Module]) -> list[nn.Parameter]:
+    """The parameters of these stages in model order; one that several share comes once, with the first."""
+    return list(dict.fromkeys(p for _, stage in sorted(stages.items()) for p in stage.parameters()))
+
+
 def warmup_cosine(step: int, *, num_steps: int, warmup_steps: int, min_ratio: float) -> float:
     """The learning rate's factor at a step: linear from 0 over the warm-up, then a cosine to min_ratio."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, num_steps - 1 - warmup_steps)
     return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-
-
-def squared_norm(gradient: Tensor | None) -> Tensor:
-    """The sum of squares in float64; 0 without a gradient."""
-    if gradient is None:
-        return torch.zeros((), dtype=torch.float64)
-    return torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-
-
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiply every `.grad` in place."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, factor)

@@ -14,18 +14,22 @@ Show = Any  # a function of the step's metrics
 
 @contextmanager
 def progress(num_steps: int, *, shown: bool, print_every: int, title: str) -> Iterator[Show]:
-    """A function to call with each step's metrics."""
+    """A function to call with each step's metrics, and with a title where it is another from now on."""
     console = Console()
     if not shown:
-        yield lambda metrics: None
+        yield lambda metrics, title=title: None
     elif console.is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console) as bar:
             task = bar.add_task(title, total=num_steps)
-            yield lambda metrics: bar.update(task, advance=1, description=f"{title}  {brief(metrics)}")
+
+            def advance(metrics: Mapping[str, Any], title: str = title) -> None:
+                bar.update(task, advance=1, description=f"{title}  {brief(metrics)}")
+
+            yield advance
     else:
 
-        def show(metrics: Mapping[str, Any]) -> None:
+        def show(metrics: Mapping[str, Any], title: str = title) -> None:
             step = metrics["step"]
             if step % print_every == 0 or step == num_steps or "expected_makespan_ms" in metrics:
                 print(f"{title}  step {step}/{num_steps}  {brief(metrics)}", flush=True)
@@ -35,9 +39,19 @@ def progress(num_steps: int, *, shown: bool, print_every: int, title: str) -> It
 
 def brief(metrics: Mapping[str, Any]) -> str:
     """A step in a few words."""
-    words = [f"loss {metrics['loss']:.4f}", f"{metrics['tokens_per_second']:,.0f} tokens/s"]
-    if "evaluation_loss" in metrics:
-        words.append(f"held-out {metrics['evaluation_loss']:.4f}")
+    words = [f"loss {metrics['loss']:.4f}"]
+    words += [
+        f"{speed:,.0f} {key.removesuffix('_per_second')}/s"
+        for key, speed in metrics.items()
+        if key.endswith("_per_second")
+    ]
+    words += [
+        f"held-out {value:.4f}"
+        if key == "evaluation_loss"
+        else f"{key.removeprefix('evaluation_')} {value:.4f}"
+        for key, value in metrics.items()
+        if key.startswith("evaluation_")
+    ]
     if "expected_makespan_ms" in metrics:
         measured, expected = metrics["measured_makespan_ms"], metrics["expected_makespan_ms"]
         words.append(f"measured makespan {measured:.1f} ms, replanned for {expected:.1f} ms")

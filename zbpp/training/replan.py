@@ -35,7 +35,7 @@ class Replan:
 
     plan(costs, limits): a timetable of the same cut; costs in ms and bytes, limits in bytes per rank.
     build(timetable): the pipeline that runs it. stages: this rank's. memory_limit: bytes that each rank may
-    hold between F, B and W; None: what the first plan holds, rank by rank.
+    hold between F, B and W; None: what the first plan holds, rank by rank. is_done: whether it has planned.
     """
 
     plan: Callable[[Costs, Sequence[float]], Timetable]
@@ -49,6 +49,7 @@ class Replan:
         self._watching = ExitStack()
         self._inputs = self._watching.enter_context(first_inputs(self.stages))
         self._expected = 0.0
+        self.is_done = False
 
     def is_measured(self, step: int) -> bool:
         """Whether a step must be recorded."""
@@ -77,7 +78,7 @@ class Replan:
         held = simulate(old, costs).peak_memory
         limits = held if self.memory_limit is None else [self.memory_limit] * old.num_ranks
         new = planned_by_rank_0(lambda: self.plan(costs, limits), pipeline.group)
-        self._expected = simulate(new, costs).makespan
+        self._expected, self.is_done = simulate(new, costs).makespan, True
         if new == old:
             return pipeline, self._news(timelines)
         pipeline.close()

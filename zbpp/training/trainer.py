@@ -1,7 +1,7 @@
 """The training loop: batch, pipeline step, norm over all stages, optimizer step, metrics.
 
 It knows no schedule and no config. All ranks run it in lockstep; what one of them must tell the
-others of a step (squared norms, losses) is one all-reduce of float64.
+others of a step (squared norms, losses) is gathered at once.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.runtime import Pipeline, Recorder, measured_timeline
-from zbpp.runtime.world import gather, sum_over_ranks
+from zbpp.runtime.norm import global_norm, gradients_of, scale_gradients, squared_norms
+from zbpp.runtime.world import gather
 from zbpp.schedule import Timeline
-from zbpp.training.data import Batches, Data, RandomRegression
-from zbpp.training.optimizer import scale_gradients, squared_norm
+from zbpp.training.batch import Source, batch_for
+from zbpp.training.data import Data
 from zbpp.training.replan import Replan
 
 Metrics = dict[str, Any]
@@ -30,8 +31,9 @@ class Trainer:
     """Trains the stages of one rank together with the other ranks.
 
     learning_rate(step): the factor on the optimizer's rate. clip_norm: of the gradients of all
-    stages together. num_recorded: how many of the last steps are measured action by action.
-    replan: may replace the pipeline after the first steps.
+    stages together. metrics(output, target): numbers beside the loss of a held-out microbatch.
+    num_recorded: how many of the last steps are measured action by action. replan: may replace the pipeline
+    after the first steps. Raises ValueError for parameters with a main_grad.
     """
 
     pipeline: Pipeline
@@ -40,12 +42,13 @@ class Trainer:
     learning_rate: Callable[[int], float]
     clip_norm: float | None = None
     evaluate_every: int = 0
+    metrics: Callable[[Any, Any], Mapping[str, float | Tensor]] | None = None
     num_recorded: int = 5
     replan: Replan | None = None
 
     def __post_init__(self) -> None:
+        _check_gradients_are_in_grad(self.pipeline.stages)
         self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
-        self._norms = _NormLayout(self.pipeline)
         self.timelines: list[Timeline] = []
 
     def run(self, num_steps: int) -> Iterator[Metrics]:
@@ -56,7 +59,7 @@ class Trainer:
             self.pipeline.recorder = recorder if recorded else None
             metrics = self._step(step)
             if self.evaluate_every and ((step + 1) % self.evaluate_every == 0 or step + 1 == num_steps):
-                metrics["evaluation_loss"] = self.evaluate()
+                metrics |= self.evaluate()
             if recorded:
                 self.timelines.append(
                     measured_timeline(recorder, self.pipeline.timetable, self.pipeline.group)
@@ -65,14 +68,33 @@ class Trainer:
                 metrics |= self._replan(step)
             yield metrics
 
-    def evaluate(self) -> float:
-        """The mean loss over the held-out batches, on every rank."""
-        losses = []
-        for number in range(self.data.num_evaluation_batches):
-            args, target = self._batch(self.data.evaluation, number)
-            losses += self.pipeline.evaluate(*args, target=target)
-        total, num = self._sum_over_ranks([float(sum(losses)) if losses else 0.0, float(len(losses))])
-        return total / num
+    @property
+    def is_replanned(self) -> bool:
+        """Whether a plan made for the first steps' costs runs now."""
+        return self.replan is not None and self.replan.is_done
+
+    def evaluate(self) -> Metrics:
+        """`evaluation_loss`, and the others of `metrics`: means over the held-out batches, on every rank.
+
+        Nothing at all where there is no such batch.
+        """
+        mine = [self._evaluated(number) for number in range(self.data.num_evaluation_batches)]
+        # All but the last stage's owner have nothing to say.
+        batches: list[dict[str, float]] = next(filter(any, gather(mine, self.pipeline.group)), [])
+        names = batches[0] if batches else ()
+        return {
+            f"evaluation_{name}": math.fsum(batch[name] for batch in batches) / len(batches) for name in names
+        }
+
+    def _evaluated(self, number: int) -> dict[str, float]:
+        """The loss and metrics of a held-out batch on the last stage's owner; {} on other ranks."""
+        args, target = self._batch(self.data.evaluation, number)
+        found: Mapping[str, float] = {}
+        if self.metrics is None:
+            losses = self.pipeline.evaluate(*args, target=target)
+        else:
+            losses, found = self.pipeline.evaluate(*args, target=target, metrics=self.metrics)
+        return {"loss": math.fsum(map(float, losses)) / len(losses), **found} if losses else {}
 
     def _step(self, step: int) -> Metrics:
         begin = time.perf_counter()
@@ -92,35 +114,28 @@ class Trainer:
             "loss": loss,
             "grad_norm": norm,
             "learning_rate": rate * self._base_rates[0],
-            "tokens_per_second": self.data.tokens_per_batch / seconds,
+            f"{self.data.unit}_per_second": self.data.items_per_batch / seconds,
             "step_seconds": seconds,
             "skipped": not math.isfinite(norm),
         }
 
     def _update(self, norm: float, rate: float) -> None:
         if self.clip_norm is not None and norm > self.clip_norm:
-            scale_gradients(self._norms.parameters, self.clip_norm / norm)
+            scale_gradients(gradients_of(self.pipeline.parameters()), self.clip_norm / norm)
         for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = base * rate
         self.optimizer.step()
 
-    def _batch(
-        self, source: Batches | RandomRegression, number: int
-    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    def _batch(self, source: Source, number: int) -> tuple[tuple[Any, ...], Any]:
         pipeline = self.pipeline
         return batch_for(pipeline.stages, pipeline.timetable.num_stages, source, number, pipeline.device)
 
     def _loss_and_norm(self, losses: list[Tensor]) -> tuple[float, float]:
-        entries = self._norms.entries()
-        mean = torch.stack(losses).double().mean().cpu() if losses else torch.zeros((), dtype=torch.float64)
-        summed = self._sum_over_ranks([*entries.tolist(), float(mean)])
-        # Each entry comes from one rank, the others add 0; the sum is in model order: no cut shows.
-        return summed[-1], math.sqrt(math.fsum(summed[:-1]))
-
-    def _sum_over_ranks(self, numbers: list[float]) -> list[float]:
-        if self.pipeline.timetable.num_ranks == 1:
-            return numbers
-        return sum_over_ranks(numbers, self.pipeline.device, self.pipeline.group)
+        mean = torch.stack(losses).double().mean().item() if losses else None
+        squares = squared_norms(gradients_of(self.pipeline.parameters()))
+        everyone = gather((mean, squares), self.pipeline.group)
+        (loss,) = (each for each, _ in everyone if each is not None)  # the last stage's owner's
+        return loss, global_norm(each for _, each in everyone)
 
     def _is_measured(self, step: int) -> bool:
         return self.replan is not None and self.replan.is_measured(step)
@@ -137,44 +152,12 @@ class Trainer:
         return news
 
 
-class _NormLayout:
-    """Where each parameter of this rank stands among those of the whole model, in model order."""
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        owned = sorted(pipeline.stages.items())
-        self.parameters: list[nn.Parameter] = [p for _, stage in owned for p in stage.parameters()]
-        counts = {index: len(list(stage.parameters())) for index, stage in owned}
-        everyone: dict[int, int] = {}
-        for each in gather(counts, pipeline.group):
-            everyone |= each
-        starts = {index: sum(everyone[i] for i in range(index)) for index in everyone}
-        self._places = [starts[index] + k for index, _ in owned for k in range(counts[index])]
-        self._size = sum(everyone.values())
-
-    def entries(self) -> Tensor:
-        """float64 [parameters of the model]: squared gradient norms of this rank's, 0 elsewhere."""
-        vector = torch.zeros(self._size, dtype=torch.float64)
-        if self.parameters:
-            norms = torch.stack([squared_norm(p.grad).to(p.device) for p in self.parameters])
-            vector[self._places] = norms.cpu()
-        return vector
-
-
-def batch_for(
-    stages: Mapping[int, nn.Module],
-    num_stages: int,
-    source: Batches | RandomRegression,
-    number: int,
-    device: torch.device,
-) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """(args, target) of a step for the owner of `stages`: inputs for stage 0, targets for the last stage."""
-    ends = (0, num_stages - 1)
-    if not stages.keys() & set(ends):
-        return (), None
-    dtypes = (p.dtype for stage in stages.values() for p in stage.parameters() if p.is_floating_point())
-    dtype = next(dtypes, torch.float32)
-    inputs, target = (
-        each.to(device, dtype if each.is_floating_point() else None) if end in stages else None
-        for each, end in zip(source.batch(number), ends, strict=True)
-    )
-    return () if inputs is None else (inputs,), target
+def _check_gradients_are_in_grad(stages: Mapping[int, nn.Module]) -> None:
+    for index, stage in stages.items():
+        for name, parameter in stage.named_parameters():
+            if getattr(parameter, "main_grad", None) is not None:
+                raise ValueError(
+                    f"{name} of stage {index} has a main_grad, where W adds its gradient, but the trainer's "
+                    "norm, clipping and optimizer read .grad: leave main_grad out, or step the Pipeline in a "
+                    "loop of yours with an optimizer that reads it"
+                )

@@ -1,0 +1,205 @@
+"""A user's Dataset, DataLoader or list of batches feeds the trainer, the same on every rank."""
+
+import sys
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from zbpp import Pipeline, plan
+from zbpp.build import build_data
+from zbpp.config import ConfigError
+from zbpp.training.batch import batch_for, parts_of
+from zbpp.training.loader import Loaded, loaded_data
+from zbpp.training.trainer import Trainer
+
+ROWS, BATCH = 20, 4
+
+
+class Squares(Dataset):
+    """Rows (x, x squared), as many as asked for; names no batch size and no seed."""
+
+    def __init__(self, num_rows: int = ROWS, named: bool = False):
+        self.num_rows, self.named = num_rows, named
+
+    def __len__(self):
+        return self.num_rows
+
+    def __getitem__(self, row):
+        x = torch.full((3,), float(row))
+        return {"x": x, "y": -x, "target": x**2} if self.named else (x, x**2)
+
+
+def rows_of(data, steps):
+    return [int(data.train.batch(step)[0][row, 0]) for step in steps for row in range(BATCH)]
+
+
+def test_a_dataset_is_shuffled_alike_whatever_a_rank_drew_before_and_anew_each_epoch():
+    seen = []
+    for drawn in (0, 5):  # two ranks whose stages took different numbers of random numbers
+        torch.manual_seed(drawn)
+        before = torch.get_rng_state()
+        data = loaded_data(Squares(), batch_size=BATCH, seed=7)
+        seen.append(rows_of(data, range(10)))
+        assert torch.equal(torch.get_rng_state(), before)
+    first, second = seen[0][:ROWS], seen[0][ROWS:]
+    assert seen[0] == seen[1]
+    assert sorted(first) == sorted(second) == list(range(ROWS))
+    assert first != second
+
+
+def test_a_batch_may_be_asked_for_again_and_a_pass_begun_again():
+    loader = DataLoader(Squares(), batch_size=BATCH, drop_last=True)
+    source = Loaded(loader, batch_size=BATCH, seed=0)
+    firsts = [source.batch(step)[0][0, 0].item() for step in (0, 0, 1, 2, 2, 0, 4, 6)]
+    assert firsts == [0, 0, 4, 8, 8, 0, 16, 4]
+
+
+def test_the_fingerprint_tells_first_batches_apart():
+    batches = [[(torch.zeros(BATCH, 2), torch.ones(BATCH))] for _ in range(3)]
+    batches[2][0][0][0, 0] = 1e-9
+    prints = [loaded_data(each, batch_size=BATCH, seed=0).fingerprint for each in batches]
+    assert prints[0] == prints[1] != prints[2]
+
+
+class Two(nn.Module):
+    """A first stage that takes one of its inputs by name only."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, y, *, x=None):
+        return self.layer(y)
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, y, x, mask=None):
+        return self.layer(x) * y
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_run_on_a_loaders_tuples_or_dicts_is_a_plain_loop_over_them(named):
+    """Four microbatches, SGD; the entries of a dict reach stage 0 by their names, in whatever order."""
+    torch.manual_seed(0)
+    first = Named() if named else nn.Linear(3, 3, dtype=torch.float64)
+    loader = DataLoader(Squares(8, named), batch_size=BATCH, drop_last=True)
+    plain, expected = deepcopy(first), []
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1e-4)
+    for batch in [*loader, *loader]:
+        inputs, target = parts_of(batch)
+        given = [inputs[name] for name in ("y", "x")] if named else inputs
+        loss = F.mse_loss(plain(*(each.double() for each in given)), target.double())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    trainer = Trainer(
+        pipeline=Pipeline({0: first}, plan("zb_h1", 1, 4), F.mse_loss),
+        optimizer=torch.optim.SGD(first.parameters(), lr=1e-4),
+        data=loaded_data(loader, batch_size=BATCH, seed=0),
+        learning_rate=lambda step: 1.0,
+    )
+    history = list(trainer.run(4))
+    assert [each["loss"] for each in history] == pytest.approx(expected, rel=1e-12)
+    assert all(each["rows_per_second"] > 0 for each in history)
+    assert not any("tokens_per_second" in each for each in history)
+
+
+def test_more_than_two_tensors_are_inputs_in_order_and_the_target_last():
+    tensors = [torch.full((BATCH, 1), float(i)) for i in range(3)]
+    data = loaded_data(DataLoader(TensorDataset(*tensors), batch_size=BATCH), batch_size=BATCH, seed=0)
+    args, target = batch_for({0: nn.Identity()}, 1, data.train, 0, torch.device("cpu"))
+    assert [float(each[0]) for each in (*args, target)] == [0, 1, 2]
+
+
+def test_ranks_between_the_ends_load_nothing():
+    source = Loaded([], batch_size=BATCH, seed=0)
+    assert batch_for({1: nn.Identity()}, 3, source, 0, torch.device("cpu")) == ((), None)
+
+
+def test_a_dict_with_one_input_needs_no_name_that_the_model_knows():
+    source = Loaded(
+        [{"input_ids": torch.ones(BATCH, 2), "labels": torch.zeros(BATCH)}], batch_size=BATCH, seed=0
+    )
+    args, target = batch_for({0: nn.Sequential(nn.Identity())}, 1, source, 0, torch.device("cpu"))
+    assert (len(args), args[0].shape, target.shape) == (1, (BATCH, 2), (BATCH,))
+
+
+@pytest.mark.parametrize(
+    ("batch", "stage", "message"),
+    [
+        ({"x": torch.ones(4)}, nn.Identity(), "the entries x: call one of them target or labels"),
+        (torch.ones(4), nn.Identity(), r"a batch is a Tensor: give \(inputs, target\)"),
+        ([torch.ones(4)], nn.Identity(), "a batch is a list of 1: give"),
+        (
+            {"z": 0, "y": 0, "target": 0},
+            Two(),
+            "the inputs z, y, but stage 0: .*unexpected .* 'z'",
+        ),
+        ({"x": 0, "y": 0, "target": 0}, Two(), "stage 0 takes x by name only"),
+    ],
+)
+def test_a_batch_of_another_form_is_refused(batch, stage, message):
+    class Source:
+        def batch(self, step):
+            return batch
+
+    with pytest.raises(ValueError, match=message):
+        batch_for({0: stage}, 1, Source(), 0, torch.device("cpu"))
+
+
+def iterator(batch_size):
+    return iter([(torch.ones(batch_size), torch.ones(batch_size))])
+
+
+def ragged():
+    return DataLoader(Squares(), batch_size=16)
+
+
+def small():
+    return [(torch.ones(3), torch.ones(3))]
+
+
+def numbers():
+    return [(1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("iterator", "a list_iterator ends after one epoch"),
+        ("ragged", "an epoch of the DataLoader ends with 4 rows: give it drop_last=True"),
+        (
+            "small",
+            "batch 0 has 3 rows, but num_microbatches . microbatch_size is 16: ",
+        ),
+        ("numbers", "batch 0 has no tensor"),
+        ("BATCH", "a int yields no batches: give a torch Dataset, a DataLoader"),
+    ],
+)
+def test_data_that_cannot_feed_a_run_is_refused_when_it_is_built(monkeypatch, target, message):
+    monkeypatch.setitem(sys.modules, "my_data", sys.modules[__name__])
+    if target == "BATCH":
+        monkeypatch.setattr(sys.modules[__name__], "BATCH", lambda: 4)
+    with pytest.raises(ConfigError, match=rf"data \(my_data.{target}\): {message}"):
+        build_data({"_target_": f"my_data.{target}"}, 16, 0)
+
+
+def test_a_dataset_is_named_as_it_is_and_gets_no_argument_that_it_does_not_take(monkeypatch):
+    monkeypatch.setitem(sys.modules, "my_data", sys.modules[__name__])
+    data = build_data({"_target_": "my_data.Squares", "num_rows": 8}, BATCH, 0)
+    assert (data.unit, data.items_per_batch, data.num_evaluation_batches) == ("rows", BATCH, 0)
+
+
+def test_a_pair_is_what_to_train_on_and_what_is_held_out_in_its_order():
+    data = loaded_data((Squares(), Squares(8)), batch_size=BATCH, seed=0)
+    assert data.num_evaluation_batches == 2
+    assert [data.evaluation.batch(i)[0][:, 0].tolist() for i in (0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]

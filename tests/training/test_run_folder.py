@@ -1,0 +1,155 @@
+"""A run's folder is never shared, overwritten or mixed in silence."""
+
+import json
+import multiprocessing
+import os
+import signal
+
+import pytest
+
+from zbpp.training.run_folder import FolderError, check_free, claimed
+
+
+@pytest.fixture(autouse=True)
+def job(monkeypatch):
+    """Every test is a job of its own; nobody's Slurm shows."""
+    for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def contents(folder):
+    return {
+        str(path.relative_to(folder)): path.read_text()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def run(folder, text, *, finished=True, **options):
+    """A run that writes `text` as its metrics."""
+    with claimed(folder, **options) as mine:
+        mine.begin()
+        (folder / "metrics.jsonl").write_text(text)
+        if finished:
+            (folder / "summary.json").write_text("{}")
+
+
+def _hold(folder, started):
+    with claimed(folder) as mine:
+        mine.begin()
+        (folder / "metrics.jsonl").write_text("of the first job")
+        started.send(os.getpid())
+        signal.pause()
+
+
+@pytest.fixture
+def other_job(tmp_path):
+    """A process that is using the folder."""
+    context = multiprocessing.get_context("forkserver")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_hold, args=(tmp_path / "run", sender))
+    process.start()
+    receiver.recv()
+    yield process
+    process.kill()
+    process.join()
+
+
+def test_a_second_job_on_a_folder_in_use_is_refused_and_changes_nothing(tmp_path, other_job):
+    folder = tmp_path / "run"
+    before = contents(folder)
+    for overwrite in (False, True):
+        with (
+            pytest.raises(FolderError, match=f"is in use by process {other_job.pid} on .* since 20"),
+            claimed(folder, overwrite=overwrite),
+        ):
+            pass
+    assert contents(folder) == before
+
+
+def test_a_dead_owners_lock_blocks_nobody(tmp_path, other_job):
+    folder = tmp_path / "run"
+    other_job.kill()
+    other_job.join()
+    assert (folder / ".lock").exists()
+    run(folder, "of the second job", overwrite=True)
+    assert (folder / "metrics.jsonl").read_text() == "of the second job"
+    assert not (folder / ".lock").exists()
+
+
+def test_a_folder_that_holds_a_run_is_refused_and_changes_nothing(tmp_path):
+    folder = tmp_path / "run"
+    run(folder, "first")
+    before = contents(folder)
+    for refused in (lambda: run(folder, "second"), lambda: check_free(folder)):
+        with pytest.raises(
+            FolderError, match="holds a run already: write another run_dir, or overwrite=true"
+        ):
+            refused()
+    assert contents(folder) == before
+
+
+def test_overwriting_waits_until_the_new_run_begins(tmp_path):
+    """A mistake that shows after the folder was claimed must not cost the old run."""
+    folder = tmp_path / "run"
+    run(folder, "first")
+    before = contents(folder)
+    with pytest.raises(ZeroDivisionError), claimed(folder, overwrite=True):
+        raise ZeroDivisionError
+    assert contents(folder) == before
+    (folder / "trace.json").write_text("old")
+    (folder / "notes.txt").write_text("not of a run")
+    run(folder, "second", overwrite=True)
+    assert contents(folder) == {
+        "job.json": contents(folder)["job.json"],
+        "metrics.jsonl": "second",
+        "notes.txt": "not of a run",
+        "summary.json": "{}",
+    }
+
+
+def test_a_restart_keeps_the_metrics_of_its_unfinished_attempt(tmp_path, monkeypatch):
+    """torchrun's restart truncated metrics.jsonl."""
+    folder = tmp_path / "run"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
+    run(folder, "first", finished=False)
+    run(folder, "second", finished=False, overwrite=True)
+    run(folder, "third")
+    assert (folder / "attempt-1/metrics.jsonl").read_text() == "first"
+    assert (folder / "attempt-2/metrics.jsonl").read_text() == "second"
+    assert (folder / "metrics.jsonl").read_text() == "third"
+    with pytest.raises(FolderError, match="holds a run already"):
+        run(folder, "of a finished job, started once more")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another job")
+    with pytest.raises(FolderError, match="holds a run already"):
+        run(folder, "fourth")
+
+
+def test_an_unfinished_run_of_another_job_is_not_continued(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    run(folder, "first", finished=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "18")
+    with pytest.raises(FolderError, match="holds a run already"):
+        run(folder, "second")
+
+
+def test_a_refused_job_leaves_no_new_folder(tmp_path):
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(ZeroDivisionError), claimed(tmp_path / "runs/2026/first"):
+        raise ZeroDivisionError
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_run_dir_that_can_not_be_made_is_said_in_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FolderError, match="run_dir=.*file.*; write another run_dir") as caught:
+        check_free(tmp_path / "file/run")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_record_says_where_a_run_was_made(tmp_path):
+    run(tmp_path / "run", "first")
+    record = json.loads((tmp_path / "run/job.json").read_text())
+    assert record["process"] == os.getpid()
+    assert {"job", "host", "started"} <= record.keys()

@@ -1,0 +1,128 @@
+"""A user's own data: a torch Dataset or DataLoader, or anything else that yields batches again and again.
+
+Every rank makes its own loader and must see the same global batches; the trainer compares the first ones. The
+order is the loader's matter: `shuffle=True` is the same order on every rank, since torch's random
+numbers are seeded by the batch's number while a batch is made; what draws from `random` or numpy, or in
+worker processes, must be seeded by the user alike on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from zbpp.seeding import seed_of
+from zbpp.training.batch import num_rows, parts_of
+from zbpp.training.data import Data
+
+_ENDLESS = 2**40  # batches of a source that doesn't say how many it has
+
+
+class Loaded:
+    """Batches by number from something that can be iterated over again; each iteration is an epoch.
+
+    Numbers are meant to ascend: going back starts again from the first epoch. Raises ValueError for a batch
+    without `batch_size` rows.
+    """
+
+    def __init__(self, batches: Iterable[Any], *, batch_size: int, seed: int) -> None:
+        self._batches, self._batch_size, self._seed = batches, batch_size, seed
+        self._number, self._current = -1, None
+        self._iterator: Iterator[Any] = iter(())
+
+    @property
+    def num_batches(self) -> int:
+        """Of an epoch."""
+        return len(self._batches) if isinstance(self._batches, Sized) else _ENDLESS
+
+    def batch(self, step: int) -> Any:
+        """The batch of `step`, from 0; the same one again without loading it again."""
+        if step < self._number:
+            self._number, self._iterator = -1, iter(())
+        while self._number < step:
+            self._current = self._next(self._number + 1)
+            self._number += 1
+        return self._current
+
+    def _next(self, number: int) -> Any:
+        with torch.random.fork_rng([]):
+            torch.default_generator.manual_seed(seed_of(self._seed, "batch", number))
+            found = next(self._iterator, _NOTHING)
+            if found is _NOTHING:
+                self._iterator = iter(self._batches)
+                found = next(self._iterator, _NOTHING)
+        if found is _NOTHING:
+            raise ValueError("the data has no batch at all: is a DataLoader with drop_last=True empty?")
+        rows = num_rows(found)
+        if rows != self._batch_size:
+            given = "no tensor" if rows is None else f"{rows} rows"
+            raise ValueError(
+                f"batch {number} has {given}, but num_microbatches * microbatch_size is {self._batch_size}: "
+                "give the DataLoader that batch_size and drop_last=True"
+            )
+        return found
+
+
+_NOTHING = object()
+
+
+def loaded_data(given: Any, *, batch_size: int, seed: int) -> Data:
+    """`Data` of a Dataset, of something that yields batches, or of a pair (to train on, held out).
+
+    A Dataset is read in batches of `batch_size`, shuffled unless it is an IterableDataset or held out. Raises
+    ValueError for anything else, and for first batches that don't fit.
+    """
+    pair = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+    train = _loaded(pair[0], batch_size, seed, shuffle=True)
+    held_out = None if pair[1] is None else _loaded(pair[1], batch_size, seed, shuffle=False)
+    first = train.batch(0)
+    parts_of(first)
+    return Data(
+        train=train,
+        evaluation=held_out or train,
+        num_evaluation_batches=held_out.num_batches if held_out else 0,
+        items_per_batch=batch_size,
+        unit="rows",
+        fingerprint=fingerprint_of(first),
+    )
+
+
+def _loaded(given: Any, batch_size: int, seed: int, *, shuffle: bool) -> Loaded:
+    batches = given
+    if isinstance(given, Dataset):
+        shuffle = shuffle and not isinstance(given, IterableDataset)
+        batches = DataLoader(given, batch_size=batch_size, shuffle=shuffle, drop_last=True)
+    if not isinstance(batches, Iterable) or isinstance(batches, str | dict | Tensor):
+        raise ValueError(
+            f"a {type(given).__name__} yields no batches: give a torch Dataset, a DataLoader, a list of "
+            "batches, a pair of such (to train on, held out), or a zbpp.training.data.Data"
+        )
+    if isinstance(batches, DataLoader) and not batches.drop_last and isinstance(batches.dataset, Sized):
+        rest = len(batches.dataset) % batch_size
+        if rest:
+            raise ValueError(f"an epoch of the DataLoader ends with {rest} rows: give it drop_last=True")
+    if isinstance(batches, Iterator):
+        raise ValueError(
+            f"a {type(given).__name__} ends after one epoch: give something that can be iterated over again, "
+            "such as a DataLoader or a list of batches"
+        )
+    return Loaded(batches, batch_size=batch_size, seed=seed)
+
+
+def fingerprint_of(batch: Any) -> str:
+    """16 hex digits of its structure and its tensors' values."""
+    leaves, structure = tree_flatten(batch)
+    digest = blake2b(str(structure).encode(), digest_size=8)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            digest.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
+            digest.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        else:
+            digest.update(repr(leaf).encode())
+    return digest.hexdigest()

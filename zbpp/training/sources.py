@@ -1,0 +1,48 @@
+"""What code the ranks run: ranks with different code would train on, each in its own way."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from hashlib import blake2b
+from pathlib import Path
+
+import torch.distributed as dist
+
+from zbpp.runtime.world import check_agreement, gather
+
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+
+
+def check_sources(group: dist.ProcessGroup | None = None) -> None:
+    """Raise AgreementError on every rank, with the files, if two ranks have a different file of a name.
+
+    To be called when the user's model and data are built: all that they have imported is compared.
+    Collective.
+    """
+    mine = source_files()
+    everyone: dict[str, str] = {}
+    for each in reversed(gather(mine, group)):
+        everyone |= each
+    # What a rank has not loaded, it can't have loaded differently.
+    check_agreement("source files (by hash)", everyone | mine, group)
+
+
+def source_files() -> dict[str, str]:
+    """A hash of each file of zbpp, and of each imported module that is neither installed nor Python's."""
+    package = Path(__file__).parents[1]
+    files = {f"zbpp/{path.relative_to(package).as_posix()}": path for path in package.rglob("*.py")}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and file.endswith(".py") and name.partition(".")[0] != "zbpp" and not _is_installed(file):
+            files[name] = Path(file)
+    return {name: _hash(path) for name, path in sorted(files.items()) if path.is_file()}
+
+
+def _is_installed(file: str) -> bool:
+    path = Path(file)
+    return not _INSTALLED.isdisjoint(path.parts) or path.is_relative_to(sysconfig.get_path("stdlib"))
+
+
+def _hash(path: Path) -> str:
+    return blake2b(path.read_bytes(), digest_size=4).hexdigest()

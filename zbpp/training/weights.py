@@ -1,0 +1,38 @@
+"""The weights of each stage in a file of its own, by the names that they have in the whole model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zbpp.runtime import Pipeline
+from zbpp.runtime.parameters import StageParameters, names_of
+from zbpp.runtime.world import gather
+
+
+def save_weights(folder: Path, pipeline: Pipeline) -> None:
+    """Write stage-0-of-4.safetensors and so on into a folder, each by the rank that owns the stage.
+
+    Parameters and buffers, named as `Pipeline.state_dict` names them: all files together are a state dict of
+    the whole model. Collective.
+    """
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)  # on another machine it may not be there
+    num_stages = pipeline.timetable.num_stages
+    names = gather(names_of(pipeline.stages), pipeline.group)
+    for index, stage in pipeline.stages.items():
+        state = StageParameters({index: stage}, names).state_dict()
+        path = folder / f"stage-{index:0{len(str(num_stages - 1))}}-of-{num_stages}.safetensors"
+        unfinished = path.with_suffix(".tmp")
+        save_file(
+            {name: _plain(each) for name, each in state.items() if isinstance(each, Tensor)}, unfinished
+        )
+        unfinished.replace(path)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    # A copy: safetensors refuses tensors that share memory, as tied weights do.
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
