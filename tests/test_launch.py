@@ -23,11 +23,11 @@ from safetensors.torch import load_file
 from zbpp import app, command_line, launch
 from zbpp import config as configs
 from zbpp.launch import RankError, Refusal, on_ranks
-from zbpp.runtime.world import world
 from zbpp.models.gpt import Gpt
+from zbpp.runtime.world import world
 from zbpp.schedule import SCHEDULES, PlanError, plan, to_csv
-from zbpp.training.run_folder import FolderError
 from zbpp.training.data import text_data
+from zbpp.training.run_folder import FolderError
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
