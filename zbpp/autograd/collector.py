@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from zbpp.autograd.rules import version_of
 from zbpp.autograd.weight_grads import Custom, Work
 
 
@@ -53,5 +54,5 @@ def defer(ctx: Any, leaf: Tensor, compute: Callable[..., Tensor], *tensors: Tens
     if collector is None or not (leaf.is_leaf and leaf.requires_grad and collector.may_defer(leaf)):
         return compute(*held)
     if collector.wanted is None or id(leaf) in collector.wanted:
-        collector.work.append(Custom(leaf, compute, held))
+        collector.work.append(Custom(leaf, compute, held, version_of(held)))
     return None

@@ -17,7 +17,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from zbpp.autograd.graph import Edge, Survey, Use, kind, survey
-from zbpp.autograd.rules import Packed, rule_of
+from zbpp.autograd.rules import rule_of
 from zbpp.autograd.split import Outputs, _edge, _listed, _needs_grad
 
 Names = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -199,14 +199,10 @@ def _row(tensor: Tensor, names: dict[int, tuple[str, Tensor]], where: Where, why
 
 def _x_storages(uses: Iterable[tuple[Node, Use]]) -> dict[int, int]:
     """Bytes of each storage that W keeps, by the storage's identity."""
-    tensors = [
-        tensor
-        for _, use in uses
-        for held in use.held
-        for tensor in (held.tensors() if isinstance(held, Packed) else [held])
-    ]
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return {storage._cdata: storage.nbytes() for storage in storages}
+    uses = list(uses)
+    own = {use.leaf.untyped_storage()._cdata for _, use in uses}
+    storages = [tensor.untyped_storage() for _, use in uses for tensor in use.tensors()]
+    return {each._cdata: each.nbytes() for each in storages if each._cdata not in own}
 
 
 def _dys(uses: Iterable[tuple[Node, Use]]) -> dict[Node, int]:

@@ -129,11 +129,15 @@ def _after_hooks(targets: list[GradientEdge], first: int) -> dict[int, tuple[Ten
 
 def _work(found: Survey, arrived: Iterator[Tensor | None]) -> list[Work]:
     """What W has to do. A node that no gradient reached adds nothing, as in plain autograd."""
-    parts = [make(Part, (use, dy)) for use, dy in zip(found.uses, arrived, strict=False) if dy is not None]
+    parts = [
+        make(Part, (use, dy, use.version + dy._version))
+        for use, dy in zip(found.uses, arrived, strict=False)
+        if dy is not None
+    ]
     work: list[Work] = summed(parts) if found.has_sums else parts
     for leaf, gradient in zip(found.eager.values(), arrived, strict=True):
         if gradient is not None:
-            work.append(make(Computed, (leaf, gradient)))
+            work.append(make(Computed, (leaf, gradient, gradient._version)))
     return work
 
 
