@@ -39,8 +39,8 @@ class ChangedInPlace(RuntimeError):
     def __init__(self, leaf: Tensor, what: str, tensor: Any, remedy: str) -> None:
         shape = f" of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else ""
         super().__init__(
-            f"{what}{shape} was changed in place after B; W needs it as it was, for the gradient of a "
-            f"weight of shape {tuple(leaf.shape)}: {remedy}"
+            f"{what}{shape} was changed in place before W, which needs it as B found it, for the gradient of "
+            f"a weight of shape {tuple(leaf.shape)}: {remedy}"
         )
         self.leaf = leaf
 
