@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
-from types import FunctionType, MethodType
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -17,6 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from zbpp.autograd.graph import Edge, Survey, Use, kind, survey
+from zbpp.autograd.referred import referred
 from zbpp.autograd.rules import rule_of
 from zbpp.autograd.split import Outputs, _edge, _listed, _needs_grad
 
@@ -309,7 +308,7 @@ def _hidden(graph: _Graph, names: dict[int, tuple[str, Tensor]]) -> Iterator[Fou
     if graph.is_reentrant:
         why, where = "inside a reentrant checkpoint: everything in B", "B"
     for function in _hiding(graph):
-        for tensor in _leaves_of(function, set()):
+        for tensor in _leaves_of(function):
             if id(tensor) not in known:
                 known.add(id(tensor))
                 yield tensor, _row(tensor, names, where, why)
@@ -322,30 +321,12 @@ def _hiding(graph: _Graph) -> list[Any]:
     return [function for function in functions if function is not None]
 
 
-def _leaves_of(thing: Any, seen: set[int], depth: int = 8) -> Iterator[Tensor]:
-    """The trainable leaves that a callable refers to: by a module, its closure or bound arguments."""
-    if depth == 0 or id(thing) in seen:
-        return
-    seen.add(id(thing))
-    parts: Iterable[Any] = ()
-    match thing:
-        case Tensor():
-            if thing.is_leaf and thing.requires_grad:
-                yield thing
-        case nn.Module():
-            parts = thing.parameters()
-        case MethodType():
-            parts = (thing.__self__, thing.__func__)
-        case partial():
-            parts = (thing.func, thing.args, thing.keywords)
-        case FunctionType():
-            parts = (*(cell.cell_contents for cell in thing.__closure__ or ()), *(thing.__defaults__ or ()))
-        case list() | tuple():
-            parts = thing
-        case dict():
-            parts = thing.values()
-    for part in parts:
-        yield from _leaves_of(part, seen, depth - 1)
+def _leaves_of(function: Any) -> Iterator[Tensor]:
+    """The trainable leaves that a callable refers to."""
+    for thing in referred(function):
+        for tensor in thing.parameters() if isinstance(thing, nn.Module) else (thing,):
+            if tensor.is_leaf and tensor.requires_grad:
+                yield tensor
 
 
 def _others(graph: _Graph, names: dict[int, tuple[str, Tensor]], known: set[int]) -> list[Found]:
