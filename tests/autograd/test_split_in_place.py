@@ -131,6 +131,21 @@ def test_a_changed_operand_of_a_tied_weight():
     assert "the input that MmBackward0 saved" in message
 
 
+def test_a_gradient_made_in_inference_mode():
+    """Autograd keeps no version of it."""
+    with float64():
+        layer, plain, x = nn.Linear(4, 3), nn.Linear(4, 3), torch.randn(5, 4)
+    plain.load_state_dict(layer.state_dict())
+    with torch.inference_mode():
+        dy = double(5, 3)
+    _, weight_grads = backward_input(layer(x), dy, ())
+    plain(x).backward(dy.clone())
+    with torch.inference_mode():
+        dy.mul_(2)
+    weight_grads.accumulate()
+    assert_close(grads_of(layer), grads_of(plain))
+
+
 # ---------------------------------------------------------------- within B's own pass
 
 

@@ -240,7 +240,8 @@ def _roots(outputs: Outputs, output_grads: Any) -> tuple[list[Root], list[Tensor
             if not _fits(output, grad):
                 raise _misfit(position, output, grad)
             roots.append(output)
-            root_grads.append(grad)
+            # Autograd does not count the changes of tensors made in inference mode.
+            root_grads.append(grad.clone() if grad.is_inference() else grad)
         elif isinstance(output, Tensor) and output.numel() == 1:
             roots.append(output)
             root_grads.append(torch.ones_like(output))
