@@ -75,10 +75,18 @@ class CheckpointedBlock(Block):
         return checkpoint(super().forward, x)
 
 
+class Squashed(nn.Linear):
+    """W runs the chain from the product to the weight, which keeps what it has saved."""
+
+    def forward(self, x):
+        return F.linear(x, torch.tanh(self.weight).sigmoid(), self.bias)
+
+
 MODULES = {
     "blocks": lambda: nn.Sequential(Block(), Block()),
     "convolutions": Convolutional,
     "checkpointed blocks": lambda: nn.Sequential(CheckpointedBlock(), CheckpointedBlock()),
+    "a weight that is computed": lambda: nn.Sequential(Squashed(16, 16), nn.GELU(), Squashed(16, 16)),
     "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)),
     "encoder layer": lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True),
 }
@@ -227,6 +235,16 @@ def test_held_bytes_of_a_view_are_those_of_its_whole_storage():
     output = nn.Linear(8, 4, bias=False)(x[:5])
     _, weight_grads = backward_input(output, torch.ones(5, 4), ())
     assert weight_grads.held_bytes == 4 * (100 * 8 + 5 * 4)
+
+
+def test_held_bytes_counts_what_a_chain_to_the_weight_has_saved():
+    """Of x * x and dy, and tanh and sigmoid of the weight; not the weight itself."""
+    layer, x = Squashed(8, 4, bias=False), torch.randn(5, 8)
+    _, weight_grads = backward_input(layer(x * x), torch.ones(5, 4), ())
+    assert weight_grads.held_bytes == 4 * (5 * 8 + 5 * 4 + 2 * 4 * 8)
+    squared = nn.Parameter(torch.randn(8, 4))
+    _, weight_grads = backward_input(x @ squared.square(), torch.ones(5, 4), ())
+    assert weight_grads.held_bytes == 4 * (5 * 8 + 5 * 4)
 
 
 def test_held_bytes_of_what_b_computed_are_the_gradients():

@@ -356,6 +356,31 @@ def test_what_the_stage_before_on_this_rank_has_saved_must_not_be_changed(name):
         pipeline.step(x, target=x)
 
 
+class KeepsABuffer(nn.Module):
+    """Writes the input of its layer into memory that the next forward writes into."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.layer, self.kept = nn.Linear(4, 4), nn.Linear(4, 4), drawn(2, 4)
+
+    def forward(self, x):
+        y = self.first(x)
+        return y + self.layer(torch.tanh(y.detach(), out=self.kept))
+
+
+def test_a_forward_that_overwrites_what_a_w_will_read_is_an_error_that_names_the_weight():
+    """F0 B0 F1 W0, an order of ZB-H1."""
+    worker = StageWorker(1, KeepsABuffer().double(), is_last=False)
+    worker.begin(feed(2))
+    dy = drawn(2, 4, seed=5)
+    worker.forward(0, (drawn(2, 4).requires_grad_(),))
+    worker.backward_input(0, (dy,))
+    worker.forward(1, (drawn(2, 4, seed=1).requires_grad_(),))
+    with pytest.raises(RuntimeError, match="the input that AddmmBackward0 saved.*changed in place") as caught:
+        worker.backward_weight(0)
+    assert caught.value.__notes__ == ["in W of stage 1, microbatch 0, for layer.weight"]
+
+
 def test_two_inputs_of_one_memory_are_watched_together():
     class Two(nn.Module):
         def forward(self, a, b):

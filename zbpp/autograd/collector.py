@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from zbpp.autograd.arrivals import has_hooks
+from zbpp.autograd.rules import version_of
 from zbpp.autograd.weight_grads import Custom, Work
 
 
@@ -27,7 +29,7 @@ class Collector:
 
     def may_defer(self, leaf: Tensor) -> bool:
         """Not what B itself is asked for; nor what tensor hooks wait for: they see the whole gradient."""
-        return not leaf._backward_hooks and not any(leaf is each for each in self.inputs)
+        return not has_hooks(leaf) and not any(leaf is each for each in self.inputs)
 
 
 def collector_of(ctx: Any) -> Collector | None:
@@ -53,5 +55,5 @@ def defer(ctx: Any, leaf: Tensor, compute: Callable[..., Tensor], *tensors: Tens
     if collector is None or not (leaf.is_leaf and leaf.requires_grad and collector.may_defer(leaf)):
         return compute(*held)
     if collector.wanted is None or id(leaf) in collector.wanted:
-        collector.work.append(Custom(leaf, compute, held))
+        collector.work.append(Custom(leaf, compute, held, version_of(held)))
     return None

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
-from types import FunctionType, MethodType
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -17,7 +15,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from zbpp.autograd.graph import Edge, Survey, Use, kind, survey
-from zbpp.autograd.rules import Packed, rule_of
+from zbpp.autograd.referred import referred
+from zbpp.autograd.rules import rule_of
 from zbpp.autograd.split import Outputs, _edge, _listed, _needs_grad
 
 Names = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -199,14 +198,10 @@ def _row(tensor: Tensor, names: dict[int, tuple[str, Tensor]], where: Where, why
 
 def _x_storages(uses: Iterable[tuple[Node, Use]]) -> dict[int, int]:
     """Bytes of each storage that W keeps, by the storage's identity."""
-    tensors = [
-        tensor
-        for _, use in uses
-        for held in use.held
-        for tensor in (held.tensors() if isinstance(held, Packed) else [held])
-    ]
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return {storage._cdata: storage.nbytes() for storage in storages}
+    uses = list(uses)
+    own = {use.leaf.untyped_storage()._cdata for _, use in uses}
+    storages = [tensor.untyped_storage() for _, use in uses for tensor in use.tensors()]
+    return {each._cdata: each.nbytes() for each in storages if each._cdata not in own}
 
 
 def _dys(uses: Iterable[tuple[Node, Use]]) -> dict[Node, int]:
@@ -313,7 +308,7 @@ def _hidden(graph: _Graph, names: dict[int, tuple[str, Tensor]]) -> Iterator[Fou
     if graph.is_reentrant:
         why, where = "inside a reentrant checkpoint: everything in B", "B"
     for function in _hiding(graph):
-        for tensor in _leaves_of(function, set()):
+        for tensor in _leaves_of(function):
             if id(tensor) not in known:
                 known.add(id(tensor))
                 yield tensor, _row(tensor, names, where, why)
@@ -326,30 +321,12 @@ def _hiding(graph: _Graph) -> list[Any]:
     return [function for function in functions if function is not None]
 
 
-def _leaves_of(thing: Any, seen: set[int], depth: int = 8) -> Iterator[Tensor]:
-    """The trainable leaves that a callable refers to: by a module, its closure or bound arguments."""
-    if depth == 0 or id(thing) in seen:
-        return
-    seen.add(id(thing))
-    parts: Iterable[Any] = ()
-    match thing:
-        case Tensor():
-            if thing.is_leaf and thing.requires_grad:
-                yield thing
-        case nn.Module():
-            parts = thing.parameters()
-        case MethodType():
-            parts = (thing.__self__, thing.__func__)
-        case partial():
-            parts = (thing.func, thing.args, thing.keywords)
-        case FunctionType():
-            parts = (*(cell.cell_contents for cell in thing.__closure__ or ()), *(thing.__defaults__ or ()))
-        case list() | tuple():
-            parts = thing
-        case dict():
-            parts = thing.values()
-    for part in parts:
-        yield from _leaves_of(part, seen, depth - 1)
+def _leaves_of(function: Any) -> Iterator[Tensor]:
+    """The trainable leaves that a callable refers to."""
+    for thing in referred(function):
+        for tensor in thing.parameters() if isinstance(thing, nn.Module) else (thing,):
+            if tensor.is_leaf and tensor.requires_grad:
+                yield tensor
 
 
 def _others(graph: _Graph, names: dict[int, tuple[str, Tensor]], known: set[int]) -> list[Found]:

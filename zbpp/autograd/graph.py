@@ -17,14 +17,14 @@ touches them all does nothing that can be done for the few that matter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from zbpp.autograd.rules import Add, Held, Rule, rule_of
+from zbpp.autograd.rules import Add, Held, Packed, Rule, rule_of, saved_by, version_of
 from zbpp.autograd.views import MATRIX_TRANSPOSE, VIEWS, View
 
 Edge = tuple[Node, int]
@@ -44,6 +44,16 @@ class Use(NamedTuple):
     add: Add
     chain: tuple[Edge, ...]  # from the operand's edge down to, not including, the leaf
     views: tuple[View, ...] | None  # of the leaf's gradient, what W adds to; None if the chain computes
+    version: int  # of all that is held, when it was captured: see weight_grads.py
+    rule: Rule
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that is kept for this use: what is held, and what a chain that computes has saved."""
+        for each in self.held:
+            yield from each.tensors() if isinstance(each, Packed) else (each,)
+        if self.views is None:
+            for node, _ in self.chain:
+                yield from saved_by(node)
 
 
 class Survey(NamedTuple):
@@ -72,7 +82,9 @@ def survey(roots: Iterable[Edge], stops: frozenset[Edge], wanted: set[int] | Non
     functions = []
     for node, role in nodes:
         if role == "leaf":
-            leaves[node] = node.variable
+            tensor = node.variable
+            if tensor.requires_grad:  # autograd, too, passes over a leaf that was frozen after F
+                leaves[node] = tensor
         elif role == "function":
             functions.append(node)
         else:
@@ -186,7 +198,9 @@ def _defer(
             tensor = leaves[leaf]
             kept = rule.kept.get(operand)
             if kept is not None and getattr(site, kept.raw).unpack_hook is None:
-                held: Held = (getattr(site, kept.saved).data,)
+                x = getattr(site, kept.saved).detach()  # .data would not share its version
+                held: Held = (x,)
+                version = x._version
                 add = kept.add
                 if views and views[-1] is MATRIX_TRANSPOSE:
                     add, views = kept.transposed, views[:-1]
@@ -195,9 +209,10 @@ def _defer(
                 if capture is None:
                     continue
                 held, add = capture
+                version = version_of(held)
             if not _is_plain(tensor):
                 continue
-            use = make(Use, (tensor, held, add, chain, views))
+            use = make(Use, (tensor, held, add, chain, views, version, rule))
             if is_alone:
                 del leaves[leaf]
                 sites.append(site)

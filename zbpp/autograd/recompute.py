@@ -2,13 +2,14 @@
 
 F runs a block without a graph. In B the block runs forward once more, is split like a stage of its
 own, and its W joins that of the B around it. (torch's split runs the recompute once in B and
-once more for each group of parameters in W.)
+once more for each group of parameters in W.) The recompute finds what F found: see referred.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from zbpp.autograd.collector import collector_of
+from zbpp.autograd.referred import Found
 from zbpp.autograd.split import num_hooks_made, split
 
 
@@ -23,16 +25,20 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`fn(*args, **kwargs)`, whose activations are computed again in the backward instead of being kept.
 
     fn returns a tensor or a tuple of tensors (Nones allowed) and may use any parameters. Random
-    numbers and autocast are in the recompute what they were in the forward. Under `backward_input` the
-    block is recomputed once for B and W together; in a plain backward() too, where
-    the gradients of fn's parameters go straight into `.grad` (torch.autograd.grad finds none).
+    numbers, autocast and buffers are in the recompute what they were in the forward; buffers are
+    updated once, by the forward. Under `backward_input` the block is recomputed once for B and W together;
+    in a plain backward() too, where the gradients of fn's parameters go straight into `.grad`
+    (torch.autograd.grad finds none).
+    The backward raises RuntimeError if a parameter or a buffer above 64 KiB was changed since the forward.
+    Both hold for the modules and tensors that fn is, is a method of, has in its closure, or is given.
     """
     leaves, spec = tree_flatten((args, kwargs))
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     # Where no input needs grad (stage 0) the dummy makes autograd come here all the same.
     dummy = torch.empty(0, requires_grad=True)
-    return _Checkpoint.apply(dummy, _Call(fn, spec, leaves), *leaves)  # type: ignore[no-untyped-call]  # torch's
+    call = _Call(fn, spec, leaves)
+    return _Checkpoint.apply(dummy, call, *leaves, *call.hooked)  # type: ignore[no-untyped-call]  # torch's
 
 
 class _Call:
@@ -41,6 +47,10 @@ class _Call:
     def __init__(self, fn: Callable[..., Any], spec: TreeSpec, leaves: list[Any]) -> None:
         self.fn, self.spec = fn, spec
         self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.found = Found((fn, self.constants))
+        given = {id(leaf) for leaf in leaves}
+        # Autograd must know that they are used here: it fires their hooks after their last use.
+        self.hooked = [leaf for leaf in self.found.hooked() if id(leaf) not in given]
         devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cuda}
         self.cuda_states = {device: torch.cuda.get_rng_state(device) for device in devices}
         self.cpu_state = torch.get_rng_state()
@@ -60,6 +70,7 @@ class _Call:
             stack.enter_context(torch.random.fork_rng(list(self.cuda_states)))
             for name, enabled, dtype in self.autocast:
                 stack.enter_context(torch.autocast(name, dtype=dtype, enabled=enabled))
+            stack.enter_context(self.found.restored())
             torch.set_rng_state(self.cpu_state)
             for device, state in self.cuda_states.items():
                 torch.cuda.set_rng_state(state, device)
@@ -68,7 +79,8 @@ class _Call:
 
 class _Checkpoint(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dummy: Tensor, call: _Call, *leaves: Any) -> Any:
+    def forward(ctx: Any, dummy: Tensor, call: _Call, *inputs: Any) -> Any:
+        leaves = inputs[: len(call.constants)]
         ctx.call = call
         ctx.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
         ctx.save_for_backward(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
@@ -91,23 +103,32 @@ class _Checkpoint(torch.autograd.Function):
             if isinstance(output, Tensor) and output.requires_grad and grad is not None:
                 roots.append(output)
                 root_grads.append(grad)
+        nothing = (None,) * len(ctx.call.hooked)
+        collector = collector_of(ctx)
         if not roots:
-            return (None, None, *(None for _ in tensors))
-        return (None, None, *_backward(ctx, roots, root_grads, tensors, is_hooked))
+            return (None, None, *(None for _ in tensors), *nothing)
+        if collector is None:
+            return (None, None, *_plain_backward(roots, root_grads, tensors, ctx.call.hooked))
+        # What fn closes over may have hooks from before.
+        is_hooked = is_hooked or collector.is_hooked
+        grads, work = split(roots, root_grads, tuple(tensors), collector.wanted, is_hooked=is_hooked)
+        collector.work += work
+        return (None, None, *grads, *nothing)
 
 
-def _backward(
-    ctx: Any, roots: list[Tensor], root_grads: list[Tensor], tensors: list[Tensor | None], is_hooked: bool
-) -> tuple[Tensor | None, ...]:
-    collector = collector_of(ctx)
-    if collector is None:
+def _plain_backward(
+    roots: list[Tensor], root_grads: list[Tensor], tensors: list[Tensor | None], hooked: list[Tensor]
+) -> list[Tensor | None]:
+    """Gradients of the tensors and of the hooked leaves, whose `.grad` and hooks are left alone."""
+    before = [(leaf, leaf.grad, leaf._post_accumulate_grad_hooks) for leaf in hooked]
+    for leaf in hooked:
+        leaf.grad, leaf._post_accumulate_grad_hooks = None, {}  # autograd takes no None for no hooks
+    try:
         torch.autograd.backward(roots, root_grads)
-        return tuple(None if tensor is None else tensor.grad for tensor in tensors)
-    # What fn closes over may have hooks from before.
-    is_hooked = is_hooked or collector.is_hooked
-    grads, work = split(roots, root_grads, tuple(tensors), collector.wanted, is_hooked=is_hooked)
-    collector.work += work
-    return grads
+        return [None if each is None else each.grad for each in (*tensors, *hooked)]
+    finally:
+        for leaf, grad, hooks in before:
+            leaf.grad, leaf._post_accumulate_grad_hooks = grad, hooks
 
 
 def _fresh(tensor: Tensor) -> Tensor:
@@ -119,6 +140,19 @@ def _as_tuple(output: Any) -> tuple[Any, ...]:
 
 
 def recompute(module: nn.Module) -> None:
-    """Make a module checkpoint every forward from now on; its parameters' names stay what they are."""
-    forward = module.forward
-    module.forward = lambda *args, **kwargs: checkpoint(forward, *args, **kwargs)
+    """Make a module checkpoint every forward from now on; its parameters' names stay what they are.
+
+    So does a copy of it, by copy.deepcopy or pickle.
+    """
+    module.forward = _Recomputed(module)
+
+
+class _Recomputed:
+    """Takes the place of a module's forward. It refers to the module, no method of it: a copy to the copy."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.before = module, vars(module).get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self.before or MethodType(type(self.module).forward, self.module)
+        return checkpoint(forward, *args, **kwargs)

@@ -13,7 +13,7 @@ Returning None leaves the operand to B. To teach zbpp a new node, register a rul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -77,6 +77,16 @@ class Packed(NamedTuple):
         """The tensors inside."""
         return [leaf for leaf in tree_leaves(self.data) if isinstance(leaf, Tensor)]
 
+    @property
+    def _version(self) -> int:
+        """As a tensor's: it grows when one inside is changed in place."""
+        return version_of(self.tensors())
+
+
+def version_of(held: Iterable[Any]) -> int:
+    """One number that grows whenever one of these is changed in place: autograd counts for each tensor."""
+    return sum([each._version for each in held])
+
 
 _RULES: dict[str, Rule] = {}
 _Capturing = Callable[[Any, int], Capture | None]
@@ -102,6 +112,11 @@ def rule_of(name: str) -> Rule | None:
     return _RULES.get(name)
 
 
+def name_of(rule: Rule) -> str:
+    """The name of the nodes that a rule is for."""
+    return next(name for name, each in _RULES.items() if each is rule)
+
+
 def saved(node: Node, name: str) -> Tensor | Packed | None:
     """A tensor that a node saved, without its history.
 
@@ -116,6 +131,15 @@ def saved(node: Node, name: str) -> Tensor | Packed | None:
     if getattr(hook, "__qualname__", "").startswith("save_on_cpu."):
         return Packed(raw.data, hook)
     return None
+
+
+def saved_by(node: Any) -> Iterator[Tensor]:
+    """All tensors that a node has saved; what hooks have packed stays packed."""
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            raw = getattr(node, name)
+            for each in raw if isinstance(raw, tuple) else (raw,):
+                yield from Packed(each.data, each.unpack_hook).tensors()
 
 
 def keep(tensors: Tensor | Packed | tuple[Tensor | Packed | None, ...] | None, add: Add) -> Capture | None:

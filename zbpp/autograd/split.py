@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
+from zbpp.autograd.arrivals import Arrivals, after_hooks
 from zbpp.autograd.collector import Collector
 from zbpp.autograd.graph import Edge, Survey, is_leaf, kind, make, survey, variable
 from zbpp.autograd.weight_grads import Computed, Part, WeightGrads, Work, summed
@@ -93,20 +94,24 @@ def split(
         return _whole_backward(roots, root_grads, inputs, edges), []
     targets = [make(GradientEdge, (*edge, None)) for edge in edges.values()]
     targets += [make(GradientEdge, (site, 0, None)) for site in found.sites]
-    after_hooks = _after_hooks(targets, len(edges)) if is_hooked else {}
+    hooked = after_hooks(targets, len(edges)) if is_hooked else {}
     targets += [make(GradientEdge, (leaf, 0, None)) for leaf in found.eager]
     late: list[Work] = []
     collector = Collector(inputs, wanted, late, is_hooked) if found.functions else None
     for function in found.functions:
         function.zbpp_collector = collector
+    # Only these run Python code in the pass, which may change what has arrived.
+    arrivals = Arrivals(found.sites, found.eager.values()) if found.functions or is_hooked else None
     try:
         captured = _run(roots, root_grads, targets)
     finally:
         for function in found.functions:
             del function.zbpp_collector
-    if after_hooks:
-        captured = [after_hooks.get(position, (grad,))[0] for position, grad in enumerate(captured)]
-        after_hooks.clear()  # the sites' hooks refer to it
+        changed = arrivals.end() if arrivals else []
+    _refuse_changed(changed, found.functions)
+    if hooked:
+        captured = [hooked.get(position, (grad,))[0] for position, grad in enumerate(captured)]
+        hooked.clear()  # the sites' hooks refer to it
     arrived = iter(captured)  # in the order of the targets
     grads: list[Tensor | None] = [None] * len(inputs)
     for position in edges:
@@ -114,26 +119,29 @@ def split(
     return tuple(grads), _work(found, arrived) + late
 
 
-def _after_hooks(targets: list[GradientEdge], first: int) -> dict[int, tuple[Tensor | None, ...]]:
-    """To be filled with (dy,) of each site, targets[first:], that runs: as the hooks on its output leave it.
-
-    Of a node that runs, autograd captures what arrived, before hooks; only of one that doesn't, what
-    they made of it.
-    """
-    dys: dict[int, tuple[Tensor | None, ...]] = {}
-    for position in range(first, len(targets)):
-        node = targets[position].node
-        node.register_prehook(partial(dys.__setitem__, position))  # no Python frame per site
-    return dys
+def _refuse_changed(changed: list[Tensor], functions: list[Any]) -> None:
+    """A gradient that W needs was changed in place after it had arrived."""
+    if changed:
+        names = sorted({kind(function).removesuffix("Backward") for function in functions})
+        by = f"the backward of {' or '.join(names)}, or a hook," if names else "a hook"
+        raise RuntimeError(
+            f"{by} changes in place a gradient of shape {tuple(changed[0].shape)} that another layer was "
+            "given, too, whose weight gradient W is to compute from it: return a new tensor (grad * 0.1, "
+            "not grad.mul_(0.1))"
+        )
 
 
 def _work(found: Survey, arrived: Iterator[Tensor | None]) -> list[Work]:
     """What W has to do. A node that no gradient reached adds nothing, as in plain autograd."""
-    parts = [make(Part, (use, dy)) for use, dy in zip(found.uses, arrived, strict=False) if dy is not None]
+    parts = [
+        make(Part, (use, dy, use.version + dy._version))
+        for use, dy in zip(found.uses, arrived, strict=False)
+        if dy is not None
+    ]
     work: list[Work] = summed(parts) if found.has_sums else parts
     for leaf, gradient in zip(found.eager.values(), arrived, strict=True):
         if gradient is not None:
-            work.append(make(Computed, (leaf, gradient)))
+            work.append(make(Computed, (leaf, gradient, gradient._version)))
     return work
 
 
@@ -232,7 +240,8 @@ def _roots(outputs: Outputs, output_grads: Any) -> tuple[list[Root], list[Tensor
             if not _fits(output, grad):
                 raise _misfit(position, output, grad)
             roots.append(output)
-            root_grads.append(grad)
+            # Autograd does not count the changes of tensors made in inference mode.
+            root_grads.append(grad.clone() if grad.is_inference() else grad)
         elif isinstance(output, Tensor) and output.numel() == 1:
             roots.append(output)
             root_grads.append(torch.ones_like(output))

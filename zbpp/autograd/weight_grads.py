@@ -2,6 +2,11 @@
 
 A parameter that has a `main_grad` (a float32 tensor of its shape, say, beside bf16 weights) gets
 its gradients added there, and its `.grad` is left alone.
+
+W reads tensors that may share memory with others: x with a buffer that the next forward writes
+into, dy with a gradient that the caller passed in or got back. They are guarded as autograd guards
+its saved tensors: autograd counts the in-place changes of each tensor (`_version`), B remembers the
+count of all that W will read, and W raises `ChangedInPlace` if it has grown.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from zbpp.autograd.graph import Edge, Use
-from zbpp.autograd.rules import Packed
+from zbpp.autograd.rules import name_of, version_of
 
 
 class Work(Protocol):
@@ -28,11 +33,30 @@ class Work(Protocol):
         """Add to the leaf's gradient; returns the leaf."""
 
 
+class ChangedInPlace(RuntimeError):
+    """What W would read is not what B left for it. leaf: whose gradient W was about to add to."""
+
+    def __init__(self, leaf: Tensor, what: str, tensor: Any, remedy: str) -> None:
+        shape = f" of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else ""
+        super().__init__(
+            f"{what}{shape} was changed in place before W, which needs it as B found it, for the gradient of "
+            f"a weight of shape {tuple(leaf.shape)}: {remedy}"
+        )
+        self.leaf = leaf
+
+
+_CLONE_GRADIENT = (
+    "clone a gradient before changing it, be it one that was passed to B or one that B returned "
+    "(grad = grad * 2, not grad.mul_(2))"
+)
+
+
 class Part(NamedTuple):
     """One use of a leaf, with its dy; by itself the work for a leaf that has no other."""
 
     use: Use
     dy: Tensor
+    version: int  # of dy and all that the use holds
 
     @property
     def leaf(self) -> Tensor:
@@ -40,18 +64,40 @@ class Part(NamedTuple):
 
     def tensors(self) -> Iterator[Tensor]:
         yield self.dy
-        for held in self.use.held:
-            yield from held.tensors() if isinstance(held, Packed) else (held,)
+        yield from self.use.tensors()
+
+    def check(self) -> None:
+        """Raise ChangedInPlace if anything was changed since B."""
+        if version_of(self.use.held) + self.dy._version != self.version:
+            raise self._changed()
+
+    def _changed(self) -> ChangedInPlace:
+        leaf, held, node = self.use.leaf, self.use.held, name_of(self.use.rule)
+        if version_of(held) == self.use.version:
+            return ChangedInPlace(leaf, f"dy, the gradient of {node}'s output,", self.dy, _CLONE_GRADIENT)
+        return ChangedInPlace(
+            leaf,
+            f"the input that {node} saved",
+            held[0],
+            "clone it before the layer, or let each forward write into new memory, not with out= or an "
+            "in-place operation into a tensor that is kept",
+        )
 
     def add_to(self, total: Tensor, fresh: bool) -> None:
         """To its view of the leaf's gradient; if `fresh`, that is uninitialised memory."""
-        (_, held, add, _, views), dy = self
+        (_, held, add, _, views, _, _), dy, _ = self
+        self.check()
         for view in views or ():
             total = view.look(total)
         add(total, held, dy, fresh)
 
     def accumulate(self) -> Tensor:
-        (leaf, held, add, _, views), dy = self
+        (leaf, held, add, _, views, _, _), dy, version = self
+        now = dy._version
+        for each in held:
+            now += each._version
+        if now != version:
+            raise self._changed()
         total = total_of(leaf)
         if total is None or views or leaf._backward_hooks:
             _accumulate(leaf, [self])
@@ -108,9 +154,11 @@ def _sum_of(leaf: Tensor, parts: list[Part]) -> Tensor:
 def _through_chains(leaf: Tensor, parts: list[Part]) -> Tensor:
     """Sum the parts where their chains begin, then let autograd run each chain once, and the leaf's hooks."""
     at_head: dict[Edge, Tensor] = {}
-    for use, dy in parts:
+    for part in parts:
+        use, dy, _ = part
         if use.views is not None:
             continue
+        part.check()
         head = use.chain[0]
         fresh = head not in at_head
         if fresh:
@@ -137,13 +185,17 @@ class Computed(NamedTuple):
 
     leaf: Tensor
     gradient: Tensor
+    version: int
 
     def tensors(self) -> Iterator[Tensor]:
         yield self.gradient
 
     def accumulate(self) -> Tensor:
-        add_to_grad(*self)
-        return self.leaf
+        leaf, gradient, version = self
+        if gradient._version != version:
+            raise ChangedInPlace(leaf, "the gradient that B computed,", gradient, _CLONE_GRADIENT)
+        add_to_grad(leaf, gradient)
+        return leaf
 
 
 class Custom(NamedTuple):
@@ -152,11 +204,19 @@ class Custom(NamedTuple):
     leaf: Tensor
     compute: Callable[..., Tensor]
     held: tuple[Tensor, ...]
+    version: int
 
     def tensors(self) -> Iterator[Tensor]:
         yield from self.held
 
     def accumulate(self) -> Tensor:
+        if version_of(self.held) != self.version:
+            raise ChangedInPlace(
+                self.leaf,
+                "a tensor that a Function passed to defer",
+                None,
+                "clone it before it is changed, or pass a clone to defer",
+            )
         add_to_grad(self.leaf, run_hooks(self.leaf, self.compute(*self.held)))
         return self.leaf
 
@@ -169,19 +229,22 @@ class WeightGrads:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the distinct storages kept alive for W; 0 afterwards."""
+        """Bytes of the distinct storages kept alive for W, but for the leaves' own; 0 afterwards."""
+        work = self._work or ()
         storages = {
             storage.data_ptr(): storage.nbytes()
-            for each in self._work or ()
+            for each in work
             for tensor in each.tensors()
             for storage in _storages(tensor)
         }
-        return sum(storages.values())
+        own = {storage.data_ptr() for each in work for storage in _storages(each.leaf)}
+        return sum(count for start, count in storages.items() if start not in own)
 
     def accumulate(self) -> None:
         """W: add the gradients to each parameter's `.grad` and drop what was held.
 
-        Post-accumulate-grad hooks fire, once per parameter. Raises RuntimeError at a second call.
+        Post-accumulate-grad hooks fire, once per parameter. Raises RuntimeError at a second call, and
+        ChangedInPlace, a RuntimeError, if what W reads was changed in place since B.
         """
         if self._work is None:
             raise RuntimeError(

@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zbpp.autograd import WeightGrads
 from zbpp.autograd.split import num_hooks_made, split
+from zbpp.autograd.weight_grads import ChangedInPlace
 from zbpp.runtime.layout import Message, describe, layout_of
 
 Loss = Callable[..., Tensor]
@@ -137,15 +138,23 @@ class StageWorker:
         """W: add the gradients that B put off to `.grad`."""
         weight_grads = self._deferred.pop(microbatch, None)
         if weight_grads is not None:
-            weight_grads.accumulate()
+            self._accumulate(microbatch, weight_grads)
         return ()
 
     def backward(self, microbatch: int, message: Message) -> Message:
         """BW: B followed at once by its W; the same kernels in the same order."""
         grads, weight_grads = self._backward(microbatch, message)
         if weight_grads is not None:
-            weight_grads.accumulate()
+            self._accumulate(microbatch, weight_grads)
         return grads
+
+    def _accumulate(self, microbatch: int, weight_grads: WeightGrads) -> None:
+        try:
+            weight_grads.accumulate()
+        except ChangedInPlace as error:
+            names = [name for name, each in self.module.named_parameters() if each is error.leaf]
+            error.add_note(f"in W of stage {self.index}, microbatch {microbatch}, for {', '.join(names)}")
+            raise
 
     def _backward(self, microbatch: int, message: Message) -> tuple[Message, WeightGrads | None]:
         """`backward_input` without its checks: a message has the layout of what it answers."""
@@ -157,7 +166,11 @@ class StageWorker:
                 output_grads.append(grad)
         if not edges:
             return (None,) * len(inputs), None
-        grads, work = split(edges, output_grads, inputs, None, is_hooked=is_hooked)
+        try:
+            grads, work = split(edges, output_grads, inputs, None, is_hooked=is_hooked)
+        except RuntimeError as error:
+            error.add_note(f"in B of stage {self.index}, microbatch {microbatch}")
+            raise
         return tuple([_boundary(grad) for grad in grads]), WeightGrads(work)
 
     def _inputs(self, microbatch: int, message: Message) -> tuple[Any, ...]:

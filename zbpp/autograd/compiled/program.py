@@ -120,7 +120,7 @@ def _put_off(ctx: Any, work: Compiled) -> None:
     if collector is None:
         work.accumulate()
         return
-    work = work._replace(wanted=collector.wanted)
+    work = work._replace(wanted=collector.wanted, module_tensors=_of_w(work))
     if not work.program.trained:
         return
     collector.work.append(work)
@@ -128,6 +128,12 @@ def _put_off(ctx: Any, work: Compiled) -> None:
     collector.work += [
         Added(leaf) for leaf in work.leaves() if getattr(leaf, "_post_accumulate_grad_hooks", None)
     ]
+
+
+def _of_w(work: Compiled) -> list[Any]:
+    """The module's tensors that W needs: a recompute's copies of buffers may go."""
+    needed = {*work.program.trained, *work.program.w_tensors}
+    return [each if place in needed else None for place, each in enumerate(work.module_tensors)]
 
 
 class Compiled(NamedTuple):

@@ -1,0 +1,275 @@
+"""A recompute finds what the forward found, or says that it can't; what it is attached to may be copied."""
+
+import copy
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.split import CountCalls, assert_close, assert_equals_plain, double, float64, grads_of, leaf
+from zbpp import backward_input, checkpoint
+from zbpp.autograd import recompute
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+    def twice(self, x):
+        return self(self(x))
+
+
+def made(make=Block):
+    with float64():
+        torch.manual_seed(0)
+        return make()
+
+
+class Owner:
+    """Any object that has a module."""
+
+    def __init__(self, block):
+        self.block = block
+
+    def run(self, x):
+        return self.block(x)
+
+
+SHARED = made()
+WAYS = {
+    "a module": lambda block: block,
+    "a method": lambda block: block.twice,
+    "a closure": lambda block: lambda x: block(x),
+    "arguments bound": lambda block: partial(lambda block, x: block(x), block),
+    "an owner's method": lambda block: Owner(block).run,
+    "layers in a list": lambda block: partial(
+        lambda layers, x: layers[1](layers[0](x)), [block.up, block.down]
+    ),
+    "a weight among bound arguments": lambda block: partial(
+        lambda weights, x: torch.tanh(x @ weights[0]), [block.down.weight]
+    ),
+    "a global": lambda block: lambda x: SHARED(x),
+}
+
+
+def plain_backward(output):
+    output.backward(double(*output.shape, seed=1))
+
+
+def split_backward(output):
+    backward_input(output, double(*output.shape, seed=1), ())[1].accumulate()
+
+
+@pytest.mark.parametrize("backward", [plain_backward, split_backward])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_weight_changed_between_f_and_its_recompute(way, backward):
+    """As autograd refuses to go on without a checkpoint."""
+    block = SHARED if way == "a global" else made()
+    function = WAYS[way](block)
+    for how in (lambda function, x: function(x), checkpoint):
+        output = how(function, leaf(5, 4).double())
+        with torch.no_grad():
+            block.down.weight.mul_(1.5)
+        with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace operation"):
+            backward(output)
+    assert grads_of(block).keys() <= {"down.bias"}  # the plain one had it before it noticed
+    block.zero_grad()
+
+
+def replace(block):
+    block.down.weight = nn.Parameter(block.down.weight.detach().clone())
+
+
+def change(block):
+    with torch.no_grad():
+        block.down.bias.add_(1)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "happens", "said"),
+    [
+        (lambda block: None, replace, r"Linear.weight of shape \(4, 8\) was replaced"),
+        (lambda block: None, change, r"Linear.bias of shape \(4,\) was changed in place"),
+        (
+            lambda block: block.down.requires_grad_(False),
+            lambda block: block.down.requires_grad_(True),
+            r"Linear.weight of shape \(4, 8\) was frozen, and is no more",
+        ),
+    ],
+    ids=["replaced", "a bias changed", "thawed"],
+)
+def test_what_else_a_recompute_can_not_repeat(prepare, happens, said):
+    """Without a checkpoint, each gives the gradients of the forward, which here are lost."""
+    block = made()
+    prepare(block)
+    output = checkpoint(block, double(5, 4))
+    happens(block)
+    with pytest.raises(RuntimeError, match=said):
+        split_backward(output)
+    assert grads_of(block) == {}
+
+
+def test_a_weight_frozen_between_f_and_its_recompute_gets_no_gradient():
+    block, plain = made(), made()
+    outputs = checkpoint(block, double(5, 4)), plain(double(5, 4))
+    for each in (block, plain):
+        each.down.weight.requires_grad_(False)
+    split_backward(outputs[0])
+    plain_backward(outputs[1])
+    assert "down.weight" not in grads_of(plain)
+    assert_close(grads_of(block), grads_of(plain))
+
+
+def test_a_weight_that_changes_after_all_backwards_is_nobodys_concern():
+    block = made()
+    for _ in range(2):
+        split_backward(checkpoint(block, double(5, 4)))
+        change(block)
+
+
+# ---------------------------------------------------------------- buffers
+
+
+class Normed(nn.Module):
+    """A batch norm, which updates its buffers in forward, and a layer whose output depends on them."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        self.register_buffer("calls", torch.zeros(()))
+        self.how = how
+
+    def forward(self, x):
+        return self.how(self.run, self.first(x))
+
+    def run(self, x):
+        self.calls = self.calls + 1
+        return self.spectral(self.norm(x)) * self.calls
+
+
+def plainly(function, *args):
+    return function(*args)
+
+
+def test_a_batch_norm_under_recompute_counts_once():
+    """F0 F1 B0 B1: buffers end as without a checkpoint, and each recompute sees what its forward saw."""
+    found = assert_equals_plain(lambda: Normed(checkpoint), lambda: leaf(5, 4))
+    expected = assert_equals_plain(lambda: Normed(plainly), lambda: leaf(5, 4))
+    assert_close(found.grads, expected.grads)
+    module, plain = made(lambda: Normed(checkpoint)), made(lambda: Normed(plainly))
+    buffers = dict(module.named_buffers())
+    for seed in range(2):
+        plain_backward(module(double(5, 4, seed=seed)))
+        plain_backward(plain(double(5, 4, seed=seed)))
+    assert module.norm.num_batches_tracked == module.calls == 2
+    assert_close(dict(module.named_buffers()), dict(plain.named_buffers()), 0.0)
+    assert module.norm.running_mean is buffers["norm.running_mean"]
+
+
+def test_a_graph_that_is_gone_through_twice_recomputes_from_the_same_buffers():
+    module, plain = made(lambda: Normed(checkpoint)), made(lambda: Normed(plainly))
+    outputs = module(double(5, 4)).sum(), plain(double(5, 4)).sum()
+    for output in outputs:
+        output.backward(retain_graph=True)
+        output.backward()
+    assert_close(grads_of(module), grads_of(plain))
+
+
+class Queue(nn.Module):
+    """Its forward reads a large buffer and then writes into it."""
+
+    def __init__(self, is_written):
+        super().__init__()
+        self.layer, self.is_written = nn.Linear(4, 4), is_written
+        self.register_buffer("queue", torch.ones(4096, 4))
+
+    def forward(self, x):
+        y = self.layer(x) * self.queue.mean(0)
+        if self.is_written:
+            self.queue[: len(x)] = x.detach()
+        return y
+
+
+def test_a_large_buffer_that_changes_is_an_error():
+    output = checkpoint(made(lambda: Queue(is_written=True)), double(5, 4))
+    with pytest.raises(RuntimeError, match=r"Queue.queue of shape \(4096, 4\) was changed in place"):
+        split_backward(output)
+
+
+def test_a_large_buffer_that_does_not_change_is_not_copied():
+    module = made(lambda: Queue(is_written=False))
+    start, seen = module.queue.data_ptr(), []
+    module.register_forward_hook(lambda *_: seen.append(module.queue.data_ptr()))
+    split_backward(checkpoint(module, double(5, 4)))
+    assert seen == [start, start]
+
+
+# ---------------------------------------------------------------- recompute(module)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_copy_of_a_recomputed_module_trains_its_own_weights(duplicate):
+    plain, module = made(), made()
+    recompute(module)
+    copied = duplicate(nn.Sequential(module))[0]
+    plain_backward(plain(double(5, 4)))
+    split_backward(copied(double(5, 4)))
+    assert grads_of(module) == {}
+    assert_close(grads_of(copied), grads_of(plain))
+
+
+def test_recompute_goes_around_a_forward_that_was_there():
+    plain, module = made(), made()
+    module.forward = lambda x: Block.forward(module, x) * 2
+    recompute(module)
+    plain_backward(plain(double(5, 4)) * 2)
+    split_backward(module(double(5, 4)))
+    assert_close(grads_of(module), grads_of(plain))
+
+
+# ---------------------------------------------------------------- hooks
+
+
+class Tied(nn.Module):
+    """A weight that is used inside a checkpoint and outside of it."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.block, self.how = Block(), how
+
+    def forward(self, x):
+        return self.block(self.how(self.block, self.block(x)))
+
+
+@pytest.mark.parametrize("backward", [plain_backward, split_backward])
+def test_post_accumulate_hooks_fire_once_for_a_weight_inside_and_outside_a_checkpoint(backward):
+    module, plain = made(lambda: Tied(checkpoint)), made(lambda: Tied(plainly))
+    counts, totals = {}, {}
+    for name, parameter in module.named_parameters():
+        counts[name] = CountCalls()
+        parameter.register_post_accumulate_grad_hook(counts[name])
+        parameter.register_post_accumulate_grad_hook(
+            lambda leaf, name=name: totals.update({name: leaf.grad.clone()})
+        )
+    for microbatch in range(2):
+        backward(module(double(5, 4, seed=microbatch)))
+        plain_backward(plain(double(5, 4, seed=microbatch)))
+        assert {name: count.number for name, count in counts.items()} == dict.fromkeys(counts, microbatch + 1)
+        assert_close(totals, grads_of(plain))  # each hook saw the whole sum
+        assert_close(grads_of(module), grads_of(plain))
+
+
+def test_hooked_weights_still_wait_for_w():
+    module = made(lambda: nn.Sequential(nn.Linear(4, 4), Block()))
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda leaf: None)
+    _, weight_grads = backward_input(checkpoint(module[1], module[0](double(5, 4))), double(5, 4, seed=1), ())
+    assert {type(work).__name__ for work in weight_grads._work} == {"Part"}
+    assert len(weight_grads._work) == 6
