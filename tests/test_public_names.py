@@ -24,7 +24,7 @@ from zbpp.schedule import SCHEDULES
 
 NAMES = [
     "Costs", "Pipeline", "PlanError", "Timeline", "Timetable", "WeightGrads", "backward_input", "lower",
-    "per_microbatch", "plan", "replicate", "simulate",
+    "per_microbatch", "plan", "replicate", "simulate", "split_sequential", "trace_stages",
 ]  # fmt: skip
 
 POSITIONAL, KEYWORD = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
