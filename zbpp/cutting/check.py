@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,11 +43,16 @@ def check_equal(
             for stage in stages.values():
                 stage.train(training)
             expected = _run(module, module, args, kwargs)
-            found = _run(module, lambda *args, **kwargs: _in_a_row(stages, args, kwargs), args, kwargs)
+            try:
+                found = _run(module, partial(_in_a_row, stages), args, kwargs)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"the stages fail where {type(module).__name__} does not: {error}; "
+                    "move the split points, or write a PipelineModel by hand"
+                ) from error
+        where = f"{type(module).__name__} in {'training' if training else 'eval'} mode"
         for kind, ours, theirs in zip(_Run._fields, found, expected, strict=True):
-            _compare(
-                f"{type(module).__name__} in {'training' if training else 'eval'} mode", kind, ours, theirs
-            )
+            _compare(where, kind, ours, theirs)
 
 
 @contextmanager
@@ -90,14 +96,15 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
         for name, (buffer, values) in before.items():
             owner, _, last = name.rpartition(".")
             setattr(module.get_submodule(owner), last, buffer)
-            buffer.copy_(values)
+            with torch.no_grad():
+                buffer.copy_(values)
 
 
 def _cuda_devices(module: nn.Module) -> list[torch.device]:
     return list({each.device for each in module.parameters() if each.device.type == "cuda"})
 
 
-def _in_a_row(stages: Mapping[int, nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _in_a_row(stages: Mapping[int, nn.Module], *args: Any, **kwargs: Any) -> Any:
     versions = {buffer: buffer._version for stage in stages.values() for buffer in stage.buffers()}
     value = stages[0](*args, **kwargs)
     for index in range(1, len(stages)):
@@ -108,8 +115,8 @@ def _in_a_row(stages: Mapping[int, nn.Module], args: tuple[Any, ...], kwargs: Ma
         names = [name for stage in stages.values() for name, each in stage.named_buffers() if each is buffer]
         if len(names) > 1 and buffer._version != version:
             raise ValueError(
-                f"forward changes the buffer {names[0]!r}, which {len(names)} stages use: move the split points so that "
-                "one stage has all its uses"
+                f"forward changes the buffer {names[0]!r}, which {len(names)} stages use: "
+                "move the split points so that one stage has all its uses"
             )
     return value
 
@@ -122,9 +129,9 @@ def _compare(where: str, kind: str, found: Values, expected: Values) -> None:
     if not errors or errors[name] == 0:
         return
     raise ValueError(
-        f"{where}: of {kind} {name!r} is off by {errors[name]:.2g} of its largest value when computed by the stages: "
-        "torch.export sees no backward of a custom autograd Function, no hook on a gradient, no Python state; cut "
-        "the module by hand (a PipelineModel), or say check=False"
+        f"the stages don't compute what {where} does: of the {kind} {name!r} is off by {errors[name]:.2g} of "
+        "its largest value; torch.export sees no backward of a custom autograd Function, no hook on a "
+        "gradient, no Python state: write a PipelineModel by hand, or check=False if the difference is meant"
     )
 
 

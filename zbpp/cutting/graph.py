@@ -8,7 +8,7 @@ gradient comes back the same way. Buffers and constants are on every stage that 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+from torch.utils._pytree import TreeSpec
 
 
 class Layout(NamedTuple):
@@ -29,18 +30,25 @@ class Layout(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
+def in_words(values: Iterable[Any]) -> str:
+    """`(float32[4, 64], None)`, for error messages."""
+    return f"({', '.join(map(str, values))})"
+
+
 @dataclass(frozen=True)
 class Part:
     """What one stage does: run(holder, *inputs) -> outputs, both flat; it reads its state from `holder`.
 
     takes: the layout of each input, or the input itself where it is no tensor. state: the parameters and
     buffers read, by their names in the whole model. extras: constants and subgraphs, by names of their own.
+    outputs: of the last stage, the structure of what the module returns.
     """
 
     run: Callable[..., tuple[Any, ...]]
     takes: tuple[Any, ...]
     state: dict[str, Tensor]
     extras: dict[str, Tensor | nn.Module]
+    outputs: TreeSpec | None
 
 
 def cut(program: ExportedProgram, state: Mapping[str, Tensor], prefix: str) -> list[Part]:
@@ -61,7 +69,6 @@ class _Cutter:
         self._state: dict[fx.Node, tuple[str, Tensor]] = {}
         self._extras: dict[fx.Node, tuple[str, Tensor | nn.Module]] = {}
         self._read_inputs(state)
-        self._updates: list[tuple[fx.Node, fx.Node]] = []  # (buffer, its new value)
         self._results = self._read_outputs()
         self._home: dict[fx.Node, int] = dict.fromkeys(self._inputs, 0)  # of what can travel, in order
         self.num_stages = self._number()
@@ -76,8 +83,8 @@ class _Cutter:
         for stage in range(self.num_stages):
             if stage not in computing:
                 raise ValueError(
-                    f"stage {stage} of {self.num_stages} would compute nothing: a split point stands before the "
-                    "first computation, behind the last, or beside another one: move or remove it"
+                    f"stage {stage} of {self.num_stages} would compute nothing: a split point stands before "
+                    "the first computation, behind the last, or beside another one; move or remove it"
                 )
             if stage > 0 and not self._taken(stage):
                 raise ValueError(f"stage {stage} needs nothing of the stages before it: move its split point")
@@ -100,9 +107,6 @@ class _Cutter:
         for node, home in self._home.items():
             if node not in new and home == stage:
                 new[node] = graph.node_copy(node, new.__getitem__)
-        for buffer, value in self._updates:
-            if self._home[value] == stage:
-                graph.call_function(torch.ops.aten.copy_.default, (new[buffer], new[value]))
         is_last = stage == self.num_stages - 1
         given = self._results if is_last else tuple(self._taken(stage + 1))
         graph.output(fx.node.map_arg(given, new.__getitem__))
@@ -111,6 +115,7 @@ class _Cutter:
             takes=tuple([self._inputs[node] if stage == 0 else _look(node) for node in taken]),
             state=dict(self._state[node] for node in read if node in self._state),
             extras=dict(self._extras[node] for node in read if node in self._extras),
+            outputs=self._program.call_spec.out_spec if is_last else None,
         )
 
     def _taken(self, stage: int) -> list[fx.Node]:
@@ -144,17 +149,12 @@ class _Cutter:
         self._extras[node] = (f"{self._prefix}_{name.replace('.', '_')}", value)
 
     def _read_outputs(self) -> tuple[Any, ...]:
-        """What the last stage returns; updates of buffers are kept apart."""
-        buffers = {name: node for node, (name, _) in self._state.items()}
+        """What the last stage returns. Raises ValueError if forward has other effects than on buffers."""
+        for spec in self._program.graph_signature.output_specs:
+            if spec.kind is not OutputKind.USER_OUTPUT:
+                raise ValueError(f"forward changes {spec.target or spec.arg.name}, which can't be traced")
         (output,) = self._program.graph.find_nodes(op="output")
-        results = []
-        for spec, value in zip(self._program.graph_signature.output_specs, output.args[0], strict=True):
-            if spec.kind is OutputKind.USER_OUTPUT:
-                results.append(value)
-            elif spec.kind is OutputKind.BUFFER_MUTATION:
-                self._updates.append((buffers[str(spec.target)], value))
-            else:
-                raise ValueError(f"{spec.target}: forward changes an input, which a stage can't pass back")
+        results: Any = output.args[0]
         return tuple(results)
 
     def _number(self) -> int:
@@ -166,15 +166,23 @@ class _Cutter:
             elif node.op == "call_function" and _is_mark(node):
                 stage += 1
             elif node.op == "call_function":
-                is_item = node.target is operator.getitem  # of a node that returns several: beside it
-                self._home[node] = self._home[node.args[0]] if is_item else stage
+                self._home[node] = self._stage_of(node, stage)
         return stage + 1
+
+    def _stage_of(self, node: fx.Node, stage: int) -> int:
+        arguments: tuple[Any, ...] = node.args
+        if node.target is operator.getitem:  # of a node that returns several: beside that
+            return self._home[arguments[0]]
+        if node.target is torch.ops.aten.copy_.default and arguments[0] in self._state:
+            # A buffer that forward replaces gets its value at the end of the trace: do so where it is read.
+            buffer, value, *_ = arguments
+            readers = {self._home[user] for user in buffer.users if user in self._home}
+            return min(stage, max([*readers, self._home.get(value, 0)]))
+        return stage
 
     def _stages_using(self, node: fx.Node) -> set[int]:
         used = {self._home[user] for user in node.users if user in self._home}
-        if node in self._results:
-            used.add(self.num_stages - 1)
-        return used | {self._home[value] for buffer, value in self._updates if buffer is node}
+        return used | {self.num_stages - 1} if node in self._results else used
 
 
 def _look(node: fx.Node) -> Layout | Any:

@@ -40,9 +40,9 @@ class SequentialStage(nn.Module):
         if isinstance(value, tuple) and (type(value) is not tuple or len(value) < 2):
             name = list(self._modules)[-1]
             raise TypeError(
-                f"child {name!r} returned a {type(value).__name__} of {len(value)} to the next stage, which would "
-                "not arrive as such: return a tensor or a plain tuple of several, or cut elsewhere "
-                "(layers_per_stage)"
+                f"child {name!r} returned a {type(value).__name__} of {len(value)} to the next stage, where "
+                "it would not arrive as such: return a tensor or a plain tuple of several, or cut elsewhere "
+                "by layers_per_stage"
             )
 
 
@@ -62,8 +62,8 @@ def split_sequential(
 
     layers_per_stage: how many children each stage gets. Otherwise the heaviest stage is as light as can be,
     by `costs`, one per child in any unit, by default the number of its parameters.
-    Raises TypeError for what is not a chain (an own forward, hooks or parameters of the container), ValueError
-    for a cut that does not fit and for a parameter or buffer that two stages would share.
+    Raises TypeError for what is not a chain (an own forward, hooks or parameters of the container),
+    ValueError for a cut that does not fit, and for a parameter or buffer that two stages would share.
     """
     children = _children(layers)
     counts = _counts(children, num_stages, layers_per_stage, costs)
@@ -169,9 +169,9 @@ def _check_shared(stages: Sequence[Children]) -> None:
             stage, first = places.setdefault(tensor, (index, name))
             if stage != index:
                 raise ValueError(
-                    f"stage {stage} ({first}) and stage {index} ({name}) would share one tensor, and on two ranks "
-                    "its copies would drift apart: cut so that one stage holds both, or use zbpp.trace_stages, "
-                    "which sends it along"
+                    f"stage {stage} ({first}) and stage {index} ({name}) would share one tensor, whose "
+                    "copies on two ranks would drift apart: cut so that one stage holds both, or use "
+                    "zbpp.trace_stages, which sends it along"
                 )
 
 

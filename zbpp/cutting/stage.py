@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from zbpp.cutting.graph import Layout, Part
+from zbpp.cutting.graph import Layout, in_words
 
 
 class Arguments(NamedTuple):
@@ -28,55 +29,66 @@ class Arguments(NamedTuple):
         values, structure = tree_flatten((args, dict(kwargs)))
         if structure != self.structure:
             raise TypeError(
-                f"stage 0 got {len(args)} positional arguments and the keywords {list(kwargs)}, not the structure of "
-                f"the example, which has {self.structure.child(0).num_children} and {list(self.keywords)}: "
-                "pass the same arguments in the same way"
+                f"stage 0 got {len(args)} positional arguments and the keywords {list(kwargs)}; the example "
+                f"has {self.structure.child(0).num_children} and {list(self.keywords)}: pass all of them, in "
+                "the same structure"
             )
         return tuple(values)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A stage in one mode. arguments: of the first stage; outputs: of the last, the structure of its result."""
+
+    index: int
+    run: Callable[..., tuple[Any, ...]]
+    takes: tuple[Any, ...]
+    arguments: Arguments | None = None
+    outputs: TreeSpec | None = None
+
+    def __call__(self, stage: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        values = args if self.arguments is None else self.arguments.flat(args, kwargs)
+        if len(values) != len(self.takes) or not all(map(_fits, values, self.takes)):
+            raise ValueError(
+                f"stage {self.index} was traced for {in_words(self.takes)}, got "
+                f"{in_words(map(_layout, values))}: a traced stage takes the shapes and dtypes of the "
+                "example only: trace with an example of one microbatch"
+            )
+        results = self.run(stage, *values)
+        if self.outputs is not None:
+            return tree_unflatten(results, self.outputs)
+        return results[0] if len(results) == 1 else results
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # nothing in it changes
 
 
 class TracedStage(nn.Module):
     """Takes what the stage before returned, a tensor or a tuple; the first takes the module's arguments.
 
-    parts: for training mode (True) and eval mode. state: parameters and buffers by their names in the whole
-    model; persistent: those that a state_dict has. arguments: of the first stage; outputs: of the last stage,
-    the structure of what the module returns, per mode.
+    traces: for training mode (True) and eval mode. state: parameters and buffers by their names in the whole
+    model; persistent: those that a state_dict has. extras: constants and subgraphs of the traces.
     """
 
     def __init__(
         self,
-        index: int,
-        parts: Mapping[bool, Part],
+        traces: Mapping[bool, Trace],
         state: Mapping[str, Tensor],
         persistent: Collection[str],
-        *,
-        arguments: Arguments | None = None,
-        outputs: Mapping[bool, TreeSpec] | None = None,
+        extras: Mapping[str, Tensor | nn.Module],
     ) -> None:
         super().__init__()
-        self._index, self._parts, self._arguments, self._outputs = index, parts, arguments, outputs
+        self._traces = dict(traces)
         for name, tensor in state.items():
             _hold(self, name, tensor, is_persistent=name in persistent)
-        for part in parts.values():
-            for name, extra in part.extras.items():
-                if isinstance(extra, nn.Module):
-                    self.add_module(name, extra)
-                else:
-                    self.register_buffer(name, extra, persistent=False)
+        for name, extra in extras.items():
+            if isinstance(extra, nn.Module):
+                self.add_module(name, extra)
+            else:
+                self.register_buffer(name, extra, persistent=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        part = self._parts[self.training]
-        values = args if self._arguments is None else self._arguments.flat(args, kwargs)
-        if len(values) != len(part.takes) or not all(map(_fits, values, part.takes)):
-            raise ValueError(
-                f"stage {self._index} was traced for ({', '.join(map(_text, part.takes))}), got "
-                f"({', '.join(map(_text, values))}): a traced stage takes the shapes and dtypes of the example only; "
-                "trace with an example of one microbatch"
-            )
-        results = part.run(self, *values)
-        if self._outputs is not None:
-            return tree_unflatten(results, self._outputs[self.training])
-        return results[0] if len(results) == 1 else results
+        return self._traces[self.training](self, args, kwargs)
 
     def train(self, mode: bool = True) -> Self:
         """Choose the trace, of the stage as a whole."""
@@ -90,8 +102,8 @@ class _Place(nn.Module):
 
     def train(self, mode: bool = True) -> Self:
         raise RuntimeError(
-            "a submodule of a traced stage has no mode of its own: set it before zbpp.trace_stages, or call train() "
-            "or eval() of the stage"
+            "a submodule of a traced stage has no mode of its own: set it before zbpp.trace_stages, or call "
+            "train() or eval() of the stage"
         )
 
 
@@ -114,5 +126,5 @@ def _fits(value: Any, taken: Any) -> bool:
     return type(value) is type(taken) and bool(value == taken)
 
 
-def _text(value: Any) -> str:
-    return str(Layout(value.dtype, tuple(value.shape))) if isinstance(value, Tensor) else str(value)
+def _layout(value: Any) -> Any:
+    return Layout(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value

@@ -2,8 +2,9 @@
 
     module --torch.export--> one graph --cut--> a graph per stage, over the module's own parameters
 
-torch's own `torch.distributed.pipelining.pipeline` traces with torch.export, too. But it copies a parameter that
-two stages use, keeps dropout on in eval mode, and passes values by the stages between; so it is not used here.
+torch's own `torch.distributed.pipelining.pipeline` uses torch.export and the mark `pipe_split`, too. But it
+copies a parameter that two stages use, keeps dropout on in eval mode, fails on torch.no_grad() in forward,
+and sends values past the stages between, which a `Pipeline` doesn't.
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint, pipe_split
 from torch.export import ExportedProgram
-from torch.utils._pytree import TreeSpec
 
 from zbpp.cutting.check import check_equal, modes_kept
-from zbpp.cutting.graph import Part, cut
-from zbpp.cutting.stage import Arguments, TracedStage
+from zbpp.cutting.graph import Part, cut, in_words
+from zbpp.cutting.stage import Arguments, Trace, TracedStage
 
 SplitPoints = Iterable[str] | Mapping[str, SplitPoint]
 
@@ -43,9 +43,10 @@ def trace_stages(
 
     The stages hold the module's own parameters and buffers, no copies, under their names in it. The owner of
     stage 0 passes all inputs; keyword arguments of later stages are ignored. What later stages need travels
-    with the activations, so does a parameter that several stages use (a tied embedding). `train()` and `eval()`
-    of a stage choose between two traces: in training mode, with the submodules' modes as they are, and in eval
-    mode. Move the module to its device and dtype before.
+    with the activations; so does a parameter that several stages use (a tied embedding), once per microbatch.
+    `train()` and `eval()` of a stage choose between two traces: in training mode, with the submodules' modes
+    as they are, and in eval mode. A checkpointed block is traced as a plain one. Move the module to its
+    device and dtype before.
     check: run the example, forward and gradients, through the module and through the stages, and compare.
 
     Raises ValueError for what can't be traced or cut, or where the stages don't compute what the module does.
@@ -53,31 +54,21 @@ def trace_stages(
     args = (example,) if isinstance(example, Tensor) else tuple(example)
     kwargs = dict(example_kwargs or {})
     points = _checked(module, split_points)
-    state = dict(module.named_parameters(remove_duplicate=False))
+    state: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     state |= dict(module.named_buffers(remove_duplicate=False))
-    parts: dict[bool, list[Part]] = {}
-    outputs: dict[bool, TreeSpec] = {}
-    for training in (True, False):
-        with modes_kept(module):
-            if module.training is not training:
-                module.train(training)
-            program = _traced(module, args, kwargs, points)
-        parts[training] = cut(program, state, "_training" if training else "_eval")
-        outputs[training] = program.call_spec.out_spec
+    parts = {training: _parts(module, training, args, kwargs, points, state) for training in (True, False)}
     _check_alike(parts)
-    shares = _shares(parts, state)
     persistent = module.state_dict(keep_vars=True).keys()
-    stages: dict[int, nn.Module] = {
-        index: TracedStage(
-            index,
-            {training: parts[training][index] for training in parts},
-            share,
-            persistent,
-            arguments=Arguments.of(args, kwargs) if index == 0 else None,
-            outputs=outputs if index == len(shares) - 1 else None,
-        ).train(module.training)
-        for index, share in enumerate(shares)
-    }
+    stages: dict[int, nn.Module] = {}
+    for index, share in enumerate(_shares(parts, state)):
+        arguments = Arguments.of(args, kwargs) if index == 0 else None
+        own = {training: found[index] for training, found in parts.items()}
+        traces = {
+            training: Trace(index, part.run, part.takes, arguments, part.outputs)
+            for training, part in own.items()
+        }
+        extras = own[True].extras | own[False].extras
+        stages[index] = TracedStage(traces, share, persistent, extras).train(module.training)
     if check:
         check_equal(module, stages, args, kwargs)
     return stages
@@ -94,11 +85,26 @@ def _checked(module: nn.Module, split_points: SplitPoints) -> dict[str, SplitPoi
         if count > 1:
             raise ValueError(f"the split point {name!r} is given {count} times: a stage begins there once")
         if name not in known:
-            near = difflib.get_close_matches(name, known, 3) or known[:3]
+            near = ", ".join(difflib.get_close_matches(name, known, 3) or known[:3])
             raise ValueError(
-                f"{type(module).__name__} has no submodule {name!r} to split at; it has {', '.join(near)}, ..."
+                f"{type(module).__name__} has no submodule {name!r} to split at; it has {near}, ..."
             )
     return {name: SplitPoint.BEGINNING if given is None else given[name] for name in names}
+
+
+def _parts(
+    module: nn.Module,
+    training: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    points: Mapping[str, SplitPoint],
+    state: Mapping[str, Tensor],
+) -> list[Part]:
+    """One per stage, of a trace in training or eval mode."""
+    with modes_kept(module):
+        if module.training is not training:
+            module.train(training)
+        return cut(_traced(module, args, kwargs, points), state, "_training" if training else "_eval")
 
 
 def _traced(
@@ -112,8 +118,9 @@ def _traced(
         ) as error:  # torch.export raises of all kinds, what the model's own code raises as well
             raise ValueError(
                 f"torch.export can't trace {type(module).__name__} "
-                f"({'training' if module.training else 'eval'} mode): {_first_line(error)}; forward must not "
-                "branch on tensors' values: use torch.where, or write a PipelineModel, or zbpp.split_sequential"
+                f"({'training' if module.training else 'eval'} mode): {_first_line(error)}; if forward "
+                "branches on tensors' values, use torch.where, zbpp.split_sequential, or write a "
+                "PipelineModel"
             ) from error
     for name in points:
         if calls[name] != 1:
@@ -153,12 +160,12 @@ def _first_line(error: Exception) -> str:
 
 def _check_alike(parts: Mapping[bool, list[Part]]) -> None:
     """Raises ValueError unless both modes pass the same values: a stage can't know the others' mode."""
-    takes = {training: [part.takes for part in found] for training, found in parts.items()}
-    if takes[True] != takes[False]:
-        raise ValueError(
-            f"in eval mode other values pass between the stages than in training mode: {takes[False]} instead of "
-            f"{takes[True]}: split where both pass the same"
-        )
+    for stage, (training, evaluation) in enumerate(zip(parts[True], parts[False], strict=True)):
+        if training.takes != evaluation.takes:
+            raise ValueError(
+                f"stage {stage} would take {in_words(evaluation.takes)} in eval mode, "
+                f"{in_words(training.takes)} in training mode: split where both pass the same"
+            )
 
 
 def _shares(parts: Mapping[bool, list[Part]], state: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -173,7 +180,7 @@ def _shares(parts: Mapping[bool, list[Part]], state: Mapping[str, Tensor]) -> li
         holders = readers[id(tensor)] or {0}
         if isinstance(tensor, nn.Parameter) and len(holders) > 1:
             raise ValueError(
-                f"the first stage to use {name} is {min(holders)} in one mode and {max(holders)} in the other: "
+                f"the first stage to use {name} is {min(holders)} in one mode, {max(holders)} in the other: "
                 "split where training and eval mode use it first on the same stage"
             )
         for index in holders:
