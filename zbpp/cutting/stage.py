@@ -38,7 +38,7 @@ class Arguments(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """A stage in one mode. arguments: of the first stage; outputs: of the last, the structure of its result."""
+    """A stage in one mode. arguments: of the first stage. outputs: of the last, what it returns."""
 
     index: int
     run: Callable[..., tuple[Any, ...]]
