@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from helpers.processes import run_ranks
 from zbpp import Pipeline, plan, trace_stages
+from zbpp.autograd import recompute
 
 NUM_MICROBATCHES = 4
 
@@ -62,7 +63,7 @@ def bert():
 
     config = AutoConfig.for_model(
         "bert", vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=8, intermediate_size=24, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        max_position_embeddings=8, intermediate_size=9, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
     )  # fmt: skip
     return AutoModelForSequenceClassification.from_config(config)
 
@@ -278,6 +279,16 @@ def test_a_norm_frozen_before_the_trace_stays_frozen_in_training_mode():
     assert not module.norm.running_mean.any()
     with pytest.raises(RuntimeError, match="no mode of its own: set it before zbpp.trace_stages"):
         stages[0].norm.train()
+
+
+def test_a_submodule_of_a_traced_stage_can_be_neither_called_nor_recomputed():
+    """The stage runs its trace: what wraps a submodule would have no effect."""
+    stages = trace_stages(Chain(lambda m, x: m.b(m.a(x))), X, ["b"])
+    for use in (stages[0].a, recompute):
+        with pytest.raises(RuntimeError, match="the stage is called as a whole"):
+            use(stages[0].a)
+    recompute(stages[0])
+    assert torch.equal(stages[0](X), Chain(None).a(X))
 
 
 def test_the_module_is_left_as_it_was():

@@ -100,6 +100,13 @@ class TracedStage(nn.Module):
 class _Place(nn.Module):
     """What is left of a submodule: a place for its parameters."""
 
+    @property
+    def forward(self) -> Any:  # type: ignore[override]  # no attribute to set: nobody calls it
+        raise RuntimeError(
+            "a traced stage does not call its submodules, the stage is called as a whole: "
+            "call, recompute or compile that"
+        )
+
     def train(self, mode: bool = True) -> Self:
         raise RuntimeError(
             "a submodule of a traced stage has no mode of its own: set it before zbpp.trace_stages, or call "
