@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 _LEAVES = {"stage_api", "seeding"}
 _RUNTIME = {"runtime", "schedule", "autograd"} | _LEAVES
 MAY_IMPORT = {
-    "zbpp/__init__.py": {"schedule", "autograd", "runtime"},
+    "zbpp/__init__.py": {"schedule", "autograd", "runtime", "cutting"},
     "zbpp/stage_api.py": set(),
     "zbpp/seeding.py": set(),
     "zbpp/partition.py": set(),
@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "zbpp/autograd/": {"autograd"},
     "zbpp/runtime/": _RUNTIME,
     "zbpp/training/": {"training"} | _RUNTIME,
+    "zbpp/cutting/": {"cutting", "partition"},
     "zbpp/models/": {"models", "partition"} | _LEAVES,
     "scripts/": {"app", "benchmark", "command_line", "config", "launch", "training", "models"} | _RUNTIME,
 }

@@ -24,7 +24,8 @@ from zbpp.schedule import SCHEDULES
 
 NAMES = [
     "Costs", "Pipeline", "PlanError", "Timeline", "Timetable", "WeightGrads", "backward_input",
-    "clip_grad_norm_", "lower", "per_microbatch", "plan", "replicate", "simulate",
+    "clip_grad_norm_", "lower", "per_microbatch", "plan", "replicate", "simulate", "split_sequential",
+    "trace_stages",
 ]  # fmt: skip
 
 POSITIONAL, KEYWORD = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zbpp.autograd import WeightGrads, backward_input, checkpoint
+    from zbpp.cutting import split_sequential, trace_stages
     from zbpp.runtime import Pipeline, clip_grad_norm_, per_microbatch, replicate
     from zbpp.schedule import Costs, PlanError, Timeline, Timetable, lower, plan, simulate
 
@@ -30,6 +31,8 @@ _HOME = {
     "plan": "zbpp.schedule",
     "replicate": "zbpp.runtime",
     "simulate": "zbpp.schedule",
+    "split_sequential": "zbpp.cutting",
+    "trace_stages": "zbpp.cutting",
 }
 
 __all__ = [
@@ -47,6 +50,8 @@ __all__ = [
     "plan",
     "replicate",
     "simulate",
+    "split_sequential",
+    "trace_stages",
 ]
 
 

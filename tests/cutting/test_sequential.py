@@ -1,0 +1,178 @@
+"""A chain of modules cut into stages, against the whole chain: plain autograd, float64."""
+
+import copy
+from collections import OrderedDict
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from zbpp import Pipeline, plan, split_sequential
+
+
+class Fork(nn.Module):
+    """x -> (layer(x), x): the next child gets a tuple."""
+
+    def __init__(self, wrap=tuple):
+        super().__init__()
+        self.layer, self.wrap = nn.Linear(6, 6), wrap
+
+    def forward(self, x):
+        return self.wrap((self.layer(x), x))
+
+
+class Join(nn.Module):
+    def forward(self, pair):
+        assert isinstance(pair, tuple)  # as nn.Sequential passes it
+        return pair[0].tanh() + pair[1]
+
+
+def chain():
+    torch.manual_seed(0)
+    parts = [
+        nn.Linear(6, 6),
+        nn.ReLU(inplace=True),
+        Fork(),
+        Join(),
+        nn.LayerNorm(6),
+        nn.Linear(6, 6),
+        nn.Linear(6, 2),
+    ]
+    return nn.Sequential(OrderedDict((f"part_{i}", part) for i, part in enumerate(parts))).double()
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, size, generator=generator, dtype=torch.float64) for size in (6, 2)]
+
+
+def pipeline_of(stages):
+    timetable = plan("interleaved_zb", 1, 4, stages_per_rank=len(stages))
+    return Pipeline(stages, timetable, F.mse_loss)
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList])
+@pytest.mark.parametrize("counts", [[2, 1, 1, 3], [3, 1, 3], [1, 1, 1, 1, 1, 1, 1], [7], None])
+def test_gradients_of_a_chain_are_plain_autograds(kind, counts):
+    """A tuple between two children is one value inside a stage and across a boundary."""
+    whole = chain()
+    x, target = batch()
+    for microbatch, wanted in zip(x.chunk(4), target.chunk(4), strict=True):
+        (F.mse_loss(whole(microbatch), wanted) / 4).backward()
+    layers = copy.deepcopy(whole)
+    layers.zero_grad()
+    optimizer = torch.optim.SGD(layers.parameters())  # of the given modules
+    given = layers if kind is nn.Sequential else nn.ModuleList(layers)
+    stages = split_sequential(given, 4 if counts is None else len(counts), layers_per_stage=counts)
+    losses = pipeline_of(stages).step(x, target=target)
+    torch.testing.assert_close(torch.stack(losses).mean(), F.mse_loss(whole(x), target).detach())
+    expected = [parameter.grad for parameter in whole.parameters()]
+    found = [parameter.grad for parameter in optimizer.param_groups[0]["params"]]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+    states = [stage.state_dict() for stage in stages.values()]
+    assert [name for state in states for name in state] == list(given.state_dict())
+    if counts is not None:
+        assert [len(list(stage.children())) for stage in stages.values()] == counts
+
+
+def test_the_heaviest_stage_is_as_light_as_can_be():
+    layers = nn.Sequential(
+        nn.Linear(4, 400), nn.ReLU(), nn.Linear(400, 4), *(nn.Linear(4, 4) for _ in range(3))
+    )
+    by_parameters = [list(dict(each.named_children())) for each in split_sequential(layers, 2).values()]
+    assert by_parameters == [["0", "1"], ["2", "3", "4", "5"]]
+    by_cost = split_sequential(layers, 2, costs=[3, 0, 1, 4, 1, 1])
+    assert [list(dict(each.named_children())) for each in by_cost.values()] == [
+        ["0", "1", "2"],
+        ["3", "4", "5"],
+    ]
+    plain = split_sequential(nn.Sequential(*(nn.Tanh() for _ in range(6))), 3)
+    assert [len(list(stage.children())) for stage in plain.values()] == [2, 2, 2]
+
+
+def test_a_layer_that_stands_twice_is_called_twice():
+    """named_children() would leave the second out."""
+    layer = nn.Linear(6, 6).double()
+    layers = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(6, 2).double())
+    stages = split_sequential(layers, 2, layers_per_stage=[3, 1])
+    x, _ = batch()
+    assert torch.equal(stages[1](stages[0](x)), layers(x))
+    assert stages[0].get_submodule("2") is layer
+
+
+class Residual(nn.Sequential):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+class Scaled(nn.Sequential):
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+def tied():
+    first, last = nn.Linear(6, 6), nn.Linear(6, 6)
+    last.weight = first.weight
+    return nn.Sequential(first, nn.Tanh(), last)
+
+
+def hooked():
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    layers.register_forward_hook(lambda module, args, output: 2 * output)
+    return layers
+
+
+def with_none():
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    layers.add_module("2", None)
+    return layers
+
+
+@pytest.mark.parametrize(
+    "make, num_stages, options, error, message",
+    [
+        (lambda: nn.Linear(2, 2), 2, {}, TypeError, "nn.Sequential or nn.ModuleList, not Linear: zbpp.trace"),
+        (lambda: Residual(nn.Linear(2, 2), nn.Tanh()), 2, {}, TypeError, "Residual has a forward of its own"),
+        (lambda: Scaled(nn.Linear(2, 2), nn.Tanh()), 2, {}, TypeError, r"buffers of its own \(scale\): move"),
+        (hooked, 2, {}, TypeError, "Sequential has hooks, which no stage would call"),
+        (with_none, 2, {}, TypeError, "child '2' of Sequential is None"),
+        (tied, 3, {}, ValueError, r"stage 0 \(0.weight\) and stage 2 \(2.weight\) would share one tensor"),
+        (chain, 8, {}, ValueError, "7 children are too few for 8 stages"),
+        (lambda: nn.Sequential(nn.Tanh(), chain()), 3, {}, ValueError, "one chain of the 7 children of '1'"),
+        (chain, 0, {}, ValueError, "num_stages=0: write 1 or more"),
+        (chain, 2, {"layers_per_stage": [7, 0]}, ValueError, r"=\[7, 0\] leaves stage 1 empty"),
+        (chain, 2, {"layers_per_stage": [3, 3]}, ValueError, "adds up to 6: there are 7 children"),
+        (chain, 2, {"layers_per_stage": [3, 3, 1]}, ValueError, "is for 3 stages: write 2 numbers"),
+        (chain, 2, {"costs": [1, 2]}, ValueError, "costs has 2 numbers for 7 children"),
+        (chain, 2, {"costs": [1] * 7, "layers_per_stage": [3, 4]}, ValueError, "give one of them"),
+    ],
+)  # fmt: skip
+def test_what_is_no_chain_or_does_not_fit_is_refused(make, num_stages, options, error, message):
+    with pytest.raises(error, match=message):
+        split_sequential(make(), num_stages, **options)
+
+
+class Pair(NamedTuple):
+    value: torch.Tensor
+    skip: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "wrap, kind", [(lambda pair: pair[:1], "tuple of 1"), (lambda pair: Pair(*pair), "Pair of 2")]
+)
+def test_a_tuple_that_would_not_arrive_as_such_is_refused(wrap, kind):
+    """A boundary unpacks a tuple: of one it would leave the tensor, of a named one a plain one."""
+    layers = nn.Sequential(Fork(wrap), nn.Identity())
+    first = split_sequential(layers, 2)[0]
+    with pytest.raises(TypeError, match=f"child '0' returned a {kind} to the next stage"):
+        first(torch.ones(1, 6))
+    split_sequential(layers, 1)[0](torch.ones(1, 6))  # no boundary
+
+
+def test_a_first_stage_takes_one_value_as_the_chain_does():
+    stages = split_sequential(chain(), 2)
+    with pytest.raises(TypeError, match="the first stage got 2 inputs: a chain passes one value"):
+        stages[0](*batch())

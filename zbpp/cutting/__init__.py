@@ -1,0 +1,6 @@
+"""An existing module, cut into stages that share its parameters: `split_sequential`, `trace_stages`."""
+
+from zbpp.cutting.sequential import split_sequential
+from zbpp.cutting.traced import trace_stages
+
+__all__ = ["split_sequential", "trace_stages"]

@@ -1,0 +1,159 @@
+"""Whether traced stages compute what their module computes: forward, gradients and buffers, on an example.
+
+A trace keeps what forward did to tensors. It loses what torch.export does not see: the backward of a custom
+autograd Function, hooks on gradients, Python state. So both are run and compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+Values = dict[str, Tensor | None]
+
+
+class _Run(NamedTuple):
+    """What one forward and backward left, by name."""
+
+    outputs: Values
+    gradients: Values
+    buffers: Values
+
+
+def check_equal(
+    module: nn.Module, stages: Mapping[int, nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Raises ValueError unless the stages in a row do what `module` does, in training and in eval mode.
+
+    Leaves `.grad`, buffers, modes and random numbers as they were.
+    """
+    if any(each.is_meta for each in module.parameters()):
+        raise ValueError("the stages of a module on the meta device can't be run: write check=False")
+    for training in (True, False):
+        with modes_kept(module, *stages.values()), torch.enable_grad():
+            if module.training is not training:
+                module.train(training)
+            for stage in stages.values():
+                stage.train(training)
+            expected = _run(module, module, args, kwargs)
+            try:
+                found = _run(module, partial(_in_a_row, stages), args, kwargs)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"the stages fail where {type(module).__name__} does not: {error}; "
+                    "move the split points, or write a PipelineModel by hand"
+                ) from error
+        where = f"{type(module).__name__} in {'training' if training else 'eval'} mode"
+        for kind, ours, theirs in zip(_Run._fields, found, expected, strict=True):
+            _compare(where, kind, ours, theirs)
+
+
+@contextmanager
+def modes_kept(*modules: nn.Module) -> Iterator[None]:
+    """Whether each submodule is in training mode stays as it is."""
+    modes = [(each, each.training) for module in modules for each in module.modules()]
+    try:
+        yield
+    finally:
+        for each, mode in modes:
+            each.training = mode
+
+
+def _run(
+    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> _Run:
+    args, kwargs = tree_map_only(Tensor, lambda each: each.detach().clone(), (args, dict(kwargs)))
+    weights = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    with _buffers_kept(module), torch.random.fork_rng(_cuda_devices(module)):
+        torch.manual_seed(0)
+        outputs = [each for each in tree_leaves(forward(*args, **kwargs)) if isinstance(each, Tensor)]
+        graphs = [each for each in outputs if each.requires_grad]
+        grads: tuple[Tensor | None, ...] = (None,) * len(weights)
+        if graphs and weights:
+            starts = [torch.randn_like(each) for each in graphs]
+            grads = torch.autograd.grad(graphs, list(weights.values()), starts, allow_unused=True)
+        return _Run(
+            outputs={f"{number}": each.detach() for number, each in enumerate(outputs)},
+            gradients=dict(zip(weights, grads, strict=True)),
+            buffers={name: each.clone() for name, each in module.named_buffers()},
+        )
+
+
+@contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    """The same buffers with the same values afterwards, whether forward wrote into them or replaced them."""
+    before = {name: (each, each.clone()) for name, each in module.named_buffers()}
+    try:
+        yield
+    finally:
+        for name, (buffer, values) in before.items():
+            owner, _, last = name.rpartition(".")
+            setattr(module.get_submodule(owner), last, buffer)
+            with torch.no_grad():
+                buffer.copy_(values)
+
+
+def _cuda_devices(module: nn.Module) -> list[torch.device]:
+    return list({each.device for each in module.parameters() if each.device.type == "cuda"})
+
+
+def _in_a_row(stages: Mapping[int, nn.Module], *args: Any, **kwargs: Any) -> Any:
+    versions = {buffer: buffer._version for stage in stages.values() for buffer in stage.buffers()}
+    value = stages[0](*args, **kwargs)
+    for index in range(1, len(stages)):
+        passed = value if isinstance(value, tuple) else (value,)
+        # Copies, as between two ranks: a change in place of one value must not show in another.
+        value = stages[index](*[each.clone() for each in passed])
+    for buffer, version in versions.items():
+        names = [name for stage in stages.values() for name, each in stage.named_buffers() if each is buffer]
+        if len(names) > 1 and buffer._version != version:
+            raise ValueError(
+                f"forward changes the buffer {names[0]!r}, which {len(names)} stages use: "
+                "move the split points so that one stage has all its uses"
+            )
+    return value
+
+
+def _compare(where: str, kind: str, found: Values, expected: Values) -> None:
+    """Raises ValueError for the value that is farthest off; None counts as zero."""
+    largest = max((_largest(each) for each in expected.values()), default=0.0)
+    errors = {name: _error(found.get(name), each, 1e-3 * largest) for name, each in expected.items()}
+    name = max(errors, key=lambda name: errors[name], default="")
+    if not errors or errors[name] == 0:
+        return
+    raise ValueError(
+        f"the stages don't compute what {where} does: of the {kind} {name!r} is off by {errors[name]:.2g} of "
+        "its largest value; torch.export sees no backward of a custom autograd Function, no hook on a "
+        "gradient, no Python state: write a PipelineModel by hand, or check=False if the difference is meant"
+    )
+
+
+def _error(found: Tensor | None, expected: Tensor | None, floor: float) -> float:
+    """The largest difference as a share of the largest value, 0.0 for one of rounding only."""
+    if found is None or expected is None:
+        other = found if expected is None else expected
+        return 0.0 if other is None or _largest(other) == 0 else math.inf
+    if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        return math.inf
+    if torch.equal(found, expected):
+        return 0.0
+    if not expected.is_floating_point():
+        return math.inf
+    if not torch.equal(found.isfinite(), expected.isfinite()):
+        return math.inf
+    scale = max(_largest(expected), floor) or 1.0
+    error = _largest(found - expected) / scale
+    return error if error > math.sqrt(torch.finfo(expected.dtype).eps) else 0.0
+
+
+def _largest(tensor: Tensor | None) -> float:
+    if tensor is None or tensor.numel() == 0:
+        return 0.0
+    return tensor.detach().abs().nan_to_num(0.0, 0.0, 0.0).max().item()

@@ -1,0 +1,183 @@
+"""A chain of modules, cut into stages: no copy, no other names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+from torch import Tensor, nn
+
+from zbpp.partition import partition
+
+Children = list[tuple[str, nn.Module]]
+
+
+class SequentialStage(nn.Module):
+    """Some children of an nn.Sequential, called in turn, under the names that they have there."""
+
+    def __init__(self, children: Children, *, is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        self._is_first, self._is_last = is_first, is_last
+        for name, child in children:
+            self.add_module(name, child)
+
+    def forward(self, *values: Any) -> Any:
+        # Between the children of an nn.Sequential a tuple is one value; a boundary passes its elements.
+        if len(values) != 1 and self._is_first:
+            raise TypeError(
+                f"the first stage got {len(values)} inputs: a chain passes one value, as nn.Sequential does"
+            )
+        value = values[0] if len(values) == 1 else values
+        for child in self._modules.values():
+            value = child(value)  # type: ignore[misc]  # split_sequential lets no None in
+        if not self._is_last:
+            self._check_output(value)
+        return value
+
+    def _check_output(self, value: Any) -> None:
+        """Raises TypeError for a value that would not arrive as it left."""
+        if isinstance(value, tuple) and (type(value) is not tuple or len(value) < 2):
+            name = list(self._modules)[-1]
+            raise TypeError(
+                f"child {name!r} returned a {type(value).__name__} of {len(value)} to the next stage, where "
+                "it would not arrive as such: return a tensor or a plain tuple of several, or cut elsewhere "
+                "by layers_per_stage"
+            )
+
+
+def split_sequential(
+    layers: nn.Sequential | nn.ModuleList,
+    num_stages: int,
+    *,
+    layers_per_stage: Sequence[int] | None = None,
+    costs: Sequence[float] | None = None,
+) -> dict[int, nn.Module]:
+    """{stage index: module}, each with a contiguous part of the children. A ModuleList is called as a chain.
+
+    The stages hold the given children, not copies, under the same names: an optimizer made from `layers`
+    updates them, and the stages' state_dicts together are that of `layers`. A tuple that crosses a boundary
+    arrives as one value, as inside an nn.Sequential. A rank keeps `stages[i]` of its own stages; the
+    rest is freed with the dict and `layers`.
+
+    layers_per_stage: how many children each stage gets. Otherwise the heaviest stage is as light as can be,
+    by `costs`, one per child in any unit, by default the number of its parameters.
+    Raises TypeError for what is not a chain (an own forward, hooks or parameters of the container),
+    ValueError for a cut that does not fit, and for a parameter or buffer that two stages would share.
+    """
+    children = _children(layers)
+    counts = _counts(children, num_stages, layers_per_stage, costs)
+    bounds = list(pairwise(accumulate(counts, initial=0)))
+    _check_shared([children[start:stop] for start, stop in bounds])
+    return {
+        index: SequentialStage(children[start:stop], is_first=index == 0, is_last=index == num_stages - 1)
+        for index, (start, stop) in enumerate(bounds)
+    }
+
+
+def _children(layers: nn.Module) -> Children:
+    """The container's children, one that stands twice too. Raises TypeError unless it is a plain chain."""
+    given = type(layers).__name__
+    if not isinstance(layers, nn.Sequential | nn.ModuleList):
+        raise TypeError(
+            f"split_sequential takes an nn.Sequential or nn.ModuleList, not {given}: "
+            "zbpp.trace_stages cuts any module that torch.export can trace"
+        )
+    plain = nn.Sequential if isinstance(layers, nn.Sequential) else nn.ModuleList
+    if type(layers).forward is not plain.forward or "forward" in vars(layers):
+        raise TypeError(
+            f"{given} has a forward of its own, which its children called in turn would leave out: "
+            "give a plain nn.Sequential, or use zbpp.trace_stages"
+        )
+    own = [
+        name for name, _ in (*layers.named_parameters(recurse=False), *layers.named_buffers(recurse=False))
+    ]
+    if own:
+        raise TypeError(
+            f"{given} has parameters or buffers of its own ({', '.join(own)}): move them into a child"
+        )
+    if _has_hooks(layers):
+        raise TypeError(f"{given} has hooks, which no stage would call: register them on a child")
+    children: Children = []
+    for name, child in layers._modules.items():  # named_children() leaves out one that stands there twice
+        if child is None:
+            raise TypeError(f"child {name!r} of {given} is None: remove it, or put nn.Identity() there")
+        children.append((name, child))
+    return children
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(
+        hooks for name, hooks in vars(module).items() if name.endswith("_hooks") and "state" not in name
+    )
+
+
+def _counts(
+    children: Children,
+    num_stages: int,
+    layers_per_stage: Sequence[int] | None,
+    costs: Sequence[float] | None,
+) -> list[int]:
+    if num_stages < 1:
+        raise ValueError(f"num_stages={num_stages}: write 1 or more")
+    if len(children) < num_stages:
+        raise ValueError(
+            f"{len(children)} children are too few for {num_stages} stages, each needs one: use fewer stages"
+            f"{_nested(children)}"
+        )
+    if layers_per_stage is not None:
+        if costs is not None:
+            raise ValueError("layers_per_stage and costs both say where to cut: give one of them")
+        return _checked(list(layers_per_stage), len(children), num_stages)
+    if costs is None:
+        # Without any parameter, each child counts alike.
+        sizes = [sum(each.numel() for each in child.parameters()) for _, child in children]
+        costs = sizes if any(sizes) else [1] * len(sizes)
+    if len(costs) != len(children):
+        raise ValueError(f"costs has {len(costs)} numbers for {len(children)} children: write one per child")
+    return partition(costs, num_stages)
+
+
+def _nested(children: Children) -> str:
+    """The way out where a child is a chain itself."""
+    name, child = max(children, key=lambda each: _length(each[1]), default=("", nn.Identity()))
+    if _length(child) < 2:
+        return ""
+    return f", or make one chain of the {_length(child)} children of {name!r} and the others"
+
+
+def _length(child: nn.Module) -> int:
+    return len(child) if isinstance(child, nn.Sequential | nn.ModuleList) else 0
+
+
+def _checked(counts: list[int], num_children: int, num_stages: int) -> list[int]:
+    given = f"layers_per_stage={counts}"
+    if len(counts) != num_stages:
+        raise ValueError(f"{given} is for {len(counts)} stages: write {num_stages} numbers, one per stage")
+    if min(counts) < 1:
+        raise ValueError(f"{given} leaves stage {counts.index(min(counts))} empty: write 1 or more")
+    if sum(counts) != num_children:
+        raise ValueError(f"{given} adds up to {sum(counts)}: there are {num_children} children")
+    return counts
+
+
+def _check_shared(stages: Sequence[Children]) -> None:
+    """Raises ValueError if two stages hold the same parameter or buffer."""
+    places: dict[Tensor, tuple[int, str]] = {}
+    for index, children in enumerate(stages):
+        for name, tensor in _state(dict(children)):
+            stage, first = places.setdefault(tensor, (index, name))
+            if stage != index:
+                raise ValueError(
+                    f"stage {stage} ({first}) and stage {index} ({name}) would share one tensor, whose "
+                    "copies on two ranks would drift apart: cut so that one stage holds both, or use "
+                    "zbpp.trace_stages, which sends it along"
+                )
+
+
+def _state(children: Mapping[str, nn.Module]) -> list[tuple[str, Tensor]]:
+    found = []
+    for child_name, child in children.items():
+        tensors = [*child.named_parameters(), *child.named_buffers()]
+        found += [(f"{child_name}.{name}", tensor) for name, tensor in tensors]
+    return found

@@ -1,0 +1,137 @@
+"""A traced stage: two graphs, for training mode and for eval mode, over parameters of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from zbpp.cutting.graph import Layout, in_words
+
+
+class Arguments(NamedTuple):
+    """How the example was passed to forward."""
+
+    keywords: tuple[str, ...]
+    structure: TreeSpec
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+        return cls(tuple(kwargs), tree_flatten((args, dict(kwargs)))[1])
+
+    def flat(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The leaves, in the example's order. Raises TypeError for other arguments."""
+        if kwargs.keys() == set(self.keywords):
+            kwargs = {name: kwargs[name] for name in self.keywords}
+        values, structure = tree_flatten((args, dict(kwargs)))
+        if structure != self.structure:
+            raise TypeError(
+                f"stage 0 got {len(args)} positional arguments and the keywords {list(kwargs)}; the example "
+                f"has {self.structure.child(0).num_children} and {list(self.keywords)}: pass all of them, in "
+                "the same structure"
+            )
+        return tuple(values)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A stage in one mode. arguments: of the first stage. outputs: of the last, what it returns."""
+
+    index: int
+    run: Callable[..., tuple[Any, ...]]
+    takes: tuple[Any, ...]
+    arguments: Arguments | None = None
+    outputs: TreeSpec | None = None
+
+    def __call__(self, stage: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        values = args if self.arguments is None else self.arguments.flat(args, kwargs)
+        if len(values) != len(self.takes) or not all(map(_fits, values, self.takes)):
+            raise ValueError(
+                f"stage {self.index} was traced for {in_words(self.takes)}, got "
+                f"{in_words(map(_layout, values))}: a traced stage takes the shapes and dtypes of the "
+                "example only: trace with an example of one microbatch"
+            )
+        results = self.run(stage, *values)
+        if self.outputs is not None:
+            return tree_unflatten(results, self.outputs)
+        return results[0] if len(results) == 1 else results
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # nothing in it changes
+
+
+class TracedStage(nn.Module):
+    """Takes what the stage before returned, a tensor or a tuple; the first takes the module's arguments.
+
+    traces: for training mode (True) and eval mode. state: parameters and buffers by their names in the whole
+    model; persistent: those that a state_dict has. extras: constants and subgraphs of the traces.
+    """
+
+    def __init__(
+        self,
+        traces: Mapping[bool, Trace],
+        state: Mapping[str, Tensor],
+        persistent: Collection[str],
+        extras: Mapping[str, Tensor | nn.Module],
+    ) -> None:
+        super().__init__()
+        self._traces = dict(traces)
+        for name, tensor in state.items():
+            _hold(self, name, tensor, is_persistent=name in persistent)
+        for name, extra in extras.items():
+            if isinstance(extra, nn.Module):
+                self.add_module(name, extra)
+            else:
+                self.register_buffer(name, extra, persistent=False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._traces[self.training](self, args, kwargs)
+
+    def train(self, mode: bool = True) -> Self:
+        """Choose the trace, of the stage as a whole."""
+        for module in self.modules():
+            module.training = mode
+        return self
+
+
+class _Place(nn.Module):
+    """What is left of a submodule: a place for its parameters."""
+
+    @property
+    def forward(self) -> Any:  # type: ignore[override]  # no attribute to set: nobody calls it
+        raise RuntimeError(
+            "a traced stage does not call its submodules, the stage is called as a whole: "
+            "call, recompute or compile that"
+        )
+
+    def train(self, mode: bool = True) -> Self:
+        raise RuntimeError(
+            "a submodule of a traced stage has no mode of its own: set it before zbpp.trace_stages, or call "
+            "train() or eval() of the stage"
+        )
+
+
+def _hold(stage: nn.Module, name: str, tensor: Tensor, *, is_persistent: bool) -> None:
+    *path, last = name.split(".")
+    owner = stage
+    for each in path:
+        if each not in dict(owner.named_children()):
+            owner.add_module(each, _Place())
+        owner = owner.get_submodule(each)
+    if isinstance(tensor, nn.Parameter):
+        owner.register_parameter(last, tensor)
+    else:
+        owner.register_buffer(last, tensor, persistent=is_persistent)
+
+
+def _fits(value: Any, taken: Any) -> bool:
+    if isinstance(taken, Layout):
+        return isinstance(value, Tensor) and (value.dtype, value.shape) == taken
+    return type(value) is type(taken) and bool(value == taken)
+
+
+def _layout(value: Any) -> Any:
+    return Layout(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value

@@ -1,0 +1,188 @@
+"""Any module that torch.export can trace, cut into stages at submodules.
+
+    module --torch.export--> one graph --cut--> a graph per stage, over the module's own parameters
+
+torch's own `torch.distributed.pipelining.pipeline` uses torch.export and the mark `pipe_split`, too. But it
+copies a parameter that two stages use, keeps dropout on in eval mode, fails on torch.no_grad() in forward,
+and sends values past the stages between, which a `Pipeline` doesn't.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import SplitPoint, pipe_split
+from torch.export import ExportedProgram
+
+from zbpp.cutting.check import check_equal, modes_kept
+from zbpp.cutting.graph import Part, cut, in_words
+from zbpp.cutting.stage import Arguments, Trace, TracedStage
+
+SplitPoints = Iterable[str] | Mapping[str, SplitPoint]
+
+
+def trace_stages(
+    module: nn.Module,
+    example: Tensor | tuple[Any, ...],
+    split_points: SplitPoints = (),
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    check: bool = True,
+) -> dict[int, nn.Module]:
+    """{stage index: module}, one more than there are split points, in the order in which forward meets them.
+
+    example, example_kwargs: what forward gets for one MICROBATCH; the stages take its shapes and no others.
+    split_points: names of submodules, each called once, before which a stage begins; or {name: torch's
+    SplitPoint.BEGINNING or END}. Calls of torch's `pipe_split` in forward count, too.
+
+    The stages hold the module's own parameters and buffers, no copies, under their names in it. The owner of
+    stage 0 passes all inputs; keyword arguments of later stages are ignored. What later stages need travels
+    with the activations; so does a parameter that several stages use (a tied embedding), once per microbatch.
+    `train()` and `eval()` of a stage choose between two traces: in training mode, with the submodules' modes
+    as they are, and in eval mode. A checkpointed block is traced as a plain one. Move the module to its
+    device and dtype before.
+    check: run the example, forward and gradients, through the module and through the stages, and compare.
+
+    Raises ValueError for what can't be traced or cut, or where the stages don't compute what the module does.
+    """
+    args = (example,) if isinstance(example, Tensor) else tuple(example)
+    kwargs = dict(example_kwargs or {})
+    points = _checked(module, split_points)
+    state: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    state |= dict(module.named_buffers(remove_duplicate=False))
+    parts = {training: _parts(module, training, args, kwargs, points, state) for training in (True, False)}
+    _check_alike(parts)
+    persistent = module.state_dict(keep_vars=True).keys()
+    stages: dict[int, nn.Module] = {}
+    for index, share in enumerate(_shares(parts, state)):
+        arguments = Arguments.of(args, kwargs) if index == 0 else None
+        own = {training: found[index] for training, found in parts.items()}
+        traces = {
+            training: Trace(index, part.run, part.takes, arguments, part.outputs)
+            for training, part in own.items()
+        }
+        extras = own[True].extras | own[False].extras
+        stages[index] = TracedStage(traces, share, persistent, extras).train(module.training)
+    if check:
+        check_equal(module, stages, args, kwargs)
+    return stages
+
+
+def _checked(module: nn.Module, split_points: SplitPoints) -> dict[str, SplitPoint]:
+    """Where each point's mark stands. Raises ValueError for a name that is no submodule's."""
+    if isinstance(split_points, str):
+        raise ValueError(f"split_points={split_points!r} is one string: write [{split_points!r}]")
+    given = split_points if isinstance(split_points, Mapping) else None
+    names = list(split_points)
+    known = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ValueError(f"the split point {name!r} is given {count} times: a stage begins there once")
+        if name not in known:
+            near = ", ".join(difflib.get_close_matches(name, known, 3) or known[:3])
+            raise ValueError(
+                f"{type(module).__name__} has no submodule {name!r} to split at; it has {near}, ..."
+            )
+    return {name: SplitPoint.BEGINNING if given is None else given[name] for name in names}
+
+
+def _parts(
+    module: nn.Module,
+    training: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    points: Mapping[str, SplitPoint],
+    state: Mapping[str, Tensor],
+) -> list[Part]:
+    """One per stage, of a trace in training or eval mode."""
+    with modes_kept(module):
+        if module.training is not training:
+            module.train(training)
+        return cut(_traced(module, args, kwargs, points), state, "_training" if training else "_eval")
+
+
+def _traced(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], points: Mapping[str, SplitPoint]
+) -> ExportedProgram:
+    with _marks(module, points) as calls, torch.enable_grad():
+        try:
+            program = torch.export.export(module, args, kwargs)
+        except (
+            Exception
+        ) as error:  # torch.export raises of all kinds, what the model's own code raises as well
+            raise ValueError(
+                f"torch.export can't trace {type(module).__name__} "
+                f"({'training' if module.training else 'eval'} mode): {_first_line(error)}; if forward "
+                "branches on tensors' values, use torch.where, zbpp.split_sequential, or write a "
+                "PipelineModel"
+            ) from error
+    for name in points:
+        if calls[name] != 1:
+            raise ValueError(
+                f"forward calls {name!r} {calls[name]} times: split at a submodule that it calls once"
+            )
+    return program
+
+
+@contextmanager
+def _marks(module: nn.Module, points: Mapping[str, SplitPoint]) -> Iterator[Counter[str]]:
+    """Mark the split points in what is traced; yields how often each has been met."""
+    calls: Counter[str] = Counter()
+    handles = []
+    for name, point in points.items():
+
+        def mark(*_: Any, name: str = name) -> None:
+            calls[name] += 1
+            pipe_split()
+
+        submodule = module.get_submodule(name)
+        if point is SplitPoint.BEGINNING:
+            handles.append(submodule.register_forward_pre_hook(mark, prepend=True))
+        else:
+            handles.append(submodule.register_forward_hook(mark))
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def _check_alike(parts: Mapping[bool, list[Part]]) -> None:
+    """Raises ValueError unless both modes pass the same values: a stage can't know the others' mode."""
+    for stage, (training, evaluation) in enumerate(zip(parts[True], parts[False], strict=True)):
+        if training.takes != evaluation.takes:
+            raise ValueError(
+                f"stage {stage} would take {in_words(evaluation.takes)} in eval mode, "
+                f"{in_words(training.takes)} in training mode: split where both pass the same"
+            )
+
+
+def _shares(parts: Mapping[bool, list[Part]], state: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The state that each stage reads, under all its names; what nobody reads goes to stage 0."""
+    readers: defaultdict[int, set[int]] = defaultdict(set)
+    for found in parts.values():
+        for index, part in enumerate(found):
+            for tensor in part.state.values():
+                readers[id(tensor)].add(index)
+    shares: list[dict[str, Tensor]] = [{} for _ in parts[True]]
+    for name, tensor in state.items():
+        holders = readers[id(tensor)] or {0}
+        if isinstance(tensor, nn.Parameter) and len(holders) > 1:
+            raise ValueError(
+                f"the first stage to use {name} is {min(holders)} in one mode, {max(holders)} in the other: "
+                "split where training and eval mode use it first on the same stage"
+            )
+        for index in holders:
+            shares[index][name] = tensor
+    return shares
