@@ -8,8 +8,10 @@ from typing import NamedTuple
 from torch.fx import GraphModule, Node
 
 from zbpp.autograd.compiled.cut import cut, is_held, separate_convolutions
+from zbpp.autograd.compiled.dynamo import CaptureError
 from zbpp.autograd.compiled.graphs import above, bytes_of, extract, placeholders, results
-from zbpp.autograd.compiled.inductor import Backend, CaptureError, Joint, Source, build
+from zbpp.autograd.compiled.inductor import Backend, build
+from zbpp.autograd.compiled.joint import Joint, Source
 from zbpp.autograd.compiled.program import Program
 from zbpp.autograd.compiled.totals import add_in_place
 
@@ -62,13 +64,17 @@ class _Names(NamedTuple):
 
 
 def _names(joint: Joint) -> _Names:
-    tensors = tuple(dict.fromkeys(source for source in joint.sources if isinstance(source, str)))
-    number = {name: place for place, name in enumerate(tensors)}
-    f = {
-        node.name: number[source] if isinstance(source, str) else len(tensors) + source
-        for node, source in zip(placeholders(joint.forward), joint.sources, strict=True)
-    }
     needed = [node.name for node in placeholders(joint.backward)]
+    wanted = {*_gradients(joint), *joint.mutated}
+    # The others may go: a call has to find each tensor that is named here.
+    used = [
+        (node.name, source)
+        for node, source in zip(placeholders(joint.forward), joint.sources, strict=True)
+        if node.users or node.name in needed or source in wanted
+    ]
+    tensors = tuple(dict.fromkeys(source for _, source in used if isinstance(source, str)))
+    number = {name: place for place, name in enumerate(tensors)}
+    f = {name: number[source] if isinstance(source, str) else len(tensors) + source for name, source in used}
     kept = needed[: len(needed) - len(joint.tangents)]
     arguments = [name for name in kept if f.get(name, 0) >= len(tensors)]
     computed = [name for name in kept if name not in f]
