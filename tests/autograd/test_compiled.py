@@ -461,7 +461,9 @@ def test_explain_says_where_and_why(retreats):
 
 def test_a_torch_that_lacks_a_part_is_refused_by_what_it_lacks(monkeypatch):
     monkeypatch.delattr("torch._functorch.aot_autograd.aot_export_joint_with_descriptors")
-    with pytest.raises(RuntimeError, match=r"need torch's aot_export_joint_with_descriptors, .* compile=none"):
+    with pytest.raises(
+        RuntimeError, match=r"need torch's aot_export_joint_with_descriptors, .* compile=none"
+    ):
         compile_stage(nn.Linear(2, 2))
 
 

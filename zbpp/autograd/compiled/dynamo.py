@@ -7,6 +7,7 @@ hooks, globals, closures, shapes, autocast. While they hold, another call would 
 from __future__ import annotations
 
 import inspect
+import random
 import re
 import warnings
 from ast import literal_eval
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from types import CodeType
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
@@ -78,10 +80,6 @@ class Guards:
         # Asked for anew: Dynamo replaces the manager when an object that it watches is gone.
         return bool(self._built.guard_manager.check(variables))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Guards:
-        """They may be shared: of the module that was read they know nothing but how it looked."""
-        return self
-
 
 def has_compiled(module: nn.Module) -> bool:
     """Whether torch.compile was asked to."""
@@ -95,7 +93,7 @@ def read(module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str,
     """
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
-    with _settings(), warnings.catch_warnings(record=True) as said:
+    with _settings(), _own_random(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         graph = dynamo_graph_capture_for_export(module.forward)(*args, **kwargs)
         guards = Guards(graph, module, call.code)
@@ -119,6 +117,17 @@ def _settings() -> Iterator[None]:
     known = {name: value for name, value in wanted.items() if hasattr(torch._dynamo.config, name)}
     with torch._dynamo.config.patch(known):
         yield
+
+
+@contextmanager
+def _own_random() -> Iterator[None]:
+    """Reading draws nothing: where it fails the code is run, and draws then."""
+    states = random.getstate(), numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
 
 
 def _output(graph: GraphModule) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -165,6 +166,13 @@ class _Forward:
         if self.before is not None:
             return self.before(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
+        """Of the copy of the module. Programs are shared: the copy is bound to them at its first call."""
+        other = copy.copy(self)
+        other.module, other.before = copy.deepcopy((self.module, self.before), memo)
+        other.bound = {}
+        return other
 
     def _bound(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Bound | None:
         """The latest that holds; what the module depends on may have changed since."""

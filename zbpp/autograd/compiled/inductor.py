@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from zbpp.autograd.compiled.dynamo import CaptureError
+from zbpp.autograd.compiled.graphs import is_random
 
 Backend = Literal["inductor", "eager"]
 Boxed = Callable[[list[Any]], Any]  # takes its inputs out of the list as it goes
@@ -106,8 +108,27 @@ def settings(budget: float) -> Iterator[None]:
         import torch._inductor.config as inductor
 
         # As without compilation: dropout's masks are drawn by the same calls in the same order.
-        with inductor.patch(fallback_random=True), partitioner.patch(activation_memory_budget=budget):
+        wanted = {"fallback_random": True, **_random_in_order()}
+        with inductor.patch(wanted), partitioner.patch(activation_memory_budget=budget):
             yield
+
+
+def _random_in_order() -> dict[str, Any]:
+    """Settings of an Inductor that would not by itself keep the order in which random numbers are drawn."""
+    from torch._inductor import config
+    from torch._inductor.fx_passes import post_grad
+
+    if hasattr(post_grad, "_chain_random_ops_for_ordering") or config.post_grad_custom_post_pass:
+        return {}
+    return {"post_grad_custom_post_pass": _chain_random}
+
+
+def _chain_random(graph: Graph) -> None:
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+    from torch.utils._ordered_set import OrderedSet
+
+    drawing = [node for node in graph.nodes if is_random(node)]
+    preserve_node_ordering(graph, {later: OrderedSet([first]) for first, later in pairwise(drawing)})
 
 
 def _teach_inductor() -> None:

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zbpp.autograd.compiled.dynamo import Call, CaptureError, Guards, read
+from zbpp.autograd.compiled.graphs import is_random
 from zbpp.autograd.compiled.inductor import first_line, settings
 
 Source = str | int  # a module's parameter or buffer by name, or the position of an argument
@@ -122,7 +123,7 @@ def _partition(graph: GraphModule, inputs: list[Any], num_forward: int) -> tuple
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
-    random = [node for node in graph.graph.nodes if _is_random(node)]
+    random = [node for node in graph.graph.nodes if is_random(node)]
     for node in random:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # drawn again it would be something else
     drawn = [node.name for node in random]
@@ -130,13 +131,9 @@ def _partition(graph: GraphModule, inputs: list[Any], num_forward: int) -> tuple
     parts = min_cut_rematerialization_partition(
         joint_graph_passes(graph), None, num_fwd_outputs=num_forward, static_lifetime_input_indices=alive
     )
-    if drawn != [node.name for part in parts for node in part.graph.nodes if _is_random(node)]:
+    if drawn != [node.name for part in parts for node in part.graph.nodes if is_random(node)]:
         raise CaptureError("random numbers would be drawn twice, in another order or not at all")
     return parts
-
-
-def _is_random(node: Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _refuse_sparse(graph: GraphModule) -> None:
