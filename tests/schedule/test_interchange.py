@@ -79,7 +79,7 @@ def test_no_text_ends_with_a_line_break():
         "\n0F0,0B0\n\n1F0,1B0\n\n",
         " 0F0 ,\t0B0\n1F0, 1B0",
         '"0F0","0B0"\n"1F0",1B0',
-        "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD\n1RECV_F0,1F0,1B0,1SEND_B0",
+        "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0WAIT_SEND_F0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0RESHARD\n1RECV_F0,1F0,1B0,1SEND_B0",
     ],
 )
 def test_what_is_no_computation_is_left_out(text):

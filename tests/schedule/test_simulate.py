@@ -1,7 +1,6 @@
 """The simulator against a naive one, its errors, and memory by hand."""
 
 import random
-from time import perf_counter
 
 import numpy as np
 import pytest
@@ -188,11 +187,9 @@ def test_a_large_timetable_takes_a_second():
 
 
 @pytest.mark.slow
-def test_planning_at_scale_takes_seconds():
-    """Plan, validate, simulate, lower: 4 s where this was written. Larger: `scripts/scale.py 512 4096`."""
-    began = perf_counter()
+def test_plans_at_scale_have_the_instructions_that_they_should():
+    """How long it takes is `scripts/scale.py`'s to say: 512 ranks with 4096 microbatches, too."""
     for name, num_instructions in (("zb_h1", 583_428), ("zb_v", 1_167_045)):
         timetable = plan(name, 64, 1024)
         assert simulate(timetable).bubble_rate < 0.03
         assert sum(len(program.instructions) for program in lower(timetable)) == num_instructions
-    assert perf_counter() - began < 20

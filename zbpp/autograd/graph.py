@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
@@ -159,6 +160,25 @@ class _Roles(dict[type, Any]):
 _ROLES = _Roles()
 
 
+def _functions_live() -> bool:
+    """Whether the node of a Python Function lives as long as Python has it. In torch 2.11 it does not."""
+
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: Tensor) -> Tensor:
+            return tensor.clone()
+
+    node: Any = Same.apply(torch.empty(0, requires_grad=True)).grad_fn  # type: ignore[no-untyped-call]  # torch's
+    try:
+        return bool(node._input_metadata)
+    except RuntimeError:
+        return False
+
+
+# W starts a chain that computes at its head, when the graph is gone.
+_FUNCTIONS_LIVE = _functions_live()
+
+
 class _Makers(dict[type, Any]):
     """type of node -> its view, or the maker of it, or None: likewise."""
 
@@ -255,6 +275,8 @@ def _follow(edge: Any, stops: frozenset[Edge], repeated: set[Any]) -> _Way:
         if node in repeated:
             is_alone = False
         role = roles[type(node)]
+        if role == "function" and not chain and not _FUNCTIONS_LIVE:
+            break
         if role is not None and role != "function":
             return (node, chain, views, is_alone and views is not None) if role == "leaf" else _NOWHERE
         if edge in stops:

@@ -40,7 +40,9 @@ _OP_OF = {"F": Op.F, "I": Op.B, "W": Op.W, "B": Op.BW}
 _LETTER_OF = {op: letter for letter, op in _OP_OF.items()}
 
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-_NO_COMPUTATION = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)", re.ASCII)
+_NO_COMPUTATION = re.compile(
+    r"\d+(?:(?:(?:WAIT_)?SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)", re.ASCII
+)
 
 _FORMAT = "zbpp timetable 1"
 
@@ -56,9 +58,9 @@ def to_csv(timetable: Timetable) -> str:
 def from_csv(text: str) -> Timetable:
     """Read `to_csv`'s text and what torch dumps, "compute_only" or "compute_comms".
 
-    OVERLAP_F_B becomes its two actions in their order, as torch's runtime executes it. Sends,
-    receives, unsharding and gradient reduction are left out: a timetable implies them. Blank lines are
-    nothing. Raises PlanError with line and cell.
+    OVERLAP_F_B becomes its two actions in their order, as torch's runtime executes it. Sends, receives,
+    waits for sends, unsharding and gradient reduction are left out: a timetable implies them. Blank lines
+    are nothing. Raises PlanError with line and cell.
     """
     lines = [(number, list(_words(cells))) for number, cells in _read_csv(text) if cells]
     for number, words in lines:

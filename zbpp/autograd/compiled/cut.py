@@ -22,7 +22,7 @@ import networkx  # type: ignore[import-untyped]  # torch brings it along
 import torch
 from torch.fx import GraphModule, Node
 
-from zbpp.autograd.compiled.graphs import above, extract, placeholders, tensor_of
+from zbpp.autograd.compiled.graphs import above, extract, is_random, placeholders, tensor_of
 
 aten = torch.ops.aten
 
@@ -198,7 +198,7 @@ def _is_cheap(node: Node) -> bool:
     target: Any = node.target
     if node.op == "get_attr" or target in _CHEAP:
         return True
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
+    if not isinstance(target, torch._ops.OpOverload) or is_random(node):
         return False
     return target.is_view or torch.Tag.pointwise in target.tags
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -9,31 +10,28 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from zbpp.autograd.compiled.inductor import (
-    Backend,
-    CaptureError,
-    capture,
-    check_compiler,
-    check_torch,
-    has_compiled,
-)
+from zbpp.autograd.compiled.dynamo import Call, CaptureError, Guards, has_compiled
+from zbpp.autograd.compiled.inductor import Backend, check_compiler, check_torch
+from zbpp.autograd.compiled.joint import capture
 from zbpp.autograd.compiled.planning import program_of
 from zbpp.autograd.compiled.program import Program, run
-from zbpp.autograd.compiled.sharing import (
-    plain_attributes,
-    plain_values,
-    signature,
-    structure_of,
-    text_of,
-)
+from zbpp.autograd.compiled.sharing import signature, structure_of, text_of
 from zbpp.autograd.explain import NOT_COMPILED
 
 _log = logging.getLogger(__name__)
 
-Programs = dict[Hashable, Program]
+
+class Known(NamedTuple):
+    """A program, and for which calls it holds."""
+
+    guards: Guards
+    program: Program
+
+
+Programs = dict[Hashable, list[Known]]  # by the structure of modules, and by the text of graphs
 
 
 def compile_stage(
@@ -53,11 +51,12 @@ def compile_stage(
     from 1 down to 0; the rest is computed again in B. programs: those made so far, to be shared. say: is
     told what is being compiled.
 
-    Compilation happens in the first F, and again for inputs of another shape, or where a number or string
-    in a module's attributes has changed; without gradients (evaluation) the module runs as it is. Results
-    are those of the eager split to rounding, random numbers are drawn as there. What can't be compiled stays
-    eager: of a stage the layers are tried, one by one, and each that fails is named in one line of the log,
-    with the reason, which `explain` shows, too. What torch.compile was asked to compile is left to it.
+    Compilation happens in the first F, and again for inputs of another shape, or where something has changed
+    that the Python code depends on: an attribute, a submodule, a hook, a global, autocast (Dynamo's guards
+    are asked at each F). Without gradients (evaluation) the module runs as it is. Results are those of the
+    eager split to rounding, random numbers are drawn as there. What can't be compiled stays eager: of a stage
+    the layers are tried, one by one, and each that fails is named in one line of the log, with the reason,
+    which `explain` shows, too. What torch.compile was asked to compile is left to it.
     A plain backward() works, but as with `zbpp.checkpoint` torch.autograd.grad finds no parameters.
     Raises ValueError for a budget out of range, RuntimeError without a suitable torch or C++ compiler.
     """
@@ -111,32 +110,37 @@ class _Maker(NamedTuple):
     say: Callable[[str], None]
 
     def make(
-        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Hashable
-    ) -> Program:
-        """call: what else the graphs depend on."""
-        key = self.backend, self.budget, structure_of(module), call
-        if key not in self.programs:
-            self.programs[key] = self._compile(name, module, args, kwargs)
-        return self.programs[key]
+        self, name: str, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Known:
+        leaves, spec = tree_flatten((args, kwargs))
+        key = self.backend, self.budget, call.code, structure_of(module), spec, *map(signature, leaves)
+        known = self.programs.setdefault(key, [])
+        variables = call.variables(args, kwargs) if known else {}
+        for each in known:
+            if each.guards.hold(variables):
+                return each
+        known.append(self._compile(name, module, call, args, kwargs))
+        return known[-1]
 
     def _compile(
-        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Program:
+        self, name: str, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Known:
         start = time.perf_counter()
         self.say(f"{name}: compiling")
-        joint = capture(module, args, kwargs, self.budget)
+        joint, guards = capture(module, call, args, kwargs, self.budget)
         key = self.backend, text_of(joint)
         if key not in self.programs:
-            self.programs[key] = program_of(joint, self.backend)
+            self.programs[key] = [Known(guards, program_of(joint, self.backend))]
         self.say(f"{name}: compiled in {time.perf_counter() - start:.1f} s")
-        return self.programs[key]
+        return Known(guards, self.programs[key][0].program)
 
 
 class _Bound(NamedTuple):
-    """A program, and where a module keeps the tensors that it needs."""
+    """A program, when it holds, and what finds the tensors that it needs in a module."""
 
+    guards: Guards
     program: Program
-    slots: list[tuple[dict[str, Any], str]]
+    tensors_of: Callable[[nn.Module], tuple[Tensor, ...]]
 
 
 class _Forward:
@@ -145,54 +149,55 @@ class _Forward:
     def __init__(self, module: nn.Module, name: str, maker: _Maker) -> None:
         self.module, self.name, self.maker = module, name, maker
         self.before = module.__dict__.get("forward")
-        self.eager: Callable[..., Any] = module.forward
-        self.modules = list(module.modules())
-        self.parameters = [(each._parameters, name) for each in self.modules for name in each._parameters]
-        self.constants = plain_attributes(self.modules)
-        self.values = plain_values(self.constants)
-        self.bound: dict[Any, _Bound | None] = {}
+        self.call: Call | None = None
+        self.bound: dict[Hashable, list[_Bound] | None] = {}  # None: eager
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.eager(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
-        key = self._key(leaves, spec)
-        self._forget_if_changed()
-        if key not in self.bound:
-            self.bound[key] = self._bind(args, kwargs, key)
-        bound = self.bound[key]
+        bound = self._bound((spec, *map(signature, leaves)), args, kwargs)
         if bound is None:
             return self.eager(*args, **kwargs)
-        outputs = run(bound.program, [place[name] for place, name in bound.slots], leaves)
+        outputs = run(bound.program, bound.tensors_of(self.module), leaves)
         return tree_unflatten(outputs, bound.program.structure)
 
-    def _key(self, leaves: list[Any], spec: Any) -> Hashable:
-        return (
-            tuple(map(signature, leaves)),
-            spec,
-            tuple([module.training for module in self.modules]),
-            tuple([(p.requires_grad, p.dtype) for d, n in self.parameters if (p := d[n]) is not None]),
-            tuple(
-                (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
-            ),
-        )
+    def eager(self, *args: Any, **kwargs: Any) -> Any:
+        if self.before is not None:
+            return self.before(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
 
-    def _forget_if_changed(self) -> None:
-        """Programs have the modules' numbers in them: a dropout's p, say."""
-        values = plain_values(self.constants)
-        if values != self.values:
-            self.values = values
-            self.bound = {key: bound for key, bound in self.bound.items() if bound is None}
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
+        """Of the copy of the module. Programs are shared: the copy is bound to them at its first call."""
+        other = copy.copy(self)
+        other.module, other.before = copy.deepcopy((self.module, self.before), memo)
+        other.bound = {}
+        return other
 
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable) -> _Bound | None:
+    def _bound(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Bound | None:
+        """The latest that holds; what the module depends on may have changed since."""
+        known = self.bound.setdefault(key, [])
+        if known is None:
+            return None
+        if known and self.call is not None:
+            variables = self.call.variables(args, kwargs)
+            for bound in reversed(known):
+                if bound.guards.hold(variables):
+                    return bound
         try:
-            with self._as_before():
-                _refuse_hooks(self.module)
-                program = self.maker.make(self.name, self.module, args, kwargs, key)
+            known.append(self._bind(args, kwargs))
         except CaptureError as error:
+            self.bound[key] = None
             self._retreat(str(error))
             return None
-        return _Bound(program, [_slot(self.module, name) for name in program.tensors])
+        return known[-1]
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Bound:
+        with self._as_before():
+            _refuse_hooks(self.module)
+            self.call = Call(self.module)
+            guards, program = self.maker.make(self.name, self.module, self.call, args, kwargs)
+        return _Bound(guards, program, _getter(self.module, program.tensors))
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
@@ -215,11 +220,20 @@ class _Forward:
         _compile_layers(self.module, f"{self.name} ", self.maker)
 
 
-def _slot(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """The dictionary that holds a parameter or buffer: the tensor in it may be replaced."""
-    path, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(path)
-    return (owner._parameters if leaf in owner._parameters else owner._buffers), leaf
+def _getter(module: nn.Module, names: Iterable[str]) -> Callable[[nn.Module], tuple[Tensor, ...]]:
+    """A function that finds them in the dictionaries of modules: each module, each tensor may be replaced."""
+
+    def place(name: str) -> str:
+        *path, leaf = name.split(".")
+        owner = module.get_submodule(".".join(path))
+        kind = "_parameters" if leaf in owner._parameters else "_buffers"
+        return "".join(["m", *(f"._modules[{each!r}]" for each in path), f".{kind}[{leaf!r}]"])
+
+    # One expression: a loop over attributes takes ten times as long, at each call.
+    find: Callable[[nn.Module], tuple[Tensor, ...]] = eval(
+        f"lambda m: ({''.join(f'{place(name)}, ' for name in names)})"
+    )
+    return find
 
 
 def _refuse_hooks(module: nn.Module) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
@@ -53,3 +54,8 @@ def tensor_of(node: Node) -> Tensor | None:
     """The fake tensor that stands for the node's value; None if it is no tensor."""
     value = node.meta.get("val")
     return value if isinstance(value, Tensor) else None
+
+
+def is_random(node: Node) -> bool:
+    """Whether it draws random numbers: once, and in its turn."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

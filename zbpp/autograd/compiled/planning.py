@@ -8,8 +8,10 @@ from typing import NamedTuple
 from torch.fx import GraphModule, Node
 
 from zbpp.autograd.compiled.cut import cut, is_held, separate_convolutions
-from zbpp.autograd.compiled.graphs import above, bytes_of, extract, placeholders, results
-from zbpp.autograd.compiled.inductor import Backend, CaptureError, Joint, Source, build
+from zbpp.autograd.compiled.dynamo import CaptureError
+from zbpp.autograd.compiled.graphs import above, bytes_of, extract, is_random, placeholders, results
+from zbpp.autograd.compiled.inductor import Backend, build
+from zbpp.autograd.compiled.joint import Joint, Source
 from zbpp.autograd.compiled.program import Program
 from zbpp.autograd.compiled.totals import add_in_place
 
@@ -26,11 +28,16 @@ def program_of(joint: Joint, backend: Backend) -> Program:
     free = {node for node in placeholders(joint.backward) if names.b.get(node.name, inf) < len(names.tensors)}
     b, w, held = cut(joint.backward, [*to_inputs.values()], [*to_weights.values()], free)
     w_tensors = tuple(names.b[node.name] for node in placeholders(w)[len(held) :])
+    b_inputs = _places(b, names.b)
+    kept = tuple(names.b[node.name] for node in held if node.op == "placeholder")
+    returned = tuple(place for place, node in enumerate(to_inputs.values()) if is_held(node, held))
+    described = _described(joint, names)
     by_name = dict(zip(joint.sources, placeholders(joint.forward), strict=True))
     add_in_place(w, [by_name[name] for name in to_weights])
     number = names.tensors.index
     return Program(
         tensors=names.tensors,
+        names=(*described, *(f"the gradient that B returned for argument {each}" for each in to_inputs)),
         trained=tuple(map(number, to_weights)),
         structure=joint.structure,
         num_outputs=joint.num_outputs,
@@ -38,13 +45,16 @@ def program_of(joint: Joint, backend: Backend) -> Program:
         b=build(b, backend),
         w=build(w, backend, trusted=True),  # B gave them, or F took them already
         f_inputs=_places(f, names.f),
-        b_inputs=_places(b, names.b),
+        b_inputs=b_inputs,
         w_tensors=w_tensors,
+        read=tuple(sorted({place for place in (*b_inputs, *w_tensors) if place < len(names.tensors)})),
         mutated=tuple(map(number, joint.mutated)),
         kept=tuple(names.f[name] - len(names.tensors) for name in names.arguments),
-        held=tuple(names.b[node.name] for node in held if node.op == "placeholder"),
+        held=kept,
         tangents=_tangents(joint),
         input_gradients=tuple(to_inputs),
+        returned=returned,
+        shared=(*kept, *(len(described) + place for place in returned), *w_tensors),
         early=frozenset(number(name) for name, node in to_weights.items() if is_held(node, held)),
         held_bytes=bytes_of(held),
     )
@@ -62,20 +72,34 @@ class _Names(NamedTuple):
 
 
 def _names(joint: Joint) -> _Names:
-    tensors = tuple(dict.fromkeys(source for source in joint.sources if isinstance(source, str)))
-    number = {name: place for place, name in enumerate(tensors)}
-    f = {
-        node.name: number[source] if isinstance(source, str) else len(tensors) + source
-        for node, source in zip(placeholders(joint.forward), joint.sources, strict=True)
-    }
     needed = [node.name for node in placeholders(joint.backward)]
+    wanted = {*_gradients(joint), *joint.mutated}
+    # The others may go: a call has to find each tensor that is named here.
+    used = [
+        (node.name, source)
+        for node, source in zip(placeholders(joint.forward), joint.sources, strict=True)
+        if node.users or node.name in needed or source in wanted
+    ]
+    tensors = tuple(dict.fromkeys(source for _, source in used if isinstance(source, str)))
+    number = {name: place for place, name in enumerate(tensors)}
+    f = {name: number[source] if isinstance(source, str) else len(tensors) + source for name, source in used}
     kept = needed[: len(needed) - len(joint.tangents)]
-    arguments = [name for name in kept if f.get(name, 0) >= len(tensors)]
+    arguments = [name for name in kept if f.get(name, -1) >= len(tensors)]
     computed = [name for name in kept if name not in f]
     b = {name: f[name] for name in kept if f.get(name, inf) < len(tensors)}
     behind = [*arguments, *computed, *needed[len(kept) :]]
     b |= {name: place for place, name in enumerate(behind, len(tensors))}
     return _Names(tensors, kept, arguments, computed, f, b)
+
+
+def _described(joint: Joint, names: _Names) -> list[str]:
+    """The inputs that B may have, in words."""
+    return [
+        *names.tensors,
+        *(f"argument {names.f[name] - len(names.tensors)} of the stage" for name in names.arguments),
+        *("what F kept" for _ in names.computed),
+        *(f"the gradient that B was given of output {place}" for place in joint.tangents),
+    ]
 
 
 def _gradients(joint: Joint) -> dict[Source, Node]:
@@ -97,6 +121,8 @@ def _forward(joint: Joint, computed: list[str]) -> GraphModule:
     outputs = results(joint.forward)[: len(joint.mutated) + joint.num_outputs]
     outputs += [nodes[name] for name in computed]
     used = above(node for node in outputs if isinstance(node, Node))
+    if any(is_random(node) and node not in used for node in joint.forward.graph.nodes):
+        raise CaptureError("forward draws random numbers that nothing is computed from: leave them out")
     return extract(joint.forward, [node for node in placeholders(joint.forward) if node in used], outputs)
 
 

@@ -27,6 +27,7 @@ class Program(NamedTuple):
     """
 
     tensors: tuple[str, ...]
+    names: tuple[str, ...]  # of B's inputs as above, then of the gradients that it returns
     trained: tuple[int, ...]  # the parameters whose gradients W adds, in the order of its last inputs
     structure: TreeSpec  # of the outputs
     num_outputs: int
@@ -36,11 +37,14 @@ class Program(NamedTuple):
     f_inputs: tuple[int, ...]
     b_inputs: tuple[int, ...]
     w_tensors: tuple[int, ...]  # W takes what B held, then these, then where to add
+    read: tuple[int, ...]  # the module's tensors that B and W take: nobody may change them in place before
     mutated: tuple[int, ...]  # the buffers whose new values F returns first
     kept: tuple[int, ...]  # the arguments that F keeps; what else it keeps it returns last
     held: tuple[int, ...]  # of B's inputs, what W needs; what else it needs B returns last
     tangents: tuple[tuple[int, tuple[int, ...]], ...]  # output, strides of its gradient
     input_gradients: tuple[int, ...]  # the arguments whose gradients B returns first
+    returned: tuple[int, ...]  # those of them that W takes, too
+    shared: tuple[int, ...]  # what W takes that others have, too, by their names
     early: frozenset[int]  # trained ones whose gradients B computes, and W only adds
     held_bytes: int  # between B and W
 
@@ -66,6 +70,7 @@ class _Call(torch.autograd.Function):
         last = first + program.num_outputs
         outputs = tuple(found[first:last])
         ctx.program, ctx.tensors, ctx.num_arguments = program, tensors, len(arguments)
+        ctx.read = _unchanged(program, program.read, [tensors[place] for place in program.read])
         ctx.zbpp_explained = partial(_explained, program, tensors)
         ctx.save_for_backward(*(arguments[place] for place in program.kept), *found[last:])
         differentiable = {place for place, _ in program.tangents}
@@ -81,6 +86,7 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         program: Program = ctx.program
+        ctx.read.check()
         pool = [*ctx.tensors, *(each.detach() for each in ctx.saved_tensors)]
         ctx.maybe_clear_saved_tensors()
         pool += [_in_layout(gradients[place], strides) for place, strides in program.tangents]
@@ -89,7 +95,13 @@ class _Call(torch.autograd.Function):
         del pool, gradients  # what B has used goes while it runs
         found = program.b(values)
         num_gradients = len(program.input_gradients)
-        _put_off(ctx, Compiled(program, ctx.tensors, [*held, *found[num_gradients:]]))
+        shared = [
+            *held,
+            *(found[place] for place in program.returned),
+            *(ctx.tensors[place] for place in program.w_tensors),
+        ]
+        held += found[num_gradients:]
+        _put_off(ctx, Compiled(program, ctx.tensors, held, _unchanged(program, program.shared, shared)))
         to_arguments: list[Tensor | None] = [None] * ctx.num_arguments
         for place, gradient in zip(program.input_gradients, found, strict=False):
             to_arguments[place] = gradient
@@ -136,12 +148,39 @@ def _of_w(work: Compiled) -> list[Any]:
     return [each if place in needed else None for place, each in enumerate(work.module_tensors)]
 
 
+class Unchanged(NamedTuple):
+    """Tensors that must stay as they are, with autograd's counts of changes in place."""
+
+    program: Program
+    places: tuple[int, ...]  # among the program's names
+    tensors: list[Tensor]
+    versions: list[int]
+
+    def check(self) -> None:
+        """Raises RuntimeError for what was changed in place since."""
+        if [each._version for each in self.tensors] == self.versions:
+            return
+        for place, tensor, version in zip(self.places, self.tensors, self.versions, strict=True):
+            if tensor._version != version:
+                is_module = place < len(self.program.tensors)
+                raise RuntimeError(
+                    f"{self.program.names[place]} was changed in place before a compiled stage's backward "
+                    f"had read it (version {version}, now {tensor._version}), so gradients would be wrong: "
+                    + ("change it after the last W of the step" if is_module else "change a clone() of it")
+                )
+
+
+def _unchanged(program: Program, places: tuple[int, ...], tensors: list[Tensor]) -> Unchanged:
+    return Unchanged(program, places, tensors, [each._version for each in tensors])
+
+
 class Compiled(NamedTuple):
     """W of one call: one run of its graph adds the gradients of all its leaves."""
 
     program: Program
     module_tensors: Sequence[Tensor]
     held: list[Tensor]
+    shared: Unchanged
     wanted: set[int] | None = None
 
     @property
@@ -156,6 +195,7 @@ class Compiled(NamedTuple):
         yield from self.held
 
     def accumulate(self) -> Tensor:
+        self.shared.check()
         totals, late = [], []
         for leaf in self.leaves():
             total = leaf.grad
@@ -165,6 +205,7 @@ class Compiled(NamedTuple):
             totals.append(total)
         values = [*self.held, *(self.module_tensors[place] for place in self.program.w_tensors), *totals]
         self.held.clear()  # what W has used goes while it runs
+        self.shared.tensors.clear()
         with torch.no_grad():
             self.program.w(values)
         for leaf, gradient in late:

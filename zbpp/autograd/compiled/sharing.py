@@ -1,22 +1,20 @@
 """When two modules may run one program: layers that repeat are compiled once.
 
-Modules of one structure, which is quick to see, have the same graphs. Others may have them, too (layers
-that know their number, say): that shows when the graphs are there, before they are compiled.
+Layers of one class, with tensors of one structure, share a program where Dynamo's guards hold for both: then
+the second is not even traced. Others may have the same graphs, too: that shows when the graphs are there,
+before they are compiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from zbpp.autograd.compiled.graphs import placeholders
-from zbpp.autograd.compiled.inductor import Joint
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward"}  # forward: of a compiled one
-_PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
+from zbpp.autograd.compiled.joint import Joint
 
 
 def signature(value: Any) -> Hashable:
@@ -27,63 +25,13 @@ def signature(value: Any) -> Hashable:
 
 
 def structure_of(module: nn.Module) -> Hashable:
-    """All that a module's forward can depend on besides the numbers in its tensors."""
+    """Names, shapes, types and ties of a module's parameters and buffers."""
     places: dict[int, int] = {}  # tied tensors have one
-
-    def tensors(found: dict[str, Tensor | None]) -> Hashable:
-        return tuple(
-            (name, each if each is None else (places.setdefault(id(each), len(places)), signature(each)))
-            for name, each in found.items()
-        )
-
-    return tuple(
-        (
-            name,
-            type(each),
-            each.training,
-            tensors(each._parameters),
-            tensors(each._buffers),
-            tuple(
-                (key, _constant(value)) for key, value in vars(each).items() if key not in _OF_EVERY_MODULE
-            ),
-        )
-        for name, each in module.named_modules()
-    )
-
-
-def plain_attributes(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str]]:
-    """Where modules keep numbers and strings, which a graph has as constants."""
-    return [
-        (vars(each), name)
-        for each in modules
-        for name, value in vars(each).items()
-        if name not in _OF_EVERY_MODULE and type(value) in _PLAIN
+    tensors = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
     ]
-
-
-def plain_values(places: Iterable[tuple[dict[str, Any], str]]) -> list[Any]:
-    """What is there now: of what is no number or string any more, the type."""
-    return [value if type(value := place.get(name)) in _PLAIN else type(value) for place, name in places]
-
-
-def _constant(value: Any) -> Hashable:
-    """Equal for equal plain values; else only for one and the same object."""
-    if isinstance(value, (tuple, list)):
-        return type(value), tuple(map(_constant, value))
-    return (type(value), value) if type(value) in _PLAIN else _Same(value)
-
-
-class _Same:
-    """Equal to what stands for the same object, which stays alive meanwhile."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
+    return tuple((name, places.setdefault(id(each), len(places)), signature(each)) for name, each in tensors)
 
 
 def text_of(joint: Joint) -> str:

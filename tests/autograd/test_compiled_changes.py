@@ -1,0 +1,220 @@
+"""What changes around a compiled stage: it goes along, or it refuses. It never goes on in silence."""
+
+import copy
+import logging
+import random
+import sys
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from helpers.split import assert_close, double, float64, grads_of
+from zbpp.autograd import backward_input
+from zbpp.autograd.compiled import compile_stage, forward
+
+FACTOR = 2.0
+TABLE = {"factors": [1.0, 3.0]}
+
+
+class Layer(nn.Module):
+    scale = 1.5
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.settings = {"power": (1, 2)}
+
+    def forward(self, x):
+        y = torch.tanh(self.up(x)) * FACTOR * TABLE["factors"][1] * self.scale
+        return self.down(y) ** self.settings["power"][1]
+
+
+class Doubling(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def linear(kind, *sizes):
+    torch.manual_seed(3)
+    return kind(*sizes).double()
+
+
+def replace(name, kind, *sizes):
+    return lambda stage, _: setattr(stage[0], name, linear(kind, *sizes))
+
+
+CHANGES = {
+    "a submodule is replaced by one of its kind": replace("up", nn.Linear, 4, 8),
+    "a submodule is replaced by one of another kind": replace("up", Doubling, 4, 8),
+    "a submodule is replaced by one of another size": lambda stage, patch: [
+        replace(name, nn.Linear, *sizes)(stage, patch)
+        for name, sizes in {"up": (4, 6), "down": (6, 4)}.items()
+    ],
+    "a submodule is put around another": lambda stage, _: setattr(
+        stage[0], "up", nn.Sequential(stage[0].up, nn.Tanh())
+    ),
+    "a hook is added": lambda stage, _: stage[0].up.register_forward_hook(lambda *args: args[-1] * 3),
+    "a hook is added before": lambda stage, _: stage[0].up.register_forward_pre_hook(
+        lambda _, args: args[0] * 3
+    ),
+    "a global is changed": lambda _, patch: patch.setattr(sys.modules[__name__], "FACTOR", 0.5),
+    "a dictionary in a global is changed": lambda _, patch: patch.setitem(TABLE, "factors", [1.0, 0.5]),
+    "a class's attribute is changed": lambda _, patch: patch.setattr(Layer, "scale", 0.5),
+    "a class's forward is changed": lambda _, patch: patch.setattr(
+        Layer, "forward", lambda self, x: self.down(self.up(x))
+    ),
+    "an entry of a dictionary is changed": lambda stage, _: stage[0].settings.update(power=(1, 3)),
+    "a weight is frozen": lambda stage, _: stage[0].up.weight.requires_grad_(False),
+    "two weights are tied": lambda stage, _: setattr(stage[0].down, "weight", stage[1].down.weight),
+    "nothing is changed": lambda stage, _: None,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_stage_that_is_changed_after_its_first_step_trains_as_changed(name):
+    """A compiled stage went on with the old program, and trained weights that were no longer there."""
+    with float64():
+        torch.manual_seed(0)
+        eager = nn.Sequential(Layer(), Layer())
+    compiled = copy.deepcopy(eager)
+    compile_stage(compiled, backend="eager")
+    x, dy = double(3, 4), double(3, 4, seed=1)
+    for side in (eager, compiled):
+        backward_input(side(x), dy, x)[1].accumulate()
+        with pytest.MonkeyPatch.context() as patch:
+            CHANGES[name](side, patch)
+            side.zero_grad()
+            side(x).backward(dy) if side is eager else backward_input(side(x), dy, x)[1].accumulate()
+    assert_close(grads_of(compiled), grads_of(eager))
+
+
+def test_what_is_not_changed_is_not_traced_again(monkeypatch):
+    """A copy isn't either, and trains its own weights."""
+    traced = []
+    capture = forward.capture
+    monkeypatch.setattr(forward, "capture", lambda *args: (traced.append(1), capture(*args))[1])
+    stage, x = nn.Sequential(Layer(), nn.Dropout()), torch.randn(3, 4)
+    compile_stage(stage, backend="eager")
+    for _ in range(3):
+        stage(x)
+    other = copy.deepcopy(stage)
+    other(x).sum().backward()
+    assert len(traced) == 1
+    assert stage[0].up.weight.grad is None
+    assert other[0].up.weight.grad is not None
+
+
+# ---------------------------------------------------------------- changes in place
+
+
+class Shifted(nn.Module):
+    """The gradient of `position` is the one that x gets; that of `up` is computed of dy in W."""
+
+    def __init__(self):
+        super().__init__()
+        self.position, self.up, self.down = nn.Parameter(torch.randn(3, 4)), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x + self.position)))
+
+
+IN_PLACE = {
+    "F": "down.weight was changed in place .*: change it after the last W",
+    "dy": r"the gradient that B was given of output 0 was changed in place .*: change a clone\(\)",
+    "dx": r"the gradient that B returned for argument 0 was changed in place .*: change a clone\(\)",
+}
+
+
+@pytest.mark.parametrize("what", IN_PLACE)
+def test_what_a_compiled_backward_reads_is_not_changed_in_silence(what):
+    """A weight after F, a gradient after B: eager stages raise, compiled ones took the new numbers."""
+    stage, x, dy = Shifted(), torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
+    compile_stage(stage, backend="eager")
+    y = stage(x)
+
+    def rest():
+        if what == "F":
+            with torch.no_grad():
+                stage.down.weight.add_(1)
+        (dx,), weight_grads = backward_input(y, dy, x)
+        if what != "F":
+            {"dy": dy, "dx": dx}[what].mul_(2)
+        weight_grads.accumulate()
+
+    with pytest.raises(RuntimeError, match=IN_PLACE[what]):
+        rest()
+
+
+def test_a_weight_may_change_when_nothing_reads_it_any_more():
+    """Between B and W: the product with it is done."""
+    stage, x = Shifted(), torch.randn(3, 4, requires_grad=True)
+    expected = copy.deepcopy(stage)
+    expected(x).sum().backward()
+    compile_stage(stage, backend="eager")
+    _, weight_grads = backward_input(stage(x), torch.ones(3, 4), x)
+    with torch.no_grad():
+        stage.down.weight.add_(1)
+    weight_grads.accumulate()
+    assert_close(grads_of(stage), grads_of(expected), 1e-5)
+
+
+# ---------------------------------------------------------------- random numbers
+
+OWN = random.Random(0)
+DRAWS = {
+    "a float of Python's": lambda x: x * random.random(),
+    "an integer of Python's": lambda x: x * random.randint(1, 1000),
+    "a generator of Python's": lambda x: x * OWN.random(),
+    "numpy's": lambda x: x * torch.from_numpy(numpy.random.rand(4)),
+    "a number of torch's as Python's": lambda x: x * torch.rand(1).item(),
+    "what nobody uses": lambda x: (torch.rand(3), x * torch.rand(4))[1],
+    "two of torch's": lambda x: x * torch.rand(4) + torch.rand(4),
+}
+
+
+class Drawing(nn.Linear):
+    def __init__(self, draw):
+        super().__init__(4, 4)
+        self.draw = draw
+
+    def forward(self, x):
+        return self.draw(super().forward(x))
+
+
+def warnings_in(caplog):
+    return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_compiled_stage_draws_the_random_numbers_of_the_eager_one(name, caplog):
+    """Python's were drawn once, at compilation; numpy's were drawn by torch; unused ones not at all."""
+    with float64():
+        eager = Drawing(DRAWS[name])
+    compiled = copy.deepcopy(eager)
+    compile_stage(compiled, backend="eager")
+    found = []
+    for side in (eager, compiled):
+        random.seed(0), OWN.seed(0), numpy.random.seed(0), torch.manual_seed(0)
+        found.append(torch.stack([side(double(3, 4)) for _ in range(3)]))
+    assert torch.equal(*found)
+    assert bool(warnings_in(caplog)) == (name != "two of torch's")
+
+
+def test_a_graph_that_draws_again_in_b_is_refused(caplog, monkeypatch):
+    """Whatever torch's partitioner makes of the marks on random operations."""
+    from torch._functorch import partitioners
+
+    cut = partitioners.min_cut_rematerialization_partition
+
+    def unfaithful(graph, *args, **kwargs):
+        forward, _ = cut(graph, *args, **kwargs)
+        return forward, forward
+
+    monkeypatch.setattr(partitioners, "min_cut_rematerialization_partition", unfaithful)
+    stage = Drawing(DRAWS["two of torch's"]).double()
+    compile_stage(stage, backend="eager")
+    stage(double(3, 4))
+    (line,) = warnings_in(caplog)
+    assert "random numbers would be drawn twice" in line

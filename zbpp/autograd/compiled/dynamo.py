@@ -1,0 +1,161 @@
+"""All that compiled stages need of Dynamo: a module's forward as a graph, and the guards of that graph.
+
+Dynamo reads the Python code of one call. Its guards are what the code depended on: types, attributes,
+hooks, globals, closures, shapes, autocast. While they hold, another call would be read as the same graph.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import re
+import warnings
+from ast import literal_eval
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+# Hugging Face's models set and reset it in each forward.
+_COLLECTOR = "G['__import_transformers_dot_utils_dot_output_capturing']._active_collector"
+
+
+class CaptureError(RuntimeError):
+    """Why a module can't be compiled, in one line."""
+
+
+class Reading(NamedTuple):
+    """What Dynamo makes of one call."""
+
+    graph: GraphModule
+    guards: Guards
+
+
+class Call:
+    """A module's forward, and the variables that a call of it begins with, by name as Dynamo has them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        from torch._dynamo.convert_frame import get_traced_fn
+
+        try:
+            self.function, self.owner = get_traced_fn(module.forward)
+        except RuntimeError as error:
+            raise CaptureError(str(error)) from None
+        self.signature = inspect.signature(self.function, follow_wrapped=False)
+
+    @property
+    def code(self) -> CodeType:
+        return self.function.__code__
+
+    def variables(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        given = args if self.owner is None else (self.owner, *args)
+        bound = self.signature.bind(*given, **kwargs)
+        bound.apply_defaults()
+        found = bound.arguments
+        for name, cell in zip(self.code.co_freevars, self.function.__closure__ or (), strict=True):
+            found[name] = cell.cell_contents
+        return found
+
+
+class Guards:
+    """Say for which calls a graph holds: of the module that was read, or of another with the same code."""
+
+    def __init__(self, graph: GraphModule, module: nn.Module, code: CodeType) -> None:
+        from torch._dynamo.utils import dynamo_timed, get_metrics_context
+
+        with get_metrics_context(), dynamo_timed("build_guards"):
+            self._built = _output(graph).build_guards(code)
+        # Dynamo takes it for granted that classes keep their forward.
+        kinds: set[Any] = set(map(type, module.modules()))
+        self._forwards = [(kind, kind.forward) for kind in kinds]
+
+    def hold(self, variables: dict[str, Any]) -> bool:
+        if any(kind.forward is not forward for kind, forward in self._forwards):
+            return False
+        # Asked for anew: Dynamo replaces the manager when an object that it watches is gone.
+        return bool(self._built.guard_manager.check(variables))
+
+
+def has_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile was asked to."""
+    return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+
+
+def read(module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reading:
+    """All of the Python code of module.forward(*args, **kwargs).
+
+    Raises CaptureError for code that a graph can't hold, and what Dynamo raises for code it can't read.
+    """
+    from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+
+    with _settings(), _own_random(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        graph = dynamo_graph_capture_for_export(module.forward)(*args, **kwargs)
+        guards = Guards(graph, module, call.code)
+    _refuse_changes(call, said)
+    _refuse_foreign_random(graph)
+    return Reading(graph, guards)
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    """Everything is a constant with a guard: numbers, sizes, hooks."""
+    wanted = {
+        "specialize_int": True,
+        "specialize_float": True,
+        "assume_static_by_default": True,
+        "automatic_dynamic_shapes": False,
+        "skip_nnmodule_hook_guards": False,
+        # Faster, but blind for what changes within a tensor: requires_grad.
+        "use_recursive_dict_tags_for_guards": False,
+    }
+    known = {name: value for name, value in wanted.items() if hasattr(torch._dynamo.config, name)}
+    with torch._dynamo.config.patch(known):
+        yield
+
+
+@contextmanager
+def _own_random() -> Iterator[None]:
+    """Reading draws nothing: where it fails the code is run, and draws then."""
+    states = random.getstate(), numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+
+
+def _output(graph: GraphModule) -> Any:
+    return graph._dynamo_bytecode_flatten.out.graph_capture_output  # type: ignore[union-attr]
+
+
+def _refuse_changes(call: Call, warned: list[warnings.WarningMessage]) -> None:
+    """Dynamo warns when forward changes Python objects. The graph does not contain such changes."""
+    harmless = _COLLECTOR, f"L['{inspect.getargs(call.code).varkw}']"  # a new dictionary at each call
+    for each in warned:
+        _, _, listed = str(each.message).partition("potential sources you can double check: ")
+        changed = [name for name in (literal_eval(listed) if listed else ()) if name not in harmless]
+        if changed:
+            names = ", ".join(re.sub(r"^[LG]\['(\w+)'\]", r"\1", name) for name in changed)
+            raise CaptureError(
+                f"forward sets attributes or changes objects, which a graph can't: of {names} "
+                "(tensors may be changed in place: write add_(1), not += 1)"
+            )
+
+
+def _refuse_foreign_random(graph: GraphModule) -> None:
+    """A graph draws torch's random numbers. Python's would be drawn once, numpy's by torch's generator."""
+    is_python = any("gen_rand_values" in name for name in _output(graph).bytecode.co_names)
+    if is_python or any(map(_is_numpy_random, graph.graph.nodes)):
+        whose = "Python" if is_python else "numpy"
+        raise CaptureError(f"forward draws random numbers of {whose}, which a graph can't: use torch.rand")
+
+
+def _is_numpy_random(node: Node) -> bool:
+    function = getattr(node.target, "f", None)  # what stands for a function of numpy wraps torch's own
+    return getattr(function, "__module__", None) == "torch._numpy.random"

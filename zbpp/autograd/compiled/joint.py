@@ -1,0 +1,206 @@
+"""All that compiled stages need of AOTAutograd: forward and backward of a call in aten's operations.
+
+`capture` has Dynamo read the Python code, AOTAutograd trace the joint graph of forward and backward, and
+torch's min-cut partitioner choose what F keeps until B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy
+
+from zbpp.autograd.compiled.dynamo import Call, CaptureError, Guards, read
+from zbpp.autograd.compiled.graphs import is_random
+from zbpp.autograd.compiled.inductor import first_line, settings
+
+Source = str | int  # a module's parameter or buffer by name, or the position of an argument
+
+aten = torch.ops.aten
+
+
+class Joint(NamedTuple):
+    """Forward and backward of one call, in aten's operations.
+
+    forward: sources -> (new values of `mutated`, outputs, what backward needs).
+    backward: what it needs, by the names of forward's nodes; then a gradient for each of `tangents`,
+    which are outputs' positions -> one gradient for each of `gradients`.
+    """
+
+    forward: GraphModule
+    backward: GraphModule
+    sources: list[Source]
+    mutated: list[str]
+    num_outputs: int
+    tangents: list[int]
+    gradients: list[Source]
+    structure: TreeSpec  # of the outputs
+
+
+def capture(
+    module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], budget: float
+) -> tuple[Joint, Guards]:
+    """The graphs of call(*args, **kwargs), and for which other calls they hold.
+
+    Random operations stay, and draw from torch's generator. budget: of memory between F and B, from 1 (only
+    cheap work is done again) to 0 (only inputs are kept). Raises CaptureError.
+    """
+    with settings(budget), ExitStack() as stack:
+        try:
+            reading = read(module, call, args, kwargs)
+            return _trace(stack, module, reading.graph, args, kwargs), reading.guards
+        except CaptureError:
+            raise
+        except Exception as error:  # whatever Dynamo, the module's own code or the tracers may raise
+            raise CaptureError(_foreign_tensors(module, error) or first_line(error)) from error
+
+
+class _Fresh(nn.Module):
+    """The module, with outputs that are no inputs, no views, nor the same: those would lack gradients."""
+
+    def __init__(self, inner: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = (*tree_leaves((args, kwargs)), *self.parameters(), *self.buffers())
+        seen = {StorageWeakRef(each.untyped_storage()) for each in given if isinstance(each, Tensor)}
+
+        def fresh(tensor: Tensor) -> Tensor:
+            storage = StorageWeakRef(tensor.untyped_storage())
+            is_alias = tensor._is_view() or storage in seen
+            seen.add(storage)
+            return tensor.clone() if is_alias else tensor
+
+        return tree_map_only(Tensor, fresh, self.inner(*args, **kwargs))
+
+
+def _trace(
+    stack: ExitStack, module: nn.Module, read: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Joint:
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    traced = _Fresh(read)
+    joint = aot_export_joint_with_descriptors(stack, traced, args, kwargs, decompositions=_decompositions())
+    graph = joint.graph_module
+    inputs = [node.meta["desc"] for node in graph.graph.find_nodes(op="placeholder")]
+    results = graph.graph.output_node().meta["desc"]
+    _refuse_sparse(graph)
+    names = _names(module, traced)
+    sources = [_source(each, names) for each in inputs if not each.is_tangent()]
+    num_gradients = sum(each is None or each.is_grad() for each in results)
+    forward, backward = _partition(graph, inputs, len(results) - num_gradients)
+    mutated, num_outputs = _mutated(results, names)
+    return Joint(
+        forward,
+        backward,
+        sources,
+        mutated,
+        num_outputs,
+        [_output_of(each.output) for each in inputs if each.is_tangent()],
+        sources,
+        joint.out_spec,
+    )
+
+
+def _decompositions() -> Any:
+    from torch._inductor.decomposition import select_decomp_table
+
+    table = dict(select_decomp_table())
+    # As a scatter its sums would have no fixed order.
+    table.pop(aten.embedding_dense_backward.default, None)
+    return table
+
+
+def _partition(graph: GraphModule, inputs: list[Any], num_forward: int) -> tuple[GraphModule, GraphModule]:
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+    random = [node for node in graph.graph.nodes if is_random(node)]
+    for node in random:
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # drawn again it would be something else
+    drawn = [node.name for node in random]
+    alive = [position for position, each in enumerate(inputs) if each.is_param() or each.is_buffer()]
+    parts = min_cut_rematerialization_partition(
+        joint_graph_passes(graph), None, num_fwd_outputs=num_forward, static_lifetime_input_indices=alive
+    )
+    if drawn != [node.name for part in parts for node in part.graph.nodes if is_random(node)]:
+        raise CaptureError("random numbers would be drawn twice, in another order or not at all")
+    return parts
+
+
+def _refuse_sparse(graph: GraphModule) -> None:
+    values = [node.meta.get("val") for node in graph.graph.nodes]
+    if any(isinstance(value, Tensor) and value.layout is not torch.strided for value in values):
+        raise CaptureError("it has a sparse tensor, or the gradient of one")
+
+
+def _names(module: nn.Module, traced: nn.Module) -> dict[str, str]:
+    """What the traced module calls its parameters and buffers -> what the module does."""
+    own = {id(tensor): name for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
+    everything = [
+        *traced.named_parameters(remove_duplicate=False),
+        *traced.named_buffers(remove_duplicate=False),
+    ]
+    return {name: own[id(tensor)] for name, tensor in everything if id(tensor) in own}
+
+
+def _source(description: Any, names: dict[str, str]) -> Source:
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+    if isinstance(description, PlainAOTInput):
+        return description.idx
+    if (description.is_param() or description.is_buffer()) and hasattr(description, "target"):
+        if description.target in names:
+            return names[description.target]
+        name = description.target.removeprefix("inner.")
+        raise CaptureError(f"{name} is a tensor, but neither parameter nor buffer: use register_buffer")
+    raise CaptureError(f"an input of a kind that is not handled: {description.expr()}")
+
+
+def _mutated(results: list[Any], names: dict[str, str]) -> tuple[list[str], int]:
+    """The buffers that forward changes, and how many outputs it has besides."""
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTOutput
+
+    mutated, num_outputs = [], 0
+    for each in results:
+        if isinstance(each, InputMutationAOTOutput):
+            source = _source(each.mutated_input, names)
+            if isinstance(source, int) or not each.mutated_input.is_buffer():
+                what = f"argument {source}" if isinstance(source, int) else source
+                raise CaptureError(f"forward changes {what} in place")
+            mutated.append(source)
+        elif isinstance(each, PlainAOTOutput):
+            num_outputs += 1
+        elif each is not None and not each.is_grad():
+            raise CaptureError(f"an output of a kind that is not handled: {each.expr()}")
+    return mutated, num_outputs
+
+
+def _output_of(description: Any) -> int:
+    from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
+
+    if not isinstance(description, PlainAOTOutput):
+        raise CaptureError(f"a gradient of a kind that is not handled: {description.expr()}")
+    return description.idx
+
+
+def _foreign_tensors(module: nn.Module, error: Exception) -> str:
+    """In words of ours, what the tracer says of a tensor that it was not given; "" for any other error."""
+    if "convert all Tensors to FakeTensors" not in str(error):
+        return ""
+    names = [
+        f"{path}.{name}".removeprefix(".")
+        for path, each in module.named_modules()
+        for name, value in vars(each).items()
+        if isinstance(value, Tensor)
+    ]
+    which = f", perhaps {', '.join(names)}" if names else ""
+    return f"it uses a tensor that is neither argument, parameter nor buffer{which}: use register_buffer"
