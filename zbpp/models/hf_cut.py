@@ -20,23 +20,31 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+class CutError(ValueError):
+    """A model that can't be cut as asked; the message names the module and the reason."""
+
+
+class LibraryError(ValueError):
+    """A model that does not run, cut or not."""
 
 
 class Call(NamedTuple):
     """How the library calls one layer; positions are those of the leaves of (args, kwargs).
 
     carried: what only the stages before know, hidden states first.
-    again: carried ones that are the same tensors in the calls of the layers before, position -> position.
+    again: carried ones that are the same tensors in the call of the layer before, position -> position.
+    returned: of how many the layer returns a tuple, and the position of the hidden states; None: just them.
     """
 
     carried: tuple[int, ...]
     again: Mapping[int, int]
-    returns: TreeSpec
-    returned: int  # where in what it returns the hidden states are
+    returned: tuple[int, int] | None
 
 
 class Cut(NamedTuple):
@@ -52,6 +60,7 @@ class Cut(NamedTuple):
     calls: Sequence[Call]
     batch_and_time: tuple[int, int]
     token: int  # any that is not padding
+    constants: Mapping[str, float]  # tensors that the library's constructors alone give a value
 
 
 class Opened:
@@ -204,9 +213,11 @@ class Skip(InPlaceOf):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, _ = tree_flatten((args, kwargs))
-        results = [None] * self.call.returns.num_leaves
-        results[self.call.returned] = leaves[self.call.carried[0]]
-        return tree_unflatten(results, self.call.returns)
+        hidden = leaves[self.call.carried[0]]
+        if self.call.returned is None:
+            return hidden
+        count, position = self.call.returned
+        return tuple([hidden if i == position else None for i in range(count)])
 
 
 class Enter(InPlaceOf):

@@ -6,32 +6,40 @@ on the meta device as we do, relies on the latter for parameters and buffers ali
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from zbpp.models.hf_cut import CutError
 from zbpp.seeding import seed_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def initialise(model: PreTrainedModel, seed: int, is_own: Callable[[str], bool]) -> None:
+def initialise(
+    model: PreTrainedModel, seed: int, is_own: Callable[[str], bool], constants: Mapping[str, float]
+) -> None:
     """Give the model's own tensors memory on the CPU and their initial values; the others stay on meta.
 
-    is_own: told the full name of a parameter or buffer.
-    Raises ValueError for a tensor that the library leaves without a value.
+    is_own: told the full name of a parameter or buffer. constants: values for those that `_init_weights`
+    leaves alone. Raises CutError for a tensor without any.
     """
     own = _materialise(model, is_own)
     with torch.no_grad(), torch.random.fork_rng([]):
         for name, module, init_weights in _modules(model, "", model._init_weights):
+            if not _has_own(module):
+                continue
             torch.manual_seed(seed_of(seed, name))
             init_weights(module)
     for name, tensor in own.items():
-        if tensor.is_floating_point() and tensor.isnan().any():
-            raise ValueError(f"{name} of {type(model).__name__} gets no value from the library's _init_weights")
+        if not tensor.is_floating_point() or not tensor.isnan().any():
+            continue
+        if name not in constants:
+            raise CutError(f"{name} of {type(model).__name__} gets no value from the library's _init_weights")
+        tensor.data.fill_(constants[name])
 
 
 def _materialise(model: nn.Module, is_own: Callable[[str], bool]) -> dict[str, Tensor]:
@@ -48,6 +56,10 @@ def _materialise(model: nn.Module, is_own: Callable[[str], bool]) -> dict[str, T
                     made[id(tensor)] = _empty(tensor)
                 place[name] = found[full] = made[id(tensor)]  # type: ignore[assignment]  # a Parameter for one
     return found
+
+
+def _has_own(module: nn.Module) -> bool:
+    return any(not tensor.is_meta for tensor in [*module.parameters(), *module.buffers()])
 
 
 def _empty(tensor: Tensor) -> Tensor:

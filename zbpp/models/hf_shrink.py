@@ -7,23 +7,25 @@ and groups stay, so the copy has the same modules under the same names, which is
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
+
+from zbpp.models.hf_cut import CutError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 SMALL = 4_000_000  # parameters: a model of this size is its own small copy
-_LARGEST = 300_000_000  # parameters that a copy may have
+_LARGEST = 60_000_000  # parameters that a copy may have
 _VOCABULARY, _EXPERTS = 64, 16
 
 _NUMBER_OF_EXPERTS = re.compile(r"(num|n)_.*experts?$")
 # Numbers of things and places in the sequence; a layer_size and a head_dim are widths.
 _NO_WIDTH = re.compile(
-    r"(layer|head)(?!.*(size|dim))(?<!d_head)|position|window|chunk|kernel|group|per_tok|top_?k|interval|period|offset|length"
+    r"(layer|head)(?!.*(size|dim))(?<!d_head)|position|window|kernel|group|per_tok|top_?k|interval|period|offset|length"
 )
 
 
@@ -31,34 +33,48 @@ def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
     """The library's model without memory, in float32: another dtype is the trainer's to choose."""
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
+    with torch.device("meta"), torch.random.fork_rng([]):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]  # the library's
     return model
 
 
-def shrunken(config: PretrainedConfig) -> PretrainedConfig:
-    """A config of the same family whose model is small; its own where the model is small already.
+Tried = TypeVar("Tried")
 
-    Raises ValueError with the last reason if no copy has the same modules.
+
+def with_small_copy(config: PretrainedConfig, run: Callable[[PretrainedConfig], Tried]) -> Tried:
+    """What `run` gives for a config of the same family whose model is small.
+
+    That is the config itself where its model is small already; else the first narrow copy that has the
+    same modules and that `run` raises nothing for but CutError.
+    Raises ValueError with the last reason if there is none.
     """
     whole = build_on_meta(config)
     if size_of(whole) <= SMALL:
-        return config
-    reason = "no size can be divided"
+        return run(_exact(type(config)(**config.to_dict())))
+    reasons = []
     for narrow in _candidates(config):
         try:
-            copy = type(config)(**narrow)
+            copy = _exact(type(config)(**narrow))
             model = build_on_meta(copy)
-        except Exception as error:  # a config class may raise anything where sizes do not fit each other
-            reason = f"{type(error).__name__}: {error}".replace("\n", " ")
-            continue
-        if _kinds(model) != _kinds(whole):
-            reason = "a narrow copy has other modules"
-        elif size_of(model) > _LARGEST:
-            reason = f"the smallest copy has {size_of(model)} parameters"
-        else:
-            return copy
-    raise ValueError(f"no small copy of its config can be made to check the cut with: {reason}")
+            if _kinds(model) != _kinds(whole):
+                reasons.append("a narrow copy has other modules")
+            elif size_of(model) > _LARGEST:
+                reasons.append(f"a narrow copy still has {size_of(model)} parameters")
+            else:
+                return run(copy)
+        except CutError:
+            raise
+        except Exception as error:  # sizes that do not fit each other show in any way
+            reasons.append(f"{type(error).__name__}: {error}".replace("\n", " "))
+    raise ValueError(
+        f"{type(whole).__name__} can't be checked, since no small copy of it can be made: {reasons[0]}"
+    )
+
+
+def _exact(config: PretrainedConfig) -> PretrainedConfig:
+    """The config with products that know float64; those of grouped experts do not."""
+    config._experts_implementation = "eager"
+    return config
 
 
 def size_of(model: nn.Module) -> int:
