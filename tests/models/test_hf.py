@@ -1,55 +1,117 @@
 """Hugging Face's models as stages, against the library's own whole model."""
 
+import copy
 import json
 
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
+
+from torch import nn
 
 from zbpp import Pipeline, plan
+from zbpp.autograd import recompute
+from zbpp.models import hf_check
 from zbpp.models.hf import HuggingFace
 from zbpp.models.layers import token_loss
 from zbpp.stage_api import PipelineModel
 
 TOKENS = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(0))
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+EXPERTS = {**SIZES, "num_key_value_heads": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+UNTIED = {"tie_word_embeddings": False}
 CONFIGS = {
     "llama": {**SIZES, "num_key_value_heads": 2},
-    # positions and dropout before the layers
-    "gpt2": {"n_embd": 32, "n_layer": 5, "n_head": 4, "tie_word_embeddings": False},
+    # positions and dropout before the layers; attention scaled by the layer's number
+    "gpt2": {"n_embd": 32, "n_layer": 4, "n_head": 4, "scale_attn_by_inverse_layer_idx": True, **UNTIED},
     # a window on every second layer, logits through tanh
-    "gemma2": {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4,
-               "tie_word_embeddings": False},
-    # the last norm stands before the layers in the module
-    "opt": {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 5, "num_attention_heads": 4,
-            "word_embed_proj_dim": 32, "tie_word_embeddings": False},
+    "gemma2": {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, **UNTIED},
+    # the last norm stands before the layers in the module; projections around them
+    "opt": {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+            "word_embed_proj_dim": 16, **UNTIED},
     # a norm behind the embedding
-    "bloom": {"hidden_size": 32, "n_layer": 5, "n_head": 4, "tie_word_embeddings": False},
-    "gpt_neox": SIZES,
+    "bloom": {"hidden_size": 32, "n_layer": 4, "n_head": 4, **UNTIED},
+    # embeddings, layers and logits times numbers
+    "granite": {**SIZES, "embedding_multiplier": 12.0, "residual_multiplier": 0.2, "logits_scaling": 8.0},
+    # a norm that is called LayerNorm1P
+    "nemotron": {**SIZES, "num_key_value_heads": 2, "head_dim": 8},
+    # the last norm is called embedding_norm; layers of two kinds
+    "lfm2": {**SIZES, "num_key_value_heads": 2, **UNTIED,
+             "layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    # the first layers have no experts
+    "deepseek_v3": {**EXPERTS, "first_k_dense_replace": 3, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+                    "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+                    "qk_nope_head_dim": 4},
+    # layers without experts by number and by period
+    "qwen2_moe": {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16, "mlp_only_layers": [3],
+                  "decoder_sparse_step": 2},
+    # layers of three kinds by period and offset; values of its own for the recurrence
+    "jamba": {**SIZES, "num_key_value_heads": 2, "attn_layer_period": 3, "attn_layer_offset": 1,
+              "expert_layer_period": 2, "num_experts": 2, "num_experts_per_tok": 1, "mamba_d_state": 4,
+              "mamba_dt_rank": 4, "use_mamba_kernels": False, **UNTIED},
 }  # fmt: skip
 
 
 def model_of(kind, **options):
-    return HuggingFace(
-        config={"model_type": kind, **CONFIGS[kind]}, vocab_size=40, sequence_length=16, **options
-    )
+    return HuggingFace(config=config_of(kind), vocab_size=40, sequence_length=16, **options)
+
+
+def config_of(kind):
+    return {"model_type": kind, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **CONFIGS[kind]}
+
+
+def library_model(kind, stages):
+    """The library's own whole model, with the weights of the stages; their names are its names."""
+    sizes = {"vocab_size": 40, "max_position_embeddings": 16}
+    config = transformers.AutoConfig.for_model(**config_of(kind), **({} if kind == "bloom" else sizes))
+    config.vocab_size = 40
+    whole = transformers.AutoModelForCausalLM.from_config(config)
+    whole.load_state_dict({name: value for stage in stages for name, value in stage.state_dict().items()})
+    return whole
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_the_stages_in_a_row_are_the_librarys_model(kind):
     model = model_of(kind)
     assert isinstance(model, PipelineModel)
-    whole = model.build_stage(0, 1).eval()
-    x, names = TOKENS, {}
-    for index in range(3):
-        stage = model.build_stage(index, 3).eval()
-        x = stage(x)
-        names |= dict(stage.named_parameters())
-    assert torch.equal(x, whole.model(TOKENS).logits)
-    expected = dict(whole.named_parameters())
-    assert names.keys() == expected.keys()
-    assert all(torch.equal(names[name], expected[name]) for name in names)
+    stages = [model.build_stage(index, 2).eval() for index in range(2)]
+    whole = library_model(kind, stages).eval()
+    logits = whole(TOKENS).logits
+    output = stages[1](stages[0](TOKENS))
+    assert torch.equal(output, logits)
+    token_loss(output, TOKENS.roll(-1, 1)).backward()
+    token_loss(logits, TOKENS.roll(-1, 1)).backward()
+    found = [name for stage in stages for name, _ in stage.named_parameters()]
+    expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    assert sorted(found) == sorted(expected)
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["llama", "jamba", "deepseek_v3"])
+def test_initial_values_depend_on_neither_the_cut_nor_the_callers_random_numbers(kind):
+    """Jamba's recurrence and DeepSeek's router have values that the library's layers draw themselves."""
+    model, values = model_of(kind), []
+    for num_stages in (1, 3):
+        before = torch.manual_seed(num_stages).get_state()
+        stages = [model.build_stage(index, num_stages) for index in range(num_stages)]
+        assert torch.equal(torch.get_rng_state(), before)
+        values.append({name: value for stage in stages for name, value in stage.state_dict().items()})
+    assert values[0].keys() == values[1].keys()
+    assert all(torch.equal(value, values[1][name]) for name, value in values[0].items())
+
+
+def test_initial_values_have_the_librarys_distribution():
+    """A padding row is zero, a recurrence starts from its own numbers, a matrix has initializer_range."""
+    config = {**config_of("jamba"), "initializer_range": 0.3}
+    stage = HuggingFace(config=config, vocab_size=40).build_stage(0, 1)
+    values = stage.state_dict()
+    assert values["model.embed_tokens.weight"][0].abs().max() == 0
+    assert values["model.embed_tokens.weight"][1:].std().item() == pytest.approx(0.3, rel=0.1)
+    recurrence = values["model.layers.0.mamba.A_log"]
+    assert torch.equal(recurrence, torch.arange(1, 5).float().log().expand_as(recurrence))
 
 
 def test_gradients_through_a_pipeline_are_the_librarys():
@@ -58,42 +120,90 @@ def test_gradients_through_a_pipeline_are_the_librarys():
     pipeline = Pipeline(stages, timetable, model.loss)
     target = TOKENS.roll(-1, 1)
     losses = pipeline.step(TOKENS, target=target)
-    whole = model.build_stage(0, 1)
-    loss = token_loss(whole.model(TOKENS).logits, target)
+    whole = library_model("llama", stages.values())
+    loss = token_loss(whole(TOKENS).logits, target)
     loss.backward()
     torch.testing.assert_close(torch.stack(losses).mean(), loss.detach(), rtol=1e-5, atol=0)
     expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
     for stage in stages.values():
         for name, parameter in stage.named_parameters():
             torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-6)
+    assert torch.stack(pipeline.evaluate(TOKENS, target=target)).mean().item() == pytest.approx(loss.item())
 
 
 def test_a_stage_holds_its_layers_and_nothing_of_the_others():
-    model = model_of("llama", layers_per_stage=[1, 3, 1])
-    assert model.layer_counts(3) == [1, 3, 1]
+    model = model_of("llama", layers_per_stage=[1, 2, 1])
+    assert model.layer_counts(3) == [1, 2, 1]
     names = [{name for name, _ in model.build_stage(index, 3).named_parameters()} for index in range(3)]
-    layers = [sorted({int(name.split(".")[3]) for name in found if ".layers." in name}) for found in names]
-    assert layers == [[0], [1, 2, 3], [4]]
+    layers = [sorted({int(name.split(".")[2]) for name in found if ".layers." in name}) for found in names]
+    assert layers == [[0], [1, 2], [3]]
     assert [sorted(name for name in found if ".layers." not in name) for found in names] == [
-        ["model.model.embed_tokens.weight"], [], ["model.lm_head.weight", "model.model.norm.weight"],
+        ["model.embed_tokens.weight"], [], ["lm_head.weight", "model.norm.weight"],
     ]  # fmt: skip
+
+
+def test_a_copy_of_a_stage_has_its_own_weights():
+    stage = model_of("llama").build_stage(1, 2)
+    x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(0))
+    twin = copy.deepcopy(stage)
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            parameter.zero_()
+    assert stage(x).abs().max() == 0
+    assert twin.double()(x.double()).abs().max() > 0
+
+
+def test_a_recomputed_layer_gives_the_same_gradients():
+    """The layers are to be found in a stage's tree, for recompute and compile."""
+    stage = model_of("llama").build_stage(0, 2)
+    twin = copy.deepcopy(stage)
+    for layer in twin.get_submodule("model.layers").children():
+        recompute(layer)
+    for each in (stage, twin):
+        each(TOKENS).square().sum().backward()
+    for one, other in zip(stage.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_layers_that_are_left_out_in_training_are_refused_when_that_happens():
+    config = {**config_of("opt"), "layerdrop": 1.0}
+    stage = HuggingFace(config=config, vocab_size=40).build_stage(0, 2)
+    with pytest.raises(RuntimeError, match="has not called layer 2, where a stage begins: write config.layerdrop=0"):
+        stage(TOKENS)
 
 
 def test_a_file_says_the_same_as_a_mapping(tmp_path):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "llama", **CONFIGS["llama"], "vocab_size": 40}))
+    path.write_text(json.dumps({**config_of("llama"), "vocab_size": 40}))
     stages = [
-        HuggingFace(config=config).build_stage(0, 5) for config in (str(path), json.loads(path.read_text()))
+        HuggingFace(config=config).build_stage(0, 4) for config in (str(path), json.loads(path.read_text()))
     ]
     one, other = (dict(stage.named_parameters()) for stage in stages)
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_building_a_stage_leaves_the_callers_random_numbers_alone():
-    before = torch.get_rng_state()
-    model_of("llama").build_stage(0, 2)
-    assert torch.equal(torch.get_rng_state(), before)
+def test_a_configs_vocabulary_and_length_are_not_overwritten(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**config_of("gpt2"), "vocab_size": 50, "n_positions": 24}))
+    for config in (str(tmp_path), json.loads(path.read_text())):
+        stage = HuggingFace(config=config, vocab_size=40, sequence_length=16).build_stage(0, 1)
+        shapes = {name: tuple(each.shape) for name, each in stage.named_parameters()}
+        assert shapes["transformer.wte.weight"] == (50, 32)
+        assert shapes["transformer.wpe.weight"] == (24, 32)
+        with pytest.raises(ValueError, match="vocab_size=60 is more than the config's vocab_size=50"):
+            HuggingFace(config=config, vocab_size=60)
+        with pytest.raises(ValueError, match="sequence_length=32 is more than the config's"):
+            HuggingFace(config=config, sequence_length=32)
+
+
+def test_a_folder_with_weights_is_refused_instead_of_starting_from_random_ones(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_of("llama")))
+    assert HuggingFace(config=str(tmp_path)) is not None
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"holds weights \(model.safetensors\).*write config=.*config.json"):
+        HuggingFace(config=str(tmp_path))
+    assert HuggingFace(config=str(tmp_path / "config.json")) is not None
 
 
 @pytest.mark.parametrize(
@@ -102,11 +212,16 @@ def test_building_a_stage_leaves_the_callers_random_numbers_alone():
         ({"hidden_size": 8}, "config has no model_type: write one of Hugging Face's, such as llama"),
         ({"model_type": "lamma"}, "lamma"),
         ({"model_type": "vit"}, "vit"),
+        (
+            {"model_type": "cpmant", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "dim_head": 8, "dim_ff": 16, "vocab_size": 40, "prompt_length": 2, "prompt_types": 33},
+            "cpmant.position_bias.relative_attention_bias of CpmAntForCausalLM is used on stages 0 and 1",
+        ),
     ],
-)
-def test_what_is_no_causal_language_model_is_refused(config, message):
+)  # fmt: skip
+def test_what_can_not_be_cut_is_refused_with_module_and_reason(config, message):
     with pytest.raises(ValueError, match=message):
-        HuggingFace(config=config).build_stage(0, 1)
+        HuggingFace(config=config).build_stage(0, 2)
 
 
 def test_tied_embeddings_on_several_stages_are_refused():
