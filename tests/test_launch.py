@@ -6,6 +6,7 @@ Few real starts, each looked at by several tests; what is refused before ranks j
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,11 +20,14 @@ import torch.nn.functional as F
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
-from zbpp import app
+from zbpp import app, command_line, launch
 from zbpp import config as configs
+from zbpp.launch import RankError, Refusal, on_ranks
 from zbpp.models.gpt import Gpt
+from zbpp.runtime.world import world
 from zbpp.schedule import SCHEDULES, PlanError, plan, to_csv
 from zbpp.training.data import text_data
+from zbpp.training.run_folder import FolderError
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -391,6 +395,140 @@ def train(overrides):
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         config = compose("train", overrides=overrides)
     return app.train(configs.typed(config), configs.flat(config), configs.as_yaml(config))
+
+
+# ---------------------------------------------------------------- a user's own model, ranks without torchrun
+
+
+@pytest.mark.slow
+def test_a_model_file_in_the_current_folder_trains_as_the_readme_says_with_one_and_two_ranks(
+    monkeypatch, tmp_path
+):
+    """my_file.Tower was not found under torchrun, and got gpt_tiny's keys where it was."""
+    (tmp_path / "my_file.py").write_text(readme_model())
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    overrides = ["model._target_=my_file.Tower", "model.hidden_size=16", "data=regression", *TINY]
+    command = [sys.executable, str(ROOT / "scripts/train.py"), *overrides]
+    train([*command_line.arguments(overrides), f"run_dir={tmp_path}/alone"])
+    own = start(tmp_path, [*command, "parallel.num_ranks=2", "schedule=ZBVZeroBubble", "run_dir=own"])
+    assert own.rc == 0, own.text
+    assert "written to own" in own.text
+    under = start(tmp_path, [*TORCHRUN, *command[1:], "run_dir=under"])
+    assert under.rc == 0, under.text
+    losses = [losses_of(tmp_path / name) for name in ("alone", "own", "under")]
+    assert losses[0] == losses[1] == losses[2]
+    assert len(set(losses[0])) == 3
+
+
+def readme_model():
+    """The model that the README shows."""
+    return re.search(r"^```python\n(.*?class Tower:.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)[
+        1
+    ]
+
+
+def losses_of(run):
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("script", "overrides", "words"),
+    [
+        ("train.py", ["parallel.num_ranks=2", "steps=0"], "error: steps=0: write a whole number, 1 or more"),
+        ("measure.py", ["num_ranks=2", "model=gpt_tiny"], "error: the data do not fit the model: stage 0"),
+    ],
+)
+def test_a_mistake_is_one_line_whichever_rank_finds_it(tmp_path, script, overrides, words):
+    """57 to 175 lines of torchrun and gloo, before."""
+    done = start(
+        tmp_path, [sys.executable, str(ROOT / "scripts" / script), *overrides, "run_dir=run"],
+        CUDA_VISIBLE_DEVICES="",
+    )  # fmt: skip
+    assert done.rc == 1
+    (line,) = done.text.splitlines()
+    assert line.startswith(words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def failing(_):
+    """What a rank does in the test below; importable."""
+    if os.environ["RANK"] == "1":
+        raise ArithmeticError("planted")
+    with world(device="cpu", timeout=30):
+        pass
+
+
+def test_a_bug_on_one_rank_is_told_with_its_traceback_and_nothing_else(capfd):
+    """Rank 0 waits for rank 1 meanwhile; nothing of that, nor of torch's launcher, is shown."""
+    with pytest.raises(RankError, match="^rank 1 failed\nTraceback") as caught:
+        on_ranks(2, failing, None)
+    assert str(caught.value).endswith("ArithmeticError: planted\n")
+    assert str(caught.value).count("Traceback") == 1
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("told", "codes", "kind", "words"),
+    [
+        ({0: (2.0, True, "late"), 1: (1.0, True, "early")}, {0: 1, 1: 1}, Refusal, "^early$"),
+        (
+            {0: (2.0, True, "late"), 1: (1.0, False, "Trace")},
+            {0: 1, 1: 1},
+            RankError,
+            "^rank 1 failed\nTrace$",
+        ),
+        ({0: (1.0, False, "lost its peer")}, {0: 1, 1: -9}, Refusal, "^rank 1 died of SIGKILL$"),
+        ({1: (1.0, True, "refused")}, {0: -15, 1: 1}, Refusal, "^refused$"),
+        ({}, {0: 3}, Refusal, "^ranks ended without a word; exit codes by rank: {0: 3}$"),
+    ],
+)
+def test_of_several_ranks_that_fail_the_first_by_the_clock_is_told_of(tmp_path, told, codes, kind, words):
+    for rank, (when, refused, text) in told.items():
+        (tmp_path / str(rank)).write_text(json.dumps({"time": when, "refused": refused, "text": text}))
+    failures = {rank: SimpleNamespace(exitcode=code) for rank, code in codes.items()}
+    error = launch._cause(tmp_path, failures)
+    assert type(error) is kind
+    assert re.search(words, str(error))
+
+
+# ---------------------------------------------------------------- run folders
+
+
+def test_a_mistake_in_a_new_command_costs_nothing_of_an_old_run(monkeypatch, tmp_path):
+    """metrics.jsonl was emptied before the new job had even started."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    run = tmp_path / "run"
+    given = [*MLP, *TINY, f"run_dir={run}"]
+    train(given)
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    with pytest.raises(FolderError, match="holds a run already: write another run_dir, or overwrite=true"):
+        train(given)
+    with pytest.raises(configs.ConfigError, match="the data do not fit the model"):
+        train([*given, "overwrite=true", "data.in_features=5"])
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+    train([*given, "overwrite=true", "steps=4"])
+    assert len(losses_of(run)) == 4
+
+
+def test_compare_calls_runs_by_their_folders_and_shows_what_was_measured(tmp_path):
+    for name, more in {"a": {"evaluation_loss": 0.25}, "b": {"replanned_from": "1f1b"}}.items():
+        (tmp_path / name).mkdir()
+        summary = {
+            "schedule": "zb_h1", "loss": 0.5, "rows_per_second": 1234.0, "predicted_bubble_rate": 0.1,
+            "measured_bubble_rate": 0.2, "unigram_entropy": None, **more,
+        }  # fmt: skip
+        (tmp_path / name / "summary.json").write_text(json.dumps(summary))
+        (tmp_path / name / "metrics.jsonl").write_text('{"loss": 0.5}\n')
+    done = start(tmp_path, [sys.executable, str(ROOT / "scripts/compare.py"), "a", "b"])
+    assert done.rc == 0, done.text
+    lines = [line.split() for line in done.text.splitlines()[1:3]]
+    assert lines == [
+        ["a", "zb_h1", "0.5", "0.2500", "1,234", "rows/s", "0.100", "0.200"],
+        ["b", "zb_h1", "(began", "as", "1f1b)", "0.5", "-", "1,234", "rows/s", "0.100", "0.200"],
+    ]
 
 
 # ---------------------------------------------------------------- one process, and bench

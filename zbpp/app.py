@@ -374,6 +374,8 @@ def _median(numbers: list[float]) -> float:
 
 def _write(folder: Path, summary: Summary, measured: Timeline, predicted: Timeline) -> None:
     (folder / "summary.json").write_text(json.dumps(finite(summary), indent=2, allow_nan=False) + "\n")
-    panels = {"predicted from measured costs": predicted, "measured": measured}
+    began = summary["replanned_from"]
+    what = f"{summary['schedule']}, replanned from {began}" if began else summary["schedule"]
+    panels = {f"{what}: predicted from measured costs": predicted, f"{what}: measured": measured}
     render_picture(panels, folder / "timeline.png")
     (folder / "trace.json").write_text(json.dumps(chrome_trace(panels)))

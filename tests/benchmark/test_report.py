@@ -1,12 +1,15 @@
 """Rows and tables of a race whose figures are given."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from zbpp import Costs, plan, simulate
+from zbpp.benchmark import report
 from zbpp.benchmark.race import Entry
 from zbpp.benchmark.report import in_words, rows_of, table, verdicts, write
+from zbpp.schedule.render.titled import in_words as in_words_of
 
 MIB = 2**20
 
@@ -151,3 +154,17 @@ def test_emulation_is_said():
     assert "EMULATED: stages sleep instead of computing" in in_words(about)
     assert "messages take 2.0 ms at least" in in_words(about)
     assert "real compute" in in_words({**about, "emulated": False, "message_ms": 0.0})
+
+
+def test_a_panel_shows_the_peak_of_its_own_contestant_not_that_of_the_process(entries, tmp_path, monkeypatch):
+    """All panels of bench.png said the same 350 MiB: every contestant's turn runs in the same processes."""
+    drawn = []
+    monkeypatch.setattr(report, "render_picture", lambda panels, path: drawn.extend(panels))
+    entries[0].timelines = [
+        replace(each, peak_memory=(3e8, 4e8), measured=True) for each in entries[0].timelines
+    ]
+    write(tmp_path, {}, entries, rows_of(entries, 1))
+    titles, timelines = zip(*drawn, strict=True)
+    assert titles == ("1f1b, zbpp: measured", "1f1b, torch: measured", "zb_v, zbpp: measured")
+    assert timelines[0].peak_memory == (3 * MIB, 2 * MIB)
+    assert "peak memory 3 MiB (rank 0)" in in_words_of(timelines[0])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 from zbpp.benchmark.race import Entry
-from zbpp.schedule import chrome_trace, render_picture
+from zbpp.schedule import Timeline, chrome_trace, render_picture
 
 Row = dict[str, Any]
 
@@ -148,10 +149,18 @@ def write(folder: Path, about: Row, entries: Sequence[Entry], rows: Sequence[Row
     found = {"about": about, "rows": rows, "verdicts": verdicts(rows)}
     (folder / "bench.json").write_text(json.dumps(found, indent=2) + "\n")
     panels = [
-        (f"{entry.name}, {entry.runtime}", entry.typical) for entry in entries if entry.contestant is not None
+        (f"{entry.name}, {entry.runtime}: measured", _with_own_peak(entry))
+        for entry in entries
+        if entry.contestant is not None
     ]
     render_picture(panels, folder / "bench.png")
     (folder / "trace.json").write_text(json.dumps(chrome_trace(panels)))
+
+
+def _with_own_peak(entry: Entry) -> Timeline:
+    """The typical timeline with the table's peaks: that of the process is the same for all who take turns."""
+    peaks = tuple(map(float, entry.peak_bytes))
+    return replace(entry.typical, peak_memory=peaks, memory_unit="bytes", measured=False)
 
 
 def in_words(about: Row) -> str:
