@@ -66,7 +66,7 @@ def fitting(given: str) -> Iterator[None]:
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         told = str(error).partition("\n")[0]
         raise ConfigError(
-            f"the data do not fit the model: {given}, and says: {told}; write another data=, or see its keys "
+            f"the data do not fit the model: {given}: {told}; write another data=, or see its keys "
             "(ZBPP_TRACEBACK=1 shows where)"
         ) from error
 

@@ -113,7 +113,7 @@ def test_a_list_of_another_length_is_refused():
         stage(0, 3, f=[1, 2])
 
 
-@pytest.mark.parametrize("b", [-1, [1, -2]])
-def test_a_negative_time_is_refused(b):
-    with pytest.raises(ValueError, match="holds a negative time: write milliseconds"):
+@pytest.mark.parametrize("b", [-1, [1, -2], float("inf"), float("nan")])
+def test_a_negative_or_infinite_time_is_refused(b):
+    with pytest.raises(ValueError, match="holds a negative or infinite time: write milliseconds"):
         Emulated(num_layers=2, f=1, b=b, w=1)

@@ -102,3 +102,12 @@ def test_the_rotation_table_is_no_state():
 def test_the_default_intermediate_size_is_eight_thirds(hidden_size, expected):
     assert default_intermediate(hidden_size) == expected
     assert 0 <= expected - 8 * hidden_size / 3 < 64
+
+
+@pytest.mark.parametrize("theta", [0, -1, float("inf"), float("nan")])
+def test_a_rope_theta_out_of_range_is_refused(theta):
+    with pytest.raises(ValueError, match=f"rope_theta={theta}: write a number above 0"):
+        Llama(
+            vocab_size=8, num_layers=1, hidden_size=8, num_heads=2, num_kv_heads=1, sequence_length=4,
+            rope_theta=theta,
+        )  # fmt: skip

@@ -6,6 +6,7 @@ ranks shows its true shape on a laptop. Whatever prints figures of it says that 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -115,13 +116,13 @@ def sleep(milliseconds: float) -> None:
 
 
 def per_layer(name: str, times: Times, num_layers: int) -> list[float]:
-    """One time per layer. Raises ValueError for a negative time or a list of another length."""
+    """One time per layer. Raises ValueError for a time out of range or a list of another length."""
     numbers = [float(times)] * num_layers if isinstance(times, int | float) else list(times)
     if len(numbers) != num_layers:
         raise ValueError(
             f"{name}={numbers} has {len(numbers)} times for {num_layers} layers: "
             f"write one number for all, or {num_layers} of them"
         )
-    if min(numbers) < 0:
-        raise ValueError(f"{name}={times} holds a negative time: write milliseconds, 0 or more")
+    if not all(0 <= each < math.inf for each in numbers):  # NaN is neither
+        raise ValueError(f"{name}={times} holds a negative or infinite time: write milliseconds, 0 or more")
     return numbers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -52,6 +53,8 @@ class Llama:
         inner = default_intermediate(hidden_size) if intermediate_size is None else intermediate_size
         check_positive(vocab_size=vocab_size, num_layers=num_layers, sequence_length=sequence_length)
         check_positive(intermediate_size=inner)
+        if not 0 < rope_theta < math.inf:
+            raise ValueError(f"rope_theta={rope_theta}: write a number above 0, such as 10000")
         check_heads(hidden_size, num_heads, kv_heads)
 
         kv_size = hidden_size // num_heads * kv_heads
