@@ -392,6 +392,7 @@ def branching(m, x):
         (branching, {}, ["b"], "torch.export can't trace Chain .training mode.: .*; if forward branches"),
         (lambda m, x: m.n(m.b(m.n(m.a(x)))), {"n": nn.BatchNorm1d(4)}, ["b"],
          "stage 1 would take .* in eval mode"),
+        (lambda m, x: m.b(m.a(x)[x[:, 0] > 0]), {}, ["b"], r"\[u0, 4\], is no tensor of a fixed shape"),
         (lambda m, x: m.b(m.b(m.a(x))), {}, ["b"], "forward calls 'b' 2 times: split at a submodule"),
         (lambda m, x: m.b(m.a(x)), {}, ["c"], "forward calls 'c' 0 times"),
         (lambda m, x: m.b(m.a(x)), {}, ["a"], "stage 0 of 2 would compute nothing"),

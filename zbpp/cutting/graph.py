@@ -89,10 +89,11 @@ class _Cutter:
             if stage > 0 and not self._taken(stage):
                 raise ValueError(f"stage {stage} needs nothing of the stages before it: move its split point")
             for node in self._taken(stage) if stage > 0 else ():
-                if not isinstance(_look(node), Layout):
+                layout = _look(node)
+                if not (isinstance(layout, Layout) and all(isinstance(size, int) for size in layout.shape)):
                     raise ValueError(
-                        f"{node.name} is no tensor and would pass from stage {stage - 1} to stage {stage}: "
-                        "move the split point between them"
+                        f"{node.name}, {layout}, is no tensor of a fixed shape, and would pass from stage "
+                        f"{stage - 1} to stage {stage}: move the split point between them"
                     )
 
     def part(self, stage: int) -> Part:
