@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from zbpp.schedule import SCHEDULES, Costs, PlanError, Timetable, plan, simulate
 from zbpp.schedule.bounds import certificate
 from zbpp.schedule.exact import solve
+from zbpp.schedule.families import FAMILIES
 
-FAMILIES = [name for name in SCHEDULES if name not in ("zb_auto", "optimal")]
 TOLERANCE = 1e-9  # relative: what sums of floats may be off by
 GIB = 2.0**30
 
