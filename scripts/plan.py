@@ -56,7 +56,7 @@ from zbpp.schedule import (
 _DESCRIPTION = "Choose, print, compare and draw timetables of pipeline schedules. Needs no torch and no GPU."
 _USAGE = "plan.py SCHEDULE [SCHEDULE ...] | --choose | --timetable FILE | --layers N   [options]"
 _EXAMPLES = f"""\
-schedules: {", ".join(SCHEDULES)}
+schedules, in any case and in torch's spelling, too: {", ".join(SCHEDULES)}
 
 costs: a single number is for one rank's share of the model; a schedule with two stages per rank
 gets half of it per stage, so that all run the same model. A comma list is per stage; for another
@@ -64,7 +64,7 @@ number of stages they are halved or joined. --costs reads what scripts/measure.p
 
 examples:
   plan.py zb_h1 --ranks 4 --microbatches 8           the staircase and its figures
-  plan.py --choose --ranks 4 --microbatches 8 --memory-limit 4      which schedule should I use?
+  plan.py --choose --ranks 4 --microbatches 8 --memory-limit 4      which one, and how to train with it
   plan.py --compare all --ranks 8 --microbatches 24 --f 18.5 --b 18.1 --w 9.3 --comm 0.6 --time-limit 2
   plan.py zb_auto --placement v --f 10 --b 12 --w 7 --time-limit 2  a plan for these costs
   plan.py 1f1b zb_h1 zb_v --picture compare.png --trace compare.json    (trace: ui.perfetto.dev)
@@ -169,7 +169,8 @@ def _advice(options: argparse.Namespace, costs: Costs, notes: Sequence[str]) -> 
     advice, commands = render_advice(answer), _commands(options, answer)
     outcomes = {choice.candidate.title: choice.candidate.timeline for choice in answer.ranked}
     notes = [commands, *notes, advice.question]
-    _draw(options, outcomes, costs, notes=notes, table=advice.ranked, more=advice.more)
+    table = [row[:-1] for row in advice.ranked]  # each rank's peak stands beside its drawing
+    _draw(options, outcomes, costs, notes=notes, table=table, more=advice.more)
     return f"{commands}\n\n{advice}"
 
 

@@ -565,6 +565,8 @@ def test_the_order_in_a_plans_file_is_the_order_that_runs(monkeypatch, tmp_path)
     assert not list(tmp_path.rglob("*.safetensors"))
     with pytest.raises(PlanError, match="is a plan for 3 microbatches, not for num_microbatches=4"):
         train(choices)
+    with pytest.raises(PlanError, match="memory limit .*12GiB.* write how many, such as 8"):
+        train(["schedule.memory_limit=12GiB", *MLP, *TINY, f"run_dir={tmp_path}/run"])
     with pytest.raises(configs.ConfigError, match="schedule: .*none.json'; write a file of scripts/plan.py"):
         train(["schedule.costs=none.json", *MLP, *TINY, f"run_dir={tmp_path}/run"])
 

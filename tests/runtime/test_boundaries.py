@@ -13,6 +13,7 @@ from torch import nn
 from helpers.processes import run_ranks
 from helpers.split import assert_close
 from zbpp import Pipeline, PlanError, per_microbatch, plan
+from zbpp.runtime import BoundaryError
 from zbpp.schedule import SCHEDULES
 
 SIZE = 6
@@ -259,3 +260,111 @@ def test_fewer_microbatches_than_ranks_run_under_every_schedule_that_takes_them(
         assert losses == expected[m][0]
         assert_close(by_layer(grads), by_layer(expected[m][1]), tolerance=0)
     assert_equals_plain([expected[2]], chain, even(2), 1)
+
+
+# ---------------------------------------------------------------- tensors that are not their memory
+
+
+class Spectrum(nn.Module):
+    """Sends a conjugate view, and a negative one (the imaginary part of a conjugate)."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = linear(0)
+
+    def forward(self, x):
+        z = torch.complex(self.layer(x), x)
+        return z.conj(), z.conj().imag
+
+
+class FromSpectrum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = linear(1)
+
+    def forward(self, z, imaginary):
+        return self.layer(z.real * 2 + z.imag.square() * imaginary)
+
+
+class Conjugates(nn.Module):
+    """Gives a conjugate view and a negative one as its inputs' gradients."""
+
+    def forward(self, z, imaginary):
+        return Twisted.apply(z), Negated.apply(imaginary)
+
+
+class Twisted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z):
+        return z.clone()
+
+    @staticmethod
+    def backward(ctx, dz):
+        return dz.conj().resolve_conj().conj()  # dz, conjugated twice: once in memory, once by the view
+
+
+class Negated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dx):
+        return torch._neg_view(-dx)
+
+
+def spectral(num_stages):
+    return [Spectrum(), Conjugates(), FromSpectrum()]
+
+
+def run_spectral(rank, num_ranks):
+    return piped(rank, spectral, even(), "zb_h1", num_ranks)
+
+
+def test_a_negative_view_arrived_with_the_other_sign_and_a_conjugate_one_failed():
+    assert_equals_plain(run_ranks(run_spectral, 3, 3), spectral, even(), 3)
+
+
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        (
+            lambda y: y.to_sparse(),
+            r"stage 0 returned a sparse tensor; .*: return y.to_dense\(\), or its indi",
+        ),
+        (
+            lambda y: torch.nested.as_nested_tensor(list(y)),
+            r"stage 0 returned a nested tensor; .*to_padded_ten",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_sparse_and_nested_tensors_at_a_boundary_say_what_to_return(turn, message):
+    """Also between two stages of one rank, where no message is sent."""
+
+    class Turned(nn.Module):
+        def forward(self, x):
+            return turn(x)
+
+    pipeline = Pipeline({0: Turned(), 1: linear(0)}, plan("zb_v", 1, 2), F.mse_loss)
+    x = drawn(4, SIZE)
+    for call in (pipeline.step, pipeline.evaluate):
+        with pytest.raises(BoundaryError, match=message):
+            call(x, target=x)
+
+
+class Looked(nn.Module):
+    """Looks rows up in its input."""
+
+    def __init__(self, sparse):
+        super().__init__()
+        self.sparse = sparse
+
+    def forward(self, x):
+        return F.embedding(torch.tensor([0, 0]), x, sparse=self.sparse)
+
+
+def test_a_sparse_gradient_of_an_input_passes_dense():
+    """Plain autograd itself refuses it in a linear layer."""
+    found = piped(0, lambda _: [linear(0), Looked(True)], even(2), "zb_v", 1)
+    assert_equals_plain([found], lambda _: [linear(0), Looked(False)], even(2), 2)

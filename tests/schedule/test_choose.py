@@ -300,7 +300,7 @@ def test_the_advice_has_its_sections(answers):
     )
     row = next(line for line in lines if line.startswith("zb_h1"))
     assert row.split() == [
-        "zb_h1", "one", "829", "829", "16.04", "%", "829", "0.00", "%", "336", "8",
+        "zb_h1", "one", "829.0", "829.0", "16.04", "%", "829.0", "0.00", "%", "336", "8",
         "8,", "7.5,", "7,", "6.5,", "6,", "5.5,", "5,", "4.5",
     ]  # fmt: skip
     starts = ("needs more memory", "best makespan at", "best max span (post-validation)", "what follows")

@@ -177,6 +177,34 @@ def test_the_curve_is_the_level_and_the_dot_its_peak(page):
         assert x == pytest.approx(zero + ends[after.index(max(after))] * scale, abs=1)
 
 
+def test_every_memory_strip_has_its_scale(page):
+    """0 and the highest that is drawn anywhere, the limit of 4, at the heights where the curve has them."""
+    curves = painted(page, "curve")
+    words = [call for call in painted(page, "fillText") if call.arguments[0] in ("0", "4")]
+    assert len(curves) == 12
+    for panel in range(3):
+        own = [each.arguments for each in curves if each.panel == panel]
+        marks = [each.arguments for each in words if each.panel == panel and each.arguments[2] > 20]
+        bases = [curve[-1][1] for curve in own]
+        unit = max(base - min(y for _, y in curve) for base, curve in zip(bases, own, strict=True)) / max(
+            max(timeline.peak_memory) for timeline in [list(TIMELINES.values())[panel]]
+        )
+        assert [text for text, *_ in marks] == ["0", "4"] * 4
+        for (_, x, y), base in zip(marks[::2], bases, strict=True):
+            assert x < 54
+            assert y == pytest.approx(base, abs=5)
+        for (_, _, y), base in zip(marks[1::2], bases, strict=True):
+            assert y == pytest.approx(base - 4 * unit, abs=5)
+
+
+def test_memory_in_bytes_is_told_in_gib(tabs):
+    costs = COSTS.in_bytes(saved=2**31, deferred=2**30)
+    browser = tabs(render_page({"a": simulate(plan("zb_h1", 2, 4), costs)}, costs=costs))
+    assert hover(browser, 0, 0, 1.0)[-1] == "memory after it: 2 GiB"
+    assert "4 GiB" in browser.evaluate("document.querySelector('table.summary').innerText")
+    assert complaints(browser) == []
+
+
 # ---------------------------------------------------------------- what it tells
 
 

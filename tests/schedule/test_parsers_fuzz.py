@@ -13,7 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.timetables import random_timetable
-from zbpp.schedule import PlanError, Timetable, from_csv, from_json, to_csv, to_json
+from zbpp.schedule import (
+    Costs,
+    CostsInBytes,
+    PlanError,
+    Timetable,
+    about_in_words,
+    from_csv,
+    from_json,
+    read_costs,
+    read_memory_limit,
+    to_csv,
+    to_json,
+)
 
 FORMS = {"text": (str, Timetable.parse), "csv": (to_csv, from_csv), "json": (to_json, from_json)}
 EXAMPLES = settings(max_examples=150)
@@ -143,3 +155,35 @@ def test_a_planted_word_is_the_one_that_is_named(seed, wrong):
     cell = idle[rank].index(wrong) + 1
     with pytest.raises(PlanError, match=rf"^line {line}, cell {cell}: {complaint}"):
         from_csv("\n" * blank_lines + "\n".join(map(",".join, idle)))
+
+
+@EXAMPLES
+@given(
+    entry=st.sampled_from(["f", "bw", "comm", "saved", "memory_unit", "about", "\x1b[2J"]),
+    value=values | st.text(),
+)
+def test_any_value_in_any_entry_of_a_costs_file(tmp_path_factory, entry, value):
+    path = tmp_path_factory.getbasetemp() / "costs.json"
+    path.write_text(json.dumps({"f": 1, entry: value}))
+    try:
+        costs, about = read_costs(path)
+    except PlanError as error:
+        refusal = str(error)
+        assert refusal.startswith(f"{path}: ")
+        assert refusal.isprintable()
+        return
+    assert costs.per_stage(len(value) if isinstance(value, list) else 3)
+    assert about_in_words(about).isprintable()
+
+
+@EXAMPLES
+@given(text=st.text() | st.from_regex(r"[0-9.e+,-]{0,8} ?[kMGT]?i?B?", fullmatch=True))
+def test_any_text_as_a_memory_limit(text):
+    for costs in (Costs(), CostsInBytes()):
+        try:
+            limit = read_memory_limit(text, costs)
+        except PlanError as error:
+            refusal = str(error)
+            assert refusal.isprintable()
+        else:
+            assert all(each >= 0 for each in (limit if isinstance(limit, list) else [limit]))

@@ -1,12 +1,15 @@
 """scripts/plan.py as its user meets it."""
 
 import contextlib
+import html
 import json
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -15,9 +18,11 @@ from zbpp.schedule import (
     SCHEDULES,
     Costs,
     Timetable,
+    canonical_name,
     from_csv,
     from_json,
     plan,
+    read_timetable,
     render_cuts,
     render_text,
     simulate,
@@ -97,11 +102,105 @@ def test_other_forms_round_trip_through_a_file(tmp_path, form, read):
 def test_choose_ranks_plans_and_draws_them(tmp_path):
     arguments = ["--ranks", 4, "--microbatches", 8, "--memory-limit", 4, "--time-limit", 1]
     text = output("--choose", *arguments, "--html", "a.html", cwd=tmp_path)
-    assert text.startswith("4 ranks, 8 microbatches, at most 4 (1.00p) per rank; ")
+    assert "\n4 ranks, 8 microbatches, at most 4 (1.00p) per rank; " in text
     assert "proved  zb_h1 is optimal at 4 (1.00p) with one stage per rank: makespan 27 ms, which" in text
     assert re.search(r"^zb_2p +one +\d", text.partition("needs more memory")[2], re.MULTILINE)
     page = (tmp_path / "a.html").read_text()
-    assert all(words in page for words in ("<html", "zb_auto v", "zb_h1 is optimal at 4 (1.00p)"))
+    assert all(words in page for words in ("<html", "zb_auto --placement v", "zb_h1 is optimal at 4 (1.00p)"))
+
+
+@pytest.fixture(scope="module")
+def main():
+    """The script's own, in this process: a second is saved each time."""
+    spec = spec_from_file_location("plan_script", SCRIPT)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+CHOOSE = ["--choose", "--ranks", "4", "--microbatches", "8"]
+LONG_B = ["--f", "10", "--b", "16", "--w", "8", "--comm", "2"]
+
+
+def test_choose_opens_with_one_command_where_a_family_is_best(main, capsys):
+    assert main([*CHOOSE, "--memory-limit", "4", "--time-limit", "0.2"]) == 0
+    title, command, blank, *_ = capsys.readouterr().out.splitlines()
+    assert (title, blank) == ("to train with the best plan, zb_v:", "")
+    train = "torchrun --standalone --nproc-per-node 4 scripts/train.py"
+    assert command == f"  {train} schedule=zb_v num_microbatches=8"
+
+
+def test_the_two_commands_for_a_searched_plan_make_a_plan_that_is_as_good(main, capsys, tmp_path):
+    """The second one's file is what the first one writes."""
+    limit = ["--memory-limit", "5", "--time-limit", "3"]
+    assert main([*CHOOSE, *LONG_B, *limit]) == 0
+    text = capsys.readouterr().out
+    title, first, second, *_ = text.splitlines()
+    assert re.fullmatch(r"to train with the best plan, zb_auto --placement \w+:", title)
+    script, *arguments, redirect, path = shlex.split(first.removeprefix("  python "))
+    assert (script, redirect, path) == ("scripts/plan.py", ">", "plan.txt")
+    assert second.endswith("scripts/train.py schedule.timetable=plan.txt num_microbatches=8")
+    assert main(arguments) == 0
+    (tmp_path / "plan.txt").write_text(capsys.readouterr().out)
+    timetable = read_timetable(tmp_path / "plan.txt")
+    share = timetable.num_ranks / timetable.num_stages
+    costs = Costs(f=10 * share, b=16 * share, w=8 * share, comm=2, saved=share, deferred=share / 2)
+    timeline = simulate(timetable, costs)
+    best = re.search(r"^zb_auto --placement \w+ +\w+ +([\d.]+)", text, re.MULTILINE)
+    assert timeline.makespan <= float(best[1]) * 1.02  # another machine's pace, another plan
+    assert max(timeline.peak_memory) <= 5 * (1 + 1e-9)
+
+
+def test_every_row_of_choose_can_be_typed(main, capsys):
+    """Each is a name that plan.py takes, with the makespan that the table says."""
+    assert main([*CHOOSE, "--memory-limit", "4", "--time-limit", "0.2"]) == 0
+    tables = capsys.readouterr().out.split("\n\n")[2:4]
+    rows = [re.split("  +", line) for table in tables for line in table.splitlines()[1:]]
+    assert len(rows) == len(SCHEDULES) - 2 + 3  # optimal is no row; zb_auto has three
+    for name, _, makespan, *_ in rows:
+        assert main([*name.split(), "--ranks", "4", "--microbatches", "8", "--time-limit", "0.2"]) == 0
+        said = re.search(r"^makespan (\S+) ms$", capsys.readouterr().out, re.MULTILINE)[1]
+        assert float(said) <= float(makespan) or not name.startswith("zb_auto")
+        assert name.startswith("zb_auto") or float(said) == float(makespan)
+
+
+def test_the_page_of_choose_has_its_table_once(main, capsys, tmp_path):
+    assert main([*CHOOSE, "--time-limit", "0.2", "--html", str(tmp_path / "a.html")]) == 0
+    page = html.unescape((tmp_path / "a.html").read_text())
+    text = capsys.readouterr().out
+    head, row = next(line for line in text.splitlines() if line.startswith("schedule ")), "zb_h1"
+    assert head not in page
+    assert page.count('<table class="summary">') == 1
+    assert page.count(f'<th scope="row">{row}</th>') == 1
+    assert all(f'<th scope="col">{each}</th>' in page for each in re.split("  +", head)[:-1])
+    assert page.index("to train with the best plan") < page.index('<table class="summary">')
+
+
+@pytest.mark.parametrize("given", ["1F1B", "ZB-H1", "ZBVZeroBubble", "Interleaved1F1B"])
+def test_names_are_typed_in_any_case_and_in_torchs_spelling(main, capsys, given):
+    assert main([given, "--text"]) == 0
+    assert Timetable.parse(capsys.readouterr().out) == plan(given, 4, 8)
+    assert main([given, "--compare", "gpipe"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[0] == canonical_name(given)
+
+
+def test_a_limit_in_gib_for_costs_in_bytes(main, capsys, tmp_path):
+    costs = {"saved": 2**30, "deferred": 2**29, "memory_unit": "bytes"}
+    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    arguments = ["zb_h1", "--costs", str(tmp_path / "costs.json"), "--memory-limit"]
+    assert main([*arguments, "4GiB"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^ +span +bubble +bubble rate +peak memory\nrank 0 .* 4 GiB$", out, re.MULTILINE)
+    assert (
+        main([*arguments, "3.5GiB"])
+        == main([*arguments, "4"])
+        == main(["zb_h1", "--memory-limit", "4GiB"])
+        == 2
+    )
+    short, bare, foreign = capsys.readouterr().err.splitlines()
+    assert short.startswith("error: zb_h1 needs 4 GiB on rank 0, memory_limit allows 3.5 GiB; the least")
+    assert bare == "error: memory limit '4': the costs are in bytes; write a unit, such as 12GiB"
+    assert foreign.startswith("error: memory limit '4GiB': the costs are in activations of one rank's share")
 
 
 def test_costs_say_where_they_were_measured(tmp_path):
@@ -194,7 +293,7 @@ def test_picture_and_trace(tmp_path):
         (["--timetable", "missing.txt"], "error: [Errno 2] No such file or directory: 'missing.txt'"),
         (["--timetable", "bad.txt"], "error: bad.txt: line 1, word 2: '0G0' is no action"),
         (["--timetable", "stuck.txt"], "error: stuck.txt: the timetable cannot proceed: rank 0 waits in 0W0"),
-        (["zb_h1", "--costs", "bad.txt"], "error: bad.txt: line 1, column 3 is no JSON"),
+        (["zb_h1", "--costs", "bad.txt"], "error: bad.txt: line 1, column 2 is no JSON"),
         (
             ["zb_h1", "--costs", "unknown.json"],
             "error: unknown.json: 'forward' is no cost; known: f, b, w, bw",
@@ -207,6 +306,16 @@ def test_picture_and_trace(tmp_path):
             ["--choose", "--memory-limit", "0.5"],
             "error: memory_limit 0.5 on rank 0 can't hold one microbatch",
         ),
+        (
+            ["zb_h1", "--microbatches", "1000000000"],
+            "error: num_ranks=4, num_microbatches=1,000,000,000: 8,000,000,000 actions take 953 GiB to plan, "
+            "8 GiB is the most: write num_microbatches=8388608 or less",
+        ),
+        (
+            ["--choose", "--ranks", "1000000000"],
+            "error: num_ranks=1,000,000,000, num_microbatches=8: 16,000,",
+        ),
+        (["--choose", "--time-limit", "inf"], "error: time_limit=inf: write seconds, 0 or more"),
         (["--choose", "--ranks", "0"], "error: num_ranks=0: write a whole number, 1 or more"),
         (["--choose", "--text", "--time-limit", "0"], "error: --text, --csv, --json and --program show one"),
         (["zb_auto", "--placement", "one", "--time-limit", "-1"], "error: time_limit=-1.0: write seconds"),
@@ -252,6 +361,8 @@ def test_errors_are_one_line_and_no_traceback(tmp_path, arguments, message):
             ["--layers", "2.5"],
             "argument --layers: '2.5' is no number of layers: write 24, or their costs 1,1,2",
         ),
+        (["--layers", "1000000000"], "argument --layers: '1000000000': 4096 layers are the most"),
+        (["--layers", "8", "--hidden", "0"], "argument --hidden: '0' is no size: write a whole number, 1 to"),
         (["zb_auto", "--placement", "w"], "argument --placement: invalid choice: 'w'"),
     ],
 )
@@ -262,14 +373,16 @@ def test_wrong_usage_says_how(arguments, message):
     assert "Traceback" not in done.stderr
 
 
-def test_help_has_examples_that_run(tmp_path):
+def test_help_has_examples_that_run(main, capsys, tmp_path, monkeypatch):
     text = output("--help")
     examples = re.findall(r"^  plan\.py (.*?)(?: > mine\.txt)?(?:  .*)?$", text, re.MULTILINE)
     assert len(examples) == text.count("  plan.py ") == 12
-    (tmp_path / "mine.txt").write_text(output("zb_h1", "--text"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.txt").write_text(str(plan("zb_h1", 4, 8)))
     for example in examples:
-        short = re.sub(r"--time-limit \S+", "", example) + " --time-limit 0.5"  # the last one counts
-        assert output(*short.split(), cwd=tmp_path)
+        short = re.sub(r"--time-limit \S+", "", example) + " --time-limit 0.2"  # the last one counts
+        assert main(short.split()) == 0
+        assert capsys.readouterr().out
 
 
 def test_a_reader_that_leaves_early_is_no_error():

@@ -1,10 +1,15 @@
 """plan(): which options reach a generator, and what is refused with which words."""
 
 import math
+import re
+import tracemalloc
 
 import pytest
+from torch.distributed.pipelining.schedules import get_schedule_class
 
-from zbpp.schedule import Costs, PlanError, Timetable, placement_of, plan, planner
+from zbpp.benchmark.rival import SCHEDULES as THEIRS
+from zbpp.schedule import Costs, PlanError, Timetable, canonical_name, placement_of, plan, planner, simulate
+from zbpp.schedule.sizes import BYTES_PER_SEARCHED_ACTION, check_size
 
 
 @pytest.fixture
@@ -98,6 +103,79 @@ def test_an_argument_that_will_not_do_is_refused_with_what_to_write(options, mes
     with pytest.raises(PlanError) as caught:
         plan("zb_h1", **{"num_ranks": 2, "num_microbatches": 4, **options})
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "stages"),
+    [(8, 10**9, 1), (10**9, 8, 1), (10**9, 10**9, 1), (8, 10**400, 1), (8, 8, 10**9)],
+)
+@pytest.mark.parametrize("name", ["looped_bfs", "zb_auto"])
+def test_a_plan_that_cannot_fit_is_refused_before_it_is_allocated(name, ranks, microbatches, stages):
+    tracemalloc.start()
+    try:
+        with pytest.raises(PlanError, match=r"actions take .* GiB to plan, 8 GiB is the most: write"):
+            plan(name, ranks, microbatches, placement="looped", stages_per_rank=stages + 1)
+        assert tracemalloc.get_traced_memory()[1] < 10**6
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_is_written_instead_of_too_many_is_just_few_enough():
+    with pytest.raises(PlanError) as caught:
+        check_size(8, 10**9, 2)
+    most = int(re.search(r"num_microbatches=(\d+) or less", str(caught.value))[1])
+    check_size(8, most, 2)
+    with pytest.raises(PlanError):
+        check_size(8, most + 1, 2)
+
+
+def test_512_ranks_and_4096_microbatches_are_not_too_many():
+    for stages in (1, 2, 4):
+        check_size(512, 4096, stages)
+    check_size(512, 4096, bytes_per_action=BYTES_PER_SEARCHED_ACTION)
+
+
+def test_torchs_names_are_known_as_torch_spells_them():
+    """With and without its "Schedule", as its own get_schedule_class takes them: in any case."""
+    for ours, theirs in THEIRS.items():
+        short = theirs.removeprefix("Schedule")
+        for name in (theirs, short, short.lower(), short.upper()):
+            assert get_schedule_class(name.removeprefix("Schedule")).__name__ == theirs
+            assert canonical_name(name) == ours
+            assert plan(name, 2, 4) == plan(ours, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("ZB_H1", "zb_h1"), ("ZBH1", "zb_h1"), ("ZB-H2", "zb_h2"), ("V-Half", "v_half"), ("ZB-1p", "zb_1p")],
+)
+def test_case_and_punctuation_make_no_difference(name, meant):
+    assert canonical_name(name) == meant
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("zb_h3", "zb_h2"), ("ZBVZeroBuble", "zb_v"), ("interleaved", "interleaved_zb")]
+)
+def test_a_name_that_is_nearly_right_gets_a_suggestion(name, meant):
+    with pytest.raises(PlanError, match=rf"unknown schedule '{name}'; known: .*; did you mean {meant}\?"):
+        plan(name, 2, 4)
+
+
+@pytest.mark.parametrize("name", ["", "qqqq", "\x1b[2J", None, 3, ["zb_h1"], "x" * 10**5])
+def test_a_name_that_is_nothing_is_one_line(name):
+    with pytest.raises(PlanError, match=r"unknown schedule .*; known: gpipe") as caught:
+        canonical_name(name)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 400
+
+
+def test_the_papers_plans_hold_once_and_twice_the_memory_of_1f1b():
+    costs = Costs(f=10, b=12, w=7, comm=1, saved=[3, 1, 2, 2])
+    for name, multiple in (("zb_1p", 1), ("zb_2p", 2)):
+        timetable = plan(name, 4, 12, costs=costs)
+        limit = multiple * 4 * 3
+        assert max(simulate(timetable, costs).peak_memory) <= limit
+        assert timetable == plan("zb_auto", 4, 12, costs=costs, memory_limit=limit, search=False)
 
 
 def test_the_rank_that_lacks_most_memory_is_named():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 
 from zbpp.schedule import (
     Costs,
+    CostsInBytes,
     PlanError,
     Timetable,
     chrome_trace,
@@ -115,7 +117,7 @@ def test_table_shows_figures_or_the_reason():
 
 
 def test_figures_are_per_rank_and_largest():
-    costs = Costs(saved=3 * 2**30, deferred=2**30, memory_unit="bytes")
+    costs = CostsInBytes(saved=3 * 2**30, deferred=2**30)
     assert render_figures(simulate(plan("zb_h1", 2, 4), costs)).splitlines() == [
         "         span  bubble  bubble rate  peak memory",
         "rank 0     13       1       7.69 %        6 GiB",
@@ -181,6 +183,52 @@ def test_picture_formats(tmp_path, suffix):
     path = tmp_path / f"a.{suffix}"
     render_picture([("one rank", simulate(plan("zb_h1", 1, 2)))], path)
     assert path.stat().st_size > 1000
+
+
+def words_of(timelines, path):
+    """What is written in a picture."""
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        render_picture(timelines, path)
+    return re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text())
+
+
+def test_numbers_that_do_not_fit_into_their_boxes_are_left_out(tmp_path):
+    """One F of twelve is too short for its number, and has a neighbour on both sides."""
+    usual = simulate(plan("gpipe", 1, 12))
+    ends = usual.ends[0].copy()
+    ends[10] = usual.starts[0][10] + 0.05
+    measured = replace(usual, ends=(ends,), measured=True, memory_unit="bytes")
+    written = [words_of({"": each}, tmp_path / "a.svg") for each in (usual, measured)]
+    assert [words.count("11") for words in written] == [2, 2]
+    assert [words.count("10") for words in written] == [3, 2]  # a tick of the axis among them
+
+
+def test_every_panel_has_its_axis_with_gridlines(tmp_path):
+    timelines = {"one": simulate(plan("1f1b", 2, 4)), "other": simulate(plan("zb_h1", 2, 4))}
+    words = words_of(timelines, tmp_path / "a.svg")
+    assert [words.count(tick) for tick in ("0 ms", "10", "14")] == [2, 2, 2]
+    ticks = range(0, 15, 2)
+    assert (tmp_path / "a.svg").read_text().count("stroke: #d4d6dc") == 2 * len(ticks)
+
+
+def test_a_picture_says_what_its_memory_is_and_whose_figures_it_has(tmp_path):
+    predicted = simulate(plan("zb_h1", 2, 4))
+    measured = replace(predicted, peak_memory=(2**29, 2**30), memory_unit="bytes", measured=True)
+    words = words_of({"predicted": predicted, "measured": measured}, tmp_path / "a.svg")
+    assert "makespan 13 ms, bubble rate 7.7 % (rank 0), peak activations 2 (rank 0)" in words
+    assert "makespan 13 ms, bubble rate 7.7 % (rank 0), process peak 1 GiB (rank 1)" in words
+
+
+def test_times_of_one_table_have_the_same_decimals():
+    """As many as the largest needs for five digits, none where all are whole."""
+    outcomes = {
+        "a": simulate(plan("1f1b", 2, 2), Costs(f=1000.4, b=1, w=0.123456)),
+        "b": simulate(plan("1f1b", 2, 2)),
+    }
+    cells = [line.split()[2:5] for line in render_table(outcomes).splitlines()[1:]]
+    assert cells == [["3004.6", "3004.6", "1001.5"], ["9.0", "9.0", "3.0"]]
 
 
 def test_picture_of_32_ranks_and_256_microbatches(tmp_path):

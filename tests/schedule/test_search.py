@@ -20,18 +20,10 @@ def costs_of(row):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['model']}-{row['m']}")
-def test_without_search_it_is_the_papers_planner(row):
+def test_zb_1p_and_zb_2p_have_the_papers_bubbles(row):
     for column, factor in (("zb_1p", 1), ("zb_2p", 2)):
         limit = factor * row["p"]
-        found = plan(
-            "zb_auto",
-            row["p"],
-            row["m"],
-            costs=costs_of(row),
-            memory_limit=limit,
-            objective="span",
-            search=False,
-        )
+        found = plan(column, row["p"], row["m"], costs=costs_of(row))
         timeline = simulate(found, costs_of(row))
         assert round(timeline.bubble_rate, 4) == row[column]
         assert max(timeline.peak_memory) <= limit

@@ -56,7 +56,7 @@ def measure(config: MeasureConfig) -> Summary:
             "steps": config.repeats,
             "links": [link._asdict() for link in found.links],
         }
-        summary = {**vars(found.costs), "about": about}
+        summary = {**vars(found.costs), "memory_unit": found.costs.memory_unit, "about": about}
         if folder is not None:
             folder.begin()
             (folder.path / "costs.json").write_text(json.dumps(summary, indent=2) + "\n")

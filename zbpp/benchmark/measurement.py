@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from zbpp.benchmark.contestants import Zbpp
@@ -31,12 +30,11 @@ class Measurement(NamedTuple):
     def in_activations(self) -> Costs:
         """The costs with bytes as multiples of what a microbatch leaves on a stage from F until B."""
         unit = sum(each.saved for each in self.held) / len(self.held) or 1
-        return replace(
-            self.costs,
-            saved=[each.saved / unit for each in self.held],
-            deferred=[each.deferred / unit for each in self.held],
-            memory_unit="activations",
-        )
+        held = {
+            "saved": [each.saved / unit for each in self.held],
+            "deferred": [each.deferred / unit for each in self.held],
+        }
+        return Costs(**{**self.costs.numbers, **held})
 
 
 def measure(workload: Workload, timetable: Timetable, num_steps: int) -> Measurement:
@@ -49,12 +47,8 @@ def measure(workload: Workload, timetable: Timetable, num_steps: int) -> Measure
     race(runs, workload, num_steps)
     dismiss(runs)
     held = _held(workload, timetable)
-    costs = replace(
-        measured_costs(*(timeline for run in runs for timeline in run.timelines)),
-        saved=[each.saved for each in held],
-        deferred=[each.deferred for each in held],
-        memory_unit="bytes",
-    )
+    times = measured_costs(*(timeline for run in runs for timeline in run.timelines))
+    costs = times.in_bytes(saved=[each.saved for each in held], deferred=[each.deferred for each in held])
     links = link_speeds(lower(timetable).links, workload.here.device) if timetable.num_ranks > 1 else []
     return Measurement(costs, links, held)
 

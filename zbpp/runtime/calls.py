@@ -18,9 +18,8 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
-from torch._C._distributed_c10d import Store
 
-from zbpp.runtime.world import AgreementError, communicating
+from zbpp.runtime.world import AgreementError, Store, communicating
 
 
 class _Call(NamedTuple):
@@ -33,10 +32,7 @@ class _Call(NamedTuple):
 
 
 class Calls:
-    """The calls of one rank. store: shared by the ranks of the pipeline; neighbours: those it has links with.
-
-    The ranks must meet between making theirs and the first call, which reads what others wrote here.
-    """
+    """The calls of one rank. store: shared by the ranks; neighbours: whose calls must be the same."""
 
     def __init__(self, store: Store, rank: int, neighbours: Collection[int], device: torch.device) -> None:
         self._store, self._rank, self._neighbours, self._device = store, rank, sorted(neighbours), device

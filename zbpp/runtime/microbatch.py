@@ -152,7 +152,7 @@ def _refuse_hidden_tensors(name: str, value: Any) -> None:
         raise ValueError(
             f"{name} is a {kind}, which holds tensors that torch's pytree doesn't find: pass them in a tuple "
             f"or a dict, register {kind} (torch.utils._pytree.register_dataclass), or write "
-            f"zbpp.replicate({name}) if every microbatch gets all of it"
+            f"zbpp.per_microbatch([...]) with one value for each; zbpp.replicate({name}) gives all to each"
         )
 
 

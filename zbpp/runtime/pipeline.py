@@ -87,10 +87,12 @@ class Pipeline:
             for index in timetable.stages_of(self.rank)
         }
         programs, evaluation = lower(timetable), lower(timetable.forward_only())
-        neighbours = {end for link in programs.links if self.rank in link for end in link} - {self.rank}
+        ends = {timetable.rank_of[0], timetable.rank_of[-1]}  # inputs and targets are of one batch
+        watched = [{*each} for each in (*programs.links, ends) if self.rank in each]
         self._calls: Calls | None = None
-        if neighbours:  # before the links, whose making has all ranks meet
-            self._calls = Calls(store_of_the_job(agreed.key), self.rank, neighbours, self.device)
+        if programs.links:
+            store = store_of_the_job(agreed.key)
+            self._calls = Calls(store, self.rank, set().union(*watched) - {self.rank}, self.device)
         self._links = link_groups(group, programs.links, timeout, self.device) if programs.links else {}
         executor = partial(
             Executor,

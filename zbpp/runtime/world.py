@@ -17,7 +17,8 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import Store as Store  # for others to name
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 

@@ -4,7 +4,7 @@ from zbpp.partition import partition
 from zbpp.schedule.bounds import Bound, Certificate, certificate, lower_bound
 from zbpp.schedule.choose import Answer, Question, choose
 from zbpp.schedule.compare import compare, per_stage_of
-from zbpp.schedule.costs import Costs
+from zbpp.schedule.costs import Costs, CostsInBytes
 from zbpp.schedule.costs_file import About, about_in_words, measured_layers, read_costs
 from zbpp.schedule.dataflow import Value, consumes, produces
 from zbpp.schedule.interchange import from_csv, from_json, read_timetable, to_csv, to_json
@@ -33,6 +33,7 @@ __all__ = [
     "Bound",
     "Certificate",
     "Costs",
+    "CostsInBytes",
     "Op",
     "PlanError",
     "Program",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from zbpp.schedule.timetable import Op, PlanError, shown
 
@@ -25,12 +25,12 @@ class StageCosts(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """Durations in ms, memory in memory_unit; each a number, or one number per stage.
+    """Durations in ms, memory in any unit; each a number, or one number per stage.
 
     f, b, w: durations of F, B, W; bw: of BW, None for b + w.
     comm: time of a message that leaves the stage; it occupies no rank.
     saved: held from F until B or BW; deferred: held from B until W.
-    memory_unit: "activations", what a microbatch leaves on a stage with saved=1, or "bytes".
+    memory_unit: what the unit is taken for: activations here, bytes in `CostsInBytes`.
     Raises PlanError for what is no number, and for one that is negative or not finite.
     """
 
@@ -41,7 +41,7 @@ class Costs:
     comm: PerStage = 0.0
     saved: PerStage = 1.0
     deferred: PerStage = 0.5
-    memory_unit: str = ACTIVATIONS
+    memory_unit: ClassVar[str] = ACTIVATIONS
 
     def __post_init__(self) -> None:
         for name, value in self.numbers.items():
@@ -49,19 +49,15 @@ class Costs:
                 if not 0 <= number <= _LARGEST:  # NaN is not
                     given = f"Costs({name}={shown(value)}): {number!r}"
                     raise PlanError(f"{given} must be finite and not negative (at most 1e100)")
-        if self.memory_unit not in (ACTIVATIONS, BYTES):
-            raise PlanError(
-                f"Costs(memory_unit={shown(self.memory_unit)}): write {ACTIVATIONS!r} or {BYTES!r}"
-            )
 
     @property
     def numbers(self) -> dict[str, PerStage]:
         """The costs by name, without bw where it is b + w."""
-        return {
-            name: value
-            for name, value in vars(self).items()
-            if name != "memory_unit" and not (name == "bw" and value is None)
-        }
+        return {name: value for name, value in vars(self).items() if name != "bw" or value is not None}
+
+    def in_bytes(self, saved: PerStage, deferred: PerStage) -> CostsInBytes:
+        """The same times with memory in bytes."""
+        return CostsInBytes(**{**self.numbers, "saved": saved, "deferred": deferred})
 
     def per_stage(self, num_stages: int) -> StageCosts:
         """Every cost as a list of `num_stages` floats. Raises PlanError for a list of another length."""
@@ -85,6 +81,12 @@ class Costs:
                 Op.BW: [-held for held in saved],
             },
         )
+
+
+class CostsInBytes(Costs):
+    """Costs whose saved and deferred are bytes, as measured ones are."""
+
+    memory_unit: ClassVar[str] = BYTES
 
 
 def _numbers(name: str, value: object) -> list[float]:

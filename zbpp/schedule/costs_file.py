@@ -1,4 +1,4 @@
-"""Costs as scripts/measure.py writes them: a JSON object with the fields of `Costs`, and `about`."""
+"""Costs as scripts/measure.py writes them: a JSON object with the fields of `Costs`, memory_unit, about."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zbpp.partition import layers_of
-from zbpp.schedule.costs import Costs
+from zbpp.schedule.costs import ACTIVATIONS, BYTES, Costs, CostsInBytes
 from zbpp.schedule.interchange import naming, read_json
 from zbpp.schedule.timetable import Op, PlanError, printable, shown
 
@@ -16,6 +16,7 @@ About = dict[str, Any]
 """What was measured, where and how: any keys."""
 
 _NAMES = [field.name for field in fields(Costs)]
+_KINDS = {ACTIVATIONS: Costs, BYTES: CostsInBytes}  # by "memory_unit"
 _LONGEST = 80  # characters of an entry of `about` that are shown
 
 
@@ -28,9 +29,12 @@ def read_costs(path: str | os.PathLike[str]) -> tuple[Costs, About]:
         about = given.pop("about", {})
         if not isinstance(about, dict):
             raise PlanError(f"about is {shown(about)}; an object is expected")
+        unit = given.pop("memory_unit", ACTIVATIONS)
+        if not isinstance(unit, str) or unit not in _KINDS:
+            raise PlanError(f"memory_unit is {shown(unit)}; write {' or '.join(_KINDS)}")
         for name in given.keys() - set(_NAMES):
-            raise PlanError(f"{shown(name)} is no cost; known: {', '.join(_NAMES)}")
-        return Costs(**given), about
+            raise PlanError(f"{shown(name)} is no cost; known: {', '.join(_NAMES)}, memory_unit")
+        return _KINDS[unit](**given), about
 
 
 def about_in_words(about: About) -> str:

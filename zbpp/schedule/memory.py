@@ -52,11 +52,12 @@ def quantity(number: float) -> str:
 
 
 def memory_text(amount: float, unit: str) -> str:
-    """`5.588 GiB`; activations as a number."""
+    """`5.59 GiB`; activations as a number."""
     if unit != BYTES:
         return quantity(amount)
     power = min(int(math.log2(amount) / 10), len(_BINARY) - 1) if amount >= 1 else 0
-    return f"{amount / 1024**power:.4g} {_BINARY[power]}"
+    number = amount / 1024**power
+    return f"{number:.{3 if number < 999.5 else 4}g} {_BINARY[power]}"
 
 
 def least_that_works(memory: Iterable[float], unit: str) -> str:

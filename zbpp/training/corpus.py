@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Tokens = npt.NDArray[Any]
-"""A line of tokens, any unsigned integer type."""
+"""A line of tokens, any integer type."""
 
 NOT_SOURCES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 TOKEN_TYPES = ("uint16", "uint32", "int32", "int64", "uint8")
@@ -34,8 +34,6 @@ BINARY_STARTS = {
     b"\x93NUMPY": "NumPy",
 }
 STANDARD_LIBRARY_BYTES = 4 * 2**20  # a third of it: enough for a demo, read in 0.1 s
-
-
 _BLOCK = 2**22  # tokens counted at once: a mapped file may be larger than the memory
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -103,9 +103,6 @@ class Replan:
             group=pipeline.group,
         )
         self._inputs.clear()
-        return replace(
-            measured_costs(*timelines),
-            saved=[each.saved for each in held],
-            deferred=[each.deferred for each in held],
-            memory_unit="bytes",
+        return measured_costs(*timelines).in_bytes(
+            saved=[each.saved for each in held], deferred=[each.deferred for each in held]
         )

@@ -8,12 +8,13 @@ const NUM_OPS = DATA.ops.length;
 /** A number as a person writes it: 14.5, not 14.500000000000002. */
 const plain = (value, digits = 6) => String(Number(value.toPrecision(digits)));
 
-/** At most four digits: bytes as `5.588 GiB`, activations with k, M, G, T if they are many. */
+/** At most four digits: bytes as `5.59 GiB`, activations with k, M, G, T if they are many. */
 function quantity(value, inBytes) {
   const [base, least] = inBytes ? [1024, 1024] : [1000, 1e4];
   const power = value < least ? 0 : Math.min(Math.floor(Math.log(value) / Math.log(base)), 4);
   const units = inBytes ? [" B", " KiB", " MiB", " GiB", " TiB"] : ["", " k", " M", " G", " T"];
-  return plain(value / base ** power, 4) + units[power];
+  const number = value / base ** power;
+  return plain(number, inBytes && number < 999.5 ? 3 : 4) + units[power];
 }
 
 /** The first index of an ascending list whose entry is above `value`. */

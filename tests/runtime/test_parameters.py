@@ -1,0 +1,252 @@
+"""Parameters over stages and ranks: names, state, tied ones, the norm over all."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from helpers.processes import run_ranks
+from helpers.split import assert_close
+from zbpp import Pipeline, clip_grad_norm_, plan
+from zbpp.runtime.norm import global_norm, squared_norms
+
+VOCABULARY, SIZE, M = 11, 6, 4
+
+
+def filled(module):
+    """Weights drawn by name, so that a whole model and its stages have the same."""
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            seed = sum(map(ord, name))
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(seed), dtype=p.dtype))
+    return module
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(SIZE, SIZE), nn.BatchNorm1d(SIZE)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Part(nn.Module):
+    """Some blocks of a model of four, with whole-model names; first an embedding, last a head."""
+
+    def __init__(self, numbers, embedding=None, head=None):
+        super().__init__()
+        self.embedding, self.head = embedding, head
+        self.layers = nn.ModuleDict({str(number): Block() for number in numbers})
+        self.double()
+
+    def forward(self, x):
+        x = x if self.embedding is None else self.embedding(x)
+        for layer in self.layers.values():
+            x = layer(x)
+        return x if self.head is None else self.head(x)
+
+
+def embedding():
+    return nn.Embedding(VOCABULARY, SIZE)
+
+
+def head():
+    return nn.Linear(SIZE, VOCABULARY, bias=False)
+
+
+def whole():
+    return filled(Part(range(4), embedding(), head()))
+
+
+def parts(timetable, rank):
+    last = timetable.num_stages - 1
+    layers = [range(4 * s // (last + 1), 4 * (s + 1) // (last + 1)) for s in range(last + 1)]
+    return {
+        s: filled(Part(layers[s], embedding() if s == 0 else None, head() if s == last else None))
+        for s in timetable.stages_of(rank)
+    }
+
+
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randint(VOCABULARY, (2 * M,), generator=generator) for _ in range(2))
+
+
+# ---------------------------------------------------------------- names, state and clipping, over two ranks
+
+
+def stepped_and_clipped(rank, error_if_nonfinite=True):
+    timetable, (ids, target) = plan("zb_v", 2, M), batch()
+    pipeline = Pipeline(parts(timetable, rank), timetable, F.cross_entropy)
+    with torch.no_grad():
+        for p in pipeline.parameters():
+            p.zero_()
+    with pytest.raises(RuntimeError, match=r"missing \['.*, of no stage \['more'\]; strict=False loads"):
+        pipeline.load_state_dict({"more": torch.zeros(1)})
+    pipeline.load_state_dict({"more": torch.zeros(1)}, strict=False)
+    pipeline.load_state_dict(whole().state_dict())  # of which each rank takes its part
+    pipeline.step(ids, target=target)
+    norm = clip_grad_norm_(pipeline, 0.1)
+    gradients = {name: p.grad.clone() for name, p in pipeline.named_parameters()}
+    again = float(clip_grad_norm_(pipeline.parameters(), 0.1))  # of the default group
+    if rank == 0:
+        next(pipeline.parameters()).grad.view(-1)[0] = float("inf")
+    with pytest.raises(RuntimeError, match="the norm of the gradients is inf, so they were not clipped"):
+        clip_grad_norm_(pipeline, 0.1, error_if_nonfinite=True)
+    return pipeline.state_dict(), gradients, float(norm), again
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks():
+    return run_ranks(stepped_and_clipped, 2)
+
+
+def plain():
+    """The same step of the whole model, and torch's own clipping."""
+    model, (ids, target) = whole(), batch()
+    for x, y in zip(ids.chunk(M), target.chunk(M), strict=True):
+        (F.cross_entropy(model(x), y) / M).backward()
+    return model, nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def test_names_state_and_gradients_are_those_of_the_whole_model(of_two_ranks):
+    model, _ = plain()
+    (first, of_first, *_), (second, of_second, *_) = of_two_ranks
+    assert first.keys() | second.keys() == model.state_dict().keys()
+    assert not first.keys() & second.keys()
+    assert_close(first | second, model.state_dict())
+    assert_close(of_first | of_second, {name: p.grad for name, p in model.named_parameters()})
+
+
+def test_the_norm_over_all_ranks_is_torchs_and_the_same_bits_on_every_rank_and_for_every_cut(of_two_ranks):
+    _, expected = plain()
+    norms = {norm for *_, norm, _ in of_two_ranks}
+    for schedule, stages_per_rank in (("gpipe", None), ("interleaved_1f1b", 2)):
+        timetable, (ids, target) = plan(schedule, 1, M, stages_per_rank=stages_per_rank), batch()
+        pipeline = Pipeline(parts(timetable, 0), timetable, F.cross_entropy)
+        pipeline.step(ids, target=target)
+        norms.add(float(clip_grad_norm_(pipeline, 0.1)))
+    (norm,) = norms
+    assert norm == pytest.approx(float(expected), rel=1e-12)
+    for *_, again in of_two_ranks:
+        assert again == pytest.approx(0.1, rel=1e-5)
+
+
+# ---------------------------------------------------------------- one process
+
+
+def test_names_that_stages_share_are_told_apart_by_the_stage():
+    stages = {0: nn.Sequential(nn.Linear(2, 2)), 1: nn.Sequential(nn.Linear(2, 2))}
+    pipeline = Pipeline(stages, plan("zb_v", 1, 2), F.mse_loss)
+    names = ["stages.0.0.weight", "stages.0.0.bias", "stages.1.0.weight", "stages.1.0.bias"]
+    assert [name for name, _ in pipeline.named_parameters()] == list(pipeline.state_dict()) == names
+    before = {name: value.clone() for name, value in pipeline.state_dict().items()}
+    for p in pipeline.parameters():
+        p.data.zero_()
+    pipeline.load_state_dict(before)
+    assert_close(pipeline.state_dict(), before, tolerance=0)
+
+
+def tied(num_ranks=1):
+    """A V on one rank: the first and the last stage share the embedding's weight."""
+    timetable = plan("zb_v", num_ranks, M)
+    stages = parts(timetable, 0)
+    stages[1].head.weight = stages[0].embedding.weight
+    return timetable, stages
+
+
+@pytest.mark.parametrize("name", ["head.weight", "embedding.weight"])
+def test_a_parameter_that_two_stages_of_a_rank_share_counted_and_was_clipped_twice(name):
+    timetable, stages = tied()
+    if name == "embedding.weight":  # one name in both stages, too
+        stages[1] = filled(TiedByName(range(2, 4), stages[0].embedding))
+    pipeline, (ids, target) = Pipeline(stages, timetable, F.cross_entropy), batch()
+    pipeline.step(ids, target=target)
+    norm = clip_grad_norm_(pipeline, 0.1)
+    model = whole()
+    model.head.weight = model.embedding.weight
+    for x, y in zip(ids.chunk(M), target.chunk(M), strict=True):
+        (F.cross_entropy(model(x), y) / M).backward()
+    expected = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    assert float(norm) == pytest.approx(float(expected), rel=1e-12)
+    assert_close(
+        {name: p.grad for name, p in pipeline.named_parameters()},
+        {name: p.grad for name, p in model.named_parameters()},
+    )
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)  # which refuses what comes twice
+    assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
+
+
+class TiedByName(Part):
+    """A last stage whose head is the embedding itself."""
+
+    def forward(self, x):
+        for layer in self.layers.values():
+            x = layer(x)
+        return F.linear(x, self.embedding.weight)
+
+
+def test_what_is_declared_as_tied_is_checked():
+    timetable, stages = tied()
+    stages[1].tied_parameters = {"head.weight": "embedding.weight"}
+    Pipeline(stages, timetable, F.cross_entropy)
+    stages[1].head = head()
+    with pytest.raises(ValueError, match="to be tied to embedding.weight, but they are two tensors"):
+        Pipeline(stages, timetable, F.cross_entropy)
+    stages[1].tied_parameters = {"head.weight": "elsewhere"}
+    with pytest.raises(
+        ValueError, match="head.weight is declared to be tied to elsewhere, which no stage has"
+    ):
+        Pipeline(stages, timetable, F.cross_entropy)
+    stages[1].tied_parameters = {"heads.weight": "embedding.weight"}
+    with pytest.raises(ValueError, match="stage 1 declares heads.weight in tied_parameters, but has no such"):
+        Pipeline(stages, timetable, F.cross_entropy)
+
+
+def tied_across(rank):
+    timetable = plan("zb_h1", 2, M)
+    stages = parts(timetable, rank)
+    if rank == 1:
+        stages[1].tied_parameters = {"head.weight": "embedding.weight"}
+    try:
+        Pipeline(stages, timetable, F.cross_entropy)
+    except ValueError as error:
+        return str(error)
+
+
+def test_parameters_tied_across_ranks_drifted_apart():
+    for told in run_ranks(tied_across, 2):
+        assert told.startswith(
+            "head.weight on rank 1 is declared to be tied to embedding.weight on rank 0: their copies"
+        )
+
+
+def test_clipping_counts_main_grads_and_sparse_gradients_and_takes_single_tensors():
+    p, other, sparse = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    p.main_grad, other.grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
+    index = torch.tensor([[1, 1]])
+    sparse.grad = torch.sparse_coo_tensor(index, torch.tensor([6.0, 6.0]), (2,), check_invariants=True)
+    assert float(clip_grad_norm_([p, other, sparse, nn.Parameter(torch.zeros(1))], 1.3)) == 13.0
+    torch.testing.assert_close(p.main_grad, torch.tensor([0.3, 0.0]))
+    torch.testing.assert_close(sparse.grad.to_dense(), torch.tensor([0.0, 1.2]))
+    assert float(clip_grad_norm_(other, 100.0)) == pytest.approx(0.4)
+    assert float(clip_grad_norm_([], 1.0)) == 0.0
+
+
+def test_a_norm_that_is_not_finite_passes_as_in_torch():
+    ours, theirs = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    for bad in (float("inf"), float("nan")):
+        ours.grad, theirs.grad = torch.tensor([1.0, 2.0, bad]), torch.tensor([1.0, 2.0, bad])
+        norm, expected = clip_grad_norm_(ours, 1.0), nn.utils.clip_grad_norm_(theirs, 1.0)
+        assert torch.equal(norm.float().nan_to_num(), expected.nan_to_num())
+        torch.testing.assert_close(ours.grad, theirs.grad, equal_nan=True)
+
+
+def test_the_norm_is_one_number_however_the_parameters_are_spread():
+    """Where a float64 sum in another order would differ in its last bits."""
+    generator = torch.Generator().manual_seed(0)
+    grads = [torch.randn(7, generator=generator) * 10.0**i for i in range(-8, 8)]
+    squares = squared_norms(grads)
+    norms = {global_norm([squares[:k], squares[k:]]) for k in range(len(squares))}
+    assert norms == {global_norm([squares[::-1]])}

@@ -1,0 +1,121 @@
+"""Files that plan.py and the trainer read: what is wrong with one is said in one line that names it."""
+
+import json
+
+import pytest
+
+from zbpp.schedule import (
+    Costs,
+    CostsInBytes,
+    PlanError,
+    Timetable,
+    about_in_words,
+    measured_layers,
+    plan,
+    read_costs,
+    read_timetable,
+    to_csv,
+    to_json,
+)
+
+ESCAPE = "\x1b[2J\x1b]0;owned\x07"
+DEEP = "[" * 10**6
+LONG = "1" * 10**5
+
+
+def written(folder, name, text):
+    path = folder / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def refusal(read, path):
+    """The PlanError's text: one short line, which names the file and holds nothing that a terminal obeys."""
+    with pytest.raises(PlanError) as caught:
+        read(path)
+    text = str(caught.value)
+    assert text.startswith(f"{path}: ")
+    assert text.isprintable()
+    assert len(text) < len(str(path)) + 300
+    return text.removeprefix(f"{path}: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (DEEP, "no JSON that can be read: it is nested too deep"),
+        ('{"about": ' + DEEP, "no JSON that can be read: it is nested too deep"),
+        (f'{{"f": {LONG}}}', "no JSON that can be read: a number has too many digits"),
+        (f'{{"f": {LONG[:400]}}}', "Costs(f=111111"),
+        ('{"f": "10"}', "Costs(f='10'): a cost is a number or one number per stage"),
+        ('{"f": [1, "2"]}', "Costs(f=[1, '2']): a cost is a number or one number per stage"),
+        ('{"f": [[1]]}', "Costs(f=[[1]]): a cost is a number or one number per stage"),
+        ('{"f": true}', "Costs(f=True): a cost is a number or one number per stage"),
+        ('{"f": null}', "Costs(f=None): a cost is a number or one number per stage"),
+        ('{"f": NaN}', "Costs(f=nan): nan must be finite and not negative"),
+        ('{"f": [1, -Infinity]}', "Costs(f=[1, -inf]): -inf must be finite and not negative"),
+        ('{"f": -1}', "Costs(f=-1): -1.0 must be finite and not negative"),
+        ('{"f": 1e308}', "Costs(f=1e+308): 1e+308 must be finite and not negative (at most 1e100)"),
+        ('{"f": [' + "-1," * 10**4 + "1]}", "Costs(f=[-1, -1, -1, -1, -1, -1, ...]): -1.0 must be finite"),
+        (json.dumps({ESCAPE: 1}), r"'\x1b[2J\x1b]0;owned\x07' is no cost; known: f, b, w, bw, comm, saved"),
+        (
+            json.dumps({"memory_unit": ESCAPE}),
+            r"memory_unit is '\x1b[2J\x1b]0;owned\x07'; write activations or bytes",
+        ),
+        ('{"memory_unit": ["bytes"]}', "memory_unit is ['bytes']; write activations or bytes"),
+        (json.dumps({"about": ESCAPE}), r"about is '\x1b[2J\x1b]0;owned\x07'; an object is expected"),
+        (b'{"f": \xff}', "no JSON that can be read: byte 6 is no UTF-8 text"),
+        ("[1]", "[1] is no object with any of f, b, w"),
+        ("{f: 1}", "line 1, column 2 is no JSON: "),
+    ],
+)
+def test_a_hostile_costs_file_gives_one_line(tmp_path, text, complaint):
+    assert refusal(read_costs, written(tmp_path, "costs.json", text)).startswith(complaint)
+
+
+def test_what_a_costs_file_says_of_itself_cannot_steer_a_terminal(tmp_path):
+    about = {"device": f"{ESCAPE} 2 CPU cores", ESCAPE: "x" * 10**6, "links": [ESCAPE], "steps": 5}
+    _, about = read_costs(written(tmp_path, "costs.json", json.dumps({"f": 1, "about": about})))
+    words = about_in_words(about)
+    assert words.isprintable()
+    assert len(words) < 300
+    assert r"device \x1b[2J\x1b]0;owned\x07 2 CPU cores" in words
+    assert words.endswith("; steps 5")
+    with pytest.raises(PlanError, match=r"layers_per_stage=\['\\x1b") as caught:
+        measured_layers(Costs(), {"layers_per_stage": [ESCAPE, -2]}, 4)
+    assert str(caught.value).isprintable()
+
+
+def test_costs_come_with_the_unit_of_their_memory(tmp_path):
+    costs = {"f": [1, 2], "saved": 3e9, "deferred": 1e9}
+    for unit, kind in (({}, Costs), ({"memory_unit": "bytes"}, CostsInBytes)):
+        path = written(tmp_path, "costs.json", json.dumps({**costs, **unit, "about": {"device": "cpu"}}))
+        assert read_costs(path) == (kind(**costs), {"device": "cpu"})
+
+
+@pytest.mark.parametrize(("name", "form"), [("a.txt", str), ("a.csv", to_csv), ("a.json", to_json)])
+def test_a_plan_in_a_file_is_read_by_its_suffix(tmp_path, name, form):
+    for schedule in ("zb_h1", "zb_v", "1f1b"):
+        timetable = plan(schedule, 4, 8)
+        assert read_timetable(written(tmp_path, name, form(timetable))) == timetable
+        assert Timetable.parse(str(timetable)) == timetable
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("a.txt", "0F0 0G0", "line 1, word 2: '0G0' is no action"),
+        ("a.txt", f"\n0F0 {ESCAPE}0B0", r"line 2, word 2: '\x1b[2J\x1b]0;owned\x070B0' is no action"),
+        ("a.txt", b"0F0 \xff", "byte 4 is no UTF-8 text"),
+        ("a.txt", "0F0 0W0 0B0", "the timetable cannot proceed: rank 0 waits in 0W0"),
+        ("a.txt", "0F2147483647 0BW2147483647", "0F0 is missing: a stage has one F per microbatch"),
+        ("a.csv", f"0F0,{ESCAPE}", r"line 1, cell 2: '\x1b[2J\x1b]0;owned\x07' is no action"),
+        ("a.csv", "x" * 10**6, "line 1 is no CSV: field larger than field limit"),
+        ("a.json", DEEP, "no JSON that can be read: it is nested too deep"),
+        ("a.json", f'{{"rows": {LONG}}}', "no JSON that can be read: a number has too many digits"),
+        ("a.json", '{"format": "zbpp timetable 1", "rows": ["0F0 0G0"]}', "rows[0], word 2: '0G0' is no"),
+        ("a.json", json.dumps({"format": ESCAPE}), 'a JSON object with "format": "zbpp timetable 1" is exp'),
+    ],
+)
+def test_a_hostile_timetable_file_gives_one_line_with_file_and_place(tmp_path, name, text, complaint):
+    assert refusal(read_timetable, written(tmp_path, name, text)).startswith(complaint)
