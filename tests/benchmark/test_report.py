@@ -132,7 +132,7 @@ def test_an_order_that_the_simulator_refuses_has_no_prediction():
 
 def test_what_is_written_is_json_a_picture_and_a_trace(entries, tmp_path):
     rows = rows_of(entries, 100)
-    write(tmp_path / "out", {"model": "Mlp"}, entries, rows)
+    write(tmp_path, {"model": "Mlp"}, entries, rows)
     found = json.loads((tmp_path / "out/bench.json").read_text())
     assert (found["about"], found["rows"], found["verdicts"]) == ({"model": "Mlp"}, rows, verdicts(rows))
     assert (tmp_path / "out/bench.png").read_bytes().startswith(b"\x89PNG")
@@ -142,7 +142,9 @@ def test_what_is_written_is_json_a_picture_and_a_trace(entries, tmp_path):
         if event["name"] == "process_name"
     }
     assert names == {
-        f"{who} rank {rank}" for who in ("1f1b, zbpp", "1f1b, torch", "zb_v, zbpp") for rank in (0, 1)
+        f"{who}: measured rank {rank}"
+        for who in ("1f1b, zbpp", "1f1b, torch", "zb_v, zbpp")
+        for rank in (0, 1)
     }
 
 

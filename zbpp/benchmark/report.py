@@ -145,7 +145,7 @@ def _speed(ours: Row, theirs: Row) -> str:
 
 
 def write(folder: Path, about: Row, entries: Sequence[Entry], rows: Sequence[Row]) -> None:
-    """bench.json, bench.png, and trace.json for Perfetto."""
+    """bench.json, bench.png, and trace.json for Perfetto, into a folder that is there."""
     found = {"about": about, "rows": rows, "verdicts": verdicts(rows)}
     (folder / "bench.json").write_text(json.dumps(found, indent=2) + "\n")
     panels = [
