@@ -149,7 +149,8 @@ def test_the_job_writes_one_run_folder_and_nothing_beside_it(job):
     assert [path.name for path in (job.folder / "runs").iterdir()] == ["first"]
     assert len(list(job.folder.rglob("metrics.jsonl"))) == 1
     assert {path.name for path in job.run.iterdir()} == {
-        "config.yaml", "job.json", "metrics.jsonl", "summary.json", "timeline.png", "trace.json", "wandb",
+        "config.yaml", "job.json", "metrics.jsonl", "stage-0-of-2.safetensors", "stage-1-of-2.safetensors",
+        "summary.json", "timeline.png", "trace.json", "wandb",
     }  # fmt: skip
 
 
