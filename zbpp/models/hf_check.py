@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from zbpp.models.hf_cut import Call, Cut, CutError, InPlaceOf, LibraryError, Opened, Skip, Stage, names_above_layers
 from zbpp.models.hf_init import initialise
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 BATCH, TIME = 3, 11  # such that no other dimension has these sizes
-_RELATIVE = 1e-9  # the same kernels in the same order, in float64
+_RELATIVE = {torch.float64: 1e-9, torch.float32: 1e-6}  # they are the same kernels in the same order
 
 
 def find_cut(
@@ -34,14 +34,24 @@ def find_cut(
 
     Raises ValueError naming the module, and why it can't be cut there.
     """
-    return with_small_copy(config, lambda small: _find_cut(small, split, seed))
+
+    def find(small: PretrainedConfig) -> Cut:
+        try:
+            return _find_cut(small, split, seed, torch.float64)
+        except LibraryError:  # some code knows float32 only
+            return _find_cut(small, split, seed, torch.float32)
+
+    return with_small_copy(config, find)
 
 
-def _find_cut(config: PretrainedConfig, split: Callable[[int], Sequence[range]], seed: int) -> Cut:
+def _find_cut(
+    config: PretrainedConfig, split: Callable[[int], Sequence[range]], seed: int, dtype: torch.dtype
+) -> Cut:
     constants = _constants(config)
     whole = build_on_meta(config)
     initialise(whole, seed, lambda name: True, constants)
-    whole.double().eval()
+    whole.to(dtype).eval()
+    initial = {name: value.detach().clone() for name, value in _tensors(whole).items()}
     text = config.get_text_config(decoder=True)
     token = int(getattr(text, "pad_token_id", None) == 0)
     tokens = torch.randint(text.vocab_size, (BATCH, TIME), generator=torch.Generator().manual_seed(seed))
@@ -53,7 +63,7 @@ def _find_cut(config: PretrainedConfig, split: Callable[[int], Sequence[range]],
     hidden = recorded[0].leaves[calls[0].carried[0]]
     owners = _owners(whole, path, tokens, calls, layers)
     cut = Cut(path, tuple(layers), owners, calls, _batch_and_time(whole, hidden), token, constants)
-    _compare(whole, config, cut, tokens, seed)
+    _compare(whole, initial, config, cut, tokens, seed)
     return cut
 
 
@@ -101,23 +111,25 @@ def _constants(config: PretrainedConfig) -> dict[str, float]:
 
 
 class _Seen(InPlaceOf):
-    """A layer whose last call is remembered. seam: positions where the graph is cut in two."""
+    """A layer whose last call is remembered. seam: positions where the graph is cut in two.
 
-    def __init__(self, layer: Any, seam: Sequence[int] = ()) -> None:
+    severed: the cut tensors by the id of the ones that the library goes on with, shared by all layers.
+    """
+
+    def __init__(self, layer: Any, seam: Sequence[int] = (), severed: dict[int, Tensor] | None = None) -> None:
         super().__init__(layer)
-        self.seam = seam
-        self.leaves: list[Any] = []  # as the library gave them
-        self.entered: list[Any] = []  # as the layer got them
+        self.seam, self.severed = seam, {} if severed is None else severed
+        self.leaves: list[Any] = []
         self.output: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.names = _names(self.layer, args, kwargs)
-        self.leaves, spec = tree_flatten((args, kwargs))
-        self.entered = list(self.leaves)
+        given, spec = tree_flatten((args, kwargs))
+        self.leaves = [self.severed.get(id(leaf), leaf) for leaf in given]
         for position in self.seam:
             tensor = self.leaves[position]
-            self.entered[position] = tensor.detach().requires_grad_(tensor.requires_grad)
-        args, kwargs = spec.unflatten(self.entered)
+            self.severed[id(given[position])] = tensor.detach().requires_grad_(tensor.requires_grad)
+        args, kwargs = tree_unflatten([self.severed.get(id(leaf), leaf) for leaf in given], spec)
         self.output = self.layer(*args, **kwargs)
         return self.output
 
@@ -237,7 +249,8 @@ def _owners(
     """
     seams = {own.start: calls[own.start].carried for own in layers[1:]}
     held = model.get_submodule(path)
-    seen = [_Seen(layer, seams.get(i, ())) for i, layer in enumerate(held)]  # type: ignore[arg-type]  # a ModuleList
+    severed: dict[int, Tensor] = {}
+    seen = [_Seen(layer, seams.get(i, ()), severed) for i, layer in enumerate(held)]  # type: ignore[arg-type]  # a ModuleList
     logits = Opened(model, path).run(tokens, seen, next(model.parameters()), training=False)
     ends = [[seen[start].leaves[p] for p in positions] for start, positions in seams.items()] + [[logits]]
     names = dict(model.named_parameters())
@@ -294,42 +307,60 @@ def build_stage(config: PretrainedConfig, cut: Cut, index: int, seed: int) -> St
     return Stage(model, cut, index)
 
 
-def _compare(whole: PreTrainedModel, config: PretrainedConfig, cut: Cut, tokens: Tensor, seed: int) -> None:
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return dict([*model.named_parameters(), *model.named_buffers()])
+
+
+def _compare(
+    whole: PreTrainedModel,
+    initial: Mapping[str, Tensor],
+    config: PretrainedConfig,
+    cut: Cut,
+    tokens: Tensor,
+    seed: int,
+) -> None:
     """Raises CutError unless the stages in a row are the whole model."""
-    stages = [build_stage(config, cut, index, seed).double().eval() for index in range(len(cut.layers))]
-    _compare_tensors(whole, stages)
+    stages = [build_stage(config, cut, index, seed).to(whole.dtype).eval() for index in range(len(cut.layers))]
+    _compare_tensors(whole, initial, stages)
     logits = whole(input_ids=tokens, return_dict=True).logits
+    output = _chained(stages, tokens)
+    _refuse_difference(whole, "logits", output, logits)
     generator = torch.Generator().manual_seed(seed_of(seed, "gradient of logits"))
     gradient = torch.rand(logits.shape, generator=generator, dtype=logits.dtype) + 0.5
     whole.zero_grad()
     logits.backward(gradient)
-    x: Any = (tokens,)
-    for stage in stages:
-        x = stage(*x)
-        x = x if isinstance(x, tuple) else (x,)
-    _refuse_difference(whole, "logits", x[0], logits)
-    x[0].backward(gradient)
+    output.backward(gradient)
     found = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
     for name, parameter in whole.named_parameters():
         _refuse_difference(whole, f"the gradient of {name}", found[name].grad, parameter.grad)
+    with torch.no_grad():  # a second time, for models that change themselves
+        logits, output = whole(input_ids=tokens, return_dict=True).logits, _chained(stages, tokens)
+    _refuse_difference(whole, "a second call's logits", output, logits)
 
 
-def _compare_tensors(whole: PreTrainedModel, stages: Sequence[nn.Module]) -> None:
+def _chained(stages: Sequence[nn.Module], tokens: Tensor) -> Tensor:
+    x: Any = tokens
+    for stage in stages:
+        x = stage(*x) if isinstance(x, tuple) else stage(x)
+    logits: Tensor = x
+    return logits
+
+
+def _compare_tensors(
+    whole: PreTrainedModel, initial: Mapping[str, Tensor], stages: Sequence[nn.Module]
+) -> None:
     """Each parameter on exactly one stage, each buffer on one at least, all with the whole model's values."""
-    expected: Mapping[str, Tensor] = dict(whole.named_parameters())
+    expected = {name for name, _ in whole.named_parameters()}
     names = [name for stage in stages for name, _ in stage.named_parameters()]
     if sorted(names) != sorted(expected):
-        other = min(set(names) ^ set(expected), default=max(names, key=names.count))
+        other = min(set(names) ^ expected, default=max(names, key=names.count))
         raise CutError(f"{other} of {type(whole).__name__} is not on exactly one stage")
-    buffers = dict(whole.named_buffers())
-    missing = buffers.keys() - {name for stage in stages for name, _ in stage.named_buffers()}
+    found = [(name, tensor) for stage in stages for name, tensor in _tensors(stage).items()]
+    missing = initial.keys() - {name for name, _ in found}
     if missing:
         raise CutError(f"{min(missing)} of {type(whole).__name__} is on no stage")
-    for stage in stages:
-        for name, tensor in [*stage.named_parameters(), *stage.named_buffers()]:
-            _refuse_difference(
-                whole, f"the initial value of {name}", tensor, {**expected, **buffers}[name]
-            )
+    for name, tensor in found:
+        _refuse_difference(whole, f"the initial value of {name}", tensor, initial[name])
 
 
 def _refuse_difference(whole: nn.Module, what: str, found: Tensor | None, expected: Tensor | None) -> None:
@@ -337,7 +368,7 @@ def _refuse_difference(whole: nn.Module, what: str, found: Tensor | None, expect
         is_same = (found is None or not found.any()) and (expected is None or not expected.any())
     else:
         one, other = found.detach().double(), expected.detach().double()
-        scale = _RELATIVE * float(other.abs().max()) if other.numel() else 0.0
+        scale = _RELATIVE.get(found.dtype, 0.0) * float(other.abs().max()) if other.numel() else 0.0
         is_same = one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=scale)
     if not is_same:
         raise CutError(
