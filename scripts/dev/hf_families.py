@@ -32,8 +32,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "deepseek_v2": {**_MOE, "n_group": 1, "topk_group": 1},
     "dots1": _MOE,
-    "falcon_h1": {"hidden_size": 64, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "vocab_size": 64,
-                  "intermediate_size": 64, "num_attention_heads": 8, "mamba_chunk_size": 8},
+    "falcon_h1": {"hidden_size": 64, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8,
+                  "vocab_size": 64, "intermediate_size": 64, "num_attention_heads": 8, "mamba_chunk_size": 8},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "lfm2_moe": {"layer_types": _ATTENTION},
@@ -54,6 +54,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2 scale_attn_by_inverse_layer_idx=true": {"scale_attn_by_inverse_layer_idx": True},
     "opt word_embed_proj_dim=512": {"word_embed_proj_dim": 512},
 }
+
 
 class Row(NamedTuple):
     """A family, and what became of the cut into each number of stages."""
@@ -128,7 +129,9 @@ def main() -> None:
     from transformers import __version__
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as families
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("families", nargs="*", help="such as llama gpt2; all by default")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--out", type=Path, help="a file for the table, too")
