@@ -25,7 +25,7 @@ def test_no_command_takes_more_than_two_lines() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_new_users_path_from_an_empty_folder(tmp_path: Path) -> None:
-    """Four ranks, one process and a searched plan: the same losses; accuracy is printed and far above chance."""
+    """Four ranks, one process and a searched plan have the same losses; accuracy is far above chance."""
     for name, text in zip(("my_file.py", "chain.py", "traced.py"), blocks("python"), strict=True):
         (tmp_path / name).write_text(text)
     _, *commands = blocks("bash")  # the first one installs

@@ -156,10 +156,19 @@ def _check_fit(job: _Job, device: torch.device) -> None:
 
 
 def _recompute(stage: nn.Module, what: str) -> None:
-    """Checkpoint the stage, or each of its direct children: its blocks."""
-    modules = {"none": [], "block": list(stage.children()), "stage": [stage]}[what]
+    """Checkpoint the stage, or each of its blocks."""
+    modules = {"none": [], "block": list(_blocks(stage)), "stage": [stage]}[what]
     for module in modules:
         recompute(module)
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The children; of one that only holds modules, and is never called itself, its children."""
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _blocks(child)
+        else:
+            yield child
 
 
 def _compile(stages: dict[int, nn.Module], what: str, budget: float) -> None:

@@ -6,13 +6,12 @@ import json
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-from torch import nn
+import transformers
 
 from zbpp import Pipeline, plan
 from zbpp.autograd import recompute
-from zbpp.models import hf_check
 from zbpp.models.hf import HuggingFace
 from zbpp.models.layers import token_loss
 from zbpp.stage_api import PipelineModel
@@ -40,9 +39,9 @@ CONFIGS = {
     "lfm2": {**SIZES, "num_key_value_heads": 2, **UNTIED,
              "layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     # the first layers have no experts
-    "deepseek_v3": {**EXPERTS, "first_k_dense_replace": 3, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
-                    "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
-                    "qk_nope_head_dim": 4},
+    "deepseek_v3": {**EXPERTS, "first_k_dense_replace": 3, "n_routed_experts": 4, "n_group": 1,
+                    "topk_group": 1, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4,
+                    "v_head_dim": 8, "qk_nope_head_dim": 4},
     # layers without experts by number and by period
     "qwen2_moe": {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16, "mlp_only_layers": [3],
                   "decoder_sparse_step": 2},
@@ -168,7 +167,7 @@ def test_a_recomputed_layer_gives_the_same_gradients():
 def test_layers_that_are_left_out_in_training_are_refused_when_that_happens():
     config = {**config_of("opt"), "layerdrop": 1.0}
     stage = HuggingFace(config=config, vocab_size=40).build_stage(0, 2)
-    with pytest.raises(RuntimeError, match="has not called layer 2, where a stage begins: write config.layerdrop=0"):
+    with pytest.raises(RuntimeError, match="has not called layer 2.* write config.layerdrop=0"):
         stage(TOKENS)
 
 
@@ -215,7 +214,7 @@ def test_a_folder_with_weights_is_refused_instead_of_starting_from_random_ones(t
         (
             {"model_type": "cpmant", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
              "dim_head": 8, "dim_ff": 16, "vocab_size": 40, "prompt_length": 2, "prompt_types": 33},
-            "cpmant.position_bias.relative_attention_bias of CpmAntForCausalLM is used on stages 0 and 1",
+            "hidden states of CpmAntForCausalLM have no dimension of batch and one of time",
         ),
     ],
 )  # fmt: skip

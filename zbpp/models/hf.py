@@ -111,7 +111,9 @@ def _read(config: Mapping[str, Any] | str, sizes: Mapping[str, int]) -> Pretrain
     return made
 
 
-def _open_ones(default: PretrainedConfig, given: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, int]:
+def _open_ones(
+    default: PretrainedConfig, given: Mapping[str, Any], sizes: Mapping[str, int]
+) -> dict[str, int]:
     """The sizes that a config of this family has, and that `given` does not say under any name."""
     own_names = default.attribute_map
     return {
@@ -137,6 +139,6 @@ def _refuse_weights(path: Path) -> None:
     found = sorted(each.name for pattern in _WEIGHTS for each in path.glob(pattern))
     if found:
         raise ValueError(
-            f"config={path} holds weights ({found[0]}), and this model starts from random ones: loading them comes "
-            f"in a later version; write config={path / 'config.json'} to take the config alone"
+            f"config={path} holds weights ({found[0]}), and this model starts from random ones: loading "
+            f"them comes in a later version; write config={path / 'config.json'} to take the config alone"
         )

@@ -16,7 +16,7 @@ microbatches can't meet, and Dynamo can trace it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +128,8 @@ class Stage(nn.Module):
             below = f"{path}.{name}".removeprefix(".")
             if below == self._cut.path:
                 own = self._cut.layers[self._index]
-                container._modules[name] = nn.ModuleDict({str(i): child[i] for i in own})  # type: ignore[index]  # a ModuleList
+                layers = list(cast(nn.ModuleList, child))
+                container._modules[name] = nn.ModuleDict({str(i): layers[i] for i in own})
             elif below in self._opened.copied and child is not None:
                 container._modules[name] = held = nn.ModuleDict()
                 self._hold(held, child, below)
@@ -144,19 +145,19 @@ class Stage(nn.Module):
                 received[0] if first else self._tokens(received[0]), layers, like, training=self.training
             )
         except Left as left:
-            return left.carried if len(left.carried) > 1 else left.carried[0]
+            return left.args if len(left.args) > 1 else left.args[0]
         own = self._cut.layers[self._index]
         if not last or (not first and not layers[own.start].entered):
+            number, kind = own.start if last else own.stop, type(self._opened.model).__name__
             raise RuntimeError(
-                f"{type(self._opened.model).__name__} has not called layer {own.start if last else own.stop}, "
-                "where a stage begins: write config.layerdrop=0, if it has one"
+                f"{kind} has not called layer {number}, where a stage begins: "
+                "write config.layerdrop=0, if it has one"
             )
         return logits
 
     def _layers(self, received: tuple[Tensor, ...]) -> list[Any]:
         cut, own, replaced = self._cut, self._cut.layers[self._index], {}
-        held = self._opened.model.get_submodule(cut.path)
-        layers: list[Any] = list(held)  # type: ignore[arg-type]  # a ModuleList
+        layers: list[Any] = layers_at(self._opened.model, cut.path)
         for number in range(own.start):
             layers[number] = Skip(layers[number], cut.calls[number])
         if own.start:
@@ -181,17 +182,18 @@ def again(call: Call, before: Mapping[int, Any]) -> dict[int, Any]:
     return {here: before[there] for here, there in call.again.items() if there in before}
 
 
+def layers_at(model: nn.Module, path: str) -> list[nn.Module]:
+    """The modules of the list that has this name."""
+    return list(cast(nn.ModuleList, model.get_submodule(path)))
+
+
 def names_above_layers(model: nn.Module, path: str) -> list[str]:
     """The parameters that are not in the list of layers."""
     return [name for name, _ in model.named_parameters() if not name.startswith(f"{path}.")]
 
 
 class Left(Exception):
-    """The stage is done: `carried` goes to the next one."""
-
-    def __init__(self, carried: tuple[Tensor, ...]) -> None:
-        super().__init__()
-        self.carried = carried
+    """The stage is done: the tensors that are its arguments go to the next one."""
 
 
 class InPlaceOf:
@@ -243,4 +245,4 @@ class Leave(InPlaceOf):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, _ = tree_flatten((args, kwargs))
-        raise Left(tuple([self.replaced.get(i, leaves[i]) for i in self.call.carried]))
+        raise Left(*[self.replaced.get(i, leaves[i]) for i in self.call.carried])

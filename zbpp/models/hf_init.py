@@ -54,7 +54,7 @@ def _materialise(model: nn.Module, is_own: Callable[[str], bool]) -> dict[str, T
                     continue
                 if id(tensor) not in made:
                     made[id(tensor)] = _empty(tensor)
-                place[name] = found[full] = made[id(tensor)]  # type: ignore[assignment]  # a Parameter for one
+                place[name] = found[full] = made[id(tensor)]
     return found
 
 

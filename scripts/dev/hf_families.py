@@ -1,0 +1,157 @@
+#!/usr/bin/env python
+"""Which causal language models of Hugging Face can be cut into 2 and 4 stages: equal, or refused and why.
+
+Every family that AutoModelForCausalLM knows, with the sizes of its own config class made narrow, and eight
+layers where they can be chosen. Equal: the stages in a row give the uncut model's logits and the
+gradients of all parameters, in float64 (float32 where the library's code knows no other).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.progress import track
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+NUM_LAYERS = 8
+STAGES = (2, 4)
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_ATTENTION = ["conv", "full_attention"] * (NUM_LAYERS // 2)
+_MOE = {"num_experts_per_tok": 2, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
+
+# What a config class leaves open, or says so that no model can be made of it.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    "deepseek_v2": {**_MOE, "n_group": 1, "topk_group": 1},
+    "dots1": _MOE,
+    "falcon_h1": {"hidden_size": 64, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8,
+                  "vocab_size": 64, "intermediate_size": 64, "num_attention_heads": 8, "mamba_chunk_size": 8},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": _ATTENTION},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8, "head_dim": 128},
+    "xmod": {"default_language": "en_XX"},
+    "zamba2": {"num_hidden_layers": 54},
+    "gpt_neo": {"attention_types": [[["global", "local"], NUM_LAYERS // 2]]},
+    "prophetnet": {"num_encoder_layers": NUM_LAYERS, "num_decoder_layers": NUM_LAYERS},
+}  # fmt: skip
+
+# The variants that a cut once got wrong.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "granite embedding_multiplier=12": {"embedding_multiplier": 12.0, "residual_multiplier": 0.2},
+    "deepseek_v3 first_k_dense_replace=3": {"first_k_dense_replace": 3},
+    "qwen2_moe mlp_only_layers=[5] decoder_sparse_step=2": {"mlp_only_layers": [5], "decoder_sparse_step": 2},
+    "qwen3_moe mlp_only_layers=[5] decoder_sparse_step=2": {"mlp_only_layers": [5], "decoder_sparse_step": 2},
+    "gpt2 scale_attn_by_inverse_layer_idx=true": {"scale_attn_by_inverse_layer_idx": True},
+    "opt word_embed_proj_dim=512": {"word_embed_proj_dim": 512},
+}
+
+
+class Row(NamedTuple):
+    """A family, and what became of the cut into each number of stages."""
+
+    family: str
+    answers: Sequence[str]
+
+    @property
+    def is_equal(self) -> bool:
+        return all(answer == "equal" for answer in self.answers)
+
+
+def cut(family: str, settings: Mapping[str, Any]) -> Row:
+    """Try the family in each number of stages."""
+    import torch
+    import transformers
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    return Row(family, [_answer(family.split()[0], settings, num_stages) for num_stages in STAGES])
+
+
+def _answer(kind: str, settings: Mapping[str, Any], num_stages: int) -> str:
+    from zbpp.models.hf_check import find_cut
+    from zbpp.models.layers import split_layers
+
+    try:
+        config = _config(kind, settings)
+    except Exception as error:  # whatever a config class may raise
+        return f"no config: {_one_line(error)}"
+    try:
+        find_cut(config, lambda num_layers: split_layers(num_layers, num_stages), seed=0)
+    except ValueError as error:
+        return f"refused: {_one_line(error)}"
+    except Exception as error:  # the library's own, before anything of ours
+        return f"no model: {type(error).__name__}: {_one_line(error)}"
+    return "equal"
+
+
+def _config(kind: str, settings: Mapping[str, Any]) -> Any:
+    """Untied and causal, without a cache."""
+    from transformers import AutoConfig
+
+    given = {**SETTINGS.get(kind, {}), **settings}
+    try:
+        config = AutoConfig.for_model(kind, **{"num_hidden_layers": NUM_LAYERS, **given})
+    except Exception:  # some count their layers otherwise
+        config = AutoConfig.for_model(kind, **given)
+    text = config.get_text_config(decoder=True)
+    for each in (config, text):
+        each.tie_word_embeddings = each.use_cache = False
+        if hasattr(each, "is_decoder"):
+            each.is_decoder = True
+    return config
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:240]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as text; one answer for both numbers of stages stands once, unless it is equal."""
+    lines = [f"{'family':54}{'2 stages':12}4 stages"]
+    for family, (two, four) in rows:
+        lines.append(f"{family:54}{two:12}{four}" if two != four or two == "equal" else f"{family:54}{two}")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    from transformers import __version__
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as families
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("families", nargs="*", help="such as llama gpt2; all by default")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--out", type=Path, help="a file for the table, too")
+    options = parser.parse_args()
+    cases = [(family, {}) for family in families] + list(VARIANTS.items())
+    if options.families:
+        cases = [case for case in cases if case[0].split()[0] in options.families]
+    with ProcessPoolExecutor(options.jobs) as pool:
+        found = pool.map(cut, *zip(*cases, strict=True))
+        rows = list(track(found, "families", total=len(cases), transient=True))
+    plain = [row for row in rows if " " not in row.family]
+    head = (
+        f"$ python scripts/dev/hf_families.py     (transformers {__version__}: {len(plain)} families, "
+        f"{sum(row.is_equal for row in plain)} equal in 2 and in 4 stages)\n"
+    )
+    text = head + table(rows)
+    print(text, end="")
+    if options.out:
+        options.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

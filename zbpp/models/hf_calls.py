@@ -1,0 +1,247 @@
+"""How the library calls the layers of a model, and which stage uses which parameter: seen, not known.
+
+Nothing here recognises a family or a module by its name. The model, a small one, runs uncut with every
+layer's call remembered; then with stand-ins for all parameters above the layers and without its tokens, as
+on a later stage: what is another value there must be carried. Which parameters the part between two
+cuts uses, its graph says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+
+from zbpp.models.hf_cut import (
+    Call,
+    CutError,
+    InPlaceOf,
+    LibraryError,
+    Opened,
+    Skip,
+    layers_at,
+    names_above_layers,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+BATCH, TIME = 3, 11  # of the tokens to try with; no other dimension may have these sizes
+
+
+def list_of_layers(model: PreTrainedModel, tokens: Tensor) -> str:
+    """The name of the one list whose modules are called once each. Raises CutError if there is none."""
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and all(any(True for _ in each.parameters()) for each in module)
+    }
+    outer = {name: each for name, each in lists.items() if not any(name.startswith(f"{o}.") for o in lists)}
+    counts: dict[nn.Module, int] = {}
+
+    def count(module: nn.Module, *_: Any) -> None:
+        counts[module] = counts.get(module, 0) + 1
+
+    hooks = [layer.register_forward_pre_hook(count) for each in outer.values() for layer in each]
+    try:
+        with torch.no_grad():
+            model(input_ids=tokens, return_dict=True)
+    except Exception as error:  # whatever the library's code may raise
+        raise LibraryError(f"{type(model).__name__} fails: {type(error).__name__}: {error}") from error
+    for hook in hooks:
+        hook.remove()
+    called = [name for name, each in outer.items() if len(each) and all(counts.get(layer) for layer in each)]
+    again = [name for name in called if any(counts[layer] > 1 for layer in outer[name])]
+    if len(called) != 1 or again:
+        which = f"calls layers of {again[0]} twice" if again else f"has {', '.join(called) or 'none'}"
+        raise CutError(
+            f"{type(model).__name__} needs one list of layers, each called once, to be cut: it {which}"
+        )
+    return called[0]
+
+
+class Seen(InPlaceOf):
+    """A layer whose last call is remembered. seam: positions where the graph is cut in two.
+
+    severed: the cut tensors by the id of the ones that the library goes on with, shared by all layers.
+    """
+
+    def __init__(
+        self, layer: Any, seam: Sequence[int] = (), severed: dict[int, Tensor] | None = None
+    ) -> None:
+        super().__init__(layer)
+        self.seam, self.severed = seam, {} if severed is None else severed
+        self.leaves: list[Any] = []
+        self.output: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.names = _names(self.layer, args, kwargs)
+        given, spec = tree_flatten((args, kwargs))
+        self.leaves = [self.severed.get(id(leaf), leaf) for leaf in given]
+        for position in self.seam:
+            tensor = self.leaves[position]
+            self.severed[id(given[position])] = tensor.detach().requires_grad_(tensor.requires_grad)
+        args, kwargs = tree_unflatten([self.severed.get(id(leaf), leaf) for leaf in given], spec)
+        self.output = self.layer(*args, **kwargs)
+        return self.output
+
+
+def _names(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """Of the leaves of a call, as the layer's forward calls its arguments."""
+    known = list(signature(layer.forward).parameters)
+    given = dict(zip(known, args, strict=False)) | kwargs
+    return [keystr(path) for path, _ in tree_flatten_with_path(given)[0]]
+
+
+def record(model: PreTrainedModel, path: str, tokens: Tensor) -> list[Seen]:
+    """Every layer's call in the uncut model. Raises CutError if a layer is not called."""
+    seen = [Seen(layer) for layer in layers_at(model, path)]
+    Opened(model, path).run(tokens, seen, next(model.parameters()), training=False)
+    for number, each in enumerate(seen):
+        if each.output is None:
+            raise CutError(f"{path}.{number} of {type(model).__name__} is not called: it can't be cut there")
+    return seen
+
+
+def calls_of(model: PreTrainedModel, path: str, recorded: list[Seen], tokens: Tensor) -> list[Call]:
+    """What of each call a later stage can't make itself: it has neither the tokens nor their embedding."""
+    like = next(model.parameters())
+    calls = [Call((0,), {}, _returned(model, path, recorded, number)) for number in range(len(recorded))]
+    hidden = [_hidden(each) for each in recorded]
+    blind = [
+        Seen(Skip(each.layer, call._replace(carried=(position,))))
+        for each, call, position in zip(recorded, calls, hidden, strict=True)
+    ]
+    Opened(model, path, names_above_layers(model, path)).run(tokens, blind, like, training=False)
+    found = []
+    for number, (call, position) in enumerate(zip(calls, hidden, strict=True)):
+        differing = _differing(recorded[number].leaves, blind[number].leaves)
+        carried = (position, *(each for each in differing if each != position))
+        for each in carried:
+            if not isinstance(recorded[number].leaves[each], Tensor):
+                raise CutError(
+                    f"{path}.{number} of {type(model).__name__} is given {recorded[number].names[each]}, "
+                    "which depends on the tokens and is no tensor: it can't be sent"
+                )
+        found.append(call._replace(carried=carried, again=_again(recorded, number, carried)))
+    return found
+
+
+def _again(recorded: list[Seen], number: int, carried: tuple[int, ...]) -> dict[int, int]:
+    """Where the layer before was given the same tensors."""
+    before = recorded[number - 1].leaves if number else []
+    places = {id(leaf): position for position, leaf in enumerate(before) if isinstance(leaf, Tensor)}
+    now = recorded[number].leaves
+    return {here: places[id(now[here])] for here in carried[1:] if id(now[here]) in places}
+
+
+def _hidden(seen: Seen) -> int:
+    """The first tensor of a call."""
+    return next(i for i, leaf in enumerate(seen.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad)
+
+
+def _returned(model: PreTrainedModel, path: str, recorded: list[Seen], number: int) -> tuple[int, int] | None:
+    """Of how many a layer returns a tuple, and the hidden states' position in it; None: just them."""
+    seen = recorded[number]
+    if isinstance(seen.output, Tensor):
+        return None
+    shape = seen.leaves[_hidden(seen)].shape
+    returned = seen.output if isinstance(seen.output, tuple | list) else ()
+    for position, each in enumerate(returned):
+        if isinstance(each, Tensor) and each.shape == shape:
+            return len(returned), position
+    raise CutError(f"{path}.{number} of {type(model).__name__} returns no hidden states like it was given")
+
+
+def _differing(one: list[Any], other: list[Any]) -> list[int]:
+    if len(one) != len(other):
+        return list(range(len(one)))
+    return [position for position, pair in enumerate(zip(one, other, strict=True)) if not _same(*pair)]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and (
+        one is other or not isinstance(one, int | float | str) or one == other
+    )
+
+
+def refuse_what_is_made_later(
+    model: PreTrainedModel, path: str, calls: list[Call], recorded: list[Seen], layers: Sequence[range]
+) -> None:
+    """A layer inside a stage may need, too, what the first one was given, or what layers returned."""
+    for own in layers[1:]:
+        for number in own[1:]:
+            made = {id(leaf) for leaf in tree_leaves([each.output for each in recorded[own.start : number]])}
+            leaves = recorded[number].leaves
+            known = {p for p in calls[number].carried if id(leaves[p]) in made} | calls[number].again.keys()
+            lacking = [p for p in calls[number].carried[1:] if p not in known]
+            if lacking:
+                what = recorded[number].names[lacking[0]]
+                raise CutError(
+                    f"{path}.{number} of {type(model).__name__} is given {what}, "
+                    "which is made of tokens or of parameters before the layers: a later stage has neither"
+                )
+
+
+def batch_and_time(model: PreTrainedModel, hidden: Tensor) -> tuple[int, int]:
+    sizes = list(hidden.shape)
+    if sizes.count(BATCH) != 1 or sizes.count(TIME) != 1:
+        raise CutError(
+            f"the hidden states of {type(model).__name__} have no dimension of batch and one of time: for "
+            f"{BATCH} x {TIME} tokens they are {sizes}"
+        )
+    return sizes.index(BATCH), sizes.index(TIME)
+
+
+def owners_of(
+    model: PreTrainedModel, path: str, tokens: Tensor, calls: Sequence[Call], layers: Sequence[range]
+) -> dict[str, int]:
+    """The stage that uses each parameter, by the graph; of one that none uses, the layer's, else stage 0.
+
+    Raises CutError for one that several use.
+    """
+    seams = {own.start: calls[own.start].carried for own in layers[1:]}
+    severed: dict[int, Tensor] = {}
+    seen = [Seen(layer, seams.get(i, ()), severed) for i, layer in enumerate(layers_at(model, path))]
+    logits = Opened(model, path).run(tokens, seen, next(model.parameters()), training=False)
+    ends = [[seen[start].leaves[p] for p in positions] for start, positions in seams.items()] + [[logits]]
+    names = dict(model.named_parameters())
+    stage_of_layer = {f"{path}.{i}": stage for stage, own in enumerate(layers) for i in own}
+    users: dict[str, set[int]] = {name: set() for name in names}
+    for name in names:
+        if name.startswith(f"{path}."):
+            users[name].add(stage_of_layer[".".join(name.split(".")[: path.count(".") + 2])])
+    trained = [name for name, parameter in names.items() if parameter.requires_grad]
+    for stage, outputs in enumerate(ends):
+        sums = [each.sum() for each in outputs if each.requires_grad]
+        leaves = [names[name] for name in trained]
+        grads = torch.autograd.grad(sums, leaves, allow_unused=True, retain_graph=True)
+        for name, grad in zip(trained, grads, strict=True):
+            if grad is not None:
+                users[name].add(stage)
+    for name, stages in users.items():
+        if len(stages) > 1:
+            raise CutError(_shared(model, name, sorted(stages)))
+    return {name: min(stages, default=0) for name, stages in users.items()}
+
+
+def _head(model: PreTrainedModel) -> nn.Module | None:
+    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # the library's
+    return head
+
+
+def _shared(model: PreTrainedModel, name: str, stages: list[int]) -> str:
+    which = " and ".join(map(str, stages))
+    tied = model.config.get_text_config(decoder=True).tie_word_embeddings
+    if tied and model.get_parameter(name) is getattr(_head(model), "weight", None):
+        return (
+            f"its embedding and head share one weight, {name}, and they are on stages {which}: "
+            "write config.tie_word_embeddings=false, or use one stage"
+        )
+    return f"{name} of {type(model).__name__} is used on stages {which}: use one stage, or another cut"
