@@ -29,15 +29,27 @@ class Net(nn.Module):
 
 def llama():
     model = Llama(num_layers=3, hidden_size=16, num_heads=4, num_kv_heads=2, sequence_length=8)
-    return model.build_stage(1, 3).double()
+    return model.build_stage(1, 3).to(torch.get_default_dtype())
+
+
+def compiles_attention_in_float64():
+    """torch 2.11 takes what attention keeps for float32: there torch.compile, too, fails in the backward."""
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    kinds = [
+        attend(*torch.empty(3, 1, 1, 1, 1, dtype=torch.float64, device=each)) for each in ("cpu", "meta")
+    ]
+    return kinds[0][1].dtype == kinds[1][1].dtype
 
 
 @pytest.mark.parametrize(
-    "make, make_inputs",
-    [(llama, lambda: leaf(2, 8, 16)), (Net, lambda: torch.randint(20, (3, 7)))],
+    "make, make_inputs, dtype",
+    [
+        (llama, lambda: leaf(2, 8, 16), torch.float64 if compiles_attention_in_float64() else torch.float32),
+        (Net, lambda: torch.randint(20, (3, 7)), torch.float64),
+    ],
     ids=["llama", "net"],
 )
-def test_equals_plain_autograd(make, make_inputs):
+def test_equals_plain_autograd(make, make_inputs, dtype):
     modules = []
 
     def made():
@@ -46,7 +58,9 @@ def test_equals_plain_autograd(make, make_inputs):
             compile_stage(modules[1])
         return modules[-1]
 
-    assert_equals_plain(made, make_inputs, tolerance=1e-10, count_products=False, buffer_tolerance=1e-12)
+    tolerance = 1e-10 if dtype is torch.float64 else 1e-5
+    options = {"tolerance": tolerance, "dtype": dtype, "count_products": False, "buffer_tolerance": 1e-12}
+    assert_equals_plain(made, make_inputs, **options)
 
 
 SCHEDULES = {

@@ -54,7 +54,9 @@ class Product(nn.Module):
         self.function = function
 
     def forward(self, x):
-        return self.function(x, *self.weights)
+        return self.function(
+            x, *tuple(self.weights)
+        )  # *self.weights is more than Dynamo of torch 2.11 can read
 
 
 PRODUCTS = {

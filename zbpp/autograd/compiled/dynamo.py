@@ -6,6 +6,7 @@ hooks, globals, closures, shapes, autocast. While they hold, another call would 
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import random
 import re
@@ -96,6 +97,7 @@ def read(module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str,
     with _settings(), _own_random(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         graph = dynamo_graph_capture_for_export(module.forward)(*args, **kwargs)
+        _add_builtins(graph)
         guards = Guards(graph, module, call.code)
     _refuse_changes(call, said)
     _refuse_foreign_random(graph)
@@ -132,6 +134,12 @@ def _own_random() -> Iterator[None]:
 
 def _output(graph: GraphModule) -> Any:
     return graph._dynamo_bytecode_flatten.out.graph_capture_output  # type: ignore[union-attr]
+
+
+def _add_builtins(graph: GraphModule) -> None:
+    """What runs around the graph may name builtins: torch 2.11 looks for them among the globals."""
+    for each in (graph._dynamo_bytecode_flatten, graph._dynamo_bytecode_unflatten):
+        each.f_globals = vars(builtins) | each.f_globals  # type: ignore[operator, union-attr]
 
 
 def _refuse_changes(call: Call, warned: list[warnings.WarningMessage]) -> None:
