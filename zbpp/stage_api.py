@@ -35,7 +35,8 @@ class PipelineModel(Protocol):
         """Stage `index` of `num_stages`, in forward order, on the CPU.
 
         Stage 0 gets the batch's inputs (see zbpp/training/batch.py), each later stage what the one before
-        returned (a tensor, or a tuple of tensors passed as positional arguments). Parameter names
+        returned: a tensor, or a tuple of tensors passed as positional arguments, each in memory of its own
+        even where two of them shared theirs. Parameter names
         and initial weights must not depend on `num_stages`: the names of all stages together are those of the
         whole model, under which its weights are saved. Raises ValueError if the model can't be cut into
         that many stages.

@@ -368,3 +368,60 @@ def test_a_sparse_gradient_of_an_input_passes_dense():
     """Plain autograd itself refuses it in a linear layer."""
     found = piped(0, lambda _: [linear(0), Looked(True)], even(2), "zb_v", 1)
     assert_equals_plain([found], lambda _: [linear(0), Looked(False)], even(2), 2)
+
+
+# ---------------------------------------------------------------- outputs that share memory
+
+
+class Twice(nn.Module):
+    """Returns a tensor and a view of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = linear(0)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y, y.view(-1)
+
+
+class ChangesOne(nn.Module):
+    """Changes its first input in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = linear(1)
+
+    def forward(self, y, flat):
+        y.add_(1)
+        return self.layer(flat.view_as(y)) + y
+
+
+def test_the_placement_decided_whether_a_change_in_place_reached_the_other_output():
+    """What a stage returns arrives as values: as if each had been sent, also where nothing is sent."""
+    pipeline = Pipeline({0: Twice(), 1: ChangesOne()}, plan("interleaved_zb", 1, 2), F.mse_loss)
+    x, target = drawn(4, SIZE, seed=1), drawn(4, SIZE, seed=2)
+    (loss, other) = pipeline.step(x, target=target)
+    evaluated = pipeline.evaluate(x, target=target)
+    first, second = linear(0), linear(1)
+    for rows, found in ((slice(0, 2), (loss, evaluated[0])), (slice(2, 4), (other, evaluated[1]))):
+        y = first(x[rows])
+        expected = F.mse_loss(second(y) + (y + 1), target[rows])
+        for each in found:
+            torch.testing.assert_close(each, expected.detach(), rtol=1e-12, atol=0)
+
+
+def test_a_loss_that_is_a_module_was_evaluated_in_training_mode():
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(SIZE, dtype=torch.float64)
+
+        def forward(self, output, target):
+            return F.mse_loss(self.norm(output), target)
+
+    loss_fn = Normed()
+    pipeline = Pipeline({0: linear(0)}, plan("zb_h1", 1, 2), loss_fn)
+    pipeline.evaluate(drawn(4, SIZE, seed=1), target=drawn(4, SIZE, seed=2))
+    assert loss_fn.norm.num_batches_tracked == 0
+    assert loss_fn.training

@@ -178,7 +178,11 @@ class Pipeline:
         """
         self._evaluate.forget_layouts()
         seen = Outputs(is_kept=return_outputs, metrics=metrics) if return_outputs or metrics else None
-        with restored_generators(self.device), eval_mode(self.stages), torch.no_grad():
+        with (
+            restored_generators(self.device),
+            eval_mode([*self.stages.values(), self._loss_fn]),
+            torch.no_grad(),
+        ):
             losses = self._run(self._evaluate, args, target, kwargs, seen.take if seen else None)
         if seen is None:
             return losses

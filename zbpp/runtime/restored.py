@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -56,11 +56,12 @@ def restored_generators(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def eval_mode(stages: Mapping[int, nn.Module]) -> Iterator[None]:
-    """Evaluation; each module is afterwards in the mode that it was in."""
-    modes = [(module, module.training) for stage in stages.values() for module in stage.modules()]
-    for stage in stages.values():
-        stage.eval()
+def eval_mode(roots: Iterable[object]) -> Iterator[None]:
+    """Evaluation of those that are modules; each module is afterwards in the mode that it was in."""
+    found = [root for root in roots if isinstance(root, nn.Module)]
+    modes = [(module, module.training) for root in found for module in root.modules()]
+    for root in found:
+        root.eval()
     try:
         yield
     finally:

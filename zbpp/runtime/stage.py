@@ -5,7 +5,7 @@ It knows its module and what it holds per microbatch; no rank, no peers, no orde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -110,7 +110,7 @@ class StageWorker:
         self._saved[microbatch] = _Saved(entrances, exits, is_hooked)
         if self._is_last:
             return self._backward_start(outputs[0])
-        return tuple([_departure(each) for each in outputs])
+        return _departures(outputs)
 
     def evaluate(self, microbatch: int, message: Message) -> Message:
         """F that keeps nothing; the caller has turned gradients off."""
@@ -119,7 +119,7 @@ class StageWorker:
             outputs = self._call(microbatch, inputs)
             if self._is_last:
                 self._keep_loss(outputs[0])
-            return tuple([_departure(each) for each in outputs])
+            return _departures(outputs)
         output, targets = self._run_module(microbatch, inputs), self._feed.targets
         observe(output, None if targets is None else targets[microbatch])
         has_loss = _is_scalar(output) if self._loss_fn is None else targets is not None
@@ -271,6 +271,30 @@ def _boundary(grad: Tensor | None) -> Tensor | None:
 def _departure(output: Tensor | None) -> Tensor | None:
     """An output of F for the next stage, which is told whether a gradient is wanted back."""
     return None if output is None else output.detach().contiguous().requires_grad_(output.requires_grad)
+
+
+def _departures(outputs: Iterable[Tensor | None]) -> Message:
+    """The outputs of F for the next stage, each in memory of its own.
+
+    So they are after they were sent. If two of them shared memory on one rank, a next stage that changes one
+    of them in place would change the other there, and not across ranks.
+    """
+    message = tuple([_departure(each) for each in outputs])
+    if len(message) == 1:
+        return message
+    seen: set[int] = set()
+    return tuple([_apart(each, seen) for each in message])
+
+
+def _apart(tensor: Tensor | None, seen: set[int]) -> Tensor | None:
+    """The tensor, or a copy if its memory is among `seen`; its memory is then."""
+    if tensor is None:
+        return None
+    memory = tensor.untyped_storage().data_ptr()
+    if memory in seen:
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    seen.add(memory)
+    return tensor
 
 
 def _edge(value: Any) -> GradientEdge | None:
