@@ -9,6 +9,8 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
 from zbpp import Pipeline, plan
 from zbpp.autograd import recompute
@@ -221,6 +223,41 @@ def test_a_folder_with_weights_is_refused_instead_of_starting_from_random_ones(t
 def test_what_can_not_be_cut_is_refused_with_module_and_reason(config, message):
     with pytest.raises(ValueError, match=message):
         HuggingFace(config=config).build_stage(0, 2)
+
+
+class Remembering(LlamaDecoderLayer):
+    """A layer that hands the next one something beside what it returns."""
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.notes = config.__dict__.setdefault("notes", {})
+
+    def forward(self, hidden_states, **kwargs):
+        output = super().forward(hidden_states, **kwargs)
+        noted, self.notes["x"] = self.notes.get("x", 0.0), 1e-3 * hidden_states.detach().mean()
+        return output + noted
+
+
+class Embedding(LlamaModel):
+    """A model that looks at the embedding once more, behind the layers."""
+
+    def forward(self, input_ids, **kwargs):
+        output = super().forward(input_ids=input_ids, **kwargs)
+        output.last_hidden_state = output.last_hidden_state + self.embed_tokens(input_ids)
+        return output
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "message"),
+    [
+        ("LlamaDecoderLayer", Remembering, "logits is not the uncut model's"),
+        ("LlamaModel", Embedding, "model.embed_tokens.weight of LlamaForCausalLM is used on stages 0 and 1"),
+    ],
+)
+def test_a_family_that_nobody_has_tried_is_refused_instead_of_cut_wrongly(monkeypatch, name, part, message):
+    monkeypatch.setattr(modeling_llama, name, part)
+    with pytest.raises(ValueError, match=message):
+        model_of("llama").build_stage(0, 2)
 
 
 def test_tied_embeddings_on_several_stages_are_refused():

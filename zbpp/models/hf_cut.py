@@ -107,6 +107,7 @@ def _above(path: str) -> list[str]:
 class Stage(nn.Module):
     """Some layers of a model. Tokens or what the stage before returned -> hidden states or logits.
 
+    model: its tensors that belong to other stages are on the meta device.
     Its parameters have the names that they have in the library's whole model. A module that is run as a
     copy is replaced by a plain container of its parameters, buffers and children.
     """
@@ -114,7 +115,7 @@ class Stage(nn.Module):
     def __init__(self, model: PreTrainedModel, cut: Cut, index: int) -> None:
         super().__init__()
         self._cut, self._index = cut, index
-        others = [name for name in names_above_layers(model, cut.path) if cut.owners[name] != index]
+        others = [name for name in names_above_layers(model, cut.path) if model.get_parameter(name).is_meta]
         self._opened = Opened(model, cut.path, others)
         for path, shapes in self._opened.shapes.items():
             for name in shapes:
@@ -189,7 +190,8 @@ def layers_at(model: nn.Module, path: str) -> list[nn.Module]:
 
 def names_above_layers(model: nn.Module, path: str) -> list[str]:
     """The parameters that are not in the list of layers."""
-    return [name for name, _ in model.named_parameters() if not name.startswith(f"{path}.")]
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return [name for name in names if not name.startswith(f"{path}.")]
 
 
 class Left(Exception):
