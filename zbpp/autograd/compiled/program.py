@@ -57,6 +57,32 @@ def run(program: Program, tensors: Sequence[Tensor], arguments: Sequence[Any]) -
     return outputs
 
 
+class Unchanged(NamedTuple):
+    """Tensors that must stay as they are, with autograd's counts of changes in place."""
+
+    program: Program
+    places: tuple[int, ...]  # among the program's names
+    tensors: list[Tensor]
+    versions: list[int]
+
+    def check(self) -> None:
+        """Raises RuntimeError for what was changed in place since."""
+        if [each._version for each in self.tensors] == self.versions:
+            return
+        for place, tensor, version in zip(self.places, self.tensors, self.versions, strict=True):
+            if tensor._version != version:
+                is_module = place < len(self.program.tensors)
+                raise RuntimeError(
+                    f"{self.program.names[place]} was changed in place before a compiled stage's backward "
+                    f"had read it (version {version}, now {tensor._version}), so gradients would be wrong: "
+                    + ("change it after the last W of the step" if is_module else "change a clone() of it")
+                )
+
+
+def _unchanged(program: Program, places: tuple[int, ...], tensors: list[Tensor]) -> Unchanged:
+    return Unchanged(program, places, tensors, [each._version for each in tensors])
+
+
 class _Call(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -140,32 +166,6 @@ def _put_off(ctx: Any, work: Compiled) -> None:
     collector.work += [
         Added(leaf) for leaf in work.leaves() if getattr(leaf, "_post_accumulate_grad_hooks", None)
     ]
-
-
-class Unchanged(NamedTuple):
-    """Tensors that must stay as they are, with autograd's counts of changes in place."""
-
-    program: Program
-    places: tuple[int, ...]  # among the program's names
-    tensors: list[Tensor]
-    versions: list[int]
-
-    def check(self) -> None:
-        """Raises RuntimeError for what was changed in place since."""
-        if [each._version for each in self.tensors] == self.versions:
-            return
-        for place, tensor, version in zip(self.places, self.tensors, self.versions, strict=True):
-            if tensor._version != version:
-                is_module = place < len(self.program.tensors)
-                raise RuntimeError(
-                    f"{self.program.names[place]} was changed in place before a compiled stage's backward "
-                    f"had read it (version {version}, now {tensor._version}), so gradients would be wrong: "
-                    + ("change it after the last W of the step" if is_module else "change a clone() of it")
-                )
-
-
-def _unchanged(program: Program, places: tuple[int, ...], tensors: list[Tensor]) -> Unchanged:
-    return Unchanged(program, places, tensors, [each._version for each in tensors])
 
 
 class Compiled(NamedTuple):
