@@ -3,12 +3,14 @@
 import copy
 import logging
 import re
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import zbpp
 from helpers.split import CountCalls, assert_close, assert_equals_plain, grads_of, leaf
 from zbpp.autograd import backward_input, explain
 from zbpp.autograd.compiled import compile_stage, forward
@@ -465,6 +467,14 @@ def test_a_torch_that_lacks_a_part_is_refused_by_what_it_lacks(monkeypatch):
         RuntimeError, match=r"need torch's aot_export_joint_with_descriptors, .* compile=none"
     ):
         compile_stage(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("part", ["_dynamo", "_functorch", "_inductor"])
+def test_each_part_of_torchs_compiler_is_used_in_one_file(part):
+    files = Path(zbpp.__file__).parent.rglob("*.py")
+    assert [path.stem for path in files if f"torch.{part}" in path.read_text()] == [
+        {"_functorch": "joint"}.get(part, part.lstrip("_"))
+    ]
 
 
 def test_without_a_compiler_it_says_what_to_install(monkeypatch):

@@ -22,6 +22,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+NEEDED = ("torch._dynamo.functional_export", "dynamo_graph_capture_for_export")
+
 # Hugging Face's models set and reset it in each forward.
 _COLLECTOR = "G['__import_transformers_dot_utils_dot_output_capturing']._active_collector"
 

@@ -7,14 +7,16 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from zbpp.autograd.compiled import dynamo, inductor, joint
 from zbpp.autograd.compiled.dynamo import Call, CaptureError, Guards, has_compiled
-from zbpp.autograd.compiled.inductor import Backend, check_compiler, check_torch
+from zbpp.autograd.compiled.inductor import Backend, check_compiler, quiet
 from zbpp.autograd.compiled.joint import capture
 from zbpp.autograd.compiled.planning import program_of
 from zbpp.autograd.compiled.program import Program, run
@@ -62,7 +64,7 @@ def compile_stage(
     """
     if not 0 <= budget <= 1:
         raise ValueError(f"budget={budget} is a share of the memory that F keeps: write 0 to 1")
-    check_torch()
+    _check_torch()
     if backend == "inductor" and any(each.device.type == "cpu" for each in module.parameters()):
         check_compiler()
     make = _Maker(backend, budget, {} if programs is None else programs, say)
@@ -70,6 +72,18 @@ def compile_stage(
         _compile(module, name, make)
     else:
         _compile_layers(module, f"{name} ", make)
+
+
+def _check_torch() -> None:
+    for module, name in (dynamo.NEEDED, joint.NEEDED, inductor.NEEDED):
+        try:
+            with quiet():
+                getattr(import_module(module), name)
+        except (ImportError, AttributeError):
+            raise RuntimeError(
+                f"compiled stages need torch's {name}, which torch {torch.__version__} does not have: "
+                "install another (2.11 to 2.15 have it), or write compile=none"
+            ) from None
 
 
 def _compile(module: nn.Module, name: str, make: _Maker) -> None:
@@ -127,10 +141,10 @@ class _Maker(NamedTuple):
     ) -> Known:
         start = time.perf_counter()
         self.say(f"{name}: compiling")
-        joint, guards = capture(module, call, args, kwargs, self.budget)
-        key = self.backend, text_of(joint)
+        graphs, guards = capture(module, call, args, kwargs, self.budget)
+        key = self.backend, text_of(graphs)
         if key not in self.programs:
-            self.programs[key] = [Known(guards, program_of(joint, self.backend))]
+            self.programs[key] = [Known(guards, program_of(graphs, self.backend))]
         self.say(f"{name}: compiled in {time.perf_counter() - start:.1f} s")
         return Known(guards, self.programs[key][0].program)
 

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -23,26 +22,7 @@ Boxed = Callable[[list[Any]], Any]  # takes its inputs out of the list as it goe
 aten = torch.ops.aten
 
 
-# What compiled stages stand on. Smaller parts of torch come and go with these.
-_NEEDED = {
-    "torch._dynamo.functional_export": "dynamo_graph_capture_for_export",
-    "torch._functorch.aot_autograd": "aot_export_joint_with_descriptors",
-    "torch._functorch.partitioners": "min_cut_rematerialization_partition",
-    "torch._inductor.compile_fx": "compile_fx_inner",
-}
-
-
-def check_torch() -> None:
-    """Raises RuntimeError where this torch lacks what is needed."""
-    for module, name in _NEEDED.items():
-        try:
-            with _quiet():
-                getattr(import_module(module), name)
-        except (ImportError, AttributeError):
-            raise RuntimeError(
-                f"compiled stages need torch's {name}, which torch {torch.__version__} does not have: "
-                "install another (2.11 to 2.15 have it), or write compile=none"
-            ) from None
+NEEDED = ("torch._inductor.compile_fx", "compile_fx_inner")
 
 
 def check_compiler() -> None:
@@ -80,7 +60,7 @@ def _compile(graph: GraphModule, trusted: bool) -> Boxed:
     examples = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
     output = graph.graph.output_node()
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
-    with settings(1.0), config.patch(size_asserts=not trusted), V.set_fake_mode(detect_fake_mode(examples)):
+    with settings(), config.patch(size_asserts=not trusted), V.set_fake_mode(detect_fake_mode(examples)):
         compiled: Any = compile_fx_inner(graph, examples)
     call: Boxed = getattr(compiled, "current_callable", None) or compiled
     return call
@@ -93,7 +73,7 @@ def _emptied(values: list[Any]) -> list[Any]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Torch's parts warn of each other."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -101,16 +81,30 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def settings(budget: float) -> Iterator[None]:
-    budget = max(budget, 1e-9)  # at 0 even random numbers would be drawn again
-    with _quiet():
-        import torch._functorch.config as partitioner
-        import torch._inductor.config as inductor
+def settings() -> Iterator[None]:
+    """Random numbers are drawn as without compilation: by the same calls in the same order."""
+    with quiet():
+        from torch._inductor import config
 
-        # As without compilation: dropout's masks are drawn by the same calls in the same order.
-        wanted = {"fallback_random": True, **_random_in_order()}
-        with inductor.patch(wanted), partitioner.patch(activation_memory_budget=budget):
+        with config.patch({"fallback_random": True, **_random_in_order()}):
             yield
+
+
+def decompositions() -> dict[Any, Any]:
+    """Of operations that Inductor has no code for."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    table = dict(select_decomp_table())
+    # As a scatter its sums would have no fixed order.
+    table.pop(aten.embedding_dense_backward.default, None)
+    return table
+
+
+def simplified(graph: GraphModule) -> GraphModule:
+    """The joint graph after Inductor's passes over it."""
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+    return joint_graph_passes(graph)
 
 
 def _random_in_order() -> dict[str, Any]:
@@ -132,7 +126,7 @@ def _chain_random(graph: Graph) -> None:
 
 
 def _teach_inductor() -> None:
-    """Let it call what adds to a gradient in place, and what `joint` leaves whole."""
+    """Let it call what adds to a gradient in place, and what `decompositions` leaves whole."""
     from torch._inductor.lowering import fallback_handler, lowerings
 
     for operation in (aten.addmm_, aten.baddbmm_, aten.index_add_):

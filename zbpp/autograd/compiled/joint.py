@@ -6,8 +6,8 @@ torch's min-cut partitioner choose what F keeps until B.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +19,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from zbpp.autograd.compiled.dynamo import Call, CaptureError, Guards, read
 from zbpp.autograd.compiled.graphs import is_random
-from zbpp.autograd.compiled.inductor import first_line, settings
+from zbpp.autograd.compiled.inductor import decompositions, first_line, settings, simplified
+
+NEEDED = ("torch._functorch.aot_autograd", "aot_export_joint_with_descriptors")
 
 Source = str | int  # a module's parameter or buffer by name, or the position of an argument
-
-aten = torch.ops.aten
 
 
 class Joint(NamedTuple):
@@ -52,7 +52,7 @@ def capture(
     Random operations stay, and draw from torch's generator. budget: of memory between F and B, from 1 (only
     cheap work is done again) to 0 (only inputs are kept). Raises CaptureError.
     """
-    with settings(budget), ExitStack() as stack:
+    with settings(), _kept_for_backward(budget), ExitStack() as stack:
         try:
             reading = read(module, call, args, kwargs)
             return _trace(stack, module, reading.graph, args, kwargs), reading.guards
@@ -60,6 +60,15 @@ def capture(
             raise
         except Exception as error:  # whatever Dynamo, the module's own code or the tracers may raise
             raise CaptureError(_foreign_tensors(module, error) or first_line(error)) from error
+
+
+@contextmanager
+def _kept_for_backward(budget: float) -> Iterator[None]:
+    import torch._functorch.config as partitioner
+
+    # At 0 even random numbers would be drawn again.
+    with partitioner.patch(activation_memory_budget=max(budget, 1e-9)):
+        yield
 
 
 class _Fresh(nn.Module):
@@ -88,7 +97,7 @@ def _trace(
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     traced = _Fresh(read)
-    joint = aot_export_joint_with_descriptors(stack, traced, args, kwargs, decompositions=_decompositions())
+    joint = aot_export_joint_with_descriptors(stack, traced, args, kwargs, decompositions=decompositions())
     graph = joint.graph_module
     inputs = [node.meta["desc"] for node in graph.graph.find_nodes(op="placeholder")]
     results = graph.graph.output_node().meta["desc"]
@@ -110,18 +119,8 @@ def _trace(
     )
 
 
-def _decompositions() -> Any:
-    from torch._inductor.decomposition import select_decomp_table
-
-    table = dict(select_decomp_table())
-    # As a scatter its sums would have no fixed order.
-    table.pop(aten.embedding_dense_backward.default, None)
-    return table
-
-
 def _partition(graph: GraphModule, inputs: list[Any], num_forward: int) -> tuple[GraphModule, GraphModule]:
     from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
     random = [node for node in graph.graph.nodes if is_random(node)]
     for node in random:
@@ -129,7 +128,7 @@ def _partition(graph: GraphModule, inputs: list[Any], num_forward: int) -> tuple
     drawn = [node.name for node in random]
     alive = [position for position, each in enumerate(inputs) if each.is_param() or each.is_buffer()]
     parts = min_cut_rematerialization_partition(
-        joint_graph_passes(graph), None, num_fwd_outputs=num_forward, static_lifetime_input_indices=alive
+        simplified(graph), None, num_fwd_outputs=num_forward, static_lifetime_input_indices=alive
     )
     if drawn != [node.name for part in parts for node in part.graph.nodes if is_random(node)]:
         raise CaptureError("random numbers would be drawn twice, in another order or not at all")

@@ -57,6 +57,32 @@ def run(program: Program, tensors: Sequence[Tensor], arguments: Sequence[Any]) -
     return outputs
 
 
+class Unchanged(NamedTuple):
+    """Tensors that must stay as they are, with autograd's counts of changes in place."""
+
+    program: Program
+    places: tuple[int, ...]  # among the program's names
+    tensors: list[Tensor]
+    versions: list[int]
+
+    def check(self) -> None:
+        """Raises RuntimeError for what was changed in place since."""
+        if [each._version for each in self.tensors] == self.versions:
+            return
+        for place, tensor, version in zip(self.places, self.tensors, self.versions, strict=True):
+            if tensor._version != version:
+                is_module = place < len(self.program.tensors)
+                raise RuntimeError(
+                    f"{self.program.names[place]} was changed in place before a compiled stage's backward "
+                    f"had read it (version {version}, now {tensor._version}), so gradients would be wrong: "
+                    + ("change it after the last W of the step" if is_module else "change a clone() of it")
+                )
+
+
+def _unchanged(program: Program, places: tuple[int, ...], tensors: list[Tensor]) -> Unchanged:
+    return Unchanged(program, places, tensors, [each._version for each in tensors])
+
+
 class _Call(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -146,32 +172,6 @@ def _of_w(work: Compiled) -> list[Any]:
     """The module's tensors that W needs: a recompute's copies of buffers may go."""
     needed = {*work.program.trained, *work.program.w_tensors}
     return [each if place in needed else None for place, each in enumerate(work.module_tensors)]
-
-
-class Unchanged(NamedTuple):
-    """Tensors that must stay as they are, with autograd's counts of changes in place."""
-
-    program: Program
-    places: tuple[int, ...]  # among the program's names
-    tensors: list[Tensor]
-    versions: list[int]
-
-    def check(self) -> None:
-        """Raises RuntimeError for what was changed in place since."""
-        if [each._version for each in self.tensors] == self.versions:
-            return
-        for place, tensor, version in zip(self.places, self.tensors, self.versions, strict=True):
-            if tensor._version != version:
-                is_module = place < len(self.program.tensors)
-                raise RuntimeError(
-                    f"{self.program.names[place]} was changed in place before a compiled stage's backward "
-                    f"had read it (version {version}, now {tensor._version}), so gradients would be wrong: "
-                    + ("change it after the last W of the step" if is_module else "change a clone() of it")
-                )
-
-
-def _unchanged(program: Program, places: tuple[int, ...], tensors: list[Tensor]) -> Unchanged:
-    return Unchanged(program, places, tensors, [each._version for each in tensors])
 
 
 class Compiled(NamedTuple):
