@@ -133,12 +133,12 @@ def test_an_order_that_the_simulator_refuses_has_no_prediction():
 def test_what_is_written_is_json_a_picture_and_a_trace(entries, tmp_path):
     rows = rows_of(entries, 100)
     write(tmp_path, {"model": "Mlp"}, entries, rows)
-    found = json.loads((tmp_path / "out/bench.json").read_text())
+    found = json.loads((tmp_path / "bench.json").read_text())
     assert (found["about"], found["rows"], found["verdicts"]) == ({"model": "Mlp"}, rows, verdicts(rows))
-    assert (tmp_path / "out/bench.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     names = {
         event["args"]["name"]
-        for event in json.loads((tmp_path / "out/trace.json").read_text())["traceEvents"]
+        for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
         if event["name"] == "process_name"
     }
     assert names == {

@@ -18,7 +18,7 @@ from zbpp.build import build_data, build_model, check_fit, cut_of, machine
 from zbpp.config import BenchConfig, JobConfig, MeasureConfig, naming
 from zbpp.runtime.microbatch import split
 from zbpp.runtime.world import world
-from zbpp.schedule import plan
+from zbpp.schedule import Timetable, plan
 from zbpp.training.run_folder import RunFolder, claimed
 
 Summary = dict[str, Any]
@@ -32,6 +32,7 @@ def bench(config: BenchConfig) -> tuple[list[Summary], Summary]:
     """
     options = benches.Options(config.repeats, config.compare, config.memory_limit, config.time_limit)
     with _job(config) as (workload, folder), naming("model"):
+        _check_fit(workload, plan("zb_h1", config.num_ranks, config.num_microbatches))
         entries = benches.bench(workload, config.schedules, options)
         rows = report.rows_of(entries, workload.data.items_per_batch, workload.data.unit)
         about = {**_about(config, workload), "repeats": config.repeats}
@@ -49,6 +50,7 @@ def measure(config: MeasureConfig) -> Summary:
     sizes = config.num_ranks, config.num_microbatches
     timetable = plan(config.schedule.name, *sizes, **config.schedule.options)
     with _job(config) as (workload, folder), naming("model"):
+        _check_fit(workload, timetable)
         found = measurement.measure(workload, timetable, config.repeats)
         about = {
             **_about(config, workload),
@@ -83,17 +85,14 @@ def _job(config: JobConfig) -> Iterator[tuple[Workload, RunFolder | None]]:
             seed=config.seed,
             timeout=config.timeout,
         )
-        _check_fit(workload)
         yield workload, folder
 
 
-def _check_fit(workload: Workload) -> None:
-    """Whether the model's first stage takes the data; every cut's first stage takes the same."""
-    one_each = plan("gpipe", workload.here.size, workload.num_microbatches)
-    with naming("model"):
-        stages = workload.stages(one_each)
-    args, _ = workload.batch(one_each, 0)
-    check_fit(stages, [split("the input", each, workload.num_microbatches)[0] for each in args])
+def _check_fit(workload: Workload, timetable: Timetable) -> None:
+    """Whether the model's first stage takes the data; `timetable`: one whose stages are needed anyway."""
+    args, _ = workload.batch(timetable, 0)
+    first = [split("the input", each, workload.num_microbatches)[0] for each in args]
+    check_fit(workload.stages(timetable), first)
 
 
 def _about(config: JobConfig, workload: Workload) -> Summary:
