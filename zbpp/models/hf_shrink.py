@@ -84,7 +84,7 @@ def size_of(model: nn.Module) -> int:
 
 def _candidates(config: PretrainedConfig) -> Iterator[dict[str, Any]]:
     given = config.to_dict()
-    for factor in (64, 32, 16, 8, 4, 2):
+    for factor in (64, 32, 16, 8, 4, 2, 1):
         for most_experts in (_EXPERTS, None):
             yield {name: _narrow(name, value, factor, most_experts) for name, value in given.items()}
 
