@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from helpers.processes import run_ranks
+from helpers.torch_runtime import needs_a_v
 from zbpp import Pipeline
 from zbpp.schedule import SCHEDULES, Costs, Op, PlanError, Timetable, from_csv, plan, simulate, to_csv
 
@@ -179,16 +180,7 @@ def ops_of(timetable: Timetable) -> set[Op]:
     return {action.op for row in timetable.rows for action in row}
 
 
-GREETS_OWN_RANK = pytest.mark.skipif(
-    hasattr(PipelineStage, "_get_init_p2p_neighbors_ops")
-    and not hasattr(schedules._PipelineSchedule, "_warmup_p2p"),
-    reason="this torch (2.11) greets the next stage even where its rank is the own one, which gloo can't",
-)
-
-
-@pytest.mark.parametrize(
-    ("choose", "num_ranks"), [(in_a_line, 3), pytest.param(in_a_v, 2, marks=GREETS_OWN_RANK)]
-)
+@pytest.mark.parametrize(("choose", "num_ranks"), [(in_a_line, 3), pytest.param(in_a_v, 2, marks=needs_a_v)])
 def test_both_runtimes_compute_the_gradients_of_plain_autograd(
     choose: Callable[[Path], dict[str, Timetable]], num_ranks: int, tmp_path: Path
 ) -> None:
