@@ -12,6 +12,10 @@ B is ONE ordinary backward pass, with some gradients captured instead of compute
 So between B and W live the x's and dy's of the deferred sites, and nothing else: the graph and
 every other saved tensor are gone. torch's own split (torch.distributed.pipelining) keeps the
 whole graph until W.
+
+What W will read is guarded as autograd guards its saved tensors: if an x, a dy or a gradient that B
+computed is changed in place before W, W raises an error (weight_grads.py); if Python code in the pass
+itself does so, B raises one (arrivals.py).
 """
 
 from __future__ import annotations
@@ -59,7 +63,8 @@ def backward_input(
     A graph that holds a reentrant torch checkpoint, which allows nothing else, takes one plain
     backward here instead: all its `.grad`s are complete before W.
     Raises ValueError for arguments that don't fit, before anything runs, and RuntimeError for a graph
-    that has been gone through before.
+    that has been gone through before, or if a Function's backward or a hook changes a gradient in place
+    that W needs.
     """
     roots, root_grads = _roots(outputs, output_grads)
     inputs = tuple(_listed(inputs))
