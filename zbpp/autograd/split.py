@@ -97,12 +97,28 @@ def split(
     if found.functions and "CheckpointFunctionBackward" in map(kind, found.functions):
         _refuse_a_part(edges, wanted)
         return _whole_backward(roots, root_grads, inputs, edges), []
-    targets = [make(GradientEdge, (*edge, None)) for edge in edges.values()]
+    late: list[Work] = []
+    collector = Collector(inputs, wanted, late, is_hooked) if found.functions else None
+    arrived = iter(_captured(roots, root_grads, [*edges.values()], found, collector, is_hooked))
+    grads: list[Tensor | None] = [None] * len(inputs)
+    for position in edges:
+        grads[position] = next(arrived)
+    return tuple(grads), _work(found, arrived) + late
+
+
+def _captured(
+    roots: Sequence[Root],
+    root_grads: list[Tensor],
+    edges: list[Edge],
+    found: Survey,
+    collector: Collector | None,
+    is_hooked: bool,
+) -> Gradients:
+    """The pass: gradients of the inputs' edges, the sites, and the leaves that can't wait, in this order."""
+    targets = [make(GradientEdge, (*edge, None)) for edge in edges]
     targets += [make(GradientEdge, (site, 0, None)) for site in found.sites]
     hooked = after_hooks(targets, len(edges)) if is_hooked else {}
     targets += [make(GradientEdge, (leaf, 0, None)) for leaf in found.eager]
-    late: list[Work] = []
-    collector = Collector(inputs, wanted, late, is_hooked) if found.functions else None
     for function in found.functions:
         function.zbpp_collector = collector
     # Only these run Python code in the pass, which may change what has arrived.
@@ -117,11 +133,7 @@ def split(
     if hooked:
         captured = [hooked.get(position, (grad,))[0] for position, grad in enumerate(captured)]
         hooked.clear()  # the sites' hooks refer to it
-    arrived = iter(captured)  # in the order of the targets
-    grads: list[Tensor | None] = [None] * len(inputs)
-    for position in edges:
-        grads[position] = next(arrived)
-    return tuple(grads), _work(found, arrived) + late
+    return captured
 
 
 def _refuse_changed(changed: list[Tensor], functions: list[Any]) -> None:
