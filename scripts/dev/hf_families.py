@@ -139,18 +139,24 @@ def main() -> None:
     cases = [(family, {}) for family in families] + list(VARIANTS.items())
     if options.families:
         cases = [case for case in cases if case[0].split()[0] in options.families]
+    rows: list[Row] = []
     with ProcessPoolExecutor(options.jobs) as pool:
         found = pool.map(cut, *zip(*cases, strict=True))
-        rows = list(track(found, "families", total=len(cases), transient=True))
-    plain = [row for row in rows if " " not in row.family]
-    head = (
-        f"$ python scripts/dev/hf_families.py     (transformers {__version__}: {len(plain)} families, "
-        f"{sum(row.is_equal for row in plain)} equal in 2 and in 4 stages)\n"
+        for row in track(found, "families", total=len(cases), transient=True):
+            rows.append(row)
+            if options.out:  # an hour's work on a busy machine is not lost
+                options.out.write_text(report(rows, __version__))
+    print(report(rows, __version__), end="")
+
+
+def report(rows: Sequence[Row], version: str) -> str:
+    """The count of equal families, the variants left out, and the table."""
+    families = [row for row in rows if " " not in row.family]
+    equal = sum(row.is_equal for row in families)
+    return (
+        f"$ python scripts/dev/hf_families.py     (transformers {version}: {len(families)} families, "
+        f"{equal} equal in 2 and in 4 stages)\n{table(rows)}"
     )
-    text = head + table(rows)
-    print(text, end="")
-    if options.out:
-        options.out.write_text(text)
 
 
 if __name__ == "__main__":

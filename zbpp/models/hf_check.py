@@ -134,11 +134,27 @@ def _compare(
     found = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
     for name, parameter in whole.named_parameters():
         _refuse_difference(whole, f"the gradient of {name}", found[name].grad, parameter.grad)
-    others = [tokens.flip(0), tokens]
-    with torch.no_grad():  # microbatches in turns, for models whose layers hand on more than they return
-        expected = [whole(input_ids=each, return_dict=True).logits for each in others]
-        for found_logits, logits in zip(_chained(stages, *others), expected, strict=True):
-            _refuse_difference(whole, "a second call's logits", found_logits, logits)
+    for training in (False, True):
+        _compare_calls(whole, stages, [tokens.flip(0), tokens], training=training)
+
+
+def _compare_calls(
+    whole: PreTrainedModel, stages: Sequence[nn.Module], batches: list[Tensor], *, training: bool
+) -> None:
+    """Microbatches in turns, for models whose layers hand on more than they return.
+
+    In training only where the whole model draws no random numbers: what is dropped depends on the cut.
+    """
+    for module in (whole, *stages):
+        module.train(training)
+    with torch.no_grad(), torch.random.fork_rng([]):
+        before = torch.get_rng_state()
+        expected = [whole(input_ids=tokens, return_dict=True).logits for tokens in batches]
+        if not torch.equal(before, torch.get_rng_state()):
+            return
+        for output, logits in zip(_chained(stages, *batches), expected, strict=True):
+            mode = "in training" if training else "in evaluation"
+            _refuse_difference(whole, f"logits of a second call {mode}", output, logits)
 
 
 def _chained(stages: Sequence[nn.Module], *batches: Tensor) -> list[Tensor]:
@@ -180,5 +196,5 @@ def _refuse_difference(whole: nn.Module, what: str, found: Tensor | None, expect
         is_same = one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=scale)
     if not is_same:
         raise CutError(
-            f"{type(whole).__name__} can't be cut there: {what} is not the uncut model's in a small copy"
+            f"{type(whole).__name__} can't be cut there: {what} is not the uncut model's, in a small copy"
         )
