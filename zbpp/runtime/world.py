@@ -236,17 +236,6 @@ def broadcast(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     return values[0]
 
 
-def sum_over_ranks(
-    numbers: list[float], device: torch.device, group: dist.ProcessGroup | None
-) -> list[float]:
-    """The sums over all ranks in float64, on every rank; `device` is one that the group can reach."""
-    vector = torch.tensor(numbers, dtype=torch.float64, device=device)
-    with communicating(f"rank {dist.get_rank(group)}, sum over all ranks"):
-        dist.all_reduce(vector, group=group)
-    result: list[float] = vector.tolist()
-    return result
-
-
 @contextmanager
 def communicating(where: str) -> Iterator[None]:
     """Turn torch's RuntimeError of a broken connection or a timeout into one that says where it was."""
