@@ -12,6 +12,10 @@ B is ONE ordinary backward pass, with some gradients captured instead of compute
 So between B and W live the x's and dy's of the deferred sites, and nothing else: the graph and
 every other saved tensor are gone. torch's own split (torch.distributed.pipelining) keeps the
 whole graph until W.
+
+What W will read is guarded as autograd guards its saved tensors: if an x, a dy or a gradient that B
+computed is changed in place before W, W raises an error (weight_grads.py); if Python code in the pass
+itself does so, B raises one (arrivals.py).
 """
 
 from __future__ import annotations
@@ -60,7 +64,8 @@ def backward_input(
     A graph that holds a reentrant torch checkpoint, which allows nothing else, takes one plain
     backward here instead: all its `.grad`s are complete before W.
     Raises ValueError for arguments that don't fit, before anything runs, and RuntimeError for a graph
-    that has been gone through before.
+    that has been gone through before, or if a Function's backward or a hook changes a gradient in place
+    that W needs.
     """
     roots, root_grads = _roots(outputs, output_grads)
     inputs = tuple(_listed(inputs))
@@ -89,11 +94,28 @@ def split(
     if found.functions and "CheckpointFunctionBackward" in map(kind, found.functions):
         _refuse_a_part(edges, wanted)
         return _whole_backward(roots, root_grads, inputs, edges), []
-    targets = [make(GradientEdge, (*edge, None)) for edge in edges.values()]
+    collector = Collector(inputs, wanted, is_hooked) if found.functions else None
+    arrived = iter(_captured(roots, root_grads, [*edges.values()], found, collector, is_hooked))
+    grads: list[Tensor | None] = [None] * len(inputs)
+    for position in edges:
+        grads[position] = next(arrived)
+    work = _work(found, arrived)
+    return (tuple(grads), work) if collector is None else collector.added_to(grads, work)
+
+
+def _captured(
+    roots: Sequence[Root],
+    root_grads: list[Tensor],
+    edges: list[Edge],
+    found: Survey,
+    collector: Collector | None,
+    is_hooked: bool,
+) -> Gradients:
+    """The pass: gradients of the inputs' edges, the sites, and the leaves that can't wait, in this order."""
+    targets = [make(GradientEdge, (*edge, None)) for edge in edges]
     targets += [make(GradientEdge, (site, 0, None)) for site in found.sites]
     hooked = after_hooks(targets, len(edges)) if is_hooked else {}
     targets += [make(GradientEdge, (leaf, 0, None)) for leaf in found.eager]
-    collector = Collector(inputs, wanted, is_hooked) if found.functions else None
     for function in found.functions:
         function.zbpp_collector = collector
     # Only these run Python code in the pass, which may change what has arrived.
@@ -108,12 +130,7 @@ def split(
     if hooked:
         captured = [hooked.get(position, (grad,))[0] for position, grad in enumerate(captured)]
         hooked.clear()  # the sites' hooks refer to it
-    arrived = iter(captured)  # in the order of the targets
-    grads: list[Tensor | None] = [None] * len(inputs)
-    for position in edges:
-        grads[position] = next(arrived)
-    work = _work(found, arrived)
-    return (tuple(grads), work) if collector is None else collector.added_to(grads, work)
+    return captured
 
 
 def _refuse_changed(changed: list[Tensor], functions: list[Any]) -> None:
