@@ -1,5 +1,6 @@
 """Activation checkpointing in the split backward: zbpp's own, and both kinds of torch's."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -308,6 +309,58 @@ def test_a_block_that_fails_in_the_recompute_raises_its_error():
     output = checkpoint(Failing(), torch.randn(5, 8))
     with pytest.raises(KeyError, match="second time"):
         backward_input(output, torch.ones(5, 8), ())
+
+
+class Decoder(nn.Module):
+    """Blocks that close over what the encoder made of the input, and over the input itself."""
+
+    def __init__(self, how, num_blocks=1, *, uses_memory=False, nested=False):
+        super().__init__()
+        self.encoder, self.how, self.uses_memory = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), how, uses_memory
+        self.blocks, self.nested = nn.ModuleList([nn.Linear(4, 4) for _ in range(num_blocks)]), nested
+
+    def forward(self, x):
+        memory = self.encoder(x)
+        h = x.cos()
+        for block in self.blocks:
+            h = self.how(self.around(block, memory, x), h)
+        return h + memory if self.uses_memory else h
+
+    def around(self, block, memory, x):
+        def run(h):
+            return block(h) * memory + x.sin()
+
+        return (lambda h: self.how(run, torch.tanh(h))) if self.nested else run
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_a_function_that_closes_over_what_was_computed_from_the_input(is_leaf, nested):
+    """The gradient that reaches the input by that way is not lost: all stages before would train on it."""
+    with float64():
+        plain = Decoder(plainly, nested=nested)
+    module = copy.deepcopy(plain)
+    module.how = checkpoint
+    x, dy = double(5, 4).requires_grad_(), double(5, 4, seed=1)
+    x = x if is_leaf else x.exp()
+    names, parameters = zip(*plain.named_parameters(), strict=True)
+    expected = torch.autograd.grad(plain(x), (x, *parameters), dy, retain_graph=True)
+    (grad,), weight_grads = backward_input(module(x), dy, x)
+    weight_grads.accumulate()
+    assert not is_leaf or x.grad is None
+    assert_close({"x": grad, **grads_of(module)}, dict(zip(("x", *names), expected, strict=True)))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"num_blocks": 2}, {"uses_memory": True}], ids=["by two", "and outside"]
+)
+def test_a_computed_tensor_that_two_use_by_closure_is_to_be_an_argument(settings):
+    """The first to go through its graph frees it."""
+    with float64():
+        module = Decoder(checkpoint, **settings)
+    output = module(double(5, 4).requires_grad_().exp())
+    with pytest.raises(RuntimeError, match=r"as an argument what its function closes over"):
+        backward_input(output, torch.ones_like(output), ())[1].accumulate()
 
 
 def test_hooks_on_a_checkpointed_blocks_parameters():

@@ -194,6 +194,62 @@ def test_hooks_on_nodes_that_run_are_called_once():
     assert calls == 4 * ["pre", "post"]
 
 
+def scaled(grads, *_):
+    return tuple(None if grad is None else grad * 3 for grad in grads)
+
+
+class OnNodes(nn.Module):
+    """Two layers; hooks on the nodes of the first, which runs in B only if x needs a gradient."""
+
+    def __init__(self, register):
+        super().__init__()
+        self.first, self.second, self.register = nn.Linear(4, 4), nn.Linear(4, 4), register
+
+    def forward(self, x):
+        y = self.first(x)
+        getattr(y.grad_fn, self.register)(scaled)
+        return self.second(torch.tanh(y))
+
+
+@pytest.mark.parametrize("needs_grad", [True, False], ids=["runs", "lowest"])
+@pytest.mark.parametrize("register", ["register_hook", "register_prehook"])
+def test_a_hook_on_a_layers_node_changes_its_weights_gradient(register, needs_grad):
+    """That layer is computed in B, where the hook sees the gradient; the other one waits."""
+    facts = assert_equals_plain(
+        lambda: OnNodes(register), lambda: torch.randn(5, 4, requires_grad=needs_grad)
+    )
+    assert facts.deferred == {"second.weight", "second.bias"}
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
+def test_a_modules_old_backward_hook_changes_its_weights_gradient():
+    def make_module():
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        module[0].register_backward_hook(lambda module, grads, _: scaled(grads))
+        return module
+
+    assert_equals_plain(make_module, lambda: leaf(5, 4))
+
+
+@pytest.mark.parametrize("mode", ["all", "any"])
+@pytest.mark.parametrize("names", [("linear.weight", "linear.bias"), ("norm.weight", "norm.bias")])
+def test_a_hook_for_several_parameters_says_what_to_use_instead(names, mode):
+    """It counts the gradients of one backward; those of the norm are computed in B, where `any` works."""
+    seen = []
+
+    def prepare(module):
+        parameters = [module.get_parameter(name) for name in names]
+        torch.autograd.graph.register_multi_grad_hook(parameters, seen.append, mode=mode)
+
+    if (mode, names[0]) == ("any", "norm.weight"):
+        both(prepare)
+        assert len(seen) == 4
+        return
+    with pytest.raises(RuntimeError, match=r"use register_hook or register_post_accumulate"):
+        both(prepare)
+    assert len(seen) == 2  # in the plain backwards
+
+
 # ---------------------------------------------------------------- post-accumulate-grad hooks
 
 

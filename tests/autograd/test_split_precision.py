@@ -60,6 +60,35 @@ def test_parameters_in_bfloat16_have_gradients_in_bfloat16():
     assert {grad.dtype for grad in facts.grads.values()} == {torch.bfloat16}
 
 
+# ---------------------------------------------------------------- grad_dtype
+
+
+def with_grad_dtype(module, dtype):
+    for parameter in module.parameters():
+        parameter.grad_dtype = dtype
+    return module
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+@pytest.mark.parametrize("hook", [None, lambda grad: grad * 2])
+@pytest.mark.parametrize("grad_dtype", [torch.float64, None])
+def test_gradients_wider_than_their_parameters(grad_dtype, hook):
+    """As autograd makes them; W sums in the wider type at once."""
+
+    def make_module():
+        module = with_grad_dtype(Everything(), grad_dtype)
+        for parameter in module.parameters() if hook else ():
+            parameter.register_hook(hook)
+        return module
+
+    facts = assert_equals_plain(
+        make_module, lambda: torch.randint(11, (3, 5)), dtype=torch.float32, tolerance=1e-5
+    )
+    assert {grad.dtype for grad in facts.grads.values()} == {grad_dtype or torch.float32}
+    assert facts.deferred
+    assert facts.computed
+
+
 # ---------------------------------------------------------------- main_grad
 
 

@@ -145,6 +145,50 @@ def test_low_rank_weights_multiplied_first_are_right():
     assert facts.deferred | facts.computed == {"weights.0", "weights.1"}
 
 
+# ---------------------------------------------------------------- operands that are not dense and real
+
+
+def to_complex(x):
+    return x.to(torch.complex128) * (1 + 2j)
+
+
+COMPLEX = {
+    "x @ w": (lambda x, w: x @ w, (4, 4)),
+    "x @ w.t()": (lambda x, w: x @ w.t(), (4, 4)),
+    "w @ x.t()": (lambda x, w: w @ x.t(), (4, 4)),
+    "x.conj() @ w": (lambda x, w: x.conj() @ w, (4, 4)),
+    "in a batch": (lambda x, w: torch.bmm(x.expand(3, 5, 4), w), (3, 4, 4)),
+    "from the left, in a batch": (lambda x, w: torch.bmm(w, x.t().expand(3, 4, 5)), (3, 4, 4)),
+    "F.linear": (lambda x, w: nn.functional.linear(x, w, w[0]), (4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_a_real_parameter_as_the_weight_of_a_complex_product(name):
+    """Its gradient is that of the conjugate, as the layers of a Fourier neural operator need it."""
+    function, shape = COMPLEX[name]
+    facts = assert_equals_plain(
+        lambda: Product(lambda x, w: torch.view_as_real(function(to_complex(x), w * (1 - 3j))), shape),
+        lambda: leaf(5, 4),
+    )
+    assert facts.deferred == {"weights.0"} or name == "F.linear"
+
+
+def test_a_parameter_that_is_viewed_as_complex():
+    facts = assert_equals_plain(
+        lambda: Product(lambda x, w: (to_complex(x) @ torch.view_as_complex(w)).imag, (4, 4, 2)),
+        lambda: leaf(5, 4),
+    )
+    assert facts.deferred == {"weights.0"}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_linear_layer_of_a_sparse_input_is_computed_in_b(layout):
+    facts = assert_equals_plain(lambda: nn.Linear(4, 3), lambda: torch.randn(5, 4).to_sparse(layout=layout))
+    assert not facts.deferred
+
+
 class Experts(nn.Module):
     """Top-1 routing: each expert gets the rows that chose it, as many as there are."""
 

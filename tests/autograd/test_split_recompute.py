@@ -66,6 +66,30 @@ def split_backward(output):
     backward_input(output, double(*output.shape, seed=1), ())[1].accumulate()
 
 
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_a_function_that_changes_its_argument_in_place(needs_grad):
+    """A batch that the first block changes, say: the recompute would change it twice."""
+    block = made()
+    x = double(5, 4).requires_grad_(needs_grad).clone()
+    with pytest.raises(RuntimeError, match=r"changes its argument of shape \(5, 4\) in place.*\(x = x \* 3"):
+        checkpoint(lambda x: block(x.mul_(3)), x)
+    output = checkpoint(lambda x: block(x.clone().mul_(3)), x)
+    split_backward(output)
+    found = grads_of(block)
+    block.zero_grad()
+    plain_backward(block(x * 3))
+    assert_close(found, grads_of(block))
+
+
+@pytest.mark.parametrize("backward", [plain_backward, split_backward])
+def test_an_argument_changed_in_place_between_f_and_its_recompute(backward):
+    x = double(5, 4)
+    output = checkpoint(made(), x)
+    x.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        backward(output)
+
+
 @pytest.mark.parametrize("backward", [plain_backward, split_backward])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_weight_changed_between_f_and_its_recompute(way, backward):
@@ -180,6 +204,31 @@ def test_a_graph_that_is_gone_through_twice_recomputes_from_the_same_buffers():
         output.backward(retain_graph=True)
         output.backward()
     assert_close(grads_of(module), grads_of(plain))
+
+
+class Moving(nn.Module):
+    """Its output depends on a moving average of its activations, which forward replaces: a codebook, say."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        h = self.layer(x)
+        self.mean = 0.5 * self.mean + 0.5 * h.detach().mean(0)
+        return (h - self.mean).square()
+
+
+def test_a_moving_average_that_forward_uses_and_replaces():
+    sides = []
+    for how in (plainly, checkpoint):
+        module = made(Moving)
+        outputs = [how(module, double(5, 4, seed=microbatch)) for microbatch in range(2)]
+        for output in outputs:
+            split_backward(output)
+        sides.append(grads_of(module) | {"mean": module.mean})
+    assert_close(*sides)
 
 
 class Queue(nn.Module):

@@ -6,7 +6,9 @@ own threads, where no thread or context variable of the caller's would be found.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +17,8 @@ from zbpp.autograd.arrivals import has_hooks
 from zbpp.autograd.rules import version_of
 from zbpp.autograd.weight_grads import Custom, Work
 
+Gradients = Sequence[Tensor | None]
+
 
 class Collector:
     """Takes the work that Functions put off while one B runs: `zbpp_collector` of their nodes.
@@ -22,14 +26,24 @@ class Collector:
     inputs: that B's; wanted: as in `survey`; is_hooked: as in `split`.
     """
 
-    def __init__(
-        self, inputs: tuple[Any, ...], wanted: set[int] | None, work: list[Work], is_hooked: bool
-    ) -> None:
-        self.inputs, self.wanted, self.work, self.is_hooked = inputs, wanted, work, is_hooked
+    def __init__(self, inputs: tuple[Any, ...], wanted: set[int] | None, is_hooked: bool) -> None:
+        self.inputs, self.wanted, self.is_hooked = inputs, wanted, is_hooked
+        self.work: list[Work] = []
+        # Of the inputs, from the B of each checkpoint whose function closes over what was computed from them.
+        self.input_grads: list[Gradients] = []
 
     def may_defer(self, leaf: Tensor) -> bool:
         """Not what B itself is asked for; nor what tensor hooks wait for: they see the whole gradient."""
         return not has_hooks(leaf) and not any(leaf is each for each in self.inputs)
+
+    def added_to(self, grads: Gradients, work: list[Work]) -> tuple[tuple[Tensor | None, ...], list[Work]]:
+        """What B found, and what was collected meanwhile."""
+        return tuple(map(_sum, zip(grads, *self.input_grads, strict=True))), work + self.work
+
+
+def _sum(grads: Gradients) -> Tensor | None:
+    there = [grad for grad in grads if grad is not None]
+    return functools.reduce(operator.add, there) if there else None
 
 
 def collector_of(ctx: Any) -> Collector | None:

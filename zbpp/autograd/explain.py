@@ -10,13 +10,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from zbpp.autograd.graph import Edge, Survey, Use, kind, survey
+from zbpp.autograd.hooks import has_node_hooks, num_hooks_made
 from zbpp.autograd.referred import referred
-from zbpp.autograd.rules import rule_of
+from zbpp.autograd.rules import rule_of, saved_by
 from zbpp.autograd.split import Outputs, _edge, _listed, _needs_grad
 
 Names = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -86,7 +88,7 @@ def explain(
     stops = frozenset(_edge(each) for each in given if _needs_grad(each))
     names = _names(parameters)
     try:
-        found = survey(roots, stops, None)
+        found = survey(roots, stops, None, is_hooked=num_hooks_made() > 0)
         graph = _Graph(roots, stops, found)
         rows = [*_reached(graph, names), *_compiled(graph, names), *_hidden(graph, names)]
     except RuntimeError as error:
@@ -262,6 +264,8 @@ def _obstacle(graph: _Graph, way: _Way) -> str | None:
         return None if node in graph.sites else f"added in {name}, whose weight does not wait"
     if operand not in rule.weights:
         return f"used by {name} as an operand that its rule takes for no weight"
+    if num_hooks_made() > 0 and has_node_hooks(node):
+        return f"used by {name}, a node with hooks of its own"
     if rule.capture(node, operand) is None:
         return f"used by {name}, {_declined(node)}"
     return f"used by {name}, which puts off its other operand" if node in graph.sites else None
@@ -272,6 +276,8 @@ def _declined(node: Any) -> str:
         hook = getattr(getattr(node, name), "unpack_hook", None) if name.startswith("_raw_saved_") else None
         if hook is not None:
             return f"its saved tensors packed by {_origin(hook)}"
+    if any(each.layout is not torch.strided for each in saved_by(node)):
+        return "one of whose saved tensors is sparse"
     settings = ", ".join(
         f"{name.removeprefix('_saved_')}={getattr(node, name)}"
         for name in ("_saved_alpha", "_saved_beta", "_saved_sparse", "_saved_scale_grad_by_freq")

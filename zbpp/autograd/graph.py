@@ -25,10 +25,12 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from zbpp.autograd.hooks import has_node_hooks
 from zbpp.autograd.rules import Add, Held, Packed, Rule, rule_of, saved_by, version_of
 from zbpp.autograd.views import MATRIX_TRANSPOSE, VIEWS, View
 
 Edge = tuple[Node, int]
+_STRIDED = torch.strided
 
 make: Any = tuple.__new__
 """make(NamedTuple, values): one without a Python call. B makes a few per layer."""
@@ -70,11 +72,14 @@ class Survey(NamedTuple):
 Choice = tuple[Any, Rule, tuple[int, ...]]  # a site, and the operands of which one may wait
 
 
-def survey(roots: Iterable[Edge], stops: frozenset[Edge], wanted: set[int] | None) -> Survey:
+def survey(
+    roots: Iterable[Edge], stops: frozenset[Edge], wanted: set[int] | None, *, is_hooked: bool = False
+) -> Survey:
     """Walk the graph below `roots` once, linear in its nodes.
 
     stops: edges not to be followed (the inputs of B). wanted: ids of the leaf tensors whose
-    gradients are asked for, None for all.
+    gradients are asked for, None for all. is_hooked: whether nodes may have hooks. Such a node is no site:
+    its hooks see, and may change, the weight's gradient.
     """
     nodes, again = _walk(roots, stops)
     leaves: dict[Any, Tensor] = {}
@@ -88,7 +93,7 @@ def survey(roots: Iterable[Edge], stops: frozenset[Edge], wanted: set[int] | Non
                 leaves[node] = tensor
         elif role == "function":
             functions.append(node)
-        else:
+        elif not (is_hooked and has_node_hooks(node)):
             choices.append((node, role, role.weights))
             for operand in role.along:
                 biases.append((node, role, (operand,)))
@@ -219,6 +224,8 @@ def _defer(
             kept = rule.kept.get(operand)
             if kept is not None and getattr(site, kept.raw).unpack_hook is None:
                 x = getattr(site, kept.saved).detach()  # .data would not share its version
+                if x.layout is not _STRIDED:
+                    continue
                 held: Held = (x,)
                 version = x._version
                 add = kept.add
@@ -252,12 +259,7 @@ def _defer(
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether W knows how to add to this leaf: subclasses (DTensor, quantised ones) are computed in B.
-
-    So are complex leaves, whose products would need conjugates.
-    """
-    if tensor.dtype.is_complex:
-        return False
+    """Whether W knows how to add to this leaf: subclasses (DTensor, quantised ones) are computed in B."""
     return type(tensor) is nn.Parameter or not hasattr(tensor, "__tensor_flatten__")
 
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from zbpp.autograd.collector import collector_of
-from zbpp.autograd.referred import Found
-from zbpp.autograd.split import num_hooks_made, split
+from zbpp.autograd.hooks import num_hooks_made
+from zbpp.autograd.referred import Found, version
+from zbpp.autograd.split import split
 
 
 def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -29,7 +30,10 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     updated once, by the forward. Under `backward_input` the block is recomputed once for B and W together;
     in a plain backward() too, where the gradients of fn's parameters go straight into `.grad`
     (torch.autograd.grad finds none).
-    The backward raises RuntimeError if a parameter or a buffer above 64 KiB was changed since the forward.
+    What fn uses of a computation outside is best an argument: what it closes over is gone through by this
+    backward too, so that two checkpoints which share such a tensor raise RuntimeError.
+    Raises RuntimeError if fn changes an argument in place. The backward raises RuntimeError if a parameter or
+    a buffer above 64 KiB was changed since the forward.
     Both hold for the modules and tensors that fn is, is a method of, has in its closure, or is given.
     """
     leaves, spec = tree_flatten((args, kwargs))
@@ -80,11 +84,15 @@ class _Call:
 class _Checkpoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dummy: Tensor, call: _Call, *inputs: Any) -> Any:
-        leaves = inputs[: len(call.constants)]
+        tensors = [leaf if isinstance(leaf, Tensor) else None for leaf in inputs[: len(call.constants)]]
         ctx.call = call
-        ctx.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
-        ctx.save_for_backward(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
-        output = call.run([leaf if isinstance(leaf, Tensor) else None for leaf in leaves])
+        ctx.is_tensor = [tensor is not None for tensor in tensors]
+        saved = [tensor for tensor in tensors if tensor is not None]
+        ctx.save_for_backward(*saved)
+        # Autograd notes the versions of what is saved when this forward is over.
+        versions = [*map(version, saved)]
+        output = call.run(tensors)
+        _refuse_changed(saved, versions)
         ctx.mark_non_differentiable(
             *(each for each in _as_tuple(output) if isinstance(each, Tensor) and not each.is_floating_point())
         )
@@ -111,9 +119,22 @@ class _Checkpoint(torch.autograd.Function):
             return (None, None, *_plain_backward(roots, root_grads, tensors, ctx.call.hooked))
         # What fn closes over may have hooks from before.
         is_hooked = is_hooked or collector.is_hooked
-        grads, work = split(roots, root_grads, tuple(tensors), collector.wanted, is_hooked=is_hooked)
+        # What fn closes over may have been computed from the inputs of the B around this one.
+        inputs = (*tensors, *collector.inputs)
+        grads, work = split(roots, root_grads, inputs, collector.wanted, is_hooked=is_hooked)
         collector.work += work
-        return (None, None, *grads, *nothing)
+        collector.input_grads.append(grads[len(tensors) :])
+        return (None, None, *grads[: len(tensors)], *nothing)
+
+
+def _refuse_changed(tensors: list[Tensor], versions: list[int]) -> None:
+    for tensor, before in zip(tensors, versions, strict=True):
+        if version(tensor) != before:
+            raise RuntimeError(
+                f"a checkpoint's function changes its argument of shape {tuple(tensor.shape)} in place: the "
+                "recompute would change it once more; let the function clone it first, or write a new "
+                "tensor (x = x * 3, not x.mul_(3))"
+            )
 
 
 def _plain_backward(

@@ -79,7 +79,7 @@ class _Kept(NamedTuple):
         """What was done to it."""
         if self.table is not None and self.table.get(self.name) is not self.tensor:
             return "was replaced"
-        if _version(self.tensor) != self.version:
+        if version(self.tensor) != self.version:
             return "was changed in place"
         return "was frozen, and is no more," if self.tensor.requires_grad > self.was_trainable else None
 
@@ -115,7 +115,7 @@ class Found:
             self._copies[id(buffer)][0].append((module._buffers, name))
 
     def _keep(self, table: dict[str, Any] | None, name: str, tensor: Tensor) -> None:
-        self._kept.append(_Kept(table, name, tensor, _version(tensor), tensor.requires_grad))
+        self._kept.append(_Kept(table, name, tensor, version(tensor), tensor.requires_grad))
 
     def hooked(self) -> list[Tensor]:
         """The trained leaves that have post-accumulate-grad hooks."""
@@ -151,6 +151,6 @@ class Found:
         )
 
 
-def _version(tensor: Tensor) -> int:
+def version(tensor: Tensor) -> int:
     """Autograd does not count the changes of tensors made in inference mode."""
     return 0 if tensor.is_inference() else tensor._version

@@ -6,7 +6,7 @@ gradient to a target once dy, the gradient of the node's output, is known. For y
 
     @rule("MmBackward0", weights=(1, 0))
     def mm(node, operand):
-        return keep(saved(node, "self"), add_left_product)      # d b = a.T @ dy
+        return keep(saved(node, "self"), add_left_product)      # d b = a.H @ dy
 
 Returning None leaves the operand to B. To teach zbpp a new node, register a rule.
 """
@@ -121,13 +121,14 @@ def saved(node: Node, name: str) -> Tensor | Packed | None:
     """A tensor that a node saved, without its history.
 
     Detached, since a saved activation carries the graph above it. What save_on_cpu packed stays
-    packed until W. None for other hooks: to unpack a checkpoint's early is to recompute early.
+    packed until W. None for other hooks: to unpack a checkpoint's early is to recompute early; and
+    for a sparse tensor, whose products are few kinds: autograd knows them.
     """
     raw = getattr(node, "_raw_saved_" + name)
     hook = raw.unpack_hook
     if hook is None:
         tensor: Tensor = getattr(node, "_saved_" + name)
-        return tensor.detach()
+        return tensor.detach() if tensor.layout is torch.strided else None
     if getattr(hook, "__qualname__", "").startswith("save_on_cpu."):
         return Packed(raw.data, hook)
     return None
@@ -169,7 +170,7 @@ def add_or_copy(target: Tensor, gradient: Tensor, fresh: bool) -> None:
         target.add_(gradient)
 
 
-# ---- Products: y = a @ b, so d b = a.T @ dy and d a = dy @ b.T.
+# ---- Products: y = a @ b, so d b = a.H @ dy and d a = dy @ b.H; of real numbers a.H is a.T.
 # They accumulate straight into the target: no temporary the size of the weight.
 
 
@@ -194,21 +195,21 @@ def _add_widened(target: Tensor, left: Tensor, right: Tensor, fresh: bool) -> No
 
 
 def add_left_product(target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
-    """target += a.T @ dy, held = (a,)."""
-    _add_product(target, held[0].mT, dy, fresh)
+    """target += a.H @ dy, held = (a,)."""
+    _add_product(target, held[0].mH, dy, fresh)
 
 
 def add_right_product(target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
-    """target += dy @ b.T, held = (b,)."""
-    _add_product(target, dy, held[0].mT, fresh)
+    """target += dy @ b.H, held = (b,)."""
+    _add_product(target, dy, held[0].mH, fresh)
 
 
 def _add_left_product_transposed(target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
-    _add_product(target, dy.mT, held[0], fresh)
+    _add_product(target, dy.mT, held[0].conj(), fresh)
 
 
 def _add_right_product_transposed(target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
-    _add_product(target, held[0], dy.mT, fresh)
+    _add_product(target, held[0].conj(), dy.mT, fresh)
 
 
 _SIDES = {

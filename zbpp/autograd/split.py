@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
-from torch.utils.hooks import RemovableHandle
 
 from zbpp.autograd.arrivals import Arrivals, after_hooks
 from zbpp.autograd.collector import Collector
 from zbpp.autograd.graph import Edge, Survey, is_leaf, kind, make, survey, variable
+from zbpp.autograd.hooks import multi_grad_hook, num_hooks_made
 from zbpp.autograd.weight_grads import Computed, Part, WeightGrads, Work, summed
 
 Outputs = Tensor | GradientEdge | Sequence[Any] | Mapping[Any, Any]
@@ -51,12 +51,13 @@ def backward_input(
     tensor, are passed over. An output's GradientEdge stands for it, so that its memory can go before.
     output_grads: likewise one for each, None for an output without grad or that nothing flows into,
     and for a scalar that the backward starts from (then 1). inputs: what the gradients are wanted
-    of (anything without grad gets None); the pass stops there.
-    parameters: leaves; None for every trainable leaf that the graph reaches, inputs excluded.
+    of (anything without grad gets None).
+    parameters: leaves; None for every trainable leaf that the graph reaches, inputs excluded. The search for
+    leaves stops at each input: with inputs=[x, h], h computed from x, a weight between the two gets nothing.
 
     Tensor hooks run, on leaves and on what was computed from inputs; of a deferred weight not those on its
-    views (`w.t()`), nor hooks of its nodes. A parameter used both above and below an input in the middle
-    of a graph may get the gradient of both uses, as from torch.autograd.grad.
+    views (`w.t()`), nor hooks of the views' nodes. A parameter used both above and below an input in the
+    middle of a graph may get the gradient of both uses, as from torch.autograd.grad.
 
     Returns (gradients, one per input, None where none flows; WeightGrads). No `.grad` changes
     until `WeightGrads.accumulate()`, and the graph's saved tensors are freed, as by backward().
@@ -72,11 +73,6 @@ def backward_input(
     return grads, WeightGrads(work)
 
 
-def num_hooks_made() -> int:
-    """By this process, on tensors, nodes or modules: each takes the next number for its handle."""
-    return RemovableHandle.next_id
-
-
 def split(
     roots: Sequence[Root],
     root_grads: list[Tensor],
@@ -87,23 +83,24 @@ def split(
 ) -> tuple[tuple[Tensor | None, ...], list[Work]]:
     """`backward_input` after its checks; wanted: ids of the parameters.
 
-    is_hooked: whether a tensor that was computed may have hooks. To look after them takes time.
+    is_hooked: whether a tensor that was computed, or a node, may have hooks. To look after them takes time.
     """
     edges = {i: _edge(each) for i, each in enumerate(inputs) if _needs_grad(each)}
     try:
-        found = survey([_edge(root) for root in roots], frozenset(edges.values()), wanted)
+        stops = frozenset(edges.values())
+        found = survey([_edge(root) for root in roots], stops, wanted, is_hooked=is_hooked)
     except RuntimeError as error:
         raise _second_pass(error) from error
     if found.functions and "CheckpointFunctionBackward" in map(kind, found.functions):
         _refuse_a_part(edges, wanted)
         return _whole_backward(roots, root_grads, inputs, edges), []
-    late: list[Work] = []
-    collector = Collector(inputs, wanted, late, is_hooked) if found.functions else None
+    collector = Collector(inputs, wanted, is_hooked) if found.functions else None
     arrived = iter(_captured(roots, root_grads, [*edges.values()], found, collector, is_hooked))
     grads: list[Tensor | None] = [None] * len(inputs)
     for position in edges:
         grads[position] = next(arrived)
-    return tuple(grads), _work(found, arrived) + late
+    work = _work(found, arrived)
+    return (tuple(grads), work) if collector is None else collector.added_to(grads, work)
 
 
 def _captured(
@@ -185,13 +182,14 @@ def _run(roots: Sequence[Root], root_grads: list[Tensor], targets: list[Gradient
     return captured
 
 
-def _second_pass(error: RuntimeError) -> RuntimeError:
+def _second_pass(error: RuntimeError) -> Exception:
     """Torch's word on a freed graph, in ours; any other error as it is."""
     if "backward through the graph a second time" not in str(error):
-        return error
+        return multi_grad_hook(error)
     return RuntimeError(
-        "this graph has been gone through before, and B keeps nothing of it: run the forward again, "
-        "or pass all outputs and their gradients to one backward_input"
+        "this graph has been gone through before, and B keeps nothing of it: run the forward again; pass "
+        "all outputs and their gradients to one backward_input; pass to zbpp.checkpoint as an argument what "
+        "its function closes over and was computed outside"
     )
 
 

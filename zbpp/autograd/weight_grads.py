@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from zbpp.autograd.graph import Edge, Use
+from zbpp.autograd.hooks import run_hooks, run_post_accumulate_hooks
 from zbpp.autograd.rules import name_of, version_of
 
 
@@ -144,7 +145,7 @@ def _accumulate(leaf: Tensor, parts: list[Part]) -> None:
 def _sum_of(leaf: Tensor, parts: list[Part]) -> Tensor:
     """A new gradient in the leaf's layout."""
     whole = all(view.whole for view in parts[0].use.views or ())
-    gradient = torch.empty_like(leaf) if whole else torch.zeros_like(leaf)
+    gradient = _new_gradient(leaf) if whole else _new_gradient(leaf).zero_()
     for part in parts:
         part.add_to(gradient, whole)
         whole = False
@@ -261,7 +262,7 @@ class WeightGrads:
                     # autograd.grad fires them for nobody, so W does: after the last work for the leaf.
                     last = last or {id(each.leaf): left for left, each in reversed([*enumerate(work)])}
                     if last.get(id(leaf), len(work)) >= len(work):
-                        _run_post_accumulate_hooks(leaf)
+                        run_post_accumulate_hooks(leaf)
 
 
 def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
@@ -289,23 +290,18 @@ def add_to_grad(leaf: Tensor, gradient: Tensor) -> None:
     if total is None:
         # A captured gradient may BE another one, or dy, or what arrived from the next stage, or have
         # stride 0: the first one is copied, in the parameter's layout (a sparse one stays sparse).
-        leaf.grad = gradient.clone() if gradient.is_sparse else torch.empty_like(leaf).copy_(gradient)
+        leaf.grad = gradient.clone() if gradient.is_sparse else _new_gradient(leaf).copy_(gradient)
     elif total.is_sparse and not gradient.is_sparse:
         leaf.grad = gradient + total
     else:
         total.add_(gradient)
 
 
-def run_hooks(leaf: Tensor, gradient: Tensor) -> Tensor:
-    """A leaf's tensor hooks see, and may replace, the microbatch's gradient."""
-    hooks: dict[int, Callable[[Tensor], Tensor | None]] = leaf._backward_hooks or {}
-    for hook in list(hooks.values()):
-        replaced = hook(gradient)
-        gradient = gradient if replaced is None else replaced
-    return gradient
+def grad_dtype(leaf: Tensor) -> torch.dtype:
+    """What a leaf's `.grad` is to be."""
+    return getattr(leaf, "grad_dtype", None) or leaf.dtype
 
 
-def _run_post_accumulate_hooks(leaf: Tensor) -> None:
-    hooks: dict[int, Callable[[Tensor], None]] = leaf._post_accumulate_grad_hooks or {}
-    for hook in list(hooks.values()):
-        hook(leaf)
+def _new_gradient(leaf: Tensor) -> Tensor:
+    """Uninitialised, in the leaf's layout."""
+    return torch.empty_like(leaf, dtype=grad_dtype(leaf))

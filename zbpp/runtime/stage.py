@@ -14,7 +14,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zbpp.autograd import WeightGrads
-from zbpp.autograd.split import num_hooks_made, split
+from zbpp.autograd.hooks import num_hooks_made
+from zbpp.autograd.split import split
 from zbpp.autograd.weight_grads import ChangedInPlace
 from zbpp.runtime.layout import Message, describe, layout_of
 

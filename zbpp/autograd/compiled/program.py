@@ -16,7 +16,8 @@ from torch.utils._pytree import TreeSpec
 
 from zbpp.autograd.collector import collector_of
 from zbpp.autograd.compiled.inductor import Boxed
-from zbpp.autograd.weight_grads import add_to_grad, run_hooks, total_of
+from zbpp.autograd.hooks import run_hooks
+from zbpp.autograd.weight_grads import add_to_grad, grad_dtype, total_of
 
 
 class Program(NamedTuple):
@@ -240,6 +241,6 @@ def _fits(leaf: Any, total: Tensor, wanted: set[int] | None) -> bool:
 def _add_new(leaf: Tensor, gradient: Tensor) -> None:
     """It is nobody else's: the first needs no copy."""
     if total_of(leaf) is None:
-        leaf.grad = gradient
+        leaf.grad = gradient.to(grad_dtype(leaf))
     else:
         add_to_grad(leaf, gradient)
