@@ -141,7 +141,9 @@ def entries_after_a_failure(rank):
     work = workload(rank, Viewing(**MLP), 6, 3)
     timetable = plan("interleaved_zb", P, M)
     ours = enter("interleaved_zb", work, timetable)
-    theirs = attempt(Entry("interleaved_zb", "torch", timetable), work, lambda: Torch(work, "interleaved_zb", timetable))
+    theirs = attempt(
+        Entry("interleaved_zb", "torch", timetable), work, lambda: Torch(work, "interleaved_zb", timetable)
+    )
     race([ours, theirs], work, 2)
     return theirs.failure, theirs.walls, ours.walls, theirs.contestant
 
