@@ -106,6 +106,19 @@ def test_what_is_not_changed_is_not_traced_again(monkeypatch):
     assert other[0].up.weight.grad is not None
 
 
+class Called(nn.Linear):
+    def __call__(self, x):
+        return super().__call__(x) * 3
+
+
+def test_a_class_with_its_own_call_is_not_called_twice():
+    """It was traced instead of forward, and ran around it as well: nine times for three."""
+    stage, x = linear(Called, 4, 4), double(3, 4)
+    expected = stage(x)
+    compile_stage(stage, backend="eager")
+    assert torch.equal(stage(x), expected)
+
+
 # ---------------------------------------------------------------- changes in place
 
 
