@@ -81,6 +81,7 @@ class Seen(InPlaceOf):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.names = _names(self.layer, args, kwargs)
         given, spec = tree_flatten((args, kwargs))
+        self.given = given  # alive, so that ids stay theirs
         self.leaves = [self.severed.get(id(leaf), leaf) for leaf in given]
         for position in self.seam:
             tensor = self.leaves[position]
