@@ -139,6 +139,13 @@ def test_a_mistake_ends_the_process_with_one_line_and_a_bug_with_its_traceback(m
 # ---------------------------------------------------------------- under torchrun
 
 
+@pytest.mark.parametrize("given", ["optimizer=null", "optimizer=3", "model=", "data=True", "logger=1e3"])
+def test_a_choice_that_no_file_can_be_called_was_a_traceback_of_hydras(given):
+    with pytest.raises(Refusal, match=f"{re.escape(given)}: choose one of [a-z]"):
+        command_line.arguments([given])
+    assert command_line.arguments(["schedule=1f1b", "model.seed=3"]) == ["schedule=1f1b", "model.seed=3"]
+
+
 def test_ranks_other_than_0_write_no_log(monkeypatch):
     assert command_line.arguments(["steps=3"]) == ["steps=3"]
     monkeypatch.setenv("RANK", "0")

@@ -59,6 +59,8 @@ def arguments(given: list[str]) -> list[str]:
     for group in _NAMED_BY_TARGET:
         given = _without_the_default(group, given)
     given = [_in_our_spelling(each) for each in given]
+    for each in given:
+        _check_choice(each)
     if "RANK" not in os.environ:
         return given
     if {"-m", "--multirun"} & set(given):
@@ -86,6 +88,16 @@ def _in_our_spelling(argument: str) -> str:
     if not argument.startswith("schedule="):
         return argument
     return "schedule=" + ",".join(map(_file_of, argument.partition("=")[2].split(",")))
+
+
+def _check_choice(argument: str) -> None:
+    """Refuse `optimizer=null` and `optimizer=3`, which no file is called and Hydra fails on."""
+    group, _, choice = argument.partition("=")
+    if group.isidentifier() and (config_folder() / group).is_dir() and re.fullmatch(_NO_NAME, choice):
+        raise Refusal(f"{argument}: choose one of {', '.join(_choices(group))}")
+
+
+_NO_NAME = r"(?i:null|true|false|)|[-+]?[\d.]+(e[-+]?\d+)?"
 
 
 def _file_of(name: str) -> str:
