@@ -177,12 +177,13 @@ def _advice(options: argparse.Namespace, costs: Costs, notes: Sequence[str]) -> 
 def _commands(options: argparse.Namespace, answer: Answer) -> str:
     """What to type to train with the best plan: by its name, or from a file if it depends on costs."""
     best = answer.ranked[0].candidate
-    train = f"torchrun --standalone --nproc-per-node {options.ranks} scripts/train.py"
+    scripts = os.path.relpath(Path(__file__).parent)
+    train = f"torchrun --standalone --nproc-per-node {options.ranks} {scripts}/train.py"
     if not takes_costs(best.name):
         lines = [f"{train} schedule={best.name} num_microbatches={options.microbatches}"]
     else:
         lines = [
-            f"python scripts/plan.py {best.title} {_same(options)} --text > plan.txt",
+            f"python {scripts}/plan.py {best.title} {_same(options)} --text > plan.txt",
             f"{train} schedule.timetable=plan.txt num_microbatches={options.microbatches}",
         ]
     return "\n".join([f"to train with the best plan, {best.title}:", *(f"  {line}" for line in lines)])

@@ -22,9 +22,11 @@ def main(config: DictConfig) -> None:
     job = configs.typed(config), configs.flat(config), configs.as_yaml(config)
     num_ranks = job[0].parallel.num_ranks or 1
     if "RANK" not in os.environ and num_ranks > 1:
+        from zbpp.app import check_plan
         from zbpp.launch import on_ranks
         from zbpp.training.run_folder import check_free
 
+        check_plan(job[0], num_ranks)
         check_free(job[0].run_dir, overwrite=job[0].overwrite)
         on_ranks(num_ranks, train, job)
     else:

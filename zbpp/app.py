@@ -108,6 +108,12 @@ class _Job(NamedTuple):
     data: Data
 
 
+def check_plan(config: TrainConfig, num_ranks: int) -> None:
+    """Raise PlanError or ConfigError for a file in schedule.timetable that can't be trained by."""
+    if config.schedule.timetable is not None:
+        _planned(config, num_ranks)
+
+
 def _planned(config: TrainConfig, num_ranks: int) -> Timetable:
     schedule, options = config.schedule, {**config.schedule.options, "costs": config.schedule.costs}
     try:

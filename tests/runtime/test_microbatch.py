@@ -4,10 +4,12 @@ import warnings
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from zbpp import per_microbatch, replicate
+from zbpp import Pipeline, per_microbatch, plan, replicate
 from zbpp.runtime.microbatch import Cutter, split
 
 
@@ -176,3 +178,37 @@ def test_sparse_and_nested_tensors_say_what_to_pass():
             nested = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(1, 3)], layout=layout)
         with pytest.raises(ValueError, match=r"x is a nested tensor, .*: pass zbpp.per_microbatch\(\["):
             split("x", nested, 2)
+
+
+# ---------------------------------------------------------------- arrays, and changes in place
+
+
+@pytest.mark.parametrize(
+    "given", [np.zeros((4, 2)), {"lengths": np.arange(4)}], ids=["argument", "in a dict"]
+)
+def test_all_rows_of_an_array_went_to_every_microbatch(given):
+    with pytest.raises(ValueError, match=r"is a ndarray, which is not split .* torch.as_tensor"):
+        split("argument 0", given, 2)
+    assert split("argument 0", np.float32(1.5), 2) == [1.5, 1.5]
+
+
+def test_a_first_stage_that_changes_its_input_in_place_was_refused_where_two_forwards_came_first():
+    """The microbatches of a batch are views with one count of changes, so the second F spoilt the first."""
+
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(3, 3, dtype=torch.float64)
+
+        def forward(self, x):
+            return self.layer(x.sub_(x.mean(0)))
+
+    generator = torch.Generator().manual_seed(1)
+    batch, target = (torch.randn(8, 3, dtype=torch.float64, generator=generator) for _ in range(2))
+    stage, plain = Centred(), Centred()
+    for rows in range(0, 8, 2):
+        x = batch[rows : rows + 2].clone()
+        (nn.functional.mse_loss(plain(x), target[rows : rows + 2]) / 4).backward()
+    Pipeline({0: stage}, plan("gpipe", 1, 4), nn.functional.mse_loss).step(batch.clone(), target=target)
+    torch.testing.assert_close(stage.layer.weight.grad, plain.layer.weight.grad, rtol=1e-12, atol=1e-14)

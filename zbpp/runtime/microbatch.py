@@ -71,14 +71,16 @@ class Cutter:
         earlier value, for another number of values per microbatch, and where tensors can't be reached.
         """
         if isinstance(value, Tensor):
-            return [self._leaf(piece) for piece in self._pieces(name, value)]
+            return list(map(self._of_one_microbatch, self._pieces(name, value)))
         if isinstance(value, PerMicrobatch):
             if len(value.values) != self._num:
                 raise ValueError(f"{name} has {len(value.values)} values, num_microbatches={self._num}")
             return [tree_map(self._leaf, each) for each in value.values]
         if isinstance(value, Replicated):
             return [tree_map(self._leaf, value.value)] * self._num
-        return [value] * self._num if isinstance(value, _PLAIN) else self._nested(name, value)
+        if isinstance(value, _PLAIN):
+            return [value] * self._num
+        return self._nested(name, value)
 
     def cut_keywords(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Per microbatch, its keyword arguments."""
@@ -95,6 +97,7 @@ class Cutter:
         leaves, spec = tree_flatten_with_path(value, is_leaf=_is_marked)
         if not any(isinstance(leaf, (Tensor, Replicated, PerMicrobatch)) for _, leaf in leaves):
             for path, leaf in leaves:
+                _refuse_rows_of_an_array(name + keystr(path), leaf)
                 _refuse_hidden_tensors(name + keystr(path), leaf)
             return [value] * self._num
         pieces = [self.cut(name + keystr(path), leaf) for path, leaf in leaves]
@@ -126,6 +129,14 @@ class Cutter:
             )
         return tensor.split(rows // self._num)
 
+    def _of_one_microbatch(self, piece: Tensor) -> Tensor:
+        """A piece with a count of changes in place of its own, since a stage may change its input.
+
+        The views of one batch share a count; with it, a change of one would spoil what F of another saved.
+        """
+        leaf: Tensor = self._leaf(piece)
+        return leaf if leaf.requires_grad else leaf.data
+
     def _leaf(self, value: Any) -> Any:
         """What stands for a tensor of the caller's graph; anything else as it is."""
         if not (isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()):
@@ -137,6 +148,15 @@ class Cutter:
 
 def _is_marked(value: Any) -> bool:
     return isinstance(value, (Replicated, PerMicrobatch))
+
+
+def _refuse_rows_of_an_array(name: str, value: Any) -> None:
+    """Raise ValueError for a NumPy array and its like: all its rows would go to every microbatch."""
+    if hasattr(value, "__array__") and getattr(value, "ndim", 0):
+        raise ValueError(
+            f"{name} is a {type(value).__name__}, which is not split into microbatches: write "
+            f"torch.as_tensor({name}); zbpp.replicate({name}) gives all of it to every microbatch"
+        )
 
 
 def _refuse_hidden_tensors(name: str, value: Any) -> None:

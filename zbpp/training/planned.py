@@ -46,8 +46,8 @@ def read_plan(file: str, num_ranks: int, num_microbatches: int | None, **options
     found = read_timetable(file)
     if found.num_ranks != num_ranks:
         raise PlanError(
-            f"{file} is a plan for {found.num_ranks} ranks, but {num_ranks} process(es) were started: write "
-            f"torchrun --nproc-per-node {found.num_ranks}"
+            f"{file} is a plan for {found.num_ranks} ranks, not for {num_ranks}: write "
+            f"parallel.num_ranks={found.num_ranks}, or torchrun --nproc-per-node {found.num_ranks}"
         )
     if num_microbatches not in (None, found.num_microbatches):
         raise PlanError(
