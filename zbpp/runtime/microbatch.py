@@ -152,7 +152,7 @@ def _is_marked(value: Any) -> bool:
 
 def _refuse_rows_of_an_array(name: str, value: Any) -> None:
     """Raise ValueError for a NumPy array and its like: all its rows would go to every microbatch."""
-    if hasattr(value, "__array__") and getattr(value, "ndim", 0):
+    if hasattr(value, "__array__") and hasattr(value, "ndim") and value.ndim:
         raise ValueError(
             f"{name} is a {type(value).__name__}, which is not split into microbatches: write "
             f"torch.as_tensor({name}); zbpp.replicate({name}) gives all of it to every microbatch"
