@@ -97,15 +97,19 @@ class TracedStage(nn.Module):
         return self
 
 
+_AS_A_WHOLE = "a traced stage does not call its submodules, the stage is called as a whole: call, recompute or compile that"
+
+
 class _Place(nn.Module):
     """What is left of a submodule: a place for its parameters."""
 
     @property
-    def forward(self) -> Any:  # type: ignore[override]  # no attribute to set: nobody calls it
-        raise RuntimeError(
-            "a traced stage does not call its submodules, the stage is called as a whole: "
-            "call, recompute or compile that"
-        )
+    def forward(self) -> Any:  # type: ignore[override]  # neither to be read nor to be replaced
+        raise RuntimeError(_AS_A_WHOLE)
+
+    @forward.setter
+    def forward(self, _: object) -> None:
+        raise RuntimeError(_AS_A_WHOLE)
 
     def train(self, mode: bool = True) -> Self:
         raise RuntimeError(
