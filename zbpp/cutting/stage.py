@@ -104,7 +104,7 @@ class _Place(nn.Module):
     """What is left of a submodule: a place for its parameters."""
 
     @property
-    def forward(self) -> Any:  # type: ignore[override]  # neither to be read nor to be replaced
+    def forward(self) -> Any:  # neither to be read nor to be replaced
         raise RuntimeError(_AS_A_WHOLE)
 
     @forward.setter
