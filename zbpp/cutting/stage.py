@@ -97,7 +97,7 @@ class TracedStage(nn.Module):
         return self
 
 
-_AS_A_WHOLE = "a traced stage does not call its submodules, the stage is called as a whole: call, recompute or compile that"
+_AS_A_WHOLE = "not its submodules, the stage is called as a whole: call, recompute or compile the stage"
 
 
 class _Place(nn.Module):
