@@ -121,7 +121,10 @@ def table(rows: Sequence[Row]) -> str:
     """The rows as text; one answer for both numbers of stages stands once, unless it is equal."""
     lines = [f"{'family':54}{'2 stages':12}4 stages"]
     for family, (two, four) in rows:
-        lines.append(f"{family:54}{two:12}{four}" if two != four or two == "equal" else f"{family:54}{two}")
+        if two == four != "equal":
+            lines.append(f"{family:54}{two}")
+        else:
+            lines.append(f"{family:54}{two:11} {four}")
     return "\n".join(lines) + "\n"
 
 

@@ -23,7 +23,7 @@ from zbpp.models.hf_calls import (
     record,
     refuse_what_is_made_later,
 )
-from zbpp.models.hf_cut import Cut, CutError, LibraryError, Stage, layers_at
+from zbpp.models.hf_cut import Cut, CutError, LibraryError, Stage, layers_at, stage_of
 from zbpp.models.hf_init import initialise
 from zbpp.models.hf_shrink import build_on_meta, with_small_copy
 from zbpp.seeding import seed_of
@@ -99,12 +99,11 @@ def build_stage(config: PretrainedConfig, cut: Cut, index: int, seed: int) -> St
         raise CutError(f"{other}: a small copy of the config has other parameters, and can't check the cut")
     inside = f"{cut.path}."
     own_layers = tuple(f"{inside}{number}." for number in cut.layers[index])
-    owners = {id(parameter): cut.owners[name] for name, parameter in model.named_parameters()}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    stages = stage_of(model, cut)
 
     def is_own(name: str) -> bool:
-        if name in parameters:
-            return owners[id(parameters[name])] == index
+        if name in stages:
+            return stages[name] == index
         return name.startswith(own_layers) or not name.startswith(inside)
 
     initialise(model, seed, is_own, cut.constants)

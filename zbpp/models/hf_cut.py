@@ -107,7 +107,7 @@ def _above(path: str) -> list[str]:
 class Stage(nn.Module):
     """Some layers of a model. Tokens or what the stage before returned -> hidden states or logits.
 
-    model: its tensors that belong to other stages are on the meta device.
+    model: its tensors that belong to other stages may be on the meta device.
     Its parameters have the names that they have in the library's whole model. A module that is run as a
     copy is replaced by a plain container of its parameters, buffers and children.
     """
@@ -115,7 +115,8 @@ class Stage(nn.Module):
     def __init__(self, model: PreTrainedModel, cut: Cut, index: int) -> None:
         super().__init__()
         self._cut, self._index = cut, index
-        others = [name for name in names_above_layers(model, cut.path) if model.get_parameter(name).is_meta]
+        stages = stage_of(model, cut)
+        others = [name for name in names_above_layers(model, cut.path) if stages[name] != index]
         self._opened = Opened(model, cut.path, others)
         for path, shapes in self._opened.shapes.items():
             for name in shapes:
@@ -186,6 +187,12 @@ def again(call: Call, before: Mapping[int, Any]) -> dict[int, Any]:
 def layers_at(model: nn.Module, path: str) -> list[nn.Module]:
     """The modules of the list that has this name."""
     return list(cast(nn.ModuleList, model.get_submodule(path)))
+
+
+def stage_of(model: nn.Module, cut: Cut) -> dict[str, int]:
+    """The stage of each parameter, under every name that a tied one has."""
+    owners = {id(parameter): cut.owners[name] for name, parameter in model.named_parameters()}
+    return {name: owners[id(each)] for name, each in model.named_parameters(remove_duplicate=False)}
 
 
 def names_above_layers(model: nn.Module, path: str) -> list[str]:
