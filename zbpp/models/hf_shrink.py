@@ -46,7 +46,7 @@ def with_small_copy(config: PretrainedConfig, run: Callable[[PretrainedConfig], 
 
     That is the config itself where its model is small already; else the first narrow copy that has the
     same modules and that `run` raises nothing for but CutError.
-    Raises ValueError with the last reason if there is none.
+    Raises ValueError with the first reason if there is none.
     """
     whole = build_on_meta(config)
     if size_of(whole) <= SMALL:
