@@ -111,7 +111,7 @@ def test_help_shows_every_value_of_the_script(script):
     ("given", "words"),
     [
         ("model=gpt_tony", "Could not find 'model/gpt_tony' Available options in 'model': custom emulated"),
-        ("stepz=3", "Could not override 'stepz'"),
+        ("stepz=3", "Could not override 'stepz'. Key 'stepz' not in 'TrainConfig'; did you mean steps"),
         ("steps=many", "Value 'many' of type 'str' could not be converted to Integer"),
         ("steps=[3", "no viable alternative at input '[3'"),
     ],
@@ -122,6 +122,26 @@ def test_what_hydra_says_of_a_mistake_is_one_line(given, words):
     error = configs.composition_error(caught.value)
     assert words in str(error)
     assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("+step=2", "step: there is no such key; did you mean steps?"),
+        (
+            "++optimizer.learning_rat=1",
+            "optimizer.learning_rat: there is no such key; did you mean learning_rate?",
+        ),
+        ("+parallel.ranks=2", "parallel.ranks: there is no such key; did you mean num_ranks?"),
+        ("+schedule.nmae=gpipe", "schedule.nmae: there is no such key; did you mean name?"),
+        ("+lr=.5", "lr: there is no such key"),
+    ],
+)
+def test_a_key_added_with_a_plus_was_read_by_nobody_in_silence(given, message):
+    with pytest.raises(configs.ConfigError) as caught:
+        configs.typed(composed(given))
+    assert str(caught.value) == message
+    configs.typed(composed("+model.anything=1"))  # a class of the user's may take it
 
 
 def test_a_mistake_ends_the_process_with_one_line_and_a_bug_with_its_traceback(monkeypatch):

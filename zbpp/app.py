@@ -151,7 +151,16 @@ def _num_ranks(config: TrainConfig) -> int:
 
 def _stages(model: Any, timetable: Timetable, rank: int) -> dict[int, nn.Module]:
     with naming("model"):
-        return {index: model.build_stage(index, timetable.num_stages) for index in timetable.stages_of(rank)}
+        stages = {
+            index: model.build_stage(index, timetable.num_stages) for index in timetable.stages_of(rank)
+        }
+    for index, stage in stages.items():
+        if not isinstance(stage, nn.Module):
+            raise ConfigError(
+                f"model: build_stage({index}, {timetable.num_stages}) returned a {type(stage).__name__}, not "
+                "a torch.nn.Module: is a return missing?"
+            )
+    return stages
 
 
 def _check_fit(job: _Job, device: torch.device) -> None:
@@ -204,7 +213,8 @@ def _trainer(config: TrainConfig, job: _Job) -> Trainer:
     num_batches = min(config.evaluation_batches, data.num_evaluation_batches)
     if config.evaluate_every and not num_batches:
         raise ConfigError(
-            "no data is held out, but evaluate_every > 0: write evaluate_every=0 or data.held_out=0.05"
+            f"less data is held out than a batch ({job.data.items_per_batch} {job.data.unit}), but "
+            "evaluate_every > 0: write evaluate_every=0, or hold out more (of text: data.held_out=0.05)"
         )
 
     def build(timetable: Timetable) -> Pipeline:

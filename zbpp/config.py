@@ -6,12 +6,14 @@ ranges are declared beside the fields (ranges.py); what leaves here are plain ob
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import inspect
 import pkgutil
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -242,6 +244,7 @@ def entry(main: Callable[[DictConfig], None], name: str) -> Callable[[], None]:
 def typed(config: DictConfig) -> Any:
     """The composed config as the dataclass that it was composed from. Raises ConfigError."""
     try:
+        _check_keys(config)
         return OmegaConf.to_object(config)
     except ConfigError:
         raise
@@ -252,6 +255,23 @@ def typed(config: DictConfig) -> Any:
         raise ConfigError(f"{key}: {text}" if key else text) from error
 
 
+def _check_keys(config: DictConfig, prefix: str = "") -> None:
+    """Refuse keys that no field is called: Hydra's `+step=2` adds one, and nobody would read it."""
+    kind: Any = OmegaConf.get_type(config)
+    if not is_dataclass(kind):
+        return  # a model's or data's node: its class takes what it takes
+    for name in map(str, config):
+        if name not in (each.name for each in fields(kind)):
+            raise ConfigError(f"{prefix}{name}: there is no such key{_nearest(name, kind)}")
+        if not OmegaConf.is_missing(config, name) and OmegaConf.is_dict(config[name]):
+            _check_keys(config[name], f"{prefix}{name}.")
+
+
+def _nearest(name: str, kind: Any) -> str:
+    close = difflib.get_close_matches(name, [each.name for each in fields(kind)], n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
 def composition_error(error: object) -> ConfigError | None:
     """What Hydra or OmegaConf says of a config, as an error of ours in one line; None for other errors."""
     if not isinstance(error, HydraException | OmegaConfBaseException):
@@ -259,11 +279,14 @@ def composition_error(error: object) -> ConfigError | None:
     told = str(error).partition("Config search path")[0]
     if error.__cause__ is not None and str(error.__cause__) not in told:
         told += f"\n{error.__cause__}"
+    unknown, hint = re.search(r"Key '(\w+)' not in '(\w+)'", told), ""
+    if unknown and is_dataclass(kind := globals().get(unknown[2])):
+        # Hydra would have it added by a +, where nobody would read it.
+        told, hint = re.sub(r"To append to your config use \S+", "", told), _nearest(unknown[1], kind)
     lines = [line.strip() for line in told.splitlines()]
     # full_key and object_type: OmegaConf's own types, of no use to a user.
-    return ConfigError(
-        " ".join(each for each in lines if each and not each.startswith(("full_key", "object_type")))
-    )
+    said = [each for each in lines if each and not each.startswith(("full_key", "object_type"))]
+    return ConfigError(" ".join(said) + hint)
 
 
 def flat(config: DictConfig) -> dict[str, Any]:

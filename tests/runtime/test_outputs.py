@@ -117,3 +117,17 @@ def test_a_module_that_returns_its_loss_gives_it_as_loss_and_output():
 class Total(nn.Module):
     def forward(self, x):
         return x.sum()
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ({"hits": torch.ones(3)}, r"the metric 'hits' is a tensor of shape \(3,\): return one number"),
+        ({"name": "good"}, "the metric 'name' is 'good': return one number"),
+        (None, "metrics returned a NoneType: return a dict"),
+    ],
+)
+def test_a_metric_that_is_no_number_is_named(returned, message):
+    pipeline = Pipeline({0: nn.Linear(2, 2)}, plan("zb_h1", 1, 2), nn.functional.mse_loss)
+    with pytest.raises(ValueError, match=message):
+        pipeline.evaluate(torch.ones(4, 2), metrics=lambda output, target: returned)

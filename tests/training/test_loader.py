@@ -168,6 +168,14 @@ def small():
     return [(torch.ones(3), torch.ones(3))]
 
 
+def short_at_the_end():
+    return [(torch.ones(rows), torch.ones(rows)) for rows in (16, 16, 5)]
+
+
+def held_out_by_another_size():
+    return short_at_the_end()[:2], DataLoader(Squares(), batch_size=10)
+
+
 def numbers():
     return [(1, 2)]
 
@@ -176,12 +184,11 @@ def numbers():
     ("target", "message"),
     [
         ("iterator", "a list_iterator ends after one epoch"),
-        ("ragged", "an epoch of the DataLoader ends with 4 rows: give it drop_last=True"),
-        (
-            "small",
-            "batch 0 has 3 rows, but num_microbatches . microbatch_size is 16: ",
-        ),
-        ("numbers", "batch 0 has no tensor"),
+        ("ragged", "an epoch of the DataLoader to train on ends with 4 rows: give it drop_last=True"),
+        ("small", "batch 0 to train on has 3 rows, but num_microbatches . microbatch_size is 16: "),
+        ("short_at_the_end", "batch 2 to train on has 5 rows"),
+        ("held_out_by_another_size", "batch 0 held out has 10 rows, .* batch_size=16, drop_last=True"),
+        ("numbers", "batch 0 to train on has no rows"),
         ("BATCH", "a int yields no batches: give a torch Dataset, a DataLoader"),
     ],
 )

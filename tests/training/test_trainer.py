@@ -104,6 +104,14 @@ def test_evaluation_is_the_mean_loss_over_the_held_out_batches_and_changes_nothi
     assert all(p.grad is None for stage in trainer.pipeline.stages.values() for p in stage.parameters())
 
 
+def test_a_metric_called_loss_stood_for_the_held_out_loss():
+    trainer = trainer_of()
+    trainer.metrics = lambda output, target: {"loss": 7.0}
+    trainer.data = trainer.data._replace(num_evaluation_batches=1)
+    with pytest.raises(ValueError, match="a metric is called 'loss'"):
+        trainer.evaluate()
+
+
 def test_a_line_of_progress_says_held_out_only_where_it_was_measured():
     metrics = {"loss": 1.0, "rows_per_second": 1234.5}
     assert brief(metrics) == "loss 1.0000  1,234 rows/s"

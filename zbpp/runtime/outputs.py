@@ -19,14 +19,14 @@ class Outputs:
     def __init__(self, *, is_kept: bool, metrics: Metrics | None) -> None:
         self._is_kept, self._compute = is_kept, metrics
         self._outputs: list[Any] = []
-        self._metrics: list[tuple[int, Mapping[str, float | Tensor]]] = []  # (rows, values)
+        self._metrics: list[tuple[int, dict[str, float]]] = []  # (rows, values)
 
     def take(self, output: Any, target: Any) -> None:
         """What the last stage returned for the next microbatch."""
         if self._is_kept:
             self._outputs.append(tree_map(_kept, output))
         if self._compute is not None:
-            self._metrics.append((_rows(output), self._compute(output, target)))
+            self._metrics.append((_rows(output), _numbers(self._compute(output, target))))
 
     def whole(self) -> Any:
         """The outputs in the last stage's structure, concatenated along dim 0; None on other ranks.
@@ -44,9 +44,21 @@ class Outputs:
         total = sum(rows for rows, _ in self._metrics)
         names = self._metrics[0][1] if self._metrics else ()
         return {
-            name: math.fsum(rows * float(values[name]) for rows, values in self._metrics) / total
-            for name in names
+            name: math.fsum(rows * values[name] for rows, values in self._metrics) / total for name in names
         }
+
+
+def _numbers(found: Any) -> dict[str, float]:
+    """Raises ValueError, with the metric's name, for what is no number."""
+    if not isinstance(found, Mapping):
+        raise ValueError(f"metrics returned a {type(found).__name__}: return a dict, name -> number")
+    numbers = {}
+    for name, value in found.items():
+        if not isinstance(value, int | float) and not (isinstance(value, Tensor) and value.numel() == 1):
+            what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"the metric {name!r} is {what}: return one number, such as a mean")
+        numbers[name] = float(value)
+    return numbers
 
 
 def _kept(value: Any) -> Any:

@@ -8,7 +8,7 @@ worker processes, must be seeded by the user alike on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from hashlib import blake2b
 from typing import Any
 
@@ -31,8 +31,10 @@ class Loaded:
     without `batch_size` rows.
     """
 
-    def __init__(self, batches: Iterable[Any], *, batch_size: int, seed: int) -> None:
-        self._batches, self._batch_size, self._seed = batches, batch_size, seed
+    def __init__(
+        self, batches: Iterable[Any], *, batch_size: int, seed: int, name: str = "to train on"
+    ) -> None:
+        self._batches, self._batch_size, self._seed, self._name = batches, batch_size, seed, name
         self._number, self._current = -1, None
         self._iterator: Iterator[Any] = iter(())
 
@@ -63,8 +65,9 @@ class Loaded:
         if rows != self._batch_size:
             given = "no tensor" if rows is None else f"{rows} rows"
             raise ValueError(
-                f"batch {number} has {given}, but num_microbatches * microbatch_size is {self._batch_size}: "
-                "give the DataLoader that batch_size and drop_last=True"
+                f"batch {number} {self._name} has {given}, but num_microbatches * microbatch_size is "
+                f"{self._batch_size}: give every batch so many (a DataLoader: batch_size={self._batch_size}, "
+                "drop_last=True)"
             )
         return found
 
@@ -79,9 +82,11 @@ def loaded_data(given: Any, *, batch_size: int, seed: int) -> Data:
     ValueError for anything else, and for first batches that don't fit.
     """
     pair = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
-    train = _loaded(pair[0], batch_size, seed, shuffle=True)
-    held_out = None if pair[1] is None else _loaded(pair[1], batch_size, seed, shuffle=False)
+    train = _loaded(pair[0], batch_size, seed, "to train on", shuffle=True)
+    held_out = None if pair[1] is None else _loaded(pair[1], batch_size, seed, "held out", shuffle=False)
     first = train.batch(0)
+    if held_out is not None and held_out.num_batches:
+        parts_of(held_out.batch(0))
     parts_of(first)
     return Data(
         train=train,
@@ -93,7 +98,7 @@ def loaded_data(given: Any, *, batch_size: int, seed: int) -> Data:
     )
 
 
-def _loaded(given: Any, batch_size: int, seed: int, *, shuffle: bool) -> Loaded:
+def _loaded(given: Any, batch_size: int, seed: int, name: str, *, shuffle: bool) -> Loaded:
     batches = given
     if isinstance(given, Dataset):
         shuffle = shuffle and not isinstance(given, IterableDataset)
@@ -104,15 +109,23 @@ def _loaded(given: Any, batch_size: int, seed: int, *, shuffle: bool) -> Loaded:
             "batches, a pair of such (to train on, held out), or a zbpp.training.data.Data"
         )
     if isinstance(batches, DataLoader) and not batches.drop_last and isinstance(batches.dataset, Sized):
-        rest = len(batches.dataset) % batch_size
+        rest = len(batches.dataset) % (batches.batch_size or 1)
         if rest:
-            raise ValueError(f"an epoch of the DataLoader ends with {rest} rows: give it drop_last=True")
+            raise ValueError(
+                f"an epoch of the DataLoader {name} ends with {rest} rows: give it drop_last=True"
+            )
+    for number, batch in enumerate(batches if isinstance(batches, Sequence) else ()):
+        if num_rows(batch) != batch_size:
+            raise ValueError(
+                f"batch {number} {name} has {num_rows(batch) or 'no'} rows, but num_microbatches * "
+                f"microbatch_size is {batch_size}: leave it out, or write microbatches that fit"
+            )
     if isinstance(batches, Iterator):
         raise ValueError(
             f"a {type(given).__name__} ends after one epoch: give something that can be iterated over again, "
             "such as a DataLoader or a list of batches"
         )
-    return Loaded(batches, batch_size=batch_size, seed=seed)
+    return Loaded(batches, batch_size=batch_size, seed=seed, name=name)
 
 
 def fingerprint_of(batch: Any) -> str:

@@ -94,6 +94,8 @@ class Trainer:
             losses = self.pipeline.evaluate(*args, target=target)
         else:
             losses, found = self.pipeline.evaluate(*args, target=target, metrics=self.metrics)
+            if "loss" in found:
+                raise ValueError("a metric is called 'loss', as the held-out loss is: give it another name")
         return {"loss": math.fsum(map(float, losses)) / len(losses), **found} if losses else {}
 
     def _step(self, step: int) -> Metrics:
