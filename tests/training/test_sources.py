@@ -4,6 +4,7 @@ import importlib
 import sys
 from hashlib import blake2b
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -50,3 +51,15 @@ def test_all_of_zbpp_and_what_the_user_wrote_is_compared_and_nothing_that_is_ins
     }
     assert "helpers.processes" in files
     assert not {"torch", "json", "pytest", "numpy"} & {name.partition(".")[0] for name in files}
+
+
+def test_a_file_that_an_installed_package_wrote_elsewhere_is_not_the_users(monkeypatch, tmp_path):
+    """torch's compiler leaves modules of its own in a folder for temporary files."""
+    (tmp_path / "generated.py").write_text("made = True\n")
+    for name in ("torch._made.here", "of_the_user"):
+        module = ModuleType(name)
+        module.__file__ = str(tmp_path / "generated.py")
+        monkeypatch.setitem(sys.modules, name, module)
+    files = source_files()
+    assert "of_the_user" in files
+    assert "torch._made.here" not in files

@@ -33,10 +33,16 @@ def source_files() -> dict[str, str]:
     package = Path(__file__).parents[1]
     files = {f"zbpp/{path.relative_to(package).as_posix()}": path for path in package.rglob("*.py")}
     for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if file and file.endswith(".py") and name.partition(".")[0] != "zbpp" and not _is_installed(file):
+        file, package_file = _file_of(module), _file_of(sys.modules.get(name.partition(".")[0]))
+        # Not what an installed package has written elsewhere either, as torch's compiler does.
+        is_installed = _is_installed(file) or _is_installed(package_file)
+        if file.endswith(".py") and name.partition(".")[0] != "zbpp" and not is_installed:
             files[name] = Path(file)
     return {name: _hash(path) for name, path in sorted(files.items()) if path.is_file()}
+
+
+def _file_of(module: object) -> str:
+    return getattr(module, "__file__", None) or ""
 
 
 def _is_installed(file: str) -> bool:
