@@ -70,7 +70,7 @@ class OptimizerConfig(Checked):
     weight_decay: float = ranged(0.1)
     warmup_steps: int = ranged(10)
     min_ratio: float = ranged(0.1, most=1)
-    # Of the gradients of ALL stages together; null: no clipping.
+    # The largest norm that the gradients of all stages together may have; null: no clipping.
     clip_norm: float | None = ranged(1.0, above=0)
 
 

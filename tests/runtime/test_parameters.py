@@ -174,7 +174,7 @@ def test_a_parameter_that_two_stages_of_a_rank_share_counted_and_was_clipped_twi
         {name: p.grad for name, p in pipeline.named_parameters()},
         {name: p.grad for name, p in model.named_parameters()},
     )
-    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)  # which refuses what comes twice
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)  # SGD refuses a parameter that comes twice
     assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
 
 

@@ -63,8 +63,7 @@ def has_hooks(leaf: Tensor) -> bool:
 def after_hooks(targets: list[GradientEdge], first: int) -> Hooked:
     """To be filled with (dy,) of each site, targets[first:], that runs: as the hooks on its output leave it.
 
-    Of a node that runs, autograd captures what arrived, before hooks; only of one that doesn't, what
-    they made of it.
+    Autograd captures a node's gradient before the node's hooks if the node runs, after them if it does not.
     """
     dys: Hooked = {}
     for position in range(first, len(targets)):

@@ -169,7 +169,10 @@ def _check_alike(parts: Mapping[bool, list[Part]]) -> None:
 
 
 def _shares(parts: Mapping[bool, list[Part]], state: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """The state that each stage reads, under all its names; what nobody reads goes to stage 0."""
+    """Return, per stage, the parameters and buffers that the stage reads, under all their names.
+
+    A tensor that no stage reads goes to stage 0.
+    """
     readers: defaultdict[int, set[int]] = defaultdict(set)
     for found in parts.values():
         for index, part in enumerate(found):

@@ -92,7 +92,7 @@ class Seen(InPlaceOf):
 
 
 def _names(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """Of the leaves of a call, as the layer's forward calls its arguments."""
+    """Return a name for each leaf of a call, made of the parameter names of the layer's forward."""
     known = list(signature(layer.forward).parameters)
     given = dict(zip(known, args, strict=False)) | kwargs
     return [keystr(path) for path, _ in tree_flatten_with_path(given)[0]]

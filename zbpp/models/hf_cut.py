@@ -216,7 +216,10 @@ class InPlaceOf:
 
 
 class Skip(InPlaceOf):
-    """A layer of a stage before: returns the hidden states as they are, and None for what comes with them."""
+    """Stands for a layer of an earlier stage.
+
+    A call returns the hidden states unchanged, and None for every other value that the layer returns.
+    """
 
     def __init__(self, layer: nn.Module, call: Call) -> None:
         super().__init__(layer)

@@ -14,7 +14,7 @@ Metrics = Callable[[Any, Any], Mapping[str, float | Tensor]]
 
 
 class Outputs:
-    """Takes each microbatch's output and target; afterwards has them all. Of one call of evaluate."""
+    """Collects the outputs and metrics of the microbatches of one call of `Pipeline.evaluate`."""
 
     def __init__(self, *, is_kept: bool, metrics: Metrics | None) -> None:
         self._is_kept, self._compute = is_kept, metrics
@@ -73,6 +73,9 @@ def _joined(values: tuple[Any, ...]) -> Any:
 
 
 def _rows(output: Any) -> int:
-    """Of the first tensor that has any: microbatches given by `per_microbatch` may differ."""
+    """Return how many rows an output has, read off its first tensor that has dimensions; 1 without one.
+
+    Microbatches that were cut by `per_microbatch` may differ in their number of rows.
+    """
     sizes = (len(each) for each in tree_leaves(output) if isinstance(each, Tensor) and each.dim())
     return next(sizes, 1)

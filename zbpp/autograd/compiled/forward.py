@@ -182,7 +182,7 @@ class _Forward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
-        """Of the copy of the module. Programs are shared: the copy is bound to them at its first call."""
+        """Copy the module, too, and share the programs: the copy is bound to them at its first call."""
         other = copy.copy(self)
         other.module, other.before = copy.deepcopy((self.module, self.before), memo)
         other.bound = {}
