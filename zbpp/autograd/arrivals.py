@@ -55,13 +55,15 @@ class Arrivals:
 
 
 def has_hooks(leaf: Tensor) -> bool:
-    """Whether a leaf has tensor hooks of others than B."""
+    """Whether a leaf has tensor hooks other than those with which B notes arrivals."""
     keys: Iterable[Any] = leaf._backward_hooks or ()
     return any(type(key) is not Arrivals for key in keys)
 
 
 def after_hooks(targets: list[GradientEdge], first: int) -> Hooked:
-    """To be filled with (dy,) of each site, targets[first:], that runs: as the hooks on its output leave it.
+    """Return a dictionary that B's pass fills: position of a site in `targets` -> (dy,).
+
+    The sites are targets[first:]. dy is what the tensor hooks on the site's output make of the gradient.
 
     Autograd captures a node's gradient before the node's hooks if the node runs, after them if it does not.
     """

@@ -29,8 +29,8 @@ class Collector:
     def __init__(self, inputs: tuple[Any, ...], wanted: set[int] | None, is_hooked: bool) -> None:
         self.inputs, self.wanted, self.is_hooked = inputs, wanted, is_hooked
         self.work: list[Work] = []
-        # A checkpoint may close over a tensor that was computed from the inputs: its own B then finds gradients
-        # of the inputs, too, which are added to those of this B.
+        # A checkpoint may close over a tensor that was computed from the inputs. Its own B then finds
+        # gradients of the inputs, too, which are added to those of this B.
         self.input_grads: list[Gradients] = []
 
     def may_defer(self, leaf: Tensor) -> bool:
