@@ -264,7 +264,7 @@ def levels(run: Callable[[Mark], None], device: str) -> dict[str, Level]:
 
 def _cpu_levels(run: Callable[[Mark], None]) -> dict[str, Level]:
     """From the profiler: the allocator reports every allocation and every release to it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         run(lambda phase: record_function(f"phase {phase}"))
     events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     phase, live, found = "", 0, dict[str, Level]()

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from helpers.torch_runtime import needs_a_v
 from zbpp import plan
 
 PATH = Path(__file__).parent.parent / "scripts" / "bench_overhead.py"
@@ -26,7 +27,7 @@ def bench(monkeypatch):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb_v", marks=needs_a_v)])
 def test_all_three_do_the_same_forwards_and_backwards(bench, schedule, monkeypatch):
     """Each of them makes the same gradients, up to the mean over microbatches."""
     timetable = plan(schedule, 1, 4)
@@ -41,6 +42,7 @@ def test_all_three_do_the_same_forwards_and_backwards(bench, schedule, monkeypat
         torch.testing.assert_close(ours, theirs)
 
 
+@needs_a_v
 def test_a_runtimes_own_part_is_what_is_left_of_the_whole(bench):
     row = bench.compared(plan("zb_v", 1, 2), rank=0, repeats=2)
     assert row["actions"] == 12

@@ -222,6 +222,7 @@ def test_parameters_tied_across_ranks_drifted_apart():
         )
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11, at each coalesce()
 def test_clipping_counts_main_grads_and_sparse_gradients_and_takes_single_tensors():
     p, other, sparse = (nn.Parameter(torch.zeros(2)) for _ in range(3))
     p.main_grad, other.grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
