@@ -42,10 +42,11 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from zbpp.autograd import WeightGrads
 from zbpp.launch import on_ranks
+from zbpp.planning import plan
 from zbpp.runtime import Pipeline
 from zbpp.runtime import stage as zbpp_stage
 from zbpp.runtime.world import world
-from zbpp.schedule import PlanError, Timetable, plan
+from zbpp.schedule import PlanError, Timetable
 
 SCHEDULES = ("1f1b", "zb_h1", "interleaved_1f1b", "interleaved_zb", "zb_v")
 SIZE, NUM_WARM_UPS, MARK = 4, 3, 2.0

@@ -53,7 +53,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zbpp.autograd import backward_input, checkpoint, explain
 from zbpp.autograd.compiled import compile_stage
-from zbpp.benchmark.race import no_collection
+from zbpp.benchmark.interleaved_timing import no_collection
 from zbpp.models.llama import Llama
 
 # ---------------------------------------------------------------- contestants

@@ -21,10 +21,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from zbpp.schedule import SCHEDULES, Costs, PlanError, Timetable, plan, simulate
-from zbpp.schedule.bounds import certificate
-from zbpp.schedule.exact import solve
-from zbpp.schedule.families import FAMILIES
+from zbpp.families import FAMILIES
+from zbpp.planning import SCHEDULES, plan
+from zbpp.planning.bounds import certificate
+from zbpp.planning.exact import solve
+from zbpp.schedule import Costs, PlanError, Timetable, simulate
 
 TOLERANCE = 1e-9  # relative: what sums of floats may be off by
 GIB = 2.0**30

@@ -18,7 +18,7 @@ from zbpp import config as configs
 
 def main(config: DictConfig) -> None:
     from zbpp.launch import on_ranks
-    from zbpp.schedule import plan
+    from zbpp.planning import plan
     from zbpp.training.run_folder import check_free
 
     typed = configs.typed(config)  # what is wrong shows here, before any rank starts

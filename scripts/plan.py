@@ -21,25 +21,22 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from zbpp.models.flops import head_in_layers
-from zbpp.schedule import (
+from zbpp.planning import (
     SCHEDULES,
     About,
     Answer,
-    Costs,
-    PlanError,
     Question,
-    Timeline,
-    Timetable,
     about_in_words,
     choose,
-    chrome_trace,
     compare,
-    lower,
     measured_layers,
     per_stage_of,
     read_costs,
     read_memory_limit,
-    read_timetable,
+    takes_costs,
+)
+from zbpp.render import (
+    chrome_trace,
     render_advice,
     render_cuts,
     render_figures,
@@ -47,8 +44,15 @@ from zbpp.schedule import (
     render_picture,
     render_table,
     render_text,
+)
+from zbpp.schedule import (
+    Costs,
+    PlanError,
+    Timeline,
+    Timetable,
+    lower,
+    read_timetable,
     simulate,
-    takes_costs,
     to_csv,
     to_json,
 )

@@ -13,7 +13,8 @@ from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from zbpp.schedule import PlanError, lower, plan, simulate
+from zbpp.planning import plan
+from zbpp.schedule import PlanError, lower, simulate
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

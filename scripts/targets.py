@@ -23,7 +23,8 @@ from rich.progress import track
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from zbpp.schedule import Costs, Timeline, certificate, plan, simulate
+from zbpp.planning import certificate, plan
+from zbpp.schedule import Costs, Timeline, simulate
 
 DATA = Path(__file__).resolve().parent.parent / "tests/data"
 COLUMNS = ((10, 10, 10, 0), (10, 12, 7, 1), (10, 16, 8, 2))  # F, B, W, message; ms

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from zbpp import app
 from zbpp import config as configs
 from zbpp.build import build_data, build_model
-from zbpp.schedule import SCHEDULES, plan
+from zbpp.planning import SCHEDULES, plan
 
 FOLDER = Path(__file__).parent.parent / "configs"
 HUGE = {"gpt_small", "llama_1b"}  # gigabytes of weights: composed, not built

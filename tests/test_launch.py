@@ -24,8 +24,9 @@ from zbpp import app, command_line, launch
 from zbpp import config as configs
 from zbpp.launch import RankError, Refusal, on_ranks
 from zbpp.models.gpt import Gpt
+from zbpp.planning import SCHEDULES, plan
 from zbpp.runtime.world import world
-from zbpp.schedule import SCHEDULES, PlanError, plan, to_csv
+from zbpp.schedule import PlanError, to_csv
 from zbpp.training.data import text_data
 from zbpp.training.run_folder import FolderError
 

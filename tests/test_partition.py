@@ -12,7 +12,8 @@ from zbpp.models.flops import head_in_layers
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
 from zbpp.partition import layers_of, loads, partition
-from zbpp.schedule import PlanError, render_cuts
+from zbpp.render import render_cuts
+from zbpp.schedule import PlanError
 
 GPT = {"num_layers": 6, "hidden_size": 16, "num_heads": 2, "sequence_length": 8}
 CLOSE = 1 + 1e-9

@@ -20,7 +20,7 @@ from zbpp import (
     replicate,
     simulate,
 )
-from zbpp.schedule import SCHEDULES
+from zbpp.planning import SCHEDULES
 
 NAMES = [
     "Costs", "Pipeline", "PlanError", "Timeline", "Timetable", "WeightGrads", "backward_input",

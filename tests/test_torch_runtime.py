@@ -20,7 +20,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from helpers.processes import run_ranks
 from helpers.torch_runtime import needs_a_v
 from zbpp import Pipeline
-from zbpp.schedule import SCHEDULES, Costs, Op, PlanError, Timetable, from_csv, plan, simulate, to_csv
+from zbpp.planning import SCHEDULES, plan
+from zbpp.schedule import Costs, Op, PlanError, Timetable, from_csv, simulate, to_csv
 
 WIDTH, ROWS = 5, 3  # of an activation; of a microbatch
 LETTERS = {Op.F: "F", Op.B: "I", Op.W: "W", Op.BW: "B"}

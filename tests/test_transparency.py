@@ -18,7 +18,7 @@ from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
-from zbpp.schedule import SCHEDULES
+from zbpp.planning import SCHEDULES
 
 M, BATCH, TIME, VOCAB = 8, 16, 12, 31
 NUM_STEPS = 30

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zbpp.autograd import WeightGrads, backward_input, checkpoint
     from zbpp.cutting import split_sequential, trace_stages
+    from zbpp.partition import split_layers
+    from zbpp.planning import SCHEDULES, plan
     from zbpp.runtime import Pipeline, clip_grad_norm_, per_microbatch, replicate
-    from zbpp.schedule import Costs, PlanError, Timeline, Timetable, lower, plan, simulate
+    from zbpp.schedule import Costs, PlanError, Timeline, Timetable, lower, simulate
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "SCHEDULES": "zbpp.planning",
     "Costs": "zbpp.schedule",
     "Pipeline": "zbpp.runtime",
     "PlanError": "zbpp.schedule",
@@ -28,14 +31,16 @@ _HOME = {
     "clip_grad_norm_": "zbpp.runtime",
     "lower": "zbpp.schedule",
     "per_microbatch": "zbpp.runtime",
-    "plan": "zbpp.schedule",
+    "plan": "zbpp.planning",
     "replicate": "zbpp.runtime",
     "simulate": "zbpp.schedule",
+    "split_layers": "zbpp.partition",
     "split_sequential": "zbpp.cutting",
     "trace_stages": "zbpp.cutting",
 }
 
 __all__ = [
+    "SCHEDULES",
     "Costs",
     "Pipeline",
     "PlanError",
@@ -50,6 +55,7 @@ __all__ = [
     "plan",
     "replicate",
     "simulate",
+    "split_layers",
     "split_sequential",
     "trace_stages",
 ]

@@ -19,20 +19,12 @@ from torch import Tensor, nn
 from zbpp.autograd import Explanation, explain, recompute
 from zbpp.build import build_data, build_model, check_fit, cut_of, fitting, machine
 from zbpp.config import NUM_MICROBATCHES, ConfigError, TrainConfig, naming
+from zbpp.planning import canonical_name, placement_of, plan
+from zbpp.render import chrome_trace, render_picture
 from zbpp.runtime import Pipeline, measured_costs
 from zbpp.runtime.microbatch import split
 from zbpp.runtime.world import World, broadcast, check_agreement, gather, world
-from zbpp.schedule import (
-    Costs,
-    Timeline,
-    Timetable,
-    canonical_name,
-    chrome_trace,
-    placement_of,
-    plan,
-    render_picture,
-    simulate,
-)
+from zbpp.schedule import Costs, Timeline, Timetable, simulate
 from zbpp.training.batch import batch_for
 from zbpp.training.data import Data
 from zbpp.training.loggers import JsonLines, Logger, Loggers, Wandb, finite

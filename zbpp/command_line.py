@@ -14,7 +14,8 @@ from typing import Any
 
 from zbpp.config import composition_error, config_folder, entry
 from zbpp.launch import RankError, Refusal, refusals, wants_traceback
-from zbpp.schedule import PlanError, canonical_name
+from zbpp.planning import canonical_name
+from zbpp.schedule import PlanError
 
 GRACE = 3.0  # s in which rank 0 can bring the job down first
 _NAMED_BY_TARGET = ("model", "data")  # groups whose node may be a class of the user's

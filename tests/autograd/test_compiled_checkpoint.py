@@ -12,7 +12,7 @@ from tests.autograd.test_split_memory import Watch
 from zbpp import backward_input, checkpoint
 from zbpp.autograd import recompute
 from zbpp.autograd.compiled import compile_stage
-from zbpp.benchmark.race import no_collection
+from zbpp.benchmark.interleaved_timing import no_collection
 from zbpp.models.llama import Llama
 
 

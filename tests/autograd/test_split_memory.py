@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from helpers.split import CountProducts, draw_grads, tensors_of
 from zbpp import backward_input, checkpoint
-from zbpp.benchmark.race import no_collection
+from zbpp.benchmark.interleaved_timing import no_collection
 
 
 class Watch(TorchDispatchMode):

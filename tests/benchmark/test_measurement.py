@@ -10,13 +10,14 @@ from helpers.processes import open_things, run_ranks
 from zbpp import Costs, Pipeline, Timetable, plan, simulate
 from zbpp.benchmark.bench import Options, bench, peak_of
 from zbpp.benchmark.delay import delayed_messages
+from zbpp.benchmark.link_speed import link_speeds
 from zbpp.benchmark.measurement import measure, split, whole
 from zbpp.benchmark.workload import Workload
 from zbpp.models.emulated import Emulated
+from zbpp.planning import SCHEDULES
 from zbpp.runtime.agree import planned_by_rank_0
-from zbpp.runtime.links import link_speeds
 from zbpp.runtime.world import World
-from zbpp.schedule import SCHEDULES, PlanError
+from zbpp.schedule import PlanError
 from zbpp.training.data import regression_data
 
 P, M = 2, 4
@@ -180,6 +181,6 @@ def test_a_peak_is_in_activations_of_a_ranks_share_whatever_the_cut():
 
 
 def test_every_schedule_that_torch_has_is_one_of_ours():
-    from zbpp.benchmark.rival import SCHEDULES as THEIRS
+    from zbpp.benchmark.torch_runner import SCHEDULES as THEIRS
 
     assert set(THEIRS) <= set(SCHEDULES)

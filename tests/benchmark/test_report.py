@@ -7,9 +7,9 @@ import pytest
 
 from zbpp import Costs, plan, simulate
 from zbpp.benchmark import report
-from zbpp.benchmark.race import Entry
+from zbpp.benchmark.interleaved_timing import Entry
 from zbpp.benchmark.report import in_words, rows_of, table, verdicts, write
-from zbpp.schedule.render.titled import in_words as in_words_of
+from zbpp.render.style import in_words as in_words_of
 
 MIB = 2**20
 

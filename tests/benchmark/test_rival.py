@@ -7,8 +7,8 @@ from torch import nn
 from helpers.processes import run_ranks
 from helpers.torch_runtime import RUNS_A_V, needs_a_v
 from zbpp import plan, simulate
-from zbpp.benchmark.contestants import Zbpp
-from zbpp.benchmark.race import Entry, attempt, enter, race
+from zbpp.benchmark.interleaved_timing import Entry, attempt, enter, race
+from zbpp.benchmark.runner import Zbpp
 from zbpp.benchmark.workload import Workload
 from zbpp.models import emulated
 from zbpp.models.mlp import Mlp
@@ -30,7 +30,7 @@ def workload(rank, model, in_features=8, out_features=8):
 
 def naps(rank, schedule):
     """{stage and op: milliseconds slept in one of its actions}, of a step of torch's runtime."""
-    from zbpp.benchmark.rival import Torch
+    from zbpp.benchmark.torch_runner import Torch
 
     timetable = plan(schedule, P, M)
     work = workload(rank, emulated.Emulated(num_layers=timetable.num_stages, f=1.0, b=2.0, w=4.0))
@@ -70,7 +70,7 @@ def test_torchs_whole_backward_sleeps_both():
 
 
 def losses_and_orders(rank, schedules):
-    from zbpp.benchmark.rival import Torch
+    from zbpp.benchmark.torch_runner import Torch
 
     work = workload(rank, Mlp(**MLP), 6, 3)
     found = {}
@@ -136,7 +136,7 @@ class Viewing(Mlp):
 
 
 def entries_after_a_failure(rank):
-    from zbpp.benchmark.rival import Torch
+    from zbpp.benchmark.torch_runner import Torch
 
     work = workload(rank, Viewing(**MLP), 6, 3)
     timetable = plan("interleaved_zb", P, M)

@@ -6,9 +6,9 @@ from torch import nn
 
 from zbpp.models.emulated import Emulated
 from zbpp.models.gpt import Gpt
-from zbpp.models.layers import split_layers
 from zbpp.models.llama import Llama
 from zbpp.models.mlp import Mlp
+from zbpp.partition import split_layers
 from zbpp.stage_api import PipelineModel
 
 GPT = {"vocab_size": 19, "num_layers": 5, "hidden_size": 16, "num_heads": 4, "sequence_length": 8}

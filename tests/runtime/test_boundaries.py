@@ -13,8 +13,8 @@ from torch import nn
 from helpers.processes import run_ranks
 from helpers.split import assert_close
 from zbpp import Pipeline, PlanError, per_microbatch, plan
+from zbpp.planning import SCHEDULES
 from zbpp.runtime import BoundaryError
-from zbpp.schedule import SCHEDULES
 
 SIZE = 6
 

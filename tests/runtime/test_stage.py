@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from zbpp.autograd import checkpoint
+from zbpp.planning import plan
 from zbpp.runtime import BoundaryError, Pipeline, StageWorker
 from zbpp.runtime.stage import Feed
-from zbpp.schedule import plan
 
 M, ROWS, SIZE = 3, 4, 5
 

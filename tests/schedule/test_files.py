@@ -4,19 +4,8 @@ import json
 
 import pytest
 
-from zbpp.schedule import (
-    Costs,
-    CostsInBytes,
-    PlanError,
-    Timetable,
-    about_in_words,
-    measured_layers,
-    plan,
-    read_costs,
-    read_timetable,
-    to_csv,
-    to_json,
-)
+from zbpp.planning import about_in_words, measured_layers, plan, read_costs
+from zbpp.schedule import Costs, CostsInBytes, PlanError, Timetable, read_timetable, to_csv, to_json
 
 ESCAPE = "\x1b[2J\x1b]0;owned\x07"
 DEEP = "[" * 10**6

@@ -11,17 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.timetables import random_timetable
-from zbpp.schedule import (
-    SCHEDULES,
-    PlanError,
-    Timetable,
-    from_csv,
-    from_json,
-    plan,
-    simulate,
-    to_csv,
-    to_json,
-)
+from zbpp.planning import SCHEDULES, plan
+from zbpp.schedule import PlanError, Timetable, from_csv, from_json, simulate, to_csv, to_json
 
 FORMS = [(to_csv, from_csv), (to_json, from_json), (str, Timetable.parse)]
 

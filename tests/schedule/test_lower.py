@@ -8,8 +8,9 @@ from itertools import pairwise
 import pytest
 
 from helpers.timetables import makes, needs, random_timetable
-from zbpp.schedule import Action, Op, PlanError, Recv, Release, Send, Timetable, lower, plan
-from zbpp.schedule.families import FAMILIES
+from zbpp.families import FAMILIES
+from zbpp.planning import plan
+from zbpp.schedule import Action, Op, PlanError, Recv, Release, Send, Timetable, lower
 
 
 class Interpreter:

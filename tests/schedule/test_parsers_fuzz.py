@@ -13,19 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.timetables import random_timetable
-from zbpp.schedule import (
-    Costs,
-    CostsInBytes,
-    PlanError,
-    Timetable,
-    about_in_words,
-    from_csv,
-    from_json,
-    read_costs,
-    read_memory_limit,
-    to_csv,
-    to_json,
-)
+from zbpp.planning import about_in_words, read_costs, read_memory_limit
+from zbpp.schedule import Costs, CostsInBytes, PlanError, Timetable, from_csv, from_json, to_csv, to_json
 
 FORMS = {"text": (str, Timetable.parse), "csv": (to_csv, from_csv), "json": (to_json, from_json)}
 EXAMPLES = settings(max_examples=150)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from helpers.timetables import random_timetable
-from zbpp.schedule import Costs, Op, PlanError, Timetable, lower, plan, simulate
+from zbpp.planning import plan
+from zbpp.schedule import Costs, Op, PlanError, Timetable, lower, simulate
 
 F, B, W, BW = Op.F, Op.B, Op.W, Op.BW
 

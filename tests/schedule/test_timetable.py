@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.timetables import random_timetable
-from zbpp.schedule import Action, Op, PlanError, Row, Timetable, plan
+from zbpp.planning import plan
+from zbpp.schedule import Action, Op, PlanError, Row, Timetable
 
 actions = st.builds(Action, st.integers(0, 99), st.sampled_from(list(Op)), st.integers(0, 9999))
 

@@ -11,7 +11,9 @@ from itertools import pairwise
 
 import pytest
 
-from zbpp.schedule import SCHEDULES, Costs, Op, chrome_trace, plan, simulate
+from zbpp.planning import SCHEDULES, plan
+from zbpp.render import chrome_trace
+from zbpp.schedule import Costs, Op, simulate
 
 # phase -> what every event of it has, beside ph, name, pid and tid
 REQUIRED = {

@@ -2,7 +2,9 @@
 
 import pytest
 
-from zbpp.schedule import SCHEDULES, Costs, Timetable, chrome_trace, lower, plan, simulate
+from zbpp.planning import SCHEDULES, plan
+from zbpp.render import chrome_trace
+from zbpp.schedule import Costs, Timetable, lower, simulate
 from zbpp.schedule.lower import Send
 from zbpp.schedule.transfers import transfers_of
 

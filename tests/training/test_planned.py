@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from zbpp.schedule import Costs, PlanError, Timetable, plan, simulate, to_csv, to_json
+from zbpp.planning import plan
+from zbpp.schedule import Costs, PlanError, Timetable, simulate, to_csv, to_json
 from zbpp.training.planned import made_plan, read_plan
 
 P, M = 2, 6

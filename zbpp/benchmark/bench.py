@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from zbpp.benchmark.interleaved_timing import Entry, attempt, dismiss, enter, race
 from zbpp.benchmark.measurement import measure
-from zbpp.benchmark.race import Entry, attempt, dismiss, enter, race
 from zbpp.benchmark.workload import Workload
+from zbpp.planning import plan, takes_costs
 from zbpp.runtime.agree import planned_by_rank_0
-from zbpp.schedule import Costs, Timetable, plan, simulate, takes_costs
+from zbpp.schedule import Costs, Timetable, simulate
 
 TUNED = "interleaved_1f1b"
 _STAGES_PER_RANK = (2, 3, 4)  # what the tuned one is chosen from
@@ -64,8 +65,8 @@ def bench(workload: Workload, names: Sequence[str], options: Options) -> list[En
 
 def _theirs(workload: Workload, ours: Entry) -> list[Entry]:
     """torch's of the same name and cut, if it has one."""
-    from zbpp.benchmark.rival import SCHEDULES as KNOWN
-    from zbpp.benchmark.rival import Torch  # a second to import
+    from zbpp.benchmark.torch_runner import SCHEDULES as KNOWN
+    from zbpp.benchmark.torch_runner import Torch  # a second to import
 
     if ours.name not in KNOWN:
         return []

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from zbpp.benchmark.contestants import Zbpp
-from zbpp.benchmark.race import dismiss, enter, race
+from zbpp.benchmark.interleaved_timing import dismiss, enter, race
+from zbpp.benchmark.link_speed import LinkSpeed, link_speeds
+from zbpp.benchmark.runner import Zbpp
 from zbpp.benchmark.workload import Workload
-from zbpp.runtime.links import LinkSpeed, link_speeds
 from zbpp.runtime.measure import measured_costs
 from zbpp.runtime.memory import Held, first_inputs, held_per_stage
 from zbpp.runtime.microbatch import split as split_batch

@@ -9,8 +9,9 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from zbpp.benchmark.race import Entry
-from zbpp.schedule import Timeline, chrome_trace, render_picture
+from zbpp.benchmark.interleaved_timing import Entry
+from zbpp.render import chrome_trace, render_picture
+from zbpp.schedule import Timeline
 
 Row = dict[str, Any]
 

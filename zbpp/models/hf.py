@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from zbpp.models.hf_check import build_stage, find_cut
 from zbpp.models.hf_cut import Cut
-from zbpp.models.layers import check_positive, split_layers, token_loss
+from zbpp.models.layers import check_positive, token_loss
+from zbpp.partition import split_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -12,13 +12,12 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zbpp.partition import partition
+from zbpp.partition import split_layers
 from zbpp.seeding import seed_of
 
 # The last matrix of each residual branch: scaled down, so that depth doesn't blow up the sum.
@@ -74,47 +73,6 @@ class Blueprint:
         yield from ((f"layer_{number}", self.layer(number)) for number in layers)
         if index == num_stages - 1:
             yield from ((name, make()) for name, make in self.last.items())
-
-
-def split_layers(
-    num_layers: int,
-    num_stages: int,
-    layers_per_stage: Sequence[int] | None = None,
-    *,
-    last_cost: float = 0.0,
-) -> list[range]:
-    """The layers of each stage, contiguous and in order.
-
-    By default the heaviest stage is as light as can be, see `zbpp.partition`; what doesn't come out
-    even goes to EARLIER stages: 7 layers on 3 stages are 3, 2, 2. last_cost: what the last stage does
-    besides its layers, in layers; if there is such a thing, it may have none.
-    Raises ValueError if a stage would be empty, or `layers_per_stage` doesn't fit.
-    """
-    if num_stages < 1:
-        raise ValueError(f"num_stages={num_stages}: a pipeline has at least one stage; write 1 or more")
-    if layers_per_stage is not None:
-        counts = list(layers_per_stage)
-        check_counts(counts, num_layers, num_stages, least_of_last=0 if last_cost else 1)
-    elif num_layers < num_stages:
-        raise ValueError(
-            f"num_layers={num_layers} is fewer than the {num_stages} stages, and each needs at least one: "
-            f"write num_layers={num_stages} or more, or use fewer stages (ranks, or stages per rank)"
-        )
-    else:
-        counts = partition([1.0] * num_layers, num_stages, last=last_cost)
-    return [range(start, stop) for start, stop in pairwise(accumulate(counts, initial=0))]
-
-
-def check_counts(counts: list[int], num_layers: int, num_stages: int, least_of_last: int = 1) -> None:
-    """Raises ValueError unless `counts` is `num_stages` numbers, none too small, `num_layers` in all."""
-    given = f"layers_per_stage={counts}"
-    if len(counts) != num_stages:
-        raise ValueError(f"{given} is for {len(counts)} stages: write {num_stages} numbers, one per stage")
-    for stage, count in enumerate(counts):
-        if count < (least_of_last if stage == num_stages - 1 else 1):
-            raise ValueError(f"{given} leaves stage {stage} empty: write 1 or more")
-    if sum(counts) != num_layers:
-        raise ValueError(f"{given} adds up to {sum(counts)}: make it num_layers={num_layers}, or change that")
 
 
 def initialise(module: nn.Module, seed: int, std: StdRule) -> None:

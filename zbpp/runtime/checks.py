@@ -11,10 +11,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from zbpp.planning import plan
 from zbpp.runtime.agree import planned_by_rank_0
 from zbpp.runtime.parameters import names_of, refuse_tied_across_ranks, tied_of
 from zbpp.runtime.world import check_agreement, gather, unheard_name
-from zbpp.schedule import Timetable, plan
+from zbpp.schedule import Timetable
 
 # torch's class -> the user's name for it. Found by name among a module's bases, so that nothing is imported.
 _WRAPPERS = {

@@ -23,9 +23,9 @@ from typing import NamedTuple, overload
 import numpy as np
 
 from zbpp.schedule.dataflow import Value, produces
+from zbpp.schedule.dataflow_arrays import Values
 from zbpp.schedule.simulate import Floats, Timeline, simulate
 from zbpp.schedule.timetable import Action, Op, Timetable
-from zbpp.schedule.values import Values
 
 
 class Send(NamedTuple):

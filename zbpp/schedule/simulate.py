@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from zbpp.schedule.costs import ACTIVATIONS, Costs, StageCosts
 from zbpp.schedule.dataflow import Value, consumes
+from zbpp.schedule.dataflow_arrays import Numbers, Values, kinds_of
 from zbpp.schedule.timetable import Op, PlanError, Row, Timetable
-from zbpp.schedule.values import Numbers, Values, kinds_of
 
 Floats = npt.NDArray[np.float64]
 

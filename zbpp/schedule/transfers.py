@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from zbpp.schedule.dataflow_arrays import Values
 from zbpp.schedule.simulate import Timeline, Transfer
-from zbpp.schedule.values import Values
 
 
 def transfers_of(timeline: Timeline) -> list[Transfer]:

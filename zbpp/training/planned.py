@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from zbpp.schedule import Costs, PlanError, Timetable, compare, read_costs, read_memory_limit, read_timetable
+from zbpp.planning import compare, read_costs, read_memory_limit
+from zbpp.schedule import Costs, PlanError, Timetable, read_timetable
 
 
 def made_plan(

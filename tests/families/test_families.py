@@ -1,0 +1,196 @@
+"""Every family over drawn sizes: valid, complete, within its memory; and against torch's generators."""
+
+import re
+from collections import Counter
+
+import pytest
+import torch.distributed.pipelining.schedules as torch_schedules
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zbpp.families import FAMILIES
+from zbpp.planning import plan
+from zbpp.schedule import Op, PlanError, Recv, Send, lower, simulate
+from zbpp.schedule.numbering import numbered
+
+F, B, W, BW = Op.F, Op.B, Op.W, Op.BW
+LOOPED = ("interleaved_1f1b", "interleaved_zb", "looped_bfs")
+
+# Where a family says no, written down once more.
+REFUSES = {
+    "zb_h2": lambda p, m: m < 2 * p - 1,
+    "dualpipe_v": lambda p, m: m < 2 * p,
+    "interleaved_1f1b": lambda p, m: m > p and m % p > 0,
+    "interleaved_zb": lambda p, m: m > p and m % p > 0,
+}
+
+
+def refuses(name, p, m):
+    return REFUSES.get(name, lambda p, m: False)(p, m)
+
+
+def check_whole(timetable, p, m):
+    """Every stage has F, B, W of every microbatch once; it can run, and every message has its receiver."""
+    assert (timetable.num_ranks, timetable.num_microbatches) == (p, m)
+    found = Counter(action for row in timetable.rows for action in row)
+    for stage in range(timetable.num_stages):
+        for microbatch in range(m):
+            once = [found[stage, op, microbatch] for op in (F, B, W, BW)]
+            assert once in ([1, 1, 1, 0], [1, 0, 0, 1])
+    assert simulate(timetable).makespan > 0
+    sent, received = Counter(), Counter()
+    for program in lower(timetable):
+        sent.update(step.value for step in program.instructions if isinstance(step, Send))
+        received.update(step.value for step in program.instructions if isinstance(step, Recv))
+    assert sent == received
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 7])
+def test_every_family_plans_any_number_of_microbatches_or_says_no(name, p):
+    for m in [*range(1, 2 * p + 3), 3 * p, 4 * p + 1]:
+        if refuses(name, p, m):
+            with pytest.raises(PlanError, match=f"{name}.*{m}"):
+                plan(name, p, m)
+        else:
+            check_whole(plan(name, p, m), p, m)
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(sorted(FAMILIES)), st.integers(1, 12), st.integers(1, 40))
+def test_any_timetable_of_any_family_is_whole(name, p, m):
+    if refuses(name, p, m):
+        m = 2 * p * (1 + m % 3)
+    check_whole(plan(name, p, m), p, m)
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(LOOPED), st.integers(1, 6), st.integers(1, 5), st.integers(1, 3))
+def test_looped_families_take_any_number_of_stages(name, p, v, rounds):
+    timetable = plan(name, p, rounds * p, stages_per_rank=v)
+    check_whole(timetable, p, rounds * p)
+    assert timetable.rank_of == tuple(range(p)) * v
+
+
+def test_with_one_stage_per_rank_the_looped_families_are_well_known():
+    for p, m in [(1, 1), (3, 2), (4, 4), (4, 12), (5, 10)]:
+        assert plan("interleaved_zb", p, m, stages_per_rank=1) == plan("zb_h1", p, m)
+        assert plan("looped_bfs", p, m, stages_per_rank=1) == plan("gpipe", p, m)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSES))
+def test_the_number_of_microbatches_that_a_refusal_names_works(name):
+    for p, m in [(3, 4), (4, 6), (8, 12)]:
+        with pytest.raises(PlanError) as caught:
+            plan(name, p, m)
+        told = str(caught.value)
+        named = re.search(r"nearest that are: (\d+), (\d+)$", told) or re.search(r"= (\d+) to fill", told)
+        for number in map(int, named.groups()):
+            assert plan(name, p, number).num_microbatches == number
+
+
+@pytest.mark.parametrize(
+    "name, p, m, message",
+    [
+        (
+            "interleaved_1f1b", 4, 10,
+            "interleaved_1f1b runs rounds of num_ranks=4 microbatches, and num_microbatches=10 is no whole "
+            "number of them; nearest that are: 8, 12",
+        ),
+        (
+            "dualpipe_v", 4, 7,
+            "dualpipe_v needs num_microbatches >= 2 * num_ranks = 8 to fill its V both ways, got 7; "
+            "zb_v runs with any number",
+        ),
+    ],
+)  # fmt: skip
+def test_a_refusal_says_what_to_write_instead(name, p, m, message):
+    with pytest.raises(PlanError) as caught:
+        plan(name, p, m)
+    assert str(caught.value) == message
+
+
+# ---------------------------------------------------------------- memory
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 4))
+def test_peak_memory_of_interleaved_families(p, v, rounds):
+    """1F1B's rank r: (v + 1)p - 1 - 2r, as far as the forwards go; interleaved zero bubble: vp."""
+    m = rounds * p
+    peaks = simulate(plan("interleaved_1f1b", p, m, stages_per_rank=v)).peak_memory
+    assert peaks == tuple(min((v + 1) * p - 1 - 2 * rank, v * m) for rank in range(p))
+    assert max(simulate(plan("interleaved_zb", p, m, stages_per_rank=v)).peak_memory) == v * p
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 16), st.integers(1, 40))
+def test_peak_memory_of_the_v_families(p, m):
+    """Never above their limits; and V-Half and V-Min use theirs where there are microbatches enough."""
+    limits = {"zb_v": 2 * p, "v_half": 2 * ((p + 2) // 2), "v_min": 2 * ((p + 4) // 3)}
+    for name, limit in limits.items():
+        peak = max(simulate(plan(name, p, m)).peak_memory)
+        assert peak <= limit
+        assert peak == limit or m < 2 * p
+    assert max(simulate(plan("dualpipe_v", p, 2 * p + m)).peak_memory) == 2 * p + 1
+
+
+# ---------------------------------------------------------------- torch's generators
+
+LETTERS = {"F": F, "I": B, "W": W, "B": BW}
+
+
+def torch_rows(generator, p, m, v):
+    """The rows that torch would run, as (stage, op, microbatch)."""
+    rounds = max(1, m // p)
+    for rank in range(p):
+        schedule = generator.__new__(generator)  # its __init__ wants modules and a process group
+        schedule.__dict__.update(
+            rank=rank, pp_group_size=p, _n_microbatches=m, n_local_stages=v, _stages=[None] * v,
+            num_stages=v * p, _num_stages=v * p, number_of_rounds=rounds, microbatches_per_round=m // rounds,
+        )  # fmt: skip
+        steps = [step for step in schedule._calculate_single_rank_operations(rank) if step is not None]
+        overlapped = [part for step in steps for part in step.sub_actions or (step,)]
+        yield [
+            (step.stage_index, LETTERS[step.computation_type.value], step.microbatch_index)
+            for step in overlapped
+        ]
+
+
+SAME = {
+    "interleaved_1f1b": torch_schedules.ScheduleInterleaved1F1B,
+    "interleaved_zb": torch_schedules.ScheduleInterleavedZeroBubble,
+    "zb_v": torch_schedules.ScheduleZBVZeroBubble,
+    "dualpipe_v": torch_schedules.ScheduleDualPipeV,
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+def test_the_order_is_torchs(name, p):
+    stages = (1, 2, 3) if name in LOOPED else (2,)
+    for v in stages:
+        for m in [m for m in (1, 2, p, 2 * p, 2 * p + 1, 3 * p, 5 * p) if not refuses(name, p, m)]:
+            mine = plan(name, p, m, stages_per_rank=v)
+            theirs = list(torch_rows(SAME[name], p, m, v))
+            assert [list(row) for row in mine.rows] == theirs
+
+
+@pytest.mark.parametrize("p, m, v", [(1, 3, 2), (2, 3, 2), (4, 8, 2), (3, 5, 3)])
+def test_looped_bfs_is_torchs_with_backwards_ascending(p, m, v):
+    theirs = torch_rows(torch_schedules.ScheduleLoopedBFS, p, m, v)
+    turned = [[(s, op, m - 1 - mb if op == BW else mb) for s, op, mb in row] for row in theirs]
+    assert [list(row) for row in plan("looped_bfs", p, m, stages_per_rank=v).rows] == turned
+
+
+# ---------------------------------------------------------------- words
+
+
+def test_words_are_numbered_by_stage_and_op():
+    """BW is both the next B and the next W of its stage."""
+    row = numbered([(2, F), (2, F), (5, F), (2, B), (2, W), (5, BW), (2, BW), (5, F), (5, B), (5, W)])
+    assert str(row) == "2F0 2F1 5F0 2B0 2W0 5BW0 2BW1 5F1 5B1 5W1"
+
+
+def test_no_words_are_an_empty_row():
+    assert len(numbered([])) == 0

@@ -1,0 +1,33 @@
+"""Timetables as text files, readable by eye.
+
+Anew: python -m pytest tests/schedule/test_golden.py --regenerate-golden
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from zbpp.planning import SCHEDULES, plan
+from zbpp.planning.plan import takes_costs
+
+# What a time limit ends is no text to compare with.
+FIXED = [name for name in SCHEDULES if not takes_costs(name)] + ["zb_1p", "zb_2p"]
+FOLDER = Path(__file__).parent.parent / "golden"
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_timetable_is_the_golden_one(name, request):
+    path = FOLDER / f"{name}_p4_m8.txt"
+    text = f"{plan(name, 4, 8)}\n"
+    if request.config.getoption("--regenerate-golden"):
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_drawing_in_the_docstring_is_the_timetable(name):
+    drawing = re.search(r"p=(\d+), m=(\d+):\n((?: +\d.*\n)+)", SCHEDULES[name].__doc__)
+    num_ranks, num_microbatches, rows = drawing.groups()
+    lines = [line.strip() for line in rows.splitlines()]
+    assert lines == str(plan(name, int(num_ranks), int(num_microbatches))).splitlines()

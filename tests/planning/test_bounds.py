@@ -1,0 +1,414 @@
+"""Lower bounds: the published figures, no plan below one, and the exact optimum of small cases."""
+
+import itertools
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.timetables import random_timetable
+from zbpp.planning import plan
+from zbpp.planning.bounds import certificate, lower_bound
+from zbpp.schedule import Costs, PlanError, Timetable, simulate
+
+DATA = Path(__file__).parent.parent / "data"
+PAPER = json.loads((DATA / "zb_paper_table.json").read_text())
+TARGETS = json.loads((DATA / "zb_targets.json").read_text())
+PROFILED = {(row[0], row[2]): dict(zip(PAPER["columns"], row, strict=True)) for row in PAPER["rows"]}
+
+COLUMNS = ((10, 10, 10, 0), (10, 12, 7, 1), (10, 16, 8, 2))  # F, B, W of a rank; message
+
+
+def v_shape(num_ranks):
+    there = tuple(range(num_ranks))
+    return there + there[::-1]
+
+
+def two_stages(f, b, w, comm):
+    """Costs of a rank's work as two equal stages."""
+    return Costs(f=f / 2, b=b / 2, w=w / 2, comm=comm)
+
+
+# ---------------------------------------------------------------- figures
+
+
+@pytest.mark.parametrize("target", TARGETS["rows"], ids=lambda row: f"{row['model']}-m{row['m']}")
+def test_max_span_bounds_are_the_40_targets(target):
+    row = PROFILED[target["model"], target["m"]]
+    p, m, work = row["p"], row["m"], row["m"] * (row["F"] + row["B"] + row["W"])
+    costs = Costs(f=row["F"], b=row["B"], w=row["W"], comm=row["comm"])
+    rates = [
+        1
+        - work
+        / lower_bound("span", rank_of=range(p), num_microbatches=m, costs=costs, memory_limit=k * p).value
+        for k in TARGETS["limits_in_p"]
+    ]
+    assert [f"{rate:.4f}" for rate in rates] == [f"{rate:.4f}" for rate in target["target"]]
+
+
+@pytest.mark.parametrize("row", PROFILED.values(), ids=lambda row: f"{row['model']}-m{row['m']}")
+def test_zb_h1_is_optimal_at_the_memory_of_1f1b(row):
+    costs = Costs(f=row["F"], b=row["B"], w=row["W"], comm=row["comm"])
+    for objective in ("span", "makespan"):
+        assert certificate(plan("zb_h1", row["p"], row["m"]), costs, objective, row["p"]).proved_optimal
+
+
+@pytest.mark.parametrize(
+    "limit, values",
+    [
+        (8, (755, 762.5, 931)),
+        (6, (775, 820.5, 999)),
+        (16 / 3, (800, 846, 1029)),
+        (5, (805, 849.5, 1033)),
+        (4, (835, 878.5, 1067)),
+        (None, (755, 738, 865)),
+    ],
+)
+def test_makespan_bounds_of_a_v(limit, values):
+    """p = 8, m = 24, limits in activations of a rank: half of one per stage."""
+    for column, value in zip(COLUMNS, values, strict=True):
+        in_stages = None if limit is None else 2 * limit
+        bound = lower_bound(
+            "makespan",
+            rank_of=v_shape(8),
+            num_microbatches=24,
+            costs=two_stages(*column),
+            memory_limit=in_stages,
+        )
+        assert math.isclose(bound.value, value)
+
+
+def test_makespan_bounds_of_one_stage_per_rank():
+    """(p - 1)(F + c) + m(F + B + W) or (m + p - 1)(F + B) + 2(p - 1)c + W; at 1.0p what ZB-H1 takes."""
+    for column, free, at_1p in zip(COLUMNS, (790, 773, 900), (790, 829, 998), strict=True):
+        f, b, w, comm = column
+        for limit, value in ((None, free), (16, free), (8, at_1p)):
+            bound = lower_bound(
+                "makespan",
+                rank_of=range(8),
+                num_microbatches=24,
+                costs=Costs(f=f, b=b, w=w, comm=comm),
+                memory_limit=limit,
+            )
+            assert math.isclose(bound.value, value)
+
+
+@pytest.mark.parametrize(
+    "model, m, rate",
+    [
+        ("1.5B", 24, ".0703"),
+        ("1.5B", 32, ".0543"),
+        ("1.5B", 64, ".0298"),
+        ("6.2B", 24, ".0403"),
+        ("6.2B", 32, ".0326"),
+        ("6.2B", 64, ".0166"),
+        ("14.6B", 48, ".0498"),
+    ],
+)
+def test_max_span_bounds_of_a_v_at_the_memory_of_1f1b(model, m, rate):
+    row = PROFILED[model, m]
+    costs = two_stages(row["F"], row["B"], row["W"], row["comm"])
+    bound = lower_bound(
+        "span", rank_of=v_shape(row["p"]), num_microbatches=m, costs=costs, memory_limit=2 * row["p"]
+    )
+    assert f"{1 - m * (row['F'] + row['B'] + row['W']) / bound.value:.4f}" == f"0{rate}"
+
+
+@given(st.integers(2, 12), st.integers(1, 30), st.data())
+def test_makespan_of_a_v_of_unit_passes(p, more, data):
+    """n microbatches, k stage-activations: 6n + 6p - 3k - 1, or from 1.5 p on 6n + 3p - k - 1."""
+    k, n = data.draw(st.integers((2 * p + 2) // 3 + 1, 2 * p)), 2 * p + more
+    bound = lower_bound("makespan", rank_of=v_shape(p), num_microbatches=n, memory_limit=k)
+    assert math.isclose(bound.value, 6 * n - 1 + max(6 * p - 3 * k, 3 * p - k))
+
+
+# ---------------------------------------------------------------- no plan is below
+
+
+def random_costs(rng, num_stages, *, alike):
+    def numbers(smallest, largest=10.0):
+        if alike:
+            return rng.uniform(smallest, largest)
+        return [rng.uniform(smallest, largest) for _ in range(num_stages)]
+
+    return Costs(
+        f=numbers(1),
+        b=numbers(1),
+        w=numbers(0),
+        bw=rng.choice((None, None, numbers(1, 20))),
+        comm=numbers(0) if rng.random() < 0.5 else 0.0,
+        saved=numbers(0.5) if rng.random() < 0.5 else 1.0,
+        deferred=numbers(0) if rng.random() < 0.5 else 0.5,
+    )
+
+
+def assert_not_below(timetable, costs, why):
+    """Its own peak memory is the tightest limit that a timetable meets."""
+    timeline = simulate(timetable, costs)
+    whole = not any(row.ops.tolist().count(1) for row in timetable.rows)
+    for objective, value in (("makespan", timeline.makespan), ("span", timeline.max_span)):
+        for limit in (None, timeline.peak_memory):
+            for splits in (True, False) if whole else (True,):
+                bound = lower_bound(
+                    objective,
+                    rank_of=timetable.rank_of,
+                    num_microbatches=timetable.num_microbatches,
+                    costs=costs,
+                    memory_limit=limit,
+                    splits=splits,
+                )
+                assert bound.value <= value * (1 + 1e-9), f"{why}: {objective}, limit {limit}, {bound}"
+
+
+def test_no_timetable_is_below_a_bound(first_seed):
+    for seed in range(first_seed, first_seed + 400):
+        rng = random.Random(seed)
+        timetable = random_timetable(rng)
+        assert_not_below(timetable, random_costs(rng, timetable.num_stages, alike=seed % 2), f"seed {seed}")
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from(["gpipe", "1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "interleaved_zb"]),
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.integers(0, 2**20),
+)
+def test_no_family_is_below_a_bound(name, p, rounds, seed):
+    rng = random.Random(seed)
+    try:
+        timetable = plan(name, p, rounds * p)
+    except PlanError:  # what a family can't plan
+        return
+    assert_not_below(timetable, random_costs(rng, timetable.num_stages, alike=seed % 2), name)
+
+
+# ---------------------------------------------------------------- exact optima
+
+ONE, V, LOOPED = (0, 1, 2), (0, 1, 1, 0), (0, 1, 0, 1)
+
+
+def small_case(seed):
+    """(rank_of, microbatches, costs, limit): whole numbers, so that CP-SAT is quick and exact."""
+    rng = random.Random(seed)
+    rank_of = ((0, 1), ONE, V, LOOPED, (0, 1, 2, 3), (1, 0, 1))[seed % 6]
+    stages, alike = len(rank_of), seed % 4 < 2
+
+    def numbers(smallest, largest):
+        return (
+            rng.randint(smallest, largest)
+            if alike
+            else [rng.randint(smallest, largest) for _ in range(stages)]
+        )
+
+    costs = Costs(
+        f=numbers(4, 12),
+        b=numbers(4, 14),
+        w=numbers(1, 12),
+        bw=rng.choice((None, None, numbers(6, 20))),
+        comm=rng.choice((0, numbers(0, 4))),
+        saved=rng.choice((1, numbers(1, 3))),
+        deferred=rng.choice((0.5, 1.0, 0.25)),
+    )
+    held = costs.per_stage(stages).memory[0]
+    per_rank = [
+        sum(h for h, owner in zip(held, rank_of, strict=True) if owner == rank) for rank in set(rank_of)
+    ]
+    limit = rng.choice((None, *(max(per_rank) * factor for factor in (1, 1.5, 2, 3))))
+    return rank_of, rng.randint(2, 4 if stages < 4 else 3), costs, limit
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+def test_no_bound_is_above_the_optimum(objective, seed):
+    pytest.importorskip("ortools")
+    from zbpp.planning.exact import solve
+
+    rank_of, m, costs, limit = small_case(seed)
+    best = solve(rank_of, m, costs=costs, memory_limit=limit, objective=objective, time_limit=5)
+    bound = lower_bound(objective, rank_of=rank_of, num_microbatches=m, costs=costs, memory_limit=limit)
+    assert bound.value <= best.value * (1 + 1e-9)
+
+
+FIRST, SECOND, THIRD = (Costs(f=f, b=b, w=w, comm=c) for f, b, w, c in COLUMNS)
+
+
+@pytest.mark.parametrize(
+    "objective, rank_of, m, costs, limit",
+    [
+        ("makespan", ONE, 5, FIRST, 3),
+        ("makespan", ONE, 5, SECOND, 3),
+        ("makespan", ONE, 4, THIRD, 3),
+        ("makespan", ONE, 4, SECOND, None),
+        ("makespan", (0, 1, 2, 3), 5, SECOND, 4),
+        ("span", ONE, 5, FIRST, 3),
+        ("span", ONE, 5, SECOND, 3),
+        ("span", ONE, 4, THIRD, 4.5),
+        ("span", ONE, 5, SECOND, None),
+        ("makespan", V, 4, two_stages(*COLUMNS[0]), 3),  # V-Half's memory: 6n + 6p - 3k - 1 units
+        ("makespan", V, 4, two_stages(*COLUMNS[0]), 4),
+        ("makespan", V, 4, two_stages(*COLUMNS[1]), 4),
+        ("makespan", V, 4, two_stages(*COLUMNS[2]), 4),
+        ("span", V, 4, two_stages(*COLUMNS[1]), 4),
+        ("makespan", v_shape(3), 4, two_stages(*COLUMNS[1]), 4),
+        ("makespan", LOOPED, 4, two_stages(*COLUMNS[0]), 4),
+        ("makespan", LOOPED, 4, two_stages(*COLUMNS[1]), 6),
+    ],
+)
+def test_where_bounds_are_tight(objective, rank_of, m, costs, limit):
+    pytest.importorskip("ortools")
+    from zbpp.planning.exact import solve
+
+    bound = lower_bound(objective, rank_of=rank_of, num_microbatches=m, costs=costs, memory_limit=limit)
+    best = solve(
+        rank_of,
+        m,
+        costs=costs,
+        memory_limit=limit,
+        objective=objective,
+        time_limit=20,
+        known_bound=bound.value,
+    )
+    assert math.isclose(best.value, bound.value)
+
+
+def test_a_bound_that_is_not_tight():
+    """W > B at 1.0p: the least bubble is 34.308, the bound says 32.968 (SCHEDULES, section 3)."""
+    pytest.importorskip("ortools")
+    from zbpp.planning.exact import solve
+
+    costs = Costs(f=10, b=10.23, w=10.9, comm=1.956)
+    best = solve(ONE, 6, costs=costs, memory_limit=3, objective="span")
+    bound = lower_bound("span", rank_of=ONE, num_microbatches=6, costs=costs, memory_limit=3)
+    work = 6 * (10 + 10.23 + 10.9)
+    assert best.proved
+    assert (round(best.value - work, 3), round(bound.value - work, 3)) == (34.308, 32.968)
+
+
+# ---------------------------------------------------------------- arguments by hand
+
+
+def test_the_chain_of_a_single_microbatch():
+    """F's down, B's up, W on stage 0, messages between ranks only; one rank runs the other W's, too."""
+    costs = Costs(f=[1, 2, 3, 4], b=[5, 6, 7, 8], w=1, comm=0.5)
+    for rank_of, messages in (((0, 1, 2, 3), 6), ((0, 1, 1, 0), 4), ((0, 0, 0, 0), None)):
+        bound = lower_bound("makespan", rank_of=rank_of, num_microbatches=1, costs=costs)
+        chain = 10 + 26 + (4 if messages is None else 1 + 0.5 * messages)
+        assert math.isclose(bound.value, chain)
+
+
+def test_one_rank_needs_its_work_and_no_more():
+    bound = lower_bound("makespan", rank_of=[0, 0], num_microbatches=3, costs=Costs(f=[1, 2], b=3, w=[4, 5]))
+    assert bound.value == 3 * (3 + 6 + 9)
+
+
+def test_a_whole_backward_that_is_cheaper_counts_as_what_it_takes():
+    costs = Costs(f=1, b=2, w=2, bw=3)
+    assert lower_bound("makespan", rank_of=[0], num_microbatches=5, costs=costs).value == 5 * 4
+    dearer = Costs(f=1, b=2, w=2, bw=7)
+    assert lower_bound("makespan", rank_of=[0], num_microbatches=5, costs=dearer).value == 5 * 5
+    assert lower_bound("makespan", rank_of=[0], num_microbatches=5, costs=dearer, splits=False).value == 5 * 8
+
+
+def test_without_splits_1f1b_is_optimal_and_with_them_it_is_not():
+    """(m + p - 1)(F + BW): the B that the rank below waits for takes its W along."""
+    whole = lower_bound("makespan", rank_of=range(4), num_microbatches=8, splits=False)
+    assert math.isclose(whole.value, simulate(plan("1f1b", 4, 8)).makespan)
+    assert math.isclose(whole.value, 11 * 3)
+    assert lower_bound("makespan", rank_of=range(4), num_microbatches=8).value < 33
+
+
+def test_relay_through_the_memory_of_one_microbatch():
+    """Room for one: F, B there and back, and W, one microbatch after the other; the last W is rank 0's."""
+    costs = Costs(f=2, b=3, w=1, comm=4)
+    bound = lower_bound("makespan", rank_of=[0, 1], num_microbatches=5, costs=costs, memory_limit=1)
+    assert math.isclose(bound.value, 5 * (2 + 4 + 2 + 3 + 4 + 3 + 1))
+    assert bound.argument == "round trips through the memory of rank 0"
+
+
+def test_more_memory_never_raises_a_bound(first_seed):
+    for seed in range(first_seed, first_seed + 40):
+        rng = random.Random(seed)
+        p, m = rng.randint(2, 6), rng.randint(2, 12)
+        rank_of = rng.choice((tuple(range(p)), v_shape(p), tuple(range(p)) * 2))
+        costs = random_costs(rng, len(rank_of), alike=True)
+        least = simulate(one_at_a_time(rank_of), costs).peak_memory
+        limits = [[max(least) * factor] * p for factor in (1, 1.2, 1.7, 2.5, 4, 50)]
+        for objective in ("makespan", "span"):
+            values = [
+                lower_bound(
+                    objective, rank_of=rank_of, num_microbatches=m, costs=costs, memory_limit=limit
+                ).value
+                for limit in (*limits, None)
+            ]
+            assert all(a >= b * (1 - 1e-9) for a, b in itertools.pairwise(values)), f"seed {seed}"
+
+
+def one_at_a_time(rank_of):
+    rows = [
+        " ".join(
+            [f"{s}F0" for s, owner in enumerate(rank_of) if owner == rank]
+            + [f"{s}BW0" for s, owner in reversed(list(enumerate(rank_of))) if owner == rank]
+        )
+        for rank in range(max(rank_of) + 1)
+    ]
+    return Timetable.parse("\n".join(rows))
+
+
+# ---------------------------------------------------------------- certificates and errors
+
+
+def test_certificate_of_an_optimal_plan():
+    seen = certificate(plan("zb_v", 8, 24), two_stages(*COLUMNS[0]), memory_limit=16)
+    assert (seen.value, seen.bound, seen.gap, seen.proved_optimal) == (755, 755, 0, True)
+    assert seen.argument == "work and forced idle time of rank 7"
+
+
+def test_certificate_of_a_plan_with_a_gap():
+    seen = certificate(plan("1f1b", 8, 24), Costs(f=10, b=10, w=10), "span", 8)
+    assert (seen.value, seen.bound, seen.proved_optimal) == (930, 790, False)
+    assert math.isclose(seen.gap, 930 / 790 - 1)
+
+
+def test_actions_of_no_duration_are_optimal():
+    seen = certificate(plan("1f1b", 2, 2), Costs(f=0, b=0, w=0))
+    assert (seen.bound, seen.gap, seen.proved_optimal) == (0, 0, True)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"objective": "bubble"}, "objective='bubble': write 'makespan' or 'span'"),
+        ({"memory_limit": 0.5}, "memory_limit=0.5 on rank 0 can't hold one microbatch: 1 is the least"),
+        ({"memory_limit": float("nan")}, "memory_limit=nan on rank 0 can't hold one microbatch"),
+        ({"memory_limit": [2, 2, 2]}, "memory_limit has 3 numbers for 2 ranks"),
+        ({"num_microbatches": 0}, "write 1 microbatch or more"),
+        ({"rank_of": [0, 2]}, "a rank per stage, 0..p-1 without a gap"),
+        ({"rank_of": []}, "a rank per stage"),
+        ({"costs": Costs(f=[1, 2, 3])}, "Costs: f has 3 numbers for 2 stages"),
+    ],
+)
+def test_errors_say_what_to_write(change, message):
+    arguments = {"objective": "makespan", "rank_of": [0, 1], "num_microbatches": 4, **change}
+    with pytest.raises(PlanError) as caught:
+        lower_bound(arguments.pop("objective"), **arguments)
+    assert message in str(caught.value)
+
+
+def test_a_plan_above_the_limit_gets_no_certificate():
+    with pytest.raises(PlanError, match="the timetable needs 8 on rank 0, memory_limit allows 4"):
+        certificate(plan("gpipe", 2, 8), memory_limit=4)
+    with pytest.raises(PlanError, match="the timetable has no backward"):
+        certificate(plan("gpipe", 2, 8).forward_only())
+
+
+def test_bounds_of_512_ranks_take_seconds():
+    """No limit on time here: the suite's timeout is the limit."""
+    for rank_of in (range(512), v_shape(512)):
+        for objective in ("makespan", "span"):
+            bound = lower_bound(objective, rank_of=rank_of, num_microbatches=4096, memory_limit=1024)
+            assert bound.value >= 3 * 4096

@@ -1,0 +1,256 @@
+"""Exact planning against brute force: every timetable of tiny cases, each simulated."""
+
+import itertools
+import math
+import random
+import sys
+
+import pytest
+
+from zbpp.planning import plan
+from zbpp.planning.exact import optimal, solve
+from zbpp.schedule import Action, Costs, Op, PlanError, Timetable, simulate
+
+F, B, W, BW = Op.F, Op.B, Op.W, Op.BW
+
+
+@pytest.fixture
+def _solver():
+    pytest.importorskip("ortools")
+
+
+needs_solver = pytest.mark.usefixtures("_solver")
+
+
+# ---------------------------------------------------------------- brute force
+
+
+def rows_of(stages, num_microbatches):
+    """Every order of a rank's actions in which microbatches ascend and F < B < W, or F < BW."""
+    chains = [
+        (stage, whole)
+        for stage in stages
+        for whole in [list(each) for each in itertools.product((False, True), repeat=num_microbatches)]
+    ]
+    for choice in itertools.product(*([c for c in chains if c[0] == stage] for stage in stages)):
+        whole = dict(choice)
+        yield from _extend(
+            [], {(stage, op): 0 for stage in stages for op in (F, B, W)}, whole, num_microbatches
+        )
+
+
+def _extend(row, count, whole, number):
+    if all(done == number for done in count.values()):
+        yield list(row)
+    for stage in whole:
+        f, b, w = (count[stage, op] for op in (F, B, W))
+        steps = []
+        if f < number:
+            steps.append((F, f, {F: 1}))
+        if b < f and not whole[stage][b]:
+            steps.append((B, b, {B: 1}))
+        if b < f and whole[stage][b] and w == b:
+            steps.append((BW, b, {B: 1, W: 1}))
+        if w < b:
+            steps.append((W, w, {W: 1}))
+        for op, microbatch, added in steps:
+            for each in added:
+                count[stage, each] += 1
+            yield from _extend([*row, Action(stage, op, microbatch)], count, whole, number)
+            for each in added:
+                count[stage, each] -= 1
+
+
+def best_of_all(rank_of, num_microbatches, costs, limit, objective):
+    stages = [[s for s, owner in enumerate(rank_of) if owner == rank] for rank in range(max(rank_of) + 1)]
+    least = math.inf
+    for rows in itertools.product(*(list(rows_of(each, num_microbatches)) for each in stages)):
+        try:
+            timeline = simulate(Timetable(rows), costs)
+        except PlanError:  # it can't proceed
+            continue
+        if limit is None or max(timeline.peak_memory) <= limit:
+            least = min(least, timeline.makespan if objective == "makespan" else timeline.max_span)
+    return least
+
+
+@needs_solver
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+@pytest.mark.parametrize(
+    "rank_of, m", [((0,), 3), ((0, 1), 2), ((1, 0), 2), ((0, 1, 1), 1), ((0, 1, 1, 0), 1)]
+)
+@pytest.mark.parametrize("seed", range(2))
+def test_the_optimum_is_that_of_brute_force(objective, rank_of, m, seed):
+    rng = random.Random(seed)
+
+    def numbers(largest):
+        return [rng.randint(1, largest) / 4 for _ in rank_of]
+
+    costs = Costs(
+        f=numbers(30),
+        b=numbers(30),
+        w=numbers(30),
+        bw=rng.choice((None, numbers(60))),
+        comm=numbers(8),
+        saved=rng.choice((1.0, numbers(8))),
+        deferred=rng.choice((0.5, numbers(12))),
+    )
+    held = costs.per_stage(len(rank_of)).memory[F]
+    limit = rng.choice((None, sum(held), 1.5 * sum(held)))
+    best = solve(rank_of, m, costs=costs, memory_limit=limit, objective=objective)
+    assert best.proved
+    assert best.value == pytest.approx(best_of_all(rank_of, m, costs, limit, objective), rel=1e-12)
+
+
+# ---------------------------------------------------------------- proof, memory, start
+
+
+@needs_solver
+def test_decimals_are_exact():
+    """18.522 ms has no exact float: an optimum and a bound that agree to the last digit are proved."""
+    costs = Costs(f=18.522, b=18.086, w=9.337, comm=0.601)
+    best = solve((0, 1, 2), 6, costs=costs, memory_limit=3, objective="span")
+    assert best.proved
+    assert best.value - 6 * (18.522 + 18.086 + 9.337) == pytest.approx(
+        2 * (18.522 + 18.086 - 9.337 + 4 * 0.601)
+    )
+    assert best.bound == pytest.approx(best.value, rel=1e-12)
+
+
+@needs_solver
+def test_numbers_of_16_digits_are_rounded_and_the_bound_holds(first_seed):
+    for seed in range(first_seed, first_seed + 5):
+        rng = random.Random(seed)
+        f, b, w = ([rng.uniform(1, 10) for _ in range(3)] for _ in range(3))
+        best = solve((0, 1, 2), 3, costs=Costs(f=f, b=b, w=w, comm=math.pi / 7), memory_limit=3)
+        assert best.proved
+        assert best.bound <= best.value <= best.bound * (1 + 1e-9)
+
+
+@needs_solver
+@pytest.mark.parametrize("limit", [2, 2.5, 3, 4, [4, 2.5, 2]])
+def test_memory_stays_within_the_limit(limit):
+    best = solve((0, 1, 2, 2, 1, 0), 3, costs=Costs(f=5, b=6, w=3, comm=1), memory_limit=limit, time_limit=3)
+    peaks = simulate(best.timetable).peak_memory
+    limits = limit if isinstance(limit, list) else [limit] * 3
+    assert all(peak <= allowed for peak, allowed in zip(peaks, limits, strict=True))
+
+
+@needs_solver
+def test_a_limit_that_is_a_sum_of_floats_counts_as_what_is_meant():
+    costs = Costs(saved=0.1, deferred=0.05)
+    exact, rounded = (solve((0, 1), 3, costs=costs, memory_limit=limit) for limit in (0.2, 0.3 - 0.1))
+    assert 0.3 - 0.1 < 0.2
+    assert exact.proved
+    assert rounded.proved
+    assert rounded.value == exact.value
+
+
+@needs_solver
+def test_a_whole_backward_is_chosen_where_it_is_cheaper():
+    """One rank has nothing to gain by a split: F and BW, 1 + 3 each."""
+    best = solve((0,), 3, costs=Costs(f=1, b=2, w=2, bw=3))
+    assert (best.value, best.proved) == (12, True)
+    assert {action.op for action in best.timetable.rows[0]} == {F, BW}
+
+
+@needs_solver
+def test_a_whole_backward_is_chosen_where_memory_holds_nothing_between():
+    """deferred above saved: after a B the level would pass the limit."""
+    best = solve((0, 1), 3, costs=Costs(saved=1, deferred=2), memory_limit=1.5)
+    assert {action.op for row in best.timetable.rows for action in row} == {F, BW}
+    assert best.proved
+
+
+@needs_solver
+def test_without_time_the_start_comes_back_unproved():
+    start = plan("zb_v", 4, 8)
+    costs = Costs(f=5, b=6, w=3.5, comm=1)
+    best = solve(start.rank_of, 8, costs=costs, memory_limit=8, time_limit=0.0, start=start)
+    assert best.timetable == start
+    assert best.value == simulate(start, costs).makespan
+    assert not best.proved
+    assert best.bound <= best.value
+
+
+@needs_solver
+def test_a_start_that_attains_a_known_bound_is_proved_at_once():
+    start = plan("zb_h1", 4, 24)
+    costs = Costs(f=10, b=12, w=7, comm=1)
+    best = solve(start.rank_of, 24, costs=costs, start=start, known_bound=753, time_limit=0.0)
+    assert (best.timetable, best.value, best.proved) == (start, 753, True)
+
+
+@needs_solver
+def test_the_search_stops_at_a_known_bound():
+    costs = Costs(f=10, b=12, w=7, comm=1)
+    best = solve((0, 1, 2), 5, costs=costs, memory_limit=3, known_bound=183, time_limit=60)
+    assert (best.value, best.proved) == (183, True)
+
+
+@needs_solver
+def test_progress_tells_share_best_and_bound():
+    seen = []
+    costs = Costs(f=5, b=6, w=3.5, comm=1)
+    best = solve((0, 1, 1, 0), 3, costs=costs, progress=lambda *told: seen.append(told))
+    shares, values, bounds = zip(*seen, strict=True)
+    assert list(shares) == sorted(shares)
+    assert list(values) == sorted(values, reverse=True)
+    assert values[-1] == best.value
+    assert max(bounds) <= best.value
+
+
+@needs_solver
+def test_optimal_is_a_timetable_and_attains_what_is_known():
+    """One stage per rank at 1F1B's memory: what ZB-H1 takes; a V at equal times: no bubble."""
+    costs = Costs(f=10, b=12, w=7, comm=1)
+    assert simulate(optimal(4, 6, costs=costs, memory_limit=4, time_limit=2), costs).makespan == 231
+    looped = optimal(2, 3, placement="looped", time_limit=2)
+    assert looped.rank_of == (0, 1, 0, 1)
+    seen = []
+    v = optimal(2, 4, placement="v", objective="span", time_limit=2, progress=lambda *told: seen.append(told))
+    assert v.rank_of == (0, 1, 1, 0)
+    assert simulate(v).max_span == 24
+    assert all(0 <= share <= 1 for share, *_ in seen)
+
+
+# ---------------------------------------------------------------- errors
+
+
+@needs_solver
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            ((0, 1, 2, 3, 4), 2),
+            "`optimal` is for 4 ranks and 400 actions at most, this has 5 and 30: use `zb_auto`",
+        ),
+        (((0, 1), 67), "this has 2 and 402: use `zb_auto`"),
+        (((0, 1), 0), "num_microbatches=0: write 1 or more"),
+        (((0, 1), 2, {"objective": "bubble"}), "objective='bubble': write 'makespan' or 'span'"),
+        (((0, 1, 0), 2, {"memory_limit": 1.5}), "can't hold one microbatch: 2 is the least"),
+        (((0, 1), 2, {"memory_limit": [1, 2, 3]}), "memory_limit has 3 numbers for 2 ranks"),
+        (((0, 1), 2, {"costs": Costs(f=[1, 0])}), "needs actions that take time: F takes 0 ms"),
+        (((0, 1), 2, {"start": plan("1f1b", 2, 3)}), "another placement or number of microbatches"),
+        (((0, 1), 4, {"start": plan("gpipe", 2, 4), "memory_limit": 2}), "above the limit"),
+    ],
+)
+def test_errors_say_what_to_write(arguments, message):
+    rank_of, m, *rest = arguments
+    with pytest.raises(PlanError) as caught:
+        solve(rank_of, m, **(rest[0] if rest else {}))
+    assert message in str(caught.value)
+
+
+def test_without_the_solver_the_error_says_how_to_install_it(monkeypatch):
+    for module in ("ortools", "ortools.sat", "ortools.sat.python"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for call in (lambda: solve((0, 1), 2), lambda: optimal(2, 2)):
+        with pytest.raises(PlanError, match=r"pip install 'zbpp\[solver\]'"):
+            call()
+
+
+@needs_solver
+def test_optimal_refuses_large_cases_before_it_searches():
+    with pytest.raises(PlanError, match="use `zb_auto`"):
+        optimal(64, 1024)

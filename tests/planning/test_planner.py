@@ -1,0 +1,211 @@
+"""plan(): which options reach a generator, and what is refused with which words."""
+
+import math
+import re
+import tracemalloc
+
+import pytest
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from zbpp.benchmark.torch_runner import SCHEDULES as THEIRS
+from zbpp.planning import canonical_name, placement_of, plan
+from zbpp.planning.size_limit import BYTES_PER_SEARCHED_ACTION, check_size
+from zbpp.schedule import Costs, PlanError, Timetable, planner, simulate
+
+
+@pytest.fixture
+def generator(monkeypatch):
+    """Register a generator as "mine" for one test."""
+
+    def register(function):
+        monkeypatch.setitem(planner.SCHEDULES, "mine", function)
+
+    return register
+
+
+def test_a_generator_gets_just_the_options_it_declares(generator):
+    seen = []
+
+    def mine(num_ranks, num_microbatches, *, costs, objective, seed, time_limit=None, progress=None):
+        seen.append((costs, objective, seed, time_limit, progress))
+        return plan("gpipe", num_ranks, num_microbatches)
+
+    generator(mine)
+    plan("mine", 2, 3)
+    plan("mine", 2, 3, costs=Costs(f=3), objective="span", seed=7, time_limit=0.5, progress=print)
+    assert seen == [(Costs(), "makespan", 0, 10.0, None), (Costs(f=3), "span", 7, 0.5, print)]
+
+
+def test_none_leaves_the_generators_own_default(generator):
+    def mine(num_ranks, num_microbatches, *, stages_per_rank=3):
+        return plan("looped_bfs", num_ranks, num_microbatches, stages_per_rank=stages_per_rank)
+
+    generator(mine)
+    assert plan("mine", 2, 2).num_stages == 6
+    assert plan("mine", 2, 2, stages_per_rank=None).num_stages == 6
+    assert plan("mine", 2, 2, stages_per_rank=4).num_stages == 8
+
+
+def test_a_generator_that_ignores_the_limit_is_caught(generator):
+    def mine(num_ranks, num_microbatches, *, memory_limit=None):
+        return plan("gpipe", num_ranks, num_microbatches)
+
+    generator(mine)
+    with pytest.raises(PlanError, match="mine needs 3 on rank 0, memory_limit allows 2"):
+        plan("mine", 2, 3, memory_limit=2)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"num_ranks": 0}, "num_ranks=0: write a whole number, 1 or more"),
+        ({"num_ranks": 2.0}, "num_ranks=2.0: write a whole number, 1 or more"),
+        ({"num_ranks": True}, "num_ranks=True: write a whole number, 1 or more"),
+        ({"num_microbatches": -3}, "num_microbatches=-3: write a whole number, 1 or more"),
+        ({"costs": None}, "costs=None: write Costs(f=..., b=..., w=...)"),
+        ({"costs": {"f": 1}}, "costs={'f': 1}: write Costs(f=..., b=..., w=...)"),
+        ({"memory_limit": -1}, "memory_limit=-1: write a number, 0 or more, in the unit of costs.saved, or"),
+        (
+            {"memory_limit": math.inf},
+            "memory_limit=inf: write a number, 0 or more, in the unit of costs.saved",
+        ),
+        ({"memory_limit": 10**400}, "memory_limit=1000"),
+        ({"time_limit": math.inf}, "time_limit=inf: write seconds, 0 or more"),
+        ({"memory_limit": math.nan}, "memory_limit=nan: write a number, 0 or more"),
+        ({"memory_limit": "8"}, "memory_limit='8': write a number, 0 or more"),
+        ({"memory_limit": [8, -1]}, "memory_limit=[8, -1]: write a number, 0 or more"),
+        ({"memory_limit": [8, 8, 8]}, "memory_limit has 3 numbers for 2 ranks"),
+        ({"placement": "loop"}, "placement='loop': write one or looped or v"),
+        ({"stages_per_rank": 0}, "stages_per_rank=0: write a whole number, 1 or more"),
+        ({"objective": "speed"}, "objective='speed': write makespan or span"),
+        ({"search": "no"}, "search='no': write True or False"),
+        ({"time_limit": -1}, "time_limit=-1: write seconds, 0 or more"),
+        ({"time_limit": math.nan}, "time_limit=nan: write seconds, 0 or more"),
+        ({"seed": 1.5}, "seed=1.5: write a whole number"),
+        ({"progress": "bar"}, "progress='bar': write a function, or None"),
+        (
+            {"placement": "v", "stages_per_rank": 3},
+            "placement='v' and stages_per_rank=3 contradict each other: stages_per_rank must be 2, or left "
+            "out",
+        ),
+        (
+            {"placement": "looped", "stages_per_rank": 1},
+            "placement='looped' and stages_per_rank=1 contradict each other: stages_per_rank must be 2 or "
+            "more (one stage per rank is placement='one'), or left out",
+        ),
+        ({"placement": "one", "stages_per_rank": 2}, "placement='one' and stages_per_rank=2 contradict"),
+        ({"placement": "v"}, "zb_h1 places its stages as 'one', not 'v': leave placement out"),
+        ({"stages_per_rank": 2}, "zb_h1 has 1 stage(s) per rank, not 2: leave stages_per_rank out"),
+        ({"memory_limit": 1.5}, "zb_h1 needs 2 on rank 0, memory_limit allows 1.5"),
+        ({"memory_limit": [3, 1]}, "zb_h1 needs 1.5 on rank 1, memory_limit allows 1"),
+    ],
+)
+def test_an_argument_that_will_not_do_is_refused_with_what_to_write(options, message):
+    with pytest.raises(PlanError) as caught:
+        plan("zb_h1", **{"num_ranks": 2, "num_microbatches": 4, **options})
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "stages"),
+    [(8, 10**9, 1), (10**9, 8, 1), (10**9, 10**9, 1), (8, 10**400, 1), (8, 8, 10**9)],
+)
+@pytest.mark.parametrize("name", ["looped_bfs", "zb_auto"])
+def test_a_plan_that_cannot_fit_is_refused_before_it_is_allocated(name, ranks, microbatches, stages):
+    tracemalloc.start()
+    try:
+        with pytest.raises(PlanError, match=r"actions take .* GiB to plan, 8 GiB is the most: write"):
+            plan(name, ranks, microbatches, placement="looped", stages_per_rank=stages + 1)
+        assert tracemalloc.get_traced_memory()[1] < 10**6
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_is_written_instead_of_too_many_is_just_few_enough():
+    with pytest.raises(PlanError) as caught:
+        check_size(8, 10**9, 2)
+    most = int(re.search(r"num_microbatches=(\d+) or less", str(caught.value))[1])
+    check_size(8, most, 2)
+    with pytest.raises(PlanError):
+        check_size(8, most + 1, 2)
+
+
+def test_512_ranks_and_4096_microbatches_are_not_too_many():
+    for stages in (1, 2, 4):
+        check_size(512, 4096, stages)
+    check_size(512, 4096, bytes_per_action=BYTES_PER_SEARCHED_ACTION)
+
+
+def test_torchs_names_are_known_as_torch_spells_them():
+    """With and without its "Schedule", as its own get_schedule_class takes them: in any case."""
+    for ours, theirs in THEIRS.items():
+        short = theirs.removeprefix("Schedule")
+        for name in (theirs, short, short.lower(), short.upper()):
+            assert get_schedule_class(name.removeprefix("Schedule")).__name__ == theirs
+            assert canonical_name(name) == ours
+            assert plan(name, 2, 4) == plan(ours, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("ZB_H1", "zb_h1"), ("ZBH1", "zb_h1"), ("ZB-H2", "zb_h2"), ("V-Half", "v_half"), ("ZB-1p", "zb_1p")],
+)
+def test_case_and_punctuation_make_no_difference(name, meant):
+    assert canonical_name(name) == meant
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("zb_h3", "zb_h2"), ("ZBVZeroBuble", "zb_v"), ("interleaved", "interleaved_zb")]
+)
+def test_a_name_that_is_nearly_right_gets_a_suggestion(name, meant):
+    with pytest.raises(PlanError, match=rf"unknown schedule '{name}'; known: .*; did you mean {meant}\?"):
+        plan(name, 2, 4)
+
+
+@pytest.mark.parametrize("name", ["", "qqqq", "\x1b[2J", None, 3, ["zb_h1"], "x" * 10**5])
+def test_a_name_that_is_nothing_is_one_line(name):
+    with pytest.raises(PlanError, match=r"unknown schedule .*; known: gpipe") as caught:
+        canonical_name(name)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 400
+
+
+def test_the_papers_plans_hold_once_and_twice_the_memory_of_1f1b():
+    costs = Costs(f=10, b=12, w=7, comm=1, saved=[3, 1, 2, 2])
+    for name, multiple in (("zb_1p", 1), ("zb_2p", 2)):
+        timetable = plan(name, 4, 12, costs=costs)
+        limit = multiple * 4 * 3
+        assert max(simulate(timetable, costs).peak_memory) <= limit
+        assert timetable == plan("zb_auto", 4, 12, costs=costs, memory_limit=limit, search=False)
+
+
+def test_the_rank_that_lacks_most_memory_is_named():
+    """Then that number, as the limit of all, is enough."""
+    with pytest.raises(PlanError, match="1f1b needs 4 on rank 0, memory_limit allows 1"):
+        plan("1f1b", 4, 8, memory_limit=1)
+    assert plan("1f1b", 4, 8, memory_limit=4) == plan("1f1b", 4, 8)
+    assert plan("1f1b", 4, 8, memory_limit=[4, 3, 2, 1]) == plan("1f1b", 4, 8)
+
+
+def test_a_limit_that_is_met_but_for_rounding_is_met():
+    costs = Costs(saved=0.1, deferred=0.05)
+    assert sum([0.1] * 3) > 0.3
+    assert plan("gpipe", 2, 3, costs=costs, memory_limit=0.3)
+
+
+def test_an_option_that_agrees_with_the_family_is_welcome():
+    assert plan("zb_v", 3, 5, placement="v", stages_per_rank=2) == plan("zb_v", 3, 5)
+    assert plan("zb_h1", 3, 5, placement="one", stages_per_rank=1) == plan("zb_h1", 3, 5)
+    assert plan("interleaved_1f1b", 3, 6, placement="looped") == plan("interleaved_1f1b", 3, 6)
+    assert plan("zb_v", 3, 5, seed=-1, time_limit=0) == plan("zb_v", 3, 5)
+
+
+def test_on_one_rank_two_stages_are_a_v_and_a_loop():
+    assert placement_of(plan("zb_v", 1, 2)) == "v"
+    for placement in ("v", "looped"):
+        assert plan("interleaved_zb", 1, 2, placement=placement) == plan("interleaved_zb", 1, 2)
+
+
+def test_a_placement_of_no_known_shape():
+    assert placement_of(Timetable.parse("1F0 1BW0\n0F0 0BW0")) == "other"
+    assert placement_of(plan("looped_bfs", 2, 2, stages_per_rank=3)) == "looped"

@@ -1,0 +1,72 @@
+"""zb_auto: the paper's planner to four digits, proved targets reached, never above a family or a limit."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from zbpp.families import FAMILIES
+from zbpp.planning import plan
+from zbpp.schedule import Costs, PlanError, simulate
+
+DATA = Path(__file__).parent.parent / "data"
+PAPER = json.loads((DATA / "zb_paper_table.json").read_text())
+TARGETS = json.loads((DATA / "zb_targets.json").read_text())
+ROWS = [dict(zip(PAPER["columns"], row, strict=True)) for row in PAPER["rows"]]
+UNEVEN = Costs(f=[8, 10, 12, 9], b=[10, 13, 11, 12], w=[6, 5, 8, 14], comm=0.7)
+
+
+def costs_of(row):
+    return Costs(f=row["F"], b=row["B"], w=row["W"], comm=row["comm"])
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['model']}-{row['m']}")
+def test_zb_1p_and_zb_2p_have_the_papers_bubbles(row):
+    for column, factor in (("zb_1p", 1), ("zb_2p", 2)):
+        limit = factor * row["p"]
+        found = plan(column, row["p"], row["m"], costs=costs_of(row))
+        timeline = simulate(found, costs_of(row))
+        assert round(timeline.bubble_rate, 4) == row[column]
+        assert max(timeline.peak_memory) <= limit
+
+
+@pytest.mark.parametrize(("cell", "limit"), [(0, 1), (0, 2), (3, 2), (6, 1)])
+def test_it_reaches_the_proved_bound(cell, limit):
+    target = TARGETS["rows"][cell]
+    row = next(row for row in ROWS if (row["model"], row["m"]) == (target["model"], target["m"]))
+    memory = TARGETS["limits_in_p"][limit] * row["p"]
+    found = plan("zb_auto", row["p"], row["m"], costs=costs_of(row), memory_limit=memory, objective="span")
+    timeline = simulate(found, costs_of(row))
+    assert round(timeline.bubble_rate, 4) == target["target"][limit]
+    assert max(timeline.peak_memory) <= memory * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("f", "b", "w", "comm", "most"), [(10, 10, 10, 0, 755), (10, 12, 7, 1, 771)])
+def test_in_a_v_it_is_at_least_as_good_as_zb_v(f, b, w, comm, most):
+    costs = Costs(f=f / 2, b=b / 2, w=w / 2, comm=comm)
+    found = plan("zb_auto", 8, 24, costs=costs, memory_limit=16.0, placement="v", time_limit=3.0)
+    assert simulate(found, costs).makespan <= most
+    assert max(simulate(found, costs).peak_memory) <= 16.0
+
+
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+def test_it_is_never_worse_than_a_family_with_the_same_placement(objective):
+    def worth(timetable):
+        timeline = simulate(timetable, UNEVEN)
+        return timeline.makespan if objective == "makespan" else timeline.max_span
+
+    found = plan("zb_auto", 4, 10, costs=UNEVEN, memory_limit=4.0, objective=objective, time_limit=1.0)
+    assert max(simulate(found, UNEVEN).peak_memory) <= 4.0
+    rivals = []
+    for name in FAMILIES:
+        try:
+            rivals.append(plan(name, 4, 10, costs=UNEVEN, memory_limit=4.0, placement="one"))
+        except PlanError:
+            continue
+    assert len(rivals) >= 2
+    assert worth(found) <= min(map(worth, rivals)) + 1e-9
+
+
+def test_an_impossible_limit_is_refused():
+    with pytest.raises(PlanError):
+        plan("zb_auto", 4, 8, memory_limit=0.5)

@@ -1,0 +1,437 @@
+"""The HTML page, as Chromium draws it: what reaches the screen against what the simulator knows.
+
+A script that runs before the page's own notes whatever is painted; the page itself is asked nothing.
+"""
+
+import html
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from helpers.browser import Browser, find_chromium
+from helpers.page import NOTE_WHAT_IS_PAINTED, click, complaints, hover, painted, pixel, press, ruler, visible
+from zbpp.planning import plan
+from zbpp.render import render_page
+from zbpp.render.style import COLOURS
+from zbpp.schedule import Action, Costs, Op, PlanError, Timeline, Timetable, consumes, produces, simulate
+
+COSTS = Costs(f=18.5, b=18.1, w=9.3, comm=0.6)
+HALVES = Costs(f=9.25, b=9.05, w=4.65, comm=0.6, saved=0.5, deferred=0.25)
+OWN = {"1f1b": COSTS, "zb_h1": COSTS, "zb_v": HALVES}
+TIMELINES = {name: simulate(plan(name, 4, 12, costs=own), own) for name, own in OWN.items()}
+
+
+@pytest.fixture(scope="module")
+def chromium() -> str:
+    path = find_chromium()
+    if path is None:
+        pytest.skip(
+            "no Chromium here; on Debian `apt-get install chromium` brings one, $CHROMIUM names another"
+        )
+    return path
+
+
+@pytest.fixture(scope="module")
+def tabs(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Browser]]:
+    """Shows a page; the one before is gone."""
+    path = tmp_path_factory.mktemp("pages") / "page.html"
+    with Browser(chromium, first=NOTE_WHAT_IS_PAINTED) as browser:
+
+        def show(text: str) -> Browser:
+            path.write_text(text)
+            browser.open(path)
+            return browser
+
+        yield show
+
+
+@pytest.fixture(scope="module")
+def three(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """The page of TIMELINES."""
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    path.write_text(render_page(TIMELINES, title="Three", notes=["a note"], costs=OWN, memory_limit=4))
+    with Browser(chromium, first=NOTE_WHAT_IS_PAINTED) as browser:
+        browser.open(path)
+        yield browser
+
+
+@pytest.fixture
+def page(three: Browser) -> Iterator[Browser]:
+    """The same, showing all of the time, with the pointer elsewhere. Afterwards no script has failed."""
+    three.mouse("mouseMoved", 1, 1)
+    click(three, "[data-key='0']")
+    yield three
+    assert complaints(three) == []
+
+
+def boxes(browser: Browser) -> list[list[tuple[str, float, float, float]]]:
+    """Per panel (fill, left, right, top) of each box, in the order of painting."""
+    fills = set(itertools.chain(*COLOURS.values()))
+    found: list[list[tuple[str, float, float, float]]] = [[] for _ in TIMELINES]
+    for call in painted(browser, "fillRect"):
+        x, y, width, _ = call.arguments
+        if call.fill in fills:
+            found[call.panel].append((call.fill, x, x + width, y))
+    return found
+
+
+def actions(timeline: Timeline) -> Iterator[tuple[int, Action, float, float]]:
+    """(rank, action, start, end) rank by rank."""
+    for rank, row in enumerate(timeline.timetable.rows):
+        for action, start, end in zip(row, timeline.starts[rank], timeline.ends[rank], strict=True):
+            yield rank, action, float(start), float(end)
+
+
+def levels(timeline: Timeline, costs: Costs, rank: int) -> list[float]:
+    """Memory after each action, F +saved, B -saved +deferred, W -deferred, BW -saved."""
+    change = {
+        Op.F: costs.saved,
+        Op.B: costs.deferred - costs.saved,
+        Op.W: -costs.deferred,
+        Op.BW: -costs.saved,
+    }
+    return list(itertools.accumulate(change[action.op] for action in timeline.timetable.rows[rank]))
+
+
+# ---------------------------------------------------------------- what is painted
+
+
+def test_nothing_is_fetched_and_nothing_complains(page):
+    requests = [event["params"] for event in page.events if event["method"] == "Network.requestWillBeSent"]
+    own = [each["request"]["url"] for each in requests if each["documentURL"].startswith("file:")]
+    assert [url for url in own if not url.startswith("data:")] == [page.evaluate("location.href")]
+
+
+def test_every_action_is_one_box_in_the_pictures_colours(page):
+    for timeline, found in zip(TIMELINES.values(), boxes(page), strict=True):
+        timetable = timeline.timetable
+        shades = [
+            timetable.stages_of(timetable.rank_of[stage]).index(stage)
+            for stage in range(timetable.num_stages)
+        ]
+        expected = [COLOURS[action.op][shades[action.stage]] for _, action, _, _ in actions(timeline)]
+        assert [fill for fill, *_ in found] == expected
+
+
+def test_boxes_stand_where_the_ruler_says_that_they_ran(page):
+    for panel, (timeline, found) in enumerate(zip(TIMELINES.values(), boxes(page), strict=True)):
+        zero, scale = ruler(page, panel)
+        for (_, left, right, _), (_, _, start, end) in zip(found, actions(timeline), strict=True):
+            assert left == pytest.approx(zero + start * scale, abs=1)
+            assert right == pytest.approx(
+                zero + end * scale, abs=2
+            )  # a box ends with a gap of a pixel at most
+
+
+def test_panels_share_one_axis_and_ranks_have_lanes(page):
+    assert len({ruler(page, panel) for panel in range(3)}) == 1
+    for timeline, found in zip(TIMELINES.values(), boxes(page), strict=True):
+        tops = {rank: top for (rank, *_), (*_, top) in zip(actions(timeline), found, strict=True)}
+        assert sorted(set(tops.values())) == [tops[rank] for rank in range(4)]
+
+
+def test_microbatches_are_written_into_boxes_with_room(page):
+    """In all boxes of ZB-H1; ZB-V's W's, half as long, have none."""
+    for panel, name, ops in ((1, "zb_h1", set(Op)), (2, "zb_v", {Op.F, Op.B})):
+        words = [call.arguments[:2] for call in painted(page, "fillText") if call.panel == panel]
+        written = [(text, x) for text, x in words if isinstance(text, int)]  # ranks and ticks are strings
+        zero, scale = ruler(page, panel)
+        fitting = [each for each in actions(TIMELINES[name]) if each[1].op in ops]
+        for (text, x), (_, action, start, end) in zip(written, fitting, strict=True):
+            assert text == action.microbatch
+            assert zero + start * scale < x < zero + end * scale
+
+
+def test_the_curve_is_the_level_and_the_dot_its_peak(page):
+    """Heights in the unit that makes the limit, which is the highest of all, 4."""
+    curves, dots = painted(page, "curve"), painted(page, "arc")
+    expected = [
+        (panel, timeline.peak_memory[rank], levels(timeline, OWN[name], rank), timeline.ends[rank])
+        for panel, (name, timeline) in enumerate(TIMELINES.items())
+        for rank in range(4)
+    ]
+    assert max(peak for _, peak, _, _ in expected) == 4.0
+    unit = max(curve.arguments[-1][1] - min(y for _, y in curve.arguments) for curve in curves) / 4.0
+    for (panel, peak, after, ends), curve, dot in zip(expected, curves, dots, strict=True):
+        zero, scale = ruler(page, panel)
+        base = curve.arguments[-1][1]  # a step ends with nothing held
+        heights = [(base - y) / unit for _, y in curve.arguments[1::2]]
+        assert curve.panel == panel
+        assert heights == pytest.approx(after, abs=1e-6)
+        assert max(heights) == pytest.approx(peak)
+        x, y = dot.arguments[:2]
+        assert (base - y) / unit == pytest.approx(peak)
+        assert x == pytest.approx(zero + ends[after.index(max(after))] * scale, abs=1)
+
+
+def test_every_memory_strip_has_its_scale(page):
+    """0 and the highest that is drawn anywhere, the limit of 4, at the heights where the curve has them."""
+    curves = painted(page, "curve")
+    words = [call for call in painted(page, "fillText") if call.arguments[0] in ("0", "4")]
+    assert len(curves) == 12
+    for panel in range(3):
+        own = [each.arguments for each in curves if each.panel == panel]
+        marks = [each.arguments for each in words if each.panel == panel and each.arguments[2] > 20]
+        bases = [curve[-1][1] for curve in own]
+        unit = max(base - min(y for _, y in curve) for base, curve in zip(bases, own, strict=True)) / max(
+            max(timeline.peak_memory) for timeline in [list(TIMELINES.values())[panel]]
+        )
+        assert [text for text, *_ in marks] == ["0", "4"] * 4
+        for (_, x, y), base in zip(marks[::2], bases, strict=True):
+            assert x < 54
+            assert y == pytest.approx(base, abs=5)
+        for (_, _, y), base in zip(marks[1::2], bases, strict=True):
+            assert y == pytest.approx(base - 4 * unit, abs=5)
+
+
+def test_memory_in_bytes_is_told_in_gib(tabs):
+    costs = COSTS.in_bytes(saved=2**31, deferred=2**30)
+    browser = tabs(render_page({"a": simulate(plan("zb_h1", 2, 4), costs)}, costs=costs))
+    assert hover(browser, 0, 0, 1.0)[-1] == "memory after it: 2 GiB"
+    assert "4 GiB" in browser.evaluate("document.querySelector('table.summary').innerText")
+    assert complaints(browser) == []
+
+
+# ---------------------------------------------------------------- what it tells
+
+
+def test_hovering_tells_times_needs_and_memory(page):
+    """By hand: 3F0 ends at 3 (F + .6) + F = 75.8, 3B0 at 93.9, 2F0 at 2 (F + .6) + F = 56.7, 2F1 at 75.2."""
+    assert hover(page, 1, 2, 100.0) == [
+        "2B0",
+        "rank 2: 94.5 – 112.6 ms (18.1 ms)",
+        "needs saved(2,0) of 2F0, there at 56.7 ms",
+        "needs g(2,0) of 3B0 on rank 3, there at 94.5 ms",
+        "waited 19.3 ms for g(2,0)",
+        "memory after it: 1.5 activations",
+    ]
+
+
+def test_hovering_over_a_bubble_tells_what_it_waits_for(page):
+    timeline = TIMELINES["1f1b"]
+    first = next(i for i, action in enumerate(timeline.timetable.rows[0]) if action.op is Op.BW)
+    idle = timeline.starts[0][first] - timeline.ends[0][first - 1]
+    lines = hover(page, 0, 0, timeline.starts[0][first] - idle / 2)
+    assert lines[0] == "bubble before 0BW0"
+    assert f"waited {idle:g} ms for g(0,0)" in lines
+    assert "visible" in page.evaluate("document.querySelector('.drawing svg').style.visibility")
+
+
+def test_outside_of_a_ranks_span_is_nothing(page):
+    assert hover(page, 0, 3, 1.0) == []
+
+
+@pytest.mark.parametrize("panel", range(3))
+def test_arrow_keys_go_through_all_actions(page, panel):
+    """Names, times, needs, levels of all of them: against data flow and simulator."""
+    name, timeline = list(TIMELINES.items())[panel]
+    told = page.evaluate(f"""(() => {{
+      const canvas = document.querySelectorAll("canvas")[{panel}];
+      const press = (key) => canvas.dispatchEvent(new KeyboardEvent("keydown", {{ key }}));
+      const rows = {[len(row) for row in timeline.timetable.rows]};
+      const told = [];
+      rows.forEach((length, rank) => {{
+        press("ArrowLeft");
+        for (let index = 0; index < 2 * length; index++) press("ArrowLeft");
+        for (let index = 0; index < length; index++) {{
+          told.push(document.getElementById("tip").innerText.split("\\n"));
+          press("ArrowRight");
+        }}
+        press("ArrowDown");
+      }});
+      return told;
+    }})()""")
+    timetable = timeline.timetable
+    maker = {
+        value: action
+        for _, action, *_ in actions(timeline)
+        for value in produces(action, timetable.num_stages)
+    }
+    after = itertools.chain(*(levels(timeline, OWN[name], rank) for rank in range(4)))
+    for lines, (rank, action, start, end), level in zip(told, actions(timeline), after, strict=True):
+        assert lines[0] == str(action)
+        assert lines[1] == f"rank {rank}: {start:.6g} – {end:.6g} ms ({end - start:.6g} ms)"
+        needs = {(str(value), str(maker[value])) for value in consumes(action)}
+        assert set(re.findall(r"needs (\S+) of (\w+)", "\n".join(lines))) == needs
+        assert lines[-1] == f"memory after it: {level:g} activations"
+
+
+# ---------------------------------------------------------------- zoom
+
+
+def test_the_wheel_zooms_around_the_pointer(page):
+    everything = visible(page)
+    x, y = pixel(page, 1, 2, 200.0)
+    page.mouse("mouseWheel", x, y, deltaX=0, deltaY=-240, modifiers=2)  # Ctrl
+    start, end = visible(page)
+    assert end - start == pytest.approx((everything[1] - everything[0]) / 2, rel=0.01)
+    assert pixel(page, 1, 2, 200.0)[0] == pytest.approx(x, abs=1.5)
+    assert len({ruler(page, panel) for panel in range(3)}) == 1
+    widths = [right - left for _, left, right, _ in boxes(page)[1]]
+    assert max(widths) == pytest.approx(18.5 * ruler(page)[1], abs=1.5)
+
+
+def test_the_wheel_scrolls_the_page_until_the_drawing_is_clicked(page):
+    everything = visible(page)
+    x, y = pixel(page, 0, 0, 100.0)
+    page.evaluate("document.activeElement.blur()")
+    page.mouse("mouseWheel", x, y, deltaX=0, deltaY=-120)
+    assert visible(page) == everything
+    press(page, x, y)
+    page.mouse("mouseWheel", x, y, deltaX=0, deltaY=-120)
+    assert visible(page)[1] - visible(page)[0] < everything[1] - everything[0]
+
+
+def test_dragging_moves_and_a_double_click_shows_everything(page):
+    everything = visible(page)
+    for _ in range(2):
+        click(page, "[data-key='+']")
+    start, end = visible(page)
+    assert end - start == pytest.approx((everything[1] - everything[0]) / 1.5**2, rel=0.01)
+    x, y = pixel(page, 0, 1, (start + end) / 2)
+    _, scale = ruler(page)
+    page.mouse("mousePressed", x, y, button="left", buttons=1, clickCount=1)
+    page.mouse("mouseMoved", x + 50, y, button="left", buttons=1)
+    page.mouse("mouseReleased", x + 50, y, button="left", clickCount=1)
+    assert visible(page) == pytest.approx((start - 50 / scale, end - 50 / scale), abs=1)
+    press(page, x, y)
+    press(page, x, y, count=2)
+    assert visible(page) == everything
+
+
+def test_zooming_in_and_out_ends_at_everything(page):
+    everything = visible(page)
+    for key in "+--":
+        click(page, f"[data-key='{key}']")
+    assert visible(page) == everything
+
+
+def test_keys_zoom_and_move(page):
+    page.evaluate("document.querySelector('canvas').focus()")
+    everything = visible(page)
+    page.press("+")
+    start, end = visible(page)
+    assert end - start < everything[1] - everything[0]
+    page.press("ArrowRight", modifiers=8)  # Shift
+    assert visible(page)[0] == pytest.approx(start + (end - start) / 8, rel=0.01)
+    page.press("0")
+    assert visible(page) == everything
+
+
+def test_the_memory_can_be_hidden(page):
+    assert painted(page, "curve")
+    click(page, "#memory")
+    assert not painted(page, "curve")
+    click(page, "#memory")
+
+
+def test_dark_screens_get_a_dark_page_and_paper_a_light_one(page):
+    def bubble() -> str:
+        return painted(page, "fillRect")[0].fill
+
+    light = bubble()
+    page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    assert bubble() != light
+    page.evaluate("painted.length = 0")
+    page.call("Page.printToPDF")
+    fills = [call[2] for call in page.evaluate("painted") if call[1] == "fillRect"]
+    assert fills[0] == light  # for the paper
+    page.call("Emulation.setEmulatedMedia", features=[])
+    assert bubble() == light
+
+
+# ---------------------------------------------------------------- other pages
+
+
+def test_titles_and_notes_are_text(tabs):
+    evil = "</script><script>window.hit = 1</script><img src=x onerror='window.hit = 1'>\"'&amp;"
+    timelines = {evil: simulate(plan("zb_h1", 2, 3))}
+    browser = tabs(render_page(timelines, title=evil, notes=[evil, f"two\n  {evil}"], costs=Costs()))
+    assert browser.evaluate("window.hit") is None
+    assert browser.evaluate("document.title") == evil
+    for selector, text in {"h1": evil, "h2": evil, ".notes p": evil, ".notes pre": f"two\n  {evil}"}.items():
+        assert browser.evaluate(f"document.querySelector('{selector}').textContent") == text
+    assert (
+        browser.evaluate("document.querySelectorAll('script, img').length") == 4
+    )  # the data and its readers
+    assert complaints(browser) == []
+
+
+def test_a_script_that_is_not_the_pages_own_does_not_run(tabs):
+    browser = tabs(render_page({}).replace("<main>", "<main><script>window.hit = 1</script>"))
+    assert browser.evaluate("window.hit") is None
+    assert len(complaints(browser)) == 1
+
+
+@pytest.mark.parametrize(
+    "timelines, options",
+    [
+        ({}, {"notes": ["no schedule fits"]}),
+        ({"no costs": simulate(plan("zb_v", 3, 5))}, {}),
+        ({"no W": simulate(plan("zb_h1", 2, 2), Costs(w=0))}, {"costs": Costs(w=0)}),
+        ({"one action": simulate(Timetable.parse("0F0"))}, {"costs": Costs(saved=0), "memory_limit": [7e9]}),
+        ({"many": simulate(plan("zb_h1", 130, 2))}, {"costs": Costs(), "memory_limit": float("inf")}),
+    ],
+)
+def test_extremes_are_drawn(tabs, timelines, options):
+    browser = tabs(render_page(timelines, **options))
+    expected = sum(len(row) + 1 for each in timelines.values() for row in each.timetable.rows)
+    assert len(painted(browser, "fillRect")) == expected  # the actions, and a bubble per rank
+    assert complaints(browser) == []
+
+
+def test_a_timeline_of_no_time_is_drawn_empty(tabs):
+    browser = tabs(render_page({"1f1b": simulate(plan("1f1b", 2, 2), Costs(f=0, b=0, w=0))}))
+    assert {call.arguments[2] for call in painted(browser, "fillRect")} == {0}
+    assert complaints(browser) == []
+
+
+# ---------------------------------------------------------------- the text, without a browser
+
+
+def test_the_figures_are_there_without_scripts():
+    text = html.unescape(render_page(TIMELINES, costs=OWN))
+    cells = re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", text)
+    first = cells.index("zb_h1")
+    timeline = TIMELINES["zb_h1"]
+    times = [f"{time:.6g} ms" for time in (timeline.makespan, timeline.max_span, timeline.bubble)]
+    assert cells[first : first + 7] == ["zb_h1", "1", *times, f"{100 * timeline.bubble_rate:.2f} %", "4"]
+
+
+def test_the_page_names_nothing_outside_of_itself():
+    text = render_page(TIMELINES, costs=OWN)
+    assert (
+        re.findall(
+            r"(?:https?:)?//[\w.]+\.\w+|\bsrc=|@import|url\(", re.sub(r"^ *//.*", "", text, flags=re.M)
+        )
+        == []
+    )
+    assert re.findall(r'href="([^"]*)"', text) == ["data:,"]
+
+
+def test_a_measured_clock_may_begin_anywhere():
+    timeline = TIMELINES["zb_v"]
+    later = replace(
+        timeline,
+        starts=tuple(start + 1234.5 for start in timeline.starts),
+        ends=tuple(end + 1234.5 for end in timeline.ends),
+    )
+    assert render_page({"a": later}) == render_page({"a": timeline})
+
+
+def test_costs_and_limits_must_fit():
+    with pytest.raises(PlanError, match="memory_limit has 3 numbers for 4 ranks"):
+        render_page(TIMELINES, memory_limit=[1, 2, 3])
+    with pytest.raises(PlanError, match="f has 3 numbers for 4 stages"):
+        render_page(TIMELINES, costs=Costs(f=[1, 2, 3]))
+
+
+def test_numbers_are_short():
+    """Sums of floats end in 1e-15: nobody sees them, and they would double the file."""
+    text = render_page({"a": simulate(plan("1f1b", 3, 40), Costs(f=0.1, b=0.2, w=0.1))})
+    data = text[text.index('"ranks":[') : text.index("</script>")]
+    numbers = re.findall(r"\d+\.\d+", data)
+    assert max(map(len, numbers)) <= 5

@@ -1,0 +1,243 @@
+"""Timelines as text, picture, table and trace."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from zbpp.planning import compare, plan
+from zbpp.render import chrome_trace, render_figures, render_picture, render_table, render_text
+from zbpp.schedule import Costs, CostsInBytes, PlanError, Timetable, simulate
+
+LEGEND = "F forward, B input gradient, W weight gradient, each with its microbatch"
+
+
+def drawing(timeline, **options):
+    """The ruler and the ranks, without the legend."""
+    return render_text(timeline, **options).split("\n\n")[0]
+
+
+def rows(timeline, **options):
+    """The ranks alone, from the first column of time 0."""
+    return [line[len("rank 0  ") :] for line in drawing(timeline, **options).splitlines()[1:]]
+
+
+def test_staircase_of_zb_h1():
+    assert render_text(simulate(plan("zb_h1", 3, 4))).splitlines() == [
+        "ms      0              5              10",
+        "rank 0  F0 F1 F2 ..... B0 W0 F3 B1 W1 B2 W2 B3 W3",
+        "rank 1     F0 F1 .. B0 F2 B1 W0 F3 B2 W1 B3 W2 W3",
+        "rank 2        F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3",
+        "",
+        f"{LEGEND}; dots: bubble",
+    ]
+
+
+def test_the_second_stage_of_a_rank_is_in_lower_case():
+    text = render_text(simulate(plan("zb_v", 2, 2)))
+    assert text.splitlines()[1].startswith("rank 0  F0 F1 .. f0 b0 w0 f1 b1 w1 B0 W0 .. B1 W1")
+    assert text.endswith("; lower case: the rank's second stage; dots: bubble")
+
+
+def test_more_than_two_stages_on_a_rank_are_named():
+    text = render_text(simulate(Timetable.parse("0F0 1F0 2F0 2BW0 1BW0 0BW0")))
+    assert text.splitlines()[1] == "rank 0  0F0 1F0 2F0 2BW0--- 1BW0--- 0BW0---"
+    assert "; stage before the letter; dots: bubble" in text
+
+
+def test_every_action_begins_at_its_times_column():
+    timeline = simulate(plan("zb_h2", 3, 7))
+    for row, line, starts in zip(timeline.timetable.rows, rows(timeline), timeline.starts, strict=True):
+        for action, start in zip(row, starts, strict=True):
+            column = 3 * int(start)
+            assert line[column : column + 2] == f"{action.op.name}{action.microbatch}"
+
+
+def test_lengths_are_to_scale():
+    """The shortest op decides: W0 gets three columns, F and B twice as many."""
+    timeline = simulate(Timetable.parse("0F0 0B0 0W0 0F1 0B1 0W1"), Costs(f=10, b=10, w=5))
+    assert rows(timeline) == ["F0--- B0--- W0 F1--- B1--- W1"]
+
+
+def test_one_short_action_does_not_stretch_the_drawing():
+    timeline = simulate(Timetable.parse("0F0 0BW0 0F1 0BW1"), Costs(f=1, bw=1e-6))
+    assert len(rows(timeline)[0]) < 40
+
+
+def test_a_measured_clock_may_begin_anywhere():
+    timeline = simulate(plan("zb_h1", 3, 4))
+    later = replace(
+        timeline,
+        starts=tuple(start + 1234.5 for start in timeline.starts),
+        ends=tuple(end + 1234.5 for end in timeline.ends),
+    )
+    assert render_text(later) == render_text(timeline)
+    assert chrome_trace({"a": later}) == chrome_trace({"a": timeline})
+
+
+@pytest.mark.parametrize("width", [1, 20, 40, 80, 1000])
+def test_width_is_a_limit(width):
+    timeline = simulate(plan("zb_v", 4, 16), Costs(f=3, b=2, w=1, comm=0.1))
+    assert all(len(line) <= max(width, 9) for line in rows(timeline, width=width))
+
+
+def test_what_is_too_narrow_keeps_its_letter():
+    timeline = simulate(plan("1f1b", 2, 3))
+    assert rows(timeline, width=8 + 12) == ["FF. BWFBW.BW", " FBWFBWFBW"]
+
+
+def test_costs_of_zero_are_drawn_as_nothing():
+    assert rows(simulate(plan("1f1b", 2, 2), Costs(f=0, b=0, w=0))) == ["", ""]
+
+
+def test_table_shows_figures_or_the_reason():
+    outcomes = compare(["1f1b", "zb_h2", "zb_v"], 4, 4)
+    assert render_table(outcomes).splitlines() == [
+        "schedule  stages/rank  makespan  max span  bubble  bubble rate  peak activations",
+        "1f1b                1        21        21       9      42.86 %                 4",
+        f"zb_h2{' ' * 77}{outcomes['zb_h2']}",
+        "zb_v                2        15        15       3      20.00 %                 4",
+    ]
+    assert isinstance(outcomes["zb_h2"], PlanError)
+
+
+def test_figures_are_per_rank_and_largest():
+    costs = CostsInBytes(saved=3 * 2**30, deferred=2**30)
+    assert render_figures(simulate(plan("zb_h1", 2, 4), costs)).splitlines() == [
+        "         span  bubble  bubble rate  peak memory",
+        "rank 0     13       1       7.69 %        6 GiB",
+        "rank 1     12       0       0.00 %        4 GiB",
+        "largest    13       1       7.69 %        6 GiB",
+        "makespan 13 ms",
+    ]
+
+
+def test_compare_runs_the_same_model_under_every_schedule():
+    """A rank's work is the same whether it is one stage or two; so is what it holds."""
+    outcomes = compare(["1f1b", "zb_v"], 2, 8, costs=Costs(f=4, b=4, w=4, comm=0))
+    assert {outcome.max_span - outcome.idle(0) for outcome in outcomes.values()} == {8 * 12}
+    assert outcomes["zb_v"].peak_memory == (2, 2)
+
+
+def test_compare_refuses_names_that_nobody_knows():
+    with pytest.raises(PlanError, match="did you mean zb_h1"):
+        compare(["1f1b", "zb_hh1"], 2, 8)
+
+
+def test_trace_is_json_with_one_slice_per_action():
+    timeline = simulate(plan("zb_v", 2, 3), Costs(f=0.5, b=1, w=2, comm=0.25))
+    events = json.loads(json.dumps(chrome_trace({"zb_v": timeline})))["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X" and event["tid"] == 0]
+    assert len(slices) == 2 * 2 * 3 * 3
+    assert slices[0] == {
+        "ph": "X", "name": "0F0", "cat": "F", "pid": 0, "tid": 0, "ts": 0.0, "dur": 500.0,
+        "args": {"stage": 0, "op": "F", "microbatch": 0},
+    }  # fmt: skip
+    for rank, row in enumerate(timeline.timetable.rows):
+        own = [event for event in slices if event["pid"] == rank]
+        assert [event["name"] for event in own] == list(map(str, row))
+        assert [event["ts"] for event in own] == (1000 * timeline.starts[rank]).tolist()
+
+
+def test_trace_gives_each_timeline_its_own_processes():
+    timelines = [("predicted", simulate(plan("1f1b", 2, 2))), ("measured", simulate(plan("1f1b", 3, 2)))]
+    events = chrome_trace(timelines)["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert list(names.values()) == [
+        "predicted rank 0", "predicted rank 1", "measured rank 0", "measured rank 1", "measured rank 2",
+    ]  # fmt: skip
+    assert list(names) == list(range(5))
+
+
+def pixels(path):
+    from matplotlib.image import imread
+
+    return imread(path)[..., :3]
+
+
+def test_picture_shows_every_op_in_its_colour(tmp_path):
+    path = tmp_path / "a.png"
+    render_picture({"zb_v": simulate(plan("zb_v", 2, 4)), "1f1b": simulate(plan("1f1b", 2, 4))}, path)
+    colours = set(map(tuple, (255 * pixels(path)[::3, ::3].reshape(-1, 3)).round().astype(int).tolist()))
+    shown = ("2c6fb3", "a9cdf0", "c2570c", "fbc592", "38895a", "b4dfbf", "87479b", "e6e6ea")
+    assert colours >= {tuple(bytes.fromhex(colour)) for colour in shown}
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_picture_formats(tmp_path, suffix):
+    path = tmp_path / f"a.{suffix}"
+    render_picture([("one rank", simulate(plan("zb_h1", 1, 2)))], path)
+    assert path.stat().st_size > 1000
+
+
+def words_of(timelines, path):
+    """What is written in a picture."""
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        render_picture(timelines, path)
+    return re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text())
+
+
+def test_numbers_that_do_not_fit_into_their_boxes_are_left_out(tmp_path):
+    """One F of twelve is too short for its number, and has a neighbour on both sides."""
+    usual = simulate(plan("gpipe", 1, 12))
+    ends = usual.ends[0].copy()
+    ends[10] = usual.starts[0][10] + 0.05
+    measured = replace(usual, ends=(ends,), measured=True, memory_unit="bytes")
+    written = [words_of({"": each}, tmp_path / "a.svg") for each in (usual, measured)]
+    assert [words.count("11") for words in written] == [2, 2]
+    assert [words.count("10") for words in written] == [3, 2]  # a tick of the axis among them
+
+
+def test_every_panel_has_its_axis_with_gridlines(tmp_path):
+    timelines = {"one": simulate(plan("1f1b", 2, 4)), "other": simulate(plan("zb_h1", 2, 4))}
+    words = words_of(timelines, tmp_path / "a.svg")
+    assert [words.count(tick) for tick in ("0 ms", "10", "14")] == [2, 2, 2]
+    ticks = range(0, 15, 2)
+    assert (tmp_path / "a.svg").read_text().count("stroke: #d4d6dc") == 2 * len(ticks)
+
+
+def test_a_picture_says_what_its_memory_is_and_whose_figures_it_has(tmp_path):
+    predicted = simulate(plan("zb_h1", 2, 4))
+    measured = replace(predicted, peak_memory=(2**29, 2**30), memory_unit="bytes", measured=True)
+    words = words_of({"predicted": predicted, "measured": measured}, tmp_path / "a.svg")
+    assert "makespan 13 ms, bubble rate 7.7 % (rank 0), peak activations 2 (rank 0)" in words
+    assert "makespan 13 ms, bubble rate 7.7 % (rank 0), process peak 1 GiB (rank 1)" in words
+
+
+def test_times_of_one_table_have_the_same_decimals():
+    """As many as the largest needs for five digits, none where all are whole."""
+    outcomes = {
+        "a": simulate(plan("1f1b", 2, 2), Costs(f=1000.4, b=1, w=0.123456)),
+        "b": simulate(plan("1f1b", 2, 2)),
+    }
+    cells = [line.split()[2:5] for line in render_table(outcomes).splitlines()[1:]]
+    assert cells == [["3004.6", "3004.6", "1001.5"], ["9.0", "9.0", "3.0"]]
+
+
+def test_picture_of_32_ranks_and_256_microbatches(tmp_path):
+    timeline = simulate(plan("zb_h1", 32, 256))
+    render_picture({"predicted": timeline, "measured": timeline}, tmp_path / "large.png")
+    assert pixels(tmp_path / "large.png").std() > 0.1
+
+
+def test_pictures_of_nothing_that_takes_time(tmp_path):
+    render_picture({"idle": simulate(plan("1f1b", 2, 2), Costs(f=0, b=0, w=0))}, tmp_path / "a.png")
+
+
+def test_pictures_use_no_pyplot_and_texts_no_matplotlib(tmp_path):
+    """pyplot holds global state and may want a display."""
+    code = (
+        "import sys; from zbpp.schedule import *\n"
+        "timeline = simulate(plan('1f1b', 2, 2)); render_text(timeline); chrome_trace({'a': timeline})\n"
+        "assert 'matplotlib' not in sys.modules\n"
+        f"render_picture({{'a': timeline}}, {str(tmp_path / 'a.png')!r})\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)

@@ -1,0 +1,109 @@
+"""What scripts/bench.py and measure.py call on every rank: from a config to files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from zbpp.benchmark import bench as benches
+from zbpp.benchmark import measurement, report
+from zbpp.benchmark.delay import delayed_messages
+from zbpp.benchmark.workload import Workload
+from zbpp.build import build_data, build_model, check_fit, cut_of, machine
+from zbpp.config import BenchConfig, JobConfig, MeasureConfig, naming
+from zbpp.planning import plan
+from zbpp.runtime.microbatch import split
+from zbpp.runtime.world import world
+from zbpp.schedule import Timetable
+from zbpp.training.run_folder import RunFolder, claimed
+
+Summary = dict[str, Any]
+
+
+def bench(config: BenchConfig) -> tuple[list[Summary], Summary]:
+    """The same model under several schedules and runtimes in one job.
+
+    Returns (a row per schedule and runtime, about what was measured); rank 0 writes both and the pictures
+    to run_dir. Raises ConfigError or PlanError.
+    """
+    options = benches.Options(config.repeats, config.compare, config.memory_limit, config.time_limit)
+    with _job(config) as (workload, folder), naming("model"):
+        _check_fit(workload, plan("zb_h1", config.num_ranks, config.num_microbatches))
+        entries = benches.bench(workload, config.schedules, options)
+        rows = report.rows_of(entries, workload.data.items_per_batch, workload.data.unit)
+        about = {**_about(config, workload), "repeats": config.repeats}
+        if folder is not None:
+            folder.begin()
+            report.write(folder.path, about, entries, rows)
+        return rows, about
+
+
+def measure(config: MeasureConfig) -> Summary:
+    """What a model's stages and messages cost on this machine, as `plan.py --costs` takes it.
+
+    Rank 0 writes it to run_dir as costs.json. Raises ConfigError or PlanError.
+    """
+    sizes = config.num_ranks, config.num_microbatches
+    timetable = plan(config.schedule.name, *sizes, **config.schedule.options)
+    with _job(config) as (workload, folder), naming("model"):
+        _check_fit(workload, timetable)
+        found = measurement.measure(workload, timetable, config.repeats)
+        about = {
+            **_about(config, workload),
+            **cut_of(workload.model, timetable.num_stages),
+            "steps": config.repeats,
+            "links": [link._asdict() for link in found.links],
+        }
+        summary = {**vars(found.costs), "memory_unit": found.costs.memory_unit, "about": about}
+        if folder is not None:
+            folder.begin()
+            (folder.path / "costs.json").write_text(json.dumps(summary, indent=2) + "\n")
+        return summary
+
+
+@contextmanager
+def _job(config: JobConfig) -> Iterator[tuple[Workload, RunFolder | None]]:
+    """What is worked on, and on rank 0 the folder for what is found."""
+    model = build_model(config.model, config.seed)
+    data = build_data(config.data, config.num_microbatches * config.microbatch_size, config.seed)
+    rank_0 = os.environ["RANK"] == "0"
+    with (
+        claimed(config.run_dir, overwrite=config.overwrite) if rank_0 else nullcontext() as folder,
+        world(device=config.device, timeout=config.timeout) as here,
+        delayed_messages(config.comm),
+    ):
+        workload = Workload(
+            model=model,
+            data=data,
+            here=here,
+            num_microbatches=config.num_microbatches,
+            prepare=lambda stage: stage.to(here.device, getattr(torch, config.dtype)),
+            seed=config.seed,
+            timeout=config.timeout,
+        )
+        yield workload, folder
+
+
+def _check_fit(workload: Workload, timetable: Timetable) -> None:
+    """Whether the model's first stage takes the data; `timetable`: one whose stages are needed anyway."""
+    args, _ = workload.batch(timetable, 0)
+    first = [split("the input", each, workload.num_microbatches)[0] for each in args]
+    check_fit(workload.stages(timetable), first)
+
+
+def _about(config: JobConfig, workload: Workload) -> Summary:
+    return {
+        "num_ranks": config.num_ranks,
+        "num_microbatches": config.num_microbatches,
+        "microbatch_size": config.microbatch_size,
+        "model": type(workload.model).__name__,
+        "emulated": getattr(workload.model, "emulated", False),
+        "message_ms": config.comm,
+        "load_average": os.getloadavg()[0],
+        **machine(workload.here.device),
+    }

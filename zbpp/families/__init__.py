@@ -1,0 +1,30 @@
+"""One file per family of schedules: pure functions of num_ranks and num_microbatches.
+
+What else a family can be asked for are its keyword-only parameters, named as `plan` names them.
+"""
+
+from collections.abc import Callable
+
+from zbpp.families.building_blocks import v_half, v_min
+from zbpp.families.dualpipe_v import dualpipe_v
+from zbpp.families.gpipe import gpipe
+from zbpp.families.interleaved import interleaved_1f1b, interleaved_zb
+from zbpp.families.looped_bfs import looped_bfs
+from zbpp.families.one_f_one_b import one_f_one_b
+from zbpp.families.zb_h import zb_h1, zb_h2
+from zbpp.families.zb_v import zb_v
+from zbpp.schedule.timetable import Timetable
+
+FAMILIES: dict[str, Callable[..., Timetable]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved_1f1b": interleaved_1f1b,
+    "looped_bfs": looped_bfs,
+    "zb_h1": zb_h1,
+    "zb_h2": zb_h2,
+    "interleaved_zb": interleaved_zb,
+    "zb_v": zb_v,
+    "v_half": v_half,
+    "v_min": v_min,
+    "dualpipe_v": dualpipe_v,
+}

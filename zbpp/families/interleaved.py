@@ -1,0 +1,90 @@
+"""Interleaved 1F1B (arXiv:2104.04473) and interleaved zero bubble: v stages per rank, looped.
+
+Rank r owns stages r, r + p, r + 2p, ..., so a microbatch passes every rank v times. Microbatches
+go in rounds of n = min(p, m): a rank runs n of them on its first stage, the same n on its
+second, and so on; backwards likewise from its last stage. After the warm-up every forward is
+followed by a backward. A stage is v times as short as a rank's share, and so is the bubble.
+
+Both orders are those of torch's ScheduleInterleaved1F1B and ScheduleInterleavedZeroBubble.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from zbpp.schedule.numbering import Word, numbered
+from zbpp.schedule.timetable import Op, PlanError, Timetable
+
+
+def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 2) -> Timetable:
+    """Warm-up (v - 1)n + 2(p - 1 - r) forwards, backwards whole.
+
+    Bubble (p - 1)(F + B + W), with F, B, W of a stage; rank r holds up to (v + 1)p - 1 - 2r
+    stage-activations. Raises PlanError unless p divides m, or m < p (one short round).
+
+    p=2, m=4:
+        0F0 0F1 2F0 2F1 0F2 2BW0 0F3 2BW1 2F2 0BW0 2F3 0BW1 2BW2 2BW3 0BW2 0BW3
+        1F0 1F1 3F0 3BW0 3F1 3BW1 1F2 1BW0 1F3 1BW1 3F2 3BW2 3F3 3BW3 1BW2 1BW3
+    """
+    _check_rounds("interleaved_1f1b", num_ranks, num_microbatches)
+    return Timetable(
+        numbered(
+            (stage, Op.BW if op == Op.B else op)
+            for stage, op in _words(num_ranks, rank, num_microbatches, stages_per_rank, hop=2)
+        )
+        for rank in range(num_ranks)
+    )
+
+
+def interleaved_zb(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 2) -> Timetable:
+    """Warm-up (v - 1)n + p - 1 - r forwards, backwards split, W's delayed by r B's.
+
+    Bubble (p - 1)(F + B - W), with F, B, W of a stage: with one stage per rank it is ZB-H1. Holds vp
+    stage-activations. Raises PlanError unless p divides m, or m < p (one short round).
+
+    p=2, m=4:
+        0F0 0F1 2F0 2F1 2B0 2W0 0F2 2B1 2W1 0F3 0B0 0W0 2F2 0B1 0W1 2F3 2B2 2W2 2B3 2W3 0B2 0W2 0B3 0W3
+        1F0 1F1 3F0 3B0 3F1 3B1 3W0 1F2 1B0 3W1 1F3 1B1 1W0 3F2 3B2 1W1 3F3 3B3 3W2 1B2 3W3 1B3 1W2 1W3
+    """
+    _check_rounds("interleaved_zb", num_ranks, num_microbatches)
+    return Timetable(
+        numbered(_with_w(_words(num_ranks, rank, num_microbatches, stages_per_rank, hop=1), delay=rank))
+        for rank in range(num_ranks)
+    )
+
+
+def _words(num_ranks: int, rank: int, num_microbatches: int, stages_per_rank: int, hop: int) -> list[Word]:
+    """F's and B's of one rank; its warm-up grows by `hop` with each rank between it and the last."""
+    in_round = min(num_ranks, num_microbatches)
+    mine = range(rank, num_ranks * stages_per_rank, num_ranks)
+    rounds = num_microbatches // in_round
+    forwards: list[Word] = [(stage, Op.F) for stage in mine for _ in range(in_round)] * rounds
+    backwards: list[Word] = [(stage, Op.B) for stage in reversed(mine) for _ in range(in_round)] * rounds
+    warm_up = (stages_per_rank - 1) * in_round + hop * (num_ranks - 1 - rank)
+    words, rest = forwards[:warm_up], forwards[warm_up:]
+    for forward, backward in zip(rest, backwards, strict=False):  # the warm-up's backwards are left over
+        words += [forward, backward]
+    return words + backwards[len(rest) :]
+
+
+def _with_w(words: Iterable[Word], delay: int) -> Iterator[Word]:
+    """A W after each B, for the B that lies `delay` B's back; at the end the W's left."""
+    waiting: deque[Word] = deque()
+    for stage, op in words:
+        yield stage, op
+        if op == Op.B:
+            waiting.append((stage, Op.W))
+            if len(waiting) > delay:
+                yield waiting.popleft()
+    yield from waiting
+
+
+def _check_rounds(name: str, num_ranks: int, num_microbatches: int) -> None:
+    if num_microbatches < num_ranks or num_microbatches % num_ranks == 0:
+        return
+    smaller = num_microbatches // num_ranks * num_ranks
+    raise PlanError(
+        f"{name} runs rounds of num_ranks={num_ranks} microbatches, and num_microbatches={num_microbatches} "
+        f"is no whole number of them; nearest that are: {smaller}, {smaller + num_ranks}"
+    )

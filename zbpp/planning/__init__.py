@@ -1,0 +1,30 @@
+"""Which plan to run: by name, by search, with bounds that say how far from the best it is. Pure Python, numpy."""
+
+from zbpp.planning.bounds import Bound, Certificate, certificate, lower_bound
+from zbpp.planning.choose import Answer, Question, choose
+from zbpp.planning.compare import compare, per_stage_of
+from zbpp.planning.costs_file import About, about_in_words, measured_layers, read_costs
+from zbpp.planning.memory_limit import read_memory_limit
+from zbpp.planning.plan import SCHEDULES, canonical_name, placement_of, plan, takes_costs
+
+__all__ = [
+    "SCHEDULES",
+    "About",
+    "Answer",
+    "Bound",
+    "Certificate",
+    "Question",
+    "about_in_words",
+    "canonical_name",
+    "certificate",
+    "choose",
+    "compare",
+    "lower_bound",
+    "measured_layers",
+    "per_stage_of",
+    "placement_of",
+    "plan",
+    "read_costs",
+    "read_memory_limit",
+    "takes_costs",
+]

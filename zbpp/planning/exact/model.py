@@ -1,0 +1,219 @@
+"""The case in the terms of OR-tools CP-SAT.
+
+One interval per action. Intervals of a rank don't overlap; an F or B starts when its
+message has arrived; each stage's microbatches ascend, op by op. Memory is a stack of intervals:
+`saved` from the start of F to the end of B, `deferred` from there to the end of W, never above the
+limit (while an F or a B runs, this counts the level after it). Where a whole BW is cheaper than
+B + W, or needs less memory, each backward has the choice.
+
+CP-SAT counts in whole numbers. Times and memory are read as the decimals that they print as
+(18.522 is 18522/1000) and multiplied by the common denominator: exact. Only where that would pass
+2**45 are they rounded, down, to a grid that fine: then the bound still holds, since no plan gets
+slower by shorter actions. `value` always comes from `simulate` with the costs as given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from fractions import Fraction
+from typing import Any
+
+from zbpp.planning.exact.case import TOLERANCE, Case
+from zbpp.schedule.simulate import Timeline
+from zbpp.schedule.timetable import Action, Op, PlanError, Timetable
+
+Progress = Callable[[float, float, float], None]
+
+_FINEST = 2**45
+
+
+def import_solver() -> Any:
+    """OR-tools' cp_model. Raises PlanError where it isn't installed."""
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError:
+        raise PlanError("`optimal` needs OR-tools: pip install 'zbpp[solver]'") from None
+    return cp_model
+
+
+class Grid:
+    """Whole numbers for decimals: exact while the largest sum stays below 2**45, else rounded down."""
+
+    def __init__(self, numbers: Iterable[float], largest_sum: float) -> None:
+        exact = math.lcm(*(Fraction(repr(float(number))).denominator for number in numbers))
+        fits = exact * largest_sum <= _FINEST
+        self.per_unit = Fraction(exact) if fits else Fraction(_FINEST) / Fraction(largest_sum)
+
+    def __call__(self, number: float) -> int:
+        return math.floor(Fraction(repr(float(number))) * self.per_unit)
+
+
+class Model:
+    """The case in CP-SAT's terms. Keys are (stage, microbatch)."""
+
+    def __init__(self, case: Case, cp: Any) -> None:
+        self.case, self.cp, self.model = case, cp, cp.CpModel()
+        time, comm = case.stage_costs.duration, case.stage_costs.comm
+        serial = case.num_microbatches * (sum(map(sum, time.values())) + 2 * sum(comm))
+        stages = range(case.num_stages)
+        apart = {(op, stage): time[op][stage] for op in (Op.F, Op.B, Op.W) for stage in stages}
+        whole = {(Op.BW, stage): time[Op.BW][stage] for stage in stages if case.may_be_whole(stage)}
+        self.grid = Grid([*apart.values(), *whole.values(), *comm], serial)
+        self.horizon = self.grid(serial)
+        self.time = {op: [self.grid(each) for each in per_stage] for op, per_stage in time.items()}
+        self.keys = [(s, k) for s in range(case.num_stages) for k in range(case.num_microbatches)]
+        self.whole = {key: self._whole(key) for key in self.keys}
+        self.start = {
+            (op, *key): self._moment(f"{op}{key}") for op in (Op.F, Op.B, Op.W) for key in self.keys
+        }
+        self.b_end = {key: self._moment(f"b_end{key}") for key in self.keys}
+        self.end = {key: self._moment(f"end{key}") for key in self.keys}  # of W or BW
+        self._order()
+        self._messages()
+        for rank in range(case.num_ranks):
+            self._one_at_a_time(rank)
+            self._memory(rank)
+        self.model.minimize(self._objective())
+
+    def _moment(self, name: str) -> Any:
+        return self.model.new_int_var(0, self.horizon, name)
+
+    def _whole(self, key: tuple[int, int]) -> Any:
+        choice = self.case.may_be_whole(key[0])
+        return self.model.new_bool_var(f"whole{key}") if choice else self.model.new_constant(0)
+
+    def _b_length(self, key: tuple[int, int]) -> Any:
+        split, whole = self.time[Op.B][key[0]], self.time[Op.BW][key[0]]
+        return split + (whole - split) * self.whole[key]
+
+    def _order(self) -> None:
+        """F < B < W of a microbatch, and microbatches in their order."""
+        for stage, k in self.keys:
+            f, b, w = (self.start[op, stage, k] for op in (Op.F, Op.B, Op.W))
+            end, whole = self.end[stage, k], self.whole[stage, k]
+            self.model.add(b >= f + self.time[Op.F][stage])
+            self.model.add(self.b_end[stage, k] == b + self._b_length((stage, k)))
+            self.model.add(w >= self.b_end[stage, k])
+            # A BW's W has no time of its own: it is where B ends.
+            self.model.add(w == self.b_end[stage, k]).only_enforce_if(whole)
+            self.model.add(end == w + self.time[Op.W][stage] * (1 - whole))
+            if k == 0:
+                continue
+            self.model.add(f >= self.start[Op.F, stage, k - 1] + self.time[Op.F][stage])
+            self.model.add(b >= self.b_end[stage, k - 1])
+            self.model.add(w >= self.end[stage, k - 1]).only_enforce_if(whole.negated())
+            self.model.add(b >= self.end[stage, k - 1]).only_enforce_if(whole)
+
+    def _messages(self) -> None:
+        for stage, k in self.keys:
+            if stage == 0:
+                continue
+            x, g = (self._latency(a, b) for a, b in ((stage - 1, stage), (stage, stage - 1)))
+            sent = self.start[Op.F, stage - 1, k] + self.time[Op.F][stage - 1]
+            self.model.add(self.start[Op.F, stage, k] >= sent + x)
+            self.model.add(self.start[Op.B, stage - 1, k] >= self.b_end[stage, k] + g)
+            if k == 0 and self._opens(stage):
+                self.model.add(self.start[Op.F, stage, k] == sent + x)
+        self.model.add(self.start[Op.F, 0, 0] == 0)
+
+    def _latency(self, source: int, target: int) -> int:
+        same = self.case.rank_of[source] == self.case.rank_of[target]
+        return 0 if same else self.grid(self.case.stage_costs.comm[source])
+
+    def _opens(self, stage: int) -> bool:
+        """A rank's first action can't wait by choice: a timetable says nothing that comes before it."""
+        return stage == min(self.case.stages_of(self.case.rank_of[stage]))
+
+    def _one_at_a_time(self, rank: int) -> None:
+        busy = []
+        for stage, k in self.keys:
+            if self.case.rank_of[stage] != rank:
+                continue
+            f, b, w = (self.start[op, stage, k] for op in (Op.F, Op.B, Op.W))
+            end, length = self.b_end[stage, k], self.time[Op.W][stage]
+            split = self.whole[stage, k].negated()
+            busy.append(self.model.new_fixed_size_interval_var(f, self.time[Op.F][stage], ""))
+            busy.append(self.model.new_interval_var(b, self._b_length((stage, k)), end, ""))
+            busy.append(self.model.new_optional_interval_var(w, length, w + length, split, ""))
+        self.model.add_no_overlap(busy)
+
+    def _memory(self, rank: int) -> None:
+        limit, memory = self.case.limits[rank], self.case.stage_costs.memory
+        if math.isinf(limit):
+            return
+        stages = self.case.stages_of(rank)
+        saved = {stage: memory[Op.F][stage] for stage in stages}
+        deferred = {stage: -memory[Op.W][stage] for stage in stages}
+        grid = Grid([*saved.values(), *deferred.values()], max(limit, 1e-300))
+        held, amounts = [], []
+        for stage, k in self.keys:
+            if stage not in saved:
+                continue
+            f, w, b_end = self.start[Op.F, stage, k], self.start[Op.W, stage, k], self.b_end[stage, k]
+            w_end, split = w + self.time[Op.W][stage], self.whole[stage, k].negated()
+            first, second = self._moment("saved for"), self._moment("deferred for")
+            held.append(self.model.new_interval_var(f, first, b_end, ""))
+            held.append(self.model.new_optional_interval_var(b_end, second, w_end, split, ""))
+            amounts += [grid(saved[stage]), grid(deferred[stage])]
+        self.model.add_cumulative(held, amounts, grid(limit * (1 + TOLERANCE)))
+
+    def _objective(self) -> Any:
+        value, last = self._moment("value"), self.case.num_microbatches - 1
+        for stage, rank in enumerate(self.case.rank_of):
+            opening = self.start[Op.F, min(self.case.stages_of(rank)), 0]
+            first = opening if self.case.objective == "span" else 0
+            self.model.add(value >= self.end[stage, last] - first)
+        return value
+
+    def hint(self, timeline: Timeline) -> None:
+        """Begin at a timeline; a BW of a stage without the choice is a B and its W at once."""
+        for row, starts in zip(timeline.timetable.rows, timeline.starts, strict=True):
+            for (stage, op, k), moment in zip(row, starts.tolist(), strict=True):
+                at = self.grid(moment)
+                if op == Op.BW:
+                    self.model.add_hint(self.start[Op.B, stage, k], at)
+                    self.model.add_hint(self.start[Op.W, stage, k], at + self.time[Op.B][stage])
+                else:
+                    self.model.add_hint(self.start[op, stage, k], at)
+                if op in (Op.B, Op.BW) and self.case.may_be_whole(stage):
+                    self.model.add_hint(self.whole[stage, k], op == Op.BW)
+
+    def solve(
+        self, time_limit: float, seed: int, enough: float, progress: Progress | None
+    ) -> tuple[list[Timetable], float]:
+        """The best timetable found, if any, and a lower bound in ms; stops at a value of `enough`."""
+        solver = self.cp.CpSolver()
+        solver.parameters.max_time_in_seconds = time_limit
+        solver.parameters.random_seed = seed
+        solver.parameters.num_workers = 1
+        per_ms = float(self.grid.per_unit)
+
+        def improved(spent: float, value: float, bound: float) -> bool:
+            if progress is not None:
+                progress(min(1.0, spent / time_limit), value / per_ms, max(bound / per_ms, enough))
+            return value / per_ms <= enough * (1 + TOLERANCE)
+
+        status = solver.solve(self.model, _watcher(self.cp, improved))
+        found = status in (self.cp.OPTIMAL, self.cp.FEASIBLE)
+        return ([self._timetable(solver)] if found else []), solver.best_objective_bound / per_ms
+
+    def _timetable(self, solver: Any) -> Timetable:
+        rows: list[list[tuple[int, int, Action]]] = [[] for _ in range(self.case.num_ranks)]
+        for stage, k in self.keys:
+            row, whole = rows[self.case.rank_of[stage]], solver.value(self.whole[stage, k])
+            for op in (Op.F, Op.BW) if whole else (Op.F, Op.B, Op.W):
+                at = solver.value(self.start[Op.B if op == Op.BW else op, stage, k])
+                row.append((at, at + self.time[op][stage], Action(stage, op, k)))
+        return Timetable([action for *_, action in sorted(row)] for row in rows)
+
+
+def _watcher(cp: Any, improved: Callable[[float, float, float], bool]) -> Any:
+    """Tells `improved` of each better plan (seconds, value, bound), and stops if it says so."""
+
+    class Watcher(cp.CpSolverSolutionCallback):  # type: ignore[misc]  # its base comes with the import
+        def on_solution_callback(self) -> None:
+            if improved(self.wall_time, self.objective_value, self.best_objective_bound):
+                self.stop_search()
+
+    return Watcher()

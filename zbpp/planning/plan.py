@@ -1,0 +1,214 @@
+"""`plan`: the one door to every schedule.
+
+A generator is called as `generator(num_ranks, num_microbatches, **options)` and gets just those of
+plan's options that it declares as keyword-only parameters. What comes out is checked against
+what was asked for, so that an option which a generator doesn't know can't be lost in silence.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from numbers import Real
+from typing import Any
+
+from zbpp.families import FAMILIES
+from zbpp.planning.exact import optimal
+from zbpp.planning.memory_limit import least_that_works, memory_text
+from zbpp.planning.problem import OBJECTIVES, PLACEMENTS, placed
+from zbpp.planning.search import zb_1p, zb_2p, zb_auto
+from zbpp.planning.size_limit import BYTES_PER_ACTION, BYTES_PER_SEARCHED_ACTION, check_size
+from zbpp.schedule.costs import Costs
+from zbpp.schedule.simulate import simulate
+from zbpp.schedule.timetable import PlanError, Timetable, shown
+
+SCHEDULES: dict[str, Callable[..., Timetable]] = {
+    **FAMILIES,
+    "zb_1p": zb_1p,
+    "zb_2p": zb_2p,
+    "zb_auto": zb_auto,
+    "optimal": optimal,
+}
+
+# Names in torch.distributed.pipelining that are not ours in another spelling.
+_NAMES_IN_TORCH = {"ZBVZeroBubble": "zb_v", "InterleavedZeroBubble": "interleaved_zb"}
+
+
+def plan(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    costs: Costs = Costs(),
+    memory_limit: float | Sequence[float] | None = None,
+    placement: str | None = None,
+    stages_per_rank: int | None = None,
+    objective: str = "makespan",
+    search: bool = True,
+    time_limit: float = 10.0,
+    seed: int = 0,
+    progress: Callable[[float, float, float], None] | None = None,
+) -> Timetable:
+    """The timetable of a schedule in `SCHEDULES`, whose name may be spelled as `canonical_name` allows.
+
+    memory_limit: in the unit of costs.saved, for each rank or one per rank; None: no limit.
+    placement ("one" | "looped" | "v") and stages_per_rank: None for the family's own.
+
+    For zb_auto and optimal, which search:
+    objective: "makespan", or "span", the largest span of a rank. search: see zb_auto.
+    time_limit: in s; the first look at the families is not cut short. seed: the same one gives the
+    same timetable, unless the time ran out.
+    progress(share of the time spent, best objective so far, lower bound; ms) is called about ten times a
+    second, and at the end with a share of 1. What it raises ends the search.
+
+    Raises PlanError for an unknown name, an argument out of range (infinity and NaN among them), more
+    actions than 8 GiB can plan, lists of another length than there are stages or ranks, a value that
+    contradicts the family, microbatches that don't fit it, and a memory limit that is too low (the message
+    says what is needed, per rank).
+    """
+    name = canonical_name(name)
+    options = {
+        "costs": costs,
+        "memory_limit": memory_limit,
+        "placement": placement,
+        "stages_per_rank": stages_per_rank,
+        "objective": objective,
+        "search": search,
+        "time_limit": time_limit,
+        "seed": seed,
+        "progress": progress,
+    }
+    for option, value in options.items():
+        check_range(option, value)
+    bytes_per_action = BYTES_PER_SEARCHED_ACTION if takes_costs(name) else BYTES_PER_ACTION
+    check_size(num_ranks, num_microbatches, stages_per_rank or 1, bytes_per_action)
+    if placement is not None and stages_per_rank is not None:
+        placed(num_ranks, placement, stages_per_rank)  # can they go together, in whatever family?
+    limits = _limits(memory_limit, num_ranks)
+
+    declared = inspect.signature(SCHEDULES[name]).parameters
+    given = {key: value for key, value in options.items() if key in declared and value is not None}
+    timetable = SCHEDULES[name](num_ranks, num_microbatches, **given)
+    _check_placement(name, timetable, placement, stages_per_rank)
+    costs.per_stage(timetable.num_stages)  # refuses lists of another length
+    if memory_limit is not None:
+        _check_memory(name, timetable, costs, limits)
+    return timetable
+
+
+def canonical_name(name: str) -> str:
+    """The name in `SCHEDULES` that is meant, in any case and in torch's spelling.
+
+    `1F1B`, `ZB-H1`, `zbh1`, `ZBVZeroBubble`, `ScheduleInterleaved1F1B`: case, punctuation and torch's
+    "Schedule" make no difference. Raises PlanError with what may be meant.
+    """
+    spellings = {_letters(known): known for known in SCHEDULES}
+    spellings |= {_letters(theirs): ours for theirs, ours in _NAMES_IN_TORCH.items()}
+    wanted = _letters(name) if isinstance(name, str) else ""
+    if wanted not in spellings:
+        close = difflib.get_close_matches(wanted, spellings, n=1)
+        hint = f"; did you mean {spellings[close[0]]}?" if close else ""
+        raise PlanError(f"unknown schedule {shown(name)}; known: {', '.join(SCHEDULES)}{hint}")
+    return spellings[wanted]
+
+
+def takes_costs(name: str) -> bool:
+    """Whether a schedule is planned for its costs: then the same name is another plan for other costs."""
+    return "costs" in inspect.signature(SCHEDULES[canonical_name(name)]).parameters
+
+
+def _letters(name: str) -> str:
+    """Letters and digits alone, in lower case, without torch's "Schedule" before them."""
+    return "".join(filter(str.isalnum, name.lower())).removeprefix("schedule")
+
+
+def placement_of(timetable: Timetable) -> str:
+    """ "one" stage per rank, "looped" (stage s on rank s mod p), "v" (down and back up), or "other"."""
+    shapes = ("one", "v", "looped")  # on one rank two stages are both
+    return next((shape for shape in shapes if _is_placed(timetable, shape)), "other")
+
+
+def _is_placed(timetable: Timetable, placement: str) -> bool:
+    there = tuple(range(timetable.num_ranks))
+    per_rank = timetable.num_stages // timetable.num_ranks
+    shapes = {"one": there, "v": there + there[::-1], "looped": there * per_rank}
+    return timetable.rank_of == shapes[placement]
+
+
+def _is_whole(value: object, least: float = 1) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int) and value >= least
+
+
+def _is_real(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        return 0 <= float(value) < math.inf  # NaN is not
+    except OverflowError:  # an int that no float is as large as
+        return False
+
+
+def _is_limit(value: object) -> bool:
+    each = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    return all(map(_is_real, each))
+
+
+# argument -> (what it must be, what to write)
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "costs": (lambda value: isinstance(value, Costs), "write Costs(f=..., b=..., w=...)"),
+    "memory_limit": (
+        lambda value: value is None or _is_limit(value),
+        "write a number, 0 or more, in the unit of costs.saved, or one per rank; None: no limit",
+    ),
+    "placement": (lambda value: value in (None, *PLACEMENTS), f"write {' or '.join(PLACEMENTS)}"),
+    "stages_per_rank": (
+        lambda value: value is None or _is_whole(value),
+        "write a whole number, 1 or more",
+    ),
+    "objective": (lambda value: value in OBJECTIVES, f"write {' or '.join(OBJECTIVES)}"),
+    "search": (lambda value: isinstance(value, bool), "write True or False"),
+    "time_limit": (_is_real, "write seconds, 0 or more"),
+    "seed": (lambda value: _is_whole(value, least=-math.inf), "write a whole number"),
+    "progress": (lambda value: value is None or callable(value), "write a function, or None"),
+}
+
+
+def check_range(name: str, value: object) -> None:
+    """Raises PlanError, with what to write, if an argument of `plan` is out of its range."""
+    in_range, advice = _RANGES[name]
+    if not in_range(value):
+        raise PlanError(f"{name}={value!r}: {advice}")
+
+
+def _limits(memory_limit: float | Sequence[float] | None, num_ranks: int) -> list[float]:
+    if not isinstance(memory_limit, Sequence):
+        return [math.inf if memory_limit is None else float(memory_limit)] * num_ranks
+    if len(memory_limit) != num_ranks:
+        raise PlanError(f"memory_limit has {len(memory_limit)} numbers for {num_ranks} ranks")
+    return list(map(float, memory_limit))
+
+
+def _check_placement(
+    name: str, timetable: Timetable, placement: str | None, stages_per_rank: int | None
+) -> None:
+    own, per_rank = placement_of(timetable), timetable.num_stages // timetable.num_ranks
+    if placement is not None and not _is_placed(timetable, placement):
+        raise PlanError(f"{name} places its stages as {own!r}, not {placement!r}: leave placement out")
+    if stages_per_rank is not None and stages_per_rank != per_rank:
+        raise PlanError(
+            f"{name} has {per_rank} stage(s) per rank, not {stages_per_rank}: leave stages_per_rank out"
+        )
+
+
+def _check_memory(name: str, timetable: Timetable, costs: Costs, limits: list[float]) -> None:
+    peaks = simulate(timetable, costs).peak_memory
+    excess = [peak - limit for peak, limit in zip(peaks, limits, strict=True)]
+    rank = excess.index(max(excess))
+    if excess[rank] > 1e-9 * limits[rank]:  # the peak is a sum of floats
+        needed, allowed = (memory_text(each, costs.memory_unit) for each in (peaks[rank], limits[rank]))
+        raise PlanError(
+            f"{name} needs {needed} on rank {rank}, memory_limit allows {allowed}; "
+            + least_that_works(peaks, costs.memory_unit)
+        )

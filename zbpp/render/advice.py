@@ -1,0 +1,174 @@
+"""Which schedule to use, as text: an answer's tables, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from textwrap import fill
+from typing import NamedTuple
+
+from zbpp.planning.choose import LADDER, Answer, Choice, num_messages
+from zbpp.planning.memory_limit import memory_text
+from zbpp.render.statements import SHAPES, in_memory, statements
+from zbpp.render.style import peak_text
+from zbpp.render.table import aligned, decimals_of, digits, percent
+from zbpp.schedule.costs import ACTIVATIONS, BYTES
+from zbpp.schedule.simulate import Timeline
+
+_SHOWN = 8  # ranks whose peaks are listed
+_WIDTH = 110
+
+
+class Advice(NamedTuple):
+    """question: what was asked; ranked: a table of what fits, head first; more: all else."""
+
+    question: str
+    ranked: list[tuple[str, ...]]
+    more: str
+
+    def __str__(self) -> str:
+        return f"{self.question}\n\n{_table(self.ranked)}\n\n{self.more}"
+
+
+def render_advice(answer: Answer) -> Advice:
+    """Which schedule to use, in text; sections have a blank line between them."""
+    sections = [
+        _too_large(answer),
+        _refused(answer),
+        _ladder(answer),
+        _post_validation(answer),
+        _conclusions(answer),
+    ]
+    return Advice(_question(answer), _ranked(answer), "\n\n".join(filter(None, sections)))
+
+
+def _question(answer: Answer) -> str:
+    question = answer.question
+    limit = question.memory_limit
+    most = "no memory limit" if limit is None else f"at most {in_memory(answer, limit)} per rank"
+    return (
+        f"{question.num_ranks} ranks, {question.num_microbatches} microbatches, {most}; times in ms, best "
+        f"{question.objective} first.\n1.00p is 1F1B's memory, {_amount(answer, question.unit)}.\n"
+        "Bound: no plan with the row's placement takes less."
+    )
+
+
+def _amount(answer: Answer, memory: float) -> str:
+    unit = answer.question.costs.memory_unit
+    text = memory_text(memory, unit)
+    return f"{text} activations of one rank's share of the model" if unit == ACTIVATIONS else text
+
+
+def _ranked(answer: Answer) -> list[tuple[str, ...]]:
+    times = ("makespan", "max span", "bubble rate", "bound", "gap")
+    return [
+        ("schedule", "placement", *times, "messages", _peak_name(answer), "per rank"),
+        *(_row(choice, _decimals(answer)) for choice in answer.ranked),
+    ]
+
+
+def _decimals(answer: Answer) -> int:
+    """As many in all tables."""
+    return decimals_of(candidate.timeline.makespan for candidate in answer.candidates)
+
+
+def _peak_name(answer: Answer) -> str:
+    return "peak memory" if answer.question.costs.memory_unit == BYTES else "peak activations"
+
+
+def _row(choice: Choice, decimals: int) -> tuple[str, ...]:
+    timeline = choice.candidate.timeline
+    return (
+        choice.candidate.title,
+        choice.candidate.placement,
+        digits(timeline.makespan, decimals),
+        digits(timeline.max_span, decimals),
+        percent(timeline.bubble_rate),
+        digits(choice.bound.value, decimals),
+        percent(choice.gap),
+        str(num_messages(timeline.timetable)),
+        peak_text(timeline),
+        _peaks(timeline),
+    )
+
+
+def _too_large(answer: Answer) -> str:
+    head = ("needs more memory", "placement", "makespan", "max span", _peak_name(answer), "per rank")
+    rows = [
+        (
+            candidate.name,
+            candidate.placement,
+            digits(candidate.timeline.makespan, _decimals(answer)),
+            digits(candidate.timeline.max_span, _decimals(answer)),
+            peak_text(candidate.timeline),
+            _peaks(candidate.timeline),
+        )
+        for candidate in answer.too_large
+    ]
+    return _table([head, *rows]) if rows else ""
+
+
+def _refused(answer: Answer) -> str:
+    lines = [f"  {name}: {error}" for name, error in answer.refused.items()]
+    return "\n".join(["can't be planned", *lines]) if lines else ""
+
+
+def _ladder(answer: Answer) -> str:
+    """With more or less memory: what was found, and its bound."""
+    columns = [column for placement in LADDER for column in (SHAPES[placement], "bound", "gap")]
+    limits = answer.question.limits
+    rows = [
+        (in_memory(answer, limit), *_cells(answer, [answer.best(placement, limit) for placement in LADDER]))
+        for limit in limits
+    ]
+    return _table([(f"best {answer.question.objective} at", *columns), *rows])
+
+
+def _post_validation(answer: Answer) -> str:
+    """The largest span is what counts then: the optimizer step is no barrier."""
+    limits = answer.question.span_limits
+    columns = [column for limit in limits for column in (f"at {in_memory(answer, limit)}", "bound", "gap")]
+    rows = [
+        (SHAPES[placement], *_cells(answer, [answer.best(placement, limit, "span") for limit in limits]))
+        for placement in LADDER
+    ]
+    return _table([("best max span (post-validation)", *columns), *rows])
+
+
+def _cells(answer: Answer, choices: Sequence[Choice | None]) -> tuple[str, ...]:
+    decimals = _decimals(answer)
+    return tuple(
+        cell
+        for choice in choices
+        for cell in (
+            (digits(choice.value, decimals), digits(choice.bound.value, decimals), percent(choice.gap))
+            if choice
+            else ("", "", "")
+        )
+    )
+
+
+def _conclusions(answer: Answer) -> str:
+    """Proved ones first."""
+    lines = [
+        fill(f"{'proved' if each.proved else 'found '}  {each.text}", _WIDTH, subsequent_indent=" " * 8)
+        for each in sorted(statements(answer), key=lambda each: not each.proved)
+    ]
+    return "\n".join(["what follows", *lines]) if lines else ""
+
+
+def _peaks(timeline: Timeline) -> str:
+    """Of many ranks the least and the most."""
+    peaks = [peak_text(timeline, rank) for rank in range(timeline.timetable.num_ranks)]
+    if len(set(peaks)) == 1:
+        return "all alike"
+    if len(peaks) <= _SHOWN:
+        return ", ".join(peaks)
+    return f"{memory_text(min(timeline.peak_memory), timeline.memory_unit)} to {peak_text(timeline)}"
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Aligned rows; a last column `per rank` to the left, since its entries are lists."""
+    if rows[0][-1] != "per rank":
+        return "\n".join(map(str.rstrip, aligned(rows)))
+    lines = zip(aligned([row[:-1] for row in rows]), rows, strict=True)
+    return "\n".join(f"{line}  {row[-1]}".rstrip() for line, row in lines)

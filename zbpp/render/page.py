@@ -1,0 +1,256 @@
+"""The page: timelines to scale in one HTML file that fetches nothing, to be zoomed in any browser.
+
+What the browser does with it stands in web/: page.html, page.css and three scripts.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from importlib import resources
+from string import Template
+from typing import Any
+
+import numpy as np
+
+from zbpp.render.style import (
+    COLOURS,
+    MEANING,
+    Timelines,
+    beginning,
+    in_words,
+    peak_name,
+    peak_text,
+    place_on_rank,
+    titled,
+)
+from zbpp.render.table import decimals_of, digits, percent
+from zbpp.schedule.costs import BYTES, Costs
+from zbpp.schedule.dataflow import VALUE_NAMES
+from zbpp.schedule.dataflow_arrays import Values, kinds_of
+from zbpp.schedule.simulate import Floats, Timeline
+from zbpp.schedule.timetable import Op, PlanError, Timetable
+
+_SCRIPTS = ("timeline.js", "drawing.js", "page.js")  # each knows those before it
+_DIGITS = 9  # of the makespan: sums of floats end in 1e-15 that nobody wants to read
+
+Panels = Sequence[tuple[str, Timeline]]
+
+
+def render_page(
+    timelines: Timelines,
+    *,
+    title: str = "Pipeline schedules",
+    notes: Iterable[str] = (),
+    table: Sequence[Sequence[str]] | None = None,
+    more: str = "",
+    costs: Costs | Mapping[str, Costs] | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+) -> str:
+    """An HTML page with a panel per timeline, one above the other over one time axis in ms from 0.
+
+    It shows each action's times, what it needs and what it waited for; and for each rank the memory
+    level over time, in the unit of costs.saved.
+    notes: paragraphs under the title; one of several lines is aligned text and keeps its shape.
+    table: rows of texts, the head first, in place of the figures of all timelines. more: aligned text below
+    it, shown on demand.
+    costs: what the timelines were simulated with, per stage: one for all, or one per title. Without
+    costs a timeline shows its peaks but no level, and messages that take no time.
+    memory_limit: for each rank or one per rank, drawn beside the levels.
+    Raises PlanError if costs or limits don't fit the stages and ranks of a timeline.
+    """
+    panels = titled(timelines)
+    own = costs if isinstance(costs, Mapping) else dict.fromkeys((name for name, _ in panels), costs)
+    scripts = [_part(name) for name in _SCRIPTS]
+    data = {
+        "values": VALUE_NAMES,
+        "ops": [op.name for op in Op],
+        "panels": [_data(timeline, own.get(name), memory_limit) for name, timeline in panels],
+    }
+    return Template(_part("page.html")).substitute(
+        title=escape(title),
+        notes=_notes(notes),
+        summary=_summary(panels) if table is None else _table("summary", table[0], table[1:]),
+        more=_details(more) if more else "",
+        legend=_legend(panels, level=costs is not None, limit=memory_limit is not None),
+        panels="\n".join(_panel(name, timeline) for name, timeline in panels),
+        data=json.dumps(data, separators=(",", ":"), allow_nan=False),
+        style=_part("page.css"),
+        scripts="\n".join(f"<script>{script}</script>" for script in scripts),
+        script_hashes=" ".join(map(_hash, scripts)),
+    )
+
+
+def _part(name: str) -> str:
+    return resources.files(__package__).joinpath("web", name).read_text(encoding="utf-8")
+
+
+def _hash(script: str) -> str:
+    """As a Content Security Policy names the scripts that may run: no others do."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+# ---------------------------------------------------------------- what the scripts draw
+
+
+def _data(
+    timeline: Timeline, costs: Costs | None, memory_limit: float | Sequence[float] | None
+) -> dict[str, Any]:
+    """One timeline for the scripts. A list by kind has one entry per stage and op."""
+    timetable = timeline.timetable
+    values = Values(timetable.num_stages, timetable.num_microbatches)
+    fills = _fills(timetable)
+    return {
+        "stages": timetable.num_stages,
+        "microbatches": timetable.num_microbatches,
+        "consumed": values.consumed,  # by kind: the values' numbers, for microbatch 0
+        "produced": values.produced,
+        "fills": fills,  # by kind: colours
+        "inks": ["#000" if _is_light(fill) else "#fff" for fill in fills],
+        **_costs(costs, timetable.num_stages),
+        "peaks": timeline.peak_memory,
+        "inBytes": timeline.memory_unit == BYTES,
+        "limits": _limits(memory_limit, timetable.num_ranks),
+        "ranks": [_rank(timeline, rank) for rank in range(timetable.num_ranks)],
+    }
+
+
+def _rank(timeline: Timeline, rank: int) -> dict[str, list[float]]:
+    row = timeline.timetable.rows[rank]
+    return {
+        "kinds": kinds_of(row).tolist(),
+        "microbatches": row.microbatches.tolist(),
+        "starts": _times(timeline, timeline.starts[rank]),
+        "ends": _times(timeline, timeline.ends[rank]),
+    }
+
+
+def _times(timeline: Timeline, clock: Floats) -> list[float]:
+    """In ms from 0; whole numbers as int, which is shorter in JSON."""
+    decimals = _DIGITS - math.ceil(math.log10(timeline.makespan or 1.0))
+    times: list[float] = np.round(clock - beginning(timeline), decimals).tolist()
+    return [int(time) if time.is_integer() else time for time in times]
+
+
+def _costs(costs: Costs | None, num_stages: int) -> dict[str, list[float] | None]:
+    """Message times by stage; by kind, what an action adds to the memory level of its rank."""
+    if costs is None:
+        return {"comm": [0.0] * num_stages, "changes": None}
+    own = costs.per_stage(num_stages)
+    return {"comm": own.comm, "changes": [own.memory[op][stage] for stage in range(num_stages) for op in Op]}
+
+
+def _limits(memory_limit: float | Sequence[float] | None, num_ranks: int) -> list[float | None]:
+    """One per rank, None where there is none."""
+    limits = memory_limit if isinstance(memory_limit, Sequence) else [memory_limit] * num_ranks
+    if len(limits) != num_ranks:
+        raise PlanError(f"memory_limit has {len(limits)} numbers for {num_ranks} ranks")
+    return [float(limit) if limit is not None and math.isfinite(limit) else None for limit in limits]
+
+
+def _fills(timetable: Timetable) -> list[str]:
+    """By kind: the picture's colours, from dark for a rank's first stage to light for its last."""
+    places = place_on_rank(timetable)
+    last = max(*places, 1)
+    return [_mixed(*COLOURS[op], place / last) for place in places for op in Op]
+
+
+def _mixed(one: str, other: str, share: float) -> str:
+    """A colour on the way from one to the other, as #rrggbb."""
+    pairs = zip(bytes.fromhex(one[1:]), bytes.fromhex(other[1:]), strict=True)
+    return "#" + bytes(round(a + (b - a) * share) for a, b in pairs).hex()
+
+
+def _is_light(colour: str) -> bool:
+    red, green, blue = bytes.fromhex(colour[1:])
+    return 0.299 * red + 0.587 * green + 0.114 * blue > 150  # the luma of ITU-R BT.601
+
+
+# ---------------------------------------------------------------- what needs no script
+
+
+def _notes(notes: Iterable[str]) -> str:
+    items = [f"<pre>{escape(note)}</pre>" if "\n" in note else f"<p>{escape(note)}</p>" for note in notes]
+    return f'<div class="notes">{"".join(items)}</div>'
+
+
+def _details(more: str) -> str:
+    title = "What follows; what needs more memory; other memory limits"
+    return f"<details><summary>{title}</summary><pre>{escape(more)}</pre></details>"
+
+
+def _summary(panels: Panels) -> str:
+    figures = ("stages/rank", "makespan", "max span", "bubble", "bubble rate")
+    decimals = decimals_of(timeline.makespan for _, timeline in panels)
+    head = ("schedule", *figures, *{peak_name(timeline) for _, timeline in panels})
+    return _table("summary", head, [(title, *_figures(timeline, decimals)) for title, timeline in panels])
+
+
+def _figures(timeline: Timeline, decimals: int) -> tuple[str, ...]:
+    timetable = timeline.timetable
+    return (
+        f"{timetable.num_stages / timetable.num_ranks:g}",
+        f"{digits(timeline.makespan, decimals)} ms",
+        f"{digits(timeline.max_span, decimals)} ms",
+        f"{digits(timeline.bubble, decimals)} ms",
+        percent(timeline.bubble_rate),
+        peak_text(timeline),
+    )
+
+
+def _panel(title: str, timeline: Timeline) -> str:
+    ranks = _table("ranks", ("", "span", "bubble", "peak"), _rank_figures(timeline))
+    return (
+        f'<section class="panel"><header><h2>{escape(title)}</h2>'
+        f"<p>{in_words(timeline)}</p></header>\n"
+        f'<div class="body"><div class="drawing"><canvas tabindex="0" role="application" '
+        f'aria-label="{escape(title)}, drawn to scale" aria-describedby="hint tip"></canvas>'
+        f'<svg aria-hidden="true"><path/><path/></svg></div>\n{ranks}</div></section>'
+    )
+
+
+def _rank_figures(timeline: Timeline) -> list[tuple[str, ...]]:
+    decimals = decimals_of(map(timeline.span, range(timeline.timetable.num_ranks)))
+    return [
+        (
+            f"rank {rank}",
+            f"{digits(span, decimals)} ms",
+            percent(timeline.idle(rank) / (span or 1.0)),
+            peak_text(timeline, rank),
+        )
+        for rank in range(timeline.timetable.num_ranks)
+        for span in [timeline.span(rank)]
+    ]
+
+
+def _table(name: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    titles = "".join(f'<th scope="col">{escape(each)}</th>' for each in head)
+    lines = "\n".join(
+        f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(each)}</td>" for each in rest)}</tr>'
+        for first, *rest in rows
+    )
+    return f'<table class="{name}"><thead><tr>{titles}</tr></thead>\n<tbody>\n{lines}\n</tbody></table>'
+
+
+def _legend(panels: Panels, *, level: bool, limit: bool) -> str:
+    """The ops that are there; in two shades where a rank has several stages."""
+    timetables = [timeline.timetable for _, timeline in panels]
+    several = any(timetable.num_stages > timetable.num_ranks for timetable in timetables)
+    shown = [op for op in Op if any((row.ops == op).any() for each in timetables for row in each.rows)]
+    fills = {op: (COLOURS[op][0], COLOURS[op][several]) for op in shown}
+    items = [
+        *(_swatch(MEANING[op], "op", f"--first:{one};--later:{other}") for op, (one, other) in fills.items()),
+        _swatch("bubble", "bubble"),
+        *([_swatch("memory", "level")] if level else []),
+        *([_swatch("limit", "limit")] if limit else []),
+        *(["<li>light: a rank’s later stage</li>"] if several else []),
+    ]
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _swatch(text: str, name: str, style: str = "") -> str:
+    return f'<li><span class="swatch {name}" style="{style}"></span>{text}</li>'

@@ -1,0 +1,190 @@
+"""The picture: one panel per timeline over one time axis, a box per action."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from zbpp.render.style import (
+    COLOURS,
+    MEANING,
+    Timelines,
+    beginning,
+    in_words,
+    place_on_rank,
+    titled,
+)
+from zbpp.schedule.simulate import Floats, Timeline
+from zbpp.schedule.timetable import Op
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_BUBBLE = "#e6e6ea"
+_GRID = "#d4d6dc"
+_WIDTH = 14.0  # inches
+_PLOT_WIDTH = 0.93 * _WIDTH  # what the axis gets of it, about
+_ABOVE_AND_BELOW = 0.7  # inches: a panel's title and its axis
+_BOX = 0.84  # of a rank's height
+_SMALLEST_FONT = 4.5  # points
+_MOST_NUMBERS = 3000  # text is slow to draw, and a figure with more is not read by number
+
+
+def render_picture(timelines: Timelines, path: str | os.PathLike[str]) -> None:
+    """Write a picture (PNG, PDF, SVG by the suffix) of timelines, one above the other, in ms from 0.
+
+    Grey is the bubble: idle time within a rank's span. Microbatch numbers where they fit into their boxes.
+    Above each panel stand its largest figures, and whose they are.
+    """
+    # A Figure of its own, no pyplot: no display, no global state, and matplotlib only for those who draw.
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    panels = titled(timelines)
+    heights = [_lane(timeline) * timeline.timetable.num_ranks + _ABOVE_AND_BELOW for _, timeline in panels]
+    layout = ConstrainedLayoutEngine(h_pad=0.08)
+    figure = Figure(figsize=(_WIDTH, sum(heights) + 0.8), dpi=150, layout=layout)
+    grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
+    horizon = max(timeline.makespan for _, timeline in panels) or 1.0
+    for axes, (title, timeline) in zip(grid[:, 0], panels, strict=True):
+        _draw(axes, title, timeline, horizon)
+    _legend(figure, [timeline for _, timeline in panels])
+    figure.savefig(path)
+
+
+def _lane(timeline: Timeline) -> float:
+    """Inches for one rank: few ranks get room for numbers, many stay on the page."""
+    return float(np.clip(5.0 / timeline.timetable.num_ranks, 0.14, 0.42))
+
+
+def _draw(axes: Axes, title: str, timeline: Timeline, horizon: float) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    _draw_bubbles(axes, timeline)
+    _draw_boxes(axes, timeline, _PLOT_WIDTH / horizon)
+    _draw_numbers(axes, timeline, _PLOT_WIDTH / horizon)
+    num_ranks = timeline.timetable.num_ranks
+    axes.set_title(title, loc="left", fontweight="bold", fontsize=11)
+    axes.set_title(in_words(timeline), loc="right", fontsize=10, color="#444444")
+    axes.set_xlim(0, 1.003 * horizon)  # room for the dashed line at the end
+    axes.set_ylim(num_ranks - 0.5, -0.5)  # rank 0 on top
+    axes.set_yticks(range(0, num_ranks, max(1, num_ranks // 8)))
+    axes.set_ylabel("rank")
+    axes.xaxis.set_major_locator(MaxNLocator(12, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(_milliseconds)
+    axes.grid(axis="x", color=_GRID, linewidth=0.8, zorder=0)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, labelsize=9)
+    axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
+    axes.axvline(timeline.makespan, color="#444444", linewidth=0.8, linestyle="--", zorder=0)
+
+
+def _milliseconds(time: float, position: float) -> str:
+    """A tick's label; the first one says the unit."""
+    return f"{time:g}" if time else "0 ms"
+
+
+def _draw_bubbles(axes: Axes, timeline: Timeline) -> None:
+    first = beginning(timeline)
+    ranks = range(timeline.timetable.num_ranks)
+    starts = [float(timeline.starts[rank][0]) - first for rank in ranks]
+    axes.barh(ranks, list(map(timeline.span, ranks)), _BOX, starts, color=_BUBBLE, zorder=1)
+
+
+def _draw_boxes(axes: Axes, timeline: Timeline, inches_per_ms: float) -> None:
+    """One collection per colour: 25,000 boxes in a second, where a patch each takes a minute."""
+    from matplotlib.collections import PolyCollection
+
+    boxes: dict[str, list[Floats]] = defaultdict(list)
+    places = np.minimum(place_on_rank(timeline.timetable), 1)
+    first = beginning(timeline)
+    for rank, row in enumerate(timeline.timetable.rows):
+        for op, place in itertools.product(Op, (0, 1)):
+            chosen = (row.ops == op) & (places[row.stages] == place)
+            starts, ends = timeline.starts[rank][chosen] - first, timeline.ends[rank][chosen] - first
+            boxes[COLOURS[op][place]].append(_corners(starts, ends, rank))
+    # A white edge parts neighbours; between boxes of a pixel or two it would leave no colour.
+    edge = 0.8 if 72 * _typical(timeline) * inches_per_ms > 2.5 else 0.0
+    for colour, corners in boxes.items():
+        style: dict[str, Any] = {"facecolors": colour, "edgecolors": "white", "linewidths": edge}
+        shapes = PolyCollection(list(np.concatenate(corners)), antialiaseds=edge > 0, zorder=2, **style)
+        axes.add_collection(shapes, autolim=False)
+
+
+def _typical(timeline: Timeline, op: Op | None = None) -> float:
+    """The median duration in ms of one op or of all actions."""
+    durations = [
+        (ends - starts)[slice(None) if op is None else row.ops == op]
+        for row, starts, ends in zip(timeline.timetable.rows, timeline.starts, timeline.ends, strict=True)
+    ]
+    return float(np.median(np.concatenate(durations)))
+
+
+def _corners(starts: Floats, ends: Floats, rank: int) -> Floats:
+    """Rectangles as [box, corner, (x, y)]."""
+    top, bottom = np.full_like(starts, rank - _BOX / 2), np.full_like(starts, rank + _BOX / 2)
+    corners = [(starts, top), (ends, top), (ends, bottom), (starts, bottom)]
+    return np.stack([np.stack(corner, axis=1) for corner in corners], axis=1)
+
+
+def _draw_numbers(axes: Axes, timeline: Timeline, inches_per_ms: float) -> None:
+    if sum(map(len, timeline.timetable.rows)) > _MOST_NUMBERS:
+        return
+    sizes = [_font_size(timeline, op, inches_per_ms) for op in _ops(timeline)]
+    size = min((size for size in sizes if size >= _SMALLEST_FONT), default=_SMALLEST_FONT)
+    places = place_on_rank(timeline.timetable)
+    first = beginning(timeline)
+    for rank, row in enumerate(timeline.timetable.rows):
+        spans = zip(row, timeline.starts[rank] - first, timeline.ends[rank] - first, strict=True)
+        for (stage, _, microbatch), start, end in spans:
+            text = str(microbatch)
+            # Some actions are much shorter than is usual: their numbers would stand on their neighbours.
+            if _width(text, size) <= 72 * (end - start) * inches_per_ms:
+                colour = "black" if places[stage] else "white"
+                style: dict[str, Any] = {"fontsize": size, "color": colour}
+                axes.annotate(text, ((start + end) / 2, rank), ha="center", va="center_baseline", **style)
+
+
+def _font_size(timeline: Timeline, op: Op, inches_per_ms: float) -> float:
+    """Points, so that the longest number fits into the typical box of an op."""
+    longest = str(timeline.timetable.num_microbatches - 1)
+    room = 72 * _typical(timeline, op) * inches_per_ms
+    return float(min(9.0, 0.55 * 72 * _lane(timeline), room / _width(longest, 1.0)))
+
+
+def _width(text: str, size: float) -> float:
+    """Points that digits of a font size take, with a little room around them."""
+    return 0.7 * len(text) * size
+
+
+def _ops(timeline: Timeline) -> list[Op]:
+    return [op for op in Op if any((row.ops == op).any() for row in timeline.timetable.rows)]
+
+
+def _legend(figure: Figure, timelines: list[Timeline]) -> None:
+    from matplotlib.patches import Patch
+
+    shown = {
+        (min(place, 1), op)
+        for timeline in timelines
+        for place in place_on_rank(timeline.timetable)
+        for op in _ops(timeline)
+    }
+    handles = [
+        Patch(color=COLOURS[op][place], label=MEANING[op] + (", rank's later stage" if place else ""))
+        for place, op in sorted(shown)
+    ]
+    handles.append(Patch(color=_BUBBLE, label="bubble"))
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=len(handles),
+        frameon=False,
+        fontsize=9,
+        handlelength=1.2,
+    )

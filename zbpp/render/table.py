@@ -1,0 +1,90 @@
+"""Figures of timelines as aligned text: fine on a terminal, in a file and in a README."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from zbpp.render.style import peak_name, peak_text
+from zbpp.schedule.simulate import Timeline
+from zbpp.schedule.timetable import PlanError
+
+_DIGITS = 5  # of the largest time in a table: enough to see 762.5 beside 762
+
+
+def render_table(outcomes: Mapping[str, Timeline | PlanError]) -> str:
+    """One line per schedule; one that refuses shows its reason in place of figures.
+
+    Times in ms; memory is the largest peak of a rank.
+    """
+    timelines = [each for each in outcomes.values() if isinstance(each, Timeline)]
+    peak = peak_name(timelines[0]) if timelines else "peak memory"
+    head = ("schedule", "stages/rank", "makespan", "max span", "bubble", "bubble rate", peak)
+    decimals = decimals_of(each.makespan for each in timelines)
+    lines = aligned([head, *(_cells(name, outcome, decimals) for name, outcome in outcomes.items())])
+    refusals = [f"  {outcome}" if isinstance(outcome, PlanError) else "" for outcome in outcomes.values()]
+    return "\n".join((line + end).rstrip() for line, end in zip(lines, ["", *refusals], strict=True))
+
+
+def render_figures(timeline: Timeline) -> str:
+    """The figures of one timeline, over all ranks and per rank; times in ms."""
+    head = ("", "span", "bubble", "bubble rate", peak_name(timeline))
+    ranks = range(timeline.timetable.num_ranks)
+    decimals = decimals_of(map(timeline.span, ranks))
+    largest = ("largest", *_figures(timeline, decimals))
+    lines = aligned([head, *(_rank_cells(timeline, rank, decimals) for rank in ranks), largest])
+    return "\n".join([*(line.rstrip() for line in lines), f"makespan {digits(timeline.makespan)} ms"])
+
+
+def _cells(name: str, outcome: Timeline | PlanError, decimals: int) -> tuple[str, ...]:
+    if isinstance(outcome, PlanError):
+        return (name, *[""] * 6)
+    timetable = outcome.timetable
+    per_rank = f"{timetable.num_stages / timetable.num_ranks:g}"
+    return (name, per_rank, digits(outcome.makespan, decimals), *_figures(outcome, decimals))
+
+
+def _figures(timeline: Timeline, decimals: int) -> tuple[str, ...]:
+    return (
+        digits(timeline.max_span, decimals),
+        digits(timeline.bubble, decimals),
+        percent(timeline.bubble_rate),
+        peak_text(timeline),
+    )
+
+
+def _rank_cells(timeline: Timeline, rank: int, decimals: int) -> tuple[str, ...]:
+    span, idle = timeline.span(rank), timeline.idle(rank)
+    times = digits(span, decimals), digits(idle, decimals)
+    return (f"rank {rank}", *times, percent(idle / (span or 1.0)), peak_text(timeline, rank))
+
+
+def decimals_of(times: Iterable[float]) -> int:
+    """How many decimals the times of one table get: five digits of the largest, fewer if none needs them."""
+    numbers = list(times)
+    largest = max(numbers, default=0.0)
+    most = max(0, _DIGITS - 1 - math.floor(math.log10(largest))) if largest > 0 else 0
+    enough = (all(round(x, fewer) == round(x, most) for x in numbers) for fewer in range(most))
+    return next((fewer for fewer, is_enough in enumerate(enough) if is_enough), most)
+
+
+def digits(time: float, decimals: int | None = None) -> str:
+    """A time in ms; sums of floats leave -1e-15 where a human expects 0."""
+    if time >= 1e15:
+        return f"{time:.5g}"
+    places = decimals_of([time]) if decimals is None else decimals
+    return f"{round(time, places) + 0.0:.{places}f}"
+
+
+def percent(rate: float) -> str:
+    """`11.11 %`."""
+    return f"{round(100 * rate, 2) + 0.0:.2f} %"
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """First column to the left, figures to the right, two blanks between."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([f"{name:{widths[0]}}", *(f"{c:>{w}}" for c, w in zip(cells, widths[1:], strict=True))])
+        for name, *cells in rows
+    ]

@@ -1,0 +1,80 @@
+"""Chrome's trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from zbpp.render.style import Timelines, beginning, titled
+from zbpp.schedule.simulate import Timeline, Transfer
+from zbpp.schedule.transfers import transfers_of
+
+Event = dict[str, Any]
+
+
+def chrome_trace(timelines: Timelines) -> dict[str, Any]:
+    """The JSON object of a trace: one process per rank, one slice per action, times in microseconds.
+
+    Beside its actions a rank has a lane for the messages to, and one for those from, each other rank: a slice
+    from when a message was sent, or the one before it had arrived, until it had arrived itself.
+
+    Each timeline begins at 0. The first one's process ids are its ranks; each further one's
+    follow on, so that every title has its own group of processes.
+    """
+    events: list[Event] = []
+    first_id = 0
+    for title, timeline in titled(timelines):
+        for rank in range(timeline.timetable.num_ranks):
+            events += _names(first_id + rank, f"{title} rank {rank}")
+            events += _slices(timeline, rank, first_id + rank)
+        events += _messages(timeline, first_id)
+        first_id += timeline.timetable.num_ranks
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _names(process: int, name: str) -> Iterator[Event]:
+    about = {"process_name": {"name": name}, "process_sort_index": {"sort_index": process}}
+    for kind, args in about.items():
+        yield {"ph": "M", "name": kind, "pid": process, "tid": 0, "args": args}
+    yield _lane(process, 0, "actions")
+
+
+def _lane(process: int, thread: int, name: str) -> Event:
+    return {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _slices(timeline: Timeline, rank: int, process: int) -> Iterator[Event]:
+    first = beginning(timeline)
+    spans = zip(
+        timeline.timetable.rows[rank],
+        (1e3 * (timeline.starts[rank] - first)).tolist(),
+        (1e3 * (timeline.ends[rank] - timeline.starts[rank])).tolist(),
+        strict=True,
+    )
+    for action, start, duration in spans:
+        args = {"stage": action.stage, "op": action.op.name, "microbatch": action.microbatch}
+        event = {"ph": "X", "name": str(action), "cat": action.op.name, "args": args}
+        yield {**event, "pid": process, "tid": 0, "ts": start, "dur": duration}
+
+
+def _messages(timeline: Timeline, first_id: int) -> Iterator[Event]:
+    """Each link twice: among the sender's lanes and among the receiver's."""
+    links: dict[tuple[int, int], list[Transfer]] = {}
+    for transfer in transfers_of(timeline):
+        links.setdefault((transfer.sender, transfer.receiver), []).append(transfer)
+    first = beginning(timeline)
+    for (sender, receiver), transfers in sorted(links.items()):
+        for rank, name, kind in ((sender, f"send to {receiver}", 1), (receiver, f"receive from {sender}", 2)):
+            thread = 2 * (sender + receiver - rank) + kind
+            yield _lane(first_id + rank, thread, name)
+            for event in _flights(transfers, first):
+                yield {**event, "cat": name.split()[0], "pid": first_id + rank, "tid": thread}
+
+
+def _flights(transfers: list[Transfer], first: float) -> Iterator[Event]:
+    free = 0.0  # a link delivers in order: what is sent meanwhile waits
+    for value, _, _, sent, arrived in transfers:
+        start = max(free, 1e3 * (sent - first))
+        free = max(start, 1e3 * (arrived - first))
+        args = {"stage": value.stage, "microbatch": value.microbatch}
+        yield {"ph": "X", "name": str(value), "args": args, "ts": start, "dur": free - start}

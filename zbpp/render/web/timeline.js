@@ -1,0 +1,109 @@
+// What is known of the actions of one timeline: their names, what they need, the memory they leave.
+// Times in ms from 0. kind: stage * number of ops + op. value: its number, as zbpp.schedule.dataflow_arrays counts.
+"use strict";
+
+const DATA = JSON.parse(document.getElementById("timelines").textContent);
+const NUM_OPS = DATA.ops.length;
+
+/** A number as a person writes it: 14.5, not 14.500000000000002. */
+const plain = (value, digits = 6) => String(Number(value.toPrecision(digits)));
+
+/** At most four digits: bytes as `5.59 GiB`, activations with k, M, G, T if they are many. */
+function quantity(value, inBytes) {
+  const [base, least] = inBytes ? [1024, 1024] : [1000, 1e4];
+  const power = value < least ? 0 : Math.min(Math.floor(Math.log(value) / Math.log(base)), 4);
+  const units = inBytes ? [" B", " KiB", " MiB", " GiB", " TiB"] : ["", " k", " M", " G", " T"];
+  const number = value / base ** power;
+  return plain(number, inBytes && number < 999.5 ? 3 : 4) + units[power];
+}
+
+/** The first index of an ascending list whose entry is above `value`. */
+function firstAbove(list, value) {
+  let [low, high] = [0, list.length];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (list[middle] > value) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
+
+class Timeline {
+  constructor(data) {
+    Object.assign(this, data);
+    this.end = Math.max(...this.ranks.map(({ ends }) => ends.at(-1)));
+    if (this.changes) this.ranks.forEach((rank) => this.addLevels(rank));
+  }
+
+  /** Memory as text. */
+  amount(memory) {
+    return quantity(memory, this.inBytes) + (this.inBytes ? "" : " activations");
+  }
+
+  /** The memory level after each action, and the index of the highest. */
+  addLevels(rank) {
+    let level = 0;
+    rank.levels = Float64Array.from(rank.kinds, (kind) => (level += this.changes[kind]));
+    rank.highest = rank.levels.indexOf(rank.levels.reduce((one, other) => Math.max(one, other)));
+  }
+
+  /** value -> [rank, index] of the action that produces it. Made when first asked for. */
+  get producers() {
+    const producers = new Map();
+    this.ranks.forEach(({ kinds, microbatches }, rank) => kinds.forEach((kind, index) => {
+      for (const value of this.produced[kind]) producers.set(value + microbatches[index], [rank, index]);
+    }));
+    Object.defineProperty(this, "producers", { value: producers });
+    return producers;
+  }
+
+  stage(rank, index) {
+    return Math.floor(this.ranks[rank].kinds[index] / NUM_OPS);
+  }
+
+  /** An action as text, `2F5`. */
+  name(rank, index) {
+    const { kinds, microbatches } = this.ranks[rank];
+    return `${this.stage(rank, index)}${DATA.ops[kinds[index] % NUM_OPS]}${microbatches[index]}`;
+  }
+
+  /** A value as text, `x(2,5)`. */
+  valueName(value) {
+    const kindAndStage = Math.floor(value / this.microbatches);
+    const [kind, stage] = [Math.floor(kindAndStage / this.stages), kindAndStage % this.stages];
+    return `${DATA.values[kind]}(${stage},${value % this.microbatches})`;
+  }
+
+  /** When an action could have started at the earliest: the end of the one before it on its rank. */
+  free(rank, index) {
+    return index ? this.ranks[rank].ends[index - 1] : 0;
+  }
+
+  /** What an action consumes, the latest arrival last: {value, rank, index, arrival} of its producer. */
+  needs(receiver, place) {
+    const { kinds, microbatches } = this.ranks[receiver];
+    const values = this.consumed[kinds[place]].map((value) => value + microbatches[place]);
+    return values.map((value) => {
+      const [rank, index] = this.producers.get(value);
+      const message = rank === receiver ? 0 : this.comm[this.stage(rank, index)];
+      return { value, rank, index, arrival: this.ranks[rank].ends[index] + message };
+    }).sort((one, other) => one.arrival - other.arrival);
+  }
+
+  /** Lines about an action, or about the bubble before it. */
+  describe(rank, index, inBubble) {
+    const { starts, ends, levels } = this.ranks[rank];
+    const [start, end, wait] = [starts[index], ends[index], starts[index] - this.free(rank, index)];
+    const needs = this.needs(rank, index);
+    const lines = [(inBubble ? "bubble before " : "") + this.name(rank, index)];
+    lines.push(`rank ${rank}: ${plain(start)} – ${plain(end)} ms (${plain(end - start)} ms)`);
+    for (const { value, rank: maker, index: place, arrival } of needs) {
+      const from = this.name(maker, place) + (maker === rank ? "" : ` on rank ${maker}`);
+      lines.push(`needs ${this.valueName(value)} of ${from}, there at ${plain(arrival)} ms`);
+    }
+    const last = needs.length ? ` for ${this.valueName(needs.at(-1).value)}` : "";
+    if (wait > 1e-9 * this.end) lines.push(`waited ${plain(wait)} ms${last}`);
+    if (levels) lines.push(`memory after it: ${this.amount(levels[index])}`);
+    return lines;
+  }
+}

@@ -1,5 +1,0 @@
-"""Lower bounds on makespan and max span, and certificates: how far a plan is from the best."""
-
-from zbpp.schedule.bounds.door import Bound, Certificate, certificate, lower_bound
-
-__all__ = ["Bound", "Certificate", "certificate", "lower_bound"]
