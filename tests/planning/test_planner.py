@@ -8,9 +8,9 @@ import pytest
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from zbpp.benchmark.torch_runner import SCHEDULES as THEIRS
-from zbpp.planning import canonical_name, placement_of, plan
+from zbpp.planning import SCHEDULES, canonical_name, placement_of, plan
 from zbpp.planning.size_limit import BYTES_PER_SEARCHED_ACTION, check_size
-from zbpp.schedule import Costs, PlanError, Timetable, planner, simulate
+from zbpp.schedule import Costs, PlanError, Timetable, simulate
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def generator(monkeypatch):
     """Register a generator as "mine" for one test."""
 
     def register(function):
-        monkeypatch.setitem(planner.SCHEDULES, "mine", function)
+        monkeypatch.setitem(SCHEDULES, "mine", function)
 
     return register
 

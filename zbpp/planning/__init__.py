@@ -1,4 +1,4 @@
-"""Which plan to run: by name, by search, with bounds that say how far from the best it is. Pure Python, numpy."""
+"""Which plan to run: by name or by search, with bounds on how good a plan can be. Pure Python and numpy."""
 
 from zbpp.planning.bounds import Bound, Certificate, certificate, lower_bound
 from zbpp.planning.choose import Answer, Question, choose

@@ -71,12 +71,12 @@ class Problem:
         return [self.costs.memory[op][stage] for stage in range(self.num_stages) for op in Op]
 
     @cached_property
-    def hop(self) -> list[float]:
+    def latency(self) -> list[float]:
         """Per stage s, the time of a message between stage s and s + 1, forward: 0 on one rank."""
         return [self._message(stage, stage + 1) for stage in range(self.num_stages - 1)]
 
     @cached_property
-    def back_hop(self) -> list[float]:
+    def backward_latency(self) -> list[float]:
         """Per stage s, the time of a message from stage s + 1 back to s."""
         return [self._message(stage + 1, stage) for stage in range(self.num_stages - 1)]
 
@@ -91,7 +91,7 @@ class Problem:
         """
         first = [min(stages) for stages in self.stages_of]
         forward = self.costs.duration[Op.F]
-        return [sum(forward[s] + self.hop[s] for s in range(stage)) for stage in first]
+        return [sum(forward[s] + self.latency[s] for s in range(stage)) for stage in first]
 
     @cached_property
     def offsets(self) -> list[float]:

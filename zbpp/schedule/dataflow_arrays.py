@@ -61,6 +61,22 @@ def kinds_of(row: Row) -> npt.NDArray[np.int32]:
     return row.stages * len(Op) + row.ops
 
 
+def producers(num_stages: int) -> list[list[tuple[int, ...]]]:
+    """For each kind, what it waits for: per value that it consumes, the kinds that produce the value.
+
+    A kind is a stage and an op, numbered as `kinds_of` numbers them. Producer and consumer have the
+    same microbatch. A value with two producers (B or BW) is made by the one that the plan contains.
+    With two stages, F of stage 1 waits for F of stage 0; B of stage 0 waits for B or BW of stage 1 and
+    for F of stage 0.
+    """
+    actions = [Action(stage, op, 0) for stage in range(num_stages) for op in Op]
+    made_by: dict[Value, tuple[int, ...]] = {}
+    for kind, action in enumerate(actions):
+        for value in produces(action, num_stages):
+            made_by[value] = (*made_by.get(value, ()), kind)
+    return [[made_by[value] for value in consumes(action)] for action in actions]
+
+
 def _padded(lists: Sequence[Sequence[int]]) -> Numbers:
     """[stage and op, place in the list] -> number at microbatch 0, -1 where the list is shorter."""
     longest = max(map(len, lists))

@@ -93,7 +93,7 @@ def _idle_tail(problem: Problem, rank: int) -> float:
     memory can hold them.
     """
     times, memory, number = problem.costs.duration, problem.costs.memory, problem.num_microbatches
-    way = sum(problem.hop[rank:]) + sum(problem.back_hop[rank:])
+    way = sum(problem.latency[rank:]) + sum(problem.backward_latency[rank:])
     way += sum(times[op][below] for op in (Op.F, Op.B) for below in range(rank + 1, problem.num_ranks))
     saved, deferred, limit = memory[Op.F][rank], -memory[Op.W][rank], problem.ceilings[rank]
     most = 0.0

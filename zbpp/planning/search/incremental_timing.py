@@ -64,7 +64,11 @@ class Board:
 
     def link(self) -> None:
         """Everything anew from `rows`. Raises PlanError if the plan can't run."""
-        number, hop, back_hop = self.problem.num_microbatches, self.problem.hop, self.problem.back_hop
+        number, latency, backward_latency = (
+            self.problem.num_microbatches,
+            self.problem.latency,
+            self.problem.backward_latency,
+        )
         for a in (a for row in self.rows for a in row):
             op = a // number & 3
             if op in (B, BW):
@@ -74,8 +78,8 @@ class Board:
         for stage in range(self.problem.num_stages - 1):
             for f in range(stage * 4 * number, (stage * 4 + 1) * number):
                 above = f + 4 * number
-                self._connect(f, above, hop[stage])
-                self._connect(self.backward[above], self.backward[f], back_hop[stage])
+                self._connect(f, above, latency[stage])
+                self._connect(self.backward[above], self.backward[f], backward_latency[stage])
         for rank in range(len(self.rows)):
             self._string(rank)
         self.order = self._topological()
@@ -220,9 +224,9 @@ class Board:
         self.order = [a for a in self.order if a not in old]
         self.backward[f], self.weight[f] = new[0], new[-1]
         if stage > 0:
-            self._connect(new[0], self.backward[f - next_stage], self.problem.back_hop[stage - 1])
+            self._connect(new[0], self.backward[f - next_stage], self.problem.backward_latency[stage - 1])
         if stage < self.problem.num_stages - 1:
-            self._connect(self.backward[f + next_stage], new[0], self.problem.back_hop[stage])
+            self._connect(self.backward[f + next_stage], new[0], self.problem.backward_latency[stage])
         self._string(rank)
         self.refresh()
 

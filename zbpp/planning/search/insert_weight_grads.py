@@ -80,8 +80,8 @@ class _Loom:
             return arrival - now
         stage, problem = kind >> 2, self.problem
         if kind & 3 == F:
-            return problem.duration[kind - 4] + problem.hop[stage - 1]
-        return problem.duration[(stage + 1) * 4 + B] + problem.back_hop[stage]
+            return problem.duration[kind - 4] + problem.latency[stage - 1]
+        return problem.duration[(stage + 1) * 4 + B] + problem.backward_latency[stage]
 
     def _next_w(self, rank: int) -> float:
         return self.problem.duration[self.pending[rank][-1] // self.number]
@@ -92,10 +92,10 @@ class _Loom:
         self.reached[rank] += 1
         if kind & 3 == F:
             if stage < problem.num_stages - 1:
-                self._send(now, action + 4 * number, end + problem.hop[stage])
+                self._send(now, action + 4 * number, end + problem.latency[stage])
             return
         if stage:
-            self._send(now, action - 4 * number, end + problem.back_hop[stage - 1])
+            self._send(now, action - 4 * number, end + problem.backward_latency[stage - 1])
         self.pending[rank].insert(0, action + number)
 
     def _run_w(self, now: float, rank: int) -> None:

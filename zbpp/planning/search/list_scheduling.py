@@ -53,7 +53,7 @@ def aimed_plan(
     limits = problem.ceilings
     time_f, time_b, time_w, time_bw = (problem.costs.duration[op] for op in Op)
     held, freed, kept, cleared = (problem.costs.memory[op] for op in Op)
-    hop, back_hop = problem.hop, problem.back_hop
+    latency, backward_latency = problem.latency, problem.backward_latency
     ranks = range(last + 1)
     knobs, later = (
         [
@@ -123,7 +123,7 @@ def aimed_plan(
             if rank == last:
                 gradients[rank].append(end)
             else:
-                inputs[rank + 1].append(end + hop[rank])
+                inputs[rank + 1].append(end + latency[rank])
                 if asleep[rank + 1]:
                     asleep[rank + 1] = False
                     heappush(events, (now, rank + 1))
@@ -141,7 +141,7 @@ def aimed_plan(
                 done_w[rank] = w + 1
             done_b[rank] = b + 1
             if rank:
-                gradients[rank - 1].append(end + back_hop[rank - 1])
+                gradients[rank - 1].append(end + backward_latency[rank - 1])
                 if asleep[rank - 1]:
                     asleep[rank - 1] = False
                     heappush(events, (now, rank - 1))

@@ -112,10 +112,10 @@ class _Line:
         """When the input of a rank's next F or B is there."""
         microbatch = self.done[op][rank]
         if op == F:
-            return self.ends[F][rank - 1][microbatch] + self.problem.hop[rank - 1] if rank else 0.0
+            return self.ends[F][rank - 1][microbatch] + self.problem.latency[rank - 1] if rank else 0.0
         if rank == self.last:
             return 0.0
-        return self.ends[B][rank + 1][microbatch] + self.problem.back_hop[rank]
+        return self.ends[B][rank + 1][microbatch] + self.problem.backward_latency[rank]
 
     def _put(self, rank: int, op: int) -> None:
         start = self.clock[rank] if op == W else max(self.clock[rank], self._arrival(op, rank))
@@ -145,7 +145,7 @@ class _Line:
         sizes = [0] * (self.last + 1)
         first_b = self.clock[self.last] + self.time[B][self.last]  # its end, one rank down the line
         for rank in range(self.last - 1, -1, -1):
-            arrival = first_b + self.problem.back_hop[rank]
+            arrival = first_b + self.problem.backward_latency[rank]
             sizes[rank], clock = self._fitting(rank, arrival)
             first_b = max(clock, arrival) + self.time[B][rank]
         for rank in range(1, self.last + 1):  # a rank can't be as far as the one that feeds it
@@ -179,7 +179,12 @@ class _Line:
         if not (self.backward and ahead):
             return True
         after = rank + 1
-        next_b = self.clock[after] + self.time[F][after] + self.time[B][after] + self.problem.back_hop[rank]
+        next_b = (
+            self.clock[after]
+            + self.time[F][after]
+            + self.time[B][after]
+            + self.problem.backward_latency[rank]
+        )
         if self.clock[rank] >= next_b:
             return False
         if self.clock[rank] + self._time_of_forward(rank) <= next_b:
