@@ -32,9 +32,9 @@ def main(config: DictConfig) -> None:
 
 def run(config: configs.BenchConfig) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """What each rank does; importable, since it is pickled."""
-    from zbpp.benchmark import door
+    from zbpp.benchmark import jobs
 
-    return door.bench(config)
+    return jobs.bench(config)
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ def main(config: DictConfig) -> None:
 
 def run(config: configs.MeasureConfig) -> dict[str, Any]:
     """What each rank does; importable, since it is pickled."""
-    from zbpp.benchmark import door
+    from zbpp.benchmark import jobs
 
-    return door.measure(config)
+    return jobs.measure(config)
 
 
 def show(found: dict[str, Any]) -> None:

@@ -64,11 +64,8 @@ class Board:
 
     def link(self) -> None:
         """Everything anew from `rows`. Raises PlanError if the plan can't run."""
-        number, latency, backward_latency = (
-            self.problem.num_microbatches,
-            self.problem.latency,
-            self.problem.backward_latency,
-        )
+        problem, number = self.problem, self.problem.num_microbatches
+        latency, backward_latency = problem.latency, problem.backward_latency
         for a in (a for row in self.rows for a in row):
             op = a // number & 3
             if op in (B, BW):
