@@ -8,7 +8,7 @@ import pytest
 
 from zbpp.families import FAMILIES
 from zbpp.planning import Answer, PlanningRequest, RankCosts, choose, plan
-from zbpp.planning.choose import Candidate, num_messages
+from zbpp.planning.answer import Candidate, num_messages
 from zbpp.planning.placement import PLACEMENTS
 from zbpp.planning.tolerance import EQUAL
 from zbpp.render import render_advice, statements

@@ -35,13 +35,13 @@ def compare(
             return error
 
     shape = {key: options.get(key) for key in ("placement", "stages_per_rank")}
-    num_stages = {name: num_ranks * stages_per_rank(name, **shape) for name in map(canonical_name, names)}
-    return {name: outcome(name, number) for name, number in num_stages.items()}
+    per_rank = {name: _stages_per_rank(name, shape) for name in map(canonical_name, names)}
+    return {name: outcome(name, num_ranks * number) for name, number in per_rank.items()}
 
 
-def stages_per_rank(name: str, placement: str | None = None, stages_per_rank: int | None = None) -> int:
+def _stages_per_rank(name: str, shape: dict[str, Any]) -> int:
     """How many stages a schedule puts on each rank: its smallest timetable shows it."""
     try:
-        return plan(name, 1, 2, placement=placement, stages_per_rank=stages_per_rank).num_stages
-    except PlanError:  # it has another shape than the one asked for
+        return plan(name, 1, 2, **shape).num_stages
+    except PlanError:  # `outcome` meets the same error: the schedule has another shape than the one asked for
         return plan(name, 1, 2).num_stages
