@@ -90,7 +90,7 @@ def split_layers(
 
 
 def check_counts(counts: list[int], num_layers: int, num_stages: int, least_of_last: int = 1) -> None:
-    """Raises ValueError unless `counts` are `num_stages` numbers, none too small, that add up to num_layers."""
+    """Raises ValueError unless `counts` are `num_stages` numbers, none too small, that add up right."""
     given = f"layers_per_stage={counts}"
     if len(counts) != num_stages:
         raise ValueError(f"{given} is for {len(counts)} stages: write {num_stages} numbers, one per stage")
