@@ -29,7 +29,7 @@ class Candidate:
 
     @property
     def title(self) -> str:
-        """The name, with the placement where the name leaves it open: as scripts/plan.py takes it."""
+        """The arguments with which scripts/plan.py makes the plan: its name, and zb_auto's placement."""
         return f"{self.name} --placement {self.placement}" if self.name == "zb_auto" else self.name
 
     def value(self, objective: str) -> float:
@@ -42,7 +42,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """A candidate under a memory limit, and what no plan with its placement undercuts there."""
+    """A candidate under a memory limit, and a bound on all plans with its placement under that limit."""
 
     candidate: Candidate
     objective: str
@@ -54,7 +54,7 @@ class Choice:
 
     @property
     def gap(self) -> float:
-        return self.value / self.bound.value - 1 if self.bound.value else 0.0
+        return self.bound.gap(self.value)
 
     @property
     def proved_optimal(self) -> bool:
@@ -63,7 +63,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Answer:
-    """All plans found for a request, and why some families have none."""
+    """All plans found for a request; refused: why a schedule has none, by its name."""
 
     request: PlanningRequest
     candidates: list[Candidate]

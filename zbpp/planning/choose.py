@@ -24,10 +24,10 @@ Progress = Callable[[float, str], None]
 
 
 def choose(request: PlanningRequest, progress: Progress | None = None) -> Answer:
-    """Plan every family, search every placement under the request's limit, and the memory sweep.
+    """Plan every family; search every placement under the request's limit, and the memory sweep.
 
-    progress(share done, what is being searched) is called often. Raises PlanError for counts or a
-    limit out of range; a family that refuses is part of the answer.
+    progress(share done, what is being searched) is called often. A schedule that raises PlanError becomes
+    part of the answer.
     """
     answer = Answer(request, [], {})
     for name, make in _planned(request):
@@ -39,7 +39,7 @@ def choose(request: PlanningRequest, progress: Progress | None = None) -> Answer
     for number, search in enumerate(wanted):
         if progress:
             progress(number / len(wanted), str(search))
-        inner = progress and partial(_within, progress, number, len(wanted), search)
+        inner = progress and _overall(progress, number, len(wanted), search)
         # A search that ends early, at its bound, leaves its time to the searches after it.
         _search(answer, search, deadline.part(1 / (len(wanted) - number)).seconds, inner)
     return answer
@@ -86,16 +86,15 @@ def _searches(request: PlanningRequest) -> list[_Search]:
     ]
 
 
-def _within(
-    progress: Progress, number: int, total: int, search: _Search, share: float, *found: float
-) -> None:
-    progress((number + share) / total, str(search))
+def _overall(progress: Progress, number: int, total: int, search: _Search) -> Callable[..., None]:
+    """The progress of zb_auto in one search, as progress of all searches."""
+    return lambda share, *_: progress((number + share) / total, str(search))
 
 
 def _search(answer: Answer, search: _Search, seconds: float, progress: Callable[..., None] | None) -> None:
-    """Add what is found, unless nothing better than what is known can exist.
+    """Add the plan that zb_auto finds, unless a known plan is optimal already.
 
-    Under the request's own limit and objective zb_auto is always asked: it has a row of its own.
+    Under the request's own limit and objective zb_auto always searches: it has a row of its own.
     """
     request, (placement, limit, objective) = answer.request, search
     known = answer.best(placement, limit, objective)

@@ -59,10 +59,10 @@ def plan(
 
     For zb_auto and optimal, which search:
     objective: "makespan", or "span", the largest span of a rank. search: see zb_auto.
-    time_limit: in s; the first look at the families is not cut short. seed: the same one gives the
+    time_limit: in s; the first look at the families is not cut short. seed: the same seed gives the
     same timetable, unless the time ran out.
     progress(share of the time spent, best objective so far, lower bound; ms) is called about ten times a
-    second, and at the end with a share of 1. What it raises ends the search.
+    second, and at the end with a share of 1. An exception in it ends the search.
 
     Raises PlanError for an unknown name, an argument out of range (infinity and NaN among them), more
     actions than 8 GiB can plan, lists of another length than there are stages or ranks, a value that
