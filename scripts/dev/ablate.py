@@ -27,6 +27,7 @@ import inspect
 import math
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from time import process_time
@@ -54,6 +55,7 @@ from zbpp.planning.search import (
     periodic_blocks,
     repeat_steady_state,
 )
+from zbpp.schedule import Costs
 
 bound_module = sys.modules["zbpp.planning.bounds.lower_bound"]  # the package's name for it is the function's
 ONE, V, HETEROGENEOUS = "one", "v", "heterogeneous"
@@ -308,31 +310,48 @@ class BoundCase(NamedTuple):
 
 
 def bound_cases() -> Iterator[BoundCase]:
-    for cell in (*targets.one_per_rank(), *targets.in_a_v()):
-        there = tuple(range(cell.num_ranks))
-        yield BoundCase(
-            "cells" if cell.placement == "one" else "V",
-            {
-                "objective": cell.objective,
-                "rank_of": there if cell.placement == "one" else there + there[::-1],
-                "num_microbatches": cell.num_microbatches,
-                "costs": cell.costs,
-                "memory_limit": cell.memory,
-            },
+    """The cells, the V's, 100 heterogeneous pipelines, and pipelines with less memory than 1F1B needs."""
+    cells = list(targets.one_per_rank())
+    for cell in (*cells, *targets.in_a_v()):
+        kind = "cells" if cell.placement == ONE else "V"
+        yield _bound_case(
+            kind, cell.placement, cell.num_ranks, cell.num_microbatches, cell.costs, cell.memory
         )
     for instance in map(heterogeneous.draw, range(100)):
-        there = tuple(range(instance.num_ranks))
-        looped = there * instance.stages_per_rank
-        yield BoundCase(
-            instance.placement,
-            {
-                "objective": "makespan",
-                "rank_of": there + there[::-1] if instance.placement == "v" else looped,
-                "num_microbatches": instance.num_microbatches,
-                "costs": instance.costs,
-                "memory_limit": instance.memory_limit,
-            },
+        shape = (instance.placement, instance.num_ranks, instance.num_microbatches)
+        yield _bound_case(
+            instance.placement, *shape, instance.costs, instance.memory_limit, instance.stages_per_rank
         )
+    for share in (0.25, 0.5, 0.75):
+        for cell in cells[::5]:
+            memory = share * cell.num_ranks
+            yield _bound_case(f"low {ONE}", ONE, cell.num_ranks, cell.num_microbatches, cell.costs, memory)
+        for f, b, w, comm in targets.COLUMNS:
+            costs = Costs(f=f / 2, b=b / 2, w=w / 2, comm=comm, saved=0.5, deferred=0.25)
+            for placement in ("looped", V):
+                yield _bound_case(f"low {placement}", placement, 8, 24, costs, share * 8, 2)
+
+
+def _bound_case(
+    kind: str,
+    placement: str,
+    num_ranks: int,
+    num_microbatches: int,
+    costs: Costs,
+    memory_limit: float | list[float] | None,
+    stages_per_rank: int = 1,
+) -> BoundCase:
+    there = tuple(range(num_ranks))
+    return BoundCase(
+        kind,
+        {
+            "objective": "span" if kind == "cells" else "makespan",
+            "rank_of": there + there[::-1] if placement == V else there * stages_per_rank,
+            "num_microbatches": num_microbatches,
+            "costs": costs,
+            "memory_limit": memory_limit,
+        },
+    )
 
 
 def bound_components() -> list[Component]:
@@ -382,12 +401,12 @@ def bound_components() -> list[Component]:
 
 def ablate_bounds(only: str) -> None:
     cases = list(bound_cases())
-    kinds = {kind: sum(each.kind == kind for each in cases) for kind in ("cells", "V", "one", "looped", "v")}
+    kinds = Counter(case.kind for case in cases)
     whole = [lower_bound(**case.arguments).value for case in cases]
     print("cases whose bound falls without the argument (and the largest fall)")
     print(
         f"{'without':<34}{'lines':>5}"
-        + "".join(f"{f'{kind} ({number})':>18}" for kind, number in kinds.items())
+        + "".join(f"{f'{kind} ({number})':>16}" for kind, number in kinds.items())
     )
     for component in bound_components():
         if only not in component.name:
@@ -398,7 +417,7 @@ def ablate_bounds(only: str) -> None:
         for kind in kinds:
             falls = [1 - b / a for a, b, case in zip(whole, without, cases, strict=True) if case.kind == kind]
             fallen = [fall for fall in falls if fall > 1e-9]
-            columns += f"{f'{len(fallen)} ({max(fallen):.1%})' if fallen else '0':>18}"
+            columns += f"{f'{len(fallen)} ({max(fallen):.1%})' if fallen else '-':>16}"
         print(f"{component.name:<34}{component.lines or '':>5}{columns}", flush=True)
 
 

@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from zbpp.planning.memory_limit import least_that_works, memory_text
+from zbpp.planning.messages import Messages, messages_between
 from zbpp.planning.size_limit import BYTES_PER_SEARCHED_ACTION, check_size
 from zbpp.schedule.costs import Costs, StageCosts
 from zbpp.schedule.simulate import simulate
@@ -69,6 +70,11 @@ class Problem:
     def memory(self) -> list[float]:
         """Change of the memory level by kind."""
         return [self.costs.memory[op][stage] for stage in range(self.num_stages) for op in Op]
+
+    @cached_property
+    def messages(self) -> Messages:
+        """What waits for a message of what, and for how long."""
+        return messages_between(self.rank_of, self.costs.comm)
 
     @cached_property
     def latency(self) -> list[float]:
