@@ -25,12 +25,12 @@ from zbpp.planning import (
     SCHEDULES,
     About,
     Answer,
-    Question,
+    PlanningRequest,
+    RankCosts,
     about_in_words,
     choose,
     compare,
     measured_layers,
-    per_stage_of,
     read_costs,
     read_memory_limit,
     takes_costs,
@@ -135,7 +135,7 @@ def _run(options: argparse.Namespace) -> str:
 # ---------------------------------------------------------------- what is planned
 
 
-def _outcomes(options: argparse.Namespace, costs: Costs) -> Outcomes:
+def _outcomes(options: argparse.Namespace, costs: RankCosts) -> Outcomes:
     if options.timetable:
         timetable = read_timetable("/dev/stdin" if options.timetable == "-" else options.timetable)
         return {Path(options.timetable).stem: simulate(timetable, _own(costs, timetable))}
@@ -155,11 +155,11 @@ def _outcomes(options: argparse.Namespace, costs: Costs) -> Outcomes:
         )
 
 
-def _advice(options: argparse.Namespace, costs: Costs, notes: Sequence[str]) -> str:
+def _advice(options: argparse.Namespace, costs: RankCosts, notes: Sequence[str]) -> str:
     """The commands that train with the best plan, and why; draws the plans that fit, best first."""
     if options.form or options.program is not None:
         raise PlanError("--text, --csv, --json and --program show one schedule: name one instead of --choose")
-    question = Question(
+    request = PlanningRequest(
         num_ranks=options.ranks,
         num_microbatches=options.microbatches,
         costs=costs,
@@ -169,7 +169,7 @@ def _advice(options: argparse.Namespace, costs: Costs, notes: Sequence[str]) -> 
         seed=options.seed,
     )
     with _bar() as show:
-        answer = choose(question, show)
+        answer = choose(request, show)
     advice, commands = render_advice(answer), _commands(options, answer)
     outcomes = {choice.candidate.title: choice.candidate.timeline for choice in answer.ranked}
     notes = [commands, *notes, advice.question]
@@ -266,9 +266,9 @@ def _estimated(options: argparse.Namespace) -> float:
 # ---------------------------------------------------------------- what is read
 
 
-def _costs(options: argparse.Namespace) -> tuple[Costs, About]:
+def _costs(options: argparse.Namespace) -> tuple[RankCosts, About]:
     """The file's costs with the flags' over them, and what the file says of itself."""
-    costs, about = read_costs(options.costs) if options.costs else (Costs(), {})
+    costs, about = read_costs(options.costs) if options.costs else (RankCosts(), {})
     flags = {name: getattr(options, name) for name in _COSTS}
     return replace(costs, **{name: value for name, value in flags.items() if value is not None}), about
 
@@ -276,7 +276,7 @@ def _costs(options: argparse.Namespace) -> tuple[Costs, About]:
 # ---------------------------------------------------------------- what is shown
 
 
-def _draw(options: argparse.Namespace, outcomes: Outcomes, costs: Costs, **texts: Any) -> None:
+def _draw(options: argparse.Namespace, outcomes: Outcomes, costs: RankCosts, **texts: Any) -> None:
     if options.picture:
         render_picture(_timelines(outcomes), options.picture)
     if options.trace:
@@ -288,8 +288,8 @@ def _draw(options: argparse.Namespace, outcomes: Outcomes, costs: Costs, **texts
         Path(options.html).write_text(render_page(timelines, costs=own, memory_limit=limit, **texts))
 
 
-def _own(costs: Costs, timetable: Timetable) -> Costs:
-    return per_stage_of(costs, timetable.num_stages, timetable.num_ranks)
+def _own(costs: RankCosts, timetable: Timetable) -> Costs:
+    return costs.per_stage(timetable.num_stages, timetable.num_ranks)
 
 
 def _figures(options: argparse.Namespace, outcomes: Outcomes) -> str:

@@ -7,7 +7,7 @@ keeps F, B and W of one microbatch on one stage in this order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from zbpp.schedule.dataflow_arrays import producers, stage_of
@@ -28,19 +28,18 @@ class Messages(NamedTuple):
     latency: list[float]
 
 
-def messages_between(rank_of: Sequence[int], comm: Sequence[float]) -> Messages:
-    """The messages of a placement; comm: per stage, the time of a message that leaves it for another rank.
+def messages_between(num_stages: int, message: Callable[[int, int], float]) -> Messages:
+    """message: the time of a message from one stage to another (ms), 0 on one rank.
 
     Raises PlanError if the data-flow table has an action that waits for several other stages.
     """
-    senders = [_senders(kind, values) for kind, values in enumerate(producers(len(rank_of)))]
+    senders = [_senders(kind, values) for kind, values in enumerate(producers(num_stages))]
     receivers: list[tuple[int, ...]] = [() for _ in senders]
     latency = [0.0 for _ in senders]
     for kind, sending in enumerate(senders):
         for sender in sending:
             receivers[sender] = (*receivers[sender], kind)
-            source, target = stage_of(sender), stage_of(kind)
-            latency[kind] = 0.0 if rank_of[source] == rank_of[target] else comm[source]
+            latency[kind] = message(stage_of(sender), stage_of(kind))
     return Messages(senders, receivers, latency)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import NamedTuple
 
+from zbpp.planning.earliest_starts import earliest_starts
 from zbpp.planning.problem import Problem
 from zbpp.planning.search.deadline import Deadline
 from zbpp.planning.search.list_scheduling import PriorityRule, Settings, list_schedule
@@ -72,23 +73,26 @@ class Population:
 
 
 def spare_times(problem: Problem, target: float) -> list[float]:
-    """Per rank, how long it may wait if it is to meet the target: without its work and its idle tail."""
-    times, number = problem.costs.duration, problem.num_microbatches
+    """Per rank, how long it may wait if it is to meet the target (ms): without its work and its idle tail."""
+    times, number = problem.stage_costs.duration, problem.num_microbatches
+    starts = earliest_starts(problem.num_stages, problem.duration, problem.message)
     spare = []
     for rank in range(problem.num_ranks):
-        work = number * (times[Op.F][rank] + times[Op.B][rank] + times[Op.W][rank])
+        time_f, time_b, time_w = (times[op][rank] for op in (Op.F, Op.B, Op.W))
+        work = number * (time_f + time_b + time_w)
         begin = problem.fill[rank] - problem.offsets[rank]
-        spare.append(max(0.0, target - begin - work - _idle_tail(problem, rank)))
+        down_and_back = starts[kind_of(rank, Op.B)] - starts[kind_of(rank, Op.F)] - time_f
+        idle_tail = max(0.0, down_and_back - _work_in_flight(problem, rank))
+        spare.append(max(0.0, target - begin - work - idle_tail))
     return spare
 
 
-def _idle_tail(problem: Problem, rank: int) -> float:
-    """The least wait between a rank's last F and last B: the way down and back, less what can fill it.
+def _work_in_flight(problem: Problem, rank: int) -> float:
+    """The most work (ms) that a rank may have left between its last F and its last B, as memory allows.
 
-    That is what is in flight then: `a` microbatches with B and W to run and `x` with W alone, as many
-    as memory can hold.
+    `a` microbatches wait for B and W, one of them for the last B; `x` wait for W alone.
     """
-    times, memory, number = problem.costs.duration, problem.costs.memory, problem.num_microbatches
+    times, memory, number = problem.stage_costs.duration, problem.stage_costs.memory, problem.num_microbatches
     time_b, time_w = times[Op.B][rank], times[Op.W][rank]
     saved, deferred, limit = memory[Op.F][rank], -memory[Op.W][rank], problem.ceilings[rank]
     most = 0.0
@@ -98,16 +102,7 @@ def _idle_tail(problem: Problem, rank: int) -> float:
         x = number - a if deferred <= 0 or limit == math.inf else int((limit - a * saved) / deferred)
         x = min(x, number - a)
         most = max(most, (a - 1) * (time_b + time_w) + x * time_w)
-    return max(0.0, _way_down_and_back(problem, rank) - most)
-
-
-def _way_down_and_back(problem: Problem, rank: int) -> float:
-    """From the end of a rank's F to the start of its B of the same microbatch, the least (ms)."""
-    times, latency = problem.costs.duration, problem.messages.latency
-    below = range(rank + 1, problem.num_ranks)
-    forward = sum(latency[kind_of(each, Op.F)] + times[Op.F][each] for each in below)
-    backward = sum(latency[kind_of(each, Op.B)] + times[Op.B][each] for each in below)
-    return forward + backward + latency[kind_of(rank, Op.B)]
+    return most
 
 
 def first_settings(problem: Problem) -> Iterator[Settings]:
@@ -128,7 +123,7 @@ def first_settings(problem: Problem) -> Iterator[Settings]:
 
 def _late_from(problem: Problem, rank: int) -> int:
     """F's from here on may still be in flight when the last F has run."""
-    saved, limit = problem.costs.memory[Op.F][rank], problem.limits[rank]
+    saved, limit = problem.stage_costs.memory[Op.F][rank], problem.limits[rank]
     held = limit / saved if saved > 0 else math.inf
     return max(0, problem.num_microbatches - int(min(held, problem.num_microbatches)))
 

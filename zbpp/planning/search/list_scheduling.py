@@ -95,8 +95,8 @@ class _Rank:
 
     def __init__(self, problem: Problem, index: int, spare_time: float, settings: Settings) -> None:
         self.index, self.spare_time = index, spare_time
-        self.time = [problem.costs.duration[op][index] for op in Op]
-        self.memory = [problem.costs.memory[op][index] for op in Op]
+        self.time = [problem.stage_costs.duration[op][index] for op in Op]
+        self.memory = [problem.stage_costs.memory[op][index] for op in Op]
         self.most_before_f = problem.ceilings[index] - self.memory[F]
         self.most_before_b = problem.ceilings[index] - self.memory[B]
         self.for_f: list[float] = []  # when messages for F's, and
