@@ -1,70 +1,70 @@
-"""Which priority rules suit these costs: a small population of settings, mutated and selected."""
+"""Which priority rules suit these costs: a small population of them, mutated and selected."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from zbpp.planning.earliest_starts import earliest_starts
 from zbpp.planning.problem import Problem
 from zbpp.planning.search.deadline import Deadline
-from zbpp.planning.search.list_scheduling import PriorityRule, Settings, list_schedule
+from zbpp.planning.search.list_scheduling import PriorityRule, list_schedule
 from zbpp.schedule.dataflow_arrays import kind_of
 from zbpp.schedule.timetable import Op
 
 _PATIENCE = (0.0, 0.1, 0.3, 0.6, 1.0)
 _IDLE_SHARE = (0.0, 0.3, 0.6, 0.8, 1.0, 1.2, 2.0)
-_STEPS = (-2, -1, 1, 2)  # of whole numbers
-_RULES = tuple(field.name for field in fields(PriorityRule))
 _POPULATION = 8
 _MOST_EQUAL = 3  # candidates of one objective: they are mostly the same plan
 
+Rules = list[PriorityRule]  # per rank
+
 
 class Candidate(NamedTuple):
-    """Settings, the objective of the plan that they give, and per rank the kinds of that plan in order."""
+    """Rules, the objective of the plan that they give, and per rank the kinds of that plan in order."""
 
     value: float
     born: int
-    settings: Settings
+    rules: Rules
     kinds: list[list[int]]
 
 
 class Population:
-    """The best settings so far, best first; of equals the youngest first, so that the population drifts."""
+    """The best rules so far, best first; of equals the youngest first, so that the population drifts."""
 
     def __init__(self, problem: Problem, target: float, rng: random.Random) -> None:
         self.problem, self.rng = problem, rng
         self.spare_times = spare_times(problem, target)
         self.candidates: list[Candidate] = []
         self.num_born = 0
-        self._first = first_settings(problem)
+        self._first = first_rules(problem)
 
     @property
     def best(self) -> Candidate:
         return self.candidates[0]
 
     def advance(self, num_runs: int, deadline: Deadline, goal: float) -> None:
-        """Try so many settings: the fixed ones first, then children."""
+        """Try rules for so many runs: the fixed ones first, then children."""
         for _ in range(num_runs):
             if deadline.over or (self.candidates and self.best.value <= goal):
                 return
-            self._try(next(self._first, None) or self._child())
+            first = next(self._first, None)
+            self._try(self._child() if first is None else first)
 
-    def _child(self) -> Settings:
+    def _child(self) -> Rules:
         parent = min(int(self.rng.expovariate(0.5)), len(self.candidates) - 1)
-        return _mutated(self.candidates[parent].settings, self.rng)
+        return _mutated(self.candidates[parent].rules, self.rng)
 
-    def _try(self, settings: Settings) -> None:
-        value, kinds = list_schedule(self.problem, self.spare_times, settings)
+    def _try(self, rules: Rules) -> None:
+        value, kinds = list_schedule(self.problem, self.spare_times, rules)
         self.num_born += 1
         if self.candidates and value == math.inf:
             return
         candidates = self.candidates
-        candidates.append(Candidate(value, self.num_born, settings, kinds))
+        candidates.append(Candidate(value, self.num_born, rules, kinds))
         candidates.sort(key=lambda each: (each.value, -each.born))
         equal = [each for each in candidates if abs(each.value - value) <= self.problem.tolerance]
         if len(equal) > _MOST_EQUAL:
@@ -105,47 +105,20 @@ def _work_in_flight(problem: Problem, rank: int) -> float:
     return most
 
 
-def first_settings(problem: Problem) -> Iterator[Settings]:
-    """The same rule for all ranks, in all variants, with the cap at which F's and B's meet halfway."""
-    late_from = [_late_from(problem, rank) for rank in range(problem.num_ranks)]
-    caps = [2 * (problem.num_ranks - rank) - 1 for rank in range(problem.num_ranks)]
-    either = (True, False)
-    variants = itertools.product(either, either, either, _PATIENCE)
-    for forward_first, strict_cap, free_memory, patience in variants:
-        if strict_cap and not forward_first:
-            continue
-        rules = [
-            PriorityRule(forward_first, cap, strict_cap, free_memory, patience, idle_share=1.0, fuse=pays)
-            for cap, pays in zip(caps, problem.whole_pays, strict=True)
-        ]
-        yield Settings(rules, rules, late_from)
+def first_rules(problem: Problem) -> Iterator[Rules]:
+    """Each patience, the same for all ranks."""
+    for patience in _PATIENCE:
+        yield [PriorityRule(patience, idle_share=1.0, fuse=pays) for pays in problem.whole_pays]
 
 
-def _late_from(problem: Problem, rank: int) -> int:
-    """F's from here on may still be in flight when the last F has run."""
-    saved, limit = problem.stage_costs.memory[Op.F][rank], problem.limits[rank]
-    held = limit / saved if saved > 0 else math.inf
-    return max(0, problem.num_microbatches - int(min(held, problem.num_microbatches)))
-
-
-def _mutated(settings: Settings, rng: random.Random) -> Settings:
+def _mutated(rules: Rules, rng: random.Random) -> Rules:
     """One to three changes, each the same one on neighbouring ranks."""
-    early, late, late_from = list(settings.early), list(settings.late), list(settings.late_from)
+    mutated = list(rules)
     for _ in range(rng.choice((1, 1, 2, 3))):
-        ranks = _neighbours(len(late_from), rng)
-        changed = rng.choice(("early", "late", "both", "late_from"))
-        if changed == "late_from":
-            step = rng.choice(_STEPS)
-            for rank in ranks:
-                late_from[rank] = max(0, late_from[rank] + step)
-            continue
-        name, draw = rng.choice(_RULES), rng.random()
-        for rank in ranks:
-            if changed in ("early", "both"):
-                early[rank] = _changed(early[rank], name, draw)
-            if changed in ("late", "both"):
-                late[rank] = _changed(late[rank], name, draw)
-    return Settings(early, late, late_from)
+        name, draw = rng.choice(("patience", "idle_share", "fuse")), rng.random()
+        for rank in _neighbours(len(rules), rng):
+            mutated[rank] = _changed(mutated[rank], name, draw)
+    return mutated
 
 
 def _neighbours(num_ranks: int, rng: random.Random) -> range:
@@ -157,11 +130,9 @@ def _neighbours(num_ranks: int, rng: random.Random) -> range:
 def _changed(rule: PriorityRule, name: str, draw: float) -> PriorityRule:
     """The rule with one value drawn anew; draw: from 0 to 1, the same for ranks that change alike."""
     match name:
-        case "cap":
-            return replace(rule, cap=max(1, rule.cap + _STEPS[int(draw * len(_STEPS))]))
         case "patience":
             return replace(rule, patience=_PATIENCE[int(draw * len(_PATIENCE))])
         case "idle_share":
             return replace(rule, idle_share=_IDLE_SHARE[int(draw * len(_IDLE_SHARE))])
         case _:
-            return replace(rule, **{name: not getattr(rule, name)})
+            return replace(rule, fuse=not rule.fuse)

@@ -68,7 +68,7 @@ class _Insertion:
             return  # with nothing to free, the plan ends here
         arrival = 0.0 if self.sender[kind] is None else self.arrival.get(action, math.inf)
         if arrival <= now:
-            self._run(now, rank, action, kind)
+            self._run_next(now, rank, action, kind)
         elif pending and self._wait(now, arrival, kind) >= self.least_wait * self._next_w(rank):
             self._run_w(now, rank)
         elif arrival < math.inf:
@@ -86,26 +86,24 @@ class _Insertion:
     def _next_w(self, rank: int) -> float:
         return self.problem.duration[self.pending[rank][-1] // self.number]
 
-    def _run(self, now: float, rank: int, action: int, kind: int) -> None:
-        end = self._append(now, rank, action, kind)
+    def _run_next(self, now: float, rank: int, action: int, kind: int) -> None:
+        self._run(now, rank, action, kind)
         self.reached[rank] += 1
-        receiver = self.receiver[kind]
-        if receiver is not None:
-            self._send(now, action + (receiver - kind) * self.number, end + self.latency[receiver])
         if op_of(kind) == B:
             self.pending[rank].insert(0, action + (W - B) * self.number)
 
     def _run_w(self, now: float, rank: int) -> None:
         action = self.pending[rank].pop()
-        self._append(now, rank, action, action // self.number)
+        self._run(now, rank, action, action // self.number)
 
-    def _append(self, now: float, rank: int, action: int, kind: int) -> float:
-        end = now + self.problem.duration[kind]
+    def _run(self, now: float, rank: int, action: int, kind: int) -> None:
+        self.free[rank] = end = now + self.problem.duration[kind]
         self.level[rank] += self.problem.memory[kind]
         self.plan[rank].append(action)
-        self.free[rank] = end
         heappush(self.events, (end, rank))
-        return end
+        receiver = self.receiver[kind]
+        if receiver is not None:
+            self._send(now, action + (receiver - kind) * self.number, end + self.latency[receiver])
 
     def _send(self, now: float, target: int, arrival: float) -> None:
         """From the sender's start on the arrival is known: the rank that waits for it may choose again."""

@@ -5,15 +5,16 @@ arrive, and with it every rank after. But a rank that is to finish at a target X
 X less its work, less the waiting time at its end that no plan avoids. Here a rank may spend this time
 where waiting pays. Only when it is used up, the rank must run whatever it has.
 
-A `PriorityRule` says what a rank prefers. No rule is best everywhere, so many are tried (evolve.py).
+With an F and a B both there, a rank runs the F, as long as fewer than 2(p - rank) - 1 microbatches are
+in flight: then F's and B's meet halfway. An F for which there is no memory lets a W run first. How
+long a rank waits is set by its `PriorityRule`; no rule is best everywhere (evolve.py tries many).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heapreplace
 from math import inf
-from typing import NamedTuple
 
 from zbpp.planning.problem import Problem
 from zbpp.schedule.dataflow_arrays import kind_of, op_of, stage_of
@@ -27,54 +28,40 @@ _WAIT = -1
 class PriorityRule:
     """What one rank does when there is a choice.
 
-    forward_first: with an F and a B both there, take the F, if fewer than `cap` microbatches are in flight.
-    cap: see there; strict_cap: at the cap, take no F even if only an F is there.
-    free_memory: with an F there and no memory for it, run a W at once, even if a B is there, or soon will be.
     patience: with only an F there, wait for a B that arrives within this many times the F's duration.
     idle_share: how much of its spare time the rank may wait.
     fuse: with no W left over, run a BW instead of a B.
     """
 
-    forward_first: bool
-    cap: int
-    strict_cap: bool
-    free_memory: bool
     patience: float
     idle_share: float
     fuse: bool
 
 
-class Settings(NamedTuple):
-    """Per rank, its rule for the F's before `late_from`, and its rule from that F on."""
-
-    early: list[PriorityRule]
-    late: list[PriorityRule]
-    late_from: list[int]
-
-
 def list_schedule(
-    problem: Problem, spare_time: list[float], settings: Settings
+    problem: Problem, spare_times: list[float], rules: list[PriorityRule]
 ) -> tuple[float, list[list[int]]]:
     """One run: its objective (inf if it got stuck), and per rank the kinds in order.
 
-    spare_time: per rank, how long it may wait if it is to meet the target (ms).
+    spare_times: per rank, how long it may wait if it is to meet the target (ms).
     """
-    ranks = [_Rank(problem, index, spare_time[index], settings) for index in range(problem.num_ranks)]
+    ranks = [_Rank(problem, index, *each) for index, each in enumerate(zip(spare_times, rules, strict=True))]
     _connect(problem, ranks)
     events = [(0.0, index) for index in range(problem.num_ranks)]
     while events:
-        now, index = heappop(events)
+        now, index = events[0]
         rank = ranks[index]
         op = rank.choose(now)
         if op != _WAIT:
             receiver = rank.run(op, now)
-            heappush(events, (rank.free, index))
+            heapreplace(events, (rank.free, index))
             if receiver and receiver.asleep:
                 receiver.asleep = False
                 heappush(events, (now, receiver.index))
         elif rank.wake < inf:
-            heappush(events, (rank.wake, index))
+            heapreplace(events, (rank.wake, index))
         else:
+            heappop(events)
             rank.asleep = True
     complete = all(rank.num_w == problem.num_microbatches for rank in ranks)
     value = max(rank.free - offset for rank, offset in zip(ranks, problem.offsets, strict=True))
@@ -82,66 +69,54 @@ def list_schedule(
 
 
 class _Rank:
-    """One rank while the plan is made: its costs, its rules, and what it has done so far.
+    """One rank while the plan is made: its costs, its rule, and what it has done so far.
 
-    Its methods run once per action and a thousand times per search: hence slots, and few calls.
+    A search calls its methods a million times: hence slots, few calls, and ceilings subtracted beforehand.
     """
 
     __slots__ = (
-        *("index", "time", "memory", "most_before_f", "most_before_b", "for_f", "for_b", "outlets"),
-        *("rule", "late_rule", "late_from", "least_wait", "most_idle", "spare_time"),
+        *("index", "time", "memory", "most_before_f", "most_before_b"),
+        *("cap", "fuse", "least_wait", "most_idle"),
+        *("for_f", "for_b", "outlets"),
         *("num_f", "num_b", "num_w", "level", "free", "idle", "wake", "asleep", "ops"),
     )
 
-    def __init__(self, problem: Problem, index: int, spare_time: float, settings: Settings) -> None:
-        self.index, self.spare_time = index, spare_time
+    def __init__(self, problem: Problem, index: int, spare_time: float, rule: PriorityRule) -> None:
+        self.index = index
         self.time = [problem.stage_costs.duration[op][index] for op in Op]
         self.memory = [problem.stage_costs.memory[op][index] for op in Op]
-        self.most_before_f = problem.ceilings[index] - self.memory[F]
+        self.most_before_f = problem.ceilings[index] - self.memory[F]  # of the memory level
         self.most_before_b = problem.ceilings[index] - self.memory[B]
+        self.cap = 2 * (problem.num_ranks - index) - 1  # of microbatches in flight
+        self.fuse = rule.fuse
+        self.least_wait = rule.patience * self.time[F]
+        self.most_idle = rule.idle_share * spare_time
         self.for_f: list[float] = []  # when messages for F's, and
         self.for_b: list[float] = []  # for B's and BW's arrive
         self.outlets: list[tuple[_Rank, list[float], float] | None] = [None] * len(Op)
-        self.late_rule, self.late_from = settings.late[index], settings.late_from[index]
         self.num_f = self.num_b = self.num_w = 0
         self.level = self.free = self.idle = self.wake = 0.0
         self.asleep = False
         self.ops: list[int] = []
-        self._follow(settings.late[index] if self.late_from == 0 else settings.early[index])
-
-    def _follow(self, rule: PriorityRule) -> None:
-        self.rule = rule
-        self.least_wait = rule.patience * self.time[F]
-        self.most_idle = rule.idle_share * self.spare_time
 
     def choose(self, now: float) -> int:
         """The op to run now; or _WAIT, and `wake` is when to choose again (inf: when a message is sent)."""
-        for_f, for_b, num_f, num_b, rule = self.for_f, self.for_b, self.num_f, self.num_b, self.rule
+        for_f, for_b, num_f, num_b = self.for_f, self.for_b, self.num_f, self.num_b
         next_f = for_f[num_f] if num_f < len(for_f) else inf
         next_b = for_b[num_b] if num_b < len(for_b) else inf
-        fits = self.level <= self.most_before_f
-        below_cap = num_f - num_b < rule.cap
-        has_w = self.num_w < num_b
+        fits, has_w = self.level <= self.most_before_f, self.num_w < num_b
         if next_b <= now:
-            if next_f <= now and rule.forward_first and below_cap:
-                if fits:
-                    return F
-                if rule.free_memory and has_w:
-                    return W
-            if rule.fuse and not has_w:
+            if next_f <= now and num_f - num_b < self.cap and (fits or has_w):
+                return F if fits else W
+            if not has_w and (self.fuse or self.level > self.most_before_b):
                 return BW
-            if self.level > self.most_before_b:
-                return W if has_w else BW
-            return B
-        may_run_f = fits and (below_cap or not rule.strict_cap)
-        most = self.most_idle - self.idle + self.free  # the rank may wait until then
-        if next_f <= now and may_run_f:
+            return B if self.level <= self.most_before_b else W
+        wait_ends = self.free - self.idle + self.most_idle  # by then the rank has used up its spare time
+        if next_f <= now and fits:
             self.wake = next_b
-            return F if next_b - now >= self.least_wait or next_b > most else _WAIT
-        self.wake = wake = next_f if may_run_f and next_f < next_b else next_b
-        if has_w and (
-            wake - now >= self.time[W] or wake > most or (rule.free_memory and not fits and next_f <= now)
-        ):
+            return F if next_b - now >= self.least_wait or next_b > wait_ends else _WAIT
+        self.wake = wake = next_f if fits and next_f < next_b else next_b
+        if has_w and (next_f <= now or wake - now >= self.time[W] or wake > wait_ends):
             return W
         return _WAIT
 
@@ -154,8 +129,6 @@ class _Rank:
         self.ops.append(op)
         if op == F:
             self.num_f += 1
-            if self.num_f == self.late_from:
-                self._follow(self.late_rule)
         elif op == W:
             self.num_w += 1
         else:
@@ -170,7 +143,7 @@ class _Rank:
 
 
 def _connect(problem: Problem, ranks: list[_Rank]) -> None:
-    """Give each op its outlet: the rank that gets its result, its arrival times there, and the latency.
+    """Give each op its outlet: the rank that gets its result, the arrival times there, and the latency.
 
     Stage r is on rank r, and the results of an op all go to one rank.
     """
