@@ -23,6 +23,7 @@ from zbpp.planning.memory_limit import (
     fits,
     limits_per_rank,
 )
+from zbpp.planning.messages import Messages, messages_between
 from zbpp.planning.objective import MAKESPAN, SPAN, check_objective, objective_value
 from zbpp.planning.placement import place_stages, placement_name
 from zbpp.planning.size_limit import BYTES_PER_SEARCHED_ACTION, check_count, check_size
@@ -127,6 +128,11 @@ class Problem:
     def message(self, source: int, target: int) -> float:
         """The time (ms) of a message from one stage to another: 0 on one rank."""
         return 0.0 if self.rank_of[source] == self.rank_of[target] else self.stage_costs.comm[source]
+
+    @cached_property
+    def messages(self) -> Messages:
+        """The messages that actions wait for, by kind."""
+        return messages_between(self.num_stages, self.message)
 
     @cached_property
     def latency(self) -> list[float]:
