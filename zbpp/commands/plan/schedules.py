@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from zbpp.commands.plan.arguments import SEARCH_SECONDS, Inputs
@@ -14,7 +15,7 @@ from zbpp.planning import SCHEDULES, compare, per_stage_of
 from zbpp.render import render_figures, render_table, render_text
 from zbpp.schedule import PlanError, Timeline, Timetable, lower, read_timetable, simulate, to_csv
 
-_FORMS = {"text": str, "csv": to_csv}
+_FORMS: dict[str, Callable[[Timetable], str]] = {"text": str, "csv": to_csv}
 
 
 def show(options: argparse.Namespace, inputs: Inputs) -> str:
