@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from zbpp.planning import compare, plan
+from zbpp.planning import RankCosts, compare, plan
 from zbpp.render import chrome_trace, render_figures, render_picture, render_table, render_text
 from zbpp.schedule import Costs, CostsInBytes, PlanError, Timetable, simulate
 
@@ -118,7 +118,7 @@ def test_figures_are_per_rank_and_largest():
 
 def test_compare_runs_the_same_model_under_every_schedule():
     """A rank's work is the same whether it is one stage or two; so is what it holds."""
-    outcomes = compare(["1f1b", "zb_v"], 2, 8, costs=Costs(f=4, b=4, w=4, comm=0))
+    outcomes = compare(["1f1b", "zb_v"], 2, 8, costs=RankCosts(f=4, b=4, w=4, comm=0))
     assert {outcome.max_span - outcome.idle(0) for outcome in outcomes.values()} == {8 * 12}
     assert outcomes["zb_v"].peak_memory == (2, 2)
 

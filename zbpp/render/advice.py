@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from textwrap import fill
 from typing import NamedTuple
 
-from zbpp.planning.choose import LADDER, Answer, Choice, num_messages
+from zbpp.planning.choose import SWEEP_PLACEMENTS, Answer, Choice, num_messages
 from zbpp.planning.memory_limit import memory_text
 from zbpp.render.statements import SHAPES, in_memory, statements
 from zbpp.render.style import peak_text
@@ -42,18 +42,18 @@ def render_advice(answer: Answer) -> Advice:
 
 
 def _question(answer: Answer) -> str:
-    question = answer.question
-    limit = question.memory_limit
+    request = answer.request
+    limit = request.memory_limit
     most = "no memory limit" if limit is None else f"at most {in_memory(answer, limit)} per rank"
     return (
-        f"{question.num_ranks} ranks, {question.num_microbatches} microbatches, {most}; times in ms, best "
-        f"{question.objective} first.\n1.00p is 1F1B's memory, {_amount(answer, question.unit)}.\n"
+        f"{request.num_ranks} ranks, {request.num_microbatches} microbatches, {most}; times in ms, best "
+        f"{request.objective} first.\n1.00p is 1F1B's memory, {_amount(answer, request.memory_of_1f1b)}.\n"
         "Bound: no plan with the row's placement takes less."
     )
 
 
 def _amount(answer: Answer, memory: float) -> str:
-    unit = answer.question.costs.memory_unit
+    unit = answer.request.costs.memory_unit
     text = memory_text(memory, unit)
     return f"{text} activations of one rank's share of the model" if unit == ACTIVATIONS else text
 
@@ -72,7 +72,7 @@ def _decimals(answer: Answer) -> int:
 
 
 def _peak_name(answer: Answer) -> str:
-    return "peak memory" if answer.question.costs.memory_unit == BYTES else "peak activations"
+    return "peak memory" if answer.request.costs.memory_unit == BYTES else "peak activations"
 
 
 def _row(choice: Choice, decimals: int) -> tuple[str, ...]:
@@ -114,22 +114,25 @@ def _refused(answer: Answer) -> str:
 
 def _ladder(answer: Answer) -> str:
     """With more or less memory: what was found, and its bound."""
-    columns = [column for placement in LADDER for column in (SHAPES[placement], "bound", "gap")]
-    limits = answer.question.limits
+    columns = [column for placement in SWEEP_PLACEMENTS for column in (SHAPES[placement], "bound", "gap")]
+    limits = answer.request.limits
     rows = [
-        (in_memory(answer, limit), *_cells(answer, [answer.best(placement, limit) for placement in LADDER]))
+        (
+            in_memory(answer, limit),
+            *_cells(answer, [answer.best(placement, limit) for placement in SWEEP_PLACEMENTS]),
+        )
         for limit in limits
     ]
-    return _table([(f"best {answer.question.objective} at", *columns), *rows])
+    return _table([(f"best {answer.request.objective} at", *columns), *rows])
 
 
 def _post_validation(answer: Answer) -> str:
     """The largest span is what counts then: the optimizer step is no barrier."""
-    limits = answer.question.span_limits
+    limits = answer.request.span_limits
     columns = [column for limit in limits for column in (f"at {in_memory(answer, limit)}", "bound", "gap")]
     rows = [
         (SHAPES[placement], *_cells(answer, [answer.best(placement, limit, "span") for limit in limits]))
-        for placement in LADDER
+        for placement in SWEEP_PLACEMENTS
     ]
     return _table([("best max span (post-validation)", *columns), *rows])
 

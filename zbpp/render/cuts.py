@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from zbpp.partition import loads, partition
 from zbpp.planning.memory_limit import quantity
-from zbpp.planning.problem import PLACEMENTS, placed
+from zbpp.planning.placement import PLACEMENTS, place_stages
 from zbpp.render.table import aligned
 from zbpp.schedule.timetable import PlanError
 
@@ -28,7 +28,7 @@ def render_cuts(layers: Sequence[float], num_ranks: int, *, first: float = 0.0, 
     rows = [("placement", "stages", "cut", "heaviest rank", "heaviest stage")]
     ends = ["layers per stage"]
     for placement in PLACEMENTS:
-        rank_of = placed(num_ranks, placement, None)
+        rank_of = place_stages(num_ranks, placement)
         for name, counts in _cuts(layers, rank_of, first, last).items():
             stages = loads(counts, layers, first=first, last=last)
             rows.append((placement, str(len(stages)), name, *_heaviest(stages, rank_of)))

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zbpp.families import FAMILIES
-from zbpp.planning.choose import EQUAL, LADDER, PLACEMENTS, Answer, Choice, Limit
-from zbpp.planning.memory_limit import memory_text
+from zbpp.planning.choose import SWEEP_PLACEMENTS, Answer, Choice
+from zbpp.planning.memory_limit import MemoryLimit, memory_text
+from zbpp.planning.placement import PLACEMENTS
+from zbpp.planning.tolerance import EQUAL
 from zbpp.render.table import digits
 
 SHAPES = {"one": "one stage per rank", "looped": "a loop of two stages per rank", "v": "a V"}
@@ -39,13 +41,13 @@ def statements(answer: Answer) -> list[Statement]:
     ]
 
 
-def in_memory(answer: Answer, limit: Limit) -> str:
+def in_memory(answer: Answer, limit: MemoryLimit) -> str:
     """`10 (1.25p)`: a limit, and how much that is of 1F1B's memory."""
     if limit is None:
         return "any memory"
     if not isinstance(limit, int | float):
         return "the given memory"
-    unit, text = answer.question.unit, memory_text(limit, answer.question.costs.memory_unit)
+    unit, text = answer.request.memory_of_1f1b, memory_text(limit, answer.request.costs.memory_unit)
     return f"{text} ({limit / unit:.2f}p)" if unit else text
 
 
@@ -55,28 +57,28 @@ def _ms(time: float) -> str:
 
 def _optimal_families(answer: Answer) -> Iterator[Statement]:
     """Families that no plan with their placement beats in the memory that they need."""
-    question = answer.question
+    request = answer.request
     for candidate in answer.candidates:
         peak = max(candidate.timeline.peak_memory)
-        bound = question.bound(candidate.placement, peak)
+        bound = request.bound(candidate.placement, peak)
         if candidate.name not in FAMILIES or bound is None:
             continue
-        choice = Choice(candidate, question.objective, bound)
+        choice = Choice(candidate, request.objective, bound)
         if choice.proved_optimal:
             text = (
                 f"{candidate.name} is optimal at {in_memory(answer, peak)} with "
-                f"{SHAPES[candidate.placement]}: {question.objective} {_ms(choice.value)}, which is the bound"
+                f"{SHAPES[candidate.placement]}: {request.objective} {_ms(choice.value)}, which is the bound"
             )
             yield Statement("optimal family", text, proved=True)
 
 
 def _beaten_placements(answer: Answer) -> Iterator[Statement]:
     """Placements with which nothing under the same limit is as good as the best plan found."""
-    question = answer.question
-    limit = question.memory_limit
+    request = answer.request
+    limit = request.memory_limit
     best = answer.best_of_all(limit)
     for placement in PLACEMENTS if best else ():
-        bound = question.bound(placement, limit)
+        bound = request.bound(placement, limit)
         if best and bound and best.value < bound.value * (1 - EQUAL):
             text = (
                 f"at {in_memory(answer, limit)} {SHAPES[best.candidate.placement]} takes {_ms(best.value)}; "
@@ -87,11 +89,11 @@ def _beaten_placements(answer: Answer) -> Iterator[Statement]:
 
 def _twice_the_memory(answer: Answer) -> Iterator[Statement]:
     """The smallest limit at which a V beats what one stage per rank, or zb_2p, does at 2p."""
-    question = answer.question
-    twice, paper = 2 * question.unit, answer.named("zb_2p")
-    bound = question.bound("one", twice)
-    theirs = paper.value(question.objective) if paper else 0.0
-    for limit in question.limits:
+    request = answer.request
+    twice, paper = 2 * request.memory_of_1f1b, answer.named("zb_2p")
+    bound = request.bound("one", twice)
+    theirs = paper.value(request.objective) if paper else 0.0
+    for limit in request.limits:
         choice = answer.best("v", limit)
         if not choice or not bound or not isinstance(limit, int | float) or limit >= twice:
             continue
@@ -108,10 +110,10 @@ def _twice_the_memory(answer: Answer) -> Iterator[Statement]:
 
 def _sufficient_limits(answer: Answer) -> Iterator[Statement]:
     """The limits past which (nearly) nothing is gained: a plan there meets the bound without a limit."""
-    question = answer.question
-    for placement in LADDER:
-        free = question.bound(placement, None)
-        choices = [(limit, answer.best(placement, limit)) for limit in question.limits]
+    request = answer.request
+    for placement in SWEEP_PLACEMENTS:
+        free = request.bound(placement, None)
+        choices = [(limit, answer.best(placement, limit)) for limit in request.limits]
         for most in (EQUAL, _NEARLY):
             enough = [
                 (limit, choice)
@@ -123,7 +125,7 @@ def _sufficient_limits(answer: Answer) -> Iterator[Statement]:
                 gain = 1 - free.value / choice.value
                 text = (
                     f"{SHAPES[placement]}: more memory than {in_memory(answer, limit)} gains "
-                    f"{'nothing' if most == EQUAL else f'at most {gain:.2%}'}: {question.objective} "
+                    f"{'nothing' if most == EQUAL else f'at most {gain:.2%}'}: {request.objective} "
                     f"{_ms(choice.value)} there, and {_ms(free.value)} or more with any memory"
                 )
                 yield Statement("sufficient limit", text, proved=True)
@@ -132,9 +134,9 @@ def _sufficient_limits(answer: Answer) -> Iterator[Statement]:
 
 def _splitting(answer: Answer) -> Iterator[Statement]:
     """Whether the best plan beats every plan with its placement whose backwards are whole."""
-    question = answer.question
-    best = answer.best_of_all(question.memory_limit)
-    whole = best and question.bound(best.candidate.placement, question.memory_limit, splits=False)
+    request = answer.request
+    best = answer.best_of_all(request.memory_limit)
+    whole = best and request.bound(best.candidate.placement, request.memory_limit, splits=False)
     if best and whole and best.value < whole.value * (1 - EQUAL):
         text = (
             f"splitting pays: with whole backwards, {SHAPES[best.candidate.placement]} takes "
@@ -145,10 +147,10 @@ def _splitting(answer: Answer) -> Iterator[Statement]:
 
 def _post_validation(answer: Answer) -> Iterator[Statement]:
     """What a step costs if the optimizer is no barrier (max span), and if it is one (makespan)."""
-    question = answer.question
-    for limit in question.span_limits:
+    request = answer.request
+    for limit in request.span_limits:
         span, makespan = answer.best_of_all(limit, "span"), answer.best_of_all(limit, "makespan")
-        bounds = [question.bound(placement, limit, "makespan") for placement in PLACEMENTS]
+        bounds = [request.bound(placement, limit, "makespan") for placement in PLACEMENTS]
         least = min((bound.value for bound in bounds if bound), default=0.0)
         if span and makespan and span.value < makespan.value * (1 - EQUAL):
             text = (
