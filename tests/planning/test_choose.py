@@ -128,8 +128,8 @@ def test_post_validation_pays_with_memory():
     answer = known(asked, *to_the_bound(asked, [16]), *to_the_bound(asked, [16], objective="span"))
     assert texts(answer, "post-validation pays") == [
         "post-validation, which zbpp does not have yet, would pay at 16 (2.00p): a step would cost its "
-        "largest span, 714 ms (one stage per rank); now it costs its makespan, 773 ms, 738 ms or more with these "
-        "placements"
+        "largest span, 714 ms (one stage per rank); now it costs its makespan, 773 ms, 738 ms or more with "
+        "these placements"
     ]
 
 
