@@ -1,12 +1,12 @@
-"""`zb_auto`: the door to the search."""
+"""`zb_auto`: the entry to the search."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zbpp.planning.problem import pose
+from zbpp.planning.problem import Problem
 from zbpp.planning.search.deadline import Deadline
-from zbpp.planning.search.local_search import Hunt, Progress
+from zbpp.planning.search.local_search import LocalSearch, Progress
 from zbpp.planning.search.paper_planner import paper_plan
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.timetable import PlanError, Timetable
@@ -46,11 +46,19 @@ def zb_auto(
     rank), for arguments out of range, and for a placement that contradicts stages_per_rank or, with
     search=False, is not "one".
     """
-    problem = pose(num_ranks, num_microbatches, costs, memory_limit, placement, stages_per_rank, objective)
+    problem = Problem.placed(
+        num_ranks,
+        num_microbatches,
+        costs=costs,
+        memory_limit=memory_limit,
+        placement=placement,
+        stages_per_rank=stages_per_rank,
+        objective=objective,
+    )
     if not time_limit >= 0:  # NaN too
         raise PlanError(f"time_limit={time_limit!r}: write seconds, 0 or more")
     if search:
-        return problem.timetable_of(Hunt(problem, Deadline(time_limit), seed, progress).run())
+        return problem.timetable_of(LocalSearch(problem, Deadline(time_limit), seed, progress).run())
     if problem.placement != "one":
         raise PlanError(f"the paper's planner (search=False) has one stage per rank, not {placement!r}")
     return problem.timetable_of(paper_plan(problem))

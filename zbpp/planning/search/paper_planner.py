@@ -1,7 +1,7 @@
 """The planner of Zero Bubble (arXiv:2401.10241, section 3.1): memory-limited, one stage per rank.
 
-A line of ranks is filled microbatch by microbatch: F's travel down, B's come back up, and W's go
-where a rank would wait, or where memory is short. Three of its choices can go either way, and none
+The plan grows microbatch by microbatch: its F's go down the ranks, its B's come back up, and W's go
+where a rank would wait, or where memory is short. Three choices can go either way, and neither way
 is always right, so all eight combinations run and the smallest max span wins:
 
     early    before the first B, take an F even if B could already start when that F ends
@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import itertools
 
-from zbpp.planning.problem import Plan, Problem, pose
+from zbpp.planning.problem import Plan, Problem
 from zbpp.schedule.costs import Costs
+from zbpp.schedule.dataflow_arrays import kind_of, op_of, stage_of
 from zbpp.schedule.timetable import Op, Timetable
 
 F, B, W = int(Op.F), int(Op.B), int(Op.W)
@@ -49,7 +50,7 @@ def memory_of_1f1b(costs: Costs, num_ranks: int) -> float:
 
 def _within(multiple: int, num_ranks: int, num_microbatches: int, costs: Costs) -> Timetable:
     limit = multiple * memory_of_1f1b(costs, num_ranks)
-    problem = pose(num_ranks, num_microbatches, costs, limit, "one", None, "span")
+    problem = Problem.placed(num_ranks, num_microbatches, costs=costs, memory_limit=limit, objective="span")
     return problem.timetable_of(paper_plan(problem))
 
 
@@ -58,7 +59,7 @@ def paper_plan(problem: Problem) -> Plan:
 
     Raises PlanError if B's need more memory than a rank has: this planner knows no whole backward.
     """
-    memory = problem.costs.memory
+    memory = problem.stage_costs.memory
     floor = [max(held, held + memory[Op.B][rank]) for rank, held in enumerate(memory[Op.F])]
     problem.require(floor)
     runs = [_Line(problem, *choices).run() for choices in itertools.product((False, True), repeat=3)]
@@ -73,8 +74,8 @@ class _Line:
         self.early, self.backward, self.lazy = early, backward, lazy
         ranks = range(problem.num_ranks)
         self.last, self.number = problem.num_ranks - 1, problem.num_microbatches
-        self.time = [[problem.costs.duration[op][rank] for rank in ranks] for op in (Op.F, Op.B, Op.W)]
-        self.change = [[problem.costs.memory[op][rank] for rank in ranks] for op in (Op.F, Op.B, Op.W)]
+        self.time = [[problem.stage_costs.duration[op][rank] for rank in ranks] for op in (Op.F, Op.B, Op.W)]
+        self.change = [[problem.stage_costs.memory[op][rank] for rank in ranks] for op in (Op.F, Op.B, Op.W)]
         most, of_b = problem.ceilings, self.change[B]
         after_f = [level - max(0.0, more) for level, more in zip(most, of_b, strict=True)]
         self.most = [after_f, most]  # the level after F leaves room for what a B may add, after B
@@ -82,7 +83,7 @@ class _Line:
         self.ends: list[list[list[float]]] = [[[] for _ in ranks] for _ in range(2)]  # of F's, of B's
         self.clock, self.level, self.waited = ([0.0 for _ in ranks] for _ in range(3))
         self.longest_wait = 0.0
-        self.words: list[list[int]] = [[] for _ in ranks]
+        self.kinds: list[list[int]] = [[] for _ in ranks]
 
     def run(self) -> _Line:
         self._warm_up()
@@ -106,16 +107,19 @@ class _Line:
         return max(end - first for end, first in zip(self.clock, self.problem.fill, strict=True))
 
     def plan(self) -> Plan:
-        return self.problem.numbered(self.words)
+        return self.problem.numbered(self.kinds)
 
     def _arrival(self, op: int, rank: int) -> float:
-        """When the input of a rank's next F or B is there."""
-        microbatch = self.done[op][rank]
-        if op == F:
-            return self.ends[F][rank - 1][microbatch] + self.problem.latency[rank - 1] if rank else 0.0
-        if rank == self.last:
+        """When the message for a rank's next F or B is there."""
+        kind, messages = kind_of(rank, op), self.problem.messages
+        if not messages.senders[kind]:
             return 0.0
-        return self.ends[B][rank + 1][microbatch] + self.problem.backward_latency[rank]
+        sender = messages.senders[kind][0]  # of B and BW the B: this planner has no BW
+        return self.ends[op_of(sender)][stage_of(sender)][self.done[op][rank]] + messages.latency[kind]
+
+    def _latency_of_b(self, rank: int) -> float:
+        """Of the message that a rank's B's wait for."""
+        return self.problem.messages.latency[kind_of(rank, B)]
 
     def _put(self, rank: int, op: int) -> None:
         start = self.clock[rank] if op == W else max(self.clock[rank], self._arrival(op, rank))
@@ -127,7 +131,7 @@ class _Line:
         if op != W:
             self.ends[op][rank].append(self.clock[rank])
         self.done[op][rank] += 1
-        self.words[rank].append(rank * 4 + op)
+        self.kinds[rank].append(kind_of(rank, op))
 
     # -- until the first B ------------------------------------------------------------------
 
@@ -145,7 +149,7 @@ class _Line:
         sizes = [0] * (self.last + 1)
         first_b = self.clock[self.last] + self.time[B][self.last]  # its end, one rank down the line
         for rank in range(self.last - 1, -1, -1):
-            arrival = first_b + self.problem.backward_latency[rank]
+            arrival = first_b + self._latency_of_b(rank)
             sizes[rank], clock = self._fitting(rank, arrival)
             first_b = max(clock, arrival) + self.time[B][rank]
         for rank in range(1, self.last + 1):  # a rank can't be as far as the one that feeds it
@@ -179,12 +183,7 @@ class _Line:
         if not (self.backward and ahead):
             return True
         after = rank + 1
-        next_b = (
-            self.clock[after]
-            + self.time[F][after]
-            + self.time[B][after]
-            + self.problem.backward_latency[rank]
-        )
+        next_b = self.clock[after] + self.time[F][after] + self.time[B][after] + self._latency_of_b(rank)
         if self.clock[rank] >= next_b:
             return False
         if self.clock[rank] + self._time_of_forward(rank) <= next_b:
