@@ -11,10 +11,10 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from zbpp.build import build_data, build_model
 
 from zbpp import app
 from zbpp import config as configs
-from zbpp.build import build_data, build_model
 from zbpp.planning import SCHEDULES, plan
 
 FOLDER = Path(__file__).parent.parent / "configs"

@@ -1,4 +1,4 @@
-"""Who takes part in a race: a schedule under a runtime."""
+"""What a benchmark times: a schedule under a runtime."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from zbpp.runtime import Pipeline, Recorder, measured_timeline
 from zbpp.schedule import Timeline, Timetable
 
 
-class Contestant(Protocol):
-    """One rank's part of it. timetable: whose cut and placement it runs; leave: it won't step again."""
+class Runner(Protocol):
+    """One rank's part of a runtime that executes a schedule.
+
+    timetable: says which rank has which stages. close: no step follows.
+    """
 
     @property
     def runtime(self) -> str: ...
@@ -20,11 +23,11 @@ class Contestant(Protocol):
     def timetable(self) -> Timetable: ...
     def step(self, args: tuple[Tensor, ...], target: Tensor | None) -> list[Tensor]: ...
     def timeline(self) -> Timeline: ...
-    def leave(self) -> None: ...
+    def close(self) -> None: ...
 
 
-class Zbpp:
-    """This runtime."""
+class ZbppRunner:
+    """zbpp's runtime."""
 
     runtime = "zbpp"
 
@@ -44,9 +47,9 @@ class Zbpp:
         return self._pipeline.step(*args, target=target)
 
     def timeline(self) -> Timeline:
-        """The last step, as it was measured. Collective."""
+        """The last step as measured. Collective."""
         return measured_timeline(self._recorder, self.timetable)
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Close the connections. Collective."""
         self._pipeline.close()
