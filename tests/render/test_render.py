@@ -233,7 +233,8 @@ def test_pictures_of_nothing_that_takes_time(tmp_path):
 def test_pictures_use_no_pyplot_and_texts_no_matplotlib(tmp_path):
     """pyplot holds global state and may want a display."""
     code = (
-        "import sys; from zbpp.schedule import *\n"
+        "import sys\nfrom zbpp.planning import plan\nfrom zbpp.schedule import simulate\n"
+        "from zbpp.render import chrome_trace, render_picture, render_text\n"
         "timeline = simulate(plan('1f1b', 2, 2)); render_text(timeline); chrome_trace({'a': timeline})\n"
         "assert 'matplotlib' not in sys.modules\n"
         f"render_picture({{'a': timeline}}, {str(tmp_path / 'a.png')!r})\n"

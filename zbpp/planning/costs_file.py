@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import fields
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from zbpp.partition import layers_of
 from zbpp.schedule.costs import ACTIVATIONS, BYTES, Costs, CostsInBytes
-from zbpp.schedule.interchange import naming, read_json
+from zbpp.schedule.interchange import naming
 from zbpp.schedule.timetable import Op, PlanError, printable, shown
 
 About = dict[str, Any]
@@ -23,7 +24,7 @@ _LONGEST = 80  # characters of an entry of `about` that are shown
 def read_costs(path: str | os.PathLike[str]) -> tuple[Costs, About]:
     """The costs in a file, and what it says of them. Raises PlanError that names the file, and OSError."""
     with naming(path):
-        given = read_json(Path(path).read_bytes())
+        given = _read_json(Path(path).read_bytes())
         if not isinstance(given, dict):
             raise PlanError(f"{shown(given)} is no object with any of {', '.join(_NAMES)}")
         about = given.pop("about", {})
@@ -66,3 +67,17 @@ def measured_layers(costs: Costs, about: About, num_layers: int) -> tuple[list[f
 
 def _are_counts(value: Any) -> bool:
     return isinstance(value, list) and all(type(count) is int and count >= 0 for count in value)
+
+
+def _read_json(text: str | bytes) -> object:
+    """Parse a JSON text. Raises PlanError for any other text, and for one that is nested too deep."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PlanError(f"line {error.lineno}, column {error.colno} is no JSON: {error.msg}") from None
+    except UnicodeDecodeError as error:
+        raise PlanError(f"no JSON that can be read: byte {error.start} is no UTF-8 text") from None
+    except RecursionError:
+        raise PlanError("no JSON that can be read: it is nested too deep") from None
+    except ValueError:  # Python's guard of int()
+        raise PlanError("no JSON that can be read: a number has too many digits") from None
