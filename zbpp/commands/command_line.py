@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 from zbpp.config import Composed, command, composition_error, config_folder
@@ -20,10 +21,11 @@ from zbpp.schedule import PlanError
 GRACE = 3.0  # s in which rank 0 can bring the job down first
 _BROKEN_PIPE = 128 + signal.SIGPIPE  # the exit status that shells show for it
 _NAMED_BY_TARGET = ("model", "data")  # groups whose node may be a class of the user's
-_HYDRA_FLAGS = (
-    "-c", "--cfg", "--resolve", "-p", "--package", "-r", "--run", "-m", "--multirun", "-i", "--info",
-    "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir", "-sc", "--shell-completion",
-    "--experimental-rerun", "--hydra-help", "--version",
+# Hydra's flags that stand alone, and those that a value follows.
+_SWITCHES = ("--resolve", "-r", "--run", "-m", "--multirun", "-sc", "--shell-completion", "--hydra-help")
+_WITH_VALUE = (
+    "-c", "--cfg", "-p", "--package", "-i", "--info", "-cp", "--config-path", "-cn", "--config-name", "-cd",
+    "--config-dir", "--experimental-rerun",
 )  # fmt: skip
 _NUM_RANKS = {"train": "parallel.num_ranks", "bench": "num_ranks", "measure": "num_ranks"}
 
@@ -74,20 +76,40 @@ def arguments(given: Sequence[str], name: str = "train") -> list[str]:
     keys but its own. Schedules may be spelled as in torch. Of torchrun's ranks only rank 0 logs. Raises
     Refusal for a sweep (-m) inside torchrun, whose ranks would sweep each by itself.
     """
-    found = _with_num_ranks(list(given), name)
+    overrides, flags = _sorted_apart(_with_num_ranks(list(given), name))
     for group in _NAMED_BY_TARGET:
-        found = _without_the_default(group, found)
-    found = [_in_our_spelling(argument) for argument in found]
-    for argument in found:
-        _check_flag(argument)
-        _check_choice(argument, found)
-    if "RANK" not in os.environ:
-        return found
-    if {"-m", "--multirun"} & set(found):
-        raise Refusal("-m sweeps inside one torchrun job can't work: call torchrun once per setting")
-    if os.environ["RANK"] == "0":
-        return found
-    return [*found, "hydra/job_logging=none", "hydra/hydra_logging=none"]
+        overrides = _without_the_default(group, overrides)
+    overrides = [_in_our_spelling(override) for override in overrides]
+    for override in overrides:
+        _check_choice(override, flags)
+    if "RANK" in os.environ:
+        if {"-m", "--multirun"} & set(flags):
+            raise Refusal("-m sweeps inside one torchrun job can't work: call torchrun once per setting")
+        if os.environ["RANK"] != "0":
+            overrides += ["hydra/job_logging=none", "hydra/hydra_logging=none"]
+    return [*overrides, *flags]
+
+
+def _sorted_apart(given: list[str]) -> tuple[list[str], list[str]]:
+    """(overrides, flags with their values): Hydra refuses overrides on both sides of a flag.
+
+    Raises Refusal for a flag that does not exist, for which Hydra prints 20 lines of its own flags.
+    """
+    overrides, flags, rest = [], [], list(given)
+    while rest:
+        argument = rest.pop(0)
+        flag, _, value = argument.partition("=")
+        if not re.match(r"--?[a-z]", flag):
+            overrides.append(argument)
+            continue
+        if flag not in (*_SWITCHES, *_WITH_VALUE):
+            raise Refusal(
+                f"there is no option {flag}: write values as key=value, such as steps=3; see --help"
+            )
+        flags.append(argument)
+        if flag in _WITH_VALUE and not value and rest and "=" not in rest[0]:  # --info may stand alone
+            flags.append(rest.pop(0))
+    return overrides, flags
 
 
 def _with_num_ranks(given: list[str], name: str) -> list[str]:
@@ -100,15 +122,8 @@ def _with_num_ranks(given: list[str], name: str) -> list[str]:
     if not value and rest:
         value, *rest = rest
     if not value.isdecimal():
-        raise Refusal(f"-n {value}: write how many ranks to start, such as -n 4".replace("  ", " "))
+        raise Refusal(f"-n {value}: write how many ranks to start, such as -n 4")
     return [*given[:place], f"{_NUM_RANKS[name]}={value}", *rest]
-
-
-def _check_flag(argument: str) -> None:
-    """Refuse `--steps 3`, for which Hydra prints 20 lines of its own options."""
-    flag = argument.partition("=")[0]
-    if re.match(r"--?[a-z]", flag) and flag not in _HYDRA_FLAGS:
-        raise Refusal(f"there is no option {flag}: write values as key=value, such as steps=3; see --help")
 
 
 def _without_the_default(group: str, given: list[str]) -> list[str]:
@@ -143,11 +158,11 @@ def _schedule_file(name: str) -> str:
 _NO_FILE_NAME = r"(?i:null|true|false|)|[-+]?[\d.]+(e[-+]?\d+)?"
 
 
-def _check_choice(argument: str, given: Sequence[str]) -> None:
+def _check_choice(argument: str, flags: Sequence[str]) -> None:
     """Refuse `optimizer=null` and `optimizer=3`: no file has such a name, and Hydra ends in a traceback."""
     group, _, choice = argument.partition("=")
     if group.isidentifier() and (config_folder() / group).is_dir() and re.fullmatch(_NO_FILE_NAME, choice):
-        raise Refusal(f"{argument}: choose one of {', '.join(_choices(group, given))}")
+        raise Refusal(f"{argument}: choose one of {', '.join(_choices(group, flags))}")
 
 
 # ---------------------------------------------------------------- help
@@ -186,7 +201,7 @@ def _choices(group: str, given: Sequence[str] = ()) -> list[str]:
 
 
 def _config_dirs(given: Sequence[str]) -> Iterator[str]:
-    for argument, following in zip(given, [*given[1:], ""], strict=True):
+    for argument, following in pairwise([*given, ""]):
         if argument in ("--config-dir", "-cd"):
             yield following
         elif argument.startswith("--config-dir="):
