@@ -22,7 +22,8 @@ from zbpp.config import NUM_MICROBATCHES, ConfigError, TrainConfig, naming
 from zbpp.planning import canonical_name, placement_of, plan
 from zbpp.render import chrome_trace, render_picture
 from zbpp.runtime import Pipeline, measured_costs
-from zbpp.runtime.microbatch import split
+from zbpp.runtime.microbatch import into_microbatches
+from zbpp.runtime.ties import check_ties
 from zbpp.runtime.world import World, broadcast, check_agreement, gather, world
 from zbpp.schedule import Costs, Timeline, Timetable, simulate
 from zbpp.training.batch import batch_for
@@ -35,7 +36,6 @@ from zbpp.training.progress import progress
 from zbpp.training.replan import Replan
 from zbpp.training.run_folder import RunFolder, claimed
 from zbpp.training.sources import check_sources
-from zbpp.training.ties import check_ties
 from zbpp.training.trainer import Trainer
 from zbpp.training.weights import save_weights
 
@@ -159,7 +159,7 @@ def _check_fit(job: _Job, device: torch.device) -> None:
     num_stages, num_microbatches = job.timetable.num_stages, job.timetable.num_microbatches
     with naming("data"):
         args, _ = batch_for(job.stages, num_stages, job.data.train, 0, device)
-        check_fit(job.stages, [split("the input", each, num_microbatches)[0] for each in args])
+        check_fit(job.stages, [into_microbatches("the input", each, num_microbatches)[0] for each in args])
 
 
 def _recompute(stage: nn.Module, what: str) -> None:
@@ -208,19 +208,15 @@ def _trainer(config: TrainConfig, job: _Job) -> Trainer:
             f"less data is held out than a batch ({job.data.items_per_batch} {job.data.unit}), but "
             "evaluate_every > 0: write evaluate_every=0, or hold out more (of text: data.held_out=0.05)"
         )
-
-    def build(timetable: Timetable) -> Pipeline:
-        return Pipeline(
+    return Trainer(
+        pipeline=Pipeline(
             stages,
             timetable,
             model.loss,
             seed=config.seed,
             timeout=config.parallel.timeout,
             dynamic_shapes=config.parallel.dynamic_shapes,
-        )
-
-    return Trainer(
-        pipeline=build(timetable),
+        ),
         optimizer=adamw(
             stages,
             learning_rate=options.learning_rate,
@@ -238,7 +234,7 @@ def _trainer(config: TrainConfig, job: _Job) -> Trainer:
         clip_norm=options.clip_norm,
         evaluate_every=config.evaluate_every,
         metrics=_metrics(model),
-        replan=_replan(config, timetable, stages, model, build),
+        replan=_replan(config, timetable, stages, model),
     )
 
 
@@ -253,7 +249,6 @@ def _replan(
     timetable: Timetable,
     stages: dict[int, nn.Module],
     model: Any,
-    build: Callable[[Timetable], Pipeline],
 ) -> Replan | None:
     """What plans again for the same cut, if the config asks for it."""
     name = config.schedule.replan
@@ -272,7 +267,7 @@ def _replan(
         )
 
     limit = None if config.memory.limit is None else config.memory.limit * 2**30
-    return Replan(plan=again, build=build, loss_fn=model.loss, stages=stages, memory_limit=limit)
+    return Replan(plan=again, loss_fn=model.loss, stages=stages, memory_limit=limit)
 
 
 def _loggers(config: TrainConfig, settings: dict[str, Any], folder: Path) -> list[Logger]:

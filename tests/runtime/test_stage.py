@@ -10,7 +10,7 @@ from torch import nn
 from zbpp.autograd import checkpoint
 from zbpp.planning import plan
 from zbpp.runtime import BoundaryError, Pipeline, StageWorker
-from zbpp.runtime.stage import Feed
+from zbpp.runtime.feed import Feed
 
 M, ROWS, SIZE = 3, 4, 5
 

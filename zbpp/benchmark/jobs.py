@@ -17,7 +17,7 @@ from zbpp.benchmark.workload import Workload
 from zbpp.build import build_data, build_model, check_fit, cut_of, machine
 from zbpp.config import BenchConfig, JobConfig, MeasureConfig, naming
 from zbpp.planning import plan
-from zbpp.runtime.microbatch import split
+from zbpp.runtime.microbatch import into_microbatches
 from zbpp.runtime.world import world
 from zbpp.schedule import Timetable
 from zbpp.training.run_folder import RunFolder, claimed
@@ -92,7 +92,7 @@ def _job(config: JobConfig) -> Iterator[tuple[Workload, RunFolder | None]]:
 def _check_fit(workload: Workload, timetable: Timetable) -> None:
     """Whether the model's first stage takes the data; `timetable`: one whose stages are needed anyway."""
     args, _ = workload.batch(timetable, 0)
-    first = [split("the input", each, workload.num_microbatches)[0] for each in args]
+    first = [into_microbatches("the input", each, workload.num_microbatches)[0] for each in args]
     check_fit(workload.stages(timetable), first)
 
 

@@ -11,14 +11,14 @@ from torch import nn
 from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
 from zbpp.runtime import AgreementError
-from zbpp.runtime.calls import Calls
+from zbpp.runtime.call_order import CallOrder
 
 M, SIZE = 2, 3
 
 
 def two_ranks():
     store, cpu = dist.HashStore(), torch.device("cpu")
-    return [Calls(store, rank, {1 - rank}, cpu) for rank in range(2)]
+    return [CallOrder(store, rank, {1 - rank}, cpu) for rank in range(2)]
 
 
 def test_a_rank_that_is_a_call_behind_or_ahead_is_no_disagreement():
