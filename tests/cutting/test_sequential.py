@@ -174,5 +174,5 @@ def test_a_tuple_that_would_not_arrive_as_such_is_refused(wrap, kind):
 
 def test_a_first_stage_takes_one_value_as_the_chain_does():
     stages = split_sequential(chain(), 2)
-    with pytest.raises(TypeError, match="the first stage got 2 inputs: a chain passes one value"):
+    with pytest.raises(TypeError, match="the first stage got 2 inputs: a chain takes one value"):
         stages[0](*batch())
