@@ -38,7 +38,7 @@ def wrapped(rank):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_wrapped_stages_trained_with_wrong_gradients():
+def test_wrapped_stages_are_refused_on_every_rank():
     for told in run_ranks(wrapped, 2):
         assert len(told) == 4
         for name, text in told.items():

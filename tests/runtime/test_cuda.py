@@ -59,7 +59,7 @@ def test_the_host_never_waits_for_the_device_within_a_step(schedule):
     assert len(losses) == M
 
 
-def test_what_is_recorded_is_when_the_device_did_it():
+def test_recorded_times_are_those_of_the_device():
     pipeline, x, target = made("zb_v")
     pipeline.step(x, target=target)
     with pipeline.recording():

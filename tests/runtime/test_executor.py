@@ -63,7 +63,7 @@ def test_a_message_that_no_action_takes_is_an_error():
         run.run()
 
 
-def test_a_stages_error_is_its_own():
+def test_an_error_of_a_stage_is_raised_as_it_is():
     def fail(worker, microbatch, message):
         raise RuntimeError("planted")
 

@@ -40,7 +40,7 @@ def test_values_made_for_each_microbatch_are_given_out_as_they_are():
     assert [piece is value for piece, value in zip(pieces, values, strict=True)] == [True] * 3
 
 
-def test_another_number_of_them_is_refused():
+def test_per_microbatch_with_another_number_of_values_is_refused():
     with pytest.raises(ValueError, match="argument 0 has 2 values, num_microbatches=3"):
         into_microbatches("argument 0", per_microbatch([1, 2]), 3)
 
@@ -96,7 +96,7 @@ class Sample:
 torch.utils._pytree.register_dataclass(Sample)
 
 
-def test_tensors_inside_containers_reached_every_microbatch_whole():
+def test_tensors_inside_containers_are_split():
     x, y = torch.arange(8).reshape(4, 2), torch.arange(4)
     value = {"a": (x, [y, "text"]), "b": Pair(left=x, right=None), "c": Sample(y, "name")}
     pieces = into_microbatches("argument 0", value, 2)
@@ -161,7 +161,7 @@ def test_objects_and_modules_without_a_batch_pass_as_they_are():
         assert into_microbatches("option", value, 2) == [value, value]
 
 
-def test_a_target_with_another_number_of_rows_was_cut_into_other_microbatches():
+def test_a_target_with_another_number_of_rows_is_refused():
     cutter = Cutter(2)
     cutter.cut("argument 0", torch.zeros(4, 3))
     cutter.cut_keywords({"mask": replicate(torch.zeros(5)), "sizes": per_microbatch([torch.zeros(7)] * 2)})
@@ -186,13 +186,13 @@ def test_sparse_and_nested_tensors_say_what_to_pass():
 @pytest.mark.parametrize(
     "given", [np.zeros((4, 2)), {"lengths": np.arange(4)}], ids=["argument", "in a dict"]
 )
-def test_all_rows_of_an_array_went_to_every_microbatch(given):
+def test_an_array_with_rows_is_refused(given):
     with pytest.raises(ValueError, match=r"is a ndarray, which is not split .* torch.as_tensor"):
         into_microbatches("argument 0", given, 2)
     assert into_microbatches("argument 0", np.float32(1.5), 2) == [1.5, 1.5]
 
 
-def test_a_first_stage_that_changes_its_input_in_place_was_refused_where_two_forwards_came_first():
+def test_a_first_stage_may_change_its_input_in_place_also_when_two_forwards_come_first():
     """The microbatches of a batch are views with one count of changes, so the second F spoilt the first."""
 
     class Centred(nn.Module):

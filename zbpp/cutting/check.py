@@ -131,7 +131,7 @@ def _compare(where: str, kind: str, found: Values, expected: Values) -> None:
     raise ValueError(
         f"the stages don't compute what {where} does: of the {kind} {name!r} is off by {errors[name]:.2g} of "
         "its largest value; torch.export sees no backward of a custom autograd Function, no hooks on "
-        "gradients and no Python state: write a PipelineModel by hand, or check=False if the difference is meant"
+        "gradients, no Python state: write a PipelineModel by hand, or check=False if the difference is meant"
     )
 
 

@@ -97,7 +97,9 @@ class TracedStage(nn.Module):
         return self
 
 
-_AS_A_WHOLE = "a traced stage is called as a whole, not its submodules: call, recompute or compile the stage"
+_AS_A_WHOLE = (
+    "a traced stage is called as a whole, not by its submodules: call, recompute or compile the stage"
+)
 
 
 class _Place(nn.Module):

@@ -73,7 +73,7 @@ class Executor:
         self._outboxes: dict[int, Outbox] = {}
         self._connect(links, dynamic_shapes)
         taken = [value for instruction in program.instructions for value in _taken(instruction)]
-        self._slots = dict(zip(taken, count(_FIRST_SLOT)))
+        self._slots = dict(zip(taken, count(_FIRST_SLOT)))  # where each value waits
         first = [_Resolved(_without_message(inbox.begin)) for inbox in self._inboxes.values()]
         last = [_Resolved(_without_message(outbox.finish)) for outbox in self._outboxes.values()]
         self._resolved = [*first, *map(self._resolve, program.instructions), *last]
@@ -91,7 +91,7 @@ class Executor:
         position = 0
         try:
             for position, (function, takes, gives) in enumerate(self._resolved):  # noqa: B007  # for _explain
-                # The slot is emptied, so that a message lives no longer than the last one who needs it.
+                # The slot is emptied, so that a message's memory is free as soon as no stage needs it.
                 message, slots[takes] = slots[takes], _NO_MESSAGE
                 if mark:
                     mark()

@@ -128,7 +128,7 @@ class Outbox:
         if tensor.is_complex():  # NCCL has no complex dtypes
             tensor = torch.view_as_real(tensor)
         self._num_sent += 1
-        # This is dist.isend without its checks.
+        # This is dist.isend without its checks. gloo pairs sends and receives by their number on the link.
         return self.group.send([tensor], self.peer, self._num_sent % _TAG_LIMIT), tensor
 
     def release(self) -> None:

@@ -47,8 +47,8 @@ class Pipeline:
     returns the loss.
     group: the pipeline's process group (None: the default one); a pipeline of one rank needs none.
     seed: of the random numbers drawn in forward. timeout: seconds that a wait for another rank may last.
-    dynamic_shapes: whether microbatches may differ in what passes between stages (shapes, dtypes, which
-    tensors there are); each message then says its own, and takes one more latency.
+    dynamic_shapes: whether messages between stages may differ from microbatch to microbatch (shapes, dtypes,
+    which tensors there are); each message then says its layout, and takes one more latency.
     device: where a model's stages go (None: this process's CUDA device if the group is NCCL's, else the CPU);
     given stages stay where they are.
 
@@ -56,8 +56,8 @@ class Pipeline:
     a run that was saved.
 
     Raises TypeError or ValueError for stages or a group that don't fit the timetable, and for stages that are
-    wrapped in DistributedDataParallel or FSDP or known to be tied across ranks; AgreementError if ranks
-    were given different ones. Collective over the group. As a context manager it closes at the end.
+    wrapped in DistributedDataParallel or FSDP, or known to be tied across ranks; AgreementError if ranks
+    were given different timetables. Collective over the group. As a context manager it closes at the end.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Pipeline:
         self.rank = rank_in(group, timetable)
         self.seed, self.num_steps = seed, 0
         self._given_group, self._timeout, self._dynamic_shapes = group, timeout, dynamic_shapes
+        # One rank of a larger job needs a group, too, for what is collective; this pipeline closes it.
         self._made_group = group_of_this_process() if timetable.num_ranks == 1 and group is None else None
         self.group = self._made_group or group
         check_ranks_agree(timetable, dynamic_shapes, self.group)
@@ -133,10 +134,10 @@ class Pipeline:
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> list[Tensor]:
         """Forward and backward of one whole batch. Adds to each `.grad` the mean over microbatches.
 
-        Tensors, also those in tuples, lists and dicts, are split along dim 0 into microbatches
-        (`zbpp.replicate(tensor)` is not); the owner of stage 0 passes args, the owner of the last stage
-        target; kwargs go to every stage owned here. Returns the microbatches' losses on the last stage's
-        owner, [] elsewhere.
+        args: the batch's inputs, on the owner of stage 0. target: on the owner of the last stage. kwargs: for
+        every stage owned here. Tensors in them, also inside tuples, lists and dicts, are split along dim 0
+        into microbatches, except `zbpp.replicate(tensor)`. Returns the microbatches' losses on the last
+        stage's owner, [] elsewhere.
 
         A tensor that requires grad gets its gradient after the last W: in its `.grad`, or by the backward of
         what it was computed from, which frees that graph. It is the gradient through this rank's stages; a
@@ -146,10 +147,10 @@ class Pipeline:
         CommunicationError, and every later call raises RuntimeError, as it does after `close`. Raises
         AgreementError if another rank is in `evaluate`, or was given another number of rows.
 
-        After an error num_steps is what it was; on each rank that was still in the step, a `.grad` that was
-        None is None again. To one that was there, a part of the step may have been added: the error says so,
-        and step refuses until that gradient was zeroed or dropped. What forward did to buffers (BatchNorm's
-        statistics) and hooks did to anything is not undone.
+        After an error num_steps is what it was, and on each rank that was still in the step, a `.grad` that
+        was None is None again. A `.grad` that existed may hold a part of the failed step: the error says so,
+        and step refuses until that gradient is zeroed or dropped. Changes that forward made to buffers
+        (BatchNorm's statistics), and all changes by hooks, are not undone.
         """
         with restored_generators(self.device):
             recorder = self._recorder if self._is_recording else None
@@ -192,7 +193,7 @@ class Pipeline:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Measure the steps inside the block, instruction by instruction; `timeline` gives the last one."""
+        """Measure each action and message of the steps inside the block; `timeline` gives the last step."""
         self._is_recording = True
         try:
             yield
@@ -211,8 +212,8 @@ class Pipeline:
     def with_timetable(self, timetable: Timetable) -> Pipeline:
         """Close this pipeline; return one that goes on with the same stages under another timetable.
 
-        num_steps goes on, too, so losses are what they would have been. Collective. Raises ValueError, and
-        closes nothing, if the timetable places the stages on other ranks.
+        num_steps goes on, too: losses and gradients are those that this pipeline would have had. Collective.
+        Raises ValueError, and closes nothing, if the timetable places the stages on other ranks.
         """
         if timetable.rank_of != self.timetable.rank_of:
             raise ValueError(
