@@ -38,7 +38,8 @@ MAY_IMPORT = {
     "zbpp/commands/__init__.py": set(),
     "zbpp/commands/plan/": {"commands", "models", "render"} | _PLANS,  # models: what a head costs, from sizes
     "zbpp/autograd/": {"autograd"},
-    "zbpp/runtime/checks.py": {"planning"} | _RUNTIME,  # Pipeline(stages, "zb_h1"): a name instead of a plan
+    # Pipeline(stages, "zb_h1"): a schedule's name in place of a timetable. No other file of runtime plans.
+    "zbpp/runtime/arguments.py": {"planning"} | _RUNTIME,
     "zbpp/runtime/": _RUNTIME,
     "zbpp/training/": _TRAINING,
     "zbpp/cutting/": {"cutting", "partition"},

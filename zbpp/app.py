@@ -20,10 +20,11 @@ from zbpp.builders.loggers import build_loggers
 from zbpp.builders.model import build_model, build_stages, check_data_fit, layers_per_stage
 from zbpp.builders.plan import build_timetable, check_layers, check_plan, title_of
 from zbpp.builders.stages import compile_stages, move_stages, recompute_stages
-from zbpp.builders.trainer import build_optimizer, build_replan, learning_rate_factor, pipeline_builder
+from zbpp.builders.trainer import build_optimizer, build_pipeline, build_replan, learning_rate_factor
 from zbpp.config import ConfigError, TrainConfig, naming
 from zbpp.render import chrome_trace, render_picture
-from zbpp.runtime.microbatch import split
+from zbpp.runtime.microbatch import into_microbatches
+from zbpp.runtime.ties import check_ties
 from zbpp.runtime.world import World, broadcast, check_agreement, world
 from zbpp.schedule import Timetable
 from zbpp.training.batch import batch_for
@@ -33,7 +34,6 @@ from zbpp.training.progress import progress
 from zbpp.training.run_folder import RunFolder, check_free, claimed
 from zbpp.training.source_files import check_source_files
 from zbpp.training.summary import Summary, Title, summarise
-from zbpp.training.ties import check_ties
 from zbpp.training.trainer import Metrics, Trainer
 from zbpp.training.weights import save_weights
 
@@ -144,23 +144,21 @@ def _check_data_fit(job: _Job, device: torch.device) -> None:
     with naming("data"):
         args, _ = batch_for(job.stages, job.timetable.num_stages, job.data.train, 0, device)
         num_microbatches = job.timetable.num_microbatches
-        check_data_fit(job.stages, [split("the input", arg, num_microbatches)[0] for arg in args])
+        first = [into_microbatches("the input", arg, num_microbatches)[0] for arg in args]
+        check_data_fit(job.stages, first)
 
 
 def _build_trainer(config: TrainConfig, job: _Job) -> Trainer:
     timetable, model, stages, data = job
-    build = pipeline_builder(stages, model.loss, config.seed, config.parallel)
     return Trainer(
-        pipeline=build(timetable),
+        pipeline=build_pipeline(stages, timetable, model.loss, config.seed, config.parallel),
         optimizer=build_optimizer(stages, config.optimizer),
         data=limit_evaluation(data, config.evaluate_every, config.evaluation_batches),
         learning_rate=learning_rate_factor(config.optimizer, config.steps),
         clip_norm=config.optimizer.clip_norm,
         evaluate_every=config.evaluate_every,
         metrics=_metrics_of(model),
-        replan=build_replan(
-            config.schedule.replan, config.memory.limit, timetable, build, model.loss, stages
-        ),
+        replan=build_replan(config.schedule.replan, config.memory.limit, timetable, model.loss, stages),
     )
 
 

@@ -18,7 +18,7 @@ from zbpp.builders.data import build_data
 from zbpp.builders.model import build_model, check_data_fit, layers_per_stage
 from zbpp.config import BenchConfig, JobConfig, MeasureConfig, naming
 from zbpp.planning import plan
-from zbpp.runtime.microbatch import split
+from zbpp.runtime.microbatch import into_microbatches
 from zbpp.runtime.world import world
 from zbpp.schedule import Timetable
 from zbpp.training.metrics import machine
@@ -95,7 +95,7 @@ def _job(config: JobConfig) -> Iterator[tuple[Workload, RunFolder | None]]:
 def _check_fit(workload: Workload, timetable: Timetable) -> None:
     """Refuse data that the first stage can't take; `timetable`: any whose stages are needed anyway."""
     args, _ = workload.batch(timetable, 0)
-    first = [split("the input", each, workload.num_microbatches)[0] for each in args]
+    first = [into_microbatches("the input", each, workload.num_microbatches)[0] for each in args]
     check_data_fit(workload.stages(timetable), first)
 
 

@@ -9,8 +9,8 @@ from zbpp.benchmark.link_speed import LinkSpeed, link_speeds
 from zbpp.benchmark.runner import ZbppRunner
 from zbpp.benchmark.workload import Workload
 from zbpp.runtime.measure import measured_costs
-from zbpp.runtime.memory import Held, first_inputs, held_per_stage
-from zbpp.runtime.microbatch import split as split_batch
+from zbpp.runtime.memory import StageMemory, first_inputs, memory_per_stage
+from zbpp.runtime.microbatch import into_microbatches
 from zbpp.schedule import Action, Costs, Op, Timetable, lower
 
 
@@ -19,7 +19,7 @@ class Measurement(NamedTuple):
 
     costs: Costs
     links: list[LinkSpeed]
-    held: list[Held]
+    held: list[StageMemory]
 
     @property
     def deferred_share(self) -> float:
@@ -71,7 +71,7 @@ def _pieces(action: Action) -> list[Action]:
     return [action._replace(op=op) for op in ops]
 
 
-def _held(workload: Workload, timetable: Timetable) -> list[Held]:
+def _held(workload: Workload, timetable: Timetable) -> list[StageMemory]:
     """What a microbatch leaves on each stage. One more step records the inputs that each stage gets."""
     stages = workload.stages(timetable)
     args, target = workload.batch(timetable, 0)
@@ -80,11 +80,11 @@ def _held(workload: Workload, timetable: Timetable) -> list[Held]:
         runner.step(args, target)
         runner.close()
     workload.drop_gradients(timetable)
-    return held_per_stage(
+    return memory_per_stage(
         stages,
         inputs,
         timetable.num_stages,
         workload.here.device,
         loss_fn=workload.model.loss,
-        target=None if target is None else split_batch("target", target, workload.num_microbatches)[0],
+        target=None if target is None else into_microbatches("target", target, workload.num_microbatches)[0],
     )

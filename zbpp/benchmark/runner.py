@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from zbpp.benchmark.workload import Workload
-from zbpp.runtime import Pipeline, Recorder, measured_timeline
+from zbpp.runtime import Pipeline
 from zbpp.schedule import Timeline, Timetable
 
 
@@ -40,15 +40,15 @@ class ZbppRunner:
             seed=workload.seed,
             timeout=workload.timeout,
         )
-        self._pipeline.recorder = self._recorder = Recorder(workload.here.device)
 
     def step(self, args: tuple[Tensor, ...], target: Tensor | None) -> list[Tensor]:
         """One step of the pipeline; the microbatches' losses on the last stage's owner."""
-        return self._pipeline.step(*args, target=target)
+        with self._pipeline.recording():
+            return self._pipeline.step(*args, target=target)
 
     def timeline(self) -> Timeline:
         """The last step as measured. Collective."""
-        return measured_timeline(self._recorder, self.timetable)
+        return self._pipeline.timeline()
 
     def close(self) -> None:
         """Close the connections. Collective."""

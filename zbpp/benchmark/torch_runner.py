@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import pipelining
 
 from zbpp.benchmark.workload import Workload
-from zbpp.runtime import Recorder, measured_timeline
+from zbpp.runtime.measure import Recorder, measured_timeline
 from zbpp.runtime.world import gather
 from zbpp.schedule import Action, Op, Timeline, Timetable
 

@@ -19,22 +19,18 @@ from zbpp.training.replan import Replan
 Stages = dict[int, nn.Module]
 
 
-def pipeline_builder(
-    stages: Stages, loss_fn: Callable[..., Any], seed: int, parallel: ParallelConfig
-) -> Callable[[Timetable], Pipeline]:
-    """A function that makes the Pipeline of these stages under a timetable. Its calls are collective."""
-
-    def build(timetable: Timetable) -> Pipeline:
-        return Pipeline(
-            stages,
-            timetable,
-            loss_fn,
-            seed=seed,
-            timeout=parallel.timeout,
-            dynamic_shapes=parallel.dynamic_shapes,
-        )
-
-    return build
+def build_pipeline(
+    stages: Stages, timetable: Timetable, loss_fn: Callable[..., Any], seed: int, parallel: ParallelConfig
+) -> Pipeline:
+    """This rank's part of the pipeline. Collective."""
+    return Pipeline(
+        stages,
+        timetable,
+        loss_fn,
+        seed=seed,
+        timeout=parallel.timeout,
+        dynamic_shapes=parallel.dynamic_shapes,
+    )
 
 
 def build_optimizer(stages: Stages, options: OptimizerConfig) -> torch.optim.Optimizer:
@@ -59,7 +55,6 @@ def build_replan(
     name: str | None,
     limit: float | None,
     timetable: Timetable,
-    build: Callable[[Timetable], Pipeline],
     loss_fn: Callable[..., Any],
     stages: Stages,
 ) -> Replan | None:
@@ -83,7 +78,6 @@ def build_replan(
 
     return Replan(
         plan=plan_again,
-        build=build,
         loss_fn=loss_fn,
         stages=stages,
         memory_limit=None if limit is None else limit * 2**30,
