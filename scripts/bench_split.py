@@ -53,7 +53,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zbpp.autograd import backward_input, checkpoint, explain
 from zbpp.autograd.compiled import compile_stage
-from zbpp.benchmark.interleaved_timing import no_collection
+from zbpp.benchmark.interleaved_timing import without_garbage_collection
 from zbpp.models.llama import Llama
 
 # ---------------------------------------------------------------- contestants
@@ -258,7 +258,7 @@ class Level(NamedTuple):
 
 def levels(run: Callable[[Mark], None], device: str) -> dict[str, Level]:
     """Live bytes in each phase that `run` marks."""
-    with no_collection():
+    with without_garbage_collection():
         return _cuda_levels(run) if device.startswith("cuda") else _cpu_levels(run)
 
 
@@ -481,7 +481,7 @@ def interleaved(
     names = list(rivals)
     for number in range(rounds):
         turn = number % len(names)
-        with no_collection():
+        with without_garbage_collection():
             for name in (*names[turn:], *names[:turn]):
                 if steps > 1:
                     step(rivals[name], stage, x, dy)

@@ -345,7 +345,7 @@ def assert_equals_plain(found, model):
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
-def test_two_ranks_train_it_as_plain_autograd_does(model, on_two_ranks):
+def test_two_ranks_train_a_model_as_plain_autograd_does(model, on_two_ranks):
     if model not in chosen():
         pytest.skip("transformers is not installed")
     (_, first), (losses, last) = (each[model.__name__] for each in on_two_ranks)
@@ -353,7 +353,7 @@ def test_two_ranks_train_it_as_plain_autograd_does(model, on_two_ranks):
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
-def test_one_rank_with_both_stages_trains_it_as_plain_autograd_does(model):
+def test_one_rank_with_both_stages_trains_a_model_as_plain_autograd_does(model):
     assert_equals_plain(piped(0, model, "zb_v", 1), model)
 
 

@@ -1,1 +1,1 @@
-"""The commands of `zbpp`: one module or folder each, with `main(argv) -> exit status`."""
+"""The command line: `zbpp plan | train | bench | measure | explain | compare`, a file each."""

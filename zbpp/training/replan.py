@@ -20,10 +20,10 @@ from typing import Any
 from torch import nn
 
 from zbpp.runtime import Pipeline
-from zbpp.runtime.agree import planned_by_rank_0
 from zbpp.runtime.measure import measured_costs
-from zbpp.runtime.memory import first_inputs, held_per_stage
-from zbpp.runtime.microbatch import split
+from zbpp.runtime.memory import first_inputs, memory_per_stage
+from zbpp.runtime.microbatch import into_microbatches
+from zbpp.runtime.world import planned_by_rank_0
 from zbpp.schedule import Costs, Timeline, Timetable, simulate
 
 Metrics = dict[str, Any]
@@ -34,12 +34,11 @@ class Replan:
     """What a Trainer needs for it; made before the first step.
 
     plan(costs, limits): a timetable of the same cut; costs in ms and bytes, limits in bytes per rank.
-    build(timetable): the pipeline that runs it. stages: this rank's. memory_limit: bytes that each rank may
+    stages: this rank's. memory_limit: bytes that each rank may
     hold between F, B and W; None: what the first plan holds, rank by rank. is_done: whether it has planned.
     """
 
     plan: Callable[[Costs, Sequence[float]], Timetable]
-    build: Callable[[Timetable], Pipeline]
     loss_fn: Callable[..., Any]
     stages: Mapping[int, nn.Module]
     memory_limit: float | None = None
@@ -67,7 +66,7 @@ class Replan:
         if step == self.num_measured:
             return self._switch(pipeline, timelines, target)
         if step == 2 * self.num_measured + 1:
-            return pipeline, self._news(timelines[-self.num_measured :])
+            return pipeline, self._metrics(timelines[-self.num_measured :])
         return pipeline, {}
 
     def _switch(
@@ -80,26 +79,23 @@ class Replan:
         new = planned_by_rank_0(lambda: self.plan(costs, limits), pipeline.group)
         self._expected, self.is_done = simulate(new, costs).makespan, True
         if new == old:
-            return pipeline, self._news(timelines)
-        pipeline.close()
-        following = self.build(new)
-        following.num_steps = pipeline.num_steps  # random numbers are seeded by it
-        return following, self._news(timelines)
+            return pipeline, self._metrics(timelines)
+        return pipeline.with_timetable(new), self._metrics(timelines)
 
-    def _news(self, timelines: Sequence[Timeline]) -> Metrics:
+    def _metrics(self, timelines: Sequence[Timeline]) -> Metrics:
         measured = median(timeline.makespan for timeline in timelines)
         return {"measured_makespan_ms": measured, "expected_makespan_ms": self._expected}
 
     def _costs(self, pipeline: Pipeline, timelines: Sequence[Timeline], target: Any) -> Costs:
         self._watching.close()
         num_microbatches = pipeline.timetable.num_microbatches
-        held = held_per_stage(
+        held = memory_per_stage(
             self.stages,
             self._inputs,
             pipeline.timetable.num_stages,
             pipeline.device,
             loss_fn=self.loss_fn,
-            target=None if target is None else split("target", target, num_microbatches)[0],
+            target=None if target is None else into_microbatches("target", target, num_microbatches)[0],
             group=pipeline.group,
         )
         self._inputs.clear()

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zbpp.runtime import Pipeline, Recorder, measured_timeline
+from zbpp.runtime import Pipeline
 from zbpp.runtime.norm import global_norm, gradients_of, scale_gradients, squared_norms
 from zbpp.runtime.world import gather
 from zbpp.schedule import Timeline
@@ -53,17 +54,14 @@ class Trainer:
 
     def run(self, num_steps: int) -> Iterator[Metrics]:
         """Train; yields a step's metrics as soon as it is done; all but times are equal on all ranks."""
-        recorder = Recorder(self.pipeline.device)
         for step in range(num_steps):
             recorded = step >= num_steps - self.num_recorded or self._is_measured(step)
-            self.pipeline.recorder = recorder if recorded else None
-            metrics = self._step(step)
+            with self.pipeline.recording() if recorded else nullcontext():
+                metrics = self._step(step)
             if self.evaluate_every and ((step + 1) % self.evaluate_every == 0 or step + 1 == num_steps):
                 metrics |= self.evaluate()
             if recorded:
-                self.timelines.append(
-                    measured_timeline(recorder, self.pipeline.timetable, self.pipeline.group)
-                )
+                self.timelines.append(self.pipeline.timeline())
             if step + 1 < num_steps:
                 metrics |= self._replan(step)
             yield metrics
@@ -143,15 +141,15 @@ class Trainer:
         return self.replan is not None and self.replan.is_measured(step)
 
     def _replan(self, step: int) -> Metrics:
-        """Let the replanner, if there is one, see what the first steps were like; what it says of it."""
+        """Let the replanner, if there is one, replace the pipeline; returns its metrics."""
         if self.replan is None:
             return {}
         _, target = self._batch(self.data.train, step)
-        following, news = self.replan.after(step, self.pipeline, self.timelines, target)
+        following, metrics = self.replan.after(step, self.pipeline, self.timelines, target)
         if following is not self.pipeline:
             self.pipeline = following
             self.timelines.clear()
-        return news
+        return metrics
 
 
 def _check_gradients_are_in_grad(stages: Mapping[int, nn.Module]) -> None:

@@ -11,14 +11,14 @@ from torch import nn
 from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
 from zbpp.runtime import AgreementError
-from zbpp.runtime.calls import Calls
+from zbpp.runtime.call_order import CallOrder
 
 M, SIZE = 2, 3
 
 
 def two_ranks():
     store, cpu = dist.HashStore(), torch.device("cpu")
-    return [Calls(store, rank, {1 - rank}, cpu) for rank in range(2)]
+    return [CallOrder(store, rank, {1 - rank}, cpu) for rank in range(2)]
 
 
 def test_a_rank_that_is_a_call_behind_or_ahead_is_no_disagreement():
@@ -33,7 +33,9 @@ def test_a_rank_that_is_a_call_behind_or_ahead_is_no_disagreement():
 
 
 @pytest.mark.parametrize("first_comes_later", [True, False])
-def test_of_two_ranks_in_different_calls_the_later_one_sees_it_and_the_other_when_it_looks(first_comes_later):
+def test_of_two_ranks_in_different_calls_the_later_is_told_at_once_and_the_earlier_by_check(
+    first_comes_later,
+):
     ranks = two_ranks()
     later, earlier = ranks if first_comes_later else ranks[::-1]
     for each in ranks:
@@ -70,7 +72,7 @@ def with_a_short_target(rank):
         return type(error).__name__
 
 
-def test_a_target_of_other_rows_on_the_last_rank_was_broadcast():
+def test_a_target_with_other_rows_than_the_inputs_of_another_rank_is_refused():
     first, middle, last = run_ranks(with_a_short_target, 3)
     assert "AgreementError" in (first, last)
     assert {first, middle, last} <= {"AgreementError", "CommunicationError"}
@@ -94,7 +96,7 @@ def out_of_order(rank):
     return found
 
 
-def test_ranks_in_different_orders_trained_on_the_evaluation_batch():
+def test_ranks_that_call_in_different_orders_are_told_at_once():
     """Rank 0: evaluate, step; rank 1: step, evaluate. Both say so at once; the links' timeout is 600 s."""
     of_both = run_ranks(out_of_order, 2)
     for name, orders in CASES.items():

@@ -1,4 +1,4 @@
-"""What code the ranks run: ranks with different code would train on, each in its own way."""
+"""Do all ranks run the same code? Ranks with different source files train wrongly, and nothing shows it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from zbpp.runtime.world import check_agreement, gather
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 
-def check_sources(group: dist.ProcessGroup | None = None) -> None:
-    """Raise AgreementError on every rank, with the files, if two ranks have a different file of a name.
+def check_source_files(group: dist.ProcessGroup | None = None) -> None:
+    """Raise AgreementError on every rank, naming the files, if a file differs between two ranks.
 
-    To be called when the user's model and data are built: all that they have imported is compared.
+    To be called when the user's model and data are built: all modules that they import are compared.
     Collective.
     """
     mine = source_files()
     everyone: dict[str, str] = {}
-    for each in reversed(gather(mine, group)):
-        everyone |= each
-    # What a rank has not loaded, it can't have loaded differently.
+    for files in reversed(gather(mine, group)):
+        everyone |= files
+    # A module that this rank has not imported counts as equal: it takes the other ranks' hash.
     check_agreement("source files (by hash)", everyone | mine, group)
 
 
@@ -34,7 +34,7 @@ def source_files() -> dict[str, str]:
     files = {f"zbpp/{path.relative_to(package).as_posix()}": path for path in package.rglob("*.py")}
     for name, module in list(sys.modules.items()):
         file, package_file = _file_of(module), _file_of(sys.modules.get(name.partition(".")[0]))
-        # Not what an installed package has written elsewhere either, as torch's compiler does.
+        # A module counts as installed if its package is: torch's compiler writes modules elsewhere.
         is_installed = _is_installed(file) or _is_installed(package_file)
         if file.endswith(".py") and name.partition(".")[0] != "zbpp" and not is_installed:
             files[name] = Path(file)

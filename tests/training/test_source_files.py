@@ -11,7 +11,7 @@ import pytest
 import zbpp
 from helpers.processes import run_ranks
 from zbpp.runtime import AgreementError
-from zbpp.training.sources import check_sources, source_files
+from zbpp.training.source_files import check_source_files, source_files
 
 
 def compared(rank, folder, differing):
@@ -23,7 +23,7 @@ def compared(rank, folder, differing):
         (mine / f"{name}.py").write_text(f"rank = {rank if name == differing else 0}\n")
         importlib.import_module(name)
     try:
-        check_sources()
+        check_source_files()
     except AgreementError as error:
         return str(error)
     return ""

@@ -1,37 +1,38 @@
-"""Whether linked ranks make the same calls in the same order: a message of step must never meet evaluate.
+"""Whether neighbouring ranks call `step` and `evaluate` in the same order, and with batches of one size.
 
     rank 0   evaluate()  step()
-    rank 1   step()      evaluate()    would train on the evaluation batch
+    rank 1   step()      evaluate()    without this check: trains on the evaluation batch
 
-Calls are numbered. Before a rank posts a call's first message, it writes into the job's store which call it
-makes, then reads what its neighbours wrote. Of two neighbours one reads after both have written: that rank
-sees the difference, posts nothing, and raises. This holds on gloo as on NCCL, which ignores tags; it takes
-one look at the store a call, and nothing a message.
+Calls are numbered. Before a rank sends or receives anything in a call, it writes into the job's store which
+call it makes, then reads what its neighbours wrote. Of two neighbours, the one that reads last reads after
+both have written: that rank sees a difference, sends nothing, and raises. A check of tags would not do, since
+NCCL ignores them. It costs a write and a read of each neighbour per call, and nothing per message.
 
 On CUDA a rank may be several calls ahead of its neighbour. Where the kind of call changes, the rank waits for
-its device first: then its neighbours have made all earlier calls, and what it wrote holds for those to come.
+its device first: then its neighbours have made all earlier calls, and only later ones are compared with what
+it writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import torch
 
-from zbpp.runtime.world import AgreementError, Store, communicating
+from zbpp.runtime.groups import Store
+from zbpp.runtime.world import AgreementError, communicating
+from zbpp.schedule import Timetable
 
 
 class _Call(NamedTuple):
-    """`first`: the number of the first call of the same kind without another kind in between."""
-
     number: int
-    first: int
+    first: int  # the number of the first call in the unbroken row of calls of this kind
     kind: str
-    rows: int | None  # of the batch, where this rank was given any of it
+    rows: int | None  # of the batch; None if this rank was given no part of it
 
 
-class Calls:
+class CallOrder:
     """The calls of one rank. store: shared by the ranks; neighbours: whose calls must be the same."""
 
     def __init__(self, store: Store, rank: int, neighbours: Collection[int], device: torch.device) -> None:
@@ -56,7 +57,7 @@ class Calls:
         for rank in self._neighbours:
             with communicating(f"rank {self._rank}, looking up the call of rank {rank}"):
                 number, first, kind, rows = self._store.get(str(rank)).decode().split()
-            # A neighbour that is behind compares when it comes to this call.
+            # If the neighbour is not yet at this call, it compares when it gets there.
             if int(number) >= mine.number >= int(first) and kind != mine.kind:
                 raise AgreementError(
                     f"rank {rank} is in {kind}() while rank {self._rank} is in {mine.kind}(): every rank "
@@ -70,3 +71,13 @@ class Calls:
 
     def _write(self) -> None:
         self._store.set(str(self._rank), " ".join(map(str, self._current)))
+
+
+def neighbours_of(rank: int, links: Iterable[tuple[int, int]], timetable: Timetable) -> set[int]:
+    """The ranks that must make the same calls as `rank`.
+
+    Those that have a link with it; besides, the owners of the first and the last stage are neighbours, since
+    inputs and targets belong to one batch.
+    """
+    pairs = [*links, (timetable.rank_of[0], timetable.rank_of[-1])]
+    return {each for pair in pairs if rank in pair for each in pair} - {rank}

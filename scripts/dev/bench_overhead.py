@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Microseconds that a runtime adds to each action: zbpp beside torch.distributed.pipelining.
 
-    python scripts/bench_overhead.py                              # one process, then two (gloo)
-    python scripts/bench_overhead.py --ranks 2 --schedules zb_v --microbatches 32 --json overhead.json
+    python scripts/dev/bench_overhead.py                          # one process, then two (gloo)
+    python scripts/dev/bench_overhead.py --ranks 2 --schedules zb_v --microbatches 32 --json overhead.json
 
 Every stage is one tiny linear layer, so that little is left but the runtimes. Both execute the same
 timetable, a step of each in turn; figures are medians over the repeats, per action of rank 0.

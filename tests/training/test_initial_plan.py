@@ -6,7 +6,7 @@ import pytest
 
 from zbpp.planning import plan
 from zbpp.schedule import Costs, PlanError, Timetable, simulate, to_csv
-from zbpp.training.planned import made_plan, read_plan
+from zbpp.training.initial_plan import plan_by_name, plan_from_file
 
 P, M = 2, 6
 ODD = Timetable.parse("0F0 0F1 0B0 0B1 0W0 0W1\n1F0 1B0 1F1 1B1 1W0 1W1")  # of no family
@@ -17,7 +17,7 @@ MEASURED = {"f": [3, 2], "b": [2, 3], "w": [1, 2], "comm": 0.5, "saved": [2**20,
 @pytest.mark.parametrize("num_microbatches", [None, 2])
 def test_a_plan_in_a_file_is_the_plan(tmp_path, name, form, num_microbatches):
     (tmp_path / name).write_text(form(ODD))
-    assert read_plan(str(tmp_path / name), 2, num_microbatches, costs=None, placement=None) == ODD
+    assert plan_from_file(str(tmp_path / name), 2, num_microbatches, costs=None, placement=None) == ODD
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_a_plan_that_does_not_fit_the_job_is_refused(tmp_path, arguments, option
     file = tmp_path / "plan.txt"
     file.write_text(str(ODD))
     with pytest.raises(PlanError, match=f"plan.txt {message}"):
-        read_plan(str(file), *arguments, **options)
+        plan_from_file(str(file), *arguments, **options)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def costs(tmp_path):
 
 
 def test_measured_costs_decide_a_plan_that_is_searched(costs):
-    found = made_plan("zb_auto", P, M, costs=costs)
+    found = plan_by_name("zb_auto", P, M, costs=costs)
     own = Costs(**MEASURED)
     assert simulate(found, own).makespan <= simulate(plan("zb_auto", P, M), own).makespan
     assert found == plan("zb_auto", P, M, costs=own)
@@ -56,8 +56,8 @@ def test_measured_costs_decide_a_plan_that_is_searched(costs):
 
 def test_a_memory_limit_with_a_unit_holds_for_costs_in_bytes(costs):
     free, bounded = (
-        made_plan("zb_auto", P, M, costs=costs),
-        made_plan("zb_auto", P, M, costs=costs, memory_limit="1536KiB"),
+        plan_by_name("zb_auto", P, M, costs=costs),
+        plan_by_name("zb_auto", P, M, costs=costs, memory_limit="1536KiB"),
     )
     held = [max(simulate(each, Costs(**MEASURED)).peak_memory) for each in (bounded, free)]
     assert held[0] <= 1.5 * 2**20 < held[1]
@@ -66,16 +66,16 @@ def test_a_memory_limit_with_a_unit_holds_for_costs_in_bytes(costs):
 @pytest.mark.parametrize("limit", ["2GiB", "many"])
 def test_a_memory_limit_in_another_unit_than_the_costs_is_refused(limit):
     with pytest.raises(PlanError, match=f"memory limit '?{limit}'?.* write how many, such as 8"):
-        made_plan("zb_auto", P, M, memory_limit=limit)
+        plan_by_name("zb_auto", P, M, memory_limit=limit)
 
 
 def test_a_number_of_activations_is_of_one_ranks_share_however_many_stages_it_has():
     """As plan.py counts: two stages of half the size hold what one stage of the whole size holds."""
-    assert made_plan("zb_v", 4, 8, memory_limit=4) == plan("zb_v", 4, 8)
+    assert plan_by_name("zb_v", 4, 8, memory_limit=4) == plan("zb_v", 4, 8)
     with pytest.raises(PlanError, match=r"zb_h2 needs 7 on rank 0, memory_limit allows 4"):
-        made_plan("zb_h2", 4, 8, memory_limit="4")
+        plan_by_name("zb_h2", 4, 8, memory_limit="4")
 
 
 def test_a_name_that_nobody_knows_is_refused():
     with pytest.raises(PlanError, match="unknown schedule 'zb_h9'"):
-        made_plan("zb_h9", 2, 4)
+        plan_by_name("zb_h9", 2, 4)

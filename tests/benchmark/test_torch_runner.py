@@ -1,4 +1,4 @@
-"""torch's runtime as a contestant: what it executes, that it does the same work, and how it fails."""
+"""torch's runtime as a runner: what it executes, that it does the same work, and how it fails."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from torch import nn
 from helpers.processes import run_ranks
 from helpers.torch_runtime import RUNS_A_V, needs_a_v
 from zbpp import plan, simulate
-from zbpp.benchmark.interleaved_timing import Entry, attempt, enter, race
-from zbpp.benchmark.runner import Zbpp
+from zbpp.benchmark.interleaved_timing import TimedRunner, start, time_in_turns, try_to_start
+from zbpp.benchmark.runner import ZbppRunner
 from zbpp.benchmark.workload import Workload
 from zbpp.models import emulated
 from zbpp.models.mlp import Mlp
@@ -30,23 +30,23 @@ def workload(rank, model, in_features=8, out_features=8):
 
 def naps(rank, schedule):
     """{stage and op: milliseconds slept in one of its actions}, of a step of torch's runtime."""
-    from zbpp.benchmark.torch_runner import Torch
+    from zbpp.benchmark.torch_runner import TorchRunner
 
     timetable = plan(schedule, P, M)
     work = workload(rank, emulated.Emulated(num_layers=timetable.num_stages, f=1.0, b=2.0, w=4.0))
-    rival = Torch(work, schedule, timetable)
+    runner = TorchRunner(work, schedule, timetable)
     slept = []
     emulated.sleep = slept.append
-    rival.step(*work.batch(timetable, 0))
+    runner.step(*work.batch(timetable, 0))
     slept.clear()
     inside = {}
 
     def sleep(milliseconds):
-        action = rival._row[-1]
+        action = runner._row[-1]
         inside.setdefault((action.stage, str(action.op), action.microbatch), []).append(milliseconds)
 
     emulated.sleep = sleep
-    rival.step(*work.batch(timetable, 0))
+    runner.step(*work.batch(timetable, 0))
     return {f"{stage}{op}": slept for (stage, op, microbatch), slept in inside.items() if microbatch == 1}
 
 
@@ -70,18 +70,18 @@ def test_torchs_whole_backward_sleeps_both():
 
 
 def losses_and_orders(rank, schedules):
-    from zbpp.benchmark.torch_runner import Torch
+    from zbpp.benchmark.torch_runner import TorchRunner
 
     work = workload(rank, Mlp(**MLP), 6, 3)
     found = {}
     for schedule in schedules:
         timetable = plan(schedule, P, M)
         rows = []
-        for contestant in (Zbpp(work, timetable), Torch(work, schedule, timetable)):
-            losses = contestant.step(*work.batch(timetable, 0))
+        for runner in (ZbppRunner(work, timetable), TorchRunner(work, schedule, timetable)):
+            losses = runner.step(*work.batch(timetable, 0))
             grads = [p.grad.clone() for stage in work.stages(timetable).values() for p in stage.parameters()]
             work.drop_gradients(timetable)
-            timeline = contestant.timeline()
+            timeline = runner.timeline()
             rows.append((losses, grads, [str(row) for row in timeline.timetable.rows], timeline.makespan))
         found[schedule] = rows
     return found
@@ -135,52 +135,56 @@ class Viewing(Mlp):
         return nn.Sequential(super().build_stage(index, num_stages), nn.Unflatten(1, (-1,)))
 
 
-def entries_after_a_failure(rank):
-    from zbpp.benchmark.torch_runner import Torch
+def timed_after_a_failure(rank):
+    from zbpp.benchmark.torch_runner import TorchRunner
 
     work = workload(rank, Viewing(**MLP), 6, 3)
     timetable = plan("interleaved_zb", P, M)
-    ours = enter("interleaved_zb", work, timetable)
-    theirs = attempt(
-        Entry("interleaved_zb", "torch", timetable), work, lambda: Torch(work, "interleaved_zb", timetable)
+    ours = start("interleaved_zb", work, timetable)
+    theirs = try_to_start(
+        TimedRunner("interleaved_zb", "torch", timetable),
+        work,
+        lambda: TorchRunner(work, "interleaved_zb", timetable),
     )
-    race([ours, theirs], work, 2)
-    return theirs.failure, theirs.walls, ours.walls, theirs.contestant
+    time_in_turns([ours, theirs], work, 2)
+    return theirs.failure, theirs.wall_times, ours.wall_times, theirs.runner
 
 
-def test_what_torch_cannot_run_is_said_on_all_ranks_and_the_race_goes_on():
-    for failure, their_walls, walls, contestant in run_ranks(entries_after_a_failure, P):
+def test_what_torch_cannot_run_is_said_on_all_ranks_and_timing_goes_on():
+    for failure, their_wall_times, wall_times, runner in run_ranks(timed_after_a_failure, P):
         assert failure.startswith("RuntimeError: Can't detach views in-place")
         assert "\n" not in failure
-        assert (their_walls, contestant) == ([], None)
-        assert len(walls) == 2
+        assert (their_wall_times, runner) == ([], None)
+        assert len(wall_times) == 2
 
 
-def race_of_two(rank):
+def two_timed_in_turns(rank):
     work = workload(rank, emulated.Emulated(num_layers=P, f=4.0, b=4.0, w=4.0))
-    entries = [enter(name, work, plan(name, P, M)) for name in ("1f1b", "zb_h1")]
-    race(entries, work, 3)
+    timed = [start(name, work, plan(name, P, M)) for name in ("1f1b", "zb_h1")]
+    time_in_turns(timed, work, 3)
     return [
-        (e.makespan, e.walls, e.predicted.makespan, [t.makespan for t in e.timelines], e.peak_bytes)
-        for e in entries
+        (e.makespan, e.wall_times, e.predicted.makespan, [t.makespan for t in e.timelines], e.peak_bytes)
+        for e in timed
     ]
 
 
-def test_a_race_measures_each_contestant_by_one_clock_on_all_ranks():
-    first, second = run_ranks(race_of_two, P)
+def test_each_runner_is_measured_by_one_clock_on_all_ranks():
+    first, second = run_ranks(two_timed_in_turns, P)
     assert first == second
-    for (makespan, walls, predicted, timelines, peaks), name in zip(first, ("1f1b", "zb_h1"), strict=True):
-        assert makespan == sorted(walls)[1]
-        assert all(wall >= timeline > M * 12 for wall, timeline in zip(walls, timelines, strict=True))
+    for (makespan, wall_times, predicted, timelines, peaks), name in zip(
+        first, ("1f1b", "zb_h1"), strict=True
+    ):
+        assert makespan == sorted(wall_times)[1]
+        assert all(wall >= timeline > M * 12 for wall, timeline in zip(wall_times, timelines, strict=True))
         assert predicted >= simulate(plan(name, P, M)).makespan * 4  # sleeps are never short
         assert min(peaks) > 0
 
 
-def peaks_of_a_first_and_a_second_entry(rank):
+def peaks_of_a_first_and_a_second_runner(rank):
     work = workload(rank, Mlp(**{**MLP, "hidden_size": 64}), 6, 3)
-    return [enter("1f1b", work, plan("1f1b", P, M)).peak_bytes for _ in range(2)]
+    return [start("1f1b", work, plan("1f1b", P, M)).peak_bytes for _ in range(2)]
 
 
 def test_a_peak_does_not_depend_on_who_built_the_stages():
-    for first, second in run_ranks(peaks_of_a_first_and_a_second_entry, P):
+    for first, second in run_ranks(peaks_of_a_first_and_a_second_runner, P):
         assert first == pytest.approx(second, abs=2000)  # a rank's weights are 50 KB or more

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from zbpp.planning import plan
 from zbpp.schedule import PlanError, lower, simulate

@@ -10,9 +10,9 @@ from torch import nn
 from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
 from zbpp.models.gpt import Gpt
+from zbpp.runtime.ties import check_ties, shared_parameters
 from zbpp.training.data import Data
 from zbpp.training.optimizer import adamw
-from zbpp.training.ties import check_ties, shared_parameters
 from zbpp.training.trainer import Trainer
 
 VOCAB, HIDDEN, M, STEPS = 11, 6, 4, 5

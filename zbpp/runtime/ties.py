@@ -1,9 +1,9 @@
 """Parameters that several stages share.
 
-On one rank that works: the stages hold one Parameter, which is trained once. On several ranks each would
-train a copy of its own, and the copies would drift apart: such a model is refused. What a stage declares
-(`tied_parameters`) Pipeline checks. Here rank 0 builds all stages, one after the other and on the meta
-device, and compares identities.
+If the stages are on one rank, that works: they hold one Parameter, which is trained once. On several ranks
+each would train a copy of its own, and the copies would drift apart: such a model is refused. What a stage
+declares in `tied_parameters` is checked in parameters.py. What a model shares without saying so is found
+here: rank 0 builds all stages on the meta device, one after the other, and compares identities.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -24,15 +25,19 @@ Place = tuple[int, str]
 
 
 def check_ties(
-    build_stage: Callable[[int, int], nn.Module], rank_of: Sequence[int], *, is_rank_0: bool
+    build_stage: Callable[[int, int], nn.Module],
+    rank_of: Sequence[int],
+    *,
+    is_rank_0: bool,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Raise ValueError on every rank if stages of different ranks share a parameter. Collective.
+    """Raise ValueError on every rank of the group if stages of different ranks share a parameter. Collective.
 
     rank_of: the rank of each stage. To be called after this rank's stages are built.
     """
     if len(set(rank_of)) == 1:
         return
-    for one, other in broadcast(shared_parameters(build_stage, len(rank_of)) if is_rank_0 else []):
+    for one, other in broadcast(shared_parameters(build_stage, len(rank_of)) if is_rank_0 else [], group):
         ranks = rank_of[one[0]], rank_of[other[0]]
         if ranks[0] != ranks[1]:
             raise ValueError(
@@ -49,7 +54,7 @@ def shared_parameters(
 
     To be called after the stages that are needed: a model may keep what it builds.
     """
-    # One stage at a time is alive: a Parameter that another stage shares is kept by the model.
+    # Only one stage at a time is alive. A Parameter that a later stage has, too, is kept alive by the model.
     seen: dict[int, tuple[Any, Place]] = {}
     found = []
     with warnings.catch_warnings(), torch.random.fork_rng([]), torch.device("meta"), _OnMeta():
@@ -57,7 +62,7 @@ def shared_parameters(
         for index in range(num_stages):
             try:
                 stage = build_stage(index, num_stages)
-            except Exception:  # it works on real tensors; what it shares it has to declare
+            except Exception:  # the model needs real tensors: it has to declare what its stages share
                 return []
             for name, parameter in stage.named_parameters():
                 known, place = seen.get(id(parameter), (None, (index, name)))
@@ -69,7 +74,7 @@ def shared_parameters(
 
 
 class _OnMeta(TorchFunctionMode):
-    """What names a device itself gets the meta device, too."""
+    """Code that names a device itself gets the meta device instead."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
