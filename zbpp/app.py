@@ -182,9 +182,9 @@ def _compile(stages: dict[int, nn.Module], what: str, budget: float) -> None:
     """Have the stages, or each of their layers, compiled in their first F; those alike share it."""
     if what == "none":
         return
-    from zbpp.autograd.compiled import Programs, compile_stage
+    from zbpp.autograd.compiled import SplitCache, compile_stage
 
-    programs: Programs = {}
+    cache: SplitCache = {}
     for index, stage in stages.items():
         try:
             compile_stage(
@@ -192,7 +192,7 @@ def _compile(stages: dict[int, nn.Module], what: str, budget: float) -> None:
                 whole=what == "stage",
                 budget=budget,
                 name=f"stage {index}",
-                programs=programs,
+                cache=cache,
                 say=partial(print, flush=True),
             )
         except RuntimeError as error:

@@ -219,14 +219,14 @@ def test_a_function_of_the_weight_alone_is_a_chain_that_b_never_runs():
 @pytest.fixture
 def _restored_rules():
     """What a test registers is forgotten again: also by the walk, which looks each kind up once."""
-    from zbpp.autograd import graph, rules
+    from zbpp.autograd import node_roles, rules
 
     before = dict(rules._RULES)
-    graph._ROLES.clear()
+    node_roles.role_of_type.clear()
     yield
     rules._RULES.clear()
     rules._RULES.update(before)
-    graph._ROLES.clear()
+    node_roles.role_of_type.clear()
 
 
 class Scale(nn.Module):
@@ -254,7 +254,7 @@ def test_a_new_node_is_one_rule():
     def mul(node, operand):
         return keep(saved(node, "self"), add_row_sum)
 
-    graph._ROLES.clear()
+    node_roles.role_of_type.clear()
     assert assert_equals_plain(Scale, lambda: leaf(5, 4)).deferred == {"weight"}
 
 
