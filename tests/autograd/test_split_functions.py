@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from helpers.split import assert_close, assert_equals_plain, double, float64, grads_of, leaf
-from zbpp.autograd import backward_input, defer, keep, rule, saved
+from zbpp.autograd import backward_input, defer, keep, node_roles, rule, rules, saved
 
 RUNS: list[str] = []
 
@@ -218,9 +218,7 @@ def test_a_function_of_the_weight_alone_is_a_chain_that_b_never_runs():
 
 @pytest.fixture
 def _restored_rules():
-    """What a test registers is forgotten again: also by the walk, which looks each kind up once."""
-    from zbpp.autograd import node_roles, rules
-
+    """Forget the rules that a test registers, also in the walk's cache of roles."""
     before = dict(rules._RULES)
     node_roles.role_of_type.clear()
     yield
@@ -248,7 +246,6 @@ def add_row_sum(target, held, dy, fresh):
 @pytest.mark.usefixtures("_restored_rules")
 def test_a_new_node_is_one_rule():
     assert assert_equals_plain(Scale, lambda: leaf(5, 4)).computed == {"weight"}
-    from zbpp.autograd import graph
 
     @rule("MulBackward0", weights=(1,))
     def mul(node, operand):
