@@ -13,7 +13,7 @@ from torch import nn
 import zbpp
 from helpers.split import CountCalls, assert_close, assert_equals_plain, grads_of, leaf
 from zbpp.autograd import backward_input, explain
-from zbpp.autograd.compiled import compile_stage, forward
+from zbpp.autograd.compiled import compile_stage, compiled_forward
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
 
@@ -333,11 +333,11 @@ def test_what_is_kept_may_wait_on_the_host():
 
 @pytest.fixture
 def made(monkeypatch):
-    """Counts programs that are made, and calls that are traced."""
+    """Counts calls that are traced, and graphs that are compiled."""
     traced, compiled = CountCalls(), CountCalls()
-    capture, program_of = forward.capture, forward.program_of
-    monkeypatch.setattr(forward, "capture", lambda *args: (traced(), capture(*args))[1])
-    monkeypatch.setattr(forward, "program_of", lambda *args: (compiled(), program_of(*args))[1])
+    capture, build_split = compiled_forward.capture, compiled_forward.build_split
+    monkeypatch.setattr(compiled_forward, "capture", lambda *args: (traced(), capture(*args))[1])
+    monkeypatch.setattr(compiled_forward, "build_split", lambda *args: (compiled(), build_split(*args))[1])
     return lambda: (traced.number, compiled.number)
 
 
@@ -358,9 +358,9 @@ def test_once_for_all_microbatches_and_again_for_another_shape(made):
 
 
 def test_once_for_layers_that_repeat(made):
-    programs = {}
+    cache = {}
     for stage in (llama(num_layers=6), llama(num_layers=6)):
-        compile_stage(stage, backend="eager", whole=False, programs=programs)
+        compile_stage(stage, backend="eager", whole=False, cache=cache)
         stage(leaf(2, 8, 16))
     assert made() == (1, 1)
 
@@ -473,7 +473,7 @@ def test_a_torch_that_lacks_a_part_is_refused_by_what_it_lacks(monkeypatch):
 def test_each_part_of_torchs_compiler_is_used_in_one_file(part):
     files = Path(zbpp.__file__).parent.rglob("*.py")
     assert [path.stem for path in files if f"torch.{part}" in path.read_text()] == [
-        {"_functorch": "joint"}.get(part, part.lstrip("_"))
+        {"_functorch": "aot_autograd"}.get(part, part.lstrip("_"))
     ]
 
 

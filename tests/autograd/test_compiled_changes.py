@@ -12,7 +12,7 @@ from torch import nn
 
 from helpers.split import assert_close, double, float64, grads_of
 from zbpp.autograd import backward_input
-from zbpp.autograd.compiled import compile_stage, forward
+from zbpp.autograd.compiled import compile_stage, compiled_forward
 
 FACTOR = 2.0
 TABLE = {"factors": [1.0, 3.0]}
@@ -93,8 +93,8 @@ def test_a_stage_that_is_changed_after_its_first_step_trains_as_changed(name):
 def test_what_is_not_changed_is_not_traced_again(monkeypatch):
     """A copy isn't either, and trains its own weights."""
     traced = []
-    capture = forward.capture
-    monkeypatch.setattr(forward, "capture", lambda *args: (traced.append(1), capture(*args))[1])
+    capture = compiled_forward.capture
+    monkeypatch.setattr(compiled_forward, "capture", lambda *args: (traced.append(1), capture(*args))[1])
     stage, x = nn.Sequential(Layer(), nn.Dropout()), torch.randn(3, 4)
     compile_stage(stage, backend="eager")
     for _ in range(3):

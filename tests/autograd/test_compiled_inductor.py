@@ -83,9 +83,9 @@ class Block(nn.Module):
 def train(stages, row):
     """Losses and gradients of two steps."""
     stages = copy.deepcopy(stages)
-    programs = {}
+    cache = {}
     for stage in stages:
-        compile_stage(stage, programs=programs)
+        compile_stage(stage, cache=cache)
     pipeline = Pipeline(dict(enumerate(stages)), Timetable.parse(row), loss_fn=nn.functional.mse_loss)
     drawn = torch.Generator().manual_seed(1)
     found = []

@@ -36,7 +36,7 @@ from tests.autograd import (
 )
 from zbpp.autograd import explain
 from zbpp.autograd.compiled import compile_stage
-from zbpp.autograd.compiled.forward import _Forward
+from zbpp.autograd.compiled.compiled_forward import CompiledForward
 from zbpp.autograd.explain import NOT_COMPILED
 
 # Dynamo looks at `.grad` of every input.
@@ -172,7 +172,7 @@ def compare(case, **how):
 def assert_said(stage, said):
     """What is eager is named by a line, with a reason; and only that."""
     forwards = [
-        each for module in stage.modules() if isinstance(each := vars(module).get("forward"), _Forward)
+        each for module in stage.modules() if isinstance(each := vars(module).get("forward"), CompiledForward)
     ]
     eager = {each.name for each in forwards if None in each.bound.values()}
     told = {line.partition(" is not compiled, ")[0]: line.partition(": ")[2] for line in said}

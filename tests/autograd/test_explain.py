@@ -9,7 +9,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from zbpp.autograd import backward_input, checkpoint, defer, explain
-from zbpp.autograd.weight_grads import Computed
+from zbpp.autograd.weight_grads import ComputedTask
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
 
@@ -169,7 +169,7 @@ def test_the_reason_is_told(case):
 
 def decided(weight_grads):
     """Where each leaf's gradient is computed, of a finished B."""
-    return {id(work.leaf): "B" if isinstance(work, Computed) else "W" for work in weight_grads._work}
+    return {id(task.leaf): "B" if isinstance(task, ComputedTask) else "W" for task in weight_grads._tasks}
 
 
 MODELS = {

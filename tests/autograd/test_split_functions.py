@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from helpers.split import assert_close, assert_equals_plain, double, float64, grads_of, leaf
-from zbpp.autograd import backward_input, defer, keep, rule, saved
+from zbpp.autograd import backward_input, defer, keep, node_roles, rule, rules, saved
 
 RUNS: list[str] = []
 
@@ -218,15 +218,13 @@ def test_a_function_of_the_weight_alone_is_a_chain_that_b_never_runs():
 
 @pytest.fixture
 def _restored_rules():
-    """What a test registers is forgotten again: also by the walk, which looks each kind up once."""
-    from zbpp.autograd import graph, rules
-
+    """Forget the rules that a test registers, also in the walk's cache of roles."""
     before = dict(rules._RULES)
-    graph._ROLES.clear()
+    node_roles.role_of_type.clear()
     yield
     rules._RULES.clear()
     rules._RULES.update(before)
-    graph._ROLES.clear()
+    node_roles.role_of_type.clear()
 
 
 class Scale(nn.Module):
@@ -248,13 +246,12 @@ def add_row_sum(target, held, dy, fresh):
 @pytest.mark.usefixtures("_restored_rules")
 def test_a_new_node_is_one_rule():
     assert assert_equals_plain(Scale, lambda: leaf(5, 4)).computed == {"weight"}
-    from zbpp.autograd import graph
 
     @rule("MulBackward0", weights=(1,))
     def mul(node, operand):
         return keep(saved(node, "self"), add_row_sum)
 
-    graph._ROLES.clear()
+    node_roles.role_of_type.clear()
     assert assert_equals_plain(Scale, lambda: leaf(5, 4)).deferred == {"weight"}
 
 

@@ -94,7 +94,7 @@ MODULES = {
 
 def x_and_dy_only(weight_grads):
     return {
-        tensor.untyped_storage()._cdata for work in weight_grads._work for tensor in work.tensors()
+        tensor.untyped_storage()._cdata for task in weight_grads._tasks for tensor in task.tensors()
     }  # fmt: skip
 
 
@@ -200,10 +200,10 @@ def test_during_b_no_more_is_alive_than_during_plain_backward_and_the_held_dy():
             if split:
                 _, weight_grads = backward_input(output, dy, x)
                 dys = {
-                    part[1].untyped_storage()._cdata: part[1].untyped_storage().nbytes()
-                    for work in weight_grads._work
-                    if hasattr(work, "parts")
-                    for part in work.parts
+                    use.dy.untyped_storage()._cdata: use.dy.untyped_storage().nbytes()
+                    for task in weight_grads._tasks
+                    if hasattr(task, "uses")
+                    for use in task.uses
                 }
             else:
                 output.backward(dy)

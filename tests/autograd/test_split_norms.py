@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from helpers.split import assert_equals_plain, leaf
-from zbpp.autograd import graph
+from zbpp.autograd import node_roles
 
 NORMS = {
     "LayerNorm": (lambda: nn.LayerNorm(4), (2, 5, 4)),
@@ -125,5 +125,5 @@ def test_a_chain_runs_once_per_microbatch_however_often_the_weight_is_used():
             return torch.tanh(x @ weight) @ weight
 
     facts = assert_equals_plain(Twice, lambda: leaf(5, 4))
-    assert facts.deferred == ({"weight"} if graph._FUNCTIONS_LIVE else set())
+    assert facts.deferred == ({"weight"} if node_roles.FUNCTION_NODES_LIVE else set())
     assert len(runs) == 2 + 2  # two microbatches of plain autograd, two of ours

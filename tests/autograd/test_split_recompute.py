@@ -320,5 +320,5 @@ def test_hooked_weights_still_wait_for_w():
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(lambda leaf: None)
     _, weight_grads = backward_input(checkpoint(module[1], module[0](double(5, 4))), double(5, 4, seed=1), ())
-    assert {type(work).__name__ for work in weight_grads._work} == {"Part"}
-    assert len(weight_grads._work) == 6
+    assert {type(task).__name__ for task in weight_grads._tasks} == {"UseTask"}
+    assert len(weight_grads._tasks) == 6

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zbpp.autograd import WeightGrads, backward_input
+from zbpp.autograd.weight_grads import ComputedTask
 
 Call = Callable[..., Any]
 GENERATOR = torch.Generator()
@@ -240,9 +241,9 @@ def deferred_and_computed(module: nn.Module, weight_grads: WeightGrads) -> tuple
     """Which parameters' gradients W computes, and which B has computed."""
     name_of = {id(parameter): name for name, parameter in module.named_parameters()}
     deferred, computed = set(), set()
-    for work in weight_grads._work or ():
-        chosen = computed if type(work).__name__ == "Computed" else deferred
-        chosen.add(name_of[id(work.leaf)])
+    for task in weight_grads._tasks or ():
+        chosen = computed if isinstance(task, ComputedTask) else deferred
+        chosen.add(name_of[id(task.leaf)])
     return deferred, computed
 
 

@@ -1,7 +1,31 @@
-"""The split backward, usable without any pipeline: B now, W when there is time."""
+"""The split backward, usable without any pipeline: B now, W when there is time.
+
+How B and W are split, and what lives between them, is the docstring of split.py. To read the split, take
+split.py, graph.py, rules.py and weight_grads.py, in this order.
+
+    split.py              B: one backward pass that captures dy where a weight's gradient can wait
+    graph.py              the walk: which gradients can wait (sites, chains)
+    rules.py              one rule per kind of node: what W needs of it, how W computes the gradient
+    weight_grads.py       W: the tasks that B leaves, and running them
+    arguments.py          the arguments of backward_input, checked
+    node_roles.py         what each type of node means for the walk
+    views.py              chains that only make views of a weight
+    leaf_grad.py          where a leaf's gradients are summed: `.grad` or `main_grad`
+    hooks.py              users' hooks: whether there are any, and running those that W has to run
+    gradient_guard.py     notices Python code that changes a captured gradient during B
+    reentrant.py          graphs with a reentrant checkpoint: one plain backward instead of the split
+    collector.py          `defer`: how the backward of an autograd Function puts off a gradient
+    recompute.py          `checkpoint` and `recompute`: one recompute for B and W together
+    forward_state.py      the parameters and buffers that a forward used, for its recompute
+    explain.py            `explain`: what B would do with each weight
+    deferral_reasons.py   why B would do so
+    explanation.py        the answer of `explain`, and its text
+    compiled/             F, B and W of a module compiled by Inductor
+"""
 
 from zbpp.autograd.collector import defer
-from zbpp.autograd.explain import Explanation, explain
+from zbpp.autograd.explain import explain
+from zbpp.autograd.explanation import Explanation
 from zbpp.autograd.recompute import checkpoint, recompute
 from zbpp.autograd.rules import Capture, keep, rule, saved
 from zbpp.autograd.split import backward_input

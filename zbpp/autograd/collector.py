@@ -1,7 +1,8 @@
-"""How autograd Functions take part in the split: each B gives those in its graph a collector.
+"""How an autograd Function takes part in the split: its backward can put off a weight gradient until W.
 
-It rides on the node, which is the Function's `ctx`: on CUDA a Python backward runs on autograd's
-own threads, where no thread or context variable of the caller's would be found.
+For the time of its pass, each B hands a Collector to the Functions in its graph. The Collector is an
+attribute of the Function's node, which is also the Function's `ctx`. It can't be a thread variable or a
+context variable: on CUDA, Python backward functions run on autograd's own threads, which don't see those.
 """
 
 from __future__ import annotations
@@ -13,38 +14,42 @@ from typing import Any
 
 from torch import Tensor
 
-from zbpp.autograd.arrivals import has_hooks
+from zbpp.autograd.gradient_guard import has_own_hooks
 from zbpp.autograd.rules import version_of
-from zbpp.autograd.weight_grads import Custom, Work
+from zbpp.autograd.weight_grads import FunctionTask, Task
 
 Gradients = Sequence[Tensor | None]
 
 
 class Collector:
-    """Takes the work that Functions put off while one B runs: `zbpp_collector` of their nodes.
+    """Takes the tasks that Functions put off while one B runs: the attribute `zbpp_collector` of their nodes.
 
-    inputs: that B's; wanted: as in `survey`; is_hooked: as in `split`.
+    inputs: the inputs of that B. wanted: as in `survey`. is_hooked: as in `split`.
     """
 
     def __init__(self, inputs: tuple[Any, ...], wanted: set[int] | None, is_hooked: bool) -> None:
         self.inputs, self.wanted, self.is_hooked = inputs, wanted, is_hooked
-        self.work: list[Work] = []
-        # A checkpoint may close over a tensor that was computed from the inputs. Its own B then finds
-        # gradients of the inputs, too, which are added to those of this B.
+        self.tasks: list[Task] = []
+        # A checkpoint's function may close over a tensor that was computed from the inputs. Its own B then
+        # finds gradients of the inputs, too, which are added to those of this B.
         self.input_grads: list[Gradients] = []
 
     def may_defer(self, leaf: Tensor) -> bool:
-        """Not what B itself is asked for; nor what tensor hooks wait for: they see the whole gradient."""
-        return not has_hooks(leaf) and not any(leaf is each for each in self.inputs)
+        """Whether W may compute this leaf's gradient.
 
-    def added_to(self, grads: Gradients, work: list[Work]) -> tuple[tuple[Tensor | None, ...], list[Work]]:
-        """What B found, and what was collected meanwhile."""
-        return tuple(map(_sum, zip(grads, *self.input_grads, strict=True))), work + self.work
+        B itself has to return it if the leaf is an input. If the leaf has tensor hooks, they must see the
+        whole gradient at once.
+        """
+        return not has_own_hooks(leaf) and not any(leaf is each for each in self.inputs)
+
+    def added_to(self, grads: Gradients, tasks: list[Task]) -> tuple[tuple[Tensor | None, ...], list[Task]]:
+        """The input gradients and tasks that B found, together with the collected ones."""
+        return tuple(map(_sum, zip(grads, *self.input_grads, strict=True))), tasks + self.tasks
 
 
 def _sum(grads: Gradients) -> Tensor | None:
-    there = [grad for grad in grads if grad is not None]
-    return functools.reduce(operator.add, there) if there else None
+    existing = [grad for grad in grads if grad is not None]
+    return functools.reduce(operator.add, existing) if existing else None
 
 
 def collector_of(ctx: Any) -> Collector | None:
@@ -53,12 +58,12 @@ def collector_of(ctx: Any) -> Collector | None:
 
 
 def defer(ctx: Any, leaf: Tensor, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor | None:
-    """For the backward of a custom autograd Function: put the gradient of a weight off until W.
+    """For the backward of a custom autograd Function: put off the gradient of a weight until W.
 
-    Returns what to return as that weight's gradient: under `backward_input` None, and W adds
-    `compute(*tensors)`; in a plain backward, or if the weight is no leaf or has tensor hooks, the
-    gradient itself.
-    `tensors` are all that compute may use; they are kept until W.
+    The Function's backward returns the result as that weight's gradient. Under `backward_input` the result is
+    None, and W adds `compute(*tensors)` to `.grad`. In a plain backward, or if the weight is no leaf or has
+    tensor hooks, the result is the gradient itself.
+    compute may use no tensors but `tensors`, which are kept until W.
 
         @staticmethod
         def backward(ctx, dy):
@@ -70,5 +75,5 @@ def defer(ctx: Any, leaf: Tensor, compute: Callable[..., Tensor], *tensors: Tens
     if collector is None or not (leaf.is_leaf and leaf.requires_grad and collector.may_defer(leaf)):
         return compute(*held)
     if collector.wanted is None or id(leaf) in collector.wanted:
-        collector.work.append(Custom(leaf, compute, held, version_of(held)))
+        collector.tasks.append(FunctionTask(leaf, compute, held, version_of(held)))
     return None

@@ -1,24 +1,25 @@
-"""Hooks that a B and its W look after: those on nodes, and those on leaves, which W runs."""
+"""Hooks that users register on tensors and nodes: finding out about them, and running them in W."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
 
 def num_hooks_made() -> int:
-    """By this process, on tensors, nodes or modules: each takes the next number for its handle."""
+    """How many hooks this process has registered so far: every handle takes the next number."""
     return RemovableHandle.next_id
 
 
 def has_node_hooks(node: Node) -> bool:
     """Whether hooks were registered on the node itself, not on its tensors.
 
-    Torch shows them to none but the handle of one more.
+    Torch shows a node's hooks only to the handle of a further hook, so one is registered and removed again.
     """
     for register in (node.register_prehook, node.register_hook):
         with register(_no_hook) as handle:
@@ -31,20 +32,34 @@ def _no_hook(*_: Any) -> None:
     """Never called."""
 
 
+def capture_after_hooks(targets: list[GradientEdge], first: int) -> dict[int, tuple[Tensor | None, ...]]:
+    """Return a dictionary that B's pass fills: position of a site in `targets` -> (dy,).
+
+    The sites are targets[first:]. dy is the gradient after the tensor hooks on the site's output.
+
+    Autograd captures a node's gradient before the node's hooks if the node runs, after them if it does not.
+    """
+    dys: dict[int, tuple[Tensor | None, ...]] = {}
+    for position in range(first, len(targets)):
+        node = targets[position].node
+        node.register_prehook(partial(dys.__setitem__, position))  # partial: runs no Python code
+    return dys
+
+
 def run_hooks(leaf: Tensor, gradient: Tensor) -> Tensor:
-    """A leaf's tensor hooks see, and may replace, the microbatch's gradient."""
+    """Run a leaf's tensor hooks on the gradient of one microbatch; returns the gradient they make of it."""
     hooks: dict[int, Callable[[Tensor], Tensor | None]] = leaf._backward_hooks or {}
     for hook in list(hooks.values()):
         try:
             replaced = hook(gradient)
         except AssertionError as error:
-            raise multi_grad_hook(error) from error
+            raise multi_grad_hook_error(error) from error
         gradient = gradient if replaced is None else replaced
     return gradient
 
 
-def multi_grad_hook(error: Exception) -> Exception:
-    """Torch's word on a hook for several leaves, in ours; any other error as it is."""
+def multi_grad_hook_error(error: Exception) -> Exception:
+    """A clearer error if a hook for several leaves failed outside of a backward; else the error itself."""
     if not any(said in str(error) for said in ("inside a backward call", "_will_engine_execute_node")):
         return error
     return RuntimeError(
@@ -54,6 +69,7 @@ def multi_grad_hook(error: Exception) -> Exception:
 
 
 def run_post_accumulate_hooks(leaf: Tensor) -> None:
+    """Run a leaf's post-accumulate-grad hooks."""
     hooks: dict[int, Callable[[Tensor], None]] = leaf._post_accumulate_grad_hooks or {}
     for hook in list(hooks.values()):
         hook(leaf)

@@ -1,8 +1,8 @@
 """Activation checkpointing that costs exactly one recompute across B and W.
 
-F runs a block without a graph. In B the block runs forward once more, is split like a stage of its
-own, and its W joins that of the B around it. (torch's split runs the recompute once in B and
-once more for each group of parameters in W.) The recompute finds what F found: see referred.py.
+F runs a block without a graph. In B the block runs forward once more and is split like a stage of its own;
+its tasks of W join those of the B around it. (torch's split runs the recompute once in B, and once more for
+each group of parameters in W.) The recompute uses the values that F used: see forward_state.py.
 """
 
 from __future__ import annotations
@@ -17,44 +17,46 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from zbpp.autograd.collector import collector_of
+from zbpp.autograd.forward_state import ForwardState, version
 from zbpp.autograd.hooks import num_hooks_made
-from zbpp.autograd.referred import Found, version
 from zbpp.autograd.split import split
 
 
 def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`fn(*args, **kwargs)`, whose activations are computed again in the backward instead of being kept.
+    """`fn(*args, **kwargs)`, whose activations are not kept but computed again in the backward.
 
-    fn returns a tensor or a tuple of tensors (Nones allowed) and may use any parameters. Random
-    numbers, autocast and buffers are in the recompute what they were in the forward; buffers are
-    updated once, by the forward. Under `backward_input` the block is recomputed once for B and W together;
-    in a plain backward() too, where the gradients of fn's parameters go straight into `.grad`
-    (torch.autograd.grad finds none).
-    What fn uses of a computation outside is best an argument: what it closes over is gone through by this
-    backward too, so that two checkpoints which share such a tensor raise RuntimeError.
+    fn returns a tensor or a tuple of tensors (Nones allowed) and may use any parameters. Random numbers,
+    autocast and buffers are the same in the recompute as in the forward; buffers are updated once, by the
+    forward. B and W together recompute the block once. A plain backward() recomputes it once, too, and adds
+    the gradients of fn's parameters straight to `.grad`: torch.autograd.grad finds none.
+
+    Pass a tensor that was computed outside to fn as an argument. If fn closes over such a tensor, this
+    backward also goes through the graph above the tensor, and two checkpoints that close over the same one
+    raise RuntimeError.
+
     Raises RuntimeError if fn changes an argument in place. The backward raises RuntimeError if a parameter or
-    a buffer above 64 KiB was changed since the forward.
-    Both hold for the modules and tensors that fn is, is a method of, has in its closure, or is given.
+    a buffer above 64 KiB was changed since the forward. Checked are the modules and tensors that fn is, is a
+    method of, has in its closure, or is given.
     """
     leaves, spec = tree_flatten((args, kwargs))
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
-    # Where no input needs grad (stage 0) the dummy makes autograd come here all the same.
+    # On stage 0 no input needs grad: the dummy makes autograd call this Function's backward all the same.
     dummy = torch.empty(0, requires_grad=True)
     call = _Call(fn, spec, leaves)
     return _Checkpoint.apply(dummy, call, *leaves, *call.hooked)  # type: ignore[no-untyped-call]  # torch's
 
 
 class _Call:
-    """A call to be repeated: the function, its arguments but for tensors, and what it must find again."""
+    """A call that will be repeated: the function, its arguments but for tensors, and the state it ran in."""
 
     def __init__(self, fn: Callable[..., Any], spec: TreeSpec, leaves: list[Any]) -> None:
         self.fn, self.spec = fn, spec
         self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.found = Found((fn, self.constants))
+        self.state = ForwardState((fn, self.constants))
         given = {id(leaf) for leaf in leaves}
-        # Autograd must know that they are used here: it fires their hooks after their last use.
-        self.hooked = [leaf for leaf in self.found.hooked() if id(leaf) not in given]
+        # Autograd must know that these leaves are used here: it fires their hooks after their last use.
+        self.hooked = [leaf for leaf in self.state.hooked() if id(leaf) not in given]
         devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cuda}
         self.cuda_states = {device: torch.cuda.get_rng_state(device) for device in devices}
         self.cpu_state = torch.get_rng_state()
@@ -64,17 +66,18 @@ class _Call:
         ]
 
     def run(self, tensors: list[Tensor | None]) -> Any:
-        mixed = [c if t is None else t for c, t in zip(self.constants, tensors, strict=True)]
-        args, kwargs = tree_unflatten(mixed, self.spec)
+        pairs = zip(self.constants, tensors, strict=True)
+        leaves = [constant if tensor is None else tensor for constant, tensor in pairs]
+        args, kwargs = tree_unflatten(leaves, self.spec)
         return self.fn(*args, **kwargs)
 
     @contextmanager
-    def as_before(self) -> Iterator[None]:
+    def as_in_forward(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(list(self.cuda_states)))
             for name, enabled, dtype in self.autocast:
                 stack.enter_context(torch.autocast(name, dtype=dtype, enabled=enabled))
-            stack.enter_context(self.found.restored())
+            stack.enter_context(self.state.restored())
             torch.set_rng_state(self.cpu_state)
             for device, state in self.cuda_states.items():
                 torch.cuda.set_rng_state(state, device)
@@ -89,7 +92,7 @@ class _Checkpoint(torch.autograd.Function):
         ctx.is_tensor = [tensor is not None for tensor in tensors]
         saved = [tensor for tensor in tensors if tensor is not None]
         ctx.save_for_backward(*saved)
-        # Autograd notes the versions of what is saved when this forward is over.
+        # Autograd notes the versions of saved tensors after this forward: it does not see changes by fn.
         versions = [*map(version, saved)]
         output = call.run(tensors)
         _refuse_changed(saved, versions)
@@ -103,7 +106,7 @@ class _Checkpoint(torch.autograd.Function):
         saved = iter(ctx.saved_tensors)
         tensors = [_fresh(next(saved)) if is_tensor else None for is_tensor in ctx.is_tensor]
         num_hooks = num_hooks_made()
-        with torch.enable_grad(), ctx.call.as_before():
+        with torch.enable_grad(), ctx.call.as_in_forward():
             outputs = _as_tuple(ctx.call.run(tensors))
         is_hooked = num_hooks_made() > num_hooks
         roots, root_grads = [], []
@@ -117,12 +120,12 @@ class _Checkpoint(torch.autograd.Function):
             return (None, None, *(None for _ in tensors), *nothing)
         if collector is None:
             return (None, None, *_plain_backward(roots, root_grads, tensors, ctx.call.hooked))
-        # What fn closes over may have hooks from before.
+        # A tensor that fn closes over may have hooks from before.
         is_hooked = is_hooked or collector.is_hooked
-        # What fn closes over may have been computed from the inputs of the B around this one.
+        # It may also have been computed from the inputs of the B around this one.
         inputs = (*tensors, *collector.inputs)
-        grads, work = split(roots, root_grads, inputs, collector.wanted, is_hooked=is_hooked)
-        collector.work += work
+        grads, tasks = split(roots, root_grads, inputs, collector.wanted, is_hooked=is_hooked)
+        collector.tasks += tasks
         collector.input_grads.append(grads[len(tensors) :])
         return (None, None, *grads[: len(tensors)], *nothing)
 
@@ -143,7 +146,7 @@ def _plain_backward(
     """Gradients of the tensors and of the hooked leaves, whose `.grad` and hooks are left alone."""
     before = [(leaf, leaf.grad, leaf._post_accumulate_grad_hooks) for leaf in hooked]
     for leaf in hooked:
-        leaf.grad, leaf._post_accumulate_grad_hooks = None, {}  # autograd takes no None for no hooks
+        leaf.grad, leaf._post_accumulate_grad_hooks = None, {}  # autograd does not accept None for no hooks
     try:
         torch.autograd.backward(roots, root_grads)
         return [None if each is None else each.grad for each in (*tensors, *hooked)]
@@ -161,15 +164,18 @@ def _as_tuple(output: Any) -> tuple[Any, ...]:
 
 
 def recompute(module: nn.Module) -> None:
-    """Make a module checkpoint every forward from now on; its parameters' names stay what they are.
+    """Make a module checkpoint every forward from now on. The names of its parameters stay the same.
 
-    So does a copy of it, by copy.deepcopy or pickle.
+    Copies of the module, made by copy.deepcopy or pickle, do so too.
     """
     module.forward = _Recomputed(module)
 
 
 class _Recomputed:
-    """Takes the place of a module's forward. It refers to the module, no method of it: a copy to the copy."""
+    """Takes the place of a module's forward.
+
+    It refers to the module, not to a method of it: so the copy of a module has one that refers to the copy.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.before = module, vars(module).get("forward")

@@ -1,14 +1,14 @@
-"""Per kind of autograd node: what W needs of it, and how W computes the weight's gradient.
+"""One rule per kind of autograd node: what W needs of the node, and how W computes the weight's gradient.
 
-A rule is one function. It looks at a node BEFORE the backward pass runs, while its saved
-tensors are still there, and says for one operand what to keep and how to add that operand's
-gradient to a target once dy, the gradient of the node's output, is known. For y = a @ b:
+A rule is one function. It looks at a node BEFORE the backward pass runs, while the node's saved tensors are
+still there. For one operand it says which tensors to keep, and how to add the operand's gradient to a target
+once dy, the gradient of the node's output, is known. For y = a @ b:
 
     @rule("MmBackward0", weights=(1, 0))
     def mm(node, operand):
         return keep(saved(node, "self"), add_left_product)      # d b = a.H @ dy
 
-Returning None leaves the operand to B. To teach zbpp a new node, register a rule.
+A rule that returns None leaves the operand to B. To teach zbpp a new kind of node, register a rule.
 """
 
 from __future__ import annotations
@@ -22,69 +22,71 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
-Held = tuple[Any, ...]
-Add = Callable[[Tensor, Held, Tensor, bool], None]
+HeldTensors = tuple[Any, ...]
+"""Tensors and Packed tensors that are held from B until W."""
+Add = Callable[[Tensor, HeldTensors, Tensor, bool], None]
 
 
 class Capture(NamedTuple):
-    """What W keeps for one operand of one node.
+    """What is kept for W of one operand of one node.
 
     held: tensors to keep until W, detached (or packed: see `Packed`).
-    add(target, held, dy, fresh): adds the operand's gradient to `target`, which has the
-    operand's shape; if `fresh`, target is uninitialised memory and is overwritten.
+    add(target, held, dy, fresh): adds the operand's gradient to `target`, which has the operand's shape. If
+    `fresh` is true, target is uninitialised memory: the function overwrites it.
     """
 
-    held: Held
+    held: HeldTensors
     add: Add
 
 
-class Kept(NamedTuple):
-    """For an operand whose gradient needs just one saved tensor of the node: which, and how to add.
+class DirectCapture(NamedTuple):
+    """A Capture described as data: one tensor that the node saved, and how to add the gradient.
 
-    transposed: how to add it to the gradient of a leaf whose transpose the operand is.
+    The walk is on the hot path: it reads the attributes of the node itself instead of calling the rule.
+    add_transposed: adds to the gradient of a leaf whose transpose the operand is.
     """
 
-    name: str
+    name: str  # of the saved tensor: "mat2"
     add: Add
-    transposed: Add
-    raw: str  # the attributes of the node that hold it
-    saved: str
+    add_transposed: Add
+    raw_attribute: str  # of the node: "_raw_saved_mat2"
+    attribute: str  # "_saved_mat2"
 
 
 class Rule(NamedTuple):
-    """capture(node, operand) for the operands (indices into next_functions) of one kind of node.
+    """capture(node, operand), for the operands (indices into next_functions) of one kind of node.
 
-    weights: operands that may be the weight, preferred first.
-    along: operands deferred only together with a weight, since they need nothing but dy.
-    kept: what capture does for an operand, as data: the walk, which is in a hurry, reads it directly.
+    weights: operands that may be the weight, preferred ones first.
+    along: operands that wait only together with a weight, since they need nothing but dy (biases).
+    direct: operand -> what `capture` returns for it, as data.
     ready(node): whether the rule holds for this node; None if it always does.
     """
 
     capture: Callable[[Any, int], Capture | None]
     weights: tuple[int, ...]
     along: tuple[int, ...] = ()
-    kept: Mapping[int, Kept] = MappingProxyType({})
+    direct: Mapping[int, DirectCapture] = MappingProxyType({})
     ready: Callable[[Any], bool] | None = None
 
 
 class Packed(NamedTuple):
-    """A saved tensor that hooks packed away; W unpacks it, not B."""
+    """A saved tensor that saved-tensor hooks have packed; W unpacks it, not B."""
 
     data: Any
     unpack_hook: Callable[[Any], Tensor]
 
     def tensors(self) -> list[Tensor]:
-        """The tensors inside."""
+        """The tensors inside the packed data."""
         return [leaf for leaf in tree_leaves(self.data) if isinstance(leaf, Tensor)]
 
     @property
     def _version(self) -> int:
-        """As a tensor's: it grows when one inside is changed in place."""
+        """Like a tensor's: it grows when a tensor inside is changed in place."""
         return version_of(self.tensors())
 
 
 def version_of(held: Iterable[Any]) -> int:
-    """One number that grows whenever one of these is changed in place: autograd counts for each tensor."""
+    """A number that grows whenever one of these tensors is changed in place: the sum of autograd's counts."""
     return sum([each._version for each in held])
 
 
@@ -95,9 +97,9 @@ _Capturing = Callable[[Any, int], Capture | None]
 def rule(
     name: str, *, weights: tuple[int, ...], along: tuple[int, ...] = ()
 ) -> Callable[[_Capturing], _Capturing]:
-    """Register a rule for the nodes whose class is called `name`; see the module's head.
+    """Register a rule for the nodes whose class is called `name`; see the module's docstring.
 
-    To be called before the first backward that meets such a node.
+    Register it before the first backward that meets such a node.
     """
 
     def register(capture: _Capturing) -> _Capturing:
@@ -113,16 +115,16 @@ def rule_of(name: str) -> Rule | None:
 
 
 def name_of(rule: Rule) -> str:
-    """The name of the nodes that a rule is for."""
+    """The name of the nodes that a rule is registered for."""
     return next(name for name, each in _RULES.items() if each is rule)
 
 
 def saved(node: Node, name: str) -> Tensor | Packed | None:
-    """A tensor that a node saved, without its history.
+    """A tensor that a node has saved, detached: a saved activation carries the graph above it.
 
-    Detached, since a saved activation carries the graph above it. What save_on_cpu packed stays
-    packed until W. None for other hooks: to unpack a checkpoint's early is to recompute early; and
-    for a sparse tensor, whose products are few kinds: autograd knows them.
+    A tensor that save_on_cpu packed is returned packed, and W unpacks it. Returns None for tensors that other
+    hooks packed, because unpacking a checkpoint's tensor in the walk would recompute too early. Returns None
+    for sparse tensors, whose products only autograd knows.
     """
     raw = getattr(node, "_raw_saved_" + name)
     hook = raw.unpack_hook
@@ -135,7 +137,7 @@ def saved(node: Node, name: str) -> Tensor | Packed | None:
 
 
 def saved_by(node: Any) -> Iterator[Tensor]:
-    """All tensors that a node has saved; what hooks have packed stays packed."""
+    """All tensors that a node has saved; packed ones are not unpacked."""
     for name in dir(node):
         if name.startswith("_raw_saved_"):
             raw = getattr(node, name)
@@ -144,7 +146,7 @@ def saved_by(node: Any) -> Iterator[Tensor]:
 
 
 def keep(tensors: Tensor | Packed | tuple[Tensor | Packed | None, ...] | None, add: Add) -> Capture | None:
-    """A capture of one saved tensor, or of several; None if one can't be had."""
+    """A Capture of one saved tensor, or of several; None if one of them is None."""
     held = tensors if type(tensors) is tuple else (tensors,)
     if any(each is None for each in held):
         return None
@@ -152,18 +154,18 @@ def keep(tensors: Tensor | Packed | tuple[Tensor | Packed | None, ...] | None, a
 
 
 class _UnpackingAdd:
-    """`add`, for which W unpacks what is held."""
+    """Unpacks the held tensors in W, then calls `add`."""
 
     def __init__(self, add: Add) -> None:
         self.add = add
 
-    def __call__(self, target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
+    def __call__(self, target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
         unpacked = [each.unpack_hook(each.data) if isinstance(each, Packed) else each for each in held]
         self.add(target, tuple(unpacked), dy, fresh)
 
 
 def add_or_copy(target: Tensor, gradient: Tensor, fresh: bool) -> None:
-    """For rules that can't help making a temporary."""
+    """Add to the target, for rules that have to compute the gradient in a tensor of its own."""
     if fresh:
         target.copy_(gradient)
     else:
@@ -171,7 +173,7 @@ def add_or_copy(target: Tensor, gradient: Tensor, fresh: bool) -> None:
 
 
 # ---- Products: y = a @ b, so d b = a.H @ dy and d a = dy @ b.H; of real numbers a.H is a.T.
-# They accumulate straight into the target: no temporary the size of the weight.
+# The product is accumulated straight into the target: no temporary of the weight's size is made.
 
 
 def _add_product(target: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
@@ -186,7 +188,7 @@ def _add_product(target: Tensor, left: Tensor, right: Tensor, fresh: bool) -> No
 
 
 def _add_widened(target: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
-    """A product of bf16 factors summed into float32: rounded once, at the end."""
+    """A product of bf16 factors added to a float32 target: rounded once, at the end."""
     if left.is_cuda and target.dim() == 2:
         product = torch.mm(left, right, out_dtype=target.dtype)
     else:  # that kernel exists on CUDA only
@@ -194,45 +196,46 @@ def _add_widened(target: Tensor, left: Tensor, right: Tensor, fresh: bool) -> No
     add_or_copy(target, product, fresh)
 
 
-def add_left_product(target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
+def add_left_product(target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
     """target += a.H @ dy, held = (a,)."""
     _add_product(target, held[0].mH, dy, fresh)
 
 
-def add_right_product(target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
+def add_right_product(target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
     """target += dy @ b.H, held = (b,)."""
     _add_product(target, dy, held[0].mH, fresh)
 
 
-def _add_left_product_transposed(target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
+def _add_left_product_transposed(target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
     _add_product(target, dy.mT, held[0].conj(), fresh)
 
 
-def _add_right_product_transposed(target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
+def _add_right_product_transposed(target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
     _add_product(target, held[0].conj(), dy.mT, fresh)
 
 
-_SIDES = {
-    "left": (add_left_product, _add_left_product_transposed),
-    "right": (add_right_product, _add_right_product_transposed),
-}
-
-
 def _product_rule(name: str, left: str, right: str, *, plus: bool = False) -> None:
-    """Register a product of two operands; `plus` a third, before them and unscaled: a bias."""
+    """Register the rule of a product. left, right: the names under which the node saves the two factors.
+
+    plus: the node adds the product to another operand, a bias, which comes first and must be unscaled.
+    """
 
     def capture(node: Any, operand: int) -> Capture | None:
-        if operand not in kept:
+        if operand not in direct:
             return Capture((), _add_sum)
-        return keep(saved(node, kept[operand].name), kept[operand].add)
+        return keep(saved(node, direct[operand].name), direct[operand].add)
 
-    # The gradient of the right operand needs the left one, and the reverse.
-    sides = {1 + plus: (left, "left"), 0 + plus: (right, "right")}
-    kept = {
-        operand: Kept(other, *_SIDES[side], "_raw_saved_" + other, "_saved_" + other)
-        for operand, (other, side) in sides.items()
+    left_operand, right_operand = (1, 2) if plus else (0, 1)
+    # The gradient of the right operand needs the left factor, and the other way round.
+    direct = {
+        right_operand: _direct(left, add_left_product, _add_left_product_transposed),
+        left_operand: _direct(right, add_right_product, _add_right_product_transposed),
     }
-    _RULES[name] = Rule(capture, tuple(kept), (0,) if plus else (), kept, _is_unscaled if plus else None)
+    _RULES[name] = Rule(capture, tuple(direct), (0,) if plus else (), direct, _is_unscaled if plus else None)
+
+
+def _direct(name: str, add: Add, add_transposed: Add) -> DirectCapture:
+    return DirectCapture(name, add, add_transposed, f"_raw_saved_{name}", f"_saved_{name}")
 
 
 def _is_unscaled(node: Any) -> bool:
@@ -246,8 +249,8 @@ _product_rule("AddmmBackward0", "mat1", "mat2", plus=True)
 _product_rule("BaddbmmBackward0", "batch1", "batch2", plus=True)
 
 
-def _add_sum(target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
-    """A bias was broadcast: its gradient is dy summed over the dimensions that it lacks."""
+def _add_sum(target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
+    """A bias was broadcast: its gradient is dy, summed over the dimensions that the bias lacks."""
     add_or_copy(target, dy.sum_to_size(target.shape), fresh)
 
 
@@ -259,7 +262,7 @@ def _grouped_product(node: Any, operand: int) -> Capture | None:
     return keep((saved(node, "self"), saved(node, "offs")), _add_grouped_product)
 
 
-def _add_grouped_product(target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
+def _add_grouped_product(target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
     x, offs = held
     add_or_copy(target, torch._grouped_mm(x.t(), dy, offs=offs), fresh)
 
@@ -275,7 +278,7 @@ def _convolution(node: Any, operand: int) -> Capture | None:
     return keep(saved(node, "input"), _AddConvolution([getattr(node, "_saved_" + name) for name in names]))
 
 
-def _add_channel_sum(target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
+def _add_channel_sum(target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
     add_or_copy(target, dy.sum([0, *range(2, dy.dim())]), fresh)
 
 
@@ -283,15 +286,15 @@ class _AddConvolution:
     def __init__(self, settings: list[Any]) -> None:
         self.settings = settings
 
-    def __call__(self, target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
-        # Only the weight's shape and layout are asked of it.
+    def __call__(self, target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
+        # Of the weight the operation needs the shape and the layout only.
         like = target if target.dtype == dy.dtype else torch.empty_like(target, dtype=dy.dtype)
         wanted = [False, True, False]
         _, gradient, _ = torch.ops.aten.convolution_backward(dy, held[0], like, None, *self.settings, wanted)
         add_or_copy(target, gradient, fresh)
 
 
-# ---- Embeddings: no temporary the size of the vocabulary
+# ---- Embeddings: no temporary of the vocabulary's size is made
 
 
 @rule("EmbeddingBackward0", weights=(0,))
@@ -302,12 +305,12 @@ def _embedding(node: Any, operand: int) -> Capture | None:
 
 
 class _AddRows:
-    """Adds each row of dy to the row of its index; the padding's gets nothing."""
+    """Adds each row of dy to the row of its index; the row of the padding gets nothing."""
 
     def __init__(self, padding: int) -> None:
-        self.padding = padding  # none: -1, which nodes save as an unsigned number
+        self.padding = padding  # -1 for none, which nodes save as an unsigned 64-bit number
 
-    def __call__(self, target: Tensor, held: Held, dy: Tensor, fresh: bool) -> None:
+    def __call__(self, target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
         (indices,) = held
         if fresh:
             target.zero_()

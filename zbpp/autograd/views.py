@@ -1,4 +1,4 @@
-"""Chains that only look at a leaf differently: W accumulates into the same view of its `.grad`.
+"""Chains that only make views of a leaf: W adds to the same view of the leaf's `.grad`.
 
 For a weight used as `w.t()`, W adds to `w.grad.t()`, and no temporary is made.
 """
@@ -12,14 +12,14 @@ from torch import Tensor
 
 
 class View(NamedTuple):
-    """One node of such a chain. whole: whether it shows every element of what it looks at."""
+    """The view that one node of such a chain makes. whole: whether it shows every element of its base."""
 
-    look: Callable[[Tensor], Tensor]
+    apply: Callable[[Tensor], Tensor]
     whole: bool = True
 
 
 def _signed(dim: int) -> int:
-    """Nodes save dimensions as unsigned 64-bit numbers."""
+    """The dimension that a node has saved as an unsigned 64-bit number."""
     return dim - 2**64 if dim >= 2**63 else dim
 
 
@@ -45,7 +45,7 @@ def _select(node: Any, _: int) -> View:
 
 MATRIX_TRANSPOSE = View(Tensor.t)
 
-# name of the node -> the view it made, or what makes it of the chain's edge (node, number of its output)
+# name of the node -> its View, or the function that makes the View from (node, number of the node's output)
 VIEWS: dict[str, View | Callable[[Any, int], View]] = {
     "TBackward0": MATRIX_TRANSPOSE,
     "TransposeBackward0": _transpose,

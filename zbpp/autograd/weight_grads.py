@@ -1,12 +1,13 @@
-"""W: the weight gradients that B put off, and adding them to `.grad`.
+"""W: compute the weight gradients that B put off, and add them to `.grad`.
 
-A parameter that has a `main_grad` (a float32 tensor of its shape, say, beside bf16 weights) gets
-its gradients added there, and its `.grad` is left alone.
+WeightGrads holds a list of tasks, each for one leaf. A task knows the tensors it needs (x and dy) and adds a
+gradient to the leaf's `.grad`. A parameter that has a `main_grad` (a float32 tensor of the parameter's shape,
+say, beside bf16 weights) gets its gradients added there; its `.grad` is left alone.
 
-W reads tensors that may share memory with others: x with a buffer that the next forward writes
-into, dy with a gradient that the caller passed in or got back. They are guarded as autograd guards
-its saved tensors: autograd counts the in-place changes of each tensor (`_version`), B remembers the
-count of all that W will read, and W raises `ChangedInPlace` if it has grown.
+W reads tensors that may share memory with others: x with a buffer that the next forward writes into, dy with
+a gradient that the caller passed in or got back. They are guarded as autograd guards its saved tensors:
+autograd counts the in-place changes of each tensor (`_version`), B notes the counts of all tensors that W
+will read, and W raises ChangedInPlace if a count has grown.
 """
 
 from __future__ import annotations
@@ -19,31 +20,42 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from zbpp.autograd.graph import Edge, Use
+from zbpp.autograd.graph import Edge, WeightUse
 from zbpp.autograd.hooks import run_hooks, run_post_accumulate_hooks
+from zbpp.autograd.leaf_grad import add_to_grad, new_gradient, total_of
 from zbpp.autograd.rules import name_of, version_of
 
 
-class Work(Protocol):
-    """What is left to do for one leaf."""
+class Task(Protocol):
+    """What W has to do for one leaf."""
 
     @property
     def leaf(self) -> Tensor: ...
-    def tensors(self) -> Iterator[Tensor]: ...
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors that are held for this task."""
+
     def accumulate(self) -> Tensor:
         """Add to the leaf's gradient; returns the leaf."""
 
 
 class ChangedInPlace(RuntimeError):
-    """What W would read is not what B left for it. leaf: whose gradient W was about to add to."""
+    """A tensor that B or W reads was changed in place before it was read.
 
-    def __init__(self, leaf: Tensor, what: str, tensor: Any, remedy: str) -> None:
-        shape = f" of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else ""
-        super().__init__(
-            f"{what}{shape} was changed in place before W, which needs it as B found it, for the gradient of "
-            f"a weight of shape {tuple(leaf.shape)}: {remedy}"
-        )
+    leaf: the parameter whose gradient W was about to compute; None if it is not one parameter alone.
+    """
+
+    def __init__(self, message: str, leaf: Tensor | None = None) -> None:
+        super().__init__(message)
         self.leaf = leaf
+
+
+def _changed(leaf: Tensor, what: str, tensor: Any, remedy: str) -> ChangedInPlace:
+    shape = f" of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else ""
+    message = (
+        f"{what}{shape} was changed in place before W, which needs it as B found it, for the gradient of "
+        f"a weight of shape {tuple(leaf.shape)}: {remedy}"
+    )
+    return ChangedInPlace(message, leaf)
 
 
 _CLONE_GRADIENT = (
@@ -52,12 +64,12 @@ _CLONE_GRADIENT = (
 )
 
 
-class Part(NamedTuple):
-    """One use of a leaf, with its dy; by itself the work for a leaf that has no other."""
+class UseTask(NamedTuple):
+    """The gradient of one use of a leaf. By itself it is the task of a leaf that has no other use."""
 
-    use: Use
+    use: WeightUse
     dy: Tensor
-    version: int  # of dy and all that the use holds
+    version: int  # sum of the versions of dy and of all that the use holds
 
     @property
     def leaf(self) -> Tensor:
@@ -68,15 +80,15 @@ class Part(NamedTuple):
         yield from self.use.tensors()
 
     def check(self) -> None:
-        """Raise ChangedInPlace if anything was changed since B."""
+        """Raise ChangedInPlace if a tensor was changed since B."""
         if version_of(self.use.held) + self.dy._version != self.version:
             raise self._changed()
 
     def _changed(self) -> ChangedInPlace:
         leaf, held, node = self.use.leaf, self.use.held, name_of(self.use.rule)
         if version_of(held) == self.use.version:
-            return ChangedInPlace(leaf, f"dy, the gradient of {node}'s output,", self.dy, _CLONE_GRADIENT)
-        return ChangedInPlace(
+            return _changed(leaf, f"dy, the gradient of {node}'s output,", self.dy, _CLONE_GRADIENT)
+        return _changed(
             leaf,
             f"the input that {node} saved",
             held[0],
@@ -85,11 +97,11 @@ class Part(NamedTuple):
         )
 
     def add_to(self, total: Tensor, fresh: bool) -> None:
-        """To its view of the leaf's gradient; if `fresh`, that is uninitialised memory."""
+        """Add to the use's view of `total`. If `fresh`, total is uninitialised memory and is overwritten."""
         (_, held, add, _, views, _, _), dy, _ = self
         self.check()
         for view in views or ():
-            total = view.look(total)
+            total = view.apply(total)
         add(total, held, dy, fresh)
 
     def accumulate(self) -> Tensor:
@@ -102,64 +114,67 @@ class Part(NamedTuple):
         total = total_of(leaf)
         if total is None or views or leaf._backward_hooks:
             _accumulate(leaf, [self])
-        else:  # nearly always, and in a hurry: add_to without views
+        else:  # nearly every task comes here: add_to without views, inlined
             add(total, held, dy, False)
         return leaf
 
 
-class Sum(NamedTuple):
-    """A leaf with several uses, or one through a chain that computes."""
+class SumTask(NamedTuple):
+    """The gradient of a leaf with several uses, or with a use through a chain that computes."""
 
     leaf: Tensor
-    parts: list[Part]
+    uses: list[UseTask]
 
     def tensors(self) -> Iterator[Tensor]:
-        for part in self.parts:
-            yield from part.tensors()
+        for use in self.uses:
+            yield from use.tensors()
 
     def accumulate(self) -> Tensor:
-        leaf, parts = self
-        if any(part.use.views is None for part in parts):
-            add_to_grad(leaf, _through_chains(leaf, parts))
+        leaf, uses = self
+        if any(each.use.views is None for each in uses):
+            add_to_grad(leaf, _through_chains(leaf, uses))
         else:
-            _accumulate(leaf, parts)
+            _accumulate(leaf, uses)
         return leaf
 
 
-def summed(parts: list[Part]) -> list[Work]:
-    """The work for each leaf, whose parts stand side by side."""
-    groups = [list(group) for _, group in groupby(parts, key=lambda part: id(part.leaf))]
-    return [Sum(group[0].leaf, group) for group in groups]
+def tasks_per_leaf(uses: list[UseTask]) -> list[Task]:
+    """One task per leaf. The uses of one leaf stand side by side in `uses`."""
+    groups = [list(group) for _, group in groupby(uses, key=lambda use: id(use.leaf))]
+    return [SumTask(group[0].leaf, group) for group in groups]
 
 
-def _accumulate(leaf: Tensor, parts: list[Part]) -> None:
+def _accumulate(leaf: Tensor, uses: list[UseTask]) -> None:
     if leaf._backward_hooks:
-        add_to_grad(leaf, run_hooks(leaf, _sum_of(leaf, parts)))
+        add_to_grad(leaf, run_hooks(leaf, _sum_of(leaf, uses)))
     elif (total := total_of(leaf)) is not None:
-        for part in parts:
-            part.add_to(total, False)
+        for use in uses:
+            use.add_to(total, False)
     else:
-        leaf.grad = _sum_of(leaf, parts)
+        leaf.grad = _sum_of(leaf, uses)
 
 
-def _sum_of(leaf: Tensor, parts: list[Part]) -> Tensor:
-    """A new gradient in the leaf's layout."""
-    whole = all(view.whole for view in parts[0].use.views or ())
-    gradient = _new_gradient(leaf) if whole else _new_gradient(leaf).zero_()
-    for part in parts:
-        part.add_to(gradient, whole)
+def _sum_of(leaf: Tensor, uses: list[UseTask]) -> Tensor:
+    """The sum of the uses' gradients, a new tensor in the leaf's layout."""
+    whole = all(view.whole for view in uses[0].use.views or ())
+    gradient = new_gradient(leaf) if whole else new_gradient(leaf).zero_()
+    for use in uses:
+        use.add_to(gradient, whole)
         whole = False
     return gradient
 
 
-def _through_chains(leaf: Tensor, parts: list[Part]) -> Tensor:
-    """Sum the parts where their chains begin, then let autograd run each chain once, and the leaf's hooks."""
+def _through_chains(leaf: Tensor, uses: list[UseTask]) -> Tensor:
+    """Sum the gradients where the uses' chains begin, then let autograd run each chain once.
+
+    The leaf's tensor hooks run at the end of it.
+    """
     at_head: dict[Edge, Tensor] = {}
-    for part in parts:
-        use, dy, _ = part
+    for each in uses:
+        use, dy, _ = each
         if use.views is not None:
             continue
-        part.check()
+        each.check()
         head = use.chain[0]
         fresh = head not in at_head
         if fresh:
@@ -167,8 +182,8 @@ def _through_chains(leaf: Tensor, parts: list[Part]) -> Tensor:
         use.add(at_head[head], use.held, dy, fresh)
     starts: list[Any] = [GradientEdge(*head) for head in at_head]
     gradients = list(at_head.values())
-    direct = [part for part in parts if part.use.views is not None]
-    if direct:  # starts at the leaf itself
+    direct = [each for each in uses if each.use.views is not None]
+    if direct:  # their gradient starts at the leaf itself
         starts.append(leaf)
         gradients.append(_sum_of(leaf, direct))
     (gradient,) = torch.autograd.grad(starts, leaf, gradients)
@@ -176,13 +191,14 @@ def _through_chains(leaf: Tensor, parts: list[Part]) -> Tensor:
 
 
 def _like_output(edge: Edge) -> Tensor:
+    """Uninitialised memory for the gradient of a node's output."""
     node: Any = edge[0]
     meta = node._input_metadata[edge[1]]
     return torch.empty(tuple(meta.shape), dtype=meta.dtype, device=meta.device)
 
 
-class Computed(NamedTuple):
-    """A leaf whose gradient B has computed already, running the leaf's tensor hooks."""
+class ComputedTask(NamedTuple):
+    """A leaf whose gradient B has computed, running the leaf's tensor hooks: W only adds it to `.grad`."""
 
     leaf: Tensor
     gradient: Tensor
@@ -194,13 +210,13 @@ class Computed(NamedTuple):
     def accumulate(self) -> Tensor:
         leaf, gradient, version = self
         if gradient._version != version:
-            raise ChangedInPlace(leaf, "the gradient that B computed,", gradient, _CLONE_GRADIENT)
+            raise _changed(leaf, "the gradient that B computed,", gradient, _CLONE_GRADIENT)
         add_to_grad(leaf, gradient)
         return leaf
 
 
-class Custom(NamedTuple):
-    """What an autograd Function put off by `defer`."""
+class FunctionTask(NamedTuple):
+    """The gradient that the backward of an autograd Function put off by calling `defer`."""
 
     leaf: Tensor
     compute: Callable[..., Tensor]
@@ -212,7 +228,7 @@ class Custom(NamedTuple):
 
     def accumulate(self) -> Tensor:
         if version_of(self.held) != self.version:
-            raise ChangedInPlace(
+            raise _changed(
                 self.leaf,
                 "a tensor that a Function passed to defer",
                 None,
@@ -223,85 +239,58 @@ class Custom(NamedTuple):
 
 
 class WeightGrads:
-    """What `backward_input` leaves for later: hold it, then call `accumulate()` once."""
+    """The tasks that `backward_input` leaves for W: hold this object, then call `accumulate()` once."""
 
-    def __init__(self, work: list[Work]) -> None:
-        self._work: list[Work] | None = work
+    def __init__(self, tasks: list[Task]) -> None:
+        self._tasks: list[Task] | None = tasks
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the distinct storages kept alive for W, but for the leaves' own; 0 afterwards."""
-        work = self._work or ()
+        """Bytes of the distinct storages kept alive for W, without those of the leaves; 0 after W."""
+        tasks = self._tasks or ()
         storages = {
             storage.data_ptr(): storage.nbytes()
-            for each in work
-            for tensor in each.tensors()
+            for task in tasks
+            for tensor in task.tensors()
             for storage in _storages(tensor)
         }
-        own = {storage.data_ptr() for each in work for storage in _storages(each.leaf)}
+        own = {storage.data_ptr() for task in tasks for storage in _storages(task.leaf)}
         return sum(count for start, count in storages.items() if start not in own)
 
     def accumulate(self) -> None:
-        """W: add the gradients to each parameter's `.grad` and drop what was held.
+        """W: add the gradients to each parameter's `.grad`, and drop all that was held.
 
         Post-accumulate-grad hooks fire, once per parameter. Raises RuntimeError at a second call, and
-        ChangedInPlace, a RuntimeError, if what W reads was changed in place since B.
+        ChangedInPlace, a RuntimeError, if a tensor that W reads was changed in place since B.
         """
-        if self._work is None:
+        if self._tasks is None:
             raise RuntimeError(
                 "accumulate() was called before: these gradients are in .grad already, and what they were "
                 "computed from is gone; call backward_input again after another forward"
             )
-        work, self._work = self._work, None
-        work.reverse()
-        last: dict[int, int] = {}
+        tasks, self._tasks = self._tasks, None
+        tasks.reverse()
+        tasks_left: dict[int, int] = {}  # id of a leaf -> how many tasks are left after the leaf's last one
         with torch.set_grad_enabled(False):  # no_grad() takes twice as long
-            while work:
-                leaf = work.pop().accumulate()  # what was held goes at once, before any hook
+            while tasks:
+                leaf = tasks.pop().accumulate()  # pop: the task's tensors are freed now, before any hook runs
                 if leaf._post_accumulate_grad_hooks:
-                    # autograd.grad fires them for nobody, so W does: after the last work for the leaf.
-                    last = last or {id(each.leaf): left for left, each in reversed([*enumerate(work)])}
-                    if last.get(id(leaf), len(work)) >= len(work):
+                    # torch.autograd.grad doesn't fire these hooks, so W does, after the leaf's last task.
+                    if not tasks_left:
+                        tasks_left = {id(task.leaf): left for left, task in reversed([*enumerate(tasks)])}
+                    if tasks_left.get(id(leaf), len(tasks)) >= len(tasks):
                         run_post_accumulate_hooks(leaf)
 
 
 def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """The memory of a tensor: of its parts, if it is sparse or a subclass made of others (DTensor)."""
+    """The memory of a tensor. That of a sparse tensor, or of a subclass such as DTensor, is its parts'."""
     if tensor.is_sparse:
         parts = [tensor._indices(), tensor._values()]
     elif hasattr(tensor, "__tensor_flatten__"):
         inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        parts = [part for part in inner if isinstance(part, Tensor)]  # DTensor names its mesh, too
+        parts = [part for part in inner if isinstance(part, Tensor)]  # DTensor lists its mesh, too
     else:
         yield tensor.untyped_storage()
         return
     for part in parts:
         yield from _storages(part)
-
-
-def total_of(leaf: Tensor) -> Tensor | None:
-    """What the gradients of a leaf are summed in, None if there is nothing yet."""
-    main: Tensor | None = getattr(leaf, "main_grad", None)
-    return leaf.grad if main is None else main
-
-
-def add_to_grad(leaf: Tensor, gradient: Tensor) -> None:
-    total = total_of(leaf)
-    if total is None:
-        # A captured gradient may BE another one, or dy, or what arrived from the next stage, or have
-        # stride 0: the first one is copied, in the parameter's layout (a sparse one stays sparse).
-        leaf.grad = gradient.clone() if gradient.is_sparse else _new_gradient(leaf).copy_(gradient)
-    elif total.is_sparse and not gradient.is_sparse:
-        leaf.grad = gradient + total
-    else:
-        total.add_(gradient)
-
-
-def grad_dtype(leaf: Tensor) -> torch.dtype:
-    """What a leaf's `.grad` is to be."""
-    return getattr(leaf, "grad_dtype", None) or leaf.dtype
-
-
-def _new_gradient(leaf: Tensor) -> Tensor:
-    """Uninitialised, in the leaf's layout."""
-    return torch.empty_like(leaf, dtype=grad_dtype(leaf))

@@ -43,9 +43,9 @@ def compile_stages(stages: Mapping[int, nn.Module], what: str, budget: float) ->
     """
     if what == "none":
         return
-    from zbpp.autograd.compiled import Programs, compile_stage  # imports the compiler: seconds
+    from zbpp.autograd.compiled import SplitCache, compile_stage  # imports the compiler: seconds
 
-    programs: Programs = {}
+    cache: SplitCache = {}
     for index, stage in stages.items():
         try:
             compile_stage(
@@ -53,7 +53,7 @@ def compile_stages(stages: Mapping[int, nn.Module], what: str, budget: float) ->
                 whole=what == "stage",
                 budget=budget,
                 name=f"stage {index}",
-                programs=programs,
+                cache=cache,
                 say=partial(print, flush=True),
             )
         except RuntimeError as error:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpp.autograd.weight_grads import total_of
+from zbpp.autograd.leaf_grad import total_of
 from zbpp.runtime.pipeline import Pipeline
 from zbpp.runtime.world import gather
 

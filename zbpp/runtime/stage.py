@@ -176,7 +176,8 @@ class StageWorker:
             weight_grads.accumulate()
         except ChangedInPlace as error:
             names = [name for name, each in self.module.named_parameters() if each is error.leaf]
-            error.add_note(f"in W of stage {self.index}, microbatch {microbatch}, for {', '.join(names)}")
+            weights = f", for {', '.join(names)}" if names else ""
+            error.add_note(f"in W of stage {self.index}, microbatch {microbatch}{weights}")
             raise
 
     def _inputs(self, microbatch: int, message: Message) -> tuple[Any, ...]:

@@ -1,5 +1,22 @@
-"""Compiled stages: F, B and W of a module as three graphs, compiled by Inductor."""
+"""Compiled stages: F, B and W of a module as three graphs, compiled by Inductor.
 
-from zbpp.autograd.compiled.forward import Programs, compile_stage
+How a module's call is compiled, step by step:
 
-__all__ = ["Programs", "compile_stage"]
+    compiled_forward.py     `compile_stage`: a forward that runs compiled, and falls back to eager
+    dynamo.py               Dynamo: the Python code of a call as a graph, with guards
+    aot_autograd.py         AOTAutograd: the graphs of forward and backward
+    min_cut.py              the backward graph cut in two, B and W
+    accumulate_in_place.py  W's graph adds its products to `.grad`
+    build_split.py          these graphs compiled, and how values pass between them
+    inductor.py             Inductor: a graph made callable
+    compiled_split.py       the result: F, B and W as callables, and the autograd Function that runs them
+    cache_keys.py           when two modules may share a result
+    fx_graphs.py            small operations on FX graphs
+
+What lives between B and W is chosen by the cut: the values from which W can compute the weight gradients,
+and which take the fewest bytes.
+"""
+
+from zbpp.autograd.compiled.compiled_forward import SplitCache, compile_stage
+
+__all__ = ["SplitCache", "compile_stage"]

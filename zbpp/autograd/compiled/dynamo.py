@@ -1,7 +1,8 @@
 """All that compiled stages need of Dynamo: a module's forward as a graph, and the guards of that graph.
 
-Dynamo reads the Python code of one call. Its guards are what the code depended on: types, attributes,
-hooks, globals, closures, shapes, autocast. While they hold, another call would be read as the same graph.
+Dynamo reads the Python code of one call. Its guards check all that the code depended on: types, attributes,
+hooks, globals, closures, shapes, autocast. While the guards hold, Dynamo would read another call as the same
+graph.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.fx import GraphModule, Node
 
 NEEDED = ("torch._dynamo.functional_export", "dynamo_graph_capture_for_export")
 
-# Hugging Face's models set and reset it in each forward.
+# Hugging Face's models set and reset this global in each forward.
 _COLLECTOR = "G['__import_transformers_dot_utils_dot_output_capturing']._active_collector"
 
 
@@ -33,14 +34,14 @@ class CaptureError(RuntimeError):
 
 
 class Reading(NamedTuple):
-    """What Dynamo makes of one call."""
+    """Dynamo's result for one call."""
 
     graph: GraphModule
     guards: Guards
 
 
 class Call:
-    """A module's forward, and the variables that a call of it begins with, by name as Dynamo has them."""
+    """A module's forward, and the local variables that a call of it begins with, under Dynamo's names."""
 
     def __init__(self, module: nn.Module) -> None:
         from torch._dynamo.convert_frame import get_traced_fn
@@ -66,56 +67,56 @@ class Call:
 
 
 class Guards:
-    """Say for which calls a graph holds: of the module that was read, or of another with the same code."""
+    """Check whether a graph holds for a call: of the module that was read, or one with the same code."""
 
     def __init__(self, graph: GraphModule, module: nn.Module, code: CodeType) -> None:
         from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
         with get_metrics_context(), dynamo_timed("build_guards"):
             self._built = _output(graph).build_guards(code)
-        # Dynamo takes it for granted that classes keep their forward.
+        # Dynamo does not guard against a class whose forward is replaced.
         kinds: set[Any] = set(map(type, module.modules()))
         self._forwards = [(kind, kind.forward) for kind in kinds]
 
     def hold(self, variables: dict[str, Any]) -> bool:
         if any(kind.forward is not forward for kind, forward in self._forwards):
             return False
-        # Asked for anew: Dynamo replaces the manager when an object that it watches is gone.
+        # The manager is read at each call: Dynamo replaces it when an object that it watches is gone.
         return bool(self._built.guard_manager.check(variables))
 
 
 def has_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile was asked to."""
+    """Whether torch.compile was asked to compile this module."""
     return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
 
 
 def read(module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reading:
-    """All of the Python code of module.forward(*args, **kwargs).
+    """Let Dynamo read the Python code of module.forward(*args, **kwargs).
 
-    Raises CaptureError for code that a graph can't hold, and what Dynamo raises for code it can't read.
+    Raises CaptureError for code that a graph can't express, and Dynamo's own errors for code it can't read.
     """
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
-    with _settings(), _own_random(), warnings.catch_warnings(record=True) as said:
+    with _settings(), _own_random(), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         graph = dynamo_graph_capture_for_export(module.forward)(*args, **kwargs)
         _add_builtins(graph)
         guards = Guards(graph, module, call.code)
-    _refuse_changes(call, said)
+    _refuse_changes(call, warned)
     _refuse_foreign_random(graph)
     return Reading(graph, guards)
 
 
 @contextmanager
 def _settings() -> Iterator[None]:
-    """Everything is a constant with a guard: numbers, sizes, hooks."""
+    """Dynamo's settings: numbers, sizes and hooks are constants with guards."""
     wanted = {
         "specialize_int": True,
         "specialize_float": True,
         "assume_static_by_default": True,
         "automatic_dynamic_shapes": False,
         "skip_nnmodule_hook_guards": False,
-        # Faster, but blind for what changes within a tensor: requires_grad.
+        # This faster way of checking guards misses changes within a tensor, of requires_grad.
         "use_recursive_dict_tags_for_guards": False,
     }
     known = {name: value for name, value in wanted.items() if hasattr(torch._dynamo.config, name)}
@@ -125,7 +126,7 @@ def _settings() -> Iterator[None]:
 
 @contextmanager
 def _own_random() -> Iterator[None]:
-    """Reading draws nothing: where it fails the code is run, and draws then."""
+    """Restore Python's and numpy's random generators afterwards: reading the code must not draw from them."""
     states = random.getstate(), numpy.random.get_state()
     try:
         yield
@@ -139,7 +140,7 @@ def _output(graph: GraphModule) -> Any:
 
 
 def _add_builtins(graph: GraphModule) -> None:
-    """What runs around the graph may name builtins: torch 2.11 looks for them among the globals."""
+    """Add builtins to the globals of the code around the graph: torch 2.11 looks for them there."""
     for each in (graph._dynamo_bytecode_flatten, graph._dynamo_bytecode_unflatten):
         each.f_globals = vars(builtins) | each.f_globals  # type: ignore[operator, union-attr]
 
@@ -159,7 +160,10 @@ def _refuse_changes(call: Call, warned: list[warnings.WarningMessage]) -> None:
 
 
 def _refuse_foreign_random(graph: GraphModule) -> None:
-    """A graph draws torch's random numbers. Python's would be drawn once, numpy's by torch's generator."""
+    """Raise CaptureError for random numbers of Python or numpy.
+
+    In a graph Python's would be drawn only once, and numpy's by torch's generator.
+    """
     is_python = any("gen_rand_values" in name for name in _output(graph).bytecode.co_names)
     if is_python or any(map(_is_numpy_random, graph.graph.nodes)):
         whose = "Python" if is_python else "numpy"
@@ -167,5 +171,5 @@ def _refuse_foreign_random(graph: GraphModule) -> None:
 
 
 def _is_numpy_random(node: Node) -> bool:
-    function = getattr(node.target, "f", None)  # what stands for a function of numpy wraps torch's own
+    function = getattr(node.target, "f", None)  # Dynamo wraps torch's version of a numpy function
     return getattr(function, "__module__", None) == "torch._numpy.random"

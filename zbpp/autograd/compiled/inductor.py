@@ -14,19 +14,19 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from zbpp.autograd.compiled.dynamo import CaptureError
-from zbpp.autograd.compiled.graphs import is_random
+from zbpp.autograd.compiled.fx_graphs import is_random
 
 Backend = Literal["inductor", "eager"]
-Boxed = Callable[[list[Any]], Any]  # takes its inputs out of the list as it goes
+Boxed = Callable[[list[Any]], Any]
+"""A compiled graph. It empties the list of its inputs, and frees each input after its last use."""
 
 aten = torch.ops.aten
-
 
 NEEDED = ("torch._inductor.compile_fx", "compile_fx_inner")
 
 
 def check_compiler() -> None:
-    """Raises RuntimeError where Inductor would find no C++ compiler for the CPU."""
+    """Raise RuntimeError if Inductor would find no C++ compiler for the CPU."""
     from torch._inductor import config
 
     known = [config.cpp.cxx] if isinstance(config.cpp.cxx, str) else config.cpp.cxx
@@ -38,15 +38,15 @@ def check_compiler() -> None:
 
 
 def build(graph: GraphModule, backend: Backend, *, trusted: bool = False) -> Boxed:
-    """A callable for the graph; its outputs keep the strides that they had when it was traced.
+    """A callable for the graph. Its outputs have the strides that they had when the graph was traced.
 
-    trusted: nobody need check at each call that the inputs have theirs. Raises CaptureError.
+    trusted: the compiled code does not check the strides of its inputs at each call. Raises CaptureError.
     """
     if backend == "eager":
         return lambda values: graph(*_emptied(values))
     try:
         return _compile(graph, trusted)
-    except Exception as error:  # whatever may go wrong in a compiler
+    except Exception as error:  # a compiler may raise anything
         raise CaptureError(first_line(error)) from error
 
 
@@ -74,7 +74,7 @@ def _emptied(values: list[Any]) -> list[Any]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Torch's parts warn of each other."""
+    """Ignore warnings: parts of torch warn about other parts of torch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -82,7 +82,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def settings() -> Iterator[None]:
-    """Random numbers are drawn as without compilation: by the same calls in the same order."""
+    """Inductor's settings: random numbers are drawn by the same calls in the same order as in eager code."""
     with quiet():
         from torch._inductor import config
 
@@ -91,11 +91,11 @@ def settings() -> Iterator[None]:
 
 
 def decompositions() -> dict[Any, Any]:
-    """Of operations that Inductor has no code for."""
+    """Decompositions of the operations that Inductor has no code for."""
     from torch._inductor.decomposition import select_decomp_table
 
     table = dict(select_decomp_table())
-    # As a scatter its sums would have no fixed order.
+    # Decomposed into a scatter, its sums would have no fixed order.
     table.pop(aten.embedding_dense_backward.default, None)
     return table
 
@@ -108,7 +108,7 @@ def simplified(graph: GraphModule) -> GraphModule:
 
 
 def _random_in_order() -> dict[str, Any]:
-    """Settings of an Inductor that would not by itself keep the order in which random numbers are drawn."""
+    """Settings for versions of Inductor that don't keep the order in which random numbers are drawn."""
     from torch._inductor import config
     from torch._inductor.fx_passes import post_grad
 
@@ -126,7 +126,7 @@ def _chain_random(graph: Graph) -> None:
 
 
 def _teach_inductor() -> None:
-    """Let it call what adds to a gradient in place, and what `decompositions` leaves whole."""
+    """Make Inductor call the operations that add in place, and the one that `decompositions` leaves whole."""
     from torch._inductor.lowering import fallback_handler, lowerings
 
     for operation in (aten.addmm_, aten.baddbmm_, aten.index_add_):
@@ -142,7 +142,7 @@ def _call_in_place(operation: Any, *args: Any) -> Any:
 
     result = FallbackKernel.create(operation, *args)
     kernel = next(each for each in reversed(V.graph.operations) if isinstance(each, FallbackKernel))
-    # The method costs a quarter of the call through torch.ops.
+    # Calling the tensor's method takes a quarter of the time of a call through torch.ops.
     kernel.python_kernel_name = f"torch.Tensor.{operation.overloadpacket.__name__}"
     return result
 

@@ -1,4 +1,4 @@
-"""W's results go where gradients are summed, inside its graph: a product adds itself, without a temporary."""
+"""Change W's graph so that it adds to the gradients: a product is added in place, without a temporary."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from zbpp.autograd.compiled.cut import contributions
-from zbpp.autograd.compiled.graphs import placeholders, results
+from zbpp.autograd.compiled.fx_graphs import placeholders, results
+from zbpp.autograd.compiled.min_cut import contributions
 
 aten = torch.ops.aten
 
-# a product of matrices -> what adds it to a tensor, in place
+# a product of matrices -> the operation that adds such a product to a tensor in place
 _ADDING: dict[Any, Any] = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_.default}
 
 
 def add_in_place(w: GraphModule, parameters: Sequence[Node]) -> None:
-    """Give the graph one more input per result, which it adds that result to; then it returns nothing.
+    """Give the graph one more input per result, to which it adds the result. It then returns nothing.
 
-    parameters: whose shapes, types and strides those inputs have.
+    parameters: their shapes, types and strides are those of the new inputs.
     """
     gradients = results(w)
     totals = _new_inputs(w, parameters)
@@ -45,7 +45,7 @@ def _new_inputs(w: GraphModule, like: Sequence[Node]) -> list[Node]:
 
 
 def _add(graph: Graph, total: Node, term: Node, turned: bool) -> None:
-    """At once where the term is computed, so that what it is computed from can go."""
+    """Add a term right after its node, so that the values that it is computed from can be freed."""
     where = term.next
     while where.op == "placeholder":
         where = where.next
@@ -68,7 +68,7 @@ def _add_product(graph: Graph, total: Node, term: Node, turned: bool) -> None:
 
 
 def _is_simple(embedding: Node) -> bool:
-    """Without a padding index, and not scaled by frequency."""
+    """Whether the embedding has no padding index and is not scaled by frequency."""
     _, _, _, padding, by_frequency = embedding.args
     return bool(padding == -1 and not by_frequency)
 

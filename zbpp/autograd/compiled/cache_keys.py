@@ -1,8 +1,8 @@
-"""When two modules may run one program: layers that repeat are compiled once.
+"""Keys of the cache of CompiledSplits: layers that repeat are compiled once.
 
-Layers of one class, with tensors of one structure, share a program where Dynamo's guards hold for both: then
-the second is not even traced. Others may have the same graphs, too: that shows when the graphs are there,
-before they are compiled.
+Layers of the same class, with tensors of the same structure, share a CompiledSplit if Dynamo's guards hold
+for both: then the second layer is not even traced. Other layers may turn out to have the same graphs after
+they were traced: then these graphs are not compiled again.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from zbpp.autograd.compiled.graphs import placeholders
-from zbpp.autograd.compiled.joint import Joint
+from zbpp.autograd.compiled.aot_autograd import Joint
+from zbpp.autograd.compiled.fx_graphs import placeholders
 
 
 def signature(value: Any) -> Hashable:
-    """What graphs depend on in an argument."""
+    """The properties of an argument that its graphs depend on."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
     return type(value), value
@@ -26,7 +26,7 @@ def signature(value: Any) -> Hashable:
 
 def structure_of(module: nn.Module) -> Hashable:
     """Names, shapes, types and ties of a module's parameters and buffers."""
-    places: dict[int, int] = {}  # tied tensors have one
+    places: dict[int, int] = {}  # tied tensors have one place
     tensors = [
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
@@ -35,7 +35,7 @@ def structure_of(module: nn.Module) -> Hashable:
 
 
 def text_of(joint: Joint) -> str:
-    """All that a program depends on."""
+    """Everything that the CompiledSplit of these graphs depends on."""
     graphs = joint.forward, joint.backward
     inputs = [signature(node.meta.get("val")) for graph in graphs for node in placeholders(graph)]
     constants = [_constants(graph) for graph in graphs]

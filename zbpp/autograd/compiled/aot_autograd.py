@@ -1,7 +1,7 @@
-"""All that compiled stages need of AOTAutograd: forward and backward of a call in aten's operations.
+"""All that compiled stages need of AOTAutograd: the forward and the backward of a call in aten's operations.
 
-`capture` has Dynamo read the Python code, AOTAutograd trace the joint graph of forward and backward, and
-torch's min-cut partitioner choose what F keeps until B.
+`capture` lets Dynamo read the Python code, AOTAutograd trace the joint graph of forward and backward, and
+torch's min-cut partitioner choose the values that F keeps until B.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zbpp.autograd.compiled.dynamo import Call, CaptureError, Guards, read
-from zbpp.autograd.compiled.graphs import is_random
+from zbpp.autograd.compiled.fx_graphs import is_random
 from zbpp.autograd.compiled.inductor import decompositions, first_line, settings, simplified
 
 NEEDED = ("torch._functorch.aot_autograd", "aot_export_joint_with_descriptors")
@@ -27,11 +27,11 @@ Source = str | int  # a module's parameter or buffer by name, or the position of
 
 
 class Joint(NamedTuple):
-    """Forward and backward of one call, in aten's operations.
+    """The forward and the backward of one call, in aten's operations.
 
-    forward: sources -> (new values of `mutated`, outputs, what backward needs).
-    backward: what it needs, by the names of forward's nodes; then a gradient for each of `tangents`,
-    which are outputs' positions -> one gradient for each of `gradients`.
+    forward: sources -> (new values of `mutated`, outputs, the values that backward needs).
+    backward: (the values it needs, under the names of forward's nodes; a gradient for each of `tangents`) ->
+    a gradient or None for each of `sources`.
     """
 
     forward: GraphModule
@@ -39,18 +39,17 @@ class Joint(NamedTuple):
     sources: list[Source]
     mutated: list[str]
     num_outputs: int
-    tangents: list[int]
-    gradients: list[Source]
+    tangents: list[int]  # positions of the outputs that have gradients
     structure: TreeSpec  # of the outputs
 
 
 def capture(
     module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], budget: float
 ) -> tuple[Joint, Guards]:
-    """The graphs of call(*args, **kwargs), and for which other calls they hold.
+    """The graphs of call(*args, **kwargs), and guards that say for which other calls they hold.
 
-    Random operations stay, and draw from torch's generator. budget: of memory between F and B, from 1 (only
-    cheap work is done again) to 0 (only inputs are kept). Raises CaptureError.
+    Random operations stay in the graphs and draw from torch's generator. budget: of the memory between F and
+    B, from 1 (only cheap operations are repeated in B) to 0 (only inputs are kept). Raises CaptureError.
     """
     with settings(), _kept_for_backward(budget), ExitStack() as stack:
         try:
@@ -58,7 +57,7 @@ def capture(
             return _trace(stack, module, reading.graph, args, kwargs), reading.guards
         except CaptureError:
             raise
-        except Exception as error:  # whatever Dynamo, the module's own code or the tracers may raise
+        except Exception as error:  # Dynamo, the module's own code and the tracers may raise anything
             raise CaptureError(_foreign_tensors(module, error) or first_line(error)) from error
 
 
@@ -66,13 +65,13 @@ def capture(
 def _kept_for_backward(budget: float) -> Iterator[None]:
     import torch._functorch.config as partitioner
 
-    # At 0 even random numbers would be drawn again.
+    # With a budget of 0 even random numbers would be drawn again.
     with partitioner.patch(activation_memory_budget=max(budget, 1e-9)):
         yield
 
 
 class _Fresh(nn.Module):
-    """The module, with outputs that are no inputs, no views, nor the same: those would lack gradients."""
+    """The module with copies of outputs that are inputs, views or repeated: those would get no gradient."""
 
     def __init__(self, inner: Callable[..., Any]) -> None:
         super().__init__()
@@ -114,7 +113,6 @@ def _trace(
         mutated,
         num_outputs,
         [_output_of(each.output) for each in inputs if each.is_tangent()],
-        sources,
         joint.out_spec,
     )
 
@@ -124,7 +122,7 @@ def _partition(graph: GraphModule, inputs: list[Any], num_forward: int) -> tuple
 
     random = [node for node in graph.graph.nodes if is_random(node)]
     for node in random:
-        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # drawn again it would be something else
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # a second draw would give other numbers
     drawn = [node.name for node in random]
     alive = [position for position, each in enumerate(inputs) if each.is_param() or each.is_buffer()]
     parts = min_cut_rematerialization_partition(
@@ -142,7 +140,7 @@ def _refuse_sparse(graph: GraphModule) -> None:
 
 
 def _names(module: nn.Module, traced: nn.Module) -> dict[str, str]:
-    """What the traced module calls its parameters and buffers -> what the module does."""
+    """Names of parameters and buffers in the traced module -> their names in the module."""
     own = {id(tensor): name for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
     everything = [
         *traced.named_parameters(remove_duplicate=False),
@@ -192,7 +190,7 @@ def _output_of(description: Any) -> int:
 
 
 def _foreign_tensors(module: nn.Module, error: Exception) -> str:
-    """In words of ours, what the tracer says of a tensor that it was not given; "" for any other error."""
+    """A clearer text for the tracer's error about a tensor it does not know; "" for any other error."""
     if "convert all Tensors to FakeTensors" not in str(error):
         return ""
     names = [

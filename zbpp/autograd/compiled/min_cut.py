@@ -1,32 +1,32 @@
-"""The cut of a backward graph in two: B, which the stage before waits for, and W.
+"""Cut a backward graph in two: B, which the previous stage waits for, and W.
 
-W gets the products that ARE gradients of weights, and what only they feed. Everything else that is
-dear is B's. What is cheap goes, or is done twice, where the least is held from B to W: the minimum
-cut of a network in which each value of B may be held at the price of its bytes.
+W gets the products whose results are gradients of weights, and the operations that only they feed. All other
+expensive operations go to B. A cheap operation goes to B, to W or to both, so that the fewest bytes are held
+from B to W. This is the minimum cut of a network in which holding a value of B costs its bytes.
 
     saved, dy --> [ B: mm mul mm ... ] --held--> [ W: mul | mm -> dW ]
                           |
                      input gradients
 
-Parameters cost nothing: they are there anyway. Among cuts of one price the last is taken: what can
-be computed in B without holding more is not computed again in W.
+Parameters cost nothing, since they stay in memory anyway. Of several cuts with the same price the last one is
+taken: an operation that B can do without holding more is not left to W.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import networkx  # type: ignore[import-untyped]  # torch brings it along
 import torch
 from torch.fx import GraphModule, Node
 
-from zbpp.autograd.compiled.graphs import above, extract, is_random, placeholders, tensor_of
+from zbpp.autograd.compiled.fx_graphs import above, extract, is_random, placeholders, tensor_of
 
 aten = torch.ops.aten
 
-# Gradients of weights that are worth postponing.
+# Operations that compute gradients of weights and are worth postponing.
 PRODUCTS = {
     aten.mm.default,
     aten.bmm.default,
@@ -41,41 +41,49 @@ _CHEAP = {
     aten.full.default,
     operator.getitem,
 }
-_INFINITE: dict[str, float] = {}  # an edge without a capacity, as networkx has it
+_INFINITE: dict[str, float] = {}  # networkx: an edge without a capacity can't be cut
 
 
-def cut(
+class BackwardCut(NamedTuple):
+    """The two halves of a backward graph.
+
+    B returns the input gradients, then the held values that it computes. W takes the held values, then the
+    free placeholders that it uses, and returns the weight gradients.
+    """
+
+    b: GraphModule
+    w: GraphModule
+    held: list[Node]  # nodes of the backward graph whose values are held between B and W, placeholders first
+
+
+def cut_backward(
     backward: GraphModule,
     input_gradients: Sequence[Node],
     weight_gradients: Sequence[Node],
     free: set[Node],
-) -> tuple[GraphModule, GraphModule, list[Node]]:
-    """B and W of a backward graph, and the values held in between, as nodes of it, placeholders first.
-
-    free: placeholders that cost nothing to hold. B returns the input gradients, then those held values
-    that it computes. W takes the held ones, then those of the free ones that it uses, and returns the
-    weight gradients.
-    """
+) -> BackwardCut:
+    """Cut a backward graph in two. free: placeholders that cost nothing to hold."""
     held = _held(backward, input_gradients, weight_gradients, free)
-    early = [*input_gradients, *(node for node in held if node.op != "placeholder")]
-    b = extract(backward, _used(backward, early), early)
+    b_results = [*input_gradients, *(node for node in held if node.op != "placeholder")]
+    b = extract(backward, _used(backward, b_results), b_results)
     used = [node for node in _used(backward, weight_gradients, stops=held) if node in free]
     w = extract(backward, [*held, *used], weight_gradients)
-    return b, w, held
+    return BackwardCut(b, w, held)
 
 
 def _used(graph: GraphModule, nodes: Iterable[Node], stops: Iterable[Node] = ()) -> list[Node]:
+    """The placeholders that the nodes are computed from."""
     needed = above(nodes, stops)
     return [node for node in placeholders(graph) if node in needed]
 
 
 def is_held(gradient: Node, held: Iterable[Node]) -> bool:
-    """Whether nothing of it is left to compute but views."""
+    """Whether this gradient, but for views of it, is among the held values: W has nothing to compute."""
     return _base(gradient) in set(held)
 
 
 def separate_convolutions(graph: GraphModule) -> None:
-    """One node gives a convolution's gradients for input, weight and bias: make that two, for B and for W."""
+    """Replace each node that computes all gradients of a convolution by two: one for B's, one for W's."""
     for node in graph.graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
         mask = list(node.args[10])
         if not (mask[0] and any(mask[1:])):
@@ -91,7 +99,7 @@ def separate_convolutions(graph: GraphModule) -> None:
 
 
 def contributions(gradient: Node) -> list[tuple[Node, bool]]:
-    """The terms of a gradient, each with whether it is to be transposed: a tied weight has several."""
+    """The terms of a gradient, each with whether it has to be transposed. A tied weight has several terms."""
     found, pending = [], [(gradient, False)]
     while pending:
         node, turned = pending.pop()
@@ -105,7 +113,7 @@ def contributions(gradient: Node) -> list[tuple[Node, bool]]:
 
 
 def _is_transpose(node: Node) -> bool:
-    """Of the last two dimensions."""
+    """Whether the node swaps the last two dimensions."""
     if node.target is aten.permute.default:
         last = len(node.args[1]) - 1  # type: ignore[arg-type]
         return list(node.args[1]) == [*range(last - 1), last, last - 1]  # type: ignore[arg-type]
@@ -144,7 +152,7 @@ def _held(
 
 
 def _origin(node: Node) -> Node:
-    """The node itself, or, of one of several results, the node that computes them."""
+    """The node itself; for a node that picks one of several results, the node that computes them."""
     return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
 
 
@@ -155,7 +163,11 @@ def _inputs(nodes: Iterable[Node]) -> set[Node]:
 def _network(
     backward: GraphModule, wanted: Sequence[Node], products: set[Node], early: set[Node], free: set[Node]
 ) -> networkx.DiGraph:
-    """early: what B's results or W's products are computed from; the dear ones among it are B's alone."""
+    """The network whose minimum cut says which values are held.
+
+    early: nodes from which B's results or the inputs of W's products are computed. The expensive ones among
+    them are done in B only.
+    """
     network = networkx.DiGraph()
     network.add_nodes_from(["source", "sink"])
     storages = {_storage(node): node for node in placeholders(backward)}
@@ -176,7 +188,7 @@ def _network(
 
 
 def _price(node: Node, free: set[Node], storages: dict[Any, Node]) -> dict[str, float]:
-    """Bytes that are held if this value is; nothing but tensors can be."""
+    """The bytes held if this value is held. Only tensors can be held."""
     tensor = tensor_of(node)
     if node.op == "get_attr" or node in free:
         return {"capacity": 0}
@@ -204,7 +216,7 @@ def _is_cheap(node: Node) -> bool:
 
 
 def _base(node: Node) -> Node:
-    """What a view shows all of: it costs the same, and W makes the view again for nothing."""
+    """The tensor of which this node is a view of all elements: W makes the view again at no cost."""
     while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
         below = node.all_input_nodes[0]
         if tensor_of(below) is None or tensor_of(below).numel() != tensor_of(node).numel():  # type: ignore[union-attr]

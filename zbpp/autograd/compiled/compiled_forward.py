@@ -1,4 +1,4 @@
-"""`compile_stage`: a module whose F, B and W run compiled, and what becomes of what can't be compiled."""
+"""`compile_stage`: make F, B and W of a module run compiled, and fall back to eager where that fails."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from zbpp.autograd.compiled import dynamo, inductor, joint
+from zbpp.autograd.compiled import aot_autograd, dynamo, inductor
+from zbpp.autograd.compiled.aot_autograd import capture
+from zbpp.autograd.compiled.build_split import build_split
+from zbpp.autograd.compiled.cache_keys import signature, structure_of, text_of
+from zbpp.autograd.compiled.compiled_split import CompiledSplit, run
 from zbpp.autograd.compiled.dynamo import Call, CaptureError, Guards, has_compiled
 from zbpp.autograd.compiled.inductor import Backend, check_compiler, quiet
-from zbpp.autograd.compiled.joint import capture
-from zbpp.autograd.compiled.planning import program_of
-from zbpp.autograd.compiled.program import Program, run
-from zbpp.autograd.compiled.sharing import signature, structure_of, text_of
 from zbpp.autograd.explain import NOT_COMPILED
 
 _log = logging.getLogger(__name__)
 
 
-class Known(NamedTuple):
-    """A program, and for which calls it holds."""
+class GuardedSplit(NamedTuple):
+    """A CompiledSplit, and guards that say for which calls it holds."""
 
     guards: Guards
-    program: Program
+    split: CompiledSplit
 
 
-Programs = dict[Hashable, list[Known]]  # by the structure of modules, and by the text of graphs
+SplitCache = dict[Hashable, list[GuardedSplit]]
+"""What was compiled so far. A key is the structure of a module and its arguments, or the text of graphs."""
 
 
 def compile_stage(
@@ -43,23 +44,26 @@ def compile_stage(
     backend: Backend = "inductor",
     budget: float = 1.0,
     name: str = "stage",
-    programs: Programs | None = None,
+    cache: SplitCache | None = None,
     say: Callable[[str], None] = _log.info,
 ) -> None:
-    """From now on the module's forward, and both halves of its split backward, run compiled.
+    """Make the module's forward, and both halves of its split backward, run compiled from now on.
 
-    whole: as one; else each of its layers by itself, those with the same graphs compiled once. backend:
-    "eager" runs the three graphs as they are. budget: how much of what F would keep for B it may keep,
-    from 1 down to 0; the rest is computed again in B. programs: those made so far, to be shared. say: is
-    told what is being compiled.
+    whole: compile the module as one; if false, compile each of its layers by itself, and layers with the same
+    graphs once. backend: "eager" runs the three graphs without compiling them. budget: the share of the
+    values for B that F may keep, from 1 down to 0; B computes the others again. cache: what was compiled so
+    far, to be shared between stages. say: is called with a text when something is being compiled.
 
-    Compilation happens in the first F, and again for inputs of another shape, or where something has changed
-    that the Python code depends on: an attribute, a submodule, a hook, a global, autocast (Dynamo's guards
-    are asked at each F). Without gradients (evaluation) the module runs as it is. Results are those of the
-    eager split to rounding, random numbers are drawn as there. What can't be compiled stays eager: of a stage
-    the layers are tried, one by one, and each that fails is named in one line of the log, with the reason,
-    which `explain` shows, too. What torch.compile was asked to compile is left to it.
-    A plain backward() works, but as with `zbpp.checkpoint` torch.autograd.grad finds no parameters.
+    Compilation happens in the first F. It happens again for inputs of another shape, and when something has
+    changed that the Python code depends on: an attribute, a submodule, a hook, a global, autocast (each F
+    asks Dynamo's guards). Without gradients (evaluation) the module runs as it is. Results equal those of the
+    eager split to rounding, and the same random numbers are drawn.
+
+    A module that can't be compiled stays eager; then its layers are tried one by one. The log has one line
+    with the reason for each module that stays eager, and `explain` shows the reason, too. A module that
+    torch.compile was asked to compile is left to torch.compile.
+
+    A plain backward() works; torch.autograd.grad finds no parameters, as with `zbpp.checkpoint`.
     Raises ValueError for a budget out of range, RuntimeError without a suitable torch or C++ compiler.
     """
     if not 0 <= budget <= 1:
@@ -67,15 +71,15 @@ def compile_stage(
     _check_torch()
     if backend == "inductor" and any(each.device.type == "cpu" for each in module.parameters()):
         check_compiler()
-    make = _Maker(backend, budget, {} if programs is None else programs, say)
+    compiler = _Compiler(backend, budget, {} if cache is None else cache, say)
     if whole or has_compiled(module):
-        _compile(module, name, make)
+        _replace_forward(module, name, compiler)
     else:
-        _compile_layers(module, f"{name} ", make)
+        _replace_forward_of_layers(module, f"{name} ", compiler)
 
 
 def _check_torch() -> None:
-    for module, name in (dynamo.NEEDED, joint.NEEDED, inductor.NEEDED):
+    for module, name in (dynamo.NEEDED, aot_autograd.NEEDED, inductor.NEEDED):
         try:
             with quiet():
                 getattr(import_module(module), name)
@@ -86,28 +90,28 @@ def _check_torch() -> None:
             ) from None
 
 
-def _compile(module: nn.Module, name: str, make: _Maker) -> None:
+def _replace_forward(module: nn.Module, name: str, compiler: _Compiler) -> None:
     if has_compiled(module):
-        _leave(module.parameters(), name, "it stays eager", "torch.compile has it already")
+        _report_eager(module.parameters(), name, "it stays eager", "torch.compile has it already")
     else:
-        module.forward = _Forward(module, name, make)
+        module.forward = CompiledForward(module, name, compiler)
 
 
-def _compile_layers(module: nn.Module, prefix: str, make: _Maker) -> None:
+def _replace_forward_of_layers(module: nn.Module, prefix: str, compiler: _Compiler) -> None:
     for name, layer in _layers(module):
-        if not isinstance(layer.forward, _Forward):
-            _compile(layer, prefix + name, make)
+        if not isinstance(layer.forward, CompiledForward):
+            _replace_forward(layer, prefix + name, compiler)
 
 
-def _leave(parameters: Iterable[nn.Parameter], name: str, what: str, reason: str) -> None:
-    """Say, in the log and for `explain`, why these stay eager."""
+def _report_eager(parameters: Iterable[nn.Parameter], name: str, what: str, reason: str) -> None:
+    """Say in the log why a module stays eager, and leave the reason at its parameters for `explain`."""
     _log.warning("%s is not compiled, %s: %s", name, what, reason)
     for parameter in parameters:
         setattr(parameter, NOT_COMPILED, reason)
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The children that consist of several modules themselves: compiling a single one gains nothing."""
+    """The children that consist of several modules: compiling a single operation gains nothing."""
     for name, child in module.named_children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from ((f"{name}.{inner}", layer) for inner, layer in _layers(child))
@@ -115,20 +119,21 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
-class _Maker(NamedTuple):
-    """Makes programs, and keeps them by the structure of their modules and by their graphs."""
+class _Compiler(NamedTuple):
+    """Compiles modules, unless the cache has a CompiledSplit that fits."""
 
     backend: Backend
     budget: float
-    programs: Programs
+    cache: SplitCache
     say: Callable[[str], None]
 
-    def make(
+    def split_for(
         self, name: str, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Known:
+    ) -> GuardedSplit:
+        """The CompiledSplit of call(*args, **kwargs)."""
         leaves, spec = tree_flatten((args, kwargs))
         key = self.backend, self.budget, call.code, structure_of(module), spec, *map(signature, leaves)
-        known = self.programs.setdefault(key, [])
+        known = self.cache.setdefault(key, [])
         variables = call.variables(args, kwargs) if known else {}
         for each in known:
             if each.guards.hold(variables):
@@ -138,33 +143,34 @@ class _Maker(NamedTuple):
 
     def _compile(
         self, name: str, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Known:
+    ) -> GuardedSplit:
         start = time.perf_counter()
         self.say(f"{name}: compiling")
         graphs, guards = capture(module, call, args, kwargs, self.budget)
         key = self.backend, text_of(graphs)
-        if key not in self.programs:
-            self.programs[key] = [Known(guards, program_of(graphs, self.backend))]
+        if key not in self.cache:
+            self.cache[key] = [GuardedSplit(guards, build_split(graphs, self.backend))]
         self.say(f"{name}: compiled in {time.perf_counter() - start:.1f} s")
-        return Known(guards, self.programs[key][0].program)
+        return GuardedSplit(guards, self.cache[key][0].split)
 
 
 class _Bound(NamedTuple):
-    """A program, when it holds, and what finds the tensors that it needs in a module."""
+    """A CompiledSplit with its guards, and the function that finds the tensors it needs in a module."""
 
     guards: Guards
-    program: Program
+    split: CompiledSplit
     tensors_of: Callable[[nn.Module], tuple[Tensor, ...]]
 
 
-class _Forward:
+class CompiledForward:
     """Takes the place of a module's forward."""
 
-    def __init__(self, module: nn.Module, name: str, maker: _Maker) -> None:
-        self.module, self.name, self.maker = module, name, maker
+    def __init__(self, module: nn.Module, name: str, compiler: _Compiler) -> None:
+        self.module, self.name, self.compiler = module, name, compiler
         self.before = module.__dict__.get("forward")
         self.call: Call | None = None
-        self.bound: dict[Hashable, list[_Bound] | None] = {}  # None: eager
+        # By the structure and the signatures of the arguments; None: such calls run eager.
+        self.bound: dict[Hashable, list[_Bound] | None] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -173,23 +179,23 @@ class _Forward:
         bound = self._bound((spec, *map(signature, leaves)), args, kwargs)
         if bound is None:
             return self.eager(*args, **kwargs)
-        outputs = run(bound.program, bound.tensors_of(self.module), leaves)
-        return tree_unflatten(outputs, bound.program.structure)
+        outputs = run(bound.split, bound.tensors_of(self.module), leaves)
+        return tree_unflatten(outputs, bound.split.f.structure)
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
         if self.before is not None:
             return self.before(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
-        """Copy the module, too, and share the programs: the copy is bound to them at its first call."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledForward:
+        """Copy the module, too, and share the cache: the copy's first call finds its CompiledSplit there."""
         other = copy.copy(self)
         other.module, other.before = copy.deepcopy((self.module, self.before), memo)
         other.bound = {}
         return other
 
     def _bound(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Bound | None:
-        """The latest that holds; what the module depends on may have changed since."""
+        """The latest CompiledSplit whose guards hold, compiled now if there is none; None to run eager."""
         known = self.bound.setdefault(key, [])
         if known is None:
             return None
@@ -202,21 +208,21 @@ class _Forward:
             known.append(self._bind(args, kwargs))
         except CaptureError as error:
             self.bound[key] = None
-            self._retreat(str(error))
+            self._fall_back_to_eager(str(error))
             return None
         return known[-1]
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Bound:
-        with self._as_before():
+        with self._own_forward():
             _refuse_hooks(self.module)
             self.call = Call(self.module)
-            guards, program = self.maker.make(self.name, self.module, self.call, args, kwargs)
-        return _Bound(guards, program, _getter(self.module, program.tensors))
+            guards, split = self.compiler.split_for(self.name, self.module, self.call, args, kwargs)
+        return _Bound(guards, split, _getter(self.module, split.tensors))
 
     @contextmanager
-    def _as_before(self) -> Iterator[None]:
-        """Its own forward in its place."""
-        now = vars(self.module).pop("forward")  # this, or what has been put around it
+    def _own_forward(self) -> Iterator[None]:
+        """Inside, the module has its own forward again."""
+        now = vars(self.module).pop("forward")  # this object, or a wrapper that was put around it since
         if self.before is not None:
             self.module.forward = self.before
         try:
@@ -224,18 +230,23 @@ class _Forward:
         finally:
             self.module.forward = now
 
-    def _retreat(self, reason: str) -> None:
-        """Eager from now on, but for its layers."""
-        layers = [layer for _, layer in _layers(self.module) if not isinstance(layer.forward, _Forward)]
+    def _fall_back_to_eager(self, reason: str) -> None:
+        """Run eager from now on, and try to compile the layers instead."""
+        layers = [
+            layer for _, layer in _layers(self.module) if not isinstance(layer.forward, CompiledForward)
+        ]
         what = "its layers are, each by itself" if layers else "it stays eager"
         others = {id(parameter) for layer in layers for parameter in layer.parameters()}
         own = [parameter for parameter in self.module.parameters() if id(parameter) not in others]
-        _leave(own, self.name, what, reason)
-        _compile_layers(self.module, f"{self.name} ", self.maker)
+        _report_eager(own, self.name, what, reason)
+        _replace_forward_of_layers(self.module, f"{self.name} ", self.compiler)
 
 
 def _getter(module: nn.Module, names: Iterable[str]) -> Callable[[nn.Module], tuple[Tensor, ...]]:
-    """A function that finds them in the dictionaries of modules: each module, each tensor may be replaced."""
+    """A function that finds the named tensors in a module.
+
+    It looks them up in the modules' dictionaries at each call, since modules and tensors may be replaced.
+    """
 
     def place(name: str) -> str:
         *path, leaf = name.split(".")
@@ -243,7 +254,7 @@ def _getter(module: nn.Module, names: Iterable[str]) -> Callable[[nn.Module], tu
         kind = "_parameters" if leaf in owner._parameters else "_buffers"
         return "".join(["m", *(f"._modules[{each!r}]" for each in path), f".{kind}[{leaf!r}]"])
 
-    # One expression: a loop over attributes takes ten times as long, at each call.
+    # The lookups become one expression: a loop over attributes would take ten times as long at each call.
     find: Callable[[nn.Module], tuple[Tensor, ...]] = eval(
         f"lambda m: ({''.join(f'{place(name)}, ' for name in names)})"
     )

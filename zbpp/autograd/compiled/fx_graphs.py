@@ -15,15 +15,15 @@ def placeholders(graph: GraphModule) -> list[Node]:
 
 
 def results(graph: GraphModule) -> list[Any]:
-    """What the graph returns: nodes and Nones."""
+    """The nodes and Nones that the graph returns."""
     return list(graph.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
 def above(nodes: Iterable[Node], stops: Iterable[Node] = ()) -> set[Node]:
-    """The nodes, and all that they are computed from; of `stops` nothing."""
+    """The nodes and all nodes that they are computed from; the search ends at `stops` and leaves them out."""
     found, stopped = set[Node](), set(stops)
     pending = list(nodes)
-    for node in pending:  # which grows meanwhile
+    for node in pending:  # the list grows during the loop
         if node not in found and node not in stopped:
             found.add(node)
             pending += node.all_input_nodes
@@ -31,7 +31,7 @@ def above(nodes: Iterable[Node], stops: Iterable[Node] = ()) -> set[Node]:
 
 
 def extract(whole: GraphModule, inputs: Sequence[Node], outputs: Sequence[Any]) -> GraphModule:
-    """The graph that computes `outputs` from `inputs`, its nodes named and ordered as in the whole."""
+    """The graph that computes `outputs` from `inputs`. Its nodes keep their names and their order."""
     graph, copies = Graph(), dict[Node, Node]()
     for node in inputs:
         copies[node] = graph.placeholder(node.name)
@@ -45,7 +45,7 @@ def extract(whole: GraphModule, inputs: Sequence[Node], outputs: Sequence[Any]) 
 
 
 def bytes_of(nodes: Iterable[Node]) -> int:
-    """Of their storages, each counted once."""
+    """Bytes of the nodes' storages, each counted once."""
     storages = [tensor.untyped_storage() for node in nodes if (tensor := tensor_of(node)) is not None]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
@@ -57,5 +57,5 @@ def tensor_of(node: Node) -> Tensor | None:
 
 
 def is_random(node: Node) -> bool:
-    """Whether it draws random numbers: once, and in its turn."""
+    """Whether the node draws random numbers. Such a node must run once, in its turn."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

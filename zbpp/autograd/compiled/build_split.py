@@ -1,0 +1,178 @@
+"""From the graphs of a call to its CompiledSplit: F, B and W compiled, and how values pass between them."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import NamedTuple
+
+from torch.fx import GraphModule, Node
+
+from zbpp.autograd.compiled.accumulate_in_place import add_in_place
+from zbpp.autograd.compiled.aot_autograd import Joint, Source
+from zbpp.autograd.compiled.compiled_split import BGraph, CompiledSplit, FGraph, WGraph
+from zbpp.autograd.compiled.dynamo import CaptureError
+from zbpp.autograd.compiled.fx_graphs import above, bytes_of, extract, is_random, placeholders, results
+from zbpp.autograd.compiled.inductor import Backend, build
+from zbpp.autograd.compiled.min_cut import BackwardCut, cut_backward, is_held, separate_convolutions
+
+
+def build_split(joint: Joint, backend: Backend) -> CompiledSplit:
+    """Cut the backward graph and compile all three graphs. Raises CaptureError if that can't be done."""
+    names = _names(joint)
+    _refuse_changed(joint, names)
+    f = _f_graph(joint, names, backend)
+    separate_convolutions(joint.backward)
+    gradients = _gradients(joint)
+    to_inputs = {source: node for source, node in gradients.items() if isinstance(source, int)}
+    to_weights = {source: node for source, node in gradients.items() if isinstance(source, str)}
+    free = {node for node in placeholders(joint.backward) if names.b.get(node.name, inf) < len(names.tensors)}
+    cut = cut_backward(joint.backward, [*to_inputs.values()], [*to_weights.values()], free)
+    values = _described(joint, names)
+    w = _w_graph(joint, names, cut, to_inputs, to_weights, len(values), backend)
+    return CompiledSplit(
+        tensors=names.tensors,
+        names=(*values, *(f"the gradient that B returned for argument {each}" for each in to_inputs)),
+        f=f,
+        b=_b_graph(joint, names, cut, tuple(to_inputs), w.tensors, backend),
+        w=w,
+    )
+
+
+def _f_graph(joint: Joint, names: _Names, backend: Backend) -> FGraph:
+    graph = _forward(joint, names.computed)
+    return FGraph(
+        run=build(graph, backend),
+        inputs=_places(graph, names.f),
+        mutated=tuple(map(names.tensors.index, joint.mutated)),
+        num_outputs=joint.num_outputs,
+        structure=joint.structure,
+        kept=tuple(names.f[name] - len(names.tensors) for name in names.arguments),
+    )
+
+
+def _b_graph(
+    joint: Joint,
+    names: _Names,
+    cut: BackwardCut,
+    input_gradients: tuple[int, ...],
+    w_tensors: tuple[int, ...],
+    backend: Backend,
+) -> BGraph:
+    inputs = _places(cut.b, names.b)
+    return BGraph(
+        run=build(cut.b, backend),
+        inputs=inputs,
+        read=tuple(sorted({place for place in (*inputs, *w_tensors) if place < len(names.tensors)})),
+        tangents=_tangents(joint),
+        input_gradients=input_gradients,
+        held=_held_inputs(names, cut),
+        held_bytes=bytes_of(cut.held),
+    )
+
+
+def _w_graph(
+    joint: Joint,
+    names: _Names,
+    cut: BackwardCut,
+    to_inputs: dict[int, Node],
+    to_weights: dict[str, Node],
+    num_values: int,
+    backend: Backend,
+) -> WGraph:
+    """num_values: how many values B's pool has; the gradients that B returns are named behind them."""
+    tensors = tuple(names.b[node.name] for node in placeholders(cut.w)[len(cut.held) :])
+    returned = tuple(place for place, node in enumerate(to_inputs.values()) if is_held(node, cut.held))
+    by_name = dict(zip(joint.sources, placeholders(joint.forward), strict=True))
+    add_in_place(cut.w, [by_name[name] for name in to_weights])
+    number = names.tensors.index
+    return WGraph(
+        # trusted: W's inputs come from B, or F has taken them already.
+        run=build(cut.w, backend, trusted=True),
+        tensors=tensors,
+        trained=tuple(map(number, to_weights)),
+        computed_in_b=frozenset(number(name) for name, node in to_weights.items() if is_held(node, cut.held)),
+        shared=(*_held_inputs(names, cut), *(num_values + place for place in returned), *tensors),
+        returned=returned,
+    )
+
+
+def _held_inputs(names: _Names, cut: BackwardCut) -> tuple[int, ...]:
+    """Places in B's pool of the held values that are inputs of the backward graph."""
+    return tuple(names.b[node.name] for node in cut.held if node.op == "placeholder")
+
+
+class _Names(NamedTuple):
+    """What the placeholders of the forward and the backward graph stand for."""
+
+    tensors: tuple[str, ...]  # names of the module's tensors
+    kept: list[str]  # the values of the forward that the backward needs
+    arguments: list[str]  # of these, the arguments of the call
+    computed: list[str]  # of these, the values that F computes
+    f: dict[str, int]  # placeholder of the forward -> its place in F's pool: see compiled_split.py
+    b: dict[str, int]  # placeholder of the backward -> its place in B's pool
+
+
+def _names(joint: Joint) -> _Names:
+    needed = [node.name for node in placeholders(joint.backward)]
+    wanted = {*_gradients(joint), *joint.mutated}
+    # Unused inputs are left out: each call has to look up every tensor that is named here.
+    used = [
+        (node.name, source)
+        for node, source in zip(placeholders(joint.forward), joint.sources, strict=True)
+        if node.users or node.name in needed or source in wanted
+    ]
+    tensors = tuple(dict.fromkeys(source for _, source in used if isinstance(source, str)))
+    number = {name: place for place, name in enumerate(tensors)}
+    f = {name: number[source] if isinstance(source, str) else len(tensors) + source for name, source in used}
+    kept = needed[: len(needed) - len(joint.tangents)]
+    arguments = [name for name in kept if f.get(name, -1) >= len(tensors)]
+    computed = [name for name in kept if name not in f]
+    b = {name: f[name] for name in kept if f.get(name, inf) < len(tensors)}
+    behind = [*arguments, *computed, *needed[len(kept) :]]
+    b |= {name: place for place, name in enumerate(behind, len(tensors))}
+    return _Names(tensors, kept, arguments, computed, f, b)
+
+
+def _described(joint: Joint, names: _Names) -> list[str]:
+    """The values of B's pool, in words."""
+    return [
+        *names.tensors,
+        *(f"argument {names.f[name] - len(names.tensors)} of the stage" for name in names.arguments),
+        *("a value that F kept" for _ in names.computed),
+        *(f"the gradient that B was given of output {place}" for place in joint.tangents),
+    ]
+
+
+def _gradients(joint: Joint) -> dict[Source, Node]:
+    """The gradients that exist, by the tensor or argument that they belong to."""
+    pairs = zip(joint.sources, results(joint.backward), strict=True)
+    return {source: node for source, node in pairs if node is not None}
+
+
+def _tangents(joint: Joint) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    ends = placeholders(joint.backward)[-len(joint.tangents) :] if joint.tangents else []
+    return tuple(
+        (output, tuple(end.meta["val"].stride())) for output, end in zip(joint.tangents, ends, strict=True)
+    )
+
+
+def _forward(joint: Joint, computed: list[str]) -> GraphModule:
+    """F's graph. It does not return the inputs that the backward needs: those are kept as they are."""
+    nodes = {node.name: node for node in joint.forward.graph.nodes}
+    outputs = results(joint.forward)[: len(joint.mutated) + joint.num_outputs]
+    outputs += [nodes[name] for name in computed]
+    used = above(node for node in outputs if isinstance(node, Node))
+    if any(is_random(node) and node not in used for node in joint.forward.graph.nodes):
+        raise CaptureError("forward draws random numbers that nothing is computed from: leave them out")
+    return extract(joint.forward, [node for node in placeholders(joint.forward) if node in used], outputs)
+
+
+def _places(graph: GraphModule, pool: dict[str, int]) -> tuple[int, ...]:
+    return tuple(pool[node.name] for node in placeholders(graph))
+
+
+def _refuse_changed(joint: Joint, names: _Names) -> None:
+    changed = {names.tensors.index(name): name for name in joint.mutated}
+    for name in names.kept:
+        if names.f.get(name) in changed:
+            raise CaptureError(f"backward needs {changed[names.f[name]]} as it was before forward changed it")

@@ -1,0 +1,167 @@
+"""The parameters and buffers that a forward used, so that its recompute can run on the same values.
+
+A recompute runs later than the forward that it repeats. In between, parameters and buffers may change.
+
+- A parameter or a large buffer must not change: the recompute raises an error if autograd's count of in-place
+  changes has grown.
+- A small buffer, such as running statistics, is copied in the forward. The recompute runs on copies of that
+  copy: it reads the values that the forward read, and its own changes are dropped, since the forward has made
+  them already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+SMALL = 64 * 1024
+"""A buffer of at most so many bytes is copied."""
+
+
+def references(thing: Any) -> Iterator[nn.Module | Tensor]:
+    """The modules and tensors that a callable refers to.
+
+    Searched are the object of a method, closures, defaults, bound arguments, globals that are modules or
+    tensors, and the attributes of an object that is no module. Functions that the callable calls are searched
+    only if they are in its closure or arguments.
+    """
+    pending: list[Any] = [thing]
+    seen: set[int] = set()
+    for each in pending:  # the list grows during the loop
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        match each:
+            case Tensor() | nn.Module():
+                yield each
+            case MethodType():
+                pending += [each.__func__, *_attributes(each.__self__)]
+            case partial():
+                pending += [each.func, *each.args, *each.keywords.values()]
+            case FunctionType():
+                pending += [cell.cell_contents for cell in each.__closure__ or () if cell != CellType()]
+                pending += [*(each.__defaults__ or ()), *(each.__kwdefaults__ or {}).values()]
+                used_globals = [each.__globals__.get(name) for name in each.__code__.co_names]
+                pending += _modules_and_tensors(used_globals)
+            case list() | tuple():
+                pending += each
+            case dict():
+                pending += each.values()
+            case type():
+                pass
+            case _ if callable(each):
+                pending += _attributes(each)
+
+
+def _attributes(owner: Any) -> list[Any]:
+    """A module itself; of another object its attributes that are modules or tensors."""
+    if isinstance(owner, nn.Module):
+        return [owner]
+    return _modules_and_tensors(getattr(owner, "__dict__", {}).values())
+
+
+def _modules_and_tensors(values: Iterable[Any]) -> list[Any]:
+    return [value for value in values if isinstance(value, (Tensor, nn.Module))]
+
+
+_Place = tuple[dict[str, Any], str]  # a module's dictionary of buffers, and a name in it
+
+
+class _Watched(NamedTuple):
+    """A tensor that must not change between the forward and the recompute."""
+
+    table: dict[str, Any] | None  # the module's dictionary with the tensor; None if it is in no module
+    name: str
+    tensor: Tensor
+    version: int
+    was_trainable: bool
+
+    def change(self) -> str | None:
+        """How the tensor has changed; None if it has not."""
+        if self.table is not None and self.table.get(self.name) is not self.tensor:
+            return "was replaced"
+        if version(self.tensor) != self.version:
+            return "was changed in place"
+        return "was frozen, and is no more," if self.tensor.requires_grad > self.was_trainable else None
+
+
+class ForwardState:
+    """The parameters and buffers that a callable refers to, as they are when this object is made."""
+
+    def __init__(self, things: Any) -> None:
+        self._watched: list[_Watched] = []
+        self._copies: dict[int, tuple[list[_Place], Tensor]] = {}
+        self._modules: dict[int, nn.Module] = {}
+        for thing in references(things):
+            if isinstance(thing, Tensor):
+                self._watch(None, "a tensor", thing)
+                continue
+            for module in thing.modules():
+                if id(module) not in self._modules:
+                    self._modules[id(module)] = module
+                    self._add(module)
+
+    def _add(self, module: nn.Module) -> None:
+        for name, tensor in module._parameters.items():
+            if tensor is not None:
+                self._watch(module._parameters, name, tensor)
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if buffer.nbytes > SMALL or buffer.requires_grad:
+                self._watch(module._buffers, name, buffer)
+                continue
+            if id(buffer) not in self._copies:  # one that several modules share
+                self._copies[id(buffer)] = [], buffer.clone()
+            self._copies[id(buffer)][0].append((module._buffers, name))
+
+    def _watch(self, table: dict[str, Any] | None, name: str, tensor: Tensor) -> None:
+        self._watched.append(_Watched(table, name, tensor, version(tensor), tensor.requires_grad))
+
+    def hooked(self) -> list[Tensor]:
+        """The trainable leaves that have post-accumulate-grad hooks."""
+        leaves = {id(each.tensor): each.tensor for each in self._watched if each.was_trainable}
+        return [leaf for leaf in leaves.values() if leaf.is_leaf and leaf._post_accumulate_grad_hooks]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, the small buffers are copies with the forward's values.
+
+        Raises RuntimeError if a parameter or a large buffer has changed.
+        """
+        for watched in self._watched:
+            if change := watched.change():
+                raise self._changed(watched, change)
+        now = [(table, name, table[name]) for places, _ in self._copies.values() for table, name in places]
+        try:
+            for places, copy in self._copies.values():
+                copied = copy.clone()  # the same graph may be recomputed again
+                for table, name in places:
+                    table[name] = copied
+            yield
+        finally:
+            for table, name, tensor in now:
+                table[name] = tensor
+
+    def _changed(self, watched: _Watched, change: str) -> RuntimeError:
+        owners = [
+            module
+            for module in self._modules.values()
+            if watched.table is module._parameters or watched.table is module._buffers
+        ]
+        name = ".".join([*(type(owner).__name__ for owner in owners), watched.name])
+        return RuntimeError(
+            f"{name} of shape {tuple(watched.tensor.shape)} {change} between a checkpoint's forward and its "
+            "recompute, which would compute with other values: change parameters and large buffers only "
+            "after all backwards; a forward that does so itself can't be checkpointed"
+        )
+
+
+def version(tensor: Tensor) -> int:
+    """Autograd's count of a tensor's in-place changes; 0 for one made in inference mode: it has no count."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,58 @@
+"""A guard against changes in place of gradients that B's pass has captured.
+
+Autograd hands one gradient to several nodes: in `f(x) + l(x)` both f and l get the same dy. Python code that
+runs in the pass, the backward of a Function or a tensor hook, may change that dy in place after l was given
+it. In a plain backward l's weight gradient has been computed by then. In the split it has not: W computes it
+from dy. So the guard notes the version of each gradient when a site or a leaf is given it. When the pass is
+over, no version may have changed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class GradientGuard:
+    """The gradients that sites and leaves were given so far, each with its version at that moment."""
+
+    def __init__(self, sites: Iterable[Any], leaves: Iterable[Tensor]) -> None:
+        self._seen: dict[int, tuple[Tensor, int]] = {}
+        self._leaves: list[tuple[Any, Any]] = [(leaf, leaf._backward_hooks) for leaf in leaves]
+        for leaf, hooks in self._leaves:
+            if hooks is None:
+                leaf._backward_hooks = OrderedDict()
+            leaf._backward_hooks[self] = self._note
+        # A node's prehooks run only if the node runs, and the pass may stop at a site. Tensor hooks run in
+        # both cases. They are a dictionary that a tensor hands to its node: here the tensor `output` stands
+        # for the output of every site.
+        self._noting: dict[Any, Any] = {self: self._note}
+        output = torch.empty(0)
+        output._backward_hooks = self._noting
+        for site in sites:
+            site._register_hook_dict(output)
+
+    def _note(self, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            self._seen.setdefault(id(gradient), (gradient, gradient._version))
+
+    def end(self) -> list[Tensor]:
+        """Remove the guard's hooks; returns the gradients that were changed after they were noted."""
+        self._noting.clear()
+        for leaf, hooks in self._leaves:
+            del leaf._backward_hooks[self]
+            if hooks is None and not leaf._backward_hooks:
+                leaf._backward_hooks = None
+        changed = [gradient for gradient, version in self._seen.values() if gradient._version != version]
+        self._seen.clear()
+        return changed
+
+
+def has_own_hooks(leaf: Tensor) -> bool:
+    """Whether a leaf has tensor hooks besides those of a GradientGuard."""
+    keys: Iterable[Any] = leaf._backward_hooks or ()
+    return any(type(key) is not GradientGuard for key in keys)
