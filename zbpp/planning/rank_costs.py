@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zbpp.schedule.costs import ACTIVATIONS, BYTES, CostNumbers, Costs, CostsInBytes, PerStage
-from zbpp.schedule.timetable import PlanError
+from zbpp.schedule.timetable import PlanError, shown
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def check_rank_costs(costs: object) -> None:
     """Raises PlanError for anything else than `RankCosts`: `Costs` are per stage, of one placement only."""
     if not isinstance(costs, RankCosts):
         raise PlanError(
-            f"costs={costs!r}: write RankCosts(f=..., b=..., w=...), for one rank's share of the model"
+            f"costs={shown(costs)}: write RankCosts(f=..., b=..., w=...), for one rank's share of the model"
         )
 
 
