@@ -13,14 +13,12 @@ from hypothesis import strategies as st
 from scripts.dev.heterogeneous import draw, judge
 from zbpp.planning import plan
 from zbpp.planning.bounds import certificate
+from zbpp.planning.objective import OBJECTIVES, objective_value
 from zbpp.schedule import Costs, PlanError, simulate
-
-OBJECTIVES = ("makespan", "span")
 
 
 def value_of(timetable, costs, objective):
-    timeline = simulate(timetable, costs)
-    return timeline.makespan if objective == "makespan" else timeline.max_span
+    return objective_value(simulate(timetable, costs), objective)
 
 
 def check_within(timetable, instance):
