@@ -1,7 +1,5 @@
 """scripts/dev/ablate.py removes what it says it removes, and puts it back."""
 
-import random
-
 import pytest
 
 from scripts.dev import ablate, ablate_bounds, targets
@@ -23,7 +21,7 @@ def test_the_search_runs_without_a_component(component):
     with component.removed():
         assert all(getattr(owner, name) is other for owner, name, other in component.replaced)
         for problem in (ONE, V):
-            search = LocalSearch(problem, Deadline(0.1), seed=random.Random(0).randrange(9))
+            search = LocalSearch(problem, Deadline(0.1), seed=0)
             assert problem.timed(search.run()) <= search.best + problem.tolerance
     assert originals == [getattr(owner, name) for owner, name, _ in component.replaced]
 
@@ -38,4 +36,4 @@ def test_a_bound_without_an_argument_is_no_higher(component):
 
 def test_some_cells_are_easy_and_some_are_not():
     cells = list(targets.one_per_rank())
-    assert {ablate.is_easy(cells[0]), ablate.is_easy(cells[1])} == {True, False}
+    assert {ablate.is_easy(cells[1]), ablate.is_easy(cells[3]), ablate.is_easy(cells[5])} == {True, False}
