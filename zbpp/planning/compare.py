@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from zbpp.planning.plan import canonical_name, plan
-from zbpp.planning.rank_costs import RankCosts
+from zbpp.planning.rank_costs import RankCosts, check_rank_costs
 from zbpp.schedule.simulate import Timeline, simulate
 from zbpp.schedule.timetable import PlanError
 
@@ -26,9 +26,12 @@ def compare(
     The names in the answer are those of `SCHEDULES`. Raises PlanError for an unknown name.
     """
 
+    costs = RankCosts() if costs is None else costs
+    check_rank_costs(costs)
+
     def outcome(name: str, num_stages: int) -> Timeline | PlanError:
         try:
-            own = (costs or RankCosts()).per_stage(num_stages, num_ranks)
+            own = costs.per_stage(num_stages, num_ranks)
             timetable = plan(name, num_ranks, num_microbatches, costs=own, **options)
             return simulate(timetable, own)
         except PlanError as error:

@@ -12,7 +12,7 @@ from zbpp.planning.objective import MAKESPAN, OBJECTIVES
 from zbpp.planning.placement import place_stages
 from zbpp.planning.plan import check_range
 from zbpp.planning.problem import Problem
-from zbpp.planning.rank_costs import RankCosts
+from zbpp.planning.rank_costs import RankCosts, check_rank_costs
 from zbpp.planning.search.paper_planner import memory_of_1f1b
 from zbpp.planning.size_limit import BYTES_PER_SEARCHED_ACTION, check_size
 from zbpp.schedule.costs import Costs
@@ -25,7 +25,7 @@ SWEEP_PLACEMENTS = ("one", "v")
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningRequest:
-    """For which pipeline a schedule is to be chosen.
+    """The pipeline that a schedule is to be chosen for.
 
     costs: for one rank's share of the model. memory_limit: in the unit of costs.saved, for each rank or one
     number per rank. time_limit: seconds of all searches together.
@@ -42,6 +42,7 @@ class PlanningRequest:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_rank_costs(self.costs)
         check_range("memory_limit", self.memory_limit)
         check_range("time_limit", self.time_limit)
         check_size(self.num_ranks, self.num_microbatches, 1, BYTES_PER_SEARCHED_ACTION)

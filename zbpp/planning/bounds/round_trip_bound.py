@@ -47,8 +47,11 @@ def round_trips(relaxation: Relaxation, rank: int) -> float:
     by_count = _little(stages, number, math.floor(limit / least), sum(trips))
     if len(stages) == 1 and problem.num_ranks * number <= _MOST_STEPS:
         return max(by_count, _relay(stages[0], number, limit, trips[0]))
-    weighed = sum(stage.saved * trip for stage, trip in zip(stages, trips, strict=True))
-    return max(by_count, number * weighed / limit)
+    return max(by_count, _by_memory(stages, number, limit, trips))
+
+
+def _by_memory(stages: list[StageTerms], number: int, limit: float, trips: list[float]) -> float:
+    return number * sum(stage.saved * trip for stage, trip in zip(stages, trips, strict=True)) / limit
 
 
 def _little(stages: list[StageTerms], number: int, most: int, trips: float) -> float:
