@@ -35,13 +35,16 @@ MAY_IMPORT = {
     "zbpp/families/": {"families", "schedule"},
     "zbpp/planning/": {"partition"} | _PLANS,
     "zbpp/render/": {"render", "partition"} | _PLANS,
+    "zbpp/commands/__init__.py": set(),
+    "zbpp/commands/plan/": {"commands", "models", "render"} | _PLANS,  # models: what a head costs, from sizes
     "zbpp/autograd/": {"autograd"},
     "zbpp/runtime/checks.py": {"planning"} | _RUNTIME,  # Pipeline(stages, "zb_h1"): a name instead of a plan
     "zbpp/runtime/": _RUNTIME,
     "zbpp/training/": _TRAINING,
     "zbpp/cutting/": {"cutting", "partition"},
     "zbpp/models/": {"models", "partition"} | _LEAVES,
-    "scripts/": {"app", "benchmark", "command_line", "config", "launch", "models", "families", "render"}
+    "scripts/": {"app", "benchmark", "command_line", "commands", "config", "launch", "models", "families"}
+    | {"render"}
     | _TRAINING
     | {"partition"},
 }
@@ -57,6 +60,7 @@ MUST_NOT_IMPORT = [
     ("zbpp/families/", ("zbpp.schedule.lower",), "families know no messages"),
     ("zbpp/autograd/", ("torch.distributed",), "the split is usable on its own"),
     ("zbpp/models/", ("torch.distributed",), "a model sees no rank and no group"),
+    ("zbpp/commands/plan/", ("torch", "hydra", "omegaconf"), "it runs without torch"),
     ("scripts/plan.py", ("torch", "hydra", "omegaconf", "zbpp.app", "zbpp.config"), "it runs without torch"),
 ]
 _SILENT = ("zbpp/schedule/", "zbpp/families/", "zbpp/planning/", "zbpp/render/")
@@ -184,6 +188,12 @@ def test_every_room_keeps_to_the_floor_plan():
         ("zbpp/stage_api.py", "import zbpp.models", "may import nothing of zbpp"),
         ("zbpp/utils.py", "", "has no place in the floor plan"),
         ("scripts/plan.py", "from zbpp.config import PlanConfig", "it runs without torch"),
+        ("zbpp/commands/plan/choice.py", "def f():\n    import torch", "it runs without torch"),
+        (
+            "zbpp/commands/plan/layers.py",
+            "from zbpp.training import Trainer",
+            "may import commands, families",
+        ),
     ],
 )
 def test_a_planted_violation_is_found(tmp_path, name, line, complaint):
@@ -213,6 +223,7 @@ def test_what_the_plan_allows_is_no_violation(tmp_path):
         "import zbpp",
         "from zbpp import plan, simulate, lower, Costs",
         "import zbpp.planning, zbpp.render, zbpp.families",
+        "import zbpp.commands.plan",
     ],
 )
 def test_planning_imports_no_torch(code):

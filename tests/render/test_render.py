@@ -206,8 +206,8 @@ def test_a_picture_says_what_its_memory_is_and_whose_figures_it_has(tmp_path):
     predicted = simulate(plan("zb_h1", 2, 4))
     measured = replace(predicted, peak_memory=(2**29, 2**30), memory_unit="bytes", measured=True)
     words = words_of({"predicted": predicted, "measured": measured}, tmp_path / "a.svg")
-    assert "makespan 13 ms, bubble rate 7.7 % (rank 0), peak activations 2 (rank 0)" in words
-    assert "makespan 13 ms, bubble rate 7.7 % (rank 0), process peak 1 GiB (rank 1)" in words
+    assert "makespan 13 ms, largest bubble rate 7.7 % (rank 0), peak activations 2 (rank 0)" in words
+    assert "makespan 13 ms, largest bubble rate 7.7 % (rank 0), process memory 1 GiB (rank 1)" in words
 
 
 def test_times_of_one_table_have_the_same_decimals():
@@ -233,7 +233,8 @@ def test_pictures_of_nothing_that_takes_time(tmp_path):
 def test_pictures_use_no_pyplot_and_texts_no_matplotlib(tmp_path):
     """pyplot holds global state and may want a display."""
     code = (
-        "import sys; from zbpp.schedule import *\n"
+        "import sys\nfrom zbpp.planning import plan\nfrom zbpp.schedule import simulate\n"
+        "from zbpp.render import chrome_trace, render_picture, render_text\n"
         "timeline = simulate(plan('1f1b', 2, 2)); render_text(timeline); chrome_trace({'a': timeline})\n"
         "assert 'matplotlib' not in sys.modules\n"
         f"render_picture({{'a': timeline}}, {str(tmp_path / 'a.png')!r})\n"

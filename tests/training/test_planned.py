@@ -5,7 +5,7 @@ import json
 import pytest
 
 from zbpp.planning import plan
-from zbpp.schedule import Costs, PlanError, Timetable, simulate, to_csv, to_json
+from zbpp.schedule import Costs, PlanError, Timetable, simulate, to_csv
 from zbpp.training.planned import made_plan, read_plan
 
 P, M = 2, 6
@@ -13,7 +13,7 @@ ODD = Timetable.parse("0F0 0F1 0B0 0B1 0W0 0W1\n1F0 1B0 1F1 1B1 1W0 1W1")  # of 
 MEASURED = {"f": [3, 2], "b": [2, 3], "w": [1, 2], "comm": 0.5, "saved": [2**20, 2**20], "deferred": 2**19}
 
 
-@pytest.mark.parametrize(("name", "form"), [("plan.txt", str), ("plan.csv", to_csv), ("plan.json", to_json)])
+@pytest.mark.parametrize(("name", "form"), [("plan.txt", str), ("plan.csv", to_csv)])
 @pytest.mark.parametrize("num_microbatches", [None, 2])
 def test_a_plan_in_a_file_is_the_plan(tmp_path, name, form, num_microbatches):
     (tmp_path / name).write_text(form(ODD))

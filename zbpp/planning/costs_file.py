@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 from zbpp.partition import layers_of
 from zbpp.planning.rank_costs import RankCosts
 from zbpp.schedule.costs import ACTIVATIONS, BYTES, COST_NAMES, Costs
-from zbpp.schedule.interchange import naming, read_json
+from zbpp.schedule.interchange import naming
 from zbpp.schedule.timetable import Op, PlanError, printable, shown
 
 About = dict[str, Any]
-"""What was measured, where and how: any keys."""
+"""What was measured, where and how. A file may hold any keys."""
 
 _UNITS = (ACTIVATIONS, BYTES)
 _LONGEST = 80  # characters of an entry of `about` that are shown
@@ -25,7 +26,7 @@ def read_costs(path: str | os.PathLike[str]) -> tuple[RankCosts, About]:
     Raises PlanError that names the file, and OSError.
     """
     with naming(path):
-        given = read_json(Path(path).read_bytes())
+        given = _read_json(Path(path).read_bytes())
         if not isinstance(given, dict):
             raise PlanError(f"{shown(given)} is no object with any of {', '.join(COST_NAMES)}")
         about = given.pop("about", {})
@@ -40,7 +41,7 @@ def read_costs(path: str | os.PathLike[str]) -> tuple[RankCosts, About]:
 
 
 def about_in_words(about: About) -> str:
-    """One line, empty without anything to say; what is a table itself stays in the file."""
+    """One line with the plain entries of `about` (no lists, no tables); empty if there are none."""
     plain = {key: str(value) for key, value in about.items() if not isinstance(value, dict | list)}
     words = "; ".join(f"{key.replace('_', ' ')} {value}"[:_LONGEST] for key, value in plain.items())
     return f"costs measured: {printable(words)}" if words else ""
@@ -49,8 +50,8 @@ def about_in_words(about: About) -> str:
 def measured_layers(costs: RankCosts, about: About, num_layers: int) -> tuple[list[float], float, float]:
     """(layers, first, last) as `zbpp.partition.partition` takes them, in ms of F, B and W together.
 
-    about["layers_per_stage"] says how many layers each measured stage had. Raises PlanError if it
-    doesn't, or for another number of layers.
+    about["layers_per_stage"]: how many layers each measured stage had. Raises PlanError if it is missing, or
+    adds up to another number of layers.
     """
     counts: Any = about.get("layers_per_stage")
     if not _are_counts(counts) or sum(counts) != num_layers:
@@ -58,7 +59,8 @@ def measured_layers(costs: RankCosts, about: About, num_layers: int) -> tuple[li
             f"these costs were measured with layers_per_stage={shown(counts)}, not with {num_layers} layers: "
             "give that model's number, or give --head instead of --costs"
         )
-    times = Costs(**costs.numbers).per_stage(len(counts)).duration
+    measured = Costs(**costs.numbers)  # lists, with one number per measured stage
+    times = measured.per_stage(len(counts)).duration
     stages = [sum(times[op][stage] for op in (Op.F, Op.B, Op.W)) for stage in range(len(counts))]
     try:
         return layers_of(stages, counts)
@@ -68,3 +70,17 @@ def measured_layers(costs: RankCosts, about: About, num_layers: int) -> tuple[li
 
 def _are_counts(value: Any) -> bool:
     return isinstance(value, list) and all(type(count) is int and count >= 0 for count in value)
+
+
+def _read_json(text: str | bytes) -> object:
+    """Parse a JSON text. Raises PlanError for any other text, and for one that is nested too deep."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PlanError(f"line {error.lineno}, column {error.colno} is no JSON: {error.msg}") from None
+    except UnicodeDecodeError as error:
+        raise PlanError(f"no JSON that can be read: byte {error.start} is no UTF-8 text") from None
+    except RecursionError:
+        raise PlanError("no JSON that can be read: it is nested too deep") from None
+    except ValueError:  # Python's guard of int()
+        raise PlanError("no JSON that can be read: a number has too many digits") from None

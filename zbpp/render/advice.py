@@ -1,4 +1,4 @@
-"""Which schedule to use, as text: an answer's tables, and what follows from them."""
+"""Which schedule to use, as text: the tables of an answer of `choose`, and the conclusions from it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from textwrap import fill
 from typing import NamedTuple
 
-from zbpp.planning.choose import SWEEP_PLACEMENTS, Answer, Choice, num_messages
+from zbpp.planning.answer import Answer, Choice, num_messages
 from zbpp.planning.memory_limit import memory_text
-from zbpp.render.statements import SHAPES, in_memory, statements
+from zbpp.planning.request import SWEEP_PLACEMENTS
+from zbpp.render.statements import SHAPES, limit_text, statements
 from zbpp.render.style import peak_text
 from zbpp.render.table import aligned, decimals_of, digits, percent
 from zbpp.schedule.costs import ACTIVATIONS, BYTES
@@ -19,7 +20,7 @@ _WIDTH = 110
 
 
 class Advice(NamedTuple):
-    """question: what was asked; ranked: a table of what fits, head first; more: all else."""
+    """question: what was asked. ranked: a table of the plans that fit, its head first. more: the rest."""
 
     question: str
     ranked: list[tuple[str, ...]]
@@ -30,11 +31,11 @@ class Advice(NamedTuple):
 
 
 def render_advice(answer: Answer) -> Advice:
-    """Which schedule to use, in text; sections have a blank line between them."""
+    """Which schedule to use, as text in sections."""
     sections = [
         _too_large(answer),
         _refused(answer),
-        _ladder(answer),
+        _memory_sweep(answer),
         _post_validation(answer),
         _conclusions(answer),
     ]
@@ -44,7 +45,7 @@ def render_advice(answer: Answer) -> Advice:
 def _question(answer: Answer) -> str:
     request = answer.request
     limit = request.memory_limit
-    most = "no memory limit" if limit is None else f"at most {in_memory(answer, limit)} per rank"
+    most = "no memory limit" if limit is None else f"at most {limit_text(answer, limit)} per rank"
     return (
         f"{request.num_ranks} ranks, {request.num_microbatches} microbatches, {most}; times in ms, best "
         f"{request.objective} first.\n1.00p is 1F1B's memory, {_amount(answer, request.memory_of_1f1b)}.\n"
@@ -67,7 +68,7 @@ def _ranked(answer: Answer) -> list[tuple[str, ...]]:
 
 
 def _decimals(answer: Answer) -> int:
-    """As many in all tables."""
+    """How many decimals times have, the same in all tables."""
     return decimals_of(candidate.timeline.makespan for candidate in answer.candidates)
 
 
@@ -112,13 +113,13 @@ def _refused(answer: Answer) -> str:
     return "\n".join(["can't be planned", *lines]) if lines else ""
 
 
-def _ladder(answer: Answer) -> str:
-    """With more or less memory: what was found, and its bound."""
+def _memory_sweep(answer: Answer) -> str:
+    """For each memory limit of the sweep the best plan of each placement, and its bound."""
     columns = [column for placement in SWEEP_PLACEMENTS for column in (SHAPES[placement], "bound", "gap")]
     limits = answer.request.limits
     rows = [
         (
-            in_memory(answer, limit),
+            limit_text(answer, limit),
             *_cells(answer, [answer.best(placement, limit) for placement in SWEEP_PLACEMENTS]),
         )
         for limit in limits
@@ -127,14 +128,15 @@ def _ladder(answer: Answer) -> str:
 
 
 def _post_validation(answer: Answer) -> str:
-    """The largest span is what counts then: the optimizer step is no barrier."""
+    """The best largest span: what a step would cost with post-validation, which zbpp does not have yet."""
     limits = answer.request.span_limits
-    columns = [column for limit in limits for column in (f"at {in_memory(answer, limit)}", "bound", "gap")]
+    columns = [column for limit in limits for column in (f"at {limit_text(answer, limit)}", "bound", "gap")]
     rows = [
         (SHAPES[placement], *_cells(answer, [answer.best(placement, limit, "span") for limit in limits]))
         for placement in SWEEP_PLACEMENTS
     ]
-    return _table([("best max span (post-validation)", *columns), *rows])
+    table = _table([("best max span *", *columns), *rows])
+    return f"{table}\n* what a step would cost with post-validation, which zbpp does not have yet"
 
 
 def _cells(answer: Answer, choices: Sequence[Choice | None]) -> tuple[str, ...]:
@@ -151,7 +153,7 @@ def _cells(answer: Answer, choices: Sequence[Choice | None]) -> tuple[str, ...]:
 
 
 def _conclusions(answer: Answer) -> str:
-    """Proved ones first."""
+    """The sentences of `statements`, proved ones first."""
     lines = [
         fill(f"{'proved' if each.proved else 'found '}  {each.text}", _WIDTH, subsequent_indent=" " * 8)
         for each in sorted(statements(answer), key=lambda each: not each.proved)
@@ -160,7 +162,7 @@ def _conclusions(answer: Answer) -> str:
 
 
 def _peaks(timeline: Timeline) -> str:
-    """Of many ranks the least and the most."""
+    """The peak of each rank; if there are many ranks, the least and the most."""
     peaks = [peak_text(timeline, rank) for rank in range(timeline.timetable.num_ranks)]
     if len(set(peaks)) == 1:
         return "all alike"
@@ -170,7 +172,7 @@ def _peaks(timeline: Timeline) -> str:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Aligned rows; a last column `per rank` to the left, since its entries are lists."""
+    """Aligned rows. A last column `per rank` is aligned to the left, since its entries are lists."""
     if rows[0][-1] != "per rank":
         return "\n".join(map(str.rstrip, aligned(rows)))
     lines = zip(aligned([row[:-1] for row in rows]), rows, strict=True)

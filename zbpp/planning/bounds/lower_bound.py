@@ -26,10 +26,16 @@ class Bound:
     value: float
     argument: str
 
+    def gap(self, value: float) -> float:
+        """How far a plan's time (ms) is above the bound, relative."""
+        if self.value > 0:
+            return value / self.value - 1
+        return math.inf if value > 0 else 0.0
+
 
 @dataclass(frozen=True)
 class Certificate:
-    """What a plan takes (ms), what no plan can undercut (ms), and gap = value / bound - 1."""
+    """The time of a plan (ms), the time that no plan can undercut (ms), and gap = value / bound - 1."""
 
     value: float
     bound: float
@@ -121,5 +127,5 @@ def certificate(
         raise PlanError("the timetable has no backward: bounds are for training steps")
     check_fits("the timetable", timeline.peak_memory, problem.limits, costs.memory_unit)
     value = objective_value(timeline, objective)
-    gap = value / bound.value - 1 if bound.value > 0 else (math.inf if value > 0 else 0.0)
+    gap = bound.gap(value)
     return Certificate(value, bound.value, bound.argument, gap, proved_optimal=gap <= EQUAL)

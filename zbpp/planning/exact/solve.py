@@ -24,7 +24,7 @@ _SHARE_OF_SEARCH = 0.3  # of the time, for a plan to begin with
 
 @dataclass(frozen=True)
 class Exact:
-    """A timetable, what it takes (ms), and what none can undercut (ms); proved: the two agree."""
+    """A timetable, its time (ms), and the time that no timetable can undercut (ms); proved: they agree."""
 
     timetable: Timetable
     value: float
@@ -49,7 +49,7 @@ def optimal(
 
     placement: "one" (None), "looped" or "v"; stages_per_rank: None for one, else two.
     memory_limit: in the unit of costs.saved, per rank or one per rank.
-    Begins with what `zb_auto` finds in part of the time, and is done at once where that attains
+    It begins with the plan that `zb_auto` finds in part of the time, and returns this plan if it attains
     the lower bound. `certificate` or `solve` say whether the result is proved; errors as in `solve`.
     """
     began = time.monotonic()
@@ -91,9 +91,9 @@ def solve(
 ) -> Exact:
     """The best timetable for a placement, rank_of[stage], with its proof status.
 
-    start: a timetable to begin with (of this placement, within the limit); the result is never
-    worse. known_bound: a lower bound in ms that the caller vouches for: who attains it is done.
-    progress(share of the time that is spent, best value, bound) is called at each better one.
+    start: a timetable to begin with (of this placement, within the limit); the result is never worse.
+    known_bound: a lower bound (ms) that the caller vouches for; a plan that attains it ends the search.
+    progress(share of the time that is spent, best value, bound) is called for each better timetable.
     Raises PlanError without OR-tools, above 4 ranks or 400 actions, for a limit that can't
     hold one microbatch, for actions that take no time, and for a start that doesn't fit.
     """

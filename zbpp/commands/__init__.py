@@ -1,0 +1,1 @@
+"""The commands of `zbpp`: one module or folder each, with `main(argv) -> exit status`."""
