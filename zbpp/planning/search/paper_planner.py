@@ -66,7 +66,7 @@ def paper_plan(problem: Problem) -> Plan:
 
 
 class _Run:
-    """One run. Lists by rank: how many actions are done, when the last one ends, memory level, time waited."""
+    """One run. Lists by rank: actions done, when the last one ends, memory level, time waited."""
 
     def __init__(self, problem: Problem, early: bool, backward: bool, lazy: bool) -> None:
         self.problem = problem
