@@ -1,15 +1,9 @@
-"""Every kind of module that the split's tests have, compiled: right gradients, or a line that says why not.
-
-The cases are taken from those tests: whatever one of them would hand to `assert_equals_plain` is compared
-with its split side compiled. Of a test with many parameters the first are taken, and those in INDUCTOR.
-"""
+"""Every case of the split's tests, compiled: right gradients, or a line that says why it stays eager."""
 
 import inspect
-import itertools
 import logging
 import random
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,23 +11,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import parallel
 
-from helpers.split import _call, assert_close, assert_equals_plain, leaf, tensors_of
-from tests.autograd import (
-    test_split_checkpoint,
-    test_split_compile,
-    test_split_convolutions,
-    test_split_dtensor,
-    test_split_embeddings,
-    test_split_functions,
-    test_split_graphs,
-    test_split_hooks,
-    test_split_models,
-    test_split_norms,
-    test_split_precision,
-    test_split_products,
-    test_split_saved_hooks,
-    test_split_sharing,
+from helpers.cases import (
+    checkpoint,
+    compile,
+    convolutions,
+    embeddings,
+    functions,
+    graphs,
+    hooks,
+    models,
+    norms,
+    precision,
+    products,
+    saved_hooks,
+    sharing,
+    tensor_parallel,
 )
+from helpers.split import Case, _call, assert_close, assert_equals_plain, leaf, tensors_of
 from zbpp.autograd import explain
 from zbpp.autograd.compiled import compile_stage
 from zbpp.autograd.compiled.compiled_forward import CompiledForward
@@ -47,71 +41,9 @@ pytestmark = [
 ]
 
 FILES = [
-    test_split_products,
-    test_split_convolutions,
-    test_split_embeddings,
-    test_split_norms,
-    test_split_precision,
-    test_split_sharing,
-    test_split_functions,
-    test_split_checkpoint,
-    test_split_saved_hooks,
-    test_split_models,
-    test_split_graphs,
-    test_split_hooks,
-    test_split_compile,
+    *(products, convolutions, embeddings, norms, precision, sharing, functions, checkpoint),
+    *(saved_hooks, models, graphs, hooks, compile),
 ]
-
-
-# ---------------------------------------------------------------- cases, out of the other tests
-
-
-class Case(NamedTuple):
-    """What a test gives to `assert_equals_plain`."""
-
-    make_module: object
-    make_inputs: object
-    call: object = None
-    tolerance: float = 1e-10
-    dtype: torch.dtype = torch.float64
-    grads_in_b: bool = False
-    count_products: bool = False
-    num_microbatches: int = 2
-    buffer_tolerance: float = 0.0
-
-
-class Taken(BaseException):
-    """Instead of the comparison. No `except Exception` of the test's is meant."""
-
-
-def case_of(file, name, arguments, monkeypatch):
-    """The first comparison of a test."""
-    found = []
-
-    def take(*args, **options):
-        found.append(Case(*args, **options))
-        raise Taken
-
-    monkeypatch.setattr(file, "assert_equals_plain", take)
-    with pytest.raises(Taken):
-        getattr(file, name)(**arguments)
-    return found[0]
-
-
-def comparisons(file):
-    """(name, a list of all its arguments) of each test that compares a module."""
-    for name, test in vars(file).items():
-        if name.startswith("test_") and "assert_equals_" in inspect.getsource(test):
-            marks = [mark for mark in getattr(test, "pytestmark", ()) if mark.name == "parametrize"]
-            every = [_values(*mark.args[:2]) for mark in marks]
-            yield name, [dict(itertools.chain(*each)) for each in itertools.product(*every)]
-
-
-def _values(names, values):
-    """Of one parametrize mark: for each of its values the (name, value) pairs."""
-    names = [each.strip() for each in names.split(",")]
-    plain = [getattr(each, "values", each) if hasattr(each, "id") else (each,) for each in values]
-    return [[*zip(names, each, strict=True)] for each in plain]
 
 
 # ---------------------------------------------------------------- the comparison
@@ -183,60 +115,61 @@ def assert_said(stage, said):
 
 # ---------------------------------------------------------------- the sweep
 
-SAME_IN_KIND = {
-    "test_a_deep_graph_is_no_matter_of_recursion",
-    "test_llama_of_hugging_face_as_it_returns",
-    "test_llama_of_hugging_face_from_embeddings",
-    "test_qwen3_of_hugging_face",
-    "test_a_new_node_is_one_rule",
-    "test_a_rule_may_decline",
+CASES = {
+    f"{file.__name__.rpartition('.')[2]}.{name}": make_case
+    for file in FILES
+    for name, make_case in vars(file).items()
+    if inspect.isfunction(make_case) and inspect.signature(make_case).return_annotation is Case
 }
-FIRST = [
-    (file, name, every[0]) for file in FILES for name, every in comparisons(file) if name not in SAME_IN_KIND
-]
-# Of these some or all stays eager, of all others nothing: no retreat without a reason.
-EAGER_FILES = [
-    test_split_functions,
-    test_split_checkpoint,
-]  # Functions, and checkpoints that count their calls
+# Of these cases something stays eager. Of all others nothing does: no fall back to eager without a reason.
 EAGER = {
-    "test_experts_that_get_as_many_rows_as_choose_them_are_deferred",
-    "test_a_sparse_gradient_is_left_to_b_and_stays_sparse",
-    "test_max_norm_renormalises_in_the_forward_only",
-    "test_a_chain_runs_once_per_microbatch_however_often_the_weight_is_used",
-    "test_hooks_around_one_layer_leave_the_others_deferred",
-    "test_a_recurrent_network_waits_for_every_time_step",
-    "test_gpt2_of_hugging_face",
-    "test_mixtral_of_hugging_face",
-    "test_an_embedding_below_a_frozen_layer_keeps_its_own_dy",  # and a tensor that is no buffer
-    "test_a_backward_inside_the_forward_is_undisturbed",
-    "test_a_hook_on_an_activation_changes_dy_as_in_plain_autograd",
-    "test_a_hook_on_the_output_of_stage_0s_lowest_site",
-    "test_full_backward_hooks_of_modules_fire_once",
-    "test_a_modules_backward_hook_may_change_the_input_gradient",
-    "test_hooks_on_nodes_that_run_are_called_once",
-    "test_a_graph_break_inside_a_block",
-    "test_a_hook_on_a_layers_node_changes_its_weights_gradient",
-    "test_a_linear_layer_of_a_sparse_input_is_computed_in_b",
-    "test_a_modules_old_backward_hook_changes_its_weights_gradient",
-    "test_gradients_wider_than_their_parameters",
+    "products.linear_layer_of_sparse_input",
+    "products.grouped_experts",
+    "embeddings.embedding_with_sparse_gradient",
+    "embeddings.embedding_with_max_norm",
+    "norms.chain_used_twice",
+    "precision.gradients_wider_than_parameters",
+    "functions.function_that_saves_history",
+    "checkpoint.checkpointed_blocks",
+    "checkpoint.checkpoint_on_stage_0",
+    "checkpoint.nested_checkpoints",
+    "checkpoint.keywords_constants_and_none",
+    "checkpoint.tuple_of_outputs",
+    "checkpoint.unused_output",
+    "checkpoint.parameter_used_inside_and_outside",
+    "checkpoint.parameter_as_argument",
+    "checkpoint.frozen_block",
+    "checkpoint.input_that_is_a_view",
+    "checkpoint.in_place_operations_inside",
+    "checkpoint.torchs_checkpoint",
+    "checkpoint.reentrant_checkpoint",
+    "saved_hooks.hooks_around_one_layer",
+    "models.recurrent_network",
+    "models.hf_gpt2",
+    "models.hf_mixtral",
+    "graphs.embedding_below_frozen_layer",  # a tensor that is no buffer
+    "graphs.backward_inside_forward",
+    "hooks.hooks_on_activations",
+    "hooks.hooks_on_activations_of_stage_0",
+    "hooks.full_backward_hooks",
+    "hooks.full_backward_hook_that_changes_gradient",
+    "hooks.hooks_on_nodes",
+    "hooks.hook_on_node_of_layer",
+    "hooks.non_full_backward_hook",
+    "compile.block_with_graph_break",
 }
 TOLERANCES = {
-    "test_llama_of_hugging_face": 1e-6,  # its norms are float32's
-    "test_hooks_that_change_what_is_saved_are_obeyed": 0.02,  # bfloat16: of other tensors than eager ones
+    "models.hf_llama": 1e-6,  # its norms are float32's
+    "saved_hooks.hooks_that_change_what_is_saved": 0.02,  # bfloat16: of other tensors than eager ones
 }
 
 
-@pytest.mark.parametrize(
-    ("file", "name", "arguments"),
-    FIRST,
-    ids=[name.removeprefix("test_") for _, name, _ in FIRST],
-)
-def test_one_case_of_each_test_with_the_graphs_run_as_they_are(file, name, arguments, monkeypatch):
-    case = case_of(file, name, arguments, monkeypatch)
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_graphs_run_as_they_are_get_the_gradients_of_plain_autograd(name):
+    case = CASES[name]()
     case = case._replace(tolerance=max(case.tolerance, TOLERANCES.get(name, 0)))
     module, said = compare(case, backend="eager")
-    assert bool(said) == (file in EAGER_FILES or name in EAGER), said
+    assert bool(said) == (name in EAGER), said
     if said:
         assert_explained(module, case)
 
@@ -262,69 +195,56 @@ def assert_explained(module, case):
 
 
 INDUCTOR = [
-    (
-        test_split_products,
-        "test_a_linear_layer_is_deferred_whatever_the_shape_of_its_input",
-        {"shape": (2, 5, 4)},
-    ),
-    (test_split_products, "test_a_product_with_a_weight_is_deferred", {"name": "baddbmm"}),
-    (test_split_products, "test_a_product_with_a_weight_is_deferred", {"name": "einsum with heads"}),
-    (test_split_products, "test_a_product_of_a_weight_with_itself_is_right", {}),
-    (test_split_convolutions, "test_a_convolution_is_deferred", {"dimensions": 2, "settings": {"groups": 2}}),
-    (test_split_convolutions, "test_a_transposed_convolution_is_deferred", {"dimensions": 1, "settings": {}}),
-    (
-        test_split_convolutions,
-        "test_channels_last_is_deferred_and_its_gradient_keeps_the_weights_layout",
-        {"weights_too": True},
-    ),
-    (test_split_embeddings, "test_the_row_of_the_padding_gets_nothing", {"padding": 3}),
-    (test_split_norms, "test_layers_around_a_norm_are_deferred", {"name": "BatchNorm2d"}),
-    (test_split_norms, "test_layers_around_a_norm_are_deferred", {"name": "RMSNorm"}),
-    (test_split_norms, "test_a_weight_with_a_tree_behind_it_is_computed_in_b", {"name": "weight_norm"}),
-    (test_split_precision, "test_a_weight_that_autocast_casts_once_for_two_uses_is_right", {}),
-    (test_split_precision, "test_parameters_in_bfloat16_have_gradients_in_bfloat16", {}),
-    (test_split_sharing, "test_a_tied_embedding_and_head_are_deferred_together", {}),
-    (
-        test_split_sharing,
-        "test_a_weight_with_one_eager_use_is_computed_in_b_as_a_whole",
-        {"name": "a shared view"},
-    ),
-    (test_split_sharing, "test_the_first_gradient_takes_the_parameters_layout", {}),
-    (test_split_saved_hooks, "test_save_on_cpu_of_every_kind_of_site", {}),
-    (test_split_models, "test_an_encoder_layer_is_deferred_but_for_its_norms", {"norm_first": True}),
-    (test_split_graphs, "test_what_is_frozen_gets_no_gradient", {"frozen": "first"}),
-    (test_split_graphs, "test_unused_parameters_are_left_alone", {}),
-    (test_split_graphs, "test_outputs_of_every_form", {"name": "a chunk"}),
-    (test_split_graphs, "test_in_place_operations", {"forward": test_split_graphs.write_a_slice}),
-    (test_split_graphs, "test_dropout_has_one_mask_for_f_b_and_w", {"p": 0.5}),
-    (test_split_graphs, "test_complex_weights", {"name": "x @ w.t()"}),
-    (test_split_hooks, "test_a_leafs_hooks_may_replace_its_gradient_one_after_another", {}),
+    products.linear_layer((2, 5, 4)),
+    products.product_with_weight("baddbmm"),
+    products.product_with_weight("einsum with heads"),
+    products.product_of_weight_with_itself(),
+    convolutions.convolution(2, {"groups": 2}),
+    convolutions.transposed_convolution(1),
+    convolutions.channels_last(weights_too=True),
+    embeddings.embedding_with_padding(3),
+    norms.layers_around_norm("BatchNorm2d"),
+    norms.layers_around_norm("RMSNorm"),
+    norms.weight_with_tree("weight_norm"),
+    precision.weight_cast_once_for_two_uses(),
+    precision.parameters_in_bfloat16(),
+    sharing.tied_embedding_and_head(),
+    sharing.weight_with_one_use_in_b("a shared view"),
+    sharing.transposed_parameters(),
+    saved_hooks.sites_under_save_on_cpu(),
+    models.encoder_layer(norm_first=True),
+    graphs.partly_frozen("first"),
+    graphs.unused_parameters(),
+    graphs.outputs("a chunk"),
+    graphs.in_place_operation(graphs.write_a_slice),
+    graphs.dropout(0.5),
+    graphs.complex_weight("x @ w.t()"),
+    hooks.hooks_that_replace_gradients(),
 ]
 
 
-@pytest.mark.parametrize(("file", "name", "arguments"), INDUCTOR)
-def test_the_kinds_by_inductor(file, name, arguments, monkeypatch):
-    missing = inspect.signature(getattr(file, name)).parameters.keys() - arguments.keys()
-    arguments = arguments | dict.fromkeys(missing, True)
-    _, said = compare(case_of(file, name, arguments, monkeypatch))
+@pytest.mark.parametrize("case", INDUCTOR, ids=lambda case: case.make_module.__qualname__.partition(".")[0])
+def test_inductors_code_gets_the_gradients_of_plain_autograd(case):
+    _, said = compare(case)
     if any("'complex' object has no attribute" in line for line in said):
         pytest.skip(f"this torch's Inductor knows no complex numbers, and the stage says so: {said}")
     assert said == []
 
 
-LAYERS = [
-    (test_split_models, "test_a_resnet_is_deferred_but_for_its_norms", {"needs_grad": True}, False),
-    (test_split_models, "test_a_vit_is_deferred_but_for_norms_and_tokens", {}, False),
-    (test_split_models, "test_gpt2_of_hugging_face", {}, False),
-    (test_split_compile, "test_compiled_blocks_equal_plain_autograd_and_their_backward_runs_once", {}, True),
-    (test_split_compile, "test_a_graph_break_inside_a_block", {}, True),
-]
+LAYERS = {
+    "resnet": (models.resnet, False),
+    "vit": (models.vit, False),
+    "gpt2": (models.hf_gpt2, False),
+    "blocks compiled by torch": (compile.compiled_blocks, True),
+    "a graph break": (compile.block_with_graph_break, True),
+}
 
 
-@pytest.mark.parametrize(("file", "name", "arguments", "retreats"), LAYERS)
-def test_layer_by_layer(file, name, arguments, retreats, monkeypatch):
-    _, said = compare(case_of(file, name, arguments, monkeypatch), backend="eager", whole=False)
-    assert bool(said) == retreats
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_compiled_one_by_one_get_the_gradients_of_plain_autograd(name):
+    make_case, falls_back = LAYERS[name]
+    _, said = compare(make_case(), backend="eager", whole=False)
+    assert bool(said) == falls_back
 
 
 def test_a_tensor_parallel_module_stays_eager_by_its_hooks(monkeypatch):
@@ -337,10 +257,10 @@ def test_a_tensor_parallel_module_stays_eager_by_its_hooks(monkeypatch):
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        expected, _ = test_split_dtensor.gradients(0, split=False)
+        expected, _ = tensor_parallel.gradients(0, split=False)
         monkeypatch.setattr(parallel, "parallelize_module", parallelize_and_compile)
         with lines() as said:
-            found, _ = test_split_dtensor.gradients(0, split=True)
+            found, _ = tensor_parallel.gradients(0, split=True)
     finally:
         dist.destroy_process_group()
     assert_close(found, expected, 1e-10)

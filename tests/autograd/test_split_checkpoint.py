@@ -8,6 +8,17 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from helpers.cases import checkpoint as cases
+from helpers.cases.checkpoint import (
+    AroundReentrant,
+    Block,
+    Checkpointed,
+    FirstOfTwo,
+    Nested,
+    plainly,
+    reentrant,
+    torchs,
+)
 from helpers.split import (
     CountCalls,
     assert_close,
@@ -21,54 +32,18 @@ from helpers.split import (
 from zbpp import backward_input, checkpoint
 from zbpp.autograd import recompute
 
-FORWARDS: list[str] = []
-
 
 @pytest.fixture(autouse=True)
-def _no_forwards():
-    FORWARDS.clear()
+def forwards(monkeypatch):
+    """What has run so far."""
+    found = []
+    monkeypatch.setattr(cases, "record", found.append)
+    return found
 
 
-class Block(nn.Module):
-    def __init__(self, p=0.0):
-        super().__init__()
-        self.up, self.down, self.dropout = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(p)
-        self.norm = nn.LayerNorm(8)
-
-    def forward(self, x, scale=1.0):
-        FORWARDS.append("block")
-        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x))))) * scale
-
-
-class Checkpointed(nn.Sequential):
-    """Blocks, each under `how`."""
-
-    def __init__(self, how, *blocks):
-        super().__init__(*blocks)
-        self.how = how
-
-    def forward(self, x):
-        for block in self:
-            x = self.how(block, x)
-        return x
-
-
-def plainly(fn, *args, **kwargs):
-    return fn(*args, **kwargs)
-
-
-def torchs(fn, *args):
-    return torch.utils.checkpoint.checkpoint(fn, *args, use_reentrant=False)
-
-
-def reentrant(fn, *args):
-    return torch.utils.checkpoint.checkpoint(fn, *args, use_reentrant=True)
-
-
-def assert_equals_without(make_module, make_inputs, call=None):
-    """Under zbpp.checkpoint as without any, in B+W and in a plain backward."""
-    found = assert_equals_plain(lambda: make_module(checkpoint), make_inputs, call)
-    expected = assert_equals_plain(lambda: make_module(plainly), make_inputs, call)
+def assert_equals_without(case):
+    """Under zbpp.checkpoint as without any. case(how=...): blocks under `how`."""
+    found, expected = case(how=checkpoint).compare(), case(how=plainly).compare()
     assert_close(found.grads, expected.grads)
     return found
 
@@ -79,171 +54,90 @@ def assert_equals_without(make_module, make_inputs, call=None):
 @pytest.mark.parametrize("p", [0.0, 0.5])
 def test_gradients_are_those_without_checkpointing(p):
     """Dropout too: the recompute draws the masks of the forward."""
-    facts = assert_equals_without(
-        lambda how: Checkpointed(how, *(Block(p) for _ in range(3))), lambda: leaf(2, 5, 8)
-    )
+    facts = assert_equals_without(partial(cases.checkpointed_blocks, p=p))
     assert facts.deferred == linear_weights(nn.Sequential(*(Block() for _ in range(3))))
 
 
-def test_each_block_runs_forward_once_more_for_b_and_w_together():
+def test_each_block_runs_forward_once_more_for_b_and_w_together(forwards):
     module = Checkpointed(checkpoint, *(Block() for _ in range(4)))
     x = torch.randn(5, 8, requires_grad=True)
     output = module(x)
-    assert len(FORWARDS) == 4
+    assert len(forwards) == 4
     _, weight_grads = backward_input(output, torch.ones(5, 8), x)
-    assert len(FORWARDS) == 8
+    assert len(forwards) == 8
     weight_grads.accumulate()
-    assert len(FORWARDS) == 8
+    assert len(forwards) == 8
 
 
-def test_each_block_runs_forward_once_more_in_a_plain_backward():
+def test_each_block_runs_forward_once_more_in_a_plain_backward(forwards):
     module = Checkpointed(checkpoint, *(Block() for _ in range(4)))
     module(torch.randn(5, 8)).sum().backward()
-    assert len(FORWARDS) == 8
+    assert len(forwards) == 8
     assert len(grads_of(module)) == 4 * 6
 
 
 def test_stage_0_trains_though_no_input_needs_grad():
-    class Language(nn.Module):
-        def __init__(self, how):
-            super().__init__()
-            self.embedding, self.block, self.how = nn.Embedding(11, 8), Block(), how
-
-        def forward(self, tokens):
-            return self.how(lambda tokens: self.block(self.embedding(tokens)), tokens)
-
-    facts = assert_equals_without(Language, lambda: torch.randint(11, (2, 5)))
+    facts = assert_equals_without(cases.checkpoint_on_stage_0)
     assert {"embedding.weight", "block.up.weight"} <= facts.deferred
 
 
-def test_checkpoints_may_be_nested():
-    class Nested(nn.Module):
-        def __init__(self, how):
-            super().__init__()
-            self.outer, self.inner, self.how = Block(0.3), Block(0.3), how
-
-        def forward(self, x):
-            return self.how(lambda x: self.outer(self.how(self.inner, self.outer(x))), x)
-
-    facts = assert_equals_without(Nested, lambda: leaf(2, 5, 8))
+def test_checkpoints_may_be_nested(forwards):
+    facts = assert_equals_without(cases.nested_checkpoints)
     assert "inner.up.weight" in facts.deferred
-    FORWARDS.clear()
+    forwards.clear()
     module = Nested(checkpoint).float()
     _, weight_grads = backward_input(module(torch.randn(5, 8)), torch.ones(5, 8), ())
     weight_grads.accumulate()
     # Three in F; in B the outer's three again, then the inner's own once more.
-    assert len(FORWARDS) == 3 + 3 + 1
+    assert len(forwards) == 3 + 3 + 1
 
 
 def test_keywords_and_constants_and_none():
-    class Module(Checkpointed):
-        def forward(self, x, scale, mask):
-            def run(block, x, *, scale, times, mask):
-                assert mask is None
-                return block(x, scale=scale) * times
-
-            for block in self:
-                x = self.how(partial(run, block), x, scale=scale, times=2, mask=mask)
-            return x
-
-    assert_equals_without(lambda how: Module(how, Block(), Block()), lambda: (leaf(5, 8), leaf(8), None))
+    assert_equals_without(cases.keywords_constants_and_none)
 
 
 def test_tuples_as_outputs():
     """With a None, an integer, and one without grad among them."""
-
-    class Module(nn.Module):
-        def __init__(self, how):
-            super().__init__()
-            self.block, self.how = Block(), how
-
-        def forward(self, x):
-            def run(x):
-                y = self.block(x)
-                return y, None, y.argmax(-1), y.sum(), y.detach()
-
-            y, none, indices, total, detached = self.how(run, x)
-            assert none is None
-            assert not indices.requires_grad
-            return y * detached, total * indices.sum()
-
-    assert_equals_without(Module, lambda: leaf(5, 8))
+    assert_equals_without(cases.tuple_of_outputs)
 
 
 def test_an_output_that_is_not_used():
-    class Module(nn.Module):
-        def __init__(self, how):
-            super().__init__()
-            self.a, self.b, self.how = Block(), Block(), how
-
-        def forward(self, x):
-            return self.how(lambda x: (self.a(x), self.b(x)), x)[0]
-
-    facts = assert_equals_plain(lambda: Module(checkpoint), lambda: leaf(5, 8))
-    expected = assert_equals_plain(lambda: Module(plainly), lambda: leaf(5, 8))
+    facts = cases.unused_output().compare()
+    expected = assert_equals_plain(lambda: FirstOfTwo(plainly), lambda: leaf(5, 8))
     assert_close({name: grad for name, grad in facts.grads.items() if grad.abs().max() > 0}, expected.grads)
 
 
 def test_a_parameter_used_inside_and_outside():
-    class Module(nn.Module):
-        def __init__(self, how):
-            super().__init__()
-            self.block, self.how = Block(), how
-
-        def forward(self, x):
-            x = self.how(self.block, x)
-            x = self.block(x) * self.block.up.weight.sum()
-            return self.how(self.block, x)
-
-    assert_equals_without(Module, lambda: leaf(5, 8))
+    assert_equals_without(cases.parameter_used_inside_and_outside)
 
 
 def test_a_parameter_passed_as_an_argument():
-    class Module(nn.Module):
-        def __init__(self, how):
-            super().__init__()
-            self.weight, self.how = nn.Parameter(torch.randn(8, 8)), how
-
-        def forward(self, x):
-            return self.how(lambda x, w: torch.tanh(x @ w), x, self.weight)
-
-    assert_equals_without(Module, lambda: leaf(5, 8))
+    assert_equals_without(cases.parameter_as_argument)
 
 
 @pytest.mark.parametrize("frozen", ["all of it", "its first half"])
 def test_a_frozen_block(frozen):
-    def make_module(how):
-        module = Checkpointed(how, Block(), Block(), Block())
-        (module[1] if frozen == "all of it" else module[1].up).requires_grad_(False)
-        return module
-
-    facts = assert_equals_without(make_module, lambda: leaf(5, 8))
+    facts = assert_equals_without(partial(cases.frozen_block, frozen=frozen))
     assert not any(name.startswith("1.up") for name in facts.grads)
 
 
-def test_nothing_to_train_and_nothing_to_pass_on_costs_no_recompute():
+def test_nothing_to_train_and_nothing_to_pass_on_costs_no_recompute(forwards):
     """A wholly frozen block below all that trains."""
     frozen, trained = Block().requires_grad_(False), Block()
     output = trained(checkpoint(frozen, torch.randn(5, 8)))
-    assert len(FORWARDS) == 2
+    assert len(forwards) == 2
     _, weight_grads = backward_input(output, torch.ones(5, 8), ())
     weight_grads.accumulate()
-    assert len(FORWARDS) <= 3
+    assert len(forwards) <= 3
     assert len(grads_of(trained)) == 6
 
 
 def test_inputs_that_are_no_leaves_and_views():
-    assert_equals_without(
-        lambda how: Checkpointed(how, Block(), Block()), lambda: (leaf(8, 5) * 2).t().tanh()
-    )
+    assert_equals_without(cases.input_that_is_a_view)
 
 
 def test_in_place_operations_inside():
-    class InPlace(Block):
-        def forward(self, x):
-            return super().forward(x).mul_(2).add_(1)
-
-    assert_equals_without(lambda how: Checkpointed(how, InPlace(), InPlace()), lambda: leaf(5, 8))
+    assert_equals_without(cases.in_place_operations_inside)
 
 
 def test_chosen_parameters_only():
@@ -289,20 +183,20 @@ def test_between_f_and_b_only_a_blocks_input_is_kept():
     assert weight_grads.held_bytes == 4 * (5 * (8 + 16) + 5 * (16 + 8) + 2 * 8)
 
 
-def test_recompute_checkpoints_a_module_and_keeps_its_names():
+def test_recompute_checkpoints_a_module_and_keeps_its_names(forwards):
     module = nn.Sequential(Block(), Block())
     names = dict(module.named_parameters()).keys()
     for block in module:
         recompute(block)
     assert dict(module.named_parameters()).keys() == names
     module(torch.randn(5, 8)).sum().backward()
-    assert len(FORWARDS) == 4
+    assert len(forwards) == 4
 
 
-def test_a_block_that_fails_in_the_recompute_raises_its_error():
+def test_a_block_that_fails_in_the_recompute_raises_its_error(forwards):
     class Failing(Block):
         def forward(self, x):
-            if FORWARDS:
+            if forwards:
                 raise KeyError("second time")
             return super().forward(x)
 
@@ -377,59 +271,38 @@ def test_hooks_on_a_checkpointed_blocks_parameters():
 # ---------------------------------------------------------------- torch.utils.checkpoint
 
 
-def test_torchs_checkpoint_recomputes_each_block_once():
+def test_torchs_checkpoint_recomputes_each_block_once(forwards):
     """Its saved tensors would have to be unpacked early: its weights are computed in B."""
-    facts = assert_equals_plain(
-        lambda: Checkpointed(torchs, *(Block(0.3) for _ in range(3)), nn.Linear(8, 8)), lambda: leaf(5, 8)
-    )
+    facts = cases.torchs_checkpoint().compare()
     assert "0.up.weight" in facts.computed
-    FORWARDS.clear()
+    forwards.clear()
     module = Checkpointed(torchs, *(Block() for _ in range(4)))
     x = torch.randn(5, 8, requires_grad=True)
     _, weight_grads = backward_input(module(x), torch.ones(5, 8), x)
     weight_grads.accumulate()
-    assert len(FORWARDS) == 4 + 4
+    assert len(forwards) == 4 + 4
 
 
 def test_layers_beside_torchs_checkpoint_are_deferred():
-    class Module(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.block, self.last = nn.Linear(8, 8), Block(), nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.last(torchs(self.block, self.first(x)))
-
-    facts = assert_equals_plain(Module, lambda: leaf(5, 8))
+    facts = cases.layers_beside_torchs_checkpoint().compare()
     assert {"first.weight", "last.weight"} <= facts.deferred
 
 
 def test_torchs_checkpoint_on_stage_0():
-    assert_equals_plain(lambda: Checkpointed(torchs, Block(), Block()), lambda: torch.randn(5, 8))
+    cases.torchs_checkpoint_on_stage_0().compare()
 
 
 @pytest.mark.parametrize("needs_grad", [True, False])
-def test_a_reentrant_checkpoint_takes_one_plain_backward_in_b(needs_grad):
+def test_a_reentrant_checkpoint_takes_one_plain_backward_in_b(needs_grad, forwards):
     """It refuses torch.autograd.grad: nothing can wait."""
-
-    class Module(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.block, self.last = nn.Linear(8, 8), Block(0.3), nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.last(reentrant(self.block, self.first(x)))
-
-    facts = assert_equals_plain(
-        Module, lambda: leaf(5, 8) if needs_grad else torch.randn(5, 8), grads_in_b=True
-    )
+    facts = cases.reentrant_checkpoint(needs_grad).compare()
     assert facts.deferred | facts.computed == set()
-    FORWARDS.clear()
-    module = Module()
+    forwards.clear()
+    module = AroundReentrant()
     _, weight_grads = backward_input(module(torch.randn(5, 8)), torch.ones(5, 8), ())
-    assert len(FORWARDS) == 2
+    assert len(forwards) == 2
     weight_grads.accumulate()
-    assert len(FORWARDS) == 2
+    assert len(forwards) == 2
 
 
 def test_a_reentrant_checkpoint_leaves_the_inputs_grad_as_it_was():

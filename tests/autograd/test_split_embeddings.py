@@ -5,94 +5,62 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers.split import assert_equals_plain, double, output_grads
+from helpers.cases import embeddings as cases
+from helpers.cases.embeddings import VOCABULARY
+from helpers.split import double, output_grads
 from zbpp import backward_input
-
-VOCABULARY = 11
-
-
-def tokens(*shape):
-    return lambda: torch.randint(VOCABULARY, shape)
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (2, 5), (2, 3, 5), (0,)])
 def test_an_embedding_is_deferred(shape):
-    facts = assert_equals_plain(lambda: nn.Embedding(VOCABULARY, 4), tokens(*shape))
+    facts = cases.embedding(shape).compare()
     assert facts.deferred == {"weight"}
 
 
 @pytest.mark.parametrize("padding", [0, 3, VOCABULARY - 1, -1, -VOCABULARY])
 def test_the_row_of_the_padding_gets_nothing(padding):
-    facts = assert_equals_plain(
-        lambda: nn.Embedding(VOCABULARY, 4, padding_idx=padding),
-        lambda: torch.arange(VOCABULARY).repeat(2, 1),
-    )
+    facts = cases.embedding_with_padding(padding).compare()
     assert facts.deferred == {"weight"}
     assert facts.grads["weight"][padding].abs().max() == 0
     assert (facts.grads["weight"] != 0).any(1).sum() == VOCABULARY - 1
 
 
 def test_tokens_that_repeat_add_up():
-    facts = assert_equals_plain(
-        lambda: nn.Embedding(VOCABULARY, 4), lambda: torch.tensor([[3, 3, 3], [3, 1, 3]])
-    )
+    facts = cases.embedding_of_repeated_tokens().compare()
     assert (facts.grads["weight"] != 0).any(1).sum() == 2
 
 
 def test_two_tables_may_share_their_indices():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Embedding(VOCABULARY, 4), nn.Embedding(VOCABULARY, 4)
-
-        def forward(self, indices):
-            return self.first(indices) * self.second(indices)
-
-    assert assert_equals_plain(Two, tokens(2, 5)).deferred == {"first.weight", "second.weight"}
+    assert cases.two_tables_with_the_same_indices().compare().deferred == {"first.weight", "second.weight"}
 
 
 def test_one_table_may_be_looked_up_twice():
-    class Twice(nn.Embedding):
-        def forward(self, indices):
-            return super().forward(indices) * super().forward(indices.flip(0)).tanh()
-
-    assert assert_equals_plain(lambda: Twice(VOCABULARY, 4), tokens(2, 5)).deferred == {"weight"}
+    assert cases.table_used_twice().compare().deferred == {"weight"}
 
 
 def test_counts_of_tokens_are_left_to_b():
-    facts = assert_equals_plain(lambda: nn.Embedding(VOCABULARY, 4, scale_grad_by_freq=True), tokens(2, 5))
+    facts = cases.embedding_scaled_by_frequency().compare()
     assert facts.computed == {"weight"}
 
 
 def test_a_sparse_gradient_is_left_to_b_and_stays_sparse():
-    facts = assert_equals_plain(lambda: nn.Embedding(VOCABULARY, 4, sparse=True), tokens(2, 5))
+    facts = cases.embedding_with_sparse_gradient().compare()
     assert facts.computed == {"weight"}
     assert facts.grads["weight"].is_sparse
 
 
 def test_max_norm_renormalises_in_the_forward_only():
-    facts = assert_equals_plain(
-        lambda: nn.Embedding(VOCABULARY, 4, max_norm=1.0), tokens(2, 5), num_microbatches=1
-    )
+    facts = cases.embedding_with_max_norm().compare()
     assert facts.deferred == {"weight"}
 
 
 def test_a_bag_of_embeddings_is_right():
-    assert_equals_plain(lambda: nn.EmbeddingBag(VOCABULARY, 4), tokens(2, 5))
+    cases.embedding_bag().compare()
 
 
 def test_indices_of_a_leaf_are_right():
     """w[i] is no embedding for autograd."""
-
-    class Indexed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(VOCABULARY, 4))
-
-        def forward(self, indices):
-            return self.weight[indices]
-
-    assert_equals_plain(Indexed, tokens(2, 5))
+    cases.indexed_leaf().compare()
 
 
 def test_the_second_microbatch_allocates_nothing_the_size_of_the_table():

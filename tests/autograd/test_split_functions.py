@@ -4,124 +4,68 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.cases import functions as cases
+from helpers.cases.functions import Deferring, Layer, OfTripled
 from helpers.split import assert_close, assert_equals_plain, double, float64, grads_of, leaf
-from zbpp.autograd import backward_input, defer, keep, node_roles, rule, rules, saved
-
-RUNS: list[str] = []
+from zbpp.autograd import backward_input, keep, node_roles, rule, rules, saved
 
 
 @pytest.fixture(autouse=True)
-def _no_runs():
-    RUNS.clear()
+def runs(monkeypatch):
+    """What has run so far."""
+    found = []
+    monkeypatch.setattr(cases, "record", found.append)
+    return found
 
 
-class Eager(torch.autograd.Function):
-    """x @ w.T with an ordinary backward."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx, dy):
-        RUNS.append("backward")
-        x, weight = ctx.saved_tensors
-        return dy @ weight, dy.t() @ x
-
-
-class Deferring(Eager):
-    """The same, whose weight gradient can wait."""
-
-    @staticmethod
-    def backward(ctx, dy):
-        RUNS.append("backward")
-        x, weight = ctx.saved_tensors
-        return dy @ weight, defer(ctx, weight, product, dy, x)
-
-
-def product(dy, x):
-    RUNS.append("compute")
-    assert not torch.is_grad_enabled()
-    return dy.t() @ x
-
-
-class Layer(nn.Module):
-    def __init__(self, function, change=lambda weight: weight):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-        self.function, self.change = function, change
-
-    def forward(self, x):
-        return self.function.apply(x, self.change(self.weight))
-
-
-def test_a_functions_backward_runs_once():
-    facts = assert_equals_plain(
-        lambda: nn.Sequential(nn.Linear(4, 4), Layer(Eager), nn.Linear(4, 4)), lambda: leaf(5, 4)
-    )
+def test_a_functions_backward_runs_once(runs):
+    facts = cases.function_between_layers().compare()
     assert "1.weight" in facts.computed
     assert len(facts.deferred) == 4
-    assert RUNS == 4 * ["backward"]  # two microbatches, plain and split
+    assert runs == 4 * ["backward"]  # two microbatches, plain and split
 
 
-def test_defer_hands_work_to_w():
-    facts = assert_equals_plain(
-        lambda: nn.Sequential(nn.Linear(4, 4), Layer(Deferring)), lambda: leaf(5, 4), num_microbatches=1
-    )
+def test_defer_hands_work_to_w(runs):
+    facts = cases.deferring_function_above_layer().compare()
     assert "1.weight" in facts.deferred
     # In a plain backward at once, under the split in W.
-    assert RUNS == ["backward", "compute", "backward", "compute"]
+    assert runs == ["backward", "compute", "backward", "compute"]
 
 
-def test_what_is_deferred_runs_in_w_not_in_b():
+def test_what_is_deferred_runs_in_w_not_in_b(runs):
     layer = Layer(Deferring)
     x = torch.randn(5, 4, requires_grad=True)
     _, weight_grads = backward_input(layer(x), torch.ones(5, 4), x)
-    assert RUNS == ["backward"]
+    assert runs == ["backward"]
     assert layer.weight.grad is None
     assert weight_grads.held_bytes == 4 * (5 * 4 + 5 * 4)
     weight_grads.accumulate()
-    assert RUNS == ["backward", "compute"]
+    assert runs == ["backward", "compute"]
     torch.testing.assert_close(layer.weight.grad, torch.ones(5, 4).t() @ x.detach())
 
 
 def test_defer_in_a_stage_without_input_gradients():
     """Stage 0: nothing but the weight needs the Function to run."""
-    facts = assert_equals_plain(lambda: Layer(Deferring), lambda: torch.randn(5, 4))
+    facts = cases.deferring_function_on_stage_0().compare()
     assert facts.deferred == {"weight"}
 
 
 def test_defer_on_a_weight_that_is_no_leaf_computes_at_once():
-    facts = assert_equals_plain(lambda: Layer(Deferring, change=lambda w: w * 2), lambda: leaf(5, 4))
+    facts = cases.deferring_function_of_computed_weight().compare()
     assert facts.computed == {"weight"}
 
 
 def test_defer_on_a_frozen_weight_computes_nothing_for_w():
-    def make_module():
-        layer = Layer(Deferring)
-        layer.weight.requires_grad_(False)
-        return layer
-
-    assert assert_equals_plain(make_module, lambda: leaf(5, 4)).deferred == set()
+    assert cases.deferring_function_of_frozen_weight().compare().deferred == set()
 
 
 def test_a_weight_deferred_by_a_function_and_used_by_a_layer_too():
     """Each part is added once: the layer's by W or B, the Function's by W."""
-
-    class Both(Layer):
-        def forward(self, x):
-            return nn.functional.linear(torch.tanh(super().forward(x)), self.weight)
-
-    assert_equals_plain(lambda: Both(Deferring), lambda: leaf(5, 4))
+    cases.weight_of_function_and_layer().compare()
 
 
 def test_a_weight_deferred_twice_by_functions():
-    class Twice(Layer):
-        def forward(self, x):
-            return super().forward(torch.tanh(super().forward(x)))
-
-    assert assert_equals_plain(lambda: Twice(Deferring), lambda: leaf(5, 4)).deferred == {"weight"}
+    assert cases.weight_of_function_used_twice().compare().deferred == {"weight"}
 
 
 def test_defer_obeys_the_chosen_parameters():
@@ -143,74 +87,27 @@ def test_defer_for_a_weight_that_is_an_input():
     assert layer.weight.grad is None
 
 
-def test_defer_holds_no_graph():
+def test_defer_holds_no_graph(runs):
     """Tensors that carry history are detached."""
-
-    class Saves(Eager):
-        @staticmethod
-        def forward(ctx, x, weight):
-            ctx.save_for_backward(x, weight)
-            return x @ weight.t()
-
-        @staticmethod
-        def backward(ctx, dy):
-            x, weight = ctx.saved_tensors
-            assert x.grad_fn is not None
-            return dy @ weight, defer(ctx, weight, lambda dy, x: RUNS.append(x.grad_fn) or dy.t() @ x, dy, x)
-
-    assert_equals_plain(lambda: nn.Sequential(nn.Linear(4, 4), Layer(Saves)), lambda: leaf(5, 4))
-    assert set(RUNS) == {None}
+    cases.function_that_saves_history().compare()
+    assert set(runs) == {None}
 
 
-def test_a_function_with_several_outputs_and_unused_ones():
-    class Pair(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            ctx.save_for_backward(x, weight)
-            return x @ weight.t(), x * 2
-
-        @staticmethod
-        def backward(ctx, dy, dx):
-            RUNS.append("backward")
-            x, weight = ctx.saved_tensors
-            return dy @ weight + 2 * dx, dy.t() @ x
-
-    class First(Layer):
-        def forward(self, x):
-            return super().forward(x)[0]
-
-    facts = assert_equals_plain(lambda: First(Pair), lambda: leaf(5, 4))
+def test_a_function_with_several_outputs_and_unused_ones(runs):
+    facts = cases.function_with_two_outputs().compare()
     assert facts.computed == {"weight"}
-    assert len(RUNS) == 4
+    assert len(runs) == 4
 
 
-def test_a_function_of_the_weight_alone_is_a_chain_that_b_never_runs():
-    class Scale(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, weight):
-            return weight * 3
-
-        @staticmethod
-        def backward(ctx, grad):
-            RUNS.append("chain")
-            return grad * 3
-
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, 4))
-
-        def forward(self, x):
-            return nn.functional.linear(x, Scale.apply(self.weight))
-
-    assert assert_equals_plain(Scaled, lambda: leaf(5, 4)).deferred == {"weight"}
-    RUNS.clear()
+def test_a_function_of_the_weight_alone_is_a_chain_that_b_never_runs(runs):
+    assert cases.function_of_the_weight_alone().compare().deferred == {"weight"}
+    runs.clear()
     with float64():
-        module = Scaled()
+        module = OfTripled()
         _, weight_grads = backward_input(module(double(5, 4)), double(5, 4), ())
-    assert RUNS == []
+    assert runs == []
     weight_grads.accumulate()
-    assert RUNS == ["chain"]
+    assert runs == ["chain"]
 
 
 # ---------------------------------------------------------------- a rule for a new node

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from helpers.cases import graphs as cases
+from helpers.cases.graphs import COMPLEX, IN_PLACE, OUTPUTS, Two
 from helpers.split import (
     assert_close,
     assert_equals_plain,
@@ -18,131 +19,63 @@ from helpers.split import (
 )
 from zbpp import backward_input
 
-
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x)))
-
-
-def two(**changes):
-    """A `Two` whose forward is another function."""
-    return type("Changed", (Two,), changes)
-
-
 # ---------------------------------------------------------------- frozen, unused, upstream
 
 
 @pytest.mark.parametrize("frozen", ["first", "second", "first.weight", "second.weight", "first.bias"])
 def test_what_is_frozen_gets_no_gradient(frozen):
-    def make_module():
-        module = Two()
-        for name, parameter in module.named_parameters():
-            parameter.requires_grad_(not name.startswith(frozen))
-        return module
-
-    facts = assert_equals_plain(make_module, lambda: leaf(5, 4))
+    facts = cases.partly_frozen(frozen).compare()
     assert facts.grads.keys() == {name for name in linear_weights(Two()) if not name.startswith(frozen)}
     assert facts.computed <= {f"{frozen.removesuffix('.weight')}.bias"}  # a bias waits with its weight only
 
 
 def test_a_wholly_frozen_module_passes_the_input_gradient_on():
-    facts = assert_equals_plain(lambda: Two().requires_grad_(False), lambda: leaf(5, 4))
+    facts = cases.wholly_frozen().compare()
     assert facts.deferred | facts.computed == set()
     assert facts.held_bytes == 0
 
 
 def test_inputs_without_grad_get_none():
     """Stage 0, or a stage below which all is frozen: it splits like any other."""
-    facts = assert_equals_plain(Two, lambda: torch.randn(5, 4))
+    facts = cases.input_without_grad().compare()
     assert facts.deferred == linear_weights(Two())
 
 
-class Embedded(nn.Module):
-    """Stage 0: from the embedding up, activations too lead to parameters only, by single edges."""
-
-    def __init__(self, weight):
-        super().__init__()
-        self.embedding, self.weight = nn.Embedding(11, 4), weight
-
-    def forward(self, tokens):
-        return self.weight @ self.embedding(tokens).t()
-
-
 def test_an_activation_on_stage_0_is_not_taken_for_a_weight():
-    facts = assert_equals_plain(
-        lambda: Embedded(nn.Parameter(torch.randn(4, 4))), lambda: torch.randint(11, (5,))
-    )
+    facts = cases.embedding_then_layers().compare()
     assert facts.deferred == {"weight", "embedding.weight"}
 
 
 def test_an_embedding_below_a_frozen_layer_keeps_its_own_dy():
     """Small, where what the wide layer above it gets is not."""
-    facts = assert_equals_plain(lambda: Embedded(torch.randn(100, 4)), lambda: torch.randint(11, (5,)))
+    facts = cases.embedding_below_frozen_layer().compare()
     assert facts.deferred == {"embedding.weight"}
     assert facts.held_bytes == 8 * (5 + 5 * 4)
 
 
 def test_lora_adapters_are_deferred():
-    class LoRA(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.base = nn.Linear(8, 8).requires_grad_(False)
-            self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
-
-        def forward(self, x):
-            return self.base(x) + self.up(self.down(x)) * 0.5
-
-    facts = assert_equals_plain(lambda: nn.Sequential(LoRA(), nn.GELU(), LoRA()), lambda: leaf(2, 5, 8))
+    facts = cases.lora().compare()
     assert facts.deferred == {f"{i}.{name}.weight" for i in (0, 2) for name in ("down", "up")}
 
 
 def test_unused_parameters_are_left_alone():
-    facts = assert_equals_plain(two(forward=lambda self, x: torch.tanh(self.first(x))), lambda: leaf(5, 4))
+    facts = cases.unused_parameters().compare()
     assert facts.grads.keys() == {"first.weight", "first.bias"}
 
 
 def test_a_branch_of_parameters_only_is_computed():
     """No path from it to an input: torch's split loses it."""
-
-    class Prompt(Two):
-        def __init__(self):
-            super().__init__()
-            self.prompt = nn.Parameter(torch.randn(2, 4))
-
-        def forward(self, x):
-            return torch.cat([self.first(self.prompt).relu(), self.second(x)])
-
-    facts = assert_equals_plain(Prompt, lambda: leaf(5, 4))
+    facts = cases.branch_of_parameters().compare()
     assert facts.grads.keys() == {"prompt"} | linear_weights(Two())
     assert "first.weight" in facts.deferred
 
 
 def test_parameters_alone_are_enough():
-    class Constant(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table, self.linear = nn.Parameter(torch.randn(3, 4)), nn.Linear(4, 4)
-
-        def forward(self):
-            return self.linear(self.table)
-
-    assert assert_equals_plain(Constant, tuple).grads.keys() == {"table", "linear.weight", "linear.bias"}
+    assert cases.parameters_alone().compare().grads.keys() == {"table", "linear.weight", "linear.bias"}
 
 
 def test_buffers_and_constants_take_no_part():
-    class Masked(Two):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("mask", torch.tensor([1.0, 0, 1, 0]))
-
-        def forward(self, x):
-            return super().forward(x * self.mask) * self.mask
-
-    assert assert_equals_plain(Masked, lambda: leaf(5, 4)).deferred == linear_weights(Two())
+    assert cases.buffers_and_constants().compare().deferred == linear_weights(Two())
 
 
 def test_chosen_parameters_only():
@@ -185,63 +118,33 @@ def test_parameters_that_the_graph_does_not_reach_may_be_named():
 # ---------------------------------------------------------------- outputs
 
 
-OUTPUTS = {
-    "a view": lambda y: y.view(2, 10),
-    "a transpose": lambda y: y.t(),
-    "a slice": lambda y: y[1:],
-    "a chunk": lambda y: y.chunk(2, dim=1),
-    "an expanded one": lambda y: y.expand(3, 5, 4),
-    "several": lambda y: (y, y * 2, y.sum()),
-    "one twice": lambda y: (y, y),
-    "a dict": lambda y: {"y": y, "sum": y.sum()},
-    "one without grad": lambda y: (y, y.detach()),
-    "an integer": lambda y: (y, y.argmax(-1)),
-    "a None": lambda y: (y, None, y.sum()),
-    "a dict with constants": lambda y: {"y": y, "size": 4, "mask": y > 0, "none": None},
-    "a scalar": lambda y: y.sum(),
-}
-
-
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_outputs_of_every_form(name):
-    facts = assert_equals_plain(
-        two(forward=lambda self, x: OUTPUTS[name](Two.forward(self, x))), lambda: leaf(5, 4)
-    )
+    facts = cases.outputs(name).compare()
     assert facts.deferred == linear_weights(Two())
 
 
 def test_an_output_on_the_way_to_another():
-    def forward(self, x):
-        hidden = torch.tanh(self.first(x))
-        return self.second(hidden), hidden
-
-    assert assert_equals_plain(two(forward=forward), lambda: leaf(5, 4)).deferred == linear_weights(Two())
+    assert cases.output_on_the_way_to_another().compare().deferred == linear_weights(Two())
 
 
 def test_an_output_that_is_a_site_itself():
     """Its gradient is captured where the backward starts."""
-    facts = assert_equals_plain(
-        two(forward=lambda self, x: (self.first(x), self.second(x))), lambda: leaf(5, 4)
-    )
+    facts = cases.output_that_is_a_site().compare()
     assert facts.deferred == linear_weights(Two())
 
 
 def test_an_output_that_is_a_site_and_feeds_another():
     """dy is what the caller gave plus what comes from above."""
-
-    def forward(self, x):
-        y = self.first(x)
-        return y, self.second(y)
-
-    assert assert_equals_plain(two(forward=forward), lambda: leaf(5, 4)).deferred == linear_weights(Two())
+    assert cases.output_that_is_a_site_and_feeds_another().compare().deferred == linear_weights(Two())
 
 
 def test_an_input_returned_as_it_is():
-    assert_equals_plain(two(forward=lambda self, x: (x, self.first(x))), lambda: leaf(5, 4))
+    cases.returned_input().compare()
 
 
 def test_a_parameter_returned_as_it_is():
-    assert_equals_plain(two(forward=lambda self, x: (self.second.weight, self.first(x))), lambda: leaf(5, 4))
+    cases.returned_parameter().compare()
 
 
 def test_a_missing_gradient_means_zero():
@@ -281,27 +184,17 @@ def test_an_unused_input_gets_none():
 
 
 def test_integers_and_none_among_the_inputs_get_none():
-    def forward(self, x, positions, mask, scale):
-        assert mask is None
-        return Two.forward(self, x[positions] * scale)
-
-    facts = assert_equals_plain(
-        two(forward=forward), lambda: (leaf(5, 4), torch.tensor([0, 2, 2]), None, 0.5)
-    )
+    facts = cases.integers_and_none_as_inputs().compare()
     assert facts.deferred == linear_weights(Two())
 
 
 def test_keywords():
-    assert_equals_plain(
-        two(forward=lambda self, *, x, scale: Two.forward(self, x) * scale),
-        lambda: (leaf(5, 4), leaf(4)),
-        lambda module, x, scale: module(scale=scale, x=x),
-    )
+    cases.keywords().compare()
 
 
 def test_inputs_that_are_no_leaves():
     """The pass stops there, and what lies above them gets nothing."""
-    facts = assert_equals_plain(Two, lambda: (leaf(5, 4) * 2).tanh())
+    facts = cases.input_that_is_no_leaf().compare()
     assert facts.deferred == linear_weights(Two())
 
 
@@ -342,72 +235,25 @@ def test_one_input_twice_gets_its_gradient_twice():
 
 def test_a_loss_on_a_detached_input_reaches_its_parameters():
     """No path to the input: torch's split leaves those gradients out."""
-
-    def forward(self, x):
-        return self.first(x), F.mse_loss(self.second(x.detach()), torch.ones(5, 4))
-
-    assert assert_equals_plain(two(forward=forward), lambda: leaf(5, 4)).grads.keys() == linear_weights(Two())
+    assert cases.loss_on_detached_input().compare().grads.keys() == linear_weights(Two())
 
 
 def test_several_losses_over_shared_activations():
-    def forward(self, x):
-        hidden = torch.tanh(self.first(x))
-        return self.second(hidden).square().mean(), hidden.abs().sum(), (hidden * x).mean()
-
-    assert assert_equals_plain(two(forward=forward), lambda: leaf(5, 4)).deferred == linear_weights(Two())
+    assert cases.several_losses().compare().deferred == linear_weights(Two())
 
 
 # ---------------------------------------------------------------- operations
 
 
-def add_twice(self, x):
-    y = self.first(x)
-    y += x
-    y.mul_(2).add_(1)
-    return self.second(y.relu_())
-
-
-def write_a_slice(self, x):
-    y = self.first(x).clone()
-    y[1:3] = self.second(x[:2])
-    y[:, 0] *= 2
-    return y
-
-
-def fill_a_buffer(self, x):
-    y = x.new_zeros(2, 5, 4)
-    y[0] = self.first(x)
-    y[1].copy_(self.second(x))
-    return y
-
-
-def change_the_input(self, x):
-    x = x * 1  # a leaf may not be changed
-    x.add_(1)
-    return self.second(self.first(x).sigmoid_())
-
-
-def change_a_view_of_a_sites_output(self, x):
-    y = self.first(x)
-    y.view(-1)[::2].mul_(3)
-    return self.second(y)
-
-
-IN_PLACE = [add_twice, write_a_slice, fill_a_buffer, change_the_input, change_a_view_of_a_sites_output]
-
-
 @pytest.mark.parametrize("forward", IN_PLACE)
 def test_in_place_operations(forward):
-    facts = assert_equals_plain(two(forward=forward), lambda: leaf(5, 4))
+    facts = cases.in_place_operation(forward).compare()
     assert facts.deferred == linear_weights(Two())
 
 
 @pytest.mark.parametrize("p", [0.0, 0.5])
 def test_dropout_has_one_mask_for_f_b_and_w(p):
-    facts = assert_equals_plain(
-        lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(p), nn.Linear(8, 8), nn.Dropout(p, inplace=True)),
-        lambda: leaf(2, 5, 8),
-    )
+    facts = cases.dropout(p).compare()
     assert len(facts.deferred) == 4
 
 
@@ -420,25 +266,9 @@ def test_b_and_w_draw_no_random_numbers():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-COMPLEX = {
-    "x @ w": lambda x, w: x @ w,
-    "x @ w.t()": lambda x, w: x @ w.t(),
-    "w @ x.t()": lambda x, w: w @ x.t(),
-    "w.t() @ x.t()": lambda x, w: w.t() @ x.t(),
-}
-
-
 @pytest.mark.parametrize("name", COMPLEX)
 def test_complex_weights(name):
-    class Complex(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex128))
-
-        def forward(self, x):
-            return torch.view_as_real(COMPLEX[name](x.to(torch.complex128) * (1 + 2j), self.weight))
-
-    facts = assert_equals_plain(Complex, lambda: leaf(5, 4))
+    facts = cases.complex_weight(name).compare()
     assert facts.deferred == {"weight"}
     assert facts.grads["weight"].is_complex()
 
@@ -478,13 +308,7 @@ def test_a_deep_graph_is_no_matter_of_recursion():
 
 def test_a_backward_inside_the_forward_is_undisturbed():
     """torch.autograd.grad in forward: forces from an energy, a gradient penalty."""
-
-    def forward(self, x):
-        energy = Two.forward(self, x).square().sum()
-        (force,) = torch.autograd.grad(energy, x, create_graph=True)
-        return energy, force
-
-    assert_equals_plain(two(forward=forward), lambda: leaf(5, 4))
+    cases.backward_inside_forward().compare()
 
 
 def test_gradients_are_off_while_w_runs_and_on_again_afterwards():

@@ -4,21 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.split import assert_equals_plain, double, float64, leaf
+from helpers.cases import hooks as cases
+from helpers.cases.hooks import Hooked, Module
+from helpers.split import double, float64
 from zbpp import backward_input, checkpoint
-
-
-class Module(nn.Module):
-    """A weight deferred in one piece, one used twice, one behind a chain, one computed in B."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
-        self.chained = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x):
-        return self.linear(torch.tanh(self.linear(self.norm(x)))) @ (self.chained * 2)
-
 
 NAMES = ["linear.weight", "linear.bias", "norm.weight", "norm.bias", "chained"]
 
@@ -67,15 +56,7 @@ def test_a_leafs_hook_sees_each_microbatchs_whole_gradient():
 
 
 def test_a_leafs_hooks_may_replace_its_gradient_one_after_another():
-    def make_module():
-        module = Module()
-        for parameter in module.parameters():
-            parameter.register_hook(lambda grad: grad * 2)
-            parameter.register_hook(lambda grad: None)
-            parameter.register_hook(lambda grad: grad + 1)
-        return module
-
-    assert_equals_plain(make_module, lambda: leaf(5, 4))
+    cases.hooks_that_replace_gradients().compare()
 
 
 def test_a_hook_that_is_removed_is_not_called():
@@ -88,50 +69,20 @@ def test_a_hook_that_is_removed_is_not_called():
 
 
 def test_a_hook_on_an_input_changes_what_b_returns():
-    def call(module, x):
-        x.register_hook(lambda grad: grad * 3)
-        return module(x)
-
-    assert_equals_plain(Module, lambda: leaf(5, 4), call)
+    cases.hook_on_input().compare()
 
 
 def test_a_hook_on_a_weight_with_an_eager_use_sees_the_sum():
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, 4))
-            self.weight.register_hook(lambda grad: grad.clamp(-1, 1))
-
-        def forward(self, x):
-            return x @ self.weight + self.weight.sum()
-
-    assert_equals_plain(Both, lambda: leaf(5, 4))
+    cases.hook_on_weight_with_use_in_b().compare()
 
 
 # ---------------------------------------------------------------- hooks on intermediate tensors
 
 
-class Hooked(nn.Module):
-    """A hook on what a site puts out, and on what it takes in."""
-
-    def __init__(self, seen):
-        super().__init__()
-        self.first, self.second, self.seen = nn.Linear(4, 4), nn.Linear(4, 4), seen
-
-    def forward(self, x):
-        y = self.first(x)
-        y.register_hook(lambda grad: self.seen.append(grad.clone()) or grad * 2)
-        z = torch.tanh(y)
-        z.register_hook(lambda grad: self.seen.append(grad.clone()) or grad + 1)
-        z.retain_grad()
-        self.z = z
-        return self.second(z)
-
-
 def test_a_hook_on_an_activation_changes_dy_as_in_plain_autograd():
     """dy is captured after the hooks on the site's output."""
     seen = []
-    facts = assert_equals_plain(lambda: Hooked(seen), lambda: leaf(5, 4))
+    facts = cases.hooks_on_activations(seen=seen).compare()
     assert {"first.weight", "second.weight"} <= facts.deferred
     plain, split = seen[:4], seen[4:]
     assert len(split) == 4
@@ -141,7 +92,7 @@ def test_a_hook_on_an_activation_changes_dy_as_in_plain_autograd():
 def test_a_hook_on_the_output_of_stage_0s_lowest_site():
     """That node never runs; the hook on its output must."""
     seen = []
-    assert_equals_plain(lambda: Hooked(seen), lambda: torch.randn(5, 4))
+    cases.hooks_on_activations_of_stage_0(seen=seen).compare()
     assert len(seen) == 8
 
 
@@ -158,77 +109,33 @@ def test_retain_grad_on_an_activation():
 
 def test_full_backward_hooks_of_modules_fire_once():
     calls = []
-
-    def make_module():
-        module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-        for child in module:
-            child.register_full_backward_hook(lambda m, gi, go: calls.append(type(m).__name__))
-            child.register_full_backward_pre_hook(lambda m, go: calls.append("pre"))
-        return module
-
-    assert_equals_plain(make_module, lambda: leaf(5, 4))
+    cases.full_backward_hooks(calls=calls).compare()
     half = len(calls) // 2
     assert half == 2 * 6
     assert calls[:half] == calls[half:]
 
 
 def test_a_modules_backward_hook_may_change_the_input_gradient():
-    def make_module():
-        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        module[1].register_full_backward_hook(lambda m, gi, go: (gi[0] * 5,))
-        return module
-
-    assert_equals_plain(make_module, lambda: leaf(5, 4))
+    cases.full_backward_hook_that_changes_gradient().compare()
 
 
 def test_hooks_on_nodes_that_run_are_called_once():
-    class Counting(nn.Linear):
-        def forward(self, x):
-            y = torch.tanh(super().forward(x))
-            y.grad_fn.register_prehook(lambda grads: calls.append("pre"))
-            y.grad_fn.register_hook(lambda grads, outputs: calls.append("post"))
-            return y
-
     calls = []
-    assert_equals_plain(lambda: Counting(4, 4), lambda: leaf(5, 4))
+    cases.hooks_on_nodes(calls=calls).compare()
     assert calls == 4 * ["pre", "post"]
-
-
-def scaled(grads, *_):
-    return tuple(None if grad is None else grad * 3 for grad in grads)
-
-
-class OnNodes(nn.Module):
-    """Two layers; hooks on the nodes of the first, which runs in B only if x needs a gradient."""
-
-    def __init__(self, register):
-        super().__init__()
-        self.first, self.second, self.register = nn.Linear(4, 4), nn.Linear(4, 4), register
-
-    def forward(self, x):
-        y = self.first(x)
-        getattr(y.grad_fn, self.register)(scaled)
-        return self.second(torch.tanh(y))
 
 
 @pytest.mark.parametrize("needs_grad", [True, False], ids=["runs", "lowest"])
 @pytest.mark.parametrize("register", ["register_hook", "register_prehook"])
 def test_a_hook_on_a_layers_node_changes_its_weights_gradient(register, needs_grad):
     """That layer is computed in B, where the hook sees the gradient; the other one waits."""
-    facts = assert_equals_plain(
-        lambda: OnNodes(register), lambda: torch.randn(5, 4, requires_grad=needs_grad)
-    )
+    facts = cases.hook_on_node_of_layer(register, needs_grad).compare()
     assert facts.deferred == {"second.weight", "second.bias"}
 
 
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
 def test_a_modules_old_backward_hook_changes_its_weights_gradient():
-    def make_module():
-        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        module[0].register_backward_hook(lambda module, grads, _: scaled(grads))
-        return module
-
-    assert_equals_plain(make_module, lambda: leaf(5, 4))
+    cases.non_full_backward_hook().compare()
 
 
 @pytest.mark.parametrize("mode", ["all", "any"])

@@ -4,58 +4,32 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.split import assert_equals_plain, grads_of, leaf, linear_weights
+from helpers.cases import precision as cases
+from helpers.cases.precision import Everything, network
+from helpers.split import grads_of, linear_weights
 from zbpp import backward_input
-
-BF16 = 2**-8  # half a unit in the last place, relative
-
-
-def network():
-    return nn.Sequential(
-        nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 4)
-    )
-
-
-def under_autocast(module, *inputs):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return module(*inputs)
 
 
 def test_weights_that_autocast_casts_are_deferred():
     """Microbatches are rounded to bfloat16 one by one in either backward, then summed in float32."""
-    facts = assert_equals_plain(
-        network, lambda: leaf(6, 8), under_autocast, dtype=torch.float32, tolerance=4 * BF16
-    )
+    facts = cases.linear_layers_under_autocast().compare()
     assert facts.deferred == linear_weights(network())
     assert {grad.dtype for grad in facts.grads.values()} == {torch.float32}
 
 
 def test_a_convolution_under_autocast_is_deferred():
-    facts = assert_equals_plain(
-        lambda: nn.Conv1d(4, 8, 3),
-        lambda: leaf(2, 4, 9),
-        under_autocast,
-        dtype=torch.float32,
-        tolerance=4 * BF16,
-    )
+    facts = cases.convolution_under_autocast().compare()
     assert "weight" in facts.deferred
 
 
 def test_a_weight_that_autocast_casts_once_for_two_uses_is_right():
     """Autocast caches the cast: both sites share its node."""
-
-    class Twice(nn.Linear):
-        def forward(self, x):
-            return super().forward(torch.tanh(super().forward(x)))
-
-    facts = assert_equals_plain(
-        lambda: Twice(8, 8), lambda: leaf(6, 8), under_autocast, dtype=torch.float32, tolerance=4 * BF16
-    )
+    facts = cases.weight_cast_once_for_two_uses().compare()
     assert "weight" in facts.deferred
 
 
 def test_parameters_in_bfloat16_have_gradients_in_bfloat16():
-    facts = assert_equals_plain(network, lambda: leaf(6, 8), dtype=torch.bfloat16, tolerance=4 * BF16)
+    facts = cases.parameters_in_bfloat16().compare()
     assert facts.deferred == linear_weights(network())
     assert {grad.dtype for grad in facts.grads.values()} == {torch.bfloat16}
 
@@ -63,48 +37,18 @@ def test_parameters_in_bfloat16_have_gradients_in_bfloat16():
 # ---------------------------------------------------------------- grad_dtype
 
 
-def with_grad_dtype(module, dtype):
-    for parameter in module.parameters():
-        parameter.grad_dtype = dtype
-    return module
-
-
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
 @pytest.mark.parametrize("hook", [None, lambda grad: grad * 2])
 @pytest.mark.parametrize("grad_dtype", [torch.float64, None])
 def test_gradients_wider_than_their_parameters(grad_dtype, hook):
     """As autograd makes them; W sums in the wider type at once."""
-
-    def make_module():
-        module = with_grad_dtype(Everything(), grad_dtype)
-        for parameter in module.parameters() if hook else ():
-            parameter.register_hook(hook)
-        return module
-
-    facts = assert_equals_plain(
-        make_module, lambda: torch.randint(11, (3, 5)), dtype=torch.float32, tolerance=1e-5
-    )
+    facts = cases.gradients_wider_than_parameters(grad_dtype, hook).compare()
     assert {grad.dtype for grad in facts.grads.values()} == {grad_dtype or torch.float32}
     assert facts.deferred
     assert facts.computed
 
 
 # ---------------------------------------------------------------- main_grad
-
-
-class Everything(nn.Module):
-    """A deferred weight of each kind, one behind a chain, and one computed in B."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 8)
-        self.linear, self.experts = nn.Linear(8, 8), nn.Parameter(torch.randn(2, 8, 8) / 3)
-        self.convolution, self.norm = nn.Conv1d(5, 5, 3, padding=1), nn.LayerNorm(8)
-
-    def forward(self, tokens):
-        x = self.norm(self.embedding(tokens))
-        x = torch.bmm(torch.stack([x, x]).flatten(1, 2), self.experts * 0.5).tanh().sum(0).view(-1, 5, 8)
-        return self.convolution(self.linear(x))
 
 
 def with_main_grads(module):

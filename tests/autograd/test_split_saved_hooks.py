@@ -5,35 +5,19 @@ import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from helpers.split import CountCalls, assert_equals_plain, leaf, linear_weights
+from helpers.cases import saved_hooks as cases
+from helpers.cases.saved_hooks import network
+from helpers.split import CountCalls, linear_weights
 from zbpp import backward_input
 
 
-def network():
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.LayerNorm(4))
-
-
-def under(hooks):
-    def call(module, *inputs):
-        with hooks():
-            return module(*inputs)
-
-    return call
-
-
-def everything():
-    return nn.Sequential(
-        nn.Embedding(11, 4), nn.Conv1d(5, 3, 1), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
-    )
-
-
 def test_save_on_cpu_is_deferred_like_any_other():
-    facts = assert_equals_plain(network, lambda: leaf(5, 4), under(save_on_cpu))
+    facts = cases.layers_under_save_on_cpu().compare()
     assert facts.deferred == linear_weights(network())
 
 
 def test_save_on_cpu_of_every_kind_of_site():
-    facts = assert_equals_plain(everything, lambda: torch.randint(11, (2, 5)), under(save_on_cpu))
+    facts = cases.sites_under_save_on_cpu().compare()
     assert {"0.weight", "1.weight", "2.weight", "3.weight"} <= facts.deferred
 
 
@@ -90,31 +74,13 @@ def test_other_hooks_are_unpacked_once_and_in_b():
 
 def test_hooks_that_change_what_is_saved_are_obeyed():
     """float32 packed as bfloat16: the gradients are those of the rounded activations."""
-
-    def hooks():
-        return saved_tensors_hooks(
-            lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t,
-            lambda t: t.to(torch.float64) if t.is_floating_point() else t,
-        )
-
-    facts = assert_equals_plain(network, lambda: leaf(5, 4), under(hooks))
+    facts = cases.hooks_that_change_what_is_saved().compare()
     # A bias needs nothing but dy, yet waits only with its weight.
     assert facts.deferred == set()
 
 
 def test_hooks_around_one_layer_leave_the_others_deferred():
-    class Partly(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            x = self.first(x)
-            with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-                x = self.second(x)
-            return self.third(x)
-
-    facts = assert_equals_plain(Partly, lambda: leaf(5, 4))
+    facts = cases.hooks_around_one_layer().compare()
     assert facts.deferred == {"first.weight", "first.bias", "third.weight", "third.bias"}
 
 

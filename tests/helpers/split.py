@@ -23,6 +23,24 @@ Call = Callable[..., Any]
 GENERATOR = torch.Generator()
 
 
+class Case(NamedTuple):
+    """A module and its inputs for `assert_equals_plain`: see there."""
+
+    make_module: Call
+    make_inputs: Call
+    call: Call | None = None
+    tolerance: float = 1e-12
+    dtype: torch.dtype = torch.float64
+    grads_in_b: bool = False
+    count_products: bool = True
+    num_microbatches: int = 2
+    buffer_tolerance: float = 0.0
+
+    def compare(self) -> Facts:
+        """Compare the split with plain autograd."""
+        return assert_equals_plain(**self._asdict())
+
+
 class Facts(NamedTuple):
     """What one comparison saw. Names of parameters that had a gradient in any microbatch."""
 

@@ -1,0 +1,75 @@
+"""Cases: embeddings."""
+
+import torch
+from torch import nn
+
+from helpers.split import Case
+
+VOCABULARY = 11
+
+
+def tokens(*shape):
+    return lambda: torch.randint(VOCABULARY, shape)
+
+
+def embedding(shape=()) -> Case:
+    return Case(lambda: nn.Embedding(VOCABULARY, 4), tokens(*shape))
+
+
+def embedding_with_padding(padding=0) -> Case:
+    return Case(
+        lambda: nn.Embedding(VOCABULARY, 4, padding_idx=padding),
+        lambda: torch.arange(VOCABULARY).repeat(2, 1),
+    )
+
+
+def embedding_of_repeated_tokens() -> Case:
+    return Case(lambda: nn.Embedding(VOCABULARY, 4), lambda: torch.tensor([[3, 3, 3], [3, 1, 3]]))
+
+
+def two_tables_with_the_same_indices() -> Case:
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Embedding(VOCABULARY, 4), nn.Embedding(VOCABULARY, 4)
+
+        def forward(self, indices):
+            return self.first(indices) * self.second(indices)
+
+    return Case(Two, tokens(2, 5))
+
+
+def table_used_twice() -> Case:
+    class Twice(nn.Embedding):
+        def forward(self, indices):
+            return super().forward(indices) * super().forward(indices.flip(0)).tanh()
+
+    return Case(lambda: Twice(VOCABULARY, 4), tokens(2, 5))
+
+
+def embedding_scaled_by_frequency() -> Case:
+    return Case(lambda: nn.Embedding(VOCABULARY, 4, scale_grad_by_freq=True), tokens(2, 5))
+
+
+def embedding_with_sparse_gradient() -> Case:
+    return Case(lambda: nn.Embedding(VOCABULARY, 4, sparse=True), tokens(2, 5))
+
+
+def embedding_with_max_norm() -> Case:
+    return Case(lambda: nn.Embedding(VOCABULARY, 4, max_norm=1.0), tokens(2, 5), num_microbatches=1)
+
+
+def embedding_bag() -> Case:
+    return Case(lambda: nn.EmbeddingBag(VOCABULARY, 4), tokens(2, 5))
+
+
+def indexed_leaf() -> Case:
+    class Indexed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(VOCABULARY, 4))
+
+        def forward(self, indices):
+            return self.weight[indices]
+
+    return Case(Indexed, tokens(2, 5))
