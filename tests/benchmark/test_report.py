@@ -9,7 +9,7 @@ from zbpp import Costs, plan, simulate
 from zbpp.benchmark import report
 from zbpp.benchmark.interleaved_timing import TimedRunner
 from zbpp.benchmark.report import describe, rows_of, speed_comparisons, table, write
-from zbpp.render.style import in_words as in_words_of
+from zbpp.render.style import headline
 
 MIB = 2**20
 
@@ -173,4 +173,4 @@ def test_a_panel_shows_the_peak_of_its_own_runner_not_that_of_the_process(timed,
     titles, timelines = zip(*drawn, strict=True)
     assert titles == ("1f1b, zbpp: measured", "1f1b, torch: measured", "zb_v, zbpp: measured")
     assert timelines[0].peak_memory == (3 * MIB, 2 * MIB)
-    assert "peak memory 3 MiB (rank 0)" in in_words_of(timelines[0])
+    assert "peak memory 3 MiB (rank 0)" in headline(timelines[0])

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from zbpp.planning import about_in_words, measured_layers, plan, read_costs
-from zbpp.schedule import Costs, CostsInBytes, PlanError, Timetable, read_timetable, to_csv
+from zbpp.planning import RankCosts, about_in_words, measured_layers, plan, read_costs
+from zbpp.schedule import PlanError, Timetable, read_timetable, to_csv
 
 ESCAPE = "\x1b[2J\x1b]0;owned\x07"
 DEEP = "[" * 10**6
@@ -71,15 +71,15 @@ def test_what_a_costs_file_says_of_itself_cannot_steer_a_terminal(tmp_path):
     assert r"device \x1b[2J\x1b]0;owned\x07 2 CPU cores" in words
     assert words.endswith("; steps 5")
     with pytest.raises(PlanError, match=r"layers_per_stage=\['\\x1b") as caught:
-        measured_layers(Costs(), {"layers_per_stage": [ESCAPE, -2]}, 4)
+        measured_layers(RankCosts(), {"layers_per_stage": [ESCAPE, -2]}, 4)
     assert str(caught.value).isprintable()
 
 
 def test_costs_come_with_the_unit_of_their_memory(tmp_path):
     costs = {"f": [1, 2], "saved": 3e9, "deferred": 1e9}
-    for unit, kind in (({}, Costs), ({"memory_unit": "bytes"}, CostsInBytes)):
+    for unit in ({}, {"memory_unit": "bytes"}):
         path = written(tmp_path, "costs.json", json.dumps({**costs, **unit, "about": {"device": "cpu"}}))
-        assert read_costs(path) == (kind(**costs), {"device": "cpu"})
+        assert read_costs(path) == (RankCosts(**costs, **unit), {"device": "cpu"})
 
 
 @pytest.mark.parametrize(("name", "form"), [("a.txt", str), ("a.csv", to_csv)])

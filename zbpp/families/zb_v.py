@@ -12,7 +12,7 @@ backward begins.
 """
 
 from zbpp.schedule.numbering import Kind, numbered
-from zbpp.schedule.timetable import Op, Row, Timetable
+from zbpp.schedule.timetable import Op, Timetable
 
 
 def zb_v(num_ranks: int, num_microbatches: int) -> Timetable:
@@ -26,15 +26,8 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Timetable:
         1F0 2F0 1F1 2F1 2B0 2W0 1F2 1B0 1W0 2F2 2B1 2W1 1B1 2B2 1B2 1W1 2W2 1W2
     """
     padded = max(2 * num_ranks - 1, num_microbatches)
-    return Timetable(
-        _below(num_microbatches, numbered(_order(num_ranks, rank, padded))) for rank in range(num_ranks)
-    )
-
-
-def _below(num_microbatches: int, row: Row) -> Row:
-    """The row without the microbatches that do not exist."""
-    exists = row.microbatches < num_microbatches
-    return Row(row.stages[exists], row.ops[exists], row.microbatches[exists])
+    rows = [numbered(_order(num_ranks, rank, padded)) for rank in range(num_ranks)]
+    return Timetable(row.select(row.microbatches < num_microbatches) for row in rows)
 
 
 def _order(num_ranks: int, rank: int, num_microbatches: int) -> list[Kind]:

@@ -1,41 +1,43 @@
-"""Costs as scripts/measure.py writes them: a JSON object with the fields of `Costs`, memory_unit, about."""
+"""Costs as scripts/measure.py writes them: a JSON object with the fields of `RankCosts`, and `about`."""
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from zbpp.partition import layers_of
-from zbpp.schedule.costs import ACTIVATIONS, BYTES, Costs, CostsInBytes
+from zbpp.planning.rank_costs import RankCosts
+from zbpp.schedule.costs import ACTIVATIONS, BYTES, COST_NAMES, Costs
 from zbpp.schedule.interchange import naming
 from zbpp.schedule.timetable import Op, PlanError, printable, shown
 
 About = dict[str, Any]
 """What was measured, where and how: any keys."""
 
-_NAMES = [field.name for field in fields(Costs)]
-_KINDS = {ACTIVATIONS: Costs, BYTES: CostsInBytes}  # by "memory_unit"
+_UNITS = (ACTIVATIONS, BYTES)
 _LONGEST = 80  # characters of an entry of `about` that are shown
 
 
-def read_costs(path: str | os.PathLike[str]) -> tuple[Costs, About]:
-    """The costs in a file, and what it says of them. Raises PlanError that names the file, and OSError."""
+def read_costs(path: str | os.PathLike[str]) -> tuple[RankCosts, About]:
+    """The costs in a file, and what the file says about them.
+
+    Raises PlanError that names the file, and OSError.
+    """
     with naming(path):
         given = _read_json(Path(path).read_bytes())
         if not isinstance(given, dict):
-            raise PlanError(f"{shown(given)} is no object with any of {', '.join(_NAMES)}")
+            raise PlanError(f"{shown(given)} is no object with any of {', '.join(COST_NAMES)}")
         about = given.pop("about", {})
         if not isinstance(about, dict):
             raise PlanError(f"about is {shown(about)}; an object is expected")
         unit = given.pop("memory_unit", ACTIVATIONS)
-        if not isinstance(unit, str) or unit not in _KINDS:
-            raise PlanError(f"memory_unit is {shown(unit)}; write {' or '.join(_KINDS)}")
-        for name in given.keys() - set(_NAMES):
-            raise PlanError(f"{shown(name)} is no cost; known: {', '.join(_NAMES)}, memory_unit")
-        return _KINDS[unit](**given), about
+        if not isinstance(unit, str) or unit not in _UNITS:
+            raise PlanError(f"memory_unit is {shown(unit)}; write {' or '.join(_UNITS)}")
+        for name in given.keys() - set(COST_NAMES):
+            raise PlanError(f"{shown(name)} is no cost; known: {', '.join(COST_NAMES)}, memory_unit")
+        return RankCosts(**given, memory_unit=unit), about
 
 
 def about_in_words(about: About) -> str:
@@ -45,7 +47,7 @@ def about_in_words(about: About) -> str:
     return f"costs measured: {printable(words)}" if words else ""
 
 
-def measured_layers(costs: Costs, about: About, num_layers: int) -> tuple[list[float], float, float]:
+def measured_layers(costs: RankCosts, about: About, num_layers: int) -> tuple[list[float], float, float]:
     """(layers, first, last) as `zbpp.partition.partition` takes them, in ms of F, B and W together.
 
     about["layers_per_stage"] says how many layers each measured stage had. Raises PlanError if it
@@ -57,7 +59,7 @@ def measured_layers(costs: Costs, about: About, num_layers: int) -> tuple[list[f
             f"these costs were measured with layers_per_stage={shown(counts)}, not with {num_layers} layers: "
             "give that model's number, or give --head instead of --costs"
         )
-    times = costs.per_stage(len(counts)).duration
+    times = Costs(**costs.numbers).per_stage(len(counts)).duration
     stages = [sum(times[op][stage] for op in (Op.F, Op.B, Op.W)) for stage in range(len(counts))]
     try:
         return layers_of(stages, counts)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zbpp.planning import compare, read_costs, read_memory_limit
-from zbpp.schedule import Costs, PlanError, Timetable, read_timetable
+from zbpp.planning import RankCosts, compare, read_costs, read_memory_limit
+from zbpp.schedule import PlanError, Timetable, read_timetable
 
 
 def plan_by_name(
@@ -21,7 +21,7 @@ def plan_by_name(
     costs: a file that `zbpp measure` wrote. memory_limit: what each rank may hold, in activations of its
     share of the model, or with a unit ("12GiB") where the costs are in bytes. Raises PlanError or OSError.
     """
-    measured = Costs() if costs is None else read_costs(costs)[0]
+    measured = RankCosts() if costs is None else read_costs(costs)[0]
     (outcome,) = compare(
         [name],
         num_ranks,

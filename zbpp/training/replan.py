@@ -34,8 +34,8 @@ class Replan:
     """Replaces a Trainer's pipeline after its first steps; made before the first step.
 
     plan(costs, limits): a timetable of the same cut; costs in ms and bytes, limits in bytes per rank.
-    stages: this rank's. memory_limit: bytes that each rank may hold between F, B and W; None: as many as under
-    the first plan, rank by rank. is_done: whether the new plan was made.
+    stages: this rank's. memory_limit: bytes that each rank may hold between F, B and W; None: as many as
+    under the first plan, rank by rank. is_done: whether the new plan was made.
     """
 
     plan: Callable[[Costs, Sequence[float]], Timetable]

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from zbpp.planning import SCHEDULES, About, about_in_words, read_costs, read_memory_limit
-from zbpp.schedule import Costs
+from zbpp.planning import SCHEDULES, About, RankCosts, about_in_words, read_costs, read_memory_limit
 
 SEARCH_SECONDS, CHOICE_SECONDS = 10.0, 45.0  # of one search; of all searches of --choose together
 _MOST_LAYERS = 4096  # the split over stages makes a table of all pairs of layers
@@ -51,14 +50,14 @@ COST_OPTIONS = {
 class Inputs(NamedTuple):
     """The costs, what their file says of itself, and the memory limit in the unit of costs.saved."""
 
-    costs: Costs
+    costs: RankCosts
     about: About
     memory_limit: float | list[float] | None
 
     @classmethod
     def read(cls, options: argparse.Namespace) -> Self:
         """The file's costs with those of the command line over them. Raises PlanError and OSError."""
-        costs, about = read_costs(options.costs) if options.costs else (Costs(), {})
+        costs, about = read_costs(options.costs) if options.costs else (RankCosts(), {})
         flags = {name: getattr(options, name) for name in COST_OPTIONS}
         costs = replace(costs, **{name: value for name, value in flags.items() if value is not None})
         return cls(costs, about, read_memory_limit(options.memory_limit, costs))

@@ -8,7 +8,7 @@ import shlex
 from zbpp.commands.plan.arguments import CHOICE_SECONDS, COST_OPTIONS, Inputs, make_parser
 from zbpp.commands.plan.drawing import draw
 from zbpp.commands.plan.progress import bar
-from zbpp.planning import Answer, Question, choose, takes_costs
+from zbpp.planning import Answer, PlanningRequest, choose, takes_costs
 from zbpp.render import render_advice
 from zbpp.schedule import PlanError
 
@@ -20,7 +20,7 @@ def advice(options: argparse.Namespace, inputs: Inputs, scripts: str) -> str:
     """
     if options.form or options.program is not None:
         raise PlanError("--text, --csv and --program show one schedule: name one instead of --choose")
-    question = Question(
+    request = PlanningRequest(
         num_ranks=options.ranks,
         num_microbatches=options.microbatches,
         costs=inputs.costs,
@@ -30,7 +30,7 @@ def advice(options: argparse.Namespace, inputs: Inputs, scripts: str) -> str:
         seed=options.seed,
     )
     with bar() as progress:
-        answer = choose(question, progress)
+        answer = choose(request, progress)
     text, commands = render_advice(answer), _commands(options, answer, scripts)
     timelines = {choice.candidate.title: choice.candidate.timeline for choice in answer.ranked}
     table = [row[:-1] for row in text.ranked]  # each rank's peak stands beside its drawing

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from zbpp.commands.plan.arguments import Inputs
-from zbpp.planning import per_stage_of
 from zbpp.render import chrome_trace, render_page, render_picture
 from zbpp.schedule import PlanError, Timeline
 
@@ -27,7 +26,7 @@ def draw(options: argparse.Namespace, outcomes: Outcomes, inputs: Inputs, **text
         timelines = timelines_of(outcomes)
         timetables = {name: timeline.timetable for name, timeline in timelines.items()}
         costs = {
-            name: per_stage_of(inputs.costs, timetable.num_stages, timetable.num_ranks)
+            name: inputs.costs.per_stage(timetable.num_stages, timetable.num_ranks)
             for name, timetable in timetables.items()
         }
         page = render_page(timelines, costs=costs, memory_limit=inputs.memory_limit, **texts)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from zbpp.commands.plan.arguments import SEARCH_SECONDS, Inputs
 from zbpp.commands.plan.drawing import Outcomes, draw, timelines_of
 from zbpp.commands.plan.progress import bar
-from zbpp.planning import SCHEDULES, compare, per_stage_of
+from zbpp.planning import SCHEDULES, compare
 from zbpp.render import render_figures, render_table, render_text
 from zbpp.schedule import PlanError, Timeline, Timetable, lower, read_timetable, simulate, to_csv
 
-_FORMS = {"text": str, "csv": to_csv}
+_FORMS: dict[str, Callable[[Timetable], str]] = {"text": str, "csv": to_csv}
 
 
 def show(options: argparse.Namespace, inputs: Inputs) -> str:
@@ -30,7 +31,7 @@ def show(options: argparse.Namespace, inputs: Inputs) -> str:
 
 def _from_file(options: argparse.Namespace, inputs: Inputs) -> Outcomes:
     timetable = read_timetable("/dev/stdin" if options.timetable == "-" else options.timetable)
-    costs = per_stage_of(inputs.costs, timetable.num_stages, timetable.num_ranks)
+    costs = inputs.costs.per_stage(timetable.num_stages, timetable.num_ranks)
     return {Path(options.timetable).stem: simulate(timetable, costs)}
 
 
