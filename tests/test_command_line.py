@@ -155,7 +155,7 @@ def test_what_hydra_says_of_a_mistake_is_one_line(given, words):
         ("+lr=.5", "lr: there is no such key"),
     ],
 )
-def test_a_key_added_with_a_plus_was_read_by_nobody_in_silence(given, message):
+def test_a_key_added_with_a_plus_is_refused_if_nothing_reads_it(given, message):
     with pytest.raises(configs.ConfigError) as caught:
         configs.typed(composed(given))
     assert str(caught.value) == message
@@ -202,7 +202,8 @@ def test_a_mistake_ends_the_process_with_one_line_and_a_bug_with_its_traceback(m
 
 
 @pytest.mark.parametrize("given", ["optimizer=null", "optimizer=3", "model=", "data=True", "logger=1e3"])
-def test_a_choice_that_no_file_can_be_called_was_a_traceback_of_hydras(given):
+def test_a_choice_that_can_be_no_files_name_is_refused_in_a_line(given):
+    """It was a traceback of Hydra's."""
     with pytest.raises(Refusal, match=f"{re.escape(given)}: choose one of [a-z]"):
         command_line.arguments([given])
     assert command_line.arguments(["schedule=1f1b", "model.seed=3"]) == ["schedule=1f1b", "model.seed=3"]

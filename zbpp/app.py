@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zbpp.builders.data import build_data, limit_evaluation
 from zbpp.builders.loggers import build_loggers
-from zbpp.builders.model import build_model, build_stages, check_data_fit, layers_per_stage
+from zbpp.builders.model import build_model, build_stages, check_data_fit, layers_per_stage, metrics_of
 from zbpp.builders.plan import build_timetable, check_layers, check_plan, title_of
 from zbpp.builders.stages import compile_stages, move_stages, recompute_stages
 from zbpp.builders.trainer import build_optimizer, build_pipeline, build_replan, learning_rate_factor
@@ -157,15 +157,9 @@ def _build_trainer(config: TrainConfig, job: _Job) -> Trainer:
         learning_rate=learning_rate_factor(config.optimizer, config.steps),
         clip_norm=config.optimizer.clip_norm,
         evaluate_every=config.evaluate_every,
-        metrics=_metrics_of(model),
+        metrics=metrics_of(model),
         replan=build_replan(config.schedule.replan, config.memory.limit, timetable, model.loss, stages),
     )
-
-
-def _metrics_of(model: Any) -> Callable[[Any, Any], Mapping[str, float | Tensor]] | None:
-    """The model's own metrics, if it has any; see zbpp/stage_api.py."""
-    found = getattr(model, "metrics", None)
-    return found if callable(found) else None
 
 
 def _run(config: TrainConfig, trainer: Trainer, loggers: Loggers, *, is_shown: bool) -> list[Metrics]:

@@ -4,18 +4,17 @@
     python scripts/dev/bench_overhead.py                          # one process, then two (gloo)
     python scripts/dev/bench_overhead.py --ranks 2 --schedules zb_v --microbatches 32 --json overhead.json
 
-Every stage is one tiny linear layer, so that little is left but the runtimes. Both execute the same
-timetable, a step of each in turn; figures are medians over the repeats, per action of rank 0.
+Every stage is one tiny linear layer, so that most of the time is the runtimes' own. Both runtimes execute
+the same timetable, in turns of one step; figures are medians over the repeats, per action of rank 0.
 
-    plain     the same F's and backwards in a loop, by autograd alone: the least that PyTorch needs
+    plain     the same forwards and backwards in a loop, without a runtime: the least that PyTorch needs
     total     CPU time of a step in the thread that runs it
-    executor  of that, what is neither the stage's own work (its forward, the loss, the backward, split in
-              two where the timetable splits it) nor torch.distributed's (send, recv, wait): the runtime's.
-              Here is the mark: torch / zbpp >= 2. The rest is measured in further steps, each call
-              between two readings of the clock.
+    executor  the runtime's own part of the total: without the work of the stages (forward, loss, backward or
+              its two halves) and of torch.distributed (send, recv, wait), which further steps measure call by
+              call. The target is here: torch / zbpp >= 2.
     wall      a step's time on the clock: with two ranks mostly waiting for messages
 
-CPU time, since other processes on the machine change it least; it leaves out gloo's threads.
+CPU time depends least on other processes of the machine. gloo's threads are not in it.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from zbpp.runtime.world import world
 from zbpp.schedule import PlanError, Timetable
 
 SCHEDULES = ("1f1b", "zb_h1", "interleaved_1f1b", "interleaved_zb", "zb_v")
-SIZE, NUM_WARM_UPS, MARK = 4, 3, 2.0
+SIZE, NUM_WARM_UPS, TARGET = 4, 3, 2.0
 Step = Callable[[], Any]
 Row = dict[str, Any]
 
@@ -225,7 +224,7 @@ def show(rows: list[Row], arguments: argparse.Namespace) -> None:
             for what in ("total", "executor", "wall")
         )
         ratio = row["torch executor"] / row["zbpp executor"]
-        remark = "" if ratio >= MARK else "  MISSED"
+        remark = "" if ratio >= TARGET else "  MISSED"
         print(
             f"{row['ranks']:<6}{row['schedule']:<18}{row['plain total']:>7.1f}"
             f"{total}{executor}{ratio:>8.2f}{wall}{remark}"

@@ -210,6 +210,14 @@ def test_a_picture_says_what_its_memory_is_and_whose_figures_it_has(tmp_path):
     assert "makespan 13 ms, largest bubble rate 7.7 % (rank 0), process memory 1 GiB (rank 1)" in words
 
 
+def test_a_long_title_is_written_in_full(tmp_path):
+    title = " ".join(f"word{number}" for number in range(60))
+    words = words_of({title: simulate(plan("zb_h1", 2, 4))}, tmp_path / "a.svg")
+    lines = [each for each in words if each.startswith("word")]
+    assert " ".join(lines) == title
+    assert max(map(len, lines)) <= 130
+
+
 def test_times_of_one_table_have_the_same_decimals():
     """As many as the largest needs for five digits, none where all are whole."""
     outcomes = {

@@ -168,13 +168,13 @@ def _with_own_peak(timed: TimedRunner) -> Timeline:
 
 
 def describe(about: Row) -> str:
-    """Where and on which model, in two lines."""
+    """Where, on which model, and what the columns mean, in three lines."""
     kind = "EMULATED: stages sleep instead of computing" if about["emulated"] else "real compute"
     late = f"; messages take {about['message_ms']} ms at least" if about["message_ms"] else ""
     sizes = f"{about['num_ranks']} ranks, {about['num_microbatches']} microbatches"
     return (
         f"{sizes}, {about['model']} ({kind}){late}\n"
         f"{about['device']}, torch {about['torch']}, load {about['load_average']:.1f}; median of "
-        f"{about['repeats']} interleaved steps; makespan in ms; bubble: the largest rate of a rank; "
-        "peak memory: the largest of a rank, weights included"
+        f"{about['repeats']} interleaved steps\n"
+        "makespan in ms; bubble: the largest rate of a rank; peak memory: the largest of a rank, with weights"
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zbpp.config import ConfigError, instantiate_node, naming
 from zbpp.schedule import Timetable
@@ -51,6 +51,12 @@ def layers_per_stage(model: Any, num_stages: int) -> list[int] | None:
     return counts
 
 
+def metrics_of(model: Any) -> Callable[[Any, Any], Mapping[str, float | Tensor]] | None:
+    """The model's own metrics(output, target), if it has any; see zbpp/stage_api.py."""
+    found = getattr(model, "metrics", None)
+    return found if callable(found) else None
+
+
 # ---------------------------------------------------------------- do the data fit the model?
 
 
@@ -87,6 +93,6 @@ def explained_as_data(where: str) -> Iterator[None]:
 
 
 def _type_and_shape(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

@@ -1,12 +1,12 @@
-"""Planning anew after the first steps of a run, for what they cost.
+"""Planning again after the first steps of a run, for the costs that they had.
 
-The cut of the model stays, and with it every loss to the last bit: only the order of the work changes.
+The cut of the model stays, so every loss stays equal to the last bit: only the order of the work changes.
 With n measured steps, counted from 0:
 
-    step 0          shapes are agreed; what each stage gets is kept
-    1 to n          measured, under a plan that is safe without measurements; then the new plan is made
-    n + 1           shapes are agreed
-    n + 2 to 2n + 1 measured: is it what was expected?
+    step 0          ranks agree on shapes; the inputs of each stage are kept
+    1 to n          measured, under a plan that needs no measurements; then the new plan is made
+    n + 1           ranks agree on shapes
+    n + 2 to 2n + 1 measured, to compare with the plan's makespan
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Metrics = dict[str, Any]
 
 @dataclass(kw_only=True)
 class Replan:
-    """What a Trainer needs for it; made before the first step.
+    """Replaces a Trainer's pipeline after its first steps; made before the first step.
 
     plan(costs, limits): a timetable of the same cut; costs in ms and bytes, limits in bytes per rank.
-    stages: this rank's. memory_limit: bytes that each rank may
-    hold between F, B and W; None: what the first plan holds, rank by rank. is_done: whether it has planned.
+    stages: this rank's. memory_limit: bytes that each rank may hold between F, B and W; None: as many as
+    under the first plan, rank by rank. is_done: whether the new plan was made.
     """
 
     plan: Callable[[Costs, Sequence[float]], Timetable]
@@ -58,7 +58,7 @@ class Replan:
     def after(
         self, step: int, pipeline: Pipeline, timelines: Sequence[Timeline], target: Any
     ) -> tuple[Pipeline, Metrics]:
-        """The pipeline for the next step, and what there is to log; another than before is closed.
+        """The pipeline for the next step, and metrics to log. A pipeline that was replaced is closed.
 
         timelines: of all recorded steps so far; target: of the step's batch, on the last stage's owner.
         Raises PlanError if the limit can't hold a plan. Collective.

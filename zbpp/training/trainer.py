@@ -1,7 +1,7 @@
 """The training loop: batch, pipeline step, norm over all stages, optimizer step, metrics.
 
-It knows no schedule and no config. All ranks run it in lockstep; what one of them must tell the
-others of a step (squared norms, losses) is gathered at once.
+It knows no schedule and no config. All ranks run it in lockstep; one gather per step exchanges squared norms
+and losses.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Metrics = dict[str, Any]
 class Trainer:
     """Trains the stages of one rank together with the other ranks.
 
-    learning_rate(step): the factor on the optimizer's rate. clip_norm: of the gradients of all
-    stages together. metrics(output, target): numbers beside the loss of a held-out microbatch.
+    learning_rate(step): the factor on the optimizer's rate. clip_norm: the largest norm of the gradients of
+    all stages together. metrics(output, target): further numbers of a held-out microbatch, beside its loss.
     num_recorded: how many of the last steps are measured action by action. replan: may replace the pipeline
     after the first steps. Raises ValueError for parameters with a main_grad.
     """
@@ -53,7 +53,7 @@ class Trainer:
         self.timelines: list[Timeline] = []
 
     def run(self, num_steps: int) -> Iterator[Metrics]:
-        """Train; yields a step's metrics as soon as it is done; all but times are equal on all ranks."""
+        """Train; yields each step's metrics when it is done. All but the times are equal on all ranks."""
         for step in range(num_steps):
             recorded = step >= num_steps - self.num_recorded or self._is_measured(step)
             with self.pipeline.recording() if recorded else nullcontext():
@@ -68,16 +68,16 @@ class Trainer:
 
     @property
     def is_replanned(self) -> bool:
-        """Whether a plan made for the first steps' costs runs now."""
+        """Whether the plan that was made for the first steps' costs is running."""
         return self.replan is not None and self.replan.is_done
 
     def evaluate(self) -> Metrics:
-        """`evaluation_loss`, and the others of `metrics`: means over the held-out batches, on every rank.
+        """`evaluation_loss`, and one for each of `metrics`: means over the held-out batches, on every rank.
 
-        Nothing at all where there is no such batch.
+        {} without held-out batches.
         """
         mine = [self._evaluated(number) for number in range(self.data.num_evaluation_batches)]
-        # All but the last stage's owner have nothing to say.
+        # Only the last stage's owner has numbers.
         batches: list[dict[str, float]] = next(filter(any, gather(mine, self.pipeline.group)), [])
         names = batches[0] if batches else ()
         return {
@@ -103,7 +103,7 @@ class Trainer:
         losses = self.pipeline.step(*args, target=target)
         loss, norm = self._loss_and_norm(losses)
         rate = self.learning_rate(step)
-        # A norm that isn't finite is the same on every rank: all of them skip the update.
+        # All ranks have the same norm: if it isn't finite, all of them skip the update.
         if math.isfinite(norm):
             self._update(norm, rate)
         if self.pipeline.device.type == "cuda":
@@ -134,7 +134,7 @@ class Trainer:
         mean = torch.stack(losses).double().mean().item() if losses else None
         squares = squared_norms(gradients_of(self.pipeline.parameters()))
         everyone = gather((mean, squares), self.pipeline.group)
-        (loss,) = (each for each, _ in everyone if each is not None)  # the last stage's owner's
+        (loss,) = (each for each, _ in everyone if each is not None)  # from the last stage's owner
         return loss, global_norm(each for _, each in everyone)
 
     def _is_measured(self, step: int) -> bool:
