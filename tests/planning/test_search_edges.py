@@ -16,7 +16,7 @@ from zbpp.planning.search.incremental_timing import IncrementalTiming
 from zbpp.planning.search.initial_orders import split
 from zbpp.planning.search.insert_weight_grads import insert_weight_grads
 from zbpp.planning.search.list_scheduling import list_schedule
-from zbpp.planning.search.paper_planner import _Line
+from zbpp.planning.search.paper_planner import _Run
 from zbpp.schedule import Action, Costs, Op, PlanError, dataflow, simulate
 from zbpp.schedule.dataflow_arrays import op_of, producers, stage_of
 
@@ -140,7 +140,7 @@ def test_every_planner_follows_a_changed_table(change, monkeypatch):
 def test_the_papers_planner_follows_a_changed_table(change, monkeypatch):
     change(monkeypatch)
     problem = Problem((0, 1, 2, 3), 6, COSTS, memory_limit=6)
-    run = _Line(problem, early=False, backward=False, lazy=False).run()
+    run = _Run(problem, early=False, backward=False, lazy=False).run()
     assert math.isclose(max(run.clock), makespan(problem, run.plan()))
 
 
