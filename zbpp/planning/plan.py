@@ -33,7 +33,7 @@ SCHEDULES: dict[str, Callable[..., Timetable]] = {
     "optimal": optimal,
 }
 
-# Names in torch.distributed.pipelining that are not ours in another spelling.
+# Names in torch.distributed.pipelining that differ from ours in more than their spelling.
 _NAMES_IN_TORCH = {"ZBVZeroBubble": "zb_v", "InterleavedZeroBubble": "interleaved_zb"}
 
 

@@ -25,7 +25,7 @@ SWEEP_PLACEMENTS = ("one", "v")
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningRequest:
-    """For which pipeline a schedule is to be chosen.
+    """The pipeline that a schedule is to be chosen for.
 
     costs: for one rank's share of the model. memory_limit: in the unit of costs.saved, for each rank or one
     number per rank. time_limit: seconds of all searches together.

@@ -183,7 +183,7 @@ class Model:
         return value
 
     def hint(self, timeline: Timeline) -> None:
-        """Begin at a timeline; a BW of a stage without the choice is a B and its W at once."""
+        """Let the solver begin at a timeline. Where BW can't pay, a BW becomes B and, at once, its W."""
         for row, starts in zip(timeline.timetable.rows, timeline.starts, strict=True):
             for (stage, op, k), moment in zip(row, starts.tolist(), strict=True):
                 at = self.grid(moment)
@@ -198,7 +198,7 @@ class Model:
     def solve(
         self, time_limit: float, seed: int, enough: float, progress: Progress | None
     ) -> tuple[list[Timetable], float]:
-        """The best timetable found, if any, and a lower bound in ms; stops at a value of `enough`."""
+        """The best timetable found, if any, and a lower bound (ms). A value of `enough` ends the search."""
         solver = self.cp.CpSolver()
         solver.parameters.max_time_in_seconds = time_limit
         solver.parameters.random_seed = seed

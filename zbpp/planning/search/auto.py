@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from zbpp.planning.memory_limit import MemoryLimit
 from zbpp.planning.problem import Problem
 from zbpp.planning.search.deadline import Deadline
 from zbpp.planning.search.local_search import LocalSearch, Progress
@@ -17,7 +16,7 @@ def zb_auto(
     num_microbatches: int,
     *,
     costs: Costs = Costs(),
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: MemoryLimit = None,
     placement: str | None = None,
     stages_per_rank: int | None = None,
     objective: str = "makespan",
