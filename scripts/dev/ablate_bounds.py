@@ -49,14 +49,16 @@ def components() -> list[Component]:
     return [
         Component("late first B's", [(_LOWER_BOUND, "late_first_b", _floor)], (first_backward_bound,)),
         Component("round trips", [(_LOWER_BOUND, "round_trips", _zero)], (trips,)),
-        Component("round trips: relay", [(trips, "_relay", _zero)], (trips._relay, trips._ways, trips._room)),
+        Component(
+            "round trips: relay", [(trips, "_relay", _zero)], (trips._relay, trips._ways, trips._ready)
+        ),
         Component("round trips: Little's law", [(trips, "_little", _zero)], (trips._little,)),
         Component("round trips: by memory", [(trips, "_by_memory", _zero)], (trips._by_memory,)),
         Component("idle: head (see late first B's)", [(idle, "head", 0.0)]),
         Component("idle: tail", [(_LOWER_BOUND.Relaxation, "after_last_f", _zero)]),
         Component("idle: what follows", [(_LOWER_BOUND, "after_last_b", _none_follow)]),
         Component("idle: order of stages", [(idle, "_forward_blocks", _unordered)], (idle._forward_blocks,)),
-        Component("idle: whole units", [(idle, "_room_for_others", _cut)], (idle._room_for_others,)),
+        Component("idle: whole units", [(idle, "_beside_the_first", _cut)], (idle._beside_the_first,)),
     ]
 
 

@@ -198,7 +198,7 @@ class Model:
     def solve(
         self, time_limit: float, seed: int, enough: float, progress: Progress | None
     ) -> tuple[list[Timetable], float]:
-        """The best timetable found, if any, and a lower bound (ms). A value of `enough` (ms) ends the search."""
+        """The best timetable found, if any, and a lower bound (ms). A value of `enough` ends the search."""
         solver = self.cp.CpSolver()
         solver.parameters.max_time_in_seconds = time_limit
         solver.parameters.random_seed = seed

@@ -6,6 +6,7 @@ initial_orders        plans to begin with; periodic_blocks: repeated patterns fo
 insert_weight_grads   W's inserted into a given order of F's and B's
 paper_planner         the Zero Bubble paper's planner: zb_1p, zb_2p
 list_scheduling       towards a target, one stage per rank; evolve: which priority rules suit the costs
+plan_graph            a plan as a graph of actions
 incremental_timing    a plan that is timed again in microseconds after a move
 anneal                random moves on the critical path
 justify               everything to the left, then everything to the right

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 from zbpp.planning.earliest_starts import earliest_starts
 from zbpp.planning.problem import Problem
 from zbpp.planning.search.deadline import Deadline
-from zbpp.planning.search.list_scheduling import PriorityRule, list_schedule
+from zbpp.planning.search.list_scheduling import PriorityRules, list_schedule
 from zbpp.schedule.dataflow_arrays import kind_of
 from zbpp.schedule.timetable import Op
 
@@ -20,15 +19,13 @@ _IDLE_SHARE = (0.0, 0.3, 0.6, 0.8, 1.0, 1.2, 2.0)
 _POPULATION = 8
 _MOST_EQUAL = 3  # candidates of one objective: they are mostly the same plan
 
-Rules = list[PriorityRule]  # per rank
-
 
 class Candidate(NamedTuple):
     """Rules, the objective of the plan that they give, and per rank the kinds of that plan in order."""
 
     value: float
     born: int
-    rules: Rules
+    rules: PriorityRules
     kinds: list[list[int]]
 
 
@@ -54,11 +51,11 @@ class Population:
             first = next(self._first, None)
             self._try(self._child() if first is None else first)
 
-    def _child(self) -> Rules:
+    def _child(self) -> PriorityRules:
         parent = min(int(self.rng.expovariate(0.5)), len(self.candidates) - 1)
         return _mutated(self.candidates[parent].rules, self.rng)
 
-    def _try(self, rules: Rules) -> None:
+    def _try(self, rules: PriorityRules) -> None:
         value, kinds = list_schedule(self.problem, self.spare_times, rules)
         self.num_born += 1
         if self.candidates and value == math.inf:
@@ -105,34 +102,23 @@ def _work_in_flight(problem: Problem, rank: int) -> float:
     return most
 
 
-def first_rules(problem: Problem) -> Iterator[Rules]:
-    """Each patience, the same for all ranks."""
+def first_rules(problem: Problem) -> Iterator[PriorityRules]:
+    """Each patience, with all of the spare time for all ranks."""
     for patience in _PATIENCE:
-        yield [PriorityRule(patience, idle_share=1.0, fuse=pays) for pays in problem.whole_pays]
+        yield PriorityRules(patience, [1.0] * problem.num_ranks)
 
 
-def _mutated(rules: Rules, rng: random.Random) -> Rules:
-    """One to three changes, each the same one on neighbouring ranks."""
-    mutated = list(rules)
+def _mutated(rules: PriorityRules, rng: random.Random) -> PriorityRules:
+    """One to three changes; each gives neighbouring ranks the same share of their spare time."""
+    shares = list(rules.idle_shares)
     for _ in range(rng.choice((1, 1, 2, 3))):
-        name, draw = rng.choice(("patience", "idle_share", "fuse")), rng.random()
-        for rank in _neighbours(len(rules), rng):
-            mutated[rank] = _changed(mutated[rank], name, draw)
-    return mutated
+        share = rng.choice(_IDLE_SHARE)
+        for rank in _neighbours(len(shares), rng):
+            shares[rank] = share
+    return PriorityRules(rules.patience, shares)
 
 
 def _neighbours(num_ranks: int, rng: random.Random) -> range:
     """One rank, all from one on, or some in a row."""
     first = rng.randrange(num_ranks)
     return range(first, rng.choice((first + 1, first + 1, num_ranks, rng.randint(first + 1, num_ranks))))
-
-
-def _changed(rule: PriorityRule, name: str, draw: float) -> PriorityRule:
-    """The rule with one value drawn anew; draw: from 0 to 1, the same for ranks that change alike."""
-    match name:
-        case "patience":
-            return replace(rule, patience=_PATIENCE[int(draw * len(_PATIENCE))])
-        case "idle_share":
-            return replace(rule, idle_share=_IDLE_SHARE[int(draw * len(_IDLE_SHARE))])
-        case _:
-            return replace(rule, fuse=not rule.fuse)

@@ -10,7 +10,8 @@ pays only when the other ranks have moved theirs, too.
 from __future__ import annotations
 
 from zbpp.planning.search.deadline import Deadline
-from zbpp.planning.search.incremental_timing import IncrementalTiming, Paths
+from zbpp.planning.search.incremental_timing import IncrementalTiming
+from zbpp.planning.search.plan_graph import Paths
 
 _LEFT, _RIGHT = -1, 1
 

@@ -6,15 +6,16 @@ X less its work, less the waiting time at its end that no plan avoids. Here a ra
 where waiting pays. Only when it is used up, the rank must run whatever it has.
 
 With an F and a B both there, a rank runs the F, as long as fewer than 2(p - rank) - 1 microbatches are
-in flight: then F's and B's meet halfway. An F for which there is no memory lets a W run first. How
-long a rank waits is set by its `PriorityRule`; no rule is best everywhere (evolve.py tries many).
+in flight: then F's and B's meet halfway. An F for which there is no memory lets a W run first. Where a
+BW can pay, it runs instead of a B when no W is left over. How long ranks wait is set by `PriorityRules`;
+none are best everywhere (evolve.py tries many).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from math import inf
+from typing import NamedTuple
 
 from zbpp.planning.problem import Problem
 from zbpp.schedule.dataflow_arrays import kind_of, op_of, stage_of
@@ -24,28 +25,26 @@ F, B, W, BW = map(int, Op)
 _WAIT = -1
 
 
-@dataclass(frozen=True)
-class PriorityRule:
-    """What one rank does when there is a choice.
+class PriorityRules(NamedTuple):
+    """How long ranks wait instead of running an F or a W that is there.
 
-    patience: with only an F there, wait for a B that arrives within this many times the F's duration.
-    idle_share: how much of its spare time the rank may wait.
-    fuse: with no W left over, run a BW instead of a B.
+    patience: with only an F there, for a B that arrives within this many times the F's duration.
+    idle_shares: per rank, how much of its spare time it may wait in all.
     """
 
     patience: float
-    idle_share: float
-    fuse: bool
+    idle_shares: list[float]
 
 
 def list_schedule(
-    problem: Problem, spare_times: list[float], rules: list[PriorityRule]
+    problem: Problem, spare_times: list[float], rules: PriorityRules
 ) -> tuple[float, list[list[int]]]:
     """One run: its objective (inf if it got stuck), and per rank the kinds in order.
 
     spare_times: per rank, how long it may wait if it is to meet the target (ms).
     """
-    ranks = [_Rank(problem, index, *each) for index, each in enumerate(zip(spare_times, rules, strict=True))]
+    most_idle = [share * time for share, time in zip(rules.idle_shares, spare_times, strict=True)]
+    ranks = [_Rank(problem, index, rules.patience, most) for index, most in enumerate(most_idle)]
     _connect(problem, ranks)
     events = [(0.0, index) for index in range(problem.num_ranks)]
     while events:
@@ -69,7 +68,7 @@ def list_schedule(
 
 
 class _Rank:
-    """One rank while the plan is made: its costs, its rule, and what it has done so far.
+    """One rank while the plan is made: its costs, its waits, and what it has done so far.
 
     A search calls its methods a million times: hence slots, few calls, and ceilings subtracted beforehand.
     """
@@ -81,16 +80,15 @@ class _Rank:
         *("num_f", "num_b", "num_w", "level", "free", "idle", "wake", "asleep", "ops"),
     )
 
-    def __init__(self, problem: Problem, index: int, spare_time: float, rule: PriorityRule) -> None:
+    def __init__(self, problem: Problem, index: int, patience: float, most_idle: float) -> None:
         self.index = index
         self.time = [problem.stage_costs.duration[op][index] for op in Op]
         self.memory = [problem.stage_costs.memory[op][index] for op in Op]
         self.most_before_f = problem.ceilings[index] - self.memory[F]  # of the memory level
         self.most_before_b = problem.ceilings[index] - self.memory[B]
         self.cap = 2 * (problem.num_ranks - index) - 1  # of microbatches in flight
-        self.fuse = rule.fuse
-        self.least_wait = rule.patience * self.time[F]
-        self.most_idle = rule.idle_share * spare_time
+        self.fuse = problem.whole_pays[index]
+        self.least_wait, self.most_idle = patience * self.time[F], most_idle
         self.for_f: list[float] = []  # when messages for F's, and
         self.for_b: list[float] = []  # for B's and BW's arrive
         self.outlets: list[tuple[_Rank, list[float], float] | None] = [None] * len(Op)
