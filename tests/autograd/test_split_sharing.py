@@ -38,7 +38,7 @@ def test_a_tied_embedding_and_head_are_deferred_together():
 
 
 @pytest.mark.parametrize("name", EAGER_USES)
-def test_a_weight_with_one_eager_use_is_computed_in_b_as_a_whole(name):
+def test_a_weight_with_one_use_in_b_is_computed_in_b_as_a_whole(name):
     """A gradient captured at a leaf collects every path: deferring one would count it twice."""
     facts = cases.weight_with_one_use_in_b(name).compare()
     if name != "a bias of another layer":
