@@ -129,11 +129,11 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_equals_plain_autograd(name):
+def test_a_compiled_module_gets_the_gradients_of_plain_autograd(name):
     equals_plain(*MODELS[name])
 
 
-def test_a_tied_weight_keywords_constants_and_a_mask():
+def test_a_tied_weight_keywords_constants_and_a_mask_are_compiled_right():
     equals_plain(
         Tied,
         lambda: (torch.randint(20, (3, 5)), 0.5),
@@ -141,7 +141,7 @@ def test_a_tied_weight_keywords_constants_and_a_mask():
     )
 
 
-def test_a_gpt_under_autocast_to_bfloat16():
+def test_a_gpt_under_autocast_to_bfloat16_is_compiled_right():
     def call(module, x):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return module(x)
@@ -152,7 +152,7 @@ def test_a_gpt_under_autocast_to_bfloat16():
     )
 
 
-def test_each_layer_by_itself():
+def test_layers_compiled_one_by_one_are_right():
     equals_plain(lambda: llama(num_layers=6), lambda: leaf(2, 8, 16), how={"whole": False})
 
 
@@ -328,6 +328,16 @@ def test_what_is_kept_may_wait_on_the_host():
     assert_close(grads_of(compiled), grads_of(eager), 1e-5)
 
 
+def test_a_plain_backward_passes_through_a_frozen_stage():
+    """It has no weights whose gradients W could add."""
+    grads = []
+    for side in both_sides(lambda stage: stage.requires_grad_(False)):
+        x = torch.ones(2, 8, 16, requires_grad=True)
+        side(x).square().sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(*grads)
+
+
 # ---------------------------------------------------------------- how often it compiles
 
 
@@ -341,7 +351,7 @@ def made(monkeypatch):
     return lambda: (traced.number, compiled.number)
 
 
-def test_once_for_all_microbatches_and_again_for_another_shape(made):
+def test_a_stage_is_compiled_once_for_all_microbatches_and_again_for_another_shape(made):
     stage = llama()
     compile_stage(stage, backend="eager")
     for _ in range(3):
@@ -357,7 +367,7 @@ def test_once_for_all_microbatches_and_again_for_another_shape(made):
     assert made() == (2, 2)
 
 
-def test_once_for_layers_that_repeat(made):
+def test_layers_that_repeat_are_compiled_once(made):
     cache = {}
     for stage in (llama(num_layers=6), llama(num_layers=6)):
         compile_stage(stage, backend="eager", whole=False, cache=cache)
@@ -381,7 +391,7 @@ class Renamed(Numbered):
     """Another class of the same graphs."""
 
 
-def test_layers_of_the_same_graphs_share_a_program_and_others_do_not(made):
+def test_layers_of_the_same_graphs_are_compiled_once_and_others_apart(made):
     def make():
         return nn.Sequential(Numbered(0), Numbered(1), Renamed(2), Numbered(3, factor=2.0))
 
@@ -446,7 +456,7 @@ def test_a_layer_that_cannot_be_compiled_stays_eager_by_name_and_reason(kind, re
     assert re.search(REASONS[kind], layer)
 
 
-def test_explain_says_where_and_why(retreats):
+def test_explain_says_where_a_compiled_gradient_is_computed_and_why(retreats):
     stage, x = nn.Sequential(Numbered(0), Choosing(1)), leaf(2, 4)
     compile_stage(stage, backend="eager")
     y = stage(x)

@@ -49,7 +49,7 @@ def compiles_attention_in_float64():
     ],
     ids=["llama", "net"],
 )
-def test_equals_plain_autograd(make, make_inputs, dtype):
+def test_inductors_code_gets_the_gradients_of_plain_autograd(make, make_inputs, dtype):
     modules = []
 
     def made():

@@ -27,7 +27,7 @@ from helpers.cases import (
     sharing,
     tensor_parallel,
 )
-from helpers.split import Case, _call, assert_close, assert_equals_plain, leaf, tensors_of
+from helpers.split import Case, assert_close, assert_equals_plain, call_module, leaf, tensors_of
 from zbpp.autograd import explain
 from zbpp.autograd.compiled import compile_stage
 from zbpp.autograd.compiled.compiled_forward import CompiledForward
@@ -83,7 +83,7 @@ def compare(case, **how):
         return modules[-1]
 
     def call(module, *inputs):
-        output = (case.call or _call)(module, *inputs)
+        output = (case.call or call_module)(module, *inputs)
         found = [each.detach().clone() for each in tensors_of(output) if isinstance(each, Tensor)]
         outputs.append({place: each.double() for place, each in enumerate(found) if not each.is_complex()})
         return output
@@ -181,7 +181,9 @@ def assert_explained(module, case):
         inputs = case.make_inputs()
         inputs = inputs if isinstance(inputs, tuple) else (inputs,)
         outputs = [
-            each for each in tensors_of((case.call or _call)(module, *inputs)) if isinstance(each, Tensor)
+            each
+            for each in tensors_of((case.call or call_module)(module, *inputs))
+            if isinstance(each, Tensor)
         ]
     finally:
         torch.set_default_dtype(torch.float32)

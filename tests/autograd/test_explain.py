@@ -8,45 +8,24 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from zbpp.autograd import backward_input, checkpoint, defer, explain
+from helpers.cases.checkpoint import reentrant, torchs
+from helpers.cases.functions import Deferring, Layer
+from zbpp.autograd import backward_input, checkpoint, explain
 from zbpp.autograd.weight_grads import ComputedTask
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
 
 
-class Squared(torch.autograd.Function):
-    """y = x @ w.T, by hand."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        return dy @ weight, defer(ctx, weight, lambda dy, x: dy.t() @ x, dy, x)
-
-
-class Custom(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x):
-        return Squared.apply(x, self.weight)
-
-
 class Tied(nn.Module):
     """One weight, in a product and by itself."""
 
-    def __init__(self, eager):
+    def __init__(self, used_in_b):
         super().__init__()
-        self.linear, self.eager = nn.Linear(4, 4, bias=False), eager
+        self.linear, self.used_in_b = nn.Linear(4, 4, bias=False), used_in_b
 
     def forward(self, x):
         y = torch.relu(self.linear(x)) @ self.linear.weight.t()
-        return y + self.linear.weight.sum() if self.eager else y
+        return y + self.linear.weight.sum() if self.used_in_b else y
 
 
 class Saved(nn.Module):
@@ -91,14 +70,6 @@ def own_hooks():
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
-def non_reentrant(fn, x):
-    return torch.utils.checkpoint.checkpoint(fn, x, use_reentrant=False)
-
-
-def reentrant(fn, x):
-    return torch.utils.checkpoint.checkpoint(fn, x, use_reentrant=True)
-
-
 def frozen_weight():
     layer = nn.Linear(4, 4)
     layer.weight.requires_grad_(False)
@@ -117,18 +88,21 @@ CASES = {
         {"weight": ("B", "used by NativeLayerNormBackward0, which has no rule")},
     ),
     "tied": (lambda: Tied(False), {"linear.weight": ("W", "MmBackward0 through TBackward0 (2 uses)")}),
-    "tied, once eager": (
+    "tied, used in B": (
         lambda: Tied(True),
         {"linear.weight": ("B", "also used by AddBackward0 through SumBackward0, which has no rule, so all")},
     ),
-    "function": (Custom, {"weight": ("B", "used by the Function SquaredBackward, in B unless it calls")}),
+    "function": (
+        lambda: Layer(Deferring),
+        {"weight": ("B", "used by the Function DeferringBackward, in B unless it calls")},
+    ),
     "own hooks": (lambda: Saved(own_hooks), {"linear.weight": ("B", "its saved tensors packed by")}),
     "on the host": (
         lambda: Saved(torch.autograd.graph.save_on_cpu),
         {"linear.weight": ("W", "AddmmBackward0 through TBackward0")},
     ),
     "torch's checkpoint": (
-        lambda: Recomputed(non_reentrant),
+        lambda: Recomputed(torchs),
         {
             "first.weight": ("W", "TBackward0"),
             "second.weight": ("B", "its saved tensors packed by torch.utils.checkpoint._checkpoint_hook"),

@@ -32,26 +32,26 @@ def assert_refuses(match, make_arguments, error=ValueError):
     assert_close(found, grads_of(module))
 
 
-def test_an_output_that_needs_no_grad():
+def test_an_output_that_needs_no_grad_is_refused():
     assert_refuses("no output that requires grad", lambda module, x, output: (output.detach(), None, x))
 
 
-def test_no_outputs_at_all():
+def test_no_outputs_at_all_is_refused():
     assert_refuses("no output that requires grad", lambda module, x, output: ((), (), x))
 
 
-def test_only_none_among_the_gradients():
+def test_only_none_among_the_gradients_is_refused():
     assert_refuses("no output that requires grad", lambda module, x, output: ((output,), (None,), x))
 
 
-def test_a_gradient_for_an_output_without_grad():
+def test_a_gradient_for_an_output_without_grad_is_refused():
     assert_refuses(
         "output 1 does not require grad: its gradient must be None",
         lambda module, x, output: ((output, output.detach()), (double(5, 3), double(5, 3)), x),
     )
 
 
-def test_a_gradient_for_an_output_that_is_no_tensor():
+def test_a_gradient_for_an_output_that_is_no_tensor_is_refused():
     assert_refuses(
         "output 1 does not require grad",
         lambda module, x, output: ((output, None), (double(5, 3), double(5, 3)), x),
@@ -59,7 +59,7 @@ def test_a_gradient_for_an_output_that_is_no_tensor():
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (5, 1), (3,), (1, 5, 3), ()])
-def test_a_gradient_of_another_shape(shape):
+def test_a_gradient_of_another_shape_is_refused(shape):
     """Also one that would broadcast."""
     assert_refuses(
         r"the gradient of output 0 is \(.*\) on cpu, the output \(5, 3\) on cpu",
@@ -67,7 +67,7 @@ def test_a_gradient_of_another_shape(shape):
     )
 
 
-def test_a_gradient_on_another_device():
+def test_a_gradient_on_another_device_is_refused():
     assert_refuses(
         r"the gradient of output 0 is \(5, 3\) on meta, the output \(5, 3\) on cpu",
         lambda module, x, output: (output, torch.empty(5, 3, device="meta", dtype=torch.float64), x),
@@ -85,11 +85,11 @@ def test_a_gradient_of_another_dtype_is_cast_as_plain_autograd_does():
     assert_close(found, grads_of(module))
 
 
-def test_a_gradient_that_is_no_tensor():
+def test_a_gradient_that_is_no_tensor_is_refused():
     assert_refuses("the gradient of output 0 is a float", lambda module, x, output: (output, [1.0], x))
 
 
-def test_more_gradients_than_outputs():
+def test_more_gradients_than_outputs_are_refused():
     assert_refuses(
         "1 outputs but 2 output_grads", lambda module, x, output: (output, [double(5, 3), double(5, 3)], x)
     )
@@ -99,7 +99,7 @@ def test_an_output_that_is_no_scalar_needs_a_gradient():
     assert_refuses("output 0 is no scalar: give its gradient", lambda module, x, output: (output, None, x))
 
 
-def test_a_parameter_that_is_no_leaf():
+def test_a_parameter_that_is_no_leaf_is_refused():
     assert_refuses(
         r"parameters\[1\] of shape \(4, 4\) is not a leaf",
         lambda module, x, output: (output, double(5, 3), x, [module[0].weight, module[0].weight * 2]),
@@ -115,7 +115,7 @@ def test_a_frozen_parameter_may_be_named():
     assert grads_of(module).keys() == {"1.weight", "1.bias", "2.weight", "2.bias"}
 
 
-def test_the_same_graph_twice():
+def test_a_second_b_of_the_same_graph_is_refused():
     module, x = module_and_input()
     output = module(x)
     _, weight_grads = backward_input(output, double(5, 3), x)
@@ -129,7 +129,7 @@ def test_the_same_graph_twice():
     assert_close(found, grads_of(module))
 
 
-def test_the_same_graph_twice_where_no_rule_looks_at_it():
+def test_a_second_b_is_refused_where_no_rule_looks_at_the_graph():
     """Then the engine notices."""
     x = double(5).requires_grad_()
     output = (x * x).sum()
@@ -138,7 +138,7 @@ def test_the_same_graph_twice_where_no_rule_looks_at_it():
         backward_input(output, None, x)
 
 
-def test_the_same_graph_after_a_plain_backward():
+def test_b_after_a_plain_backward_of_the_same_graph_is_refused():
     module, x = module_and_input()
     output = module(x)
     output.backward(double(5, 3))
@@ -148,7 +148,7 @@ def test_the_same_graph_after_a_plain_backward():
     assert_close(grads_of(module), before, tolerance=0)
 
 
-def test_the_lowest_layer_of_stage_0_twice():
+def test_a_second_b_of_stage_0s_lowest_layer_is_right_or_refused():
     """Its node has not run, but its dy is spent all the same: a second B is either right or refused."""
     linear = nn.Linear(4, 3).double()
     x, dy = double(5, 4), double(5, 3)
@@ -162,7 +162,7 @@ def test_the_lowest_layer_of_stage_0_twice():
     torch.testing.assert_close(linear.weight.grad, dy.t() @ x)
 
 
-def test_accumulate_twice():
+def test_a_second_w_is_refused():
     module, x = module_and_input()
     _, weight_grads = backward_input(module(x), double(5, 3), x)
     weight_grads.accumulate()

@@ -92,31 +92,31 @@ def test_checkpoints_may_be_nested(forwards):
     assert len(forwards) == 3 + 3 + 1
 
 
-def test_keywords_and_constants_and_none():
+def test_keywords_constants_and_none_reach_the_function():
     assert_equals_without(cases.keywords_constants_and_none)
 
 
-def test_tuples_as_outputs():
+def test_a_function_may_return_a_tuple():
     """With a None, an integer, and one without grad among them."""
     assert_equals_without(cases.tuple_of_outputs)
 
 
-def test_an_output_that_is_not_used():
+def test_an_output_may_be_left_unused():
     facts = cases.unused_output().compare()
     expected = assert_equals_plain(lambda: FirstOfTwo(plainly), lambda: leaf(5, 8))
     assert_close({name: grad for name, grad in facts.grads.items() if grad.abs().max() > 0}, expected.grads)
 
 
-def test_a_parameter_used_inside_and_outside():
+def test_a_parameter_may_be_used_inside_and_outside():
     assert_equals_without(cases.parameter_used_inside_and_outside)
 
 
-def test_a_parameter_passed_as_an_argument():
+def test_a_parameter_may_be_passed_as_an_argument():
     assert_equals_without(cases.parameter_as_argument)
 
 
 @pytest.mark.parametrize("frozen", ["all of it", "its first half"])
-def test_a_frozen_block(frozen):
+def test_a_frozen_block_gets_no_gradient(frozen):
     facts = assert_equals_without(partial(cases.frozen_block, frozen=frozen))
     assert not any(name.startswith("1.up") for name in facts.grads)
 
@@ -132,15 +132,15 @@ def test_nothing_to_train_and_nothing_to_pass_on_costs_no_recompute(forwards):
     assert len(grads_of(trained)) == 6
 
 
-def test_inputs_that_are_no_leaves_and_views():
+def test_an_input_may_be_a_computed_view():
     assert_equals_without(cases.input_that_is_a_view)
 
 
-def test_in_place_operations_inside():
+def test_a_checkpointed_function_may_change_its_own_tensors_in_place():
     assert_equals_without(cases.in_place_operations_inside)
 
 
-def test_chosen_parameters_only():
+def test_only_chosen_parameters_inside_a_checkpoint_get_gradients():
     with float64():
         torch.manual_seed(0)
         module = Checkpointed(checkpoint, Block(), Block())
@@ -229,7 +229,7 @@ class Decoder(nn.Module):
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("is_leaf", [True, False])
-def test_a_function_that_closes_over_what_was_computed_from_the_input(is_leaf, nested):
+def test_a_function_may_close_over_a_tensor_computed_from_the_input(is_leaf, nested):
     """The gradient that reaches the input by that way is not lost: all stages before would train on it."""
     with float64():
         plain = Decoder(plainly, nested=nested)
@@ -248,7 +248,7 @@ def test_a_function_that_closes_over_what_was_computed_from_the_input(is_leaf, n
 @pytest.mark.parametrize(
     "settings", [{"num_blocks": 2}, {"uses_memory": True}], ids=["by two", "and outside"]
 )
-def test_a_computed_tensor_that_two_use_by_closure_is_to_be_an_argument(settings):
+def test_two_checkpoints_that_close_over_a_computed_tensor_are_refused(settings):
     """The first to go through its graph frees it."""
     with float64():
         module = Decoder(checkpoint, **settings)
@@ -257,7 +257,7 @@ def test_a_computed_tensor_that_two_use_by_closure_is_to_be_an_argument(settings
         backward_input(output, torch.ones_like(output), ())[1].accumulate()
 
 
-def test_hooks_on_a_checkpointed_blocks_parameters():
+def test_hooks_on_a_checkpointed_blocks_parameters_fire():
     module = Checkpointed(checkpoint, Block())
     seen, after = CountCalls(), CountCalls()
     module[0].up.weight.register_hook(seen)
@@ -288,7 +288,7 @@ def test_layers_beside_torchs_checkpoint_are_deferred():
     assert {"first.weight", "last.weight"} <= facts.deferred
 
 
-def test_torchs_checkpoint_on_stage_0():
+def test_stage_0_trains_under_torchs_checkpoint():
     cases.torchs_checkpoint_on_stage_0().compare()
 
 

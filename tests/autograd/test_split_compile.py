@@ -29,7 +29,7 @@ def test_compiled_blocks_equal_plain_autograd_and_their_backward_runs_once(runs)
     assert len(runs) == 2 * 2 * 2  # plain and split, microbatches, blocks
 
 
-def test_compiled_blocks_on_stage_0(runs):
+def test_compiled_blocks_on_stage_0_run_backward_once(runs):
     facts = cases.compiled_blocks_on_stage_0().compare()
     assert facts.deferred == {"2.weight", "2.bias"}
     assert len(runs) == 8
@@ -44,6 +44,6 @@ def test_nothing_of_a_compiled_backward_runs_in_w(runs):
     assert runs == ["backward"]
 
 
-def test_a_graph_break_inside_a_block(runs):
+def test_a_block_with_a_graph_break_is_right(runs):
     cases.block_with_graph_break().compare()
     assert len(runs) == 8

@@ -44,7 +44,7 @@ def test_what_is_deferred_runs_in_w_not_in_b(runs):
     torch.testing.assert_close(layer.weight.grad, torch.ones(5, 4).t() @ x.detach())
 
 
-def test_defer_in_a_stage_without_input_gradients():
+def test_defer_works_in_a_stage_without_input_gradients():
     """Stage 0: nothing but the weight needs the Function to run."""
     facts = cases.deferring_function_on_stage_0().compare()
     assert facts.deferred == {"weight"}
@@ -59,12 +59,12 @@ def test_defer_on_a_frozen_weight_computes_nothing_for_w():
     assert cases.deferring_function_of_frozen_weight().compare().deferred == set()
 
 
-def test_a_weight_deferred_by_a_function_and_used_by_a_layer_too():
+def test_a_weight_may_be_deferred_by_a_function_and_used_by_a_layer():
     """Each part is added once: the layer's by W or B, the Function's by W."""
     cases.weight_of_function_and_layer().compare()
 
 
-def test_a_weight_deferred_twice_by_functions():
+def test_a_weight_may_be_deferred_twice_by_functions():
     assert cases.weight_of_function_used_twice().compare().deferred == {"weight"}
 
 
@@ -77,7 +77,7 @@ def test_defer_obeys_the_chosen_parameters():
     assert grads_of(module).keys() == {"1.weight"}
 
 
-def test_defer_for_a_weight_that_is_an_input():
+def test_defer_computes_at_once_for_a_weight_that_is_an_input():
     """Then its gradient is asked for in B."""
     layer = Layer(Deferring)
     x = torch.randn(5, 4)
@@ -93,7 +93,7 @@ def test_defer_holds_no_graph(runs):
     assert set(runs) == {None}
 
 
-def test_a_function_with_several_outputs_and_unused_ones(runs):
+def test_a_function_may_have_unused_outputs(runs):
     facts = cases.function_with_two_outputs().compare()
     assert facts.computed == {"weight"}
     assert len(runs) == 4

@@ -78,7 +78,7 @@ def test_buffers_and_constants_take_no_part():
     assert cases.buffers_and_constants().compare().deferred == linear_weights(Two())
 
 
-def test_chosen_parameters_only():
+def test_only_chosen_parameters_get_gradients():
     """parameters=...: the others' gradients are neither computed nor added."""
     with float64():
         torch.manual_seed(0)
@@ -119,31 +119,31 @@ def test_parameters_that_the_graph_does_not_reach_may_be_named():
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_outputs_of_every_form(name):
+def test_outputs_may_have_every_form(name):
     facts = cases.outputs(name).compare()
     assert facts.deferred == linear_weights(Two())
 
 
-def test_an_output_on_the_way_to_another():
+def test_an_output_may_lie_on_the_way_to_another():
     assert cases.output_on_the_way_to_another().compare().deferred == linear_weights(Two())
 
 
-def test_an_output_that_is_a_site_itself():
+def test_an_output_may_be_a_site_itself():
     """Its gradient is captured where the backward starts."""
     facts = cases.output_that_is_a_site().compare()
     assert facts.deferred == linear_weights(Two())
 
 
-def test_an_output_that_is_a_site_and_feeds_another():
+def test_an_output_may_be_a_site_that_feeds_another():
     """dy is what the caller gave plus what comes from above."""
     assert cases.output_that_is_a_site_and_feeds_another().compare().deferred == linear_weights(Two())
 
 
-def test_an_input_returned_as_it_is():
+def test_an_input_may_be_returned_as_it_is():
     cases.returned_input().compare()
 
 
-def test_a_parameter_returned_as_it_is():
+def test_a_parameter_may_be_returned_as_it_is():
     cases.returned_parameter().compare()
 
 
@@ -188,11 +188,11 @@ def test_integers_and_none_among_the_inputs_get_none():
     assert facts.deferred == linear_weights(Two())
 
 
-def test_keywords():
+def test_inputs_may_be_keywords():
     cases.keywords().compare()
 
 
-def test_inputs_that_are_no_leaves():
+def test_inputs_may_be_computed():
     """The pass stops there, and what lies above them gets nothing."""
     facts = cases.input_that_is_no_leaf().compare()
     assert facts.deferred == linear_weights(Two())
@@ -238,7 +238,7 @@ def test_a_loss_on_a_detached_input_reaches_its_parameters():
     assert cases.loss_on_detached_input().compare().grads.keys() == linear_weights(Two())
 
 
-def test_several_losses_over_shared_activations():
+def test_several_losses_may_share_activations():
     assert cases.several_losses().compare().deferred == linear_weights(Two())
 
 
@@ -246,7 +246,7 @@ def test_several_losses_over_shared_activations():
 
 
 @pytest.mark.parametrize("forward", IN_PLACE)
-def test_in_place_operations(forward):
+def test_in_place_operations_are_right(forward):
     facts = cases.in_place_operation(forward).compare()
     assert facts.deferred == linear_weights(Two())
 
@@ -267,13 +267,13 @@ def test_b_and_w_draw_no_random_numbers():
 
 
 @pytest.mark.parametrize("name", COMPLEX)
-def test_complex_weights(name):
+def test_complex_weights_are_deferred(name):
     facts = cases.complex_weight(name).compare()
     assert facts.deferred == {"weight"}
     assert facts.grads["weight"].is_complex()
 
 
-def test_second_microbatch_without_a_gradient_somewhere():
+def test_a_second_microbatch_may_lack_a_gradient_somewhere():
     """Data decides which parameters take part: each microbatch's graph is its own."""
 
     class Choosing(Two):

@@ -72,7 +72,7 @@ def test_a_hook_on_an_input_changes_what_b_returns():
     cases.hook_on_input().compare()
 
 
-def test_a_hook_on_a_weight_with_an_eager_use_sees_the_sum():
+def test_a_hook_on_a_weight_with_a_use_in_b_sees_the_sum():
     cases.hook_on_weight_with_use_in_b().compare()
 
 
@@ -89,14 +89,14 @@ def test_a_hook_on_an_activation_changes_dy_as_in_plain_autograd():
     assert all(torch.equal(*pair) for pair in zip(plain, split, strict=True))
 
 
-def test_a_hook_on_the_output_of_stage_0s_lowest_site():
+def test_a_hook_on_the_output_of_stage_0s_lowest_site_runs():
     """That node never runs; the hook on its output must."""
     seen = []
     cases.hooks_on_activations_of_stage_0(seen=seen).compare()
     assert len(seen) == 8
 
 
-def test_retain_grad_on_an_activation():
+def test_retain_grad_on_an_activation_works():
     with float64():
         torch.manual_seed(0)
         module = Hooked([])
@@ -233,7 +233,7 @@ def test_hooks_may_add_and_remove_hooks():
     assert fired == [1]
 
 
-def test_post_accumulate_hooks_fire_once_where_a_leaf_has_several_pieces_of_work():
+def test_post_accumulate_hooks_fire_once_where_a_leaf_has_several_tasks():
     """A parameter used inside a checkpoint and outside of it: after the last."""
     layer = nn.Linear(4, 4, bias=False)
     sums = []

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.cases.functions import Deferring
 from helpers.split import assert_close, assert_equals_plain, double, float64, grads_of, leaf
 from zbpp import backward_input
-from zbpp.autograd import defer
+from zbpp.autograd.weight_grads import ChangedInPlace
 
 
 class Writes(nn.Module):
@@ -34,7 +35,7 @@ NODES = {"linear": "AddmmBackward0", "convolution": "ConvolutionBackward0", "emb
 
 
 @pytest.mark.parametrize("kind", NODES)
-def test_a_kept_buffer_that_the_next_forward_writes_into_before_w(kind):
+def test_a_buffer_that_the_next_forward_writes_into_before_w_is_noticed(kind):
     """F0 B0 F1 W0: W0 would have read what F1 wrote."""
     with float64():
         module = Writes(kind)
@@ -44,7 +45,7 @@ def test_a_kept_buffer_that_the_next_forward_writes_into_before_w(kind):
         early.accumulate()
 
 
-def test_a_kept_buffer_in_the_order_of_plain_autograd():
+def test_a_buffer_may_be_written_into_after_w():
     """F0 B0 W0 F1 B1 W1, as 1F1B does: nothing to refuse."""
     with float64():
         module, plain = Writes("linear"), Writes("linear")
@@ -63,12 +64,12 @@ def changed_before_w(make_output, change):
         dy = torch.randn_like(output)
         (grad,), weight_grads = backward_input(output, dy, x)
         change(dy, grad)
-        with pytest.raises(RuntimeError, match="changed in place") as caught:
+        with pytest.raises(ChangedInPlace, match="changed in place") as caught:
             weight_grads.accumulate()
     return str(caught.value)
 
 
-def test_the_callers_gradient_changed_before_w():
+def test_a_change_of_the_callers_gradient_before_w_is_noticed():
     with float64():
         layer = nn.Linear(4, 3)
     message = changed_before_w(layer, lambda dy, grad: dy.mul_(2))
@@ -77,7 +78,7 @@ def test_the_callers_gradient_changed_before_w():
     assert grads_of(layer) == {}
 
 
-def test_a_returned_gradient_that_is_dy_changed_before_w():
+def test_a_change_of_a_returned_gradient_that_is_dy_is_noticed():
     """Adding hands dy on: what the input gets IS what the layer got."""
     with float64():
         layer = nn.Linear(4, 4)
@@ -86,7 +87,7 @@ def test_a_returned_gradient_that_is_dy_changed_before_w():
     )
 
 
-def test_a_gradient_that_b_computed_changed_before_w():
+def test_a_change_of_a_gradient_that_b_computed_is_noticed():
     """That of a parameter which is added IS dy."""
     with float64():
         offset = nn.Parameter(torch.randn(5, 4))
@@ -94,25 +95,14 @@ def test_a_gradient_that_b_computed_changed_before_w():
     assert "the gradient that B computed" in message
 
 
-def test_a_tensor_that_a_function_put_off_changed_before_w():
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            ctx.save_for_backward(x, weight)
-            return x @ weight.t()
-
-        @staticmethod
-        def backward(ctx, dy):
-            x, weight = ctx.saved_tensors
-            return dy @ weight, defer(ctx, weight, lambda dy, x: dy.t() @ x, dy, x)
-
+def test_a_change_of_a_tensor_passed_to_defer_is_noticed():
     with float64():
         weight = nn.Parameter(torch.randn(3, 4))
-    message = changed_before_w(lambda x: Product.apply(x, weight), lambda dy, grad: dy.zero_())
+    message = changed_before_w(lambda x: Deferring.apply(x, weight), lambda dy, grad: dy.zero_())
     assert "passed to defer" in message
 
 
-def test_a_saved_tensor_on_the_cpu_changed_before_w():
+def test_a_change_of_a_tensor_saved_on_the_cpu_is_noticed():
     """save_on_cpu hands a tensor on that is on the CPU already."""
     with float64():
         layer, x = nn.Linear(4, 3), torch.randn(5, 4)
@@ -124,14 +114,14 @@ def test_a_saved_tensor_on_the_cpu_changed_before_w():
         weight_grads.accumulate()
 
 
-def test_a_changed_operand_of_a_tied_weight():
+def test_a_change_of_an_operand_of_a_tied_weight_is_noticed():
     with float64():
         weight, other = nn.Parameter(torch.randn(4, 4)), torch.randn(5, 4)
     message = changed_before_w(lambda x: x @ weight + other @ weight, lambda dy, grad: other.add_(1))
     assert "the input that MmBackward0 saved" in message
 
 
-def test_a_gradient_made_in_inference_mode():
+def test_a_gradient_made_in_inference_mode_is_copied():
     """Autograd keeps no version of it."""
     with float64():
         layer, plain, x = nn.Linear(4, 3), nn.Linear(4, 3), torch.randn(5, 4)
@@ -188,7 +178,7 @@ class Beside(nn.Module):
 @pytest.mark.parametrize("path", ["function", "hook"])
 @pytest.mark.parametrize("needs_grad", [True, False], ids=["inner stage", "stage 0"])
 @pytest.mark.parametrize("beside", ["layer", "offset"])
-def test_a_backward_that_changes_its_gradient_in_place_beside_what_waits(path, needs_grad, beside):
+def test_a_backward_that_changes_a_captured_gradient_in_place_is_refused(path, needs_grad, beside):
     """Plain autograd has computed the other path's weight gradient by then."""
     orders = {
         "layer": lambda self, x: self.scaled(x) + self.layer(x),
@@ -198,7 +188,7 @@ def test_a_backward_that_changes_its_gradient_in_place_beside_what_waits(path, n
         module = Beside(path, orders[beside])
     x = double(5, 4).requires_grad_(needs_grad)
     match = r"changes in place a gradient of shape \(5, 4\).*return a new tensor"
-    with pytest.raises(RuntimeError, match="Scales.*" + match if path == "function" else match):
+    with pytest.raises(ChangedInPlace, match="Scales.*" + match if path == "function" else match):
         backward_input(module(x), double(5, 4, seed=1), ())
     assert grads_of(module) == {}
 
@@ -213,7 +203,7 @@ def test_a_backward_that_changes_its_gradient_in_place_beside_what_waits(path, n
     ],
     ids=["it runs before the other path", "below a layer", "above a layer"],
 )
-def test_a_backward_that_changes_its_gradient_in_place_where_nothing_waits_for_it(path, order):
+def test_a_backward_may_change_a_gradient_in_place_that_nothing_waits_for(path, order):
     """Then W reads what a plain backward reads."""
     assert_equals_plain(lambda: Beside(path, order), lambda: leaf(5, 4))
 

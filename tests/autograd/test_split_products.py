@@ -79,13 +79,13 @@ def test_low_rank_weights_multiplied_first_are_right():
 
 
 @pytest.mark.parametrize("name", COMPLEX)
-def test_a_real_parameter_as_the_weight_of_a_complex_product(name):
+def test_a_real_weight_of_a_complex_product_is_right(name):
     """Its gradient is that of the conjugate, as the layers of a Fourier neural operator need it."""
     facts = cases.real_weight_of_complex_product(name).compare()
     assert facts.deferred == {"weights.0"} or name == "F.linear"
 
 
-def test_a_parameter_that_is_viewed_as_complex():
+def test_a_parameter_that_is_viewed_as_complex_is_right():
     facts = cases.parameter_viewed_as_complex().compare()
     assert facts.deferred == {"weights.0"}
 

@@ -67,7 +67,7 @@ def split_backward(output):
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
-def test_a_function_that_changes_its_argument_in_place(needs_grad):
+def test_a_function_that_changes_its_argument_in_place_is_refused(needs_grad):
     """A batch that the first block changes, say: the recompute would change it twice."""
     block = made()
     x = double(5, 4).requires_grad_(needs_grad).clone()
@@ -82,7 +82,7 @@ def test_a_function_that_changes_its_argument_in_place(needs_grad):
 
 
 @pytest.mark.parametrize("backward", [plain_backward, split_backward])
-def test_an_argument_changed_in_place_between_f_and_its_recompute(backward):
+def test_a_change_of_an_argument_between_f_and_its_recompute_is_noticed(backward):
     x = double(5, 4)
     output = checkpoint(made(), x)
     x.mul_(3)
@@ -92,7 +92,7 @@ def test_an_argument_changed_in_place_between_f_and_its_recompute(backward):
 
 @pytest.mark.parametrize("backward", [plain_backward, split_backward])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_weight_changed_between_f_and_its_recompute(way, backward):
+def test_a_change_of_a_weight_between_f_and_its_recompute_is_noticed(way, backward):
     """As autograd refuses to go on without a checkpoint."""
     block = SHARED if way == "a global" else made()
     function = WAYS[way](block)
@@ -128,7 +128,7 @@ def change(block):
     ],
     ids=["replaced", "a bias changed", "thawed"],
 )
-def test_what_else_a_recompute_can_not_repeat(prepare, happens, said):
+def test_other_changes_between_f_and_its_recompute_are_noticed(prepare, happens, said):
     """Without a checkpoint, each gives the gradients of the forward, which here are lost."""
     block = made()
     prepare(block)
@@ -150,7 +150,7 @@ def test_a_weight_frozen_between_f_and_its_recompute_gets_no_gradient():
     assert_close(grads_of(block), grads_of(plain))
 
 
-def test_a_weight_that_changes_after_all_backwards_is_nobodys_concern():
+def test_a_weight_may_change_after_all_backwards():
     block = made()
     for _ in range(2):
         split_backward(checkpoint(block, double(5, 4)))
@@ -220,7 +220,7 @@ class Moving(nn.Module):
         return (h - self.mean).square()
 
 
-def test_a_moving_average_that_forward_uses_and_replaces():
+def test_a_forward_may_use_and_replace_a_moving_average():
     sides = []
     for how in (plainly, checkpoint):
         module = made(Moving)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from helpers.cases import sharing as cases
-from helpers.cases.sharing import EAGER_USES, LAYOUTS, Mixed, WithSum
+from helpers.cases.sharing import LAYOUTS, USES_IN_B, Mixed, WithSum
 from helpers.split import (
     assert_close,
     double,
@@ -37,8 +37,8 @@ def test_a_tied_embedding_and_head_are_deferred_together():
     assert facts.deferred == {"embedding.weight", "layer.weight", "layer.bias"}
 
 
-@pytest.mark.parametrize("name", EAGER_USES)
-def test_a_weight_with_one_eager_use_is_computed_in_b_as_a_whole(name):
+@pytest.mark.parametrize("name", USES_IN_B)
+def test_a_weight_with_one_use_in_b_is_computed_in_b_as_a_whole(name):
     """A gradient captured at a leaf collects every path: deferring one would count it twice."""
     facts = cases.weight_with_one_use_in_b(name).compare()
     if name != "a bias of another layer":

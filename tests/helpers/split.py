@@ -93,9 +93,9 @@ def assert_equals_plain(
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        expected = _plain(make_module, make_inputs, call or _call, num_microbatches, count_products)
+        expected = _plain(make_module, make_inputs, call or call_module, num_microbatches, count_products)
         found, facts = _split(
-            make_module, make_inputs, call or _call, num_microbatches, count_products, grads_in_b
+            make_module, make_inputs, call or call_module, num_microbatches, count_products, grads_in_b
         )
     finally:
         torch.set_default_dtype(before)
@@ -127,7 +127,7 @@ class _Side(NamedTuple):
     num_products: int
 
 
-def _call(module: nn.Module, *inputs: Any) -> Any:
+def call_module(module: nn.Module, *inputs: Any) -> Any:
     return module(*inputs)
 
 

@@ -107,8 +107,8 @@ def survey(
     walked = stops, revisited, set(revisited)
     has_sums = _defer(weights, leaves, walked, sites, uses)
     if biases:  # a bias waits only where its weight does: W holds that dy anyway
-        split = set(sites)
-        biases = [bias for bias in biases if bias[0] in split]
+        deferred = set(sites)
+        biases = [bias for bias in biases if bias[0] in deferred]
         has_sums = _defer(biases, leaves, walked, sites, uses) or has_sums
     return new_tuple(Survey, (sites, uses, has_sums, leaves, functions))
 

@@ -6,10 +6,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from helpers.split import (
-    Case,
-    leaf,
-)
+from helpers.split import Case, leaf
 from zbpp import checkpoint
 
 

@@ -4,10 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from helpers.split import (
-    Case,
-    leaf,
-)
+from helpers.split import Case, leaf
 
 
 class Two(nn.Module):

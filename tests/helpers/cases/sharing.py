@@ -3,10 +3,7 @@
 import torch
 from torch import nn
 
-from helpers.split import (
-    Case,
-    leaf,
-)
+from helpers.split import Case, leaf
 
 
 class Tied(nn.Module):
@@ -22,7 +19,7 @@ class Tied(nn.Module):
         return self.second(self.between(self.middle(self.first(x))))
 
 
-EAGER_USES = {
+USES_IN_B = {
     "a penalty": lambda x, w: (x @ w, (w**2).sum()),
     "an element-wise use": lambda x, w: x @ w * w[0],
     "a use through a tree": lambda x, w: x @ w + x @ (w / w.norm()),
@@ -106,7 +103,7 @@ def weight_with_one_use_in_b(name="a penalty") -> Case:
             self.weight = nn.Parameter(torch.randn(4, 4))
 
         def forward(self, x):
-            return EAGER_USES[name](x, self.weight)
+            return USES_IN_B[name](x, self.weight)
 
     return Case(Module, lambda: leaf(4, 4))
 
