@@ -12,15 +12,12 @@ from torch import nn
 
 from helpers.processes import run_ranks
 from helpers.split import assert_close
+from helpers.tensors import drawn
 from zbpp import Pipeline, PlanError, per_microbatch, plan
 from zbpp.planning import SCHEDULES
 from zbpp.runtime import BoundaryError
 
 SIZE = 6
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def linear(seed, out=SIZE):

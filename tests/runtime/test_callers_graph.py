@@ -7,13 +7,10 @@ from torch import nn
 
 from helpers.processes import run_ranks
 from helpers.split import assert_close
+from helpers.tensors import drawn
 from zbpp import Pipeline, per_microbatch, plan, replicate
 
 SIZE, ROWS, M = 5, 8, 4
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 class Stage(nn.Module):

@@ -11,13 +11,10 @@ from torch import nn
 
 from helpers.processes import run_ranks
 from helpers.split import assert_close, float64
+from helpers.tensors import drawn
 from zbpp import Pipeline, checkpoint, plan
 
 M, ROWS = 4, 8
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def mean_square(output, target):

@@ -14,16 +14,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from helpers.processes import outcomes, run_ranks
+from helpers.tensors import drawn
 from helpers.timetables import random_timetable
 from zbpp import Pipeline, Timetable, plan, replicate
 from zbpp.runtime.world import gather
 
 SIZE, ROWS, NUM_LAYERS = 6, 8, 4
 ONE_PER_RANK = ["gpipe", "1f1b", "zb_h1", "zb_h2"]
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 class Layer(nn.Module):
@@ -410,12 +407,12 @@ def step_and_look_inside(rank, timetable):
     pipeline.evaluate(x, target=target)
     links = [
         (len(box._posted if hasattr(box, "_posted") else box._pending))
-        for each in pipeline._runner._executors.values()
+        for each in pipeline._engine._executors.values()
         for box in (*each._inboxes.values(), *each._outboxes.values())
     ]
     workers = [
         (worker._saved, worker._deferred, tuple(worker._feed))
-        for worker in pipeline._runner._workers.values()
+        for worker in pipeline._engine._workers.values()
     ]
     return links, workers
 

@@ -7,16 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from helpers.tensors import drawn
 from zbpp.autograd import checkpoint
 from zbpp.planning import plan
 from zbpp.runtime import BoundaryError, Pipeline, StageWorker
 from zbpp.runtime.feed import Feed
 
 M, ROWS, SIZE = 3, 4, 5
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def layers():
@@ -528,7 +525,7 @@ def test_the_backward_starts_from_one_tensor_for_all_microbatches():
     assert first is second
     assert (first.item(), first.requires_grad) == (1 / M, False)
     worker.abandon()
-    assert worker._start == ()
+    assert worker._loss_grad == ()
 
 
 def test_the_last_stages_f_returns_the_gradient_of_the_mean_loss():

@@ -5,7 +5,7 @@ What a step does, in reading order:
     pipeline      Pipeline: what a user calls
     arguments     a schedule's name becomes a timetable, a model becomes stages
     checks        do the ranks of the pipeline fit together? What is wrong on one is raised on all
-    runner        runs step and evaluate; WHEN A RANK FAILS or dies is explained here
+    engine        runs step and evaluate; WHEN A RANK FAILS or dies is explained here
     executor      one rank's program, resolved into functions; sends, receives and actions in the plan's order
     stage         StageWorker: F, B, W and BW of one stage (zbpp/autograd splits B and W)
     p2p           links: messages between two ranks; THE LIFE OF A RECEIVE BUFFER is explained here

@@ -3,7 +3,7 @@
     timetable --lower--> program --resolve--> [(what to call, with which messages)] --run--> .grad
 
 Everything that can be known before the first step is done in the constructor. `step` and `evaluate` are run
-by the Runner, which also says what happens when a rank fails.
+by the Engine, which also says what happens when a rank fails.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from zbpp.runtime.arguments import device_of, model_of, rank_in, timetable_of
 from zbpp.runtime.checks import agree_on_stages, check_ranks_agree
+from zbpp.runtime.engine import Engine, error_text
 from zbpp.runtime.feed import Call
 from zbpp.runtime.groups import close_groups, group_of_this_process
 from zbpp.runtime.measure import Recorder, measured_timeline
 from zbpp.runtime.outputs import Metrics, Outputs
 from zbpp.runtime.parameters import StageParameters
 from zbpp.runtime.restored import eval_mode, restored_generators
-from zbpp.runtime.runner import Runner, error_text
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.world import gather
 from zbpp.schedule import Timeline, Timetable
@@ -94,7 +94,7 @@ class Pipeline:
             )
             for stage, module in self.stages.items()
         }
-        self._runner = Runner(
+        self._engine = Engine(
             timetable,
             self.rank,
             workers,
@@ -154,7 +154,7 @@ class Pipeline:
         """
         with restored_generators(self.device):
             recorder = self._recorder if self._is_recording else None
-            losses = self._runner.step(Call(args, target, kwargs), self._seeds(), recorder)
+            losses = self._engine.step(Call(args, target, kwargs), self._seeds(), recorder)
         self.num_steps += 1
         return losses
 
@@ -181,7 +181,7 @@ class Pipeline:
             torch.no_grad(),
         ):
             call = Call(args, target, kwargs, seen.take if seen else None)
-            losses = self._runner.evaluate(call, self._seeds())
+            losses = self._engine.evaluate(call, self._seeds())
         if seen is None:
             return losses
         found: list[Any] = [losses]
@@ -240,7 +240,7 @@ class Pipeline:
         ranks have come, since another may still read what this one has sent. After a failure, and the second
         time, it doesn't wait. Raises CommunicationError if another rank is gone.
         """
-        if self._runner.over:
+        if self._engine.over:
             return
         try:
             if self.device.type == "cuda":
@@ -258,11 +258,11 @@ class Pipeline:
     ) -> None:
         if error is None:
             self.close()
-        elif not self._runner.over:  # other ranks may wait for a message of this one
+        elif not self._engine.over:  # other ranks may wait for a message of this one
             self._end(f"an error ended the pipeline ({error_text(error)})")
 
     def _end(self, why: str) -> None:
-        self._runner.end(why)
+        self._engine.end(why)
         if self._made_group is not None:
             close_groups([self._made_group])
             self._made_group = None

@@ -41,7 +41,7 @@ _METHODS: dict[str, dict[Op, StageMethod]] = {
 }
 
 
-class Runner:
+class Engine:
     """The stages and links of one rank, with a program for `step` and one for `evaluate`.
 
     over: why no call may follow; empty until then.
