@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers.pages import blocks, run_command
+from helpers.pages import ROOT, blocks, run_command
 
 TRAINING = "docs/training.md"
 FILES = ("my_file.py", "load.py", "chain.py", "traced.py")
@@ -66,3 +66,18 @@ def test_a_new_users_path_from_an_empty_folder(tmp_path: Path) -> None:
     for output in outputs[-3:-1]:
         first, *_, last = (float(line.split()[1]) for line in output.splitlines() if line[:1].isdigit())
         assert last < first
+
+
+def test_the_ten_files_to_read_exist_and_take_an_afternoon() -> None:
+    """About 2,250 lines, as the page says."""
+    page = (ROOT / "docs/reading.md").read_text()
+    files = re.findall(r"^\| \d+ \| \[\w+/\w+\.py\]\(\.\./([\w/]+\.py)\)", page, flags=re.M)
+    assert len(files) == 10
+    lines = sum(len((ROOT / file).read_text().splitlines()) for file in files)
+    assert lines == pytest.approx(2250, rel=0.1)
+
+
+def test_the_list_of_rooms_names_every_folder() -> None:
+    page = (ROOT / "docs/reading.md").read_text()
+    named = set(re.findall(r"^zbpp/(\w+)/ ", page, flags=re.M))
+    assert named == {path.parent.name for path in (ROOT / "zbpp").glob("*/__init__.py")}
