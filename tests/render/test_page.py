@@ -409,15 +409,19 @@ def test_the_figures_are_there_without_scripts():
     assert cells[first : first + 7] == ["zb_h1", "1", *times, f"{100 * timeline.bubble_rate:.2f} %", "4"]
 
 
-def test_a_process_memory_has_its_own_column():
-    """It contains the weights and the library: no figure to compare with a plan's activations."""
+def test_activations_and_bytes_have_a_column_each_and_the_memory_of_a_process_has_none():
+    """The process holds weights and libraries, too: no figure to compare with a plan's activations."""
     predicted = simulate(plan("zb_h1", 2, 4))
-    measured = replace(predicted, peak_memory=(2**29, 2**30), memory_unit="bytes", measured=True)
-    text = render_page({"predicted": predicted, "measured": measured})
+    in_bytes = replace(predicted, peak_memory=(2**29, 2**30), memory_unit="bytes")
+    measured = replace(in_bytes, measured=True)
+    text = render_page({"predicted": predicted, "in bytes": in_bytes, "measured": measured})
     cells = re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", text[: text.index("</table>")])
-    rows = [cells[start : start + 8] for start in (0, 8, 16)]
-    assert [row[0] for row in rows] == ["schedule", "predicted", "measured"]
-    assert [row[6:] for row in rows] == [["peak activations", "process memory"], ["2", ""], ["", "1 GiB"]]
+    assert [[cells[start], *cells[start + 6 : start + 8]] for start in (0, 8, 16, 24)] == [
+        ["schedule", "peak activations", "peak memory"],
+        ["predicted", "2", ""],
+        ["in bytes", "", "1 GiB"],
+        ["measured", "", ""],
+    ]
 
 
 def test_the_page_names_nothing_outside_of_itself():

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import zbpp.commands.plan
 from zbpp.planning import SCHEDULES, canonical_name, plan
 from zbpp.render import render_cuts, render_text
 from zbpp.schedule import Costs, Timetable, from_csv, read_timetable, simulate
@@ -117,6 +118,16 @@ def test_choose_opens_with_one_command_where_a_family_is_best(main, capsys):
     assert (title, blank) == ("to train with the best plan, zb_v:", "")
     train = "torchrun --standalone --nproc-per-node 4 scripts/train.py"
     assert command == f"  {train} schedule=zb_v num_microbatches=8"
+
+
+def test_the_installed_command_names_installed_commands(capsys):
+    assert zbpp.commands.plan.main([*CHOOSE, "--memory-limit", "4", "--time-limit", "0.2"]) == 0
+    assert "\n  zbpp train -n 4 schedule=zb_v num_microbatches=8\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        zbpp.commands.plan.main(["--help"])
+    text = capsys.readouterr().out
+    assert "\n  zbpp plan zb_h1 --ranks 4 --microbatches 8 " in text
+    assert "plan.py" not in text
 
 
 def test_the_two_commands_for_a_searched_plan_make_a_plan_that_is_as_good(main, capsys, tmp_path):

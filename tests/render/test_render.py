@@ -202,12 +202,13 @@ def test_every_panel_has_its_axis_with_gridlines(tmp_path):
     assert (tmp_path / "a.svg").read_text().count("stroke: #d4d6dc") == 2 * len(ticks)
 
 
-def test_a_picture_says_what_its_memory_is_and_whose_figures_it_has(tmp_path):
+def test_a_picture_says_whose_figures_it_has_and_leaves_out_the_memory_of_processes(tmp_path):
+    """All measured panels showed the same memory, that of the process, beside predicted activations."""
     predicted = simulate(plan("zb_h1", 2, 4))
     measured = replace(predicted, peak_memory=(2**29, 2**30), memory_unit="bytes", measured=True)
     words = words_of({"predicted": predicted, "measured": measured}, tmp_path / "a.svg")
     assert "makespan 13 ms, largest bubble rate 7.7 % (rank 0), peak activations 2 (rank 0)" in words
-    assert "makespan 13 ms, largest bubble rate 7.7 % (rank 0), process memory 1 GiB (rank 1)" in words
+    assert "makespan 13 ms, largest bubble rate 7.7 % (rank 0)" in words
 
 
 def test_a_long_title_is_written_in_full(tmp_path):

@@ -187,7 +187,8 @@ def _details(more: str) -> str:
 def _summary(panels: Panels) -> str:
     figures = ("stages/rank", "makespan", "max span", "bubble", "bubble rate")
     decimals = decimals_of(timeline.makespan for _, timeline in panels)
-    peaks = dict.fromkeys(peak_name(timeline) for _, timeline in panels)  # each in a column of its own
+    # Activations and bytes have a column each.
+    peaks = dict.fromkeys(peak_name(timeline) for _, timeline in panels if peak_text(timeline))
     rows = [
         (
             title,

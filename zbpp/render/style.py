@@ -37,17 +37,17 @@ def index_on_rank(timetable: Timetable) -> list[int]:
 
 
 def peak_name(timeline: Timeline) -> str:
-    """What the peaks are: `peak activations`, `peak memory`, or of a measured timeline `process memory`.
-
-    A measured timeline's peaks are the most that each rank's whole process has held, weights included.
-    """
-    if timeline.measured:
-        return "process memory"
+    """What the peaks are: `peak activations`, or `peak memory` if they are in bytes."""
     return "peak activations" if timeline.memory_unit == ACTIVATIONS else "peak memory"
 
 
 def peak_text(timeline: Timeline, rank: int | None = None) -> str:
-    """The peak of one rank; by default the largest of all ranks."""
+    """The peak of one rank; by default the largest of all ranks. Empty for a measured timeline.
+
+    There the peaks are those of whole processes, and compare with no plan's.
+    """
+    if timeline.measured:
+        return ""
     peaks = timeline.peak_memory
     return memory_text(max(peaks) if rank is None else peaks[rank], timeline.memory_unit)
 
@@ -65,11 +65,13 @@ def headline(timeline: Timeline) -> str:
     rates = [
         timeline.idle(rank) / (timeline.span(rank) or 1.0) for rank in range(timeline.timetable.num_ranks)
     ]
-    return (
-        f"makespan {milliseconds(timeline.makespan)}, "
-        f"largest bubble rate {max(rates):.1%} ({_whose(rates)}), "
-        f"{peak_name(timeline)} {peak_text(timeline)} ({_whose(timeline.peak_memory)})"
-    ).replace("%", " %")
+    figures = [
+        f"makespan {milliseconds(timeline.makespan)}",
+        f"largest bubble rate {100 * max(rates):.1f} % ({_whose(rates)})",
+    ]
+    if peak := peak_text(timeline):
+        figures.append(f"{peak_name(timeline)} {peak} ({_whose(timeline.peak_memory)})")
+    return ", ".join(figures)
 
 
 def _whose(numbers: Sequence[float]) -> str:
