@@ -400,12 +400,33 @@ def test_what_cannot_run_is_refused_before_work_starts(monkeypatch, corpora, ove
 # ---------------------------------------------------------------- a user's own model, ranks without torchrun
 
 
+TOWER = """
+import torch
+from torch import nn
+from zbpp import split_layers
+
+class Tower:
+    def __init__(self, hidden_size):
+        self.hidden_size = hidden_size
+
+    def build_stage(self, index, num_stages):
+        stage = nn.Sequential()
+        for layer in split_layers(8, num_stages)[index]:
+            torch.manual_seed(layer)
+            stage.add_module(f"layer_{layer}", nn.Linear(self.hidden_size, self.hidden_size))
+        return stage
+
+    def loss(self, output, target):
+        return nn.functional.mse_loss(output, target)
+"""
+
+
 @pytest.mark.slow
 def test_a_model_in_the_current_folder_and_its_config_train_alike_on_one_and_two_ranks(
     monkeypatch, tmp_path, installed, alone
 ):
-    """The README's my_file.Tower, named in a config folder of the user's; -n starts the ranks."""
-    (tmp_path / "my_file.py").write_text(readme_model())
+    """The model is named in a config folder of the user's; -n starts the ranks."""
+    (tmp_path / "my_file.py").write_text(TOWER)
     (tmp_path / "conf/model").mkdir(parents=True)
     (tmp_path / "conf/model/tower.yaml").write_text("_target_: my_file.Tower\nhidden_size: 16\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -429,13 +450,6 @@ def test_a_job_whose_output_nobody_reads_ends_in_silence(tmp_path, installed):
     (line,) = done.text.splitlines()
     assert line.startswith("layers per stage: ")
     assert done.rc == 141
-
-
-def readme_model():
-    """The model that the README shows."""
-    return re.search(r"^```python\n(.*?class Tower:.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)[
-        1
-    ]
 
 
 @pytest.mark.parametrize(
