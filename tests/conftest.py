@@ -5,12 +5,13 @@ Random tests draw the same data in every run; `--free-seeds` lets them draw anew
 
 import importlib.util
 import random
+import sys
 from pathlib import Path
 
 import hypothesis
 import pytest
 
-from helpers.installed import ROOT, install
+from helpers.installed import ROOT, Installation, install
 
 hypothesis.settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
 hypothesis.settings.register_profile("free", database=None, deadline=None, print_blob=True)
@@ -32,8 +33,8 @@ def first_seed(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where commands find zbpp: installed from a wheel built now; without hatchling, the repository."""
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    """zbpp installed from a wheel that is built now; without hatchling, the repository."""
     if importlib.util.find_spec("hatchling") is None:
-        return ROOT
+        return Installation(Path(sys.executable), pythonpath=str(ROOT))
     return install(tmp_path_factory.mktemp("wheel"))

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
-from helpers.installed import start
 from zbpp import app, launch
 from zbpp import config as configs
 from zbpp.builders import trainer as trainer_parts
@@ -34,9 +33,6 @@ from zbpp.training.data import text_data
 from zbpp.training.run_folder import FolderError
 
 ROOT = Path(__file__).parent.parent
-ZBPP = [sys.executable, "-m", "zbpp"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-TRAIN = ["-m", "zbpp.train"]
 TINY = ["steps=3", "num_microbatches=4", "microbatch_size=2", "parallel.device=cpu", "parallel.timeout=100"]
 GPT = ["model=gpt_tiny", "model.num_layers=4", "model.hidden_size=16", "model.sequence_length=16"]
 KNOWN = ", ".join(SCHEDULES)
@@ -67,7 +63,7 @@ def losses_of(run):
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory, site):
+def job(tmp_path_factory, installed):
     """Two ranks train a tiny GPT on a text file, with wandb offline beside metrics.jsonl."""
     folder = tmp_path_factory.mktemp("job")
     (folder / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
@@ -75,7 +71,7 @@ def job(tmp_path_factory, site):
         "schedule=zb_h1", *GPT, *TINY, "data=text", "data.path=corpus.txt", "logger=wandb",
         "logger.mode=offline", "evaluate_every=2", "run_dir=runs/first",
     ]  # fmt: skip
-    done = start(folder, [*TORCHRUN, *TRAIN, *overrides], site)
+    done = installed.start(folder, installed.torchrun("-m", "zbpp.train", *overrides))
     assert done.rc == 0, done.text
     return SimpleNamespace(folder=folder, run=folder / "runs/first", text=done.text)
 
@@ -195,13 +191,13 @@ OWN_CHOICES = [
 
 
 @pytest.fixture(scope="module")
-def own_job(tmp_path_factory, site):
+def own_job(tmp_path_factory, installed):
     """Two ranks train a model of the user's on a DataLoader of the user's, by a plan in a file."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "own.py").write_text(OWN)
     (folder / "by_hand.csv").write_text(to_csv(plan("v_half", 2, 4)))
     overrides = [*OWN_CHOICES, "schedule.timetable=by_hand.csv", "num_microbatches=null"]
-    done = start(folder, [*TORCHRUN, *TRAIN, *overrides], site)
+    done = installed.start(folder, installed.torchrun("-m", "zbpp.train", *overrides))
     assert done.rc == 0, done.text
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     return SimpleNamespace(folder=folder, lines=lines, text=done.text)
@@ -240,7 +236,7 @@ def test_a_run_by_a_plan_in_a_file_executes_that_plan(own_job):
 
 
 @pytest.mark.slow
-def test_ranks_with_different_code_under_one_config_are_refused_with_the_file(tmp_path, site):
+def test_ranks_with_different_code_under_one_config_are_refused_with_the_file(tmp_path, installed):
     """They trained on, to a loss of .844 for 2.466."""
     for rank in ("0", "1"):
         (tmp_path / rank).mkdir()
@@ -251,7 +247,7 @@ def test_ranks_with_different_code_under_one_config_are_refused_with_the_file(tm
         'runpy.run_module("zbpp.train", run_name="__main__")\n'
     )
     overrides = [*OWN_CHOICES, "evaluate_every=0"]
-    done = start(tmp_path, [*TORCHRUN, "uneven.py", *overrides], site)
+    done = installed.start(tmp_path, installed.torchrun("uneven.py", *overrides))
     assert done.rc != 0
     assert "error: the ranks of this job have different source files (by hash):\n  own: '" in done.text
     assert not list(tmp_path.rglob("metrics.jsonl"))
@@ -261,7 +257,7 @@ def test_ranks_with_different_code_under_one_config_are_refused_with_the_file(tm
 
 
 @pytest.mark.slow
-def test_a_rank_that_raises_brings_the_job_down_with_its_traceback_first(tmp_path, site):
+def test_a_rank_that_raises_brings_the_job_down_with_its_traceback_first(tmp_path, installed):
     (tmp_path / "failing.py").write_text(
         """
 import pathlib, time
@@ -287,7 +283,7 @@ class FailingMlp(Mlp):
 """
     )
     overrides = [*MLP, *TINY, "model._target_=failing.FailingMlp", "run_dir=run"]
-    done = start(tmp_path, [*TORCHRUN, *TRAIN, *overrides], site)
+    done = installed.start(tmp_path, installed.torchrun("-m", "zbpp.train", *overrides))
     seconds = time.time() - float((tmp_path / "raised_at").read_text())
     assert done.rc != 0
     assert seconds < 25  # the timeout of a wait is 100 s, torchrun's own grace 30 s
@@ -302,14 +298,14 @@ class FailingMlp(Mlp):
 
 
 @pytest.mark.slow
-def test_configs_that_differ_between_ranks_end_the_job_with_the_difference(tmp_path, site):
+def test_configs_that_differ_between_ranks_end_the_job_with_the_difference(tmp_path, installed):
     (tmp_path / "uneven.py").write_text(
         "import os, runpy, sys\n"
         'sys.argv += ["steps=4", "optimizer.eps=1e-6"] if os.environ["RANK"] == "1" else []\n'
         'runpy.run_module("zbpp.train", run_name="__main__")\n'
     )
     overrides = [*MLP, *TINY, "run_dir=run"]
-    done = start(tmp_path, [*TORCHRUN, "uneven.py", *overrides], site)
+    done = installed.start(tmp_path, installed.torchrun("uneven.py", *overrides))
     assert done.rc != 0
     assert "error: the ranks of this job have different configs:" in done.text
     assert (
@@ -404,21 +400,41 @@ def test_what_cannot_run_is_refused_before_work_starts(monkeypatch, corpora, ove
 # ---------------------------------------------------------------- a user's own model, ranks without torchrun
 
 
+TOWER = """
+import torch
+from torch import nn
+from zbpp import split_layers
+
+class Tower:
+    def __init__(self, hidden_size):
+        self.hidden_size = hidden_size
+
+    def build_stage(self, index, num_stages):
+        stage = nn.Sequential()
+        for layer in split_layers(8, num_stages)[index]:
+            torch.manual_seed(layer)
+            stage.add_module(f"layer_{layer}", nn.Linear(self.hidden_size, self.hidden_size))
+        return stage
+
+    def loss(self, output, target):
+        return nn.functional.mse_loss(output, target)
+"""
+
+
 @pytest.mark.slow
 def test_a_model_in_the_current_folder_and_its_config_train_alike_on_one_and_two_ranks(
-    monkeypatch, tmp_path, site, alone
+    monkeypatch, tmp_path, installed, alone
 ):
-    """The README's my_file.Tower, named in a config folder of the user's; -n starts the ranks."""
-    (tmp_path / "my_file.py").write_text(readme_model())
+    """The model is named in a config folder of the user's; -n starts the ranks."""
+    (tmp_path / "my_file.py").write_text(TOWER)
     (tmp_path / "conf/model").mkdir(parents=True)
     (tmp_path / "conf/model/tower.yaml").write_text("_target_: my_file.Tower\nhidden_size: 16\n")
     monkeypatch.syspath_prepend(tmp_path)
     target = ["model._target_=my_file.Tower", "model.hidden_size=16", "data=regression", *TINY]
     train([*command_line.arguments(target), f"run_dir={tmp_path}/one"])
     chosen = ["--config-dir", "conf", "model=tower", "data=regression", *TINY]
-    done = start(
-        tmp_path, [*ZBPP, "train", "-n", "2", *chosen, "schedule=ZBVZeroBubble", "run_dir=two"], site
-    )
+    command = installed.zbpp("train", "-n", "2", *chosen, "schedule=ZBVZeroBubble", "run_dir=two")
+    done = installed.start(tmp_path, command)
     assert done.rc == 0, done.text
     assert "written to two" in done.text
     losses = [losses_of(tmp_path / name) for name in ("one", "two")]
@@ -427,20 +443,13 @@ def test_a_model_in_the_current_folder_and_its_config_train_alike_on_one_and_two
 
 
 @pytest.mark.slow
-def test_a_job_whose_output_nobody_reads_ends_in_silence(tmp_path, site):
+def test_a_job_whose_output_nobody_reads_ends_in_silence(tmp_path, installed):
     """`train.py ... | head` ended in the traceback of a BrokenPipeError."""
-    given = [*ZBPP, "train", "-n", "2", *MLP, *TINY, "print_every=1", "run_dir=run"]
-    done = start(tmp_path, ["bash", "-c", 'set -o pipefail; "$@" | head -n 1', "bash", *given], site)
+    command = installed.zbpp("train", "-n", "2", *MLP, *TINY, "print_every=1", "run_dir=run")
+    done = installed.start(tmp_path, ["bash", "-c", 'set -o pipefail; "$@" | head -n 1', "bash", *command])
     (line,) = done.text.splitlines()
     assert line.startswith("layers per stage: ")
     assert done.rc == 141
-
-
-def readme_model():
-    """The model that the README shows."""
-    return re.search(r"^```python\n(.*?class Tower:.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)[
-        1
-    ]
 
 
 @pytest.mark.parametrize(
@@ -456,9 +465,9 @@ def readme_model():
         ),
     ],
 )
-def test_a_mistake_that_a_rank_finds_is_one_line(tmp_path, site, given, line):
+def test_a_mistake_that_a_rank_finds_is_one_line(tmp_path, installed, given, line):
     """57 to 175 lines of torchrun and gloo, before."""
-    done = start(tmp_path, [*ZBPP, *given, "run_dir=run"], site, CUDA_VISIBLE_DEVICES="")
+    done = installed.start(tmp_path, installed.zbpp(*given, "run_dir=run"), CUDA_VISIBLE_DEVICES="")
     assert done.rc == 1
     (only,) = done.text.splitlines()
     assert only.startswith(line)
@@ -628,12 +637,12 @@ def test_dynamic_shapes_reach_every_pipeline_of_a_run(monkeypatch, tmp_path, alo
 
 
 @pytest.mark.slow
-def test_bench_prints_predicted_beside_measured_for_each_schedule_and_runtime(tmp_path, site):
+def test_bench_prints_predicted_beside_measured_for_each_schedule_and_runtime(tmp_path, installed):
     overrides = [
         "num_ranks=2", "num_microbatches=4", "repeats=1", "schedules=[1f1b,zb_h1]", "model.num_layers=4",
         "device=cpu", "run_dir=out",
     ]  # fmt: skip
-    done = start(tmp_path, [*ZBPP, "bench", *overrides], site)
+    done = installed.start(tmp_path, installed.zbpp("bench", *overrides))
     assert done.rc == 0, done.text
     assert "EMULATED: stages sleep instead of computing" in done.text
     assert "zbpp's speed over torch's, same schedule: 1f1b " in done.text
@@ -651,9 +660,9 @@ def test_bench_prints_predicted_beside_measured_for_each_schedule_and_runtime(tm
 
 
 @pytest.mark.slow
-def test_measured_costs_are_what_plan_takes(tmp_path, site):
+def test_measured_costs_are_what_plan_takes(tmp_path, installed):
     overrides = ["num_ranks=2", "num_microbatches=2", "repeats=1", "model.num_layers=2", "run_dir=out"]
-    done = start(tmp_path, [*ZBPP, "measure", *overrides, "device=cpu"], site)
+    done = installed.start(tmp_path, installed.zbpp("measure", *overrides, "device=cpu"))
     assert done.rc == 0, done.text
     assert "ranks 0 and 1: " in done.text
     found = json.loads((tmp_path / "out/costs.json").read_text())
@@ -662,10 +671,8 @@ def test_measured_costs_are_what_plan_takes(tmp_path, site):
     assert {len(each) for each in found.values() if isinstance(each, list)} == {2}
     assert min(*found["f"], *found["b"], *found["w"]) >= 5
     assert (about["emulated"], about["model"]) == (True, "Emulated")
-    planned = start(
-        tmp_path,
-        [*ZBPP, "plan", "zb_h1", "--ranks", "2", "--costs", "out/costs.json"],
-        site,
+    planned = installed.start(
+        tmp_path, installed.zbpp("plan", "zb_h1", "--ranks", "2", "--costs", "out/costs.json")
     )
     assert planned.rc == 0, planned.text
     assert "makespan" in planned.text

@@ -62,14 +62,10 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         world(device=config.parallel.device, timeout=config.parallel.timeout) as here,
     ):
         job = _agreed_job(config, settings, job, here)
-        path = Path(broadcast(config.run_dir))
-        move_stages(job.stages, here.device, config.dtype)
-        _check_data_fit(job, here.device)
-        recompute_stages(job.stages, config.memory.recompute)
-        compile_stages(job.stages, config.compile, config.memory.budget)
+        _prepare_stages(config, job, here.device)
         with naming("model"):
             trainer = _build_trainer(config, job)
-        cut = layers_per_stage(job.model, job.timetable.num_stages)
+        path, cut = Path(broadcast(config.run_dir)), layers_per_stage(job.model, job.timetable.num_stages)
         if folder is not None:
             folder.begin()
             (path / "config.yaml").write_text(resolved_yaml)
@@ -140,12 +136,16 @@ def _agreed_job(config: TrainConfig, settings: dict[str, Any], job: _Job | None,
     return job
 
 
-def _check_data_fit(job: _Job, device: torch.device) -> None:
+def _prepare_stages(config: TrainConfig, job: _Job, device: torch.device) -> None:
+    """Move the stages, try the data on them, then have them recompute or compile."""
+    move_stages(job.stages, device, config.dtype)
     with naming("data"):
         args, _ = batch_for(job.stages, job.timetable.num_stages, job.data.train, 0, device)
         num_microbatches = job.timetable.num_microbatches
         first = [into_microbatches("the input", arg, num_microbatches)[0] for arg in args]
         check_data_fit(job.stages, first)
+    recompute_stages(job.stages, config.memory.recompute)
+    compile_stages(job.stages, config.compile, config.memory.budget)
 
 
 def _build_trainer(config: TrainConfig, job: _Job) -> Trainer:

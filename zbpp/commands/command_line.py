@@ -18,7 +18,7 @@ from zbpp.launch import RankError, Refusal, discard_output, refusals, wants_trac
 from zbpp.planning import canonical_name
 from zbpp.schedule import PlanError
 
-GRACE = 3.0  # s in which rank 0 can bring the job down first
+GRACE = 3.0  # s in which the rank that has the cause of a failure can end the job first
 _BROKEN_PIPE = 128 + signal.SIGPIPE  # the exit status that shells show for it
 _NAMED_BY_TARGET = ("model", "data")  # groups whose node may be a class of the user's
 # Hydra's flags that stand alone, and those that a value follows.
@@ -33,7 +33,7 @@ _NUM_RANKS = {"train": "parallel.num_ranks", "bench": "num_ranks", "measure": "n
 def run(
     main: Callable[[Composed], None], name: str, description: str | None, given: Sequence[str] | None = None
 ) -> None:
-    """Call `main` with the config that a command line makes of configs/NAME.yaml.
+    """Call `main` with the config that configs/NAME.yaml and a command line make.
 
     given: the arguments; None: those of this process. Classes are found in the current folder, too. A mistake
     ends the process with one line, on standard error; with ZBPP_TRACEBACK=1 in the environment, its traceback

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from zbpp.commands import command_line
 from zbpp.config import Composed
 
-GRACE = 3.0  # s in which the rank with the root cause can bring the job down first
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `zbpp train`; arguments None: those of this process."""
@@ -46,5 +44,5 @@ def train_on_rank(config: Composed) -> None:
     try:
         app.train(config.tree, config.settings, config.yaml)
     except CommunicationError:
-        time.sleep(GRACE)  # another rank died, and its traceback says why
+        time.sleep(command_line.GRACE)  # another rank died first: its traceback says why
         raise

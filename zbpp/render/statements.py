@@ -89,7 +89,7 @@ def _beaten_placements(answer: Answer) -> Iterator[Statement]:
 
 
 def _twice_the_memory(answer: Answer) -> Iterator[Statement]:
-    """The smallest limit at which a V beats every plan with one stage per rank, or zb_2p, at 2p."""
+    """The smallest limit at which a V beats all plans with one stage per rank at 2p, or at least zb_2p."""
     request = answer.request
     twice, paper = 2 * request.memory_of_1f1b, answer.named("zb_2p")
     bound = request.bound("one", twice)
