@@ -188,8 +188,8 @@ def test_a_timetable_of_64_ranks_and_1024_microbatches_can_be_simulated():
 
 
 @pytest.mark.slow
-def test_programs_at_scale_have_the_expected_number_of_instructions():
-    """scripts/dev/scale.py measures how long it takes, with 512 ranks and 4096 microbatches, too."""
+def test_plans_at_scale_have_the_instructions_that_they_should():
+    """How long it takes is `scripts/dev/scale.py`'s to say: 512 ranks with 4096 microbatches, too."""
     for name, num_instructions in (("zb_h1", 583_428), ("zb_v", 1_167_045)):
         timetable = plan(name, 64, 1024)
         assert simulate(timetable).bubble_rate < 0.03
