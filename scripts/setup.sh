@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# Make (or renew) zbpp's Python environment: .venv at the project's root, or $ZBPP_VENV.
+# Make (or renew) the Python environment for work on zbpp: .venv at the project's root, or $ZBPP_VENV.
 #
-#   bash scripts/setup.sh       make it, print how to activate it
-#   source scripts/setup.sh     make it, activate it, set VENV (bash; what the other scripts do)
+#   bash scripts/setup.sh       make the environment, print how to activate it
+#   source scripts/setup.sh     make it, activate it, set VENV (bash; the other scripts do this)
 #
-# $PYTHON chooses the interpreter (default python3; 3.11 or newer). Does nothing when up to date.
-# CPU setup: versions come from constraints.txt. For GPUs see CONTRIBUTING.md.
+# It installs zbpp itself, editable, so that changes to the sources take effect at once; what zbpp needs (PyTorch, Hydra,
+# numpy, matplotlib, ...); and the extra `dev`: the tools of scripts/test.sh and the optional packages that tests use.
+# Versions are those of constraints.txt, for the CPU. For GPUs see CONTRIBUTING.md.
+#
+# $PYTHON chooses the interpreter (default python3; 3.11 or newer). If the environment is up to date, nothing is done.
 
 # A foreign environment must not leak in: PYTHONPATH and PYTHONHOME would reach even a fresh venv's python.
 unset PYTHONPATH PYTHONHOME
@@ -24,6 +27,7 @@ if [[ ${BASH_SOURCE[0]} != "$0" ]]; then
 fi
 
 set -euo pipefail
+[[ ${1:-} != -h && ${1:-} != --help ]] || { sed -n '1d;/^#/!q;s/^# \{0,1\}//p' "$0"; exit; }  # the comment above
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
 
@@ -33,7 +37,7 @@ fail() {
 }
 works() { [[ -x $VENV/bin/python ]] && "$VENV/bin/python" -c "" 2>/dev/null; }
 
-# Both places are part of the stamp: the install points to the project, the venv's scripts to the venv.
+# The stamp holds both places: the editable install points to the project, the scripts in the venv to the venv.
 stamp=$({ pwd -P && echo "$VENV" && cat pyproject.toml constraints.txt; } | cksum)
 
 if ! works || [[ $(cat "$VENV/zbpp.stamp" 2>/dev/null) != "$stamp" ]]; then
@@ -41,16 +45,16 @@ if ! works || [[ $(cat "$VENV/zbpp.stamp" 2>/dev/null) != "$stamp" ]]; then
     version=$("$python" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])') || fail "'$python' does not run"
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
         fail "'$python' is Python $version, zbpp needs 3.11 or newer; set PYTHON=/path/to/a/newer/python3"
-    # --clear below would empty it.
+    # --clear below would empty a folder of the user's.
     [[ -e $VENV/pyvenv.cfg || ! -e $VENV || -z $(ls -A -- "$VENV") ]] ||
         fail "$VENV is not empty and no virtual environment; set ZBPP_VENV to another folder"
 
     echo "setup: Python $version, installing into $VENV (a minute or more, mostly torch) ..."
-    "$python" -m venv --clear "$VENV" # afresh: what is no longer required must not linger
+    "$python" -m venv --clear "$VENV" # afresh: packages that are no longer required must go
     # -qq: errors only.
     "$VENV/bin/python" -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]' ||
         fail "pip failed; its full account: $VENV/bin/python -m pip install -c constraints.txt -e '.[dev]'"
-    echo "$stamp" >"$VENV/zbpp.stamp" # last: what was interrupted is not up to date
+    echo "$stamp" >"$VENV/zbpp.stamp" # last: after an interruption the environment is not up to date
     echo "setup: installed in $SECONDS s"
 fi
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on several nodes. Submit from the project's root with its environment active; arguments go to scripts/train.py:
+# Train on several nodes. Submit with the environment active; arguments are those of `zbpp train`:
 #
 #   sbatch --nodes=4 scripts/slurm.sh schedule=zb_h1 model=llama_1b num_microbatches=64 run_dir=/shared/runs/a
 #
@@ -15,19 +15,19 @@
 # One task per node: torchrun, which starts one rank per GPU. cpus-per-task: all cores of a node.
 set -euo pipefail
 
-# sbatch runs a copy of this file from a spool folder: the project is where it was submitted.
+# sbatch runs a copy of this file from a spool folder: models and configs of yours are where it was submitted.
 cd -- "${SLURM_SUBMIT_DIR:?start this with sbatch}"
-[[ -f scripts/train.py ]] || { echo "slurm: submit from the project's root, not from $PWD" >&2; exit 1; }
+python -c 'import zbpp' || { echo "slurm: zbpp is not installed in the active environment" >&2; exit 1; }
 
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
-# From the job's id, so that two jobs sharing a head node do not meet; below Linux' ephemeral ports (32768 and up).
+# From the job's id, so that two jobs with one head node get two ports; below Linux' ephemeral ports (32768 and up).
 port=$((15000 + SLURM_JOB_ID % 15000))
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # eight ranks share a node's cores
 export PYTHONUNBUFFERED=1                    # the last lines before a crash reach the log
 
-# NCCL, if needed:
-# export NCCL_DEBUG=INFO                  # which network does it take? ("NET/IB" or "NET/Socket")
+# Settings of NCCL that some networks need:
+# export NCCL_DEBUG=INFO                  # which network does NCCL take? ("NET/IB" or "NET/Socket")
 # export NCCL_SOCKET_IFNAME=ib0           # the interface for its bootstrap, if it picks the wrong one; gloo: GLOO_SOCKET_IFNAME
 # export NCCL_IB_HCA=mlx5                 # which InfiniBand cards
 # export NCCL_CROSS_NIC=1                 # networks without rail-wise switches
@@ -43,4 +43,4 @@ srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
     --rdzv-endpoint="$head:$port" \
     --rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
     --max-restarts="${ZBPP_MAX_RESTARTS:-3}" \
-    scripts/train.py "$@"
+    -m zbpp.train "$@"

@@ -1,13 +1,22 @@
 #!/usr/bin/env bash
-# Lint, format, types, tests. Arguments go to pytest: bash scripts/test.sh -k name
+# Check everything: ruff check, ruff format, mypy, pytest. All four run, even if one of them fails.
+#
+#   bash scripts/test.sh                arguments go to pytest:
+#   bash scripts/test.sh -k name        the tests with this name
+#   bash scripts/test.sh -m gpu         those that need a GPU; without a GPU they are left out
+#
+# It installs two things. The Python environment: see setup.sh --help. And, only for root on Debian or Ubuntu without a
+# browser, the package `chromium`: the HTML page that zbpp draws is tested in a real browser; without one those tests
+# are skipped. $CHROMIUM names a browser, and nothing is installed.
 set -euo pipefail
+[[ ${1:-} != -h && ${1:-} != --help ]] || { sed -n '1d;/^#/!q;s/^# \{0,1\}//p' "$0"; exit; }  # the comment above
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
 
 export OMP_NUM_THREADS=1 # tests start several ranks on few cores
 export MPLBACKEND=Agg    # no display needed
 
-# The HTML page is tested in a browser: root on Debian gets one, in the background. Without one those tests are skipped.
+# In the background: linting and types take as long.
 get_chromium() {
     [[ -z ${CHROMIUM:-} && $(id -u) == 0 ]] || return
     command -v chromium chromium-browser google-chrome chrome && return
@@ -16,7 +25,6 @@ get_chromium() {
 }
 get_chromium </dev/null &>/dev/null &
 
-# All four run even if one fails, so that one call shows everything.
 failed=()
 "$VENV/bin/ruff" check || failed+=("ruff check")
 "$VENV/bin/ruff" format --check || failed+=("ruff format --check")

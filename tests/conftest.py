@@ -3,10 +3,15 @@
 Random tests draw the same data in every run; `--free-seeds` lets them draw anew.
 """
 
+import importlib.util
 import random
+import sys
+from pathlib import Path
 
 import hypothesis
 import pytest
+
+from helpers.installed import ROOT, Installation, install
 
 hypothesis.settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
 hypothesis.settings.register_profile("free", database=None, deadline=None, print_blob=True)
@@ -25,3 +30,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def first_seed(request: pytest.FixtureRequest) -> int:
     """Where a test that counts through seeds begins."""
     return random.randrange(2**32) if request.config.getoption("--free-seeds") else 0
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    """zbpp installed from a wheel that is built now; without hatchling, the repository."""
+    if importlib.util.find_spec("hatchling") is None:
+        return Installation(Path(sys.executable), pythonpath=str(ROOT))
+    return install(tmp_path_factory.mktemp("wheel"))

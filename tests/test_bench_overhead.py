@@ -1,4 +1,4 @@
-"""scripts/bench_overhead.py compares what it says it does."""
+"""scripts/dev/bench_overhead.py compares what it says it does."""
 
 import importlib.util
 import sys
@@ -12,7 +12,7 @@ from torch import nn
 from helpers.torch_runtime import needs_a_v
 from zbpp import plan
 
-PATH = Path(__file__).parent.parent / "scripts" / "bench_overhead.py"
+PATH = Path(__file__).parent.parent / "scripts/dev/bench_overhead.py"
 
 
 @pytest.fixture

@@ -1,17 +1,18 @@
-"""What the Hydra scripts make of their arguments, their help, and a mistake in them: one line."""
+"""What the commands make of their arguments, their help, and a mistake in them: one line."""
 
 import re
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
-from zbpp import command_line
 from zbpp import config as configs
+from zbpp.commands import command_line
 from zbpp.launch import Refusal
 
 FOLDER = Path(__file__).parent.parent / "configs"
-SCRIPTS = ("train", "bench", "measure", "explain")
+COMMANDS = ("train", "bench", "measure", "explain")
 
 configs.register()
 
@@ -74,17 +75,34 @@ def test_a_schedule_goes_by_any_case_and_by_torchs_name(written, name):
     assert composed(f"schedule={written}").schedule.name == name
 
 
+@pytest.mark.parametrize("flags", [["-n", "4"], ["-n4"]])
+def test_n_is_short_for_the_number_of_ranks(flags):
+    assert command_line.arguments(["steps=3", *flags, "seed=1"], "train") == [
+        "steps=3", "parallel.num_ranks=4", "seed=1",
+    ]  # fmt: skip
+    assert command_line.arguments(flags, "bench") == command_line.arguments(flags, "measure")
+    assert command_line.arguments(flags, "bench") == ["num_ranks=4"]
+
+
+def test_flags_may_stand_between_values():
+    """Hydra refused whatever stood behind a flag that stood behind a value."""
+    given = ["steps=3", "--config-dir", "conf", "seed=1", "-m", "dtype=float64", "--cfg", "job"]
+    assert command_line.arguments(given) == [
+        "steps=3", "seed=1", "dtype=float64", "--config-dir", "conf", "-m", "--cfg", "job",
+    ]  # fmt: skip
+
+
 def test_a_sweep_over_schedules_takes_the_same_names():
-    assert command_line.arguments(["-m", "schedule=ZB_H1,AUTO,mine"]) == ["-m", "schedule=zb_h1,auto,mine"]
+    assert command_line.arguments(["-m", "schedule=ZB_H1,AUTO,mine"]) == ["schedule=zb_h1,auto,mine", "-m"]
 
 
 # ---------------------------------------------------------------- help
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_lists_the_groups_that_the_script_takes_with_all_choices_and_no_other(script):
-    """bench.py --help listed schedule, optimizer, logger, ... and refused each of them."""
-    text = command_line.help_text(script, "what it does")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_lists_the_groups_that_the_command_takes_with_all_choices_and_no_other(command):
+    """bench --help listed schedule, optimizer, logger, ... and refused each of them."""
+    text = command_line.help_text(command, "what it does")
     shown = dict(re.findall(r"^(\w+)=\w+.*\n    (.*)$", text, flags=re.M))
     for group in (path.name for path in FOLDER.iterdir() if path.is_dir()):
         files = sorted(path.stem for path in (FOLDER / group).glob("*.yaml"))
@@ -92,15 +110,15 @@ def test_help_lists_the_groups_that_the_script_takes_with_all_choices_and_no_oth
             assert shown[group].split(", ") == files
             continue
         with pytest.raises(Exception, match="Could not override") as caught:
-            composed(f"{group}={files[0]}", name=script)
+            composed(f"{group}={files[0]}", name=command)
         assert configs.composition_error(caught.value) is not None
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_shows_every_value_of_the_script(script):
-    text = command_line.help_text(script, "what it does")
-    config = composed(name=script)
-    plain = [key for key in config if not configs.OmegaConf.is_dict(config._get_node(key))]
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_every_value_of_the_command(command):
+    text = command_line.help_text(command, "what it does")
+    config = composed(name=command)
+    plain = [key for key in config if not OmegaConf.is_dict(config._get_node(key))]
     assert [key for key in plain if f"\n{key}: " not in text] == []
 
 
@@ -137,22 +155,46 @@ def test_what_hydra_says_of_a_mistake_is_one_line(given, words):
         ("+lr=.5", "lr: there is no such key"),
     ],
 )
-def test_a_key_added_with_a_plus_was_read_by_nobody_in_silence(given, message):
+def test_a_key_added_with_a_plus_is_refused_if_nothing_reads_it(given, message):
     with pytest.raises(configs.ConfigError) as caught:
         configs.typed(composed(given))
     assert str(caught.value) == message
     configs.typed(composed("+model.anything=1"))  # a class of the user's may take it
 
 
+@pytest.mark.parametrize(
+    ("given", "name", "message"),
+    [
+        (["-n"], "train", "-n : write how many ranks to start, such as -n 4"),
+        (["-n", "steps=3"], "train", "-n steps=3: write how many"),
+        (["-n", "2"], "explain", "there is no option -n: write values as key=value"),
+        (["--steps", "3"], "train", "there is no option --steps: write values as key=value, such as steps=3"),
+    ],
+)
+def test_a_flag_that_is_not_known_is_refused_in_a_line(given, name, message):
+    """Hydra printed 20 lines of its own options."""
+    with pytest.raises(Refusal, match=re.escape(message)):
+        command_line.arguments(given, name)
+
+
+def test_the_choices_of_a_users_folder_are_listed_beside_ours(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/mine.yaml").write_text("_target_: my_file.Tower\n")
+    for given in (["--config-dir", str(tmp_path)], [f"--config-dir={tmp_path}"], ["-cd", str(tmp_path)]):
+        assert "llama_tiny, mine, mlp" in command_line.help_text("train", "what it does", given)
+        with pytest.raises(Refusal, match="choose one of .*, mine, mlp"):
+            command_line.arguments([*given, "model="])
+
+
 def test_a_mistake_ends_the_process_with_one_line_and_a_bug_with_its_traceback(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    with pytest.raises(SystemExit) as ended, command_line._one_line():
+    with pytest.raises(SystemExit) as ended, command_line._ended_in_order():
         raise configs.ConfigError("steps=0: write more")
     assert ended.value.code == "error: steps=0: write more"
-    with pytest.raises(ZeroDivisionError), command_line._one_line():
+    with pytest.raises(ZeroDivisionError), command_line._ended_in_order():
         raise ZeroDivisionError
     monkeypatch.setenv("ZBPP_TRACEBACK", "1")
-    with pytest.raises(configs.ConfigError), command_line._one_line():
+    with pytest.raises(configs.ConfigError), command_line._ended_in_order():
         raise configs.ConfigError("steps=0: write more")
 
 
@@ -160,7 +202,8 @@ def test_a_mistake_ends_the_process_with_one_line_and_a_bug_with_its_traceback(m
 
 
 @pytest.mark.parametrize("given", ["optimizer=null", "optimizer=3", "model=", "data=True", "logger=1e3"])
-def test_a_choice_that_no_file_can_be_called_was_a_traceback_of_hydras(given):
+def test_a_choice_that_can_be_no_files_name_is_refused_in_a_line(given):
+    """It was a traceback of Hydra's."""
     with pytest.raises(Refusal, match=f"{re.escape(given)}: choose one of [a-z]"):
         command_line.arguments([given])
     assert command_line.arguments(["schedule=1f1b", "model.seed=3"]) == ["schedule=1f1b", "model.seed=3"]

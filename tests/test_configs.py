@@ -12,9 +12,9 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from zbpp import app
 from zbpp import config as configs
-from zbpp.build import build_data, build_model
+from zbpp.builders.data import build_data
+from zbpp.builders.model import build_model, build_stages
 from zbpp.planning import SCHEDULES, plan
 
 FOLDER = Path(__file__).parent.parent / "configs"
@@ -70,7 +70,8 @@ def test_the_schedules_are_those_that_plan_knows_and_one_that_measures_first():
 def test_every_small_model_builds_its_stages_and_its_data_fits(name):
     config = typed(f"model={name}", f"data={GOES_WITH.get(name, 'stdlib')}", "num_microbatches=2")
     model = build_model(config.model)
-    stages = app._stages(model, plan("zb_h1", 2, 2), 0) | app._stages(model, plan("zb_h1", 2, 2), 1)
+    timetable = plan("zb_h1", 2, 2)
+    stages = build_stages(model, timetable, 0) | build_stages(model, timetable, 1)
     assert sorted(stages) == [0, 1]
     inputs, target = build_data(config.data, config.batch_size, config.seed).train.batch(0)
     assert len(inputs) == config.batch_size
@@ -164,6 +165,7 @@ def test_unknown_keys_wrong_types_and_unknown_choices_are_named(override, words)
         ("logger.mode=maybe", "logger.mode=maybe: write online, offline or disabled"),
         ("data=text", "data.path: Missing mandatory value"),
         ("run_dir=???", "run_dir"),
+        ("run_dir=", "run_dir=: write a folder, such as runs/first"),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_its_key_and_what_to_write(override, message):
@@ -242,7 +244,7 @@ def test_wandb_without_the_package_is_refused_with_the_way_to_install_it(monkeyp
 
 def test_a_model_without_a_target_is_refused():
     with pytest.raises(configs.ConfigError, match="model names no _target_: write the class"):
-        configs.build("model", {"num_layers": 3})
+        configs.instantiate_node("model", {"num_layers": 3})
 
 
 def test_a_models_own_complaint_names_the_part_of_the_config():

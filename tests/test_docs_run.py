@@ -1,50 +1,60 @@
-"""Every command of docs/training.md runs, from an empty folder, and does what the page says."""
+"""Every command and all code of docs/ runs, and does what its page says."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers.pages import ROOT, blocks, run_command
 
-ROOT = Path(__file__).parent.parent
+TRAINING = "docs/training.md"
 FILES = ("my_file.py", "load.py", "chain.py", "traced.py")
-PAGE = (ROOT / "docs/training.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, flags=re.M | re.S)  # opening and closing in pairs
-    return [text for marked, text in found if marked == language]
+@pytest.mark.parametrize("page", ["pipeline", "split", "memory", "compiled", "planning"])
+def test_the_code_of_a_page_runs_from_top_to_bottom(page: str) -> None:
+    namespace: dict[str, object] = {}
+    for block in blocks(f"docs/{page}.md", "python"):
+        exec(block, namespace)
+
+
+def test_the_function_and_the_rule_shown_equal_plain_autograd() -> None:
+    import torch
+
+    from zbpp import backward_input
+
+    namespace: dict[str, object] = {}
+    for block in blocks("docs/split.md", "python"):
+        exec(block, namespace)
+    weight, matrix = (torch.nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in ((4,), (3, 4)))
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    y = (matrix @ namespace["Scale"].apply(x, weight).sum(0)).square().sum()  # type: ignore[attr-defined]
+    expected = torch.autograd.grad(y, (x, weight, matrix), retain_graph=True)
+    (grad,), weight_grads = backward_input(y, None, [x])
+    weight_grads.accumulate()
+    for found, plain in zip((grad, weight.grad, matrix.grad), expected, strict=True):
+        torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_planning_page_run(tmp_path: Path) -> None:
+    for block in blocks("docs/planning.md", "bash"):
+        run_command(f"set -e\n{block}", tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"plans.html", "plans.png", "plans.json"}
 
 
 def test_no_command_takes_more_than_two_lines() -> None:
-    assert max(len(block.strip().splitlines()) for block in blocks("bash")) <= 2
+    assert max(len(block.strip().splitlines()) for block in blocks(TRAINING, "bash")) <= 2
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_new_users_path_from_an_empty_folder(tmp_path: Path) -> None:
     """Four ranks, one process and a searched plan have the same losses; accuracy is far above chance."""
-    for name, text in zip(FILES, blocks("python"), strict=True):
+    for name, text in zip(FILES, blocks(TRAINING, "python"), strict=True):
         (tmp_path / name).write_text(text)
-    _, *commands = blocks("bash")  # the first one installs
-    commands.append("python load.py")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "ZBPP": str(ROOT), "OMP_NUM_THREADS": "1"}
-    outputs = []
-    for command in commands:
-        done = subprocess.run(
-            ["bash", "-c", command],
-            cwd=tmp_path,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert done.returncode == 0, f"{command}\n{done.stdout}"
-        outputs.append(done.stdout)
+    _, *commands = blocks(TRAINING, "bash")  # the first one installs
+    outputs = [run_command(command, tmp_path) for command in [*commands, "python load.py"]]
     assert "equal to the last bit" in outputs[2]
     runs = [tmp_path / "runs" / name / "metrics.jsonl" for name in ("four_ranks", "one_process", "planned")]
     losses = [[json.loads(line)["loss"] for line in run.read_text().splitlines()] for run in runs]
@@ -56,3 +66,18 @@ def test_a_new_users_path_from_an_empty_folder(tmp_path: Path) -> None:
     for output in outputs[-3:-1]:
         first, *_, last = (float(line.split()[1]) for line in output.splitlines() if line[:1].isdigit())
         assert last < first
+
+
+def test_the_ten_files_to_read_exist_and_take_an_afternoon() -> None:
+    """About 2,250 lines, as the page says."""
+    page = (ROOT / "docs/reading.md").read_text()
+    files = re.findall(r"^\| \d+ \| \[\w+/\w+\.py\]\(\.\./([\w/]+\.py)\)", page, flags=re.M)
+    assert len(files) == 10
+    lines = sum(len((ROOT / file).read_text().splitlines()) for file in files)
+    assert lines == pytest.approx(2250, rel=0.1)
+
+
+def test_the_list_of_rooms_names_every_folder() -> None:
+    page = (ROOT / "docs/reading.md").read_text()
+    named = set(re.findall(r"^zbpp/(\w+)/ ", page, flags=re.M))
+    assert named == {path.parent.name for path in (ROOT / "zbpp").glob("*/__init__.py")}

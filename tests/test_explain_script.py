@@ -1,4 +1,4 @@
-"""scripts/explain.py: what it shows of a stage, eager or compiled, and what it refuses."""
+"""`zbpp explain`: what it shows of a stage, eager or compiled, and what it refuses."""
 
 import subprocess
 import sys
@@ -8,7 +8,8 @@ import pytest
 import torch.nn.functional as F
 from torch import nn
 
-from zbpp import app
+from zbpp.config import ExplainConfig
+from zbpp.explain_stage import explain_stage
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["model=mlp", "data=regression", "num_stages=2", "stage=1"]
@@ -65,17 +66,20 @@ class Model:
 
 @pytest.mark.parametrize("compile", ["stage", "layer"])
 def test_with_compile_it_tells_what_compiles_and_what_stays_eager_and_why(compile, capsys, caplog):
-    told = app.explain_stage(
-        {"_target_": f"{__name__}.Model"},
-        {"_target_": "zbpp.training.data.regression_data", "in_features": 4, "out_features": 4},
-        stage=1,
-        num_stages=2,
-        microbatch_size=2,
-        compile=compile,
+    regression = {"_target_": "zbpp.training.data.regression_data", "in_features": 4, "out_features": 4}
+    explanation = explain_stage(
+        ExplainConfig(
+            model={"_target_": f"{__name__}.Model"},
+            data=regression,
+            stage=1,
+            num_stages=2,
+            microbatch_size=2,
+            compile=compile,
+        )
     )
-    why = {row.name: row.why for row in told.rows}
+    why = {row.name: row.why for row in explanation.rows}
     assert why["0.linear.weight"] == "compiled: its product is in W's graph"
     assert "; not compiled: forward sets attributes or changes objects" in why["1.linear.weight"]
-    assert "not compiled" in str(told)
+    assert "not compiled" in str(explanation)
     assert "stage 1 0: compiled in " in capsys.readouterr().out
     assert "stage 1 1 is not compiled, it stays eager: forward sets attributes" in caplog.text

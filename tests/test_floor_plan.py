@@ -24,12 +24,12 @@ MAY_IMPORT = {
     "zbpp/seeding.py": set(),
     "zbpp/partition.py": set(),
     "zbpp/ranges.py": set(),
-    "zbpp/config.py": {"ranges"},
+    "zbpp/config/": {"config", "ranges"},
     "zbpp/launch.py": {"ranges"} | _TRAINING,
-    "zbpp/command_line.py": {"config", "launch", "planning", "schedule"},
-    "zbpp/build.py": {"config", "training", "stage_api"},
-    "zbpp/app.py": {"build", "models", "config", "render"} | _TRAINING,
-    "zbpp/benchmark/jobs.py": {"build", "benchmark", "config"} | _TRAINING,
+    "zbpp/builders/": {"builders", "config"} | _TRAINING,
+    "zbpp/app.py": {"builders", "config", "render"} | _TRAINING,
+    "zbpp/explain_stage.py": {"builders", "config", "training", "autograd"},
+    "zbpp/benchmark/jobs.py": {"builders", "benchmark", "config"} | _TRAINING,
     # The split is measured on a Llama's blocks, in one process: no schedule, no training.
     "zbpp/benchmark/split/": {"autograd", "benchmark", "models", "runtime"},
     "zbpp/benchmark/": {"benchmark", "render"} | _TRAINING,
@@ -37,15 +37,21 @@ MAY_IMPORT = {
     "zbpp/families/": {"families", "schedule"},
     "zbpp/planning/": {"partition"} | _PLANS,
     "zbpp/render/": {"render", "partition"} | _PLANS,
+    "zbpp/commands/__init__.py": set(),
+    "zbpp/commands/plan/": {"commands", "models", "render"} | _PLANS,  # models: what a head costs, from sizes
     "zbpp/autograd/": {"autograd"},
-    "zbpp/runtime/checks.py": {"planning"} | _RUNTIME,  # Pipeline(stages, "zb_h1"): a name instead of a plan
+    # Pipeline(stages, "zb_h1"): a schedule's name in place of a timetable. No other file of runtime plans.
+    "zbpp/runtime/arguments.py": {"planning"} | _RUNTIME,
     "zbpp/runtime/": _RUNTIME,
     "zbpp/training/": _TRAINING,
     "zbpp/cutting/": {"cutting", "partition"},
     "zbpp/models/": {"models", "partition"} | _LEAVES,
-    "scripts/": {"app", "benchmark", "command_line", "config", "launch", "models", "families", "render"}
-    | _TRAINING
-    | {"partition"},
+    # The command line: parses, calls one function, prints.
+    "zbpp/commands/": {"commands", "app", "explain_stage", "builders", "benchmark", "config", "launch"}
+    | _TRAINING,
+    "zbpp/__main__.py": {"__version__", "commands"},
+    "zbpp/train.py": {"commands"},  # torchrun -m zbpp.train
+    "scripts/": {"commands", "benchmark", "launch", "models", "families", "render", "partition"} | _TRAINING,
 }
 
 _PURE = ("torch", "hydra", "omegaconf", "rich")
@@ -59,10 +65,11 @@ MUST_NOT_IMPORT = [
     ("zbpp/families/", ("zbpp.schedule.lower",), "families know no messages"),
     ("zbpp/autograd/", ("torch.distributed",), "the split is usable on its own"),
     ("zbpp/models/", ("torch.distributed",), "a model sees no rank and no group"),
+    ("zbpp/commands/plan/", ("torch", "hydra", "omegaconf"), "it runs without torch"),
     ("scripts/plan.py", ("torch", "hydra", "omegaconf", "zbpp.app", "zbpp.config"), "it runs without torch"),
 ]
 _SILENT = ("zbpp/schedule/", "zbpp/families/", "zbpp/planning/", "zbpp/render/")
-CONFIGURED = ("hydra", "omegaconf")  # in scripts/ and config.py only
+CONFIGURED = ("hydra", "omegaconf")  # in zbpp/config/ only: commands get plain objects
 
 
 def violations(root: Path) -> list[str]:
@@ -111,8 +118,8 @@ def _forbidden(name: str, tree: ast.AST) -> Iterator[Finding]:
         for place, modules, reason in MUST_NOT_IMPORT:
             if name.startswith(place) and _within(dotted, modules):
                 yield line, f"imports {dotted}: {reason}"
-        if _within(dotted, CONFIGURED) and not name.startswith(("scripts/", "zbpp/config.py")):
-            yield line, f"imports {dotted}: Hydra and OmegaConf belong to scripts/ and config.py"
+        if _within(dotted, CONFIGURED) and not name.startswith("zbpp/config/"):
+            yield line, f"imports {dotted}: Hydra and OmegaConf belong to zbpp/config/"
 
 
 def _families(name: str, tree: ast.AST) -> Iterator[Finding]:
@@ -176,17 +183,25 @@ def test_every_room_keeps_to_the_floor_plan():
         ("zbpp/runtime/pipeline.py", "from zbpp.config import TrainConfig", "may import autograd,"),
         ("zbpp/runtime/p2p.py", "dist.init_process_group()", "runtime/world.py alone"),
         ("zbpp/training/trainer.py", "from zbpp import app", "may import autograd,"),
-        ("zbpp/training/trainer.py", "from omegaconf import OmegaConf", "belong to scripts/ and config.py"),
+        ("zbpp/training/trainer.py", "from omegaconf import OmegaConf", "belong to zbpp/config/"),
         (
             "zbpp/benchmark/interleaved_timing.py",
             "from zbpp.config import BenchConfig",
             "may import autograd,",
         ),
         ("zbpp/benchmark/split/timing.py", "from zbpp.training import Trainer", "may import autograd,"),
-        ("zbpp/app.py", "import hydra", "belong to scripts/ and config.py"),
+        ("zbpp/app.py", "import hydra", "belong to zbpp/config/"),
         ("zbpp/stage_api.py", "import zbpp.models", "may import nothing of zbpp"),
         ("zbpp/utils.py", "", "has no place in the floor plan"),
-        ("scripts/plan.py", "from zbpp.config import PlanConfig", "it runs without torch"),
+        ("scripts/plan.py", "import torch", "it runs without torch"),
+        ("zbpp/commands/train.py", "from omegaconf import OmegaConf", "belong to zbpp/config/"),
+        ("scripts/train.py", "import hydra", "belong to zbpp/config/"),
+        ("zbpp/commands/plan/choice.py", "def f():\n    import torch", "it runs without torch"),
+        (
+            "zbpp/commands/plan/layers.py",
+            "from zbpp.training import Trainer",
+            "may import commands, families",
+        ),
     ],
 )
 def test_a_planted_violation_is_found(tmp_path, name, line, complaint):
@@ -206,7 +221,7 @@ def test_what_the_plan_allows_is_no_violation(tmp_path):
         "dist.init_process_group()\n"
     )
     (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts/train.py").write_text("import hydra\nfrom zbpp import app\nprint(app)\n")
+    (tmp_path / "scripts/train.py").write_text("from zbpp.commands import train\nprint(train)\n")
     assert violations(tmp_path) == []
 
 
@@ -216,6 +231,7 @@ def test_what_the_plan_allows_is_no_violation(tmp_path):
         "import zbpp",
         "from zbpp import plan, simulate, lower, Costs",
         "import zbpp.planning, zbpp.render, zbpp.families",
+        "import zbpp.commands.plan",
     ],
 )
 def test_planning_imports_no_torch(code):

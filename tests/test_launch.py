@@ -1,13 +1,13 @@
-"""scripts/train.py and bench.py as they are started: what a job writes, and how it refuses or ends.
+"""`zbpp train`, `bench` and `measure` as they are started: what a job writes, and how it refuses or ends.
 
-Few real starts, each looked at by several tests; what is refused before ranks join is tried in this process.
+Few real starts, of zbpp as a wheel installs it; several tests look at each. What is refused before ranks join
+is tried in this process.
 """
 
 import importlib
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
-from zbpp import app, command_line, launch
+from zbpp import app, launch
 from zbpp import config as configs
+from zbpp.builders import trainer as trainer_parts
+from zbpp.commands import command_line, compare
 from zbpp.launch import RankError, Refusal, on_ranks
 from zbpp.models.gpt import Gpt
 from zbpp.planning import SCHEDULES, plan
@@ -31,7 +33,6 @@ from zbpp.training.data import text_data
 from zbpp.training.run_folder import FolderError
 
 ROOT = Path(__file__).parent.parent
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 TINY = ["steps=3", "num_microbatches=4", "microbatch_size=2", "parallel.device=cpu", "parallel.timeout=100"]
 GPT = ["model=gpt_tiny", "model.num_layers=4", "model.hidden_size=16", "model.sequence_length=16"]
 KNOWN = ", ".join(SCHEDULES)
@@ -40,36 +41,29 @@ MLP = ["model=mlp", "model.num_layers=4", "data=regression"]
 configs.register()
 
 
-def start(folder, command, **variables):
-    """Run in `folder`, as a user would who has no account anywhere; stdout and stderr in one text."""
-    clean = {
-        name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "TORCHELASTIC"))
-    }
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        clean.pop(name, None)
-    here = {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        "NETRC": str(folder / "none"),
-    }
-    private = {f"WANDB_{name}_DIR": str(folder / "private") for name in ("CACHE", "CONFIG", "DATA")}
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**clean, **here, **private, **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=100,
-    )
-    return SimpleNamespace(rc=done.returncode, text=done.stdout)
+@pytest.fixture
+def alone(monkeypatch):
+    """This process is no rank of any job."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def train(overrides):
+    """app.train in this process, from overrides as `zbpp train` gets them."""
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        config = compose("train", overrides=overrides)
+    return app.train(configs.typed(config), configs.flat(config), configs.as_yaml(config))
+
+
+def losses_of(run):
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 # ---------------------------------------------------------------- a job that succeeds
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory):
+def job(tmp_path_factory, installed):
     """Two ranks train a tiny GPT on a text file, with wandb offline beside metrics.jsonl."""
     folder = tmp_path_factory.mktemp("job")
     (folder / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
@@ -77,7 +71,7 @@ def job(tmp_path_factory):
         "schedule=zb_h1", *GPT, *TINY, "data=text", "data.path=corpus.txt", "logger=wandb",
         "logger.mode=offline", "evaluate_every=2", "run_dir=runs/first",
     ]  # fmt: skip
-    done = start(folder, [*TORCHRUN, str(ROOT / "scripts/train.py"), *overrides])
+    done = installed.start(folder, installed.torchrun("-m", "zbpp.train", *overrides))
     assert done.rc == 0, done.text
     return SimpleNamespace(folder=folder, run=folder / "runs/first", text=done.text)
 
@@ -197,13 +191,13 @@ OWN_CHOICES = [
 
 
 @pytest.fixture(scope="module")
-def own_job(tmp_path_factory):
+def own_job(tmp_path_factory, installed):
     """Two ranks train a model of the user's on a DataLoader of the user's, by a plan in a file."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "own.py").write_text(OWN)
     (folder / "by_hand.csv").write_text(to_csv(plan("v_half", 2, 4)))
     overrides = [*OWN_CHOICES, "schedule.timetable=by_hand.csv", "num_microbatches=null"]
-    done = start(folder, [*TORCHRUN, str(ROOT / "scripts/train.py"), *overrides])
+    done = installed.start(folder, installed.torchrun("-m", "zbpp.train", *overrides))
     assert done.rc == 0, done.text
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     return SimpleNamespace(folder=folder, lines=lines, text=done.text)
@@ -242,7 +236,7 @@ def test_a_run_by_a_plan_in_a_file_executes_that_plan(own_job):
 
 
 @pytest.mark.slow
-def test_ranks_with_different_code_under_one_config_are_refused_with_the_file(tmp_path):
+def test_ranks_with_different_code_under_one_config_are_refused_with_the_file(tmp_path, installed):
     """They trained on, to a loss of .844 for 2.466."""
     for rank in ("0", "1"):
         (tmp_path / rank).mkdir()
@@ -250,10 +244,10 @@ def test_ranks_with_different_code_under_one_config_are_refused_with_the_file(tm
     (tmp_path / "uneven.py").write_text(
         "import os, runpy, sys\n"
         'sys.path.insert(0, os.path.abspath(os.environ["RANK"]))\n'
-        'runpy.run_path(sys.argv.pop(1), run_name="__main__")\n'
+        'runpy.run_module("zbpp.train", run_name="__main__")\n'
     )
     overrides = [*OWN_CHOICES, "evaluate_every=0"]
-    done = start(tmp_path, [*TORCHRUN, "uneven.py", str(ROOT / "scripts/train.py"), *overrides])
+    done = installed.start(tmp_path, installed.torchrun("uneven.py", *overrides))
     assert done.rc != 0
     assert "error: the ranks of this job have different source files (by hash):\n  own: '" in done.text
     assert not list(tmp_path.rglob("metrics.jsonl"))
@@ -263,7 +257,7 @@ def test_ranks_with_different_code_under_one_config_are_refused_with_the_file(tm
 
 
 @pytest.mark.slow
-def test_a_rank_that_raises_brings_the_job_down_with_its_traceback_first(tmp_path):
+def test_a_rank_that_raises_brings_the_job_down_with_its_traceback_first(tmp_path, installed):
     (tmp_path / "failing.py").write_text(
         """
 import pathlib, time
@@ -289,7 +283,7 @@ class FailingMlp(Mlp):
 """
     )
     overrides = [*MLP, *TINY, "model._target_=failing.FailingMlp", "run_dir=run"]
-    done = start(tmp_path, [*TORCHRUN, str(ROOT / "scripts/train.py"), *overrides])
+    done = installed.start(tmp_path, installed.torchrun("-m", "zbpp.train", *overrides))
     seconds = time.time() - float((tmp_path / "raised_at").read_text())
     assert done.rc != 0
     assert seconds < 25  # the timeout of a wait is 100 s, torchrun's own grace 30 s
@@ -304,14 +298,14 @@ class FailingMlp(Mlp):
 
 
 @pytest.mark.slow
-def test_configs_that_differ_between_ranks_end_the_job_with_the_difference(tmp_path):
+def test_configs_that_differ_between_ranks_end_the_job_with_the_difference(tmp_path, installed):
     (tmp_path / "uneven.py").write_text(
         "import os, runpy, sys\n"
         'sys.argv += ["steps=4", "optimizer.eps=1e-6"] if os.environ["RANK"] == "1" else []\n'
-        'runpy.run_path(sys.argv.pop(1), run_name="__main__")\n'
+        'runpy.run_module("zbpp.train", run_name="__main__")\n'
     )
     overrides = [*MLP, *TINY, "run_dir=run"]
-    done = start(tmp_path, [*TORCHRUN, "uneven.py", str(ROOT / "scripts/train.py"), *overrides])
+    done = installed.start(tmp_path, installed.torchrun("uneven.py", *overrides))
     assert done.rc != 0
     assert "error: the ranks of this job have different configs:" in done.text
     assert (
@@ -333,15 +327,26 @@ def test_configs_that_differ_between_ranks_end_the_job_with_the_difference(tmp_p
         (["steps=0", "run_dir=run"], ["error: steps=0: write a whole number, 1 or more"]),
     ],
 )
-def test_bad_arguments_end_a_rank_with_a_word_and_no_traceback(tmp_path, overrides, words):
+def test_bad_arguments_end_a_rank_with_a_word(monkeypatch, tmp_path, overrides, words):
     """Rank 0 by itself: it gets no further than to its arguments."""
-    done = start(
-        tmp_path, [sys.executable, str(ROOT / "scripts/train.py"), *overrides], RANK="0", WORLD_SIZE="2"
-    )
-    assert done.rc == 1
-    (line,) = done.text.splitlines()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    line = refusal(monkeypatch, tmp_path, "train", overrides)
     assert [word for word in words if word not in line] == []
-    assert not list(tmp_path.rglob("metrics.jsonl"))
+    assert "\n" not in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def refusal(monkeypatch, folder, command, given):
+    """What `zbpp COMMAND ...` says at its end, called in this process and in `folder`."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["zbpp"])
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # the command sets it, and monkeypatch takes it back
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"zbpp.commands.{command}").main(given)
+    return ended.value.code
 
 
 # ---------------------------------------------------------------- refused before any rank joins the others
@@ -365,7 +370,7 @@ def corpora(tmp_path):
         (["schedule=zb_v", "model.num_layers=3"], "model: num_layers=3 is fewer than the 4 stages"),
         (
             ["parallel.num_ranks=4"],
-            "parallel.num_ranks=4, but torchrun started 2: write torchrun --nproc-per-node 4",
+            "parallel.num_ranks=4, but torchrun started 2: write torchrun --nproc-per-node 4 -m zbpp.train",
         ),
         (["data=text", "data.path={}/nowhere"], "/nowhere' does not exist"),
         (
@@ -392,65 +397,104 @@ def test_what_cannot_run_is_refused_before_work_starts(monkeypatch, corpora, ove
     assert not dist.is_initialized()
 
 
-def train(overrides):
-    """app.train in this process, from overrides as scripts/train.py gets them."""
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        config = compose("train", overrides=overrides)
-    return app.train(configs.typed(config), configs.flat(config), configs.as_yaml(config))
-
-
 # ---------------------------------------------------------------- a user's own model, ranks without torchrun
 
 
+TOWER = """
+import torch
+from torch import nn
+from zbpp import split_layers
+
+class Tower:
+    def __init__(self, hidden_size):
+        self.hidden_size = hidden_size
+
+    def build_stage(self, index, num_stages):
+        stage = nn.Sequential()
+        for layer in split_layers(8, num_stages)[index]:
+            torch.manual_seed(layer)
+            stage.add_module(f"layer_{layer}", nn.Linear(self.hidden_size, self.hidden_size))
+        return stage
+
+    def loss(self, output, target):
+        return nn.functional.mse_loss(output, target)
+"""
+
+
 @pytest.mark.slow
-def test_a_model_file_in_the_current_folder_trains_as_the_readme_says_with_one_and_two_ranks(
-    monkeypatch, tmp_path
+def test_a_model_in_the_current_folder_and_its_config_train_alike_on_one_and_two_ranks(
+    monkeypatch, tmp_path, installed, alone
 ):
-    """my_file.Tower was not found under torchrun, and got gpt_tiny's keys where it was."""
-    (tmp_path / "my_file.py").write_text(readme_model())
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    """The model is named in a config folder of the user's; -n starts the ranks."""
+    (tmp_path / "my_file.py").write_text(TOWER)
+    (tmp_path / "conf/model").mkdir(parents=True)
+    (tmp_path / "conf/model/tower.yaml").write_text("_target_: my_file.Tower\nhidden_size: 16\n")
     monkeypatch.syspath_prepend(tmp_path)
-    overrides = ["model._target_=my_file.Tower", "model.hidden_size=16", "data=regression", *TINY]
-    command = [sys.executable, str(ROOT / "scripts/train.py"), *overrides]
-    train([*command_line.arguments(overrides), f"run_dir={tmp_path}/alone"])
-    own = start(tmp_path, [*command, "parallel.num_ranks=2", "schedule=ZBVZeroBubble", "run_dir=own"])
-    assert own.rc == 0, own.text
-    assert "written to own" in own.text
-    under = start(tmp_path, [*TORCHRUN, *command[1:], "run_dir=under"])
-    assert under.rc == 0, under.text
-    losses = [losses_of(tmp_path / name) for name in ("alone", "own", "under")]
-    assert losses[0] == losses[1] == losses[2]
+    target = ["model._target_=my_file.Tower", "model.hidden_size=16", "data=regression", *TINY]
+    train([*command_line.arguments(target), f"run_dir={tmp_path}/one"])
+    chosen = ["--config-dir", "conf", "model=tower", "data=regression", *TINY]
+    command = installed.zbpp("train", "-n", "2", *chosen, "schedule=ZBVZeroBubble", "run_dir=two")
+    done = installed.start(tmp_path, command)
+    assert done.rc == 0, done.text
+    assert "written to two" in done.text
+    losses = [losses_of(tmp_path / name) for name in ("one", "two")]
+    assert losses[0] == losses[1]
     assert len(set(losses[0])) == 3
 
 
-def readme_model():
-    """The model that the README shows."""
-    return re.search(r"^```python\n(.*?class Tower:.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)[
-        1
-    ]
-
-
-def losses_of(run):
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+@pytest.mark.slow
+def test_a_job_whose_output_nobody_reads_ends_in_silence(tmp_path, installed):
+    """`train.py ... | head` ended in the traceback of a BrokenPipeError."""
+    command = installed.zbpp("train", "-n", "2", *MLP, *TINY, "print_every=1", "run_dir=run")
+    done = installed.start(tmp_path, ["bash", "-c", 'set -o pipefail; "$@" | head -n 1', "bash", *command])
+    (line,) = done.text.splitlines()
+    assert line.startswith("layers per stage: ")
+    assert done.rc == 141
 
 
 @pytest.mark.parametrize(
-    ("script", "overrides", "words"),
+    ("given", "line"),
     [
-        ("train.py", ["parallel.num_ranks=2", "steps=0"], "error: steps=0: write a whole number, 1 or more"),
-        ("measure.py", ["num_ranks=2", "model=gpt_tiny"], "error: the data do not fit the model: stage 0"),
+        (
+            ["measure", "-n", "2", "model=gpt_tiny"],
+            "error: the data do not fit the model: stage 0 was given float32 [4, 96]",
+        ),
+        (
+            ["bench", "-n", "1", "model.num_layers=1", "device=cuda"],
+            "error: device=cuda: 1 process(es) here, but torch sees 0 CUDA device(s)",
+        ),
     ],
 )
-def test_a_mistake_is_one_line_whichever_rank_finds_it(tmp_path, script, overrides, words):
+def test_a_mistake_that_a_rank_finds_is_one_line(tmp_path, installed, given, line):
     """57 to 175 lines of torchrun and gloo, before."""
-    done = start(
-        tmp_path, [sys.executable, str(ROOT / "scripts" / script), *overrides, "run_dir=run"],
-        CUDA_VISIBLE_DEVICES="",
-    )  # fmt: skip
+    done = installed.start(tmp_path, installed.zbpp(*given, "run_dir=run"), CUDA_VISIBLE_DEVICES="")
     assert done.rc == 1
-    (line,) = done.text.splitlines()
-    assert line.startswith(words)
+    (only,) = done.text.splitlines()
+    assert only.startswith(line)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "line"),
+    [
+        ("train", ["-n", "2", "steps=0"], "error: steps=0: write a whole number, 1 or more"),
+        ("train", ["-n", "2", "schedule.name=zb_h9"], f"error: unknown schedule 'zb_h9'; known: {KNOWN}"),
+        ("train", ["-n", "2", "run_dir="], "error: run_dir=: write a folder, such as runs/first"),
+        (
+            "train",
+            ["-n", "2", "schedule=interleaved_1f1b", "schedule.stages_per_rank=10000"],
+            "error: model: num_layers=8 is fewer than the 20000 stages",
+        ),
+        ("measure", ["schedule.name=zb_h9"], f"error: unknown schedule 'zb_h9'; known: {KNOWN}"),
+        ("bench", ["schedules=[zb_h9]"], f"error: unknown schedule 'zb_h9'; known: {KNOWN}"),
+    ],
+)
+def test_a_mistake_is_found_before_ranks_are_started(monkeypatch, tmp_path, alone, command, given, line):
+    """10000 stages per rank were planned for minutes before the layers were counted."""
+    monkeypatch.setattr(launch, "on_ranks", None)
+    said = refusal(monkeypatch, tmp_path, command, [*given, *(["run_dir=run"] * ("run_dir=" not in given))])
+    assert said.startswith(line)
+    assert "\n" not in said
     assert list(tmp_path.iterdir()) == []
 
 
@@ -474,23 +518,25 @@ def test_a_bug_on_one_rank_is_told_with_its_traceback_and_nothing_else(capfd):
 @pytest.mark.parametrize(
     ("told", "codes", "kind", "words"),
     [
-        ({0: (2.0, True, "late"), 1: (1.0, True, "early")}, {0: 1, 1: 1}, Refusal, "^early$"),
+        ({0: (2.0, "refusal", "late"), 1: (1.0, "refusal", "early")}, {0: 1, 1: 1}, Refusal, "^early$"),
         (
-            {0: (2.0, True, "late"), 1: (1.0, False, "Trace")},
+            {0: (2.0, "refusal", "late"), 1: (1.0, "bug", "Trace")},
             {0: 1, 1: 1},
             RankError,
             "^rank 1 failed\nTrace$",
         ),
-        ({0: (1.0, False, "lost its peer")}, {0: 1, 1: -9}, Refusal, "^rank 1 died of SIGKILL$"),
-        ({1: (1.0, True, "refused")}, {0: -15, 1: 1}, Refusal, "^refused$"),
+        ({0: (1.0, "bug", "lost its peer")}, {0: 1, 1: -9}, Refusal, "^rank 1 died of SIGKILL$"),
+        ({1: (1.0, "refusal", "refused")}, {0: -15, 1: 1}, Refusal, "^refused$"),
+        ({0: (1.0, "broken pipe", ""), 1: (2.0, "bug", "lost its peer")}, {0: 1, 1: 1}, BrokenPipeError, ""),
         ({}, {0: 3}, Refusal, "^ranks ended without a word; exit codes by rank: {0: 3}$"),
     ],
 )
 def test_of_several_ranks_that_fail_the_first_by_the_clock_is_told_of(tmp_path, told, codes, kind, words):
-    for rank, (when, refused, text) in told.items():
-        (tmp_path / str(rank)).write_text(json.dumps({"time": when, "refused": refused, "text": text}))
+    for rank, (when, kind_of_failure, text) in told.items():
+        failure = {"time": when, "kind": kind_of_failure, "text": text}
+        (tmp_path / str(rank)).write_text(json.dumps(failure))
     failures = {rank: SimpleNamespace(exitcode=code) for rank, code in codes.items()}
-    error = launch._cause(tmp_path, failures)
+    error = launch._first_error(tmp_path, failures)
     assert type(error) is kind
     assert re.search(words, str(error))
 
@@ -498,10 +544,8 @@ def test_of_several_ranks_that_fail_the_first_by_the_clock_is_told_of(tmp_path, 
 # ---------------------------------------------------------------- run folders
 
 
-def test_a_mistake_in_a_new_command_costs_nothing_of_an_old_run(monkeypatch, tmp_path):
+def test_a_mistake_in_a_new_command_costs_nothing_of_an_old_run(tmp_path, alone):
     """metrics.jsonl was emptied before the new job had even started."""
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
     run = tmp_path / "run"
     given = [*MLP, *TINY, f"run_dir={run}"]
     train(given)
@@ -515,7 +559,7 @@ def test_a_mistake_in_a_new_command_costs_nothing_of_an_old_run(monkeypatch, tmp
     assert len(losses_of(run)) == 4
 
 
-def test_compare_calls_runs_by_their_folders_and_shows_what_was_measured(tmp_path):
+def test_compare_calls_runs_by_their_folders_and_shows_what_was_measured(monkeypatch, tmp_path, capsys):
     for name, more in {"a": {"evaluation_loss": 0.25}, "b": {"replanned_from": "1f1b"}}.items():
         (tmp_path / name).mkdir()
         summary = {
@@ -524,9 +568,9 @@ def test_compare_calls_runs_by_their_folders_and_shows_what_was_measured(tmp_pat
         }  # fmt: skip
         (tmp_path / name / "summary.json").write_text(json.dumps(summary))
         (tmp_path / name / "metrics.jsonl").write_text('{"loss": 0.5}\n')
-    done = start(tmp_path, [sys.executable, str(ROOT / "scripts/compare.py"), "a", "b"])
-    assert done.rc == 0, done.text
-    lines = [line.split() for line in done.text.splitlines()[1:3]]
+    monkeypatch.chdir(tmp_path)
+    assert compare.main(["a", "b"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:3]]
     assert lines == [
         ["a", "zb_h1", "0.5", "0.2500", "1,234", "rows/s", "0.100", "0.200"],
         ["b", "zb_h1", "(began", "as", "1f1b)", "0.5", "-", "1,234", "rows/s", "0.100", "0.200"],
@@ -537,9 +581,7 @@ def test_compare_calls_runs_by_their_folders_and_shows_what_was_measured(tmp_pat
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_one_rank_needs_no_torchrun(monkeypatch, tmp_path, schedule):
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+def test_one_rank_needs_no_torchrun(tmp_path, schedule, alone):
     summary = train([f"schedule={schedule}", *MLP, *TINY, f"run_dir={tmp_path}/run"])
     assert (summary["schedule"], summary["num_ranks"], summary["steps"]) == (schedule, 1, 3)
     stages = {f"stage-{s}-of-{summary['num_stages']}.safetensors" for s in range(summary["num_stages"])}
@@ -548,17 +590,15 @@ def test_one_rank_needs_no_torchrun(monkeypatch, tmp_path, schedule):
     }  # fmt: skip
 
 
-def test_the_order_in_a_plans_file_is_the_order_that_runs(monkeypatch, tmp_path):
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+def test_the_order_in_a_plans_file_is_the_order_that_runs(monkeypatch, tmp_path, alone):
     made = []
 
-    class Noted(app.Pipeline):
+    class Noted(trainer_parts.Pipeline):
         def __init__(self, stages, timetable, *args, **options):
             made.append(str(timetable))
             super().__init__(stages, timetable, *args, **options)
 
-    monkeypatch.setattr(app, "Pipeline", Noted)
+    monkeypatch.setattr(trainer_parts, "Pipeline", Noted)
     (tmp_path / "odd.txt").write_text("0F0 0F1 0B0 0F2 0B1 0W0 0B2 0W1 0W2")  # of no family
     choices = ["schedule.timetable=" + str(tmp_path / "odd.txt"), *MLP, *TINY, f"run_dir={tmp_path}/run"]
     summary = train([*choices, "num_microbatches=null", "save_weights=false"])
@@ -569,13 +609,11 @@ def test_the_order_in_a_plans_file_is_the_order_that_runs(monkeypatch, tmp_path)
         train(choices)
     with pytest.raises(PlanError, match="memory limit .*12GiB.* write how many, such as 8"):
         train(["schedule.memory_limit=12GiB", *MLP, *TINY, f"run_dir={tmp_path}/run"])
-    with pytest.raises(configs.ConfigError, match="schedule: .*none.json'; write a file of scripts/plan.py"):
+    with pytest.raises(configs.ConfigError, match="schedule: .*none.json'; name a file that zbpp plan or"):
         train(["schedule.costs=none.json", *MLP, *TINY, f"run_dir={tmp_path}/run"])
 
 
-def test_auto_measures_its_first_steps_and_goes_on_with_a_plan_for_them(monkeypatch, tmp_path, capsys):
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+def test_auto_measures_its_first_steps_and_goes_on_with_a_plan_for_them(tmp_path, capsys, alone):
     summary = train(["schedule=auto", *MLP, *TINY, "steps=9", f"run_dir={tmp_path}/run"])
     assert (summary["schedule"], summary["replanned_from"]) == ("zb_auto", "zb_h1")
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
@@ -584,29 +622,27 @@ def test_auto_measures_its_first_steps_and_goes_on_with_a_plan_for_them(monkeypa
 
 
 @pytest.mark.parametrize("overrides", [[], ["parallel.dynamic_shapes=true"]])
-def test_dynamic_shapes_reach_every_pipeline_of_a_run(monkeypatch, tmp_path, overrides):
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+def test_dynamic_shapes_reach_every_pipeline_of_a_run(monkeypatch, tmp_path, alone, overrides):
     made = []
 
-    class Noted(app.Pipeline):
+    class Noted(trainer_parts.Pipeline):
         def __init__(self, *args, dynamic_shapes=None, **options):
             made.append(dynamic_shapes)
             super().__init__(*args, dynamic_shapes=dynamic_shapes, **options)
 
-    monkeypatch.setattr(app, "Pipeline", Noted)
+    monkeypatch.setattr(trainer_parts, "Pipeline", Noted)
     train(["schedule=auto", *MLP, *TINY, "steps=5", f"run_dir={tmp_path}/run", *overrides])
     assert made
     assert set(made) == {bool(overrides)}
 
 
 @pytest.mark.slow
-def test_bench_prints_predicted_beside_measured_for_each_schedule_and_runtime(tmp_path):
+def test_bench_prints_predicted_beside_measured_for_each_schedule_and_runtime(tmp_path, installed):
     overrides = [
         "num_ranks=2", "num_microbatches=4", "repeats=1", "schedules=[1f1b,zb_h1]", "model.num_layers=4",
         "device=cpu", "run_dir=out",
     ]  # fmt: skip
-    done = start(tmp_path, [sys.executable, str(ROOT / "scripts/bench.py"), *overrides])
+    done = installed.start(tmp_path, installed.zbpp("bench", *overrides))
     assert done.rc == 0, done.text
     assert "EMULATED: stages sleep instead of computing" in done.text
     assert "zbpp's speed over torch's, same schedule: 1f1b " in done.text
@@ -624,9 +660,9 @@ def test_bench_prints_predicted_beside_measured_for_each_schedule_and_runtime(tm
 
 
 @pytest.mark.slow
-def test_measured_costs_are_what_plan_takes(tmp_path):
+def test_measured_costs_are_what_plan_takes(tmp_path, installed):
     overrides = ["num_ranks=2", "num_microbatches=2", "repeats=1", "model.num_layers=2", "run_dir=out"]
-    done = start(tmp_path, [sys.executable, str(ROOT / "scripts/measure.py"), *overrides, "device=cpu"])
+    done = installed.start(tmp_path, installed.zbpp("measure", *overrides, "device=cpu"))
     assert done.rc == 0, done.text
     assert "ranks 0 and 1: " in done.text
     found = json.loads((tmp_path / "out/costs.json").read_text())
@@ -635,40 +671,8 @@ def test_measured_costs_are_what_plan_takes(tmp_path):
     assert {len(each) for each in found.values() if isinstance(each, list)} == {2}
     assert min(*found["f"], *found["b"], *found["w"]) >= 5
     assert (about["emulated"], about["model"]) == (True, "Emulated")
-    planned = start(
-        tmp_path,
-        [sys.executable, str(ROOT / "scripts/plan.py"), "zb_h1", "--ranks", "2", "--costs", "out/costs.json"],
+    planned = installed.start(
+        tmp_path, installed.zbpp("plan", "zb_h1", "--ranks", "2", "--costs", "out/costs.json")
     )
     assert planned.rc == 0, planned.text
     assert "makespan" in planned.text
-
-
-@pytest.mark.parametrize("script", ["bench.py", "measure.py"])
-def test_a_device_that_is_not_there_is_said_in_one_line(tmp_path, script):
-    overrides = ["num_ranks=1", "model.num_layers=1", "device=cuda", "run_dir=out"]
-    done = start(
-        tmp_path, [sys.executable, str(ROOT / "scripts" / script), *overrides], CUDA_VISIBLE_DEVICES=""
-    )
-    assert done.rc == 1
-    (line,) = [line for line in done.text.splitlines() if line.startswith("error: ")]
-    assert line.startswith("error: device=cuda: 1 process(es) here, but torch sees 0 CUDA device(s)")
-    assert line.endswith("; write device=cpu")
-    assert "Traceback" not in done.text
-
-
-def test_measure_refuses_a_schedule_that_nobody_knows(tmp_path):
-    done = start(
-        tmp_path, [sys.executable, str(ROOT / "scripts/measure.py"), "schedule.name=zb_h9", "run_dir=out"]
-    )
-    assert done.rc == 1
-    assert "error: unknown schedule 'zb_h9'" in done.text
-    assert "Traceback" not in done.text
-
-
-def test_bench_refuses_a_schedule_that_nobody_knows_before_it_starts_ranks(tmp_path):
-    done = start(
-        tmp_path, [sys.executable, str(ROOT / "scripts/bench.py"), "schedules=[zb_h9]", "run_dir=out"]
-    )
-    assert done.rc == 1
-    assert f"error: unknown schedule 'zb_h9'; known: {KNOWN}" in done.text
-    assert "Traceback" not in done.text

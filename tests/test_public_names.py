@@ -9,6 +9,7 @@ from torch import nn
 
 import zbpp
 from zbpp import (
+    SCHEDULES,
     Costs,
     Pipeline,
     PlanError,
@@ -20,12 +21,12 @@ from zbpp import (
     replicate,
     simulate,
 )
-from zbpp.planning import SCHEDULES
+from zbpp.models.mlp import Mlp
 
 NAMES = [
-    "Costs", "Pipeline", "PlanError", "Timeline", "Timetable", "WeightGrads", "backward_input",
-    "clip_grad_norm_", "lower", "per_microbatch", "plan", "replicate", "simulate", "split_sequential",
-    "trace_stages",
+    "SCHEDULES", "Costs", "Pipeline", "PlanError", "Timeline", "Timetable", "WeightGrads", "backward_input",
+    "checkpoint", "clip_grad_norm_", "lower", "per_microbatch", "plan", "replicate", "simulate",
+    "split_layers", "split_sequential", "trace_stages",
 ]  # fmt: skip
 
 POSITIONAL, KEYWORD = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
@@ -46,6 +47,10 @@ def test_every_public_name_is_there_and_listed(name):
     assert getattr(zbpp, name) is not None
     assert name in zbpp.__all__
     assert name in dir(zbpp)
+
+
+def test_no_other_name_is_public():
+    assert sorted(zbpp.__all__) == sorted(NAMES)
 
 
 def test_an_unknown_name_is_an_attribute_error():
@@ -86,6 +91,7 @@ def test_the_signature_of_pipeline():
     names = ["stages", "timetable", "loss_fn", "group"]
     assert parameters(Pipeline)[:4] == [(name, POSITIONAL) for name in names]
     assert (defaults(Pipeline)["loss_fn"], defaults(Pipeline)["group"]) == (None, None)
+    assert {("num_microbatches", KEYWORD), ("device", KEYWORD)} <= set(parameters(Pipeline))
     expected = [("args", REST), ("target", KEYWORD), ("kwargs", KEYWORDS)]
     assert parameters(Pipeline.step) == expected
     more = [("return_outputs", KEYWORD), ("metrics", KEYWORD)]
@@ -129,6 +135,13 @@ def test_the_split_backward_as_documented():
     assert torch.equal(linear.weight.grad, torch.full((2, 3), 4.0))
     with pytest.raises(RuntimeError):
         weight_grads.accumulate()
+
+
+def test_a_pipeline_of_a_name_and_a_model_as_documented():
+    model = Mlp(in_features=3, hidden_size=4, out_features=2, num_layers=2)
+    pipeline = Pipeline(model, "zb_h1", num_microbatches=2)
+    assert len(pipeline.step(torch.ones(4, 3), target=torch.ones(4, 2))) == 2
+    assert all(parameter.grad is not None for parameter in pipeline.parameters())
 
 
 def test_a_pipeline_as_documented():

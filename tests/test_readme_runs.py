@@ -1,71 +1,75 @@
 """What the README shows is what happens."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+import pytest
+from helpers.pages import ROOT, blocks, run_command
+
+README = "README.md"
 
 
-def blocks(language: str) -> list[str]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.M | re.S)  # opening and closing in pairs
-    return [text for marked, text in found if marked == language]
-
-
-def test_the_staircase_is_real_output_of_plan() -> None:
-    (shown,) = (block for block in blocks("") if block.startswith("$ python scripts/plan.py"))
+def test_the_staircase_is_real_output_of_plan(tmp_path: Path) -> None:
+    (shown,) = (block for block in blocks(README, "") if block.startswith("$ zbpp plan"))
     command, *expected = shown.splitlines()
-    arguments = command.split()[2:]
-    result = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert result.stdout.splitlines()[: len(expected)] == expected
-
-
-def test_the_python_blocks_run_one_after_another() -> None:
-    namespace: dict[str, object] = {}
-    for block in blocks("python"):
-        exec(block, namespace)
-    assert len(namespace["losses"]) == 4  # type: ignore[arg-type]
-    stages = namespace["pipeline"].stages  # type: ignore[attr-defined]
-    assert all(parameter.grad is not None for stage in stages.values() for parameter in stage.parameters())
-    assert namespace["layer"].weight.grad is not None  # type: ignore[attr-defined]
-
-
-def test_the_custom_model_is_at_most_fifteen_lines() -> None:
-    model = blocks("python")[0]
-    assert len([line for line in model.splitlines() if line.strip()]) <= 15
-
-
-def test_the_tree_names_every_module_and_nothing_else() -> None:
-    (tree,) = (block for block in blocks("") if block.startswith("zbpp/schedule/"))
-    named = set(re.findall(r"\w+\.py", tree))
-    modules = {path.name for path in (ROOT / "zbpp").rglob("*.py")} - {"__init__.py"}
-    assert named == modules
+    assert run_command(command.removeprefix("$ "), tmp_path).splitlines()[: len(expected)] == expected
 
 
 def test_the_predicted_bubbles_are_the_simulators() -> None:
     from zbpp import plan, simulate
 
-    for name, predicted in re.findall(r"^\| `(\w+)` \|[^|]*\| (\.\d+) \|", README, flags=re.M):
+    rows = re.findall(r"^\| `(\w+)` \|[^|]*\| (\.\d+) \|", (ROOT / README).read_text(), flags=re.M)
+    assert len(rows) == 13
+    for name, predicted in rows:
         assert f"{simulate(plan(name, 4, 12)).bubble_rate:.3f}".lstrip("0") == predicted
 
 
-def test_the_functions_and_rules_shown_equal_plain_autograd() -> None:
+@pytest.mark.slow
+def test_the_example_trains_on_two_ranks_as_in_one_process(tmp_path: Path) -> None:
+    """The example's own loop under torchrun, and the same model without a pipeline, step by step."""
     import torch
 
-    from zbpp import backward_input
+    (tower,) = blocks(README, "python")
+    (tmp_path / "tower.py").write_text(tower)
+    launch = next(block for block in blocks(README, "bash") if block.startswith("torchrun"))
+    printed = [line.split() for line in run_command(launch, tmp_path).splitlines() if line[:1].isdigit()]
+    losses = [float(loss) for _, loss in printed]
 
-    namespace: dict[str, object] = {}
-    for block in blocks("python"):
-        exec(block, namespace)
-    weight, matrix = (torch.nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in ((4,), (3, 4)))
-    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
-    y = (matrix @ namespace["Scale"].apply(x, weight).sum(0)).square().sum()  # type: ignore[attr-defined]
-    expected = torch.autograd.grad(y, (x, weight, matrix), retain_graph=True)
-    (grad,), weight_grads = backward_input(y, None, [x])
-    weight_grads.accumulate()
-    for found, plain in zip((grad, weight.grad, matrix.grad), expected, strict=True):
-        torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
+    namespace: dict[str, object] = {"__name__": "tower"}
+    exec(tower, namespace)
+    model = namespace["Tower"]()  # type: ignore[operator]
+    whole = model.build_stage(0, 1)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    expected = []
+    for step in range(20):
+        torch.manual_seed(step)
+        x = torch.randn(16, 32)
+        loss = model.loss(whole(x), x.flip(1))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert losses == pytest.approx(expected, rel=1e-4)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_the_trainers_command_runs_on_the_examples_model(tmp_path: Path) -> None:
+    (tmp_path / "tower.py").write_text(blocks(README, "python")[0])
+    command = next(block for block in blocks(README, "bash") if block.startswith("zbpp train"))
+    run_command(command, tmp_path)
+    assert len((tmp_path / "runs/first/metrics.jsonl").read_text().splitlines()) == 20
+
+
+def test_every_page_is_linked_and_every_link_leads_somewhere() -> None:
+    pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")}
+    text = (ROOT / README).read_text()
+    assert pages <= set(re.findall(r"\]\((docs/\w+\.md)\)", text))
+    for page in (README, *pages):
+        folder = (ROOT / page).parent
+        for link in re.findall(r"\]\((?!https?://)([^)#]+)\)", (ROOT / page).read_text()):
+            assert (folder / link).exists(), f"{page}: {link}"
+
+
+def test_the_readme_is_about_150_lines() -> None:
+    assert len((ROOT / README).read_text().splitlines()) <= 160

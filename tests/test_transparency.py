@@ -1,13 +1,14 @@
-"""A pipeline changes nothing: every schedule, real processes, against a plain loop.
+"""Training with a pipeline is training without one: every schedule, in real processes.
 
-Between schedules and numbers of ranks, a run's losses, gradients and weights are equal to the last
-bit; against plain autograd to 1e-12 in float64 (a GEMM that accumulates rounds in another order
-than a GEMM and an add), relative to max(the parameter's largest gradient, 1e-6 of the model's
-largest: a key's bias has gradient zero in theory).
+Losses, gradients and weights of a run are equal to the last bit under every schedule and number of ranks.
+They differ from those of a plain loop by at most 1e-12 in float64, since a GEMM that accumulates rounds in
+another order than a GEMM and an add. That is relative to the parameter's largest gradient, or to 1e-6 of the
+model's largest if that is more: a key's bias has gradient zero in theory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -22,7 +23,7 @@ from zbpp.planning import SCHEDULES
 
 M, BATCH, TIME, VOCAB = 8, 16, 12, 31
 NUM_STEPS = 30
-COMPARED = 2  # the step whose gradients are kept: later, 1e-16 has grown by training itself
+COMPARED = 2  # the step whose gradients are compared: later, training has amplified a difference of 1e-16
 MODELS = {
     "gpt": lambda: Gpt(vocab_size=VOCAB, num_layers=8, hidden_size=16, num_heads=2, sequence_length=TIME),
     "llama": lambda: Llama(
@@ -39,8 +40,11 @@ class Run(NamedTuple):
     weights: dict[str, Tensor]
 
 
+Piped = Callable[[str, str, int, int], Run]
+
+
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Each token is 0 to 2 above the one before: something to learn."""
+    """A batch in which each token is 0 to 2 above the one before, so that there is something to learn."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(3, (BATCH, TIME + 1), generator=generator).cumsum(1) % VOCAB
     return tokens[:, :-1], tokens[:, 1:]
@@ -100,20 +104,7 @@ def plain(model_name: str, num_steps: int) -> Run:
         torch.set_default_dtype(torch.float32)
 
 
-_FOUND: dict[tuple[str, int, int], dict[str, Run]] = {}
-
-
-def piped(model: str, schedule: str, num_ranks: int, num_steps: int) -> Run:
-    """The merged run of all ranks. Cached: all schedules of one model and rank count run in one start."""
-    key = (model, num_ranks, num_steps)
-    if key not in _FOUND:
-        names = list(SCHEDULES) if num_steps == NUM_STEPS else [schedule]
-        results = run_ranks(train_all, num_ranks, model, names, num_ranks, num_steps, timeout=110)
-        _FOUND[key] = {name: _merged([rank[i] for rank in results]) for i, name in enumerate(names)}
-    return _FOUND[key][schedule]
-
-
-def _merged(runs: list[Run]) -> Run:
+def merged(runs: list[Run]) -> Run:
     return Run(
         [loss for run in runs for loss in run.losses],
         {name: grad for run in runs for name, grad in run.grads.items()},
@@ -121,10 +112,29 @@ def _merged(runs: list[Run]) -> Run:
     )
 
 
+@pytest.fixture(scope="module")
+def piped() -> Piped:
+    """piped(model, schedule, num_ranks, num_steps): the merged run of all ranks.
+
+    Runs are kept, as starting processes takes long: all schedules of one model and rank count share a start.
+    """
+    found: dict[tuple[str, int, int], dict[str, Run]] = {}
+
+    def run(model: str, schedule: str, num_ranks: int, num_steps: int) -> Run:
+        key = (model, num_ranks, num_steps)
+        if key not in found:
+            names = list(SCHEDULES) if num_steps == NUM_STEPS else [schedule]
+            results = run_ranks(train_all, num_ranks, model, names, num_ranks, num_steps, timeout=110)
+            found[key] = {name: merged([rank[i] for rank in results]) for i, name in enumerate(names)}
+        return found[key][schedule]
+
+    return run
+
+
 @pytest.mark.slow  # one of each rank count starts the processes for all schedules
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_run_of_30_steps_is_equal_to_the_last_bit(schedule: str, num_ranks: int) -> None:
+def test_a_run_of_30_steps_is_equal_to_the_last_bit(piped: Piped, schedule: str, num_ranks: int) -> None:
     found, expected = piped("gpt", schedule, num_ranks, NUM_STEPS), piped("gpt", "gpipe", 1, NUM_STEPS)
     assert len(expected.losses) == NUM_STEPS * M
     assert found.losses == expected.losses
@@ -133,14 +143,16 @@ def test_a_run_of_30_steps_is_equal_to_the_last_bit(schedule: str, num_ranks: in
         assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
 
 
-def test_the_losses_of_30_steps_are_those_of_a_plain_loop() -> None:
+def test_the_losses_of_30_steps_are_those_of_a_plain_loop(piped: Piped) -> None:
     found, expected = piped("gpt", "zb_h1", 2, NUM_STEPS), plain("gpt", NUM_STEPS)
     assert found.losses == pytest.approx(expected.losses, rel=1e-12, abs=0)
     assert sum(expected.losses[-M:]) < 0.7 * sum(expected.losses[:M])  # it learns
 
 
 @pytest.mark.parametrize(("model", "schedule", "num_ranks"), [("gpt", "zb_h1", 2), ("llama", "zb_v", 2)])
-def test_gradients_are_those_of_plain_autograd(model: str, schedule: str, num_ranks: int) -> None:
+def test_gradients_are_those_of_plain_autograd(
+    piped: Piped, model: str, schedule: str, num_ranks: int
+) -> None:
     found, expected = piped(model, schedule, num_ranks, COMPARED), plain(model, COMPARED)
     assert found.losses == pytest.approx(expected.losses, rel=1e-12, abs=0)
     assert found.grads.keys() == expected.grads.keys()

@@ -1,7 +1,7 @@
-"""Starting a job's ranks on this machine from a script, without torchrun; and which error of a job is told.
+"""Start a job's ranks on this machine, without torchrun; if the job fails, find the error that began it.
 
-A job whose ranks fail has one cause: the first error by the clock, since all others follow from it. A mistake
-of the user is told in one line; a bug with the traceback of the rank that raised it.
+All errors of a job follow from its first one, by the clock. A mistake of the user is reported in one line, a
+bug with the traceback of the rank that raised it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,7 @@ from zbpp.schedule import PlanError
 
 
 class Refusal(ValueError):
-    """What a job's ranks can't do, in a line."""
+    """What can't be done, in a line."""
 
 
 class RankError(RuntimeError):
@@ -44,11 +45,17 @@ def wants_traceback() -> bool:
     return bool(os.environ.get("ZBPP_TRACEBACK"))
 
 
-def on_ranks(num_ranks: int, function: Callable[[Any], Any], config: Any) -> Any:
-    """function(config) on `num_ranks` new processes of this machine; rank 0's result.
+def discard_output() -> None:
+    """Send standard output to nowhere, once nobody reads it: Python flushes it again at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    `function` must be importable. One thread each, unless OMP_NUM_THREADS says otherwise. Raises Refusal
-    if a rank refused its work, RankError if one failed otherwise.
+
+def on_ranks(num_ranks: int, function: Callable[[Any], Any], argument: Any) -> Any:
+    """Call function(argument) in `num_ranks` new processes of this machine; returns rank 0's result.
+
+    `function` must be importable. A rank has one thread, unless OMP_NUM_THREADS says otherwise. Raises
+    Refusal if a rank refused its work, BrokenPipeError if nobody reads what a rank prints, RankError if a
+    rank failed otherwise.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -63,20 +70,20 @@ def on_ranks(num_ranks: int, function: Callable[[Any], Any], config: Any) -> Any
         max_restarts=0,
         run_id=uuid4().hex,
     )
-    with TemporaryDirectory(prefix="zbpp-") as folder, _quiet():
+    with TemporaryDirectory(prefix="zbpp-") as folder, _without_torchs_log():
         try:
-            return elastic_launch(launch, _rank)(function, config, folder)[0]
+            return elastic_launch(launch, _run_rank)(function, argument, folder)[0]
         except ChildFailedError as failed:
-            raise _cause(Path(folder), failed.failures) from None
+            raise _first_error(Path(folder), failed.failures) from None
         except SignalException as stopped:
             raise Refusal(f"stopped by {stopped.sigval.name}") from None
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's log of each rank that failed, and of each that it ended: our error says it once."""
-    talking = ("torch.distributed.elastic", "torch.multiprocessing")
-    names = [name for name in logging.root.manager.loggerDict if name.startswith(talking)]
+def _without_torchs_log() -> Iterator[None]:
+    """Silence torch's log of each rank that failed and of each that it ended: our error says it once."""
+    prefixes = ("torch.distributed.elastic", "torch.multiprocessing")
+    names = [name for name in logging.root.manager.loggerDict if name.startswith(prefixes)]
     loggers = [logging.getLogger(name) for name in names]  # each has a level of its own
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -88,38 +95,45 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _rank(function: Callable[[Any], Any], config: Any, folder: str) -> Any:
+def _run_rank(function: Callable[[Any], Any], argument: Any, folder: str) -> Any:
     threads = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
     import torch
 
     torch.set_num_threads(threads)
     try:
-        return function(config)
+        return function(argument)
     except Exception as error:
-        refused = isinstance(error, refusals()) and not wants_traceback()
-        text = str(error) if refused else traceback.format_exc()
-        failure = {"time": time.time(), "refused": refused, "text": text}
-        _tell(Path(folder), os.environ["RANK"], json.dumps(failure))
+        kind, text = "bug", traceback.format_exc()
+        if isinstance(error, BrokenPipeError):
+            kind = "broken pipe"
+            discard_output()
+        elif isinstance(error, refusals()) and not wants_traceback():
+            kind, text = "refusal", str(error)
+        failure = {"time": time.time(), "kind": kind, "text": text}
+        _write_at_once(Path(folder), os.environ["RANK"], json.dumps(failure))
         raise
 
 
-def _tell(folder: Path, name: str, text: str) -> None:
-    """Write a file that is there whole or not at all: this rank may be killed at any time."""
+def _write_at_once(folder: Path, name: str, text: str) -> None:
+    """Write a file that exists whole or not at all: this rank may be killed at any time."""
     draft = folder / f"{name}.draft"
     draft.write_text(text)
     draft.rename(folder / name)
 
 
-def _cause(folder: Path, failures: Mapping[int, Any]) -> Exception:
-    """What brought the job down: a rank that died without a word, else the first error by the clock."""
+def _first_error(folder: Path, failures: Mapping[int, Any]) -> Exception:
+    """The error that ended the job: a rank killed by a signal, else the first failure by the clock."""
     for rank, failure in failures.items():
-        if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # which torch sends to the others
+        if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # torch sends SIGTERM to the others
             return Refusal(f"rank {rank} died of {signal.Signals(-failure.exitcode).name}")
-    told = {int(path.name): json.loads(path.read_text()) for path in folder.iterdir() if path.name.isdigit()}
-    if not told:
+    written = {
+        int(path.name): json.loads(path.read_text()) for path in folder.iterdir() if path.name.isdigit()
+    }
+    if not written:
         codes = {rank: failure.exitcode for rank, failure in failures.items()}
         return Refusal(f"ranks ended without a word; exit codes by rank: {codes}")
-    rank = min(told, key=lambda each: told[each]["time"])
-    if told[rank]["refused"]:
-        return Refusal(told[rank]["text"])
-    return RankError(f"rank {rank} failed\n{told[rank]['text']}")
+    rank = min(written, key=lambda each: written[each]["time"])
+    kind, text = written[rank]["kind"], written[rank]["text"]
+    if kind == "broken pipe":
+        return BrokenPipeError()
+    return Refusal(text) if kind == "refusal" else RankError(f"rank {rank} failed\n{text}")

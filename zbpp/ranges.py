@@ -2,6 +2,7 @@
 
     steps: int = ranged(100, least=1)
     dtype: str = one_of("float32", "float64")
+    run_dir: str = filled("runs", "write a folder")
 
 A number without a declaration is refused below 0. No number may be infinite or NaN.
 """
@@ -17,7 +18,7 @@ class ConfigError(ValueError):
     """A config that can't be run; the message says what to write instead."""
 
 
-class _Accepts(Protocol):
+class _Rule(Protocol):
     def accepts(self, value: Any) -> bool: ...
     def advice(self, value: Any) -> str: ...
 
@@ -33,22 +34,27 @@ class _Range:
     def accepts(self, value: float) -> bool:
         if isinstance(value, float) and not math.isfinite(value):
             return False
-        over = value > self.above if self.above is not None else value >= self.least
-        under = (self.most is None or value <= self.most) and (self.below is None or value < self.below)
-        return over and under
+        is_large_enough = value > self.above if self.above is not None else value >= self.least
+        is_too_large = (self.most is not None and value > self.most) or (
+            self.below is not None and value >= self.below
+        )
+        return is_large_enough and not is_too_large
 
     def advice(self, value: float) -> str:
         noun = self.unit or ("a whole number" if isinstance(value, int) else "a number")
-        bounds = f"above {self.above:g}" if self.above is not None else f"{self.least:g} or more"
+        return f"write {noun}, {self._bounds()}"
+
+    def _bounds(self) -> str:
+        lower = f"above {self.above:g}" if self.above is not None else f"{self.least:g} or more"
         if self.below is not None:
-            bounds += f", below {self.below:g}"
-        elif self.most is not None:
-            bounds = (
-                f"{self.least:g} to {self.most:g}"
-                if self.above is None
-                else f"{bounds}, at most {self.most:g}"
-            )
-        return f"write {noun}, {bounds}"
+            return f"{lower}, below {self.below:g}"
+        if self.most is None:
+            return lower
+        return (
+            f"{lower}, at most {self.most:g}"
+            if self.above is not None
+            else f"{self.least:g} to {self.most:g}"
+        )
 
 
 @dataclass(frozen=True)
@@ -62,14 +68,30 @@ class _OneOf:
         return f"write {', '.join(self.choices[:-1])} or {self.choices[-1]}"
 
 
+@dataclass(frozen=True)
+class _Filled:
+    what_to_write: str
+
+    def accepts(self, value: Any) -> bool:
+        return bool(value.strip())
+
+    def advice(self, value: Any) -> str:
+        return self.what_to_write
+
+
 def ranged(default: float | None, **bounds: Any) -> Any:
     """A field for a number within bounds: least (0) or above, most or below; unit: a noun for the message."""
-    return field(default=default, metadata={"accepts": _Range(**bounds)})
+    return field(default=default, metadata={"rule": _Range(**bounds)})
 
 
 def one_of(*choices: str) -> Any:
     """A field for one of several words; the first is the default."""
-    return field(default=choices[0], metadata={"accepts": _OneOf(choices)})
+    return field(default=choices[0], metadata={"rule": _OneOf(choices)})
+
+
+def filled(default: str, advice: str) -> Any:
+    """A field for a text that is not empty; advice: what the message tells to write."""
+    return field(default=default, metadata={"rule": _Filled(advice)})
 
 
 class Checked:
@@ -81,11 +103,11 @@ class Checked:
         for each in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
             self._check(each)
 
-    def _check(self, each: Field[Any]) -> None:
-        value = getattr(self, each.name)
+    def _check(self, declared: Field[Any]) -> None:
+        value = getattr(self, declared.name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        rule: _Accepts | None = each.metadata.get("accepts", _Range() if is_number else None)
+        rule: _Rule | None = declared.metadata.get("rule", _Range() if is_number else None)
         if value is None or rule is None or rule.accepts(value):
             return
-        or_null = ", or null" if "None" in str(each.type) else ""
-        raise ConfigError(f"{self.prefix}{each.name}={value}: {rule.advice(value)}{or_null}")
+        or_null = ", or null" if "None" in str(declared.type) else ""
+        raise ConfigError(f"{self.prefix}{declared.name}={value}: {rule.advice(value)}{or_null}")

@@ -1,8 +1,8 @@
-"""One 64-bit seed from a tuple: how everything random in zbpp is tied to its place.
+"""A seed from numbers and names: randomness in zbpp depends on where a number is drawn, not on when.
 
 Weights are seeded by (seed, parameter name), data by (seed, epoch): they don't depend on the cut, the rank or
 the order of work. Dropout is seeded by (seed, step, stage, microbatch): it doesn't depend on the rank or the
-order of work, but on the cut, since a stage knows nothing of the layers in it.
+order of work. It depends on the cut, since the runtime knows stages, not the layers in them.
 """
 
 from __future__ import annotations

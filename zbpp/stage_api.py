@@ -1,7 +1,7 @@
 """The contract between zbpp and a user's model: two methods, no base class.
 
-A model never sees a rank, a group, a microbatch or a schedule. It is asked for one
-stage at a time, so no process ever holds the whole of it. What else a model may have:
+A model never sees a rank, a group, a microbatch or a schedule. It is asked for one stage at a time, so that
+no process ever holds the whole model. Both `Pipeline(model, ...)` and the trainer take it. It may have more:
 
     metrics(output, target) -> dict[str, Tensor]
         Numbers beside the loss, such as {"accuracy": ...}, of one held-out microbatch; `output` is the last
@@ -11,13 +11,13 @@ stage at a time, so no process ever holds the whole of it. What else a model may
         How many layers each stage gets, for the summary of a run.
 
 Stages may share a Parameter if they are on one rank (zb_v: the first and the last). Across ranks that is
-refused, where it can be seen: stages that share one are found by building all of them on the meta device; a
-stage that makes a copy of its own has to declare it, as `stage.tied_parameters = {"head.weight":
-"embedding.weight"}`, a name of its own and another stage's.
+refused. Stages that share one Parameter object are found by building all of them on the meta device. A stage
+that makes a copy of its own must declare it: `stage.tied_parameters = {"head.weight": "embedding.weight"}`,
+its own name and the other stage's.
 
 Random numbers that forward draws (dropout) are seeded by (seed, step, stage, microbatch): they are the same
-under every schedule and in every recompute, but another number of stages draws others. So a model with
-dropout has the same losses under all schedules of one cut, a model without under all cuts.
+under every schedule and in every recompute, but not with another number of stages. So a model with dropout
+has the same losses under all schedules of one cut; a model without dropout also under all cuts.
 """
 
 from __future__ import annotations
@@ -29,17 +29,16 @@ from torch import Tensor, nn
 
 @runtime_checkable
 class PipelineModel(Protocol):
-    """What the trainer needs of a model; named in YAML by `_target_`."""
+    """What Pipeline and the trainer need of a model; in YAML it is named by `_target_`."""
 
     def build_stage(self, index: int, num_stages: int) -> nn.Module:
         """Stage `index` of `num_stages`, in forward order, on the CPU.
 
-        Stage 0 gets the batch's inputs (see zbpp/training/batch.py), each later stage what the one before
-        returned: a tensor, or a tuple of tensors passed as positional arguments, each in memory of its own
-        even where two of them shared theirs. Parameter names
-        and initial weights must not depend on `num_stages`: the names of all stages together are those of the
-        whole model, under which its weights are saved. Raises ValueError if the model can't be cut into
-        that many stages.
+        Stage 0 gets the batch's inputs (see zbpp/training/batch.py). Each later stage gets what the stage
+        before it returned: a tensor, or a tuple of tensors, which become its positional arguments, each in
+        memory of its own even where two of them shared theirs. Parameter names and initial weights must not
+        depend on `num_stages`: the names of all stages together are those of the whole model, under which its
+        weights are saved. Raises ValueError if the model can't be cut into that many stages.
         """
         ...
 

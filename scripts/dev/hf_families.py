@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Which causal language models of Hugging Face can be cut into 2 and 4 stages: equal, or refused and why.
+"""Print which causal language models of Hugging Face can be cut into 2 and 4 stages, and why others can't.
 
-Every family that AutoModelForCausalLM knows, with the sizes of its own config class made narrow, and eight
-layers where they can be chosen. Equal: the stages in a row give the uncut model's logits and the
-gradients of all parameters, in float64 (float32 where the library's code knows no other).
+It tries every family that AutoModelForCausalLM knows, with the sizes of its own config class made narrow, and
+with eight layers where their number can be chosen. "equal" means: the stages, one after the other, give the
+uncut model's logits and gradients, in float64 (in float32 for models that run in no other dtype).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _ATTENTION = ["conv", "full_attention"] * (NUM_LAYERS // 2)
 _MOE = {"num_experts_per_tok": 2, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
 
-# What a config class leaves open, or says so that no model can be made of it.
+# Settings that a config class lacks, or has with values of which the library can't make a model.
 SETTINGS: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "deepseek_v2": {**_MOE, "n_group": 1, "topk_group": 1},
@@ -45,7 +45,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "prophetnet": {"num_encoder_layers": NUM_LAYERS, "num_decoder_layers": NUM_LAYERS},
 }  # fmt: skip
 
-# The variants that a cut once got wrong.
+# Variants that an earlier version cut wrongly.
 VARIANTS: dict[str, dict[str, Any]] = {
     "granite embedding_multiplier=12": {"embedding_multiplier": 12.0, "residual_multiplier": 0.2},
     "deepseek_v3 first_k_dense_replace=3": {"first_k_dense_replace": 3},
@@ -57,7 +57,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 class Row(NamedTuple):
-    """A family, and what became of the cut into each number of stages."""
+    """A family, and the result of cutting it into each number of STAGES."""
 
     family: str
     answers: Sequence[str]
@@ -91,19 +91,19 @@ def _answer(kind: str, settings: Mapping[str, Any], num_stages: int) -> str:
         find_cut(config, lambda num_layers: split_layers(num_layers, num_stages), seed=0)
     except ValueError as error:
         return f"refused: {_one_line(error)}"
-    except Exception as error:  # the library's own, before anything of ours
+    except Exception as error:  # the library itself can't build or run the model
         return f"no model: {type(error).__name__}: {_one_line(error)}"
     return "equal"
 
 
 def _config(kind: str, settings: Mapping[str, Any]) -> Any:
-    """Untied and causal, without a cache."""
+    """A config of this kind: causal, with untied embeddings, without a cache."""
     from transformers import AutoConfig
 
     given = {**SETTINGS.get(kind, {}), **settings}
     try:
         config = AutoConfig.for_model(kind, **{"num_hidden_layers": NUM_LAYERS, **given})
-    except Exception:  # some count their layers otherwise
+    except Exception:  # some families have another name for the number of layers
         config = AutoConfig.for_model(kind, **given)
     text = config.get_text_config(decoder=True)
     for each in (config, text):
@@ -118,7 +118,7 @@ def _one_line(error: Exception) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as text; one answer for both numbers of stages stands once, unless it is equal."""
+    """The rows as text. An answer other than "equal" that holds for both numbers of stages is shown once."""
     lines = [f"{'family':54}{'2 stages':12}4 stages"]
     for family, (two, four) in rows:
         if two == four != "equal":
@@ -147,7 +147,7 @@ def main() -> None:
         found = pool.map(cut, *zip(*cases, strict=True))
         for row in track(found, "families", total=len(cases), transient=True):
             rows.append(row)
-            if options.out:  # an hour's work on a busy machine is not lost
+            if options.out:  # after each family, since all of them take up to an hour
                 options.out.write_text(report(rows, __version__))
     print(report(rows, __version__), end="")
 

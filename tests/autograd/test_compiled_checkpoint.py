@@ -12,7 +12,7 @@ from tests.autograd.test_split_memory import Watch
 from zbpp import backward_input, checkpoint
 from zbpp.autograd import recompute
 from zbpp.autograd.compiled import compile_stage
-from zbpp.benchmark.interleaved_timing import no_collection
+from zbpp.benchmark.interleaved_timing import without_garbage_collection
 from zbpp.models.llama import Llama
 
 
@@ -66,7 +66,7 @@ def step(stage):
     with float64():
         torch.manual_seed(1)
         x, dy = leaf(2, 8, 16), torch.randn(2, 8, 16)
-    with no_collection(), Watch() as watch:
+    with without_garbage_collection(), Watch() as watch:
         alive = []
         y = stage(x)
         alive.append(_bytes(watch) - y.nbytes)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from helpers.split import CountProducts, draw_grads, tensors_of
 from zbpp import backward_input, checkpoint
-from zbpp.benchmark.interleaved_timing import no_collection
+from zbpp.benchmark.interleaved_timing import without_garbage_collection
 
 
 class Watch(TorchDispatchMode):
@@ -102,7 +102,7 @@ def x_and_dy_only(weight_grads):
 @pytest.mark.parametrize("name", MODULES)
 def test_after_b_only_what_w_needs_is_alive_and_after_w_only_gradients(name, needs_grad):
     module = MODULES[name]()
-    with no_collection(), Watch() as watch:
+    with without_garbage_collection(), Watch() as watch:
         x = torch.randn(2, 5, 16).requires_grad_(needs_grad)
         output = module(x)
         (dy,) = draw_grads([output])
@@ -142,7 +142,7 @@ def test_what_a_function_keeps_on_its_ctx_is_gone_after_b():
 
     stored = []
     module = Module()
-    with no_collection():
+    with without_garbage_collection():
         output = module(torch.randn(5, 4))
         _, weight_grads = backward_input(output, torch.ones(5, 4), ())
         del output
@@ -153,7 +153,7 @@ def test_what_a_function_keeps_on_its_ctx_is_gone_after_b():
 def test_what_chosen_parameters_do_not_need_is_gone_after_b():
     """Nodes that B did not run keep what they saved: W must not hold them."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    with no_collection(), Watch() as watch:
+    with without_garbage_collection(), Watch() as watch:
         output = module(torch.randn(5, 4))
         _, weight_grads = backward_input(output, torch.ones(5, 4), (), parameters=[module[4].weight])
         del output
@@ -165,7 +165,7 @@ def test_what_chosen_parameters_do_not_need_is_gone_after_b():
 def test_an_output_that_its_caller_keeps_keeps_nothing_else(with_hooks):
     """A loss, kept to be printed. (On stage 0 it keeps the lowest layers' x: their nodes never run.)"""
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    with no_collection(), Watch() as watch:
+    with without_garbage_collection(), Watch() as watch:
         x = torch.randn(5, 4, requires_grad=True)
         hidden = module[0](x)
         if with_hooks:
@@ -192,7 +192,7 @@ def test_during_b_no_more_is_alive_than_during_plain_backward_and_the_held_dy():
     peaks = []
     for split in (False, True):
         module.zero_grad()
-        with no_collection(), Peak() as peak:
+        with without_garbage_collection(), Peak() as peak:
             x = torch.randn(2, 5, 16, requires_grad=True)
             output = module(x)
             (dy,) = draw_grads([output])
@@ -271,7 +271,7 @@ def test_w_makes_no_temporary_the_size_of_a_weight():
 def test_w_drops_each_x_and_dy_when_it_is_done_with_it():
     """Not at its end: a hook on the last parameter finds the memory of the others gone."""
     module = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
-    with no_collection(), Watch() as watch:
+    with without_garbage_collection(), Watch() as watch:
         output = module(torch.randn(5, 4))
         (dy,) = draw_grads([output])
         _, weight_grads = backward_input(output, dy, ())

@@ -8,15 +8,14 @@ import torch.distributed as dist
 
 from helpers.processes import open_things, run_ranks
 from zbpp import Costs, Pipeline, Timetable, plan, simulate
-from zbpp.benchmark.bench import Options, bench, peak_of
+from zbpp.benchmark.bench import Options, bench, peak_activations
 from zbpp.benchmark.delay import delayed_messages
 from zbpp.benchmark.link_speed import link_speeds
-from zbpp.benchmark.measurement import measure, split, whole
+from zbpp.benchmark.measurement import measure, with_split_backward, with_whole_backward
 from zbpp.benchmark.workload import Workload
 from zbpp.models.emulated import Emulated
 from zbpp.planning import SCHEDULES
-from zbpp.runtime.agree import planned_by_rank_0
-from zbpp.runtime.world import World
+from zbpp.runtime.world import World, planned_by_rank_0
 from zbpp.schedule import PlanError
 from zbpp.training.data import regression_data
 
@@ -39,9 +38,9 @@ def workload(rank, num_layers, f=6.0, b=12.0, w=3.0):
 
 
 @pytest.mark.parametrize("name", ["zb_h1", "zb_v", "1f1b", "v_min"])
-def test_whole_and_split_keep_the_order_and_the_places(name):
+def test_whole_and_split_backwards_keep_the_order_and_the_places(name):
     timetable = plan(name, 4, 8)
-    forms = whole(timetable), split(timetable)
+    forms = with_whole_backward(timetable), with_split_backward(timetable)
     for form in forms:
         simulate(form)
         assert form.rank_of == timetable.rank_of
@@ -52,9 +51,9 @@ def test_whole_and_split_keep_the_order_and_the_places(name):
     assert {str(a.op) for row in forms[1].rows for a in row} == {"F", "B", "W"}
 
 
-def test_whole_puts_bw_where_b_stood_and_split_w_behind_its_b():
-    assert str(whole(Timetable.parse("0F0 0F1 0B0 0B1 0W0 0W1"))) == "0F0 0F1 0BW0 0BW1"
-    assert str(split(Timetable.parse("0F0 0F1 0BW0 0BW1"))) == "0F0 0F1 0B0 0W0 0B1 0W1"
+def test_a_whole_backward_stands_where_b_stood_and_a_split_ones_w_behind_its_b():
+    assert str(with_whole_backward(Timetable.parse("0F0 0F1 0B0 0B1 0W0 0W1"))) == "0F0 0F1 0BW0 0BW1"
+    assert str(with_split_backward(Timetable.parse("0F0 0F1 0BW0 0BW1"))) == "0F0 0F1 0B0 0W0 0B1 0W1"
 
 
 # ---------------------------------------------------------------- measured costs
@@ -138,9 +137,9 @@ def test_one_rank_plans_for_itself():
 
 def benched(rank):
     options = Options(num_repeats=1, compare="torch", memory_limit=None, time_limit=0.2)
-    entries = bench(workload(rank, 6, 2.0, 2.0, 2.0), ["1f1b", "zb_auto"], options)
-    found = [(e.name, e.runtime, str(e.timetable), e.note, e.failure, len(e.walls)) for e in entries]
-    return found, open_things()[0]
+    timed = bench(workload(rank, 6, 2.0, 2.0, 2.0), ["1f1b", "zb_auto"], options)
+    rows = [(t.name, t.runtime, str(t.timetable), t.note, t.failure, len(t.wall_times)) for t in timed]
+    return rows, open_things()[0]
 
 
 @pytest.fixture(scope="module")
@@ -175,9 +174,9 @@ def test_the_searched_plan_holds_no_more_than_1f1b(results):
 
 
 def test_a_peak_is_in_activations_of_a_ranks_share_whatever_the_cut():
-    assert peak_of(plan("1f1b", 4, 8), 0.5) == 4
-    assert peak_of(plan("interleaved_1f1b", 4, 8), 0.5) == 5.5
-    assert peak_of(plan("zb_v", 4, 8), 0.5) == pytest.approx(4)
+    assert peak_activations(plan("1f1b", 4, 8), 0.5) == 4
+    assert peak_activations(plan("interleaved_1f1b", 4, 8), 0.5) == 5.5
+    assert peak_activations(plan("zb_v", 4, 8), 0.5) == pytest.approx(4)
 
 
 def test_every_schedule_that_torch_has_is_one_of_ours():

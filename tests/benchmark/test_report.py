@@ -1,4 +1,4 @@
-"""Rows and tables of a race whose figures are given."""
+"""Rows and tables of a benchmark whose figures are given."""
 
 import json
 from dataclasses import replace
@@ -7,42 +7,42 @@ import pytest
 
 from zbpp import Costs, plan, simulate
 from zbpp.benchmark import report
-from zbpp.benchmark.interleaved_timing import Entry
-from zbpp.benchmark.report import in_words, rows_of, table, verdicts, write
-from zbpp.render.style import in_words as in_words_of
+from zbpp.benchmark.interleaved_timing import TimedRunner
+from zbpp.benchmark.report import describe, rows_of, speed_comparisons, table, write
+from zbpp.render.style import headline
 
 MIB = 2**20
 
 
-def entry(name, runtime, walls, peaks=(3 * MIB, 2 * MIB), **options):
+def timed_runner(name, runtime, wall_times, peaks=(3 * MIB, 2 * MIB), **options):
     timetable = plan(name, 2, 4)
-    lines = [simulate(timetable, Costs(f=wall, b=wall, w=wall)) for wall in walls]
+    lines = [simulate(timetable, Costs(f=wall, b=wall, w=wall)) for wall in wall_times]
     if "failure" in options:
-        return Entry(name, runtime, timetable, **options)
-    return Entry(
+        return TimedRunner(name, runtime, timetable, **options)
+    return TimedRunner(
         name,
         runtime,
         timetable,
-        contestant=object(),
+        runner=object(),
         peak_bytes=list(peaks),
-        walls=walls,
+        wall_times=wall_times,
         timelines=lines,
         **options,
     )
 
 
 @pytest.fixture
-def entries():
+def timed():
     return [
-        entry("1f1b", "zbpp", [30.0, 20.0, 10.0]),
-        entry("1f1b", "torch", [24.0]),
-        entry("zb_v", "zbpp", [16.0], note="the best"),
-        entry("zb_v", "torch", [], failure="RuntimeError: no"),
+        timed_runner("1f1b", "zbpp", [30.0, 20.0, 10.0]),
+        timed_runner("1f1b", "torch", [24.0]),
+        timed_runner("zb_v", "zbpp", [16.0], note="the best"),
+        timed_runner("zb_v", "torch", [], failure="RuntimeError: no"),
     ]
 
 
-def test_a_row_has_the_median_and_what_the_costs_predict(entries):
-    row = rows_of(entries, items_per_batch=100)[0]
+def test_a_row_has_the_median_and_what_the_costs_predict(timed):
+    row = rows_of(timed, items_per_batch=100)[0]
     assert (row["schedule"], row["runtime"], row["stages_per_rank"]) == ("1f1b", "zbpp", 1)
     assert row["makespan_ms"] == 20
     assert row["tokens_per_second"] == 5000
@@ -53,8 +53,8 @@ def test_a_row_has_the_median_and_what_the_costs_predict(entries):
     assert row["peak_memory_bytes"] == [3 * MIB, 2 * MIB]
 
 
-def test_the_table_is_aligned_and_a_failure_has_its_reason_in_place_of_figures(entries):
-    lines = table(rows_of(entries, 100)).splitlines()
+def test_the_table_is_aligned_and_a_failure_has_its_reason_in_place_of_figures(timed):
+    lines = table(rows_of(timed, 100)).splitlines()
     assert lines[0].split()[:5] == ["schedule", "runtime", "stages/rank", "makespan", "predicted"]
     assert lines[1].split() == [
         "1f1b", "zbpp", "1", "20.0", "300.0", "0.067", "0.200", "0.200", "3.0", "MiB", "5000",
@@ -65,8 +65,8 @@ def test_the_table_is_aligned_and_a_failure_has_its_reason_in_place_of_figures(e
     assert len({line.index("torch" if "torch" in line else "zbpp") for line in lines[1:5]}) == 1
 
 
-def test_the_verdicts_compare_like_with_like_and_best_with_best(entries):
-    assert verdicts(rows_of(entries, 100)) == [
+def test_speeds_are_compared_like_with_like_and_best_with_best(timed):
+    assert speed_comparisons(rows_of(timed, 100)) == [
         "zbpp's speed over torch's, same schedule: 1f1b 1.200x",
         "zbpp's best (zb_v) over torch's best (1f1b): 1.500x",
         "zbpp's best in the 3.0 MiB of torch's 1f1b (zb_v) over torch's 1f1b: 1.500x",
@@ -74,9 +74,9 @@ def test_the_verdicts_compare_like_with_like_and_best_with_best(entries):
     ]
 
 
-def test_torchs_best_may_hold_what_it_likes(entries):
-    entries[3] = entry("zb_v", "torch", [20.0], peaks=[9 * MIB, 9 * MIB])
-    assert verdicts(rows_of(entries, 100))[2:] == [
+def test_torchs_best_may_hold_what_it_likes(timed):
+    timed[3] = timed_runner("zb_v", "torch", [20.0], peaks=[9 * MIB, 9 * MIB])
+    assert speed_comparisons(rows_of(timed, 100))[2:] == [
         "zbpp's best in the 3.0 MiB of torch's 1f1b (zb_v) over torch's 1f1b: 1.500x",
         "zbpp's best in the 3.0 MiB of torch's 1f1b (zb_v) over torch's best (zb_v, 9.0 MiB): 1.250x",
     ]
@@ -86,34 +86,36 @@ def test_torchs_best_may_hold_what_it_likes(entries):
     ("peak", "best"),
     [(3 * MIB + 1, "zb_v"), (int(3.04 * MIB), "zb_v"), (int(3.06 * MIB), "1f1b"), (2 * 2**30, "1f1b")],
 )
-def test_memory_is_equal_where_the_table_prints_it_as_equal(entries, peak, best):
-    entries[2].peak_bytes = [peak, 0]
-    rows = rows_of(entries, 100)
+def test_memory_is_equal_where_the_table_prints_it_as_equal(timed, peak, best):
+    timed[2].peak_bytes = [peak, 0]
+    rows = rows_of(timed, 100)
     printed = [line.split()[-3:-1] for line in table(rows).splitlines()[1:4]]
     assert (printed[2] == printed[1]) == (best == "zb_v")
-    assert f"of torch's 1f1b ({best}) over torch's 1f1b" in verdicts(rows)[2]
+    assert f"of torch's 1f1b ({best}) over torch's 1f1b" in speed_comparisons(rows)[2]
 
 
-def test_it_is_torchs_1f1b_whose_memory_counts_not_zbpps(entries):
-    entries[0].peak_bytes = entries[2].peak_bytes = [5 * MIB, 0]
-    assert verdicts(rows_of(entries, 100))[2:] == ["none of zbpp's fits into the 3.0 MiB of torch's 1f1b"]
+def test_it_is_torchs_1f1b_whose_memory_counts_not_zbpps(timed):
+    timed[0].peak_bytes = timed[2].peak_bytes = [5 * MIB, 0]
+    assert speed_comparisons(rows_of(timed, 100))[2:] == [
+        "none of zbpp's fits into the 3.0 MiB of torch's 1f1b"
+    ]
 
 
-def test_without_torchs_1f1b_nothing_is_said_of_its_memory(entries):
-    entries[1] = entry("1f1b", "torch", [], failure="RuntimeError: no")
-    entries[3] = entry("zb_v", "torch", [20.0])
-    assert verdicts(rows_of(entries, 100)) == [
+def test_without_torchs_1f1b_nothing_is_said_of_its_memory(timed):
+    timed[1] = timed_runner("1f1b", "torch", [], failure="RuntimeError: no")
+    timed[3] = timed_runner("zb_v", "torch", [20.0])
+    assert speed_comparisons(rows_of(timed, 100)) == [
         "zbpp's speed over torch's, same schedule: zb_v 1.250x",
         "zbpp's best (zb_v) over torch's best (zb_v): 1.250x",
     ]
 
 
-def test_without_torch_there_is_nothing_to_compare(entries):
-    assert verdicts(rows_of(entries[::2], 100)) == []
+def test_without_torch_there_is_nothing_to_compare(timed):
+    assert speed_comparisons(rows_of(timed[::2], 100)) == []
 
 
 def test_an_order_that_the_simulator_refuses_has_no_prediction():
-    found = entry("looped_bfs", "torch", [5.0])
+    found = timed_runner("looped_bfs", "torch", [5.0])
     row = found.timetable.rows[0]
     backwards = type(row)(row.stages, row.ops, row.microbatches[::-1].copy())
     lines = found.timelines[0]
@@ -130,11 +132,15 @@ def test_an_order_that_the_simulator_refuses_has_no_prediction():
     assert " -  " in table([made])
 
 
-def test_what_is_written_is_json_a_picture_and_a_trace(entries, tmp_path):
-    rows = rows_of(entries, 100)
-    write(tmp_path, {"model": "Mlp"}, entries, rows)
+def test_what_is_written_is_json_a_picture_and_a_trace(timed, tmp_path):
+    rows = rows_of(timed, 100)
+    write(tmp_path, {"model": "Mlp"}, timed, rows)
     found = json.loads((tmp_path / "bench.json").read_text())
-    assert (found["about"], found["rows"], found["verdicts"]) == ({"model": "Mlp"}, rows, verdicts(rows))
+    assert (found["about"], found["rows"], found["verdicts"]) == (
+        {"model": "Mlp"},
+        rows,
+        speed_comparisons(rows),
+    )
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     names = {
         event["args"]["name"]
@@ -153,20 +159,18 @@ def test_emulation_is_said():
         "num_ranks": 2, "num_microbatches": 4, "model": "Emulated", "emulated": True, "message_ms": 2.0,
         "device": "2 CPU cores", "torch": "2.13", "load_average": 0.5, "repeats": 3,
     }  # fmt: skip
-    assert "EMULATED: stages sleep instead of computing" in in_words(about)
-    assert "messages take 2.0 ms at least" in in_words(about)
-    assert "real compute" in in_words({**about, "emulated": False, "message_ms": 0.0})
+    assert "EMULATED: stages sleep instead of computing" in describe(about)
+    assert "messages take 2.0 ms at least" in describe(about)
+    assert "real compute" in describe({**about, "emulated": False, "message_ms": 0.0})
 
 
-def test_a_panel_shows_the_peak_of_its_own_contestant_not_that_of_the_process(entries, tmp_path, monkeypatch):
-    """All panels of bench.png said the same 350 MiB: every contestant's turn runs in the same processes."""
+def test_a_panel_shows_the_peak_of_its_own_runner_not_that_of_the_process(timed, tmp_path, monkeypatch):
+    """All panels of bench.png said the same 350 MiB: all runners take their turns in the same processes."""
     drawn = []
     monkeypatch.setattr(report, "render_picture", lambda panels, path: drawn.extend(panels))
-    entries[0].timelines = [
-        replace(each, peak_memory=(3e8, 4e8), measured=True) for each in entries[0].timelines
-    ]
-    write(tmp_path, {}, entries, rows_of(entries, 1))
+    timed[0].timelines = [replace(each, peak_memory=(3e8, 4e8), measured=True) for each in timed[0].timelines]
+    write(tmp_path, {}, timed, rows_of(timed, 1))
     titles, timelines = zip(*drawn, strict=True)
     assert titles == ("1f1b, zbpp: measured", "1f1b, torch: measured", "zb_v, zbpp: measured")
     assert timelines[0].peak_memory == (3 * MIB, 2 * MIB)
-    assert "peak memory 3 MiB (rank 0)" in in_words_of(timelines[0])
+    assert "peak memory 3 MiB (rank 0)" in headline(timelines[0])

@@ -92,7 +92,7 @@ def test_the_heaviest_stage_is_as_light_as_can_be():
     assert [len(list(stage.children())) for stage in plain.values()] == [2, 2, 2]
 
 
-def test_a_layer_that_stands_twice_is_called_twice():
+def test_a_layer_that_occurs_twice_in_a_chain_is_called_twice():
     """named_children() would leave the second out."""
     layer = nn.Linear(6, 6).double()
     layers = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(6, 2).double())
@@ -150,7 +150,9 @@ def with_none():
         (chain, 2, {"costs": [1] * 7, "layers_per_stage": [3, 4]}, ValueError, "give one of them"),
     ],
 )  # fmt: skip
-def test_what_is_no_chain_or_does_not_fit_is_refused(make, num_stages, options, error, message):
+def test_a_container_that_is_no_chain_or_a_cut_that_does_not_fit_is_refused(
+    make, num_stages, options, error, message
+):
     with pytest.raises(error, match=message):
         split_sequential(make(), num_stages, **options)
 
@@ -163,7 +165,7 @@ class Pair(NamedTuple):
 @pytest.mark.parametrize(
     "wrap, kind", [(lambda pair: pair[:1], "tuple of 1"), (lambda pair: Pair(*pair), "Pair of 2")]
 )
-def test_a_tuple_that_would_not_arrive_as_such_is_refused(wrap, kind):
+def test_a_tuple_that_the_next_stage_would_not_get_as_it_is_is_refused(wrap, kind):
     """A boundary unpacks a tuple: of one it would leave the tensor, of a named one a plain one."""
     layers = nn.Sequential(Fork(wrap), nn.Identity())
     first = split_sequential(layers, 2)[0]
@@ -174,5 +176,5 @@ def test_a_tuple_that_would_not_arrive_as_such_is_refused(wrap, kind):
 
 def test_a_first_stage_takes_one_value_as_the_chain_does():
     stages = split_sequential(chain(), 2)
-    with pytest.raises(TypeError, match="the first stage got 2 inputs: a chain passes one value"):
+    with pytest.raises(TypeError, match="the first stage got 2 inputs: a chain takes one value"):
         stages[0](*batch())

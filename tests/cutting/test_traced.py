@@ -285,7 +285,7 @@ def test_a_submodule_of_a_traced_stage_can_be_neither_called_nor_recomputed():
     """The stage runs its trace: what wraps a submodule would have no effect."""
     stages = trace_stages(Chain(lambda m, x: m.b(m.a(x))), X, ["b"])
     for use in (stages[0].a, recompute):
-        with pytest.raises(RuntimeError, match="the stage is called as a whole"):
+        with pytest.raises(RuntimeError, match="a traced stage is called as a whole"):
             use(stages[0].a)
     recompute(stages[0])
     assert torch.equal(stages[0](X), Chain(None).a(X))
@@ -308,7 +308,7 @@ def replacing(m, x):
     return m.b(m.a(x) * m.count)
 
 
-def test_a_buffer_that_forward_replaces_is_counted_on():
+def test_a_buffer_that_forward_replaces_keeps_its_value_from_step_to_step():
     module = Chain(replacing)
     module.register_buffer("count", torch.zeros(()))
     stages = trace_stages(module, X, ["b"])
@@ -318,7 +318,7 @@ def test_a_buffer_that_forward_replaces_is_counted_on():
     torch.testing.assert_close([module(X), module(X)], [first, second])
 
 
-def test_marks_in_forward_cut_too():
+def test_calls_of_pipe_split_in_forward_are_split_points():
     def forward(m, x):
         x = m.a(x)
         pipe_split()
@@ -337,7 +337,7 @@ def test_a_stage_is_copied_with_its_weights():
     assert twin.b.weight is not stages[1].b.weight
 
 
-def test_stages_of_a_module_on_meta_get_their_weights_later():
+def test_a_module_on_meta_can_be_traced_and_get_its_weights_later():
     """No process needs to hold the whole model."""
     with torch.device("meta"):
         module = Chain(lambda m, x: m.b(m.a(x)))
@@ -403,7 +403,7 @@ def branching(m, x):
          "make it an nn.Parameter"),
     ],
 )  # fmt: skip
-def test_what_a_trace_would_get_wrong_is_refused(forward, attributes, points, message):
+def test_a_module_that_a_trace_would_get_wrong_is_refused(forward, attributes, points, message):
     with pytest.raises(ValueError, match=message):
         trace_stages(Chain(forward, **attributes), X, points)
 

@@ -8,7 +8,7 @@ import torch.distributed.pipelining.schedules as torch_schedules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbpp.families import FAMILIES
+from zbpp.families import FAMILIES, building_blocks
 from zbpp.planning import plan
 from zbpp.schedule import Op, PlanError, Recv, Send, lower, simulate
 from zbpp.schedule.numbering import numbered
@@ -186,11 +186,29 @@ def test_looped_bfs_is_torchs_with_backwards_ascending(p, m, v):
 # ---------------------------------------------------------------- words
 
 
-def test_words_are_numbered_by_stage_and_op():
+def test_each_op_of_an_order_gets_the_next_microbatch_of_its_stage():
     """BW is both the next B and the next W of its stage."""
     row = numbered([(2, F), (2, F), (5, F), (2, B), (2, W), (5, BW), (2, BW), (5, F), (5, B), (5, W)])
     assert str(row) == "2F0 2F1 5F0 2B0 2W0 5BW0 2BW1 5F1 5B1 5W1"
 
 
-def test_no_words_are_an_empty_row():
+def test_an_empty_order_is_an_empty_row():
     assert len(numbered([])) == 0
+
+
+def test_the_drawing_of_a_building_block_is_that_of_v_min():
+    drawn = [line.split("  ", 1)[1] for line in building_blocks.__doc__.splitlines() if "  rank " in line]
+    for rank, line in enumerate(drawn):
+        down_f, back_f, back_b, down_b = building_blocks.v_min_block(2, rank)
+        actions = {down_f: f"{rank}F", back_f: f"{3 - rank}F", back_b: f"{3 - rank}B", down_b: f"{rank}B"}
+        columns = line[line.index("rank") + 8 :].ljust(32)
+        assert [columns[4 * slot : 4 * slot + 4].strip() for slot in range(8)] == [
+            actions.get(slot, "") for slot in range(8)
+        ]
+
+
+@pytest.mark.parametrize("block", [building_blocks.v_half_block, building_blocks.v_min_block])
+def test_repeated_building_blocks_never_put_two_actions_into_one_slot(block):
+    for num_ranks in range(1, 20):
+        for rank in range(num_ranks):
+            assert len({slot % 6 for slot in block(num_ranks, rank)}) == 4

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbpp.families import FAMILIES
-from zbpp.planning import compare, plan
+from zbpp.planning import RankCosts, compare, plan
 from zbpp.schedule import Costs, Timeline, simulate
 
 ranks = st.integers(2, 9)
@@ -140,9 +140,9 @@ def test_peak_memory(p, extra):
 @pytest.mark.parametrize(
     "costs, makespans",
     [
-        (Costs(f=10, b=10, w=10), (930, 790, 755, 825, 755)),
-        (Costs(f=10, b=12, w=7, comm=1), (953, 829, 771, 827.5, 792.5)),
-        (Costs(f=10, b=16, w=8, comm=2), (1162, 998, 952, 995, 979)),
+        (RankCosts(f=10, b=10, w=10), (930, 790, 755, 825, 755)),
+        (RankCosts(f=10, b=12, w=7, comm=1), (953, 829, 771, 827.5, 792.5)),
+        (RankCosts(f=10, b=16, w=8, comm=2), (1162, 998, 952, 995, 979)),
     ],
 )
 def test_makespans_of_a_synchronous_step(costs, makespans):

@@ -1,6 +1,7 @@
-"""Timetables as text files, readable by eye.
+"""Each schedule for 4 ranks and 8 microbatches is the one in tests/golden/, a text file per schedule.
 
-Anew: python -m pytest tests/schedule/test_golden.py --regenerate-golden
+To write these files again after an intended change, and then read the diff:
+python -m pytest tests/families/test_golden.py --regenerate-golden
 """
 
 import re
@@ -11,7 +12,7 @@ import pytest
 from zbpp.planning import SCHEDULES, plan
 from zbpp.planning.plan import takes_costs
 
-# What a time limit ends is no text to compare with.
+# A search that a time limit ends gives another timetable on another machine: no text to compare with.
 FIXED = [name for name in SCHEDULES if not takes_costs(name)] + ["zb_1p", "zb_2p"]
 FOLDER = Path(__file__).parent.parent / "golden"
 

@@ -382,11 +382,14 @@ def test_actions_of_no_duration_are_optimal():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"objective": "bubble"}, "objective='bubble': write 'makespan' or 'span'"),
-        ({"memory_limit": 0.5}, "memory_limit=0.5 on rank 0 can't hold one microbatch: 1 is the least"),
-        ({"memory_limit": float("nan")}, "memory_limit=nan on rank 0 can't hold one microbatch"),
+        ({"objective": "bubble"}, "objective='bubble': write makespan or span"),
+        (
+            {"memory_limit": 0.5},
+            "memory_limit 0.5 on rank 0 can't hold one microbatch; the least that works, per rank: 1, 1",
+        ),
+        ({"memory_limit": float("nan")}, "memory_limit nan on rank 0 can't hold one microbatch"),
         ({"memory_limit": [2, 2, 2]}, "memory_limit has 3 numbers for 2 ranks"),
-        ({"num_microbatches": 0}, "write 1 microbatch or more"),
+        ({"num_microbatches": 0}, "num_microbatches=0: write a whole number, 1 or more"),
         ({"rank_of": [0, 2]}, "a rank per stage, 0..p-1 without a gap"),
         ({"rank_of": []}, "a rank per stage"),
         ({"costs": Costs(f=[1, 2, 3])}, "Costs: f has 3 numbers for 2 stages"),

@@ -226,13 +226,16 @@ def test_optimal_is_a_timetable_and_attains_what_is_known():
             "`optimal` is for 4 ranks and 400 actions at most, this has 5 and 30: use `zb_auto`",
         ),
         (((0, 1), 67), "this has 2 and 402: use `zb_auto`"),
-        (((0, 1), 0), "num_microbatches=0: write 1 or more"),
-        (((0, 1), 2, {"objective": "bubble"}), "objective='bubble': write 'makespan' or 'span'"),
-        (((0, 1, 0), 2, {"memory_limit": 1.5}), "can't hold one microbatch: 2 is the least"),
+        (((0, 1), 0), "num_microbatches=0: write a whole number, 1 or more"),
+        (((0, 1), 2, {"objective": "bubble"}), "objective='bubble': write makespan or span"),
+        (
+            ((0, 1, 0), 2, {"memory_limit": 1.5}),
+            "can't hold one microbatch; the least that works, per rank: 2, 1",
+        ),
         (((0, 1), 2, {"memory_limit": [1, 2, 3]}), "memory_limit has 3 numbers for 2 ranks"),
         (((0, 1), 2, {"costs": Costs(f=[1, 0])}), "needs actions that take time: F takes 0 ms"),
         (((0, 1), 2, {"start": plan("1f1b", 2, 3)}), "another placement or number of microbatches"),
-        (((0, 1), 4, {"start": plan("gpipe", 2, 4), "memory_limit": 2}), "above the limit"),
+        (((0, 1), 4, {"start": plan("gpipe", 2, 4), "memory_limit": 2}), "start with needs 4 on rank 0"),
     ],
 )
 def test_errors_say_what_to_write(arguments, message):

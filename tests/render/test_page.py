@@ -360,6 +360,14 @@ def test_titles_and_notes_are_text(tabs):
     assert complaints(browser) == []
 
 
+def test_a_long_title_hides_no_figures(tabs):
+    title = "a long title of a run, " * 12
+    browser = tabs(render_page({title: simulate(plan("zb_h1", 2, 3))}))
+    table = "document.querySelector('table.summary')"
+    assert browser.evaluate(f"{table}.scrollWidth <= {table}.clientWidth")
+    assert browser.evaluate(f"{table}.innerText.includes('{title.strip()}')")
+
+
 def test_a_script_that_is_not_the_pages_own_does_not_run(tabs):
     browser = tabs(render_page({}).replace("<main>", "<main><script>window.hit = 1</script>"))
     assert browser.evaluate("window.hit") is None
@@ -399,6 +407,21 @@ def test_the_figures_are_there_without_scripts():
     timeline = TIMELINES["zb_h1"]
     times = [f"{time:.6g} ms" for time in (timeline.makespan, timeline.max_span, timeline.bubble)]
     assert cells[first : first + 7] == ["zb_h1", "1", *times, f"{100 * timeline.bubble_rate:.2f} %", "4"]
+
+
+def test_activations_and_bytes_have_a_column_each_and_the_memory_of_a_process_has_none():
+    """The process holds weights and libraries, too: no figure to compare with a plan's activations."""
+    predicted = simulate(plan("zb_h1", 2, 4))
+    in_bytes = replace(predicted, peak_memory=(2**29, 2**30), memory_unit="bytes")
+    measured = replace(in_bytes, measured=True)
+    text = render_page({"predicted": predicted, "in bytes": in_bytes, "measured": measured})
+    cells = re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", text[: text.index("</table>")])
+    assert [[cells[start], *cells[start + 6 : start + 8]] for start in (0, 8, 16, 24)] == [
+        ["schedule", "peak activations", "peak memory"],
+        ["predicted", "2", ""],
+        ["in bytes", "", "1 GiB"],
+        ["measured", "", ""],
+    ]
 
 
 def test_the_page_names_nothing_outside_of_itself():

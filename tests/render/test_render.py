@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from zbpp.planning import compare, plan
+from zbpp.planning import RankCosts, compare, plan
 from zbpp.render import chrome_trace, render_figures, render_picture, render_table, render_text
 from zbpp.schedule import Costs, CostsInBytes, PlanError, Timetable, simulate
 
@@ -118,7 +118,7 @@ def test_figures_are_per_rank_and_largest():
 
 def test_compare_runs_the_same_model_under_every_schedule():
     """A rank's work is the same whether it is one stage or two; so is what it holds."""
-    outcomes = compare(["1f1b", "zb_v"], 2, 8, costs=Costs(f=4, b=4, w=4, comm=0))
+    outcomes = compare(["1f1b", "zb_v"], 2, 8, costs=RankCosts(f=4, b=4, w=4, comm=0))
     assert {outcome.max_span - outcome.idle(0) for outcome in outcomes.values()} == {8 * 12}
     assert outcomes["zb_v"].peak_memory == (2, 2)
 
@@ -202,12 +202,21 @@ def test_every_panel_has_its_axis_with_gridlines(tmp_path):
     assert (tmp_path / "a.svg").read_text().count("stroke: #d4d6dc") == 2 * len(ticks)
 
 
-def test_a_picture_says_what_its_memory_is_and_whose_figures_it_has(tmp_path):
+def test_a_picture_says_whose_figures_it_has_and_leaves_out_the_memory_of_processes(tmp_path):
+    """All measured panels showed the same memory, that of the process, beside predicted activations."""
     predicted = simulate(plan("zb_h1", 2, 4))
     measured = replace(predicted, peak_memory=(2**29, 2**30), memory_unit="bytes", measured=True)
     words = words_of({"predicted": predicted, "measured": measured}, tmp_path / "a.svg")
-    assert "makespan 13 ms, bubble rate 7.7 % (rank 0), peak activations 2 (rank 0)" in words
-    assert "makespan 13 ms, bubble rate 7.7 % (rank 0), process peak 1 GiB (rank 1)" in words
+    assert "makespan 13 ms, largest bubble rate 7.7 % (rank 0), peak activations 2 (rank 0)" in words
+    assert "makespan 13 ms, largest bubble rate 7.7 % (rank 0)" in words
+
+
+def test_a_long_title_is_written_in_full(tmp_path):
+    title = " ".join(f"word{number}" for number in range(60))
+    words = words_of({title: simulate(plan("zb_h1", 2, 4))}, tmp_path / "a.svg")
+    lines = [each for each in words if each.startswith("word")]
+    assert " ".join(lines) == title
+    assert max(map(len, lines)) <= 130
 
 
 def test_times_of_one_table_have_the_same_decimals():
@@ -233,7 +242,8 @@ def test_pictures_of_nothing_that_takes_time(tmp_path):
 def test_pictures_use_no_pyplot_and_texts_no_matplotlib(tmp_path):
     """pyplot holds global state and may want a display."""
     code = (
-        "import sys; from zbpp.schedule import *\n"
+        "import sys\nfrom zbpp.planning import plan\nfrom zbpp.schedule import simulate\n"
+        "from zbpp.render import chrome_trace, render_picture, render_text\n"
         "timeline = simulate(plan('1f1b', 2, 2)); render_text(timeline); chrome_trace({'a': timeline})\n"
         "assert 'matplotlib' not in sys.modules\n"
         f"render_picture({{'a': timeline}}, {str(tmp_path / 'a.png')!r})\n"

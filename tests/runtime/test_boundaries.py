@@ -12,15 +12,12 @@ from torch import nn
 
 from helpers.processes import run_ranks
 from helpers.split import assert_close
+from helpers.tensors import drawn
 from zbpp import Pipeline, PlanError, per_microbatch, plan
 from zbpp.planning import SCHEDULES
 from zbpp.runtime import BoundaryError
 
 SIZE = 6
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def linear(seed, out=SIZE):
@@ -321,7 +318,7 @@ def run_spectral(rank, num_ranks):
     return piped(rank, spectral, even(), "zb_h1", num_ranks)
 
 
-def test_a_negative_view_arrived_with_the_other_sign_and_a_conjugate_one_failed():
+def test_negative_and_conjugate_views_arrive_as_the_numbers_that_they_show():
     assert_equals_plain(run_ranks(run_spectral, 3, 3), spectral, even(), 3)
 
 
@@ -397,7 +394,7 @@ class ChangesOne(nn.Module):
         return self.layer(flat.view_as(y)) + y
 
 
-def test_the_placement_decided_whether_a_change_in_place_reached_the_other_output():
+def test_a_change_in_place_of_one_output_never_reaches_another_on_one_rank_either():
     """What a stage returns arrives as values: as if each had been sent, also where nothing is sent."""
     pipeline = Pipeline({0: Twice(), 1: ChangesOne()}, plan("interleaved_zb", 1, 2), F.mse_loss)
     x, target = drawn(4, SIZE, seed=1), drawn(4, SIZE, seed=2)
@@ -411,7 +408,7 @@ def test_the_placement_decided_whether_a_change_in_place_reached_the_other_outpu
             torch.testing.assert_close(each, expected.detach(), rtol=1e-12, atol=0)
 
 
-def test_a_loss_that_is_a_module_was_evaluated_in_training_mode():
+def test_a_loss_that_is_a_module_is_evaluated_in_eval_mode():
     class Normed(nn.Module):
         def __init__(self):
             super().__init__()

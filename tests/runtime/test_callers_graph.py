@@ -7,13 +7,10 @@ from torch import nn
 
 from helpers.processes import run_ranks
 from helpers.split import assert_close
+from helpers.tensors import drawn
 from zbpp import Pipeline, per_microbatch, plan, replicate
 
 SIZE, ROWS, M = 5, 8, 4
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 class Stage(nn.Module):
@@ -45,7 +42,7 @@ def piped(schedule, run):
 
 
 @pytest.mark.parametrize("schedule", ["zb_v", "interleaved_1f1b"])
-def test_what_stands_before_the_pipeline_silently_got_no_gradient(schedule):
+def test_a_module_before_the_pipeline_gets_its_gradient(schedule):
     """`step(front(x))`, in a tuple's place as well as nested; the front is gone through once."""
     found = []
     for call in (
@@ -126,7 +123,7 @@ def on_two_ranks(rank):
     return {name: p.grad for name, p in front.named_parameters() if p.grad is not None}
 
 
-def test_the_owner_of_stage_0_gets_the_fronts_gradient():
+def test_a_module_before_the_pipeline_gets_its_gradient_on_the_owner_of_stage_0():
     first, second = run_ranks(on_two_ranks, 2)
     front = Stage(9)
     plain(lambda model: F.mse_loss(model(front(drawn(ROWS, SIZE, seed=8))), drawn(ROWS, SIZE, seed=7)))

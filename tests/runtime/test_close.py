@@ -56,7 +56,7 @@ def opened_and_closed(rank, num_rounds, sizes):
 
 
 @pytest.mark.parametrize(("num_processes", "part"), [(2, None), (3, [1, 2])])
-def test_groups_and_files_are_those_of_before_however_often(num_processes, part):
+def test_closed_pipelines_leave_no_process_groups_and_no_files_open(num_processes, part):
     for result in filter(None, run_ranks(opened_and_closed, num_processes, 4, part)):
         before, rounds = result
         first, during, _ = rounds[0]

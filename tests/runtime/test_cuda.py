@@ -7,7 +7,6 @@ from torch import nn
 
 from helpers.split import assert_close
 from zbpp import Pipeline, plan
-from zbpp.runtime import Recorder, measured_timeline
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,12 +59,12 @@ def test_the_host_never_waits_for_the_device_within_a_step(schedule):
     assert len(losses) == M
 
 
-def test_what_is_recorded_is_when_the_device_did_it():
+def test_recorded_times_are_those_of_the_device():
     pipeline, x, target = made("zb_v")
     pipeline.step(x, target=target)
-    pipeline.recorder = Recorder(pipeline.device)
-    pipeline.step(x, target=target)
-    timeline = measured_timeline(pipeline.recorder, pipeline.timetable)
+    with pipeline.recording():
+        pipeline.step(x, target=target)
+    timeline = pipeline.timeline()
     assert (timeline.ends[0] > timeline.starts[0]).all()
     assert (timeline.starts[0][1:] >= timeline.ends[0][:-1]).all()
     assert timeline.makespan > 0

@@ -21,14 +21,14 @@ class Worker:
         return () if op == "W" else (f"made by {self.index}{op}{microbatch}",)
 
 
-WORK = {op: lambda worker, m, message, op=op: worker.act(op.name, m, message) for op in Op}
+METHODS = {op: lambda worker, m, message, op=op: worker.act(op.name, m, message) for op in Op}
 
 
-def executor(timetable, work=WORK, log=None):
+def executor(timetable, methods=METHODS, log=None):
     log = [] if log is None else log
     workers = {s: Worker(s, timetable.num_stages, log) for s in range(timetable.num_stages)}
     (program,) = lower(timetable)
-    return Executor(program, workers, work, timetable.num_stages, {}, CPU), log
+    return Executor(program, workers, methods, timetable.num_stages, {}, CPU), log
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v", "interleaved_zb"])
@@ -58,16 +58,16 @@ def producer(timetable, action):
 def test_a_message_that_no_action_takes_is_an_error():
     """One that an action makes beside the one that is taken from it cannot be; so here an F takes nothing."""
     run, _ = executor(Timetable.parse("0F0 1F0 1BW0 0BW0"))
-    run._calls[1] = run._calls[1]._replace(takes=0)
+    run._resolved[1] = run._resolved[1]._replace(takes=0)
     with pytest.raises(RuntimeError, match=r"a step ended with values left over: x\(1,0\)$"):
         run.run()
 
 
-def test_a_stages_error_is_its_own():
+def test_an_error_of_a_stage_is_raised_as_it_is():
     def fail(worker, microbatch, message):
         raise RuntimeError("planted")
 
-    run, _ = executor(plan("1f1b", 1, 2), {**WORK, Op.BW: fail})
+    run, _ = executor(plan("1f1b", 1, 2), {**METHODS, Op.BW: fail})
     with pytest.raises(RuntimeError, match="^planted$"):
         run.run()
 
@@ -78,8 +78,8 @@ class Marks:
     def __init__(self, log):
         self.log = log
 
-    def begin(self, steps):
-        self.steps = steps
+    def begin(self, instructions):
+        self.instructions = instructions
         return lambda: self.log.append("mark")
 
 
@@ -90,4 +90,4 @@ def test_a_recorder_marks_each_action_from_outside():
     words = [entry if isinstance(entry, str) else entry[0] for entry in log]
     row = list(map(str, plan("zb_h1", 1, 2).rows[0]))
     assert words == [word for name in row for word in ("mark", name, "mark")]
-    assert list(map(str, recorder.steps)) == row
+    assert list(map(str, recorder.instructions)) == row

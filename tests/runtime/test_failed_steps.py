@@ -46,7 +46,7 @@ def pipeline_of(fails_at):
     return stages, Pipeline(stages, plan("interleaved_1f1b", 1, M, stages_per_rank=2), F.mse_loss)
 
 
-def test_a_retried_step_added_to_what_the_failed_one_had_left():
+def test_a_step_retried_after_a_failure_gives_the_gradients_of_one_step():
     """In the third microbatch, when the first has had its W: half of the gradients were in `.grad`."""
     x, target = batch()
     (right, good), (stages, pipeline) = pipeline_of(0), pipeline_of(M)

@@ -119,7 +119,7 @@ def reports(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_rank_that_can_explain_it_does_and_the_others_stop_with_it(name, reports):
+def test_the_rank_that_fails_says_why_and_the_others_stop_with_a_communication_error(name, reports):
     who, *_, expected = CASES[name]
     for rank, report in enumerate(reports):
         (first, second), all_came = report[name]

@@ -9,7 +9,8 @@ from helpers.processes import run_ranks
 from zbpp import Costs, Pipeline, Timetable, plan, simulate
 from zbpp.models.emulated import Emulated
 from zbpp.models.mlp import Mlp
-from zbpp.runtime import Recorder, measured_costs, measured_timeline, peak_memory_bytes
+from zbpp.runtime import measured_costs, peak_memory_bytes
+from zbpp.runtime.measure import Recorder
 from zbpp.schedule import Action, Op, Recv, Send, Value
 
 CPU = torch.device("cpu")
@@ -23,13 +24,13 @@ def measured(rank, timetable, evaluates):
     pipeline = Pipeline(stages, timetable, model.loss)
     batch = torch.ones(timetable.num_microbatches, 8)
     pipeline.step(batch, target=batch)
-    pipeline.recorder = Recorder(pipeline.device)
     start = time.perf_counter()
-    pipeline.step(batch, target=batch)
+    with pipeline.recording():
+        pipeline.step(batch, target=batch)
     wall = (time.perf_counter() - start) * 1e3
     if evaluates:
         pipeline.evaluate(batch, target=batch)
-    timeline = measured_timeline(pipeline.recorder, timetable)
+    timeline = pipeline.timeline()
     return timeline.starts, timeline.ends, timeline.peak_memory, wall
 
 
@@ -137,20 +138,20 @@ def test_a_step_of_one_rank_needs_no_process_group():
     model = Mlp(in_features=4, hidden_size=4, out_features=4, num_layers=2)
     stages = {s: model.build_stage(s, 2) for s in range(2)}
     pipeline = Pipeline(stages, timetable, model.loss)
-    pipeline.recorder = Recorder(pipeline.device)
-    for _ in range(2):  # a recorder begins anew with each step
-        pipeline.step(torch.ones(4, 4), target=torch.ones(4, 4))
-    timeline = measured_timeline(pipeline.recorder, timetable)
+    with pipeline.recording():
+        for _ in range(2):  # the second replaces the first
+            pipeline.step(torch.ones(4, 4), target=torch.ones(4, 4))
+    timeline = pipeline.timeline()
     assert len(timeline.starts[0]) == len(timetable.rows[0]) == 12
     assert timeline.makespan > 0
 
 
 def test_a_message_leaves_where_its_send_begins_and_is_there_where_its_receive_ends():
     x, g = Value("x", 1, 0), Value("g", 0, 0)
-    steps = [None, Action(0, Op.F, 0), Send(x, 1), Recv(g, 1), Action(0, Op.BW, 0)]
+    instructions = [None, Action(0, Op.F, 0), Send(x, 1), Recv(g, 1), Action(0, Op.BW, 0)]
     recorder = Recorder(CPU)
-    mark, clock = recorder.begin(steps), []
-    for _ in range(2 * len(steps)):
+    mark, clock = recorder.begin(instructions), []
+    for _ in range(2 * len(instructions)):
         clock.append(time.perf_counter() * 1e3)
         mark()
     clock.append(time.perf_counter() * 1e3)

@@ -1,4 +1,4 @@
-"""Bytes of live tensors, against what is known of them beforehand."""
+"""Measured bytes of live tensors are those that the shapes say."""
 
 import pytest
 import torch
@@ -6,25 +6,25 @@ from torch import nn
 
 from zbpp.models.layers import token_loss
 from zbpp.models.llama import Llama
-from zbpp.runtime.memory import Held, Level, first_inputs, held_bytes, held_per_stage, live_bytes
+from zbpp.runtime.memory import Level, StageMemory, first_inputs, live_bytes, memory_per_stage, stage_memory
 
 CPU = torch.device("cpu")
 ROWS, HIDDEN = 4, 8
 BYTES = ROWS * HIDDEN * 4  # of a float32 activation
 
 
-def arrived():
+def received():
     return torch.zeros(ROWS, HIDDEN, requires_grad=True)
 
 
-def held(module, x=None, index=1, **options):
-    return held_bytes(index, module, (arrived() if x is None else x,), CPU, **options)
+def memory_of(module, x=None, index=1, **options):
+    return stage_memory(index, module, (received() if x is None else x,), CPU, **options)
 
 
 # ---------------------------------------------------------------- live bytes
 
 
-def test_what_is_dropped_counts_while_it_lives_and_what_is_kept_at_the_end():
+def test_a_dropped_tensor_counts_at_the_peak_and_a_kept_one_also_afterwards():
     kept = []
 
     def run():
@@ -36,13 +36,13 @@ def test_what_is_dropped_counts_while_it_lives_and_what_is_kept_at_the_end():
     assert live_bytes(run, CPU) == Level(highest=1600, after=700)
 
 
-def test_a_run_that_fails_leaves_the_meter_ready():
+def test_after_a_run_that_failed_another_can_be_measured():
     with pytest.raises(ZeroDivisionError):
         live_bytes(lambda: 1 / 0, CPU)
     assert live_bytes(lambda: torch.empty(64, dtype=torch.uint8), CPU).highest == 64
 
 
-def test_the_meter_says_nothing(capfd):
+def test_measuring_prints_nothing(capfd):
     live_bytes(lambda: torch.ones(3), CPU)
     assert capfd.readouterr() == ("", "")
 
@@ -51,34 +51,36 @@ def test_the_meter_says_nothing(capfd):
 
 
 def test_a_linear_layer_keeps_x_until_b_and_x_and_dy_until_w():
-    assert held(nn.Linear(HIDDEN, HIDDEN, bias=False)) == Held(saved=BYTES, deferred=2 * BYTES)
+    assert memory_of(nn.Linear(HIDDEN, HIDDEN, bias=False)) == StageMemory(saved=BYTES, deferred=2 * BYTES)
 
 
 def test_an_activation_function_keeps_its_output_until_b_and_nothing_more_until_w():
     module = nn.Sequential(nn.Linear(HIDDEN, HIDDEN, bias=False), nn.Tanh())
-    assert held(module) == Held(saved=2 * BYTES, deferred=2 * BYTES)
+    assert memory_of(module) == StageMemory(saved=2 * BYTES, deferred=2 * BYTES)
 
 
-def test_the_batch_that_stage_0_reads_is_there_anyway():
-    assert held(nn.Linear(HIDDEN, HIDDEN, bias=False), torch.zeros(ROWS, HIDDEN), index=0) == Held(0, BYTES)
+def test_the_batch_that_stage_0_reads_is_not_counted():
+    assert memory_of(
+        nn.Linear(HIDDEN, HIDDEN, bias=False), torch.zeros(ROWS, HIDDEN), index=0
+    ) == StageMemory(0, BYTES)
 
 
 def test_the_last_stage_holds_what_the_loss_needs_and_the_loss():
     def square(output, target):
         return (output - target).square().mean()  # saves the difference
 
-    found = held(
+    found = memory_of(
         nn.Linear(HIDDEN, HIDDEN, bias=False),
         loss_fn=square,
         target=torch.zeros(ROWS, HIDDEN),
         is_last=True,
     )
     scalars = 2 * 4  # the loss, and its gradient, which is made once for all microbatches
-    assert found == Held(saved=2 * BYTES + scalars, deferred=2 * BYTES + scalars)
+    assert found == StageMemory(saved=2 * BYTES + scalars, deferred=2 * BYTES + scalars)
 
 
 def test_a_frozen_stage_keeps_nothing_for_w():
-    assert held(nn.Linear(HIDDEN, HIDDEN).requires_grad_(False)).deferred == 0
+    assert memory_of(nn.Linear(HIDDEN, HIDDEN).requires_grad_(False)).deferred == 0
 
 
 def test_measuring_leaves_no_trace():
@@ -88,7 +90,7 @@ def test_measuring_leaves_no_trace():
         parameter.grad = grad
     state = {name: value.clone() for name, value in module.state_dict().items()}
     generator = torch.get_rng_state()
-    assert held(module).deferred > 0
+    assert memory_of(module).deferred > 0
     assert all(parameter.grad is grad for parameter, grad in zip(module.parameters(), grads, strict=True))
     assert all((grad == 3.0).all() for grad in grads)
     assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
@@ -104,13 +106,13 @@ def test_the_first_inputs_of_each_stage_are_copied_and_no_others():
     assert {index: [each.tolist() for each in found] for index, found in inputs.items()} == {3: [[1.0, 1.0]]}
 
 
-def test_a_whole_model_on_one_rank_stage_by_stage():
+def test_memory_per_stage_says_more_of_the_stage_with_the_head():
     model = Llama(num_layers=4, hidden_size=16, num_heads=2, sequence_length=8)
     stages = {index: model.build_stage(index, 2) for index in range(2)}
     tokens = torch.zeros(2, 8, dtype=torch.long)
     with first_inputs(stages) as inputs:
         stages[1](stages[0](tokens))
-    found = held_per_stage(stages, inputs, 2, CPU, loss_fn=token_loss, target=tokens)
+    found = memory_per_stage(stages, inputs, 2, CPU, loss_fn=token_loss, target=tokens)
     assert [each.saved > 0 and each.deferred > 0 for each in found] == [True, True]
     # the same layers on both; the last one has the head and the loss besides, and its x
     assert found[1].saved > found[0].saved

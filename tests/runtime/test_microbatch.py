@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from zbpp import Pipeline, per_microbatch, plan, replicate
-from zbpp.runtime.microbatch import Cutter, split
+from zbpp.runtime.microbatch import Cutter, into_microbatches
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 6])
 def test_a_tensor_is_split_along_dim_0_as_chunk_does(num_microbatches):
     batch = torch.arange(24).reshape(6, 4)
-    pieces = split("x", batch, num_microbatches)
+    pieces = into_microbatches("x", batch, num_microbatches)
     expected = batch.chunk(num_microbatches)
     assert len(pieces) == num_microbatches
     assert all(torch.equal(one, other) for one, other in zip(pieces, expected, strict=True))
@@ -24,30 +24,30 @@ def test_a_tensor_is_split_along_dim_0_as_chunk_does(num_microbatches):
 
 def test_pieces_are_views_of_the_batch():
     batch = torch.zeros(4, 2)
-    pieces = split("x", batch, 2)
+    pieces = into_microbatches("x", batch, 2)
     pieces[1].fill_(1)
     assert batch.tolist() == [[0, 0], [0, 0], [1, 1], [1, 1]]
 
 
 def test_a_replicated_tensor_reaches_every_microbatch_whole():
     tensor = torch.zeros(5)
-    assert [piece is tensor for piece in split("mask", replicate(tensor), 3)] == [True] * 3
+    assert [piece is tensor for piece in into_microbatches("mask", replicate(tensor), 3)] == [True] * 3
 
 
 def test_values_made_for_each_microbatch_are_given_out_as_they_are():
     values = (torch.zeros(2), torch.zeros(5, 1), None)
-    pieces = split("x", per_microbatch(values), 3)
+    pieces = into_microbatches("x", per_microbatch(values), 3)
     assert [piece is value for piece, value in zip(pieces, values, strict=True)] == [True] * 3
 
 
-def test_another_number_of_them_is_refused():
+def test_per_microbatch_with_another_number_of_values_is_refused():
     with pytest.raises(ValueError, match="argument 0 has 2 values, num_microbatches=3"):
-        split("argument 0", per_microbatch([1, 2]), 3)
+        into_microbatches("argument 0", per_microbatch([1, 2]), 3)
 
 
 @pytest.mark.parametrize("value", [None, 3, 0.5, "causal", (1, 2)])
 def test_other_values_pass_as_they_are(value):
-    assert split("option", value, 2) == [value, value]
+    assert into_microbatches("option", value, 2) == [value, value]
 
 
 @pytest.mark.parametrize(
@@ -55,14 +55,14 @@ def test_other_values_pass_as_they_are(value):
 )
 def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(rows, num_microbatches, nearest):
     with pytest.raises(ValueError) as caught:
-        split("target", torch.zeros(rows, 2), num_microbatches)
+        into_microbatches("target", torch.zeros(rows, 2), num_microbatches)
     assert f"target has {rows} rows" in str(caught.value)
     assert f"nearest that do: {nearest}; or zbpp.replicate(target)" in str(caught.value)
 
 
 def test_a_tensor_without_dimensions_is_refused():
     with pytest.raises(ValueError, match=r"scale is a tensor without dimensions.*zbpp.replicate\(scale\)"):
-        split("scale", torch.tensor(2.0), 2)
+        into_microbatches("scale", torch.tensor(2.0), 2)
 
 
 def test_only_tensors_are_marked():
@@ -96,10 +96,10 @@ class Sample:
 torch.utils._pytree.register_dataclass(Sample)
 
 
-def test_tensors_inside_containers_reached_every_microbatch_whole():
+def test_tensors_inside_containers_are_split():
     x, y = torch.arange(8).reshape(4, 2), torch.arange(4)
     value = {"a": (x, [y, "text"]), "b": Pair(left=x, right=None), "c": Sample(y, "name")}
-    pieces = split("argument 0", value, 2)
+    pieces = into_microbatches("argument 0", value, 2)
     for piece, a, b in zip(pieces, x.chunk(2), y.chunk(2), strict=True):
         assert torch.equal(piece["a"][0], a)
         assert torch.equal(piece["a"][1][0], b)
@@ -115,7 +115,7 @@ def test_torchs_own_split_gives_the_same_pieces():
 
     args = ({"ids": torch.arange(12).reshape(6, 2), "more": [torch.arange(6), 3]},)
     expected, _ = split_args_kwargs_into_chunks(args, {}, 3)
-    for piece, (chunk,) in zip(split("argument 0", args[0], 3), expected, strict=True):
+    for piece, (chunk,) in zip(into_microbatches("argument 0", args[0], 3), expected, strict=True):
         assert torch.equal(piece["ids"], chunk["ids"])
         assert torch.equal(piece["more"][0], chunk["more"][0])
         assert piece["more"][1] == chunk["more"][1] == 3
@@ -124,7 +124,7 @@ def test_torchs_own_split_gives_the_same_pieces():
 def test_marks_work_inside_containers():
     shared, x = torch.zeros(3), torch.arange(4)
     value = {"mask": replicate(shared), "x": x, "sizes": per_microbatch([1, 2]), "all": replicate((x, 1))}
-    first, second = split("argument 0", value, 2)
+    first, second = into_microbatches("argument 0", value, 2)
     assert first["mask"] is second["mask"] is shared
     assert (first["x"].tolist(), second["x"].tolist()) == ([0, 1], [2, 3])
     assert (first["sizes"], second["sizes"]) == (1, 2)
@@ -133,12 +133,12 @@ def test_marks_work_inside_containers():
 
 def test_containers_without_tensors_pass_as_they_are():
     value = {"options": (1, ["a"]), "none": None}
-    assert all(piece is value for piece in split("options", value, 3))
+    assert all(piece is value for piece in into_microbatches("options", value, 3))
 
 
 def test_a_tensor_inside_that_does_not_divide_is_named_by_its_place():
     with pytest.raises(ValueError, match=r"argument 0\['ids'\]\[1\] has 3 rows, which don't split"):
-        split("argument 0", {"ids": [torch.zeros(4), torch.zeros(3)]}, 2)
+        into_microbatches("argument 0", {"ids": [torch.zeros(4), torch.zeros(3)]}, 2)
 
 
 class Holder:
@@ -152,16 +152,16 @@ def test_an_object_that_hides_tensors_is_refused(value):
     with pytest.raises(
         ValueError, match=f"argument 0\\[1\\] is a {kind}, which holds tensors that torch's pyt"
     ):
-        split("argument 0", (torch.zeros(4), value), 2)
-    assert split("argument 0", replicate(value), 2) == [value, value]
+        into_microbatches("argument 0", (torch.zeros(4), value), 2)
+    assert into_microbatches("argument 0", replicate(value), 2) == [value, value]
 
 
 def test_objects_and_modules_without_a_batch_pass_as_they_are():
     for value in (Holder("x"), torch.nn.Linear(2, 2), print):
-        assert split("option", value, 2) == [value, value]
+        assert into_microbatches("option", value, 2) == [value, value]
 
 
-def test_a_target_with_another_number_of_rows_was_cut_into_other_microbatches():
+def test_a_target_with_another_number_of_rows_is_refused():
     cutter = Cutter(2)
     cutter.cut("argument 0", torch.zeros(4, 3))
     cutter.cut_keywords({"mask": replicate(torch.zeros(5)), "sizes": per_microbatch([torch.zeros(7)] * 2)})
@@ -171,13 +171,13 @@ def test_a_target_with_another_number_of_rows_was_cut_into_other_microbatches():
 
 def test_sparse_and_nested_tensors_say_what_to_pass():
     with pytest.raises(ValueError, match=r"x is a sparse tensor, .*: pass x.to_dense\(\) or zbpp.per_micro"):
-        split("x", torch.eye(4).to_sparse(), 2)
+        into_microbatches("x", torch.eye(4).to_sparse(), 2)
     for layout in (torch.jagged, torch.strided):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own, of prototypes
             nested = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(1, 3)], layout=layout)
         with pytest.raises(ValueError, match=r"x is a nested tensor, .*: pass zbpp.per_microbatch\(\["):
-            split("x", nested, 2)
+            into_microbatches("x", nested, 2)
 
 
 # ---------------------------------------------------------------- arrays, and changes in place
@@ -186,13 +186,13 @@ def test_sparse_and_nested_tensors_say_what_to_pass():
 @pytest.mark.parametrize(
     "given", [np.zeros((4, 2)), {"lengths": np.arange(4)}], ids=["argument", "in a dict"]
 )
-def test_all_rows_of_an_array_went_to_every_microbatch(given):
+def test_an_array_with_rows_is_refused(given):
     with pytest.raises(ValueError, match=r"is a ndarray, which is not split .* torch.as_tensor"):
-        split("argument 0", given, 2)
-    assert split("argument 0", np.float32(1.5), 2) == [1.5, 1.5]
+        into_microbatches("argument 0", given, 2)
+    assert into_microbatches("argument 0", np.float32(1.5), 2) == [1.5, 1.5]
 
 
-def test_a_first_stage_that_changes_its_input_in_place_was_refused_where_two_forwards_came_first():
+def test_a_first_stage_may_change_its_input_in_place_also_when_two_forwards_come_first():
     """The microbatches of a batch are views with one count of changes, so the second F spoilt the first."""
 
     class Centred(nn.Module):

@@ -11,13 +11,10 @@ from torch import nn
 
 from helpers.processes import run_ranks
 from helpers.split import assert_close, float64
+from helpers.tensors import drawn
 from zbpp import Pipeline, checkpoint, plan
 
 M, ROWS = 4, 8
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def mean_square(output, target):
@@ -345,7 +342,7 @@ def assert_equals_plain(found, model):
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
-def test_two_ranks_train_it_as_plain_autograd_does(model, on_two_ranks):
+def test_two_ranks_train_a_model_as_plain_autograd_does(model, on_two_ranks):
     if model not in chosen():
         pytest.skip("transformers is not installed")
     (_, first), (losses, last) = (each[model.__name__] for each in on_two_ranks)
@@ -353,7 +350,7 @@ def test_two_ranks_train_it_as_plain_autograd_does(model, on_two_ranks):
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
-def test_one_rank_with_both_stages_trains_it_as_plain_autograd_does(model):
+def test_one_rank_with_both_stages_trains_a_model_as_plain_autograd_does(model):
     assert_equals_plain(piped(0, model, "zb_v", 1), model)
 
 

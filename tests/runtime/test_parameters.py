@@ -157,7 +157,7 @@ def tied(num_ranks=1):
 
 
 @pytest.mark.parametrize("name", ["head.weight", "embedding.weight"])
-def test_a_parameter_that_two_stages_of_a_rank_share_counted_and_was_clipped_twice(name):
+def test_a_parameter_that_two_stages_of_a_rank_share_is_counted_and_clipped_once(name):
     timetable, stages = tied()
     if name == "embedding.weight":  # one name in both stages, too
         stages[1] = filled(TiedByName(range(2, 4), stages[0].embedding))
@@ -215,7 +215,7 @@ def tied_across(rank):
         return str(error)
 
 
-def test_parameters_tied_across_ranks_drifted_apart():
+def test_parameters_declared_as_tied_across_ranks_are_refused():
     for told in run_ranks(tied_across, 2):
         assert told.startswith(
             "head.weight on rank 1 is declared to be tied to embedding.weight on rank 0: their copies"

@@ -14,17 +14,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from helpers.processes import outcomes, run_ranks
+from helpers.tensors import drawn
 from helpers.timetables import random_timetable
 from zbpp import Pipeline, Timetable, plan, replicate
-from zbpp.runtime import Recorder, measured_timeline
 from zbpp.runtime.world import gather
 
 SIZE, ROWS, NUM_LAYERS = 6, 8, 4
 ONE_PER_RANK = ["gpipe", "1f1b", "zb_h1", "zb_h2"]
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 class Layer(nn.Module):
@@ -224,14 +220,13 @@ def each_by_itself(rank):
     timetable = plan("zb_v", 1, 4)
     stages = stages_for(timetable, 0)
     pipeline = Pipeline(stages, timetable, F.mse_loss)
-    pipeline.recorder = Recorder(pipeline.device)
     x, target = batch()
     for _ in range(1 + 2 * rank):
         for stage in stages.values():
             stage.zero_grad()
-        pipeline.step(x, target=target)
-        timeline = measured_timeline(pipeline.recorder, timetable, pipeline.group)
-        assert len(timeline.starts) == 1
+        with pipeline.recording():
+            pipeline.step(x, target=target)
+        assert len(pipeline.timeline().starts) == 1
     return gradients(stages), gather(rank, pipeline.group)
 
 
@@ -412,11 +407,12 @@ def step_and_look_inside(rank, timetable):
     pipeline.evaluate(x, target=target)
     links = [
         (len(box._posted if hasattr(box, "_posted") else box._pending))
-        for each in (pipeline._train, pipeline._evaluate)
+        for each in pipeline._engine._executors.values()
         for box in (*each._inboxes.values(), *each._outboxes.values())
     ]
     workers = [
-        (worker._saved, worker._deferred, tuple(worker._feed)) for worker in pipeline._workers.values()
+        (worker._saved, worker._deferred, tuple(worker._feed))
+        for worker in pipeline._engine._workers.values()
     ]
     return links, workers
 
@@ -508,7 +504,7 @@ def step_with_misfits(rank):
 def test_stages_that_do_not_chain_are_named_with_their_shapes():
     lines = failures(step_with_misfits, 2)
     assert lines[1].startswith(
-        "zbpp.runtime.stage.BoundaryError: stage 1 failed on what stage 0 returned, (float64[2, 7]): "
+        "zbpp.runtime.boundary.BoundaryError: stage 1 failed on what stage 0 returned, (float64[2, 7]): "
         "RuntimeError: "
     )
     assert "shapes cannot be multiplied (2x7 and 8x1)" in lines[1]  # torch 2.15 says addmm before

@@ -7,16 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from helpers.tensors import drawn
 from zbpp.autograd import checkpoint
 from zbpp.planning import plan
 from zbpp.runtime import BoundaryError, Pipeline, StageWorker
-from zbpp.runtime.stage import Feed
+from zbpp.runtime.feed import Feed
 
 M, ROWS, SIZE = 3, 4, 5
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def layers():
@@ -292,7 +289,7 @@ def test_a_stage_may_start_with_an_in_place_operation():
 
 
 @pytest.mark.parametrize("shape", [(), (0, SIZE), (1, 2, 3)])
-def test_so_it_may_whatever_the_shape_of_its_input(shape):
+def test_an_input_of_any_shape_may_be_changed_in_place(shape):
     worker = middle(nn.Sequential(nn.Hardtanh(-9, 9, inplace=True), nn.Tanh()))
     x = drawn(*shape).requires_grad_()
     worker.forward(0, (x,))
@@ -345,7 +342,7 @@ class Tripled(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["zb_v", "interleaved_1f1b"])
-def test_what_the_stage_before_on_this_rank_has_saved_must_not_be_changed(name):
+def test_changing_what_the_stage_before_on_this_rank_has_saved_is_an_error(name):
     """tanh saves its output, which the next stage overwrites: plain autograd refuses that, too."""
     stages = {0: nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh()), 1: Tripled()}
     pipeline = Pipeline(stages, plan(name, 1, 2, stages_per_rank=2), nn.functional.mse_loss)
@@ -381,7 +378,7 @@ def test_a_forward_that_overwrites_what_a_w_will_read_is_an_error_that_names_the
     assert caught.value.__notes__ == ["in W of stage 1, microbatch 0, for layer.weight"]
 
 
-def test_two_inputs_of_one_memory_are_watched_together():
+def test_a_change_through_one_of_two_inputs_that_share_memory_is_seen_through_the_other():
     class Two(nn.Module):
         def forward(self, a, b):
             return b.sin() + a.mul_(2)
@@ -392,7 +389,7 @@ def test_two_inputs_of_one_memory_are_watched_together():
         worker.backward(0, (torch.ones(ROWS, SIZE).double(),))
 
 
-def test_a_gradient_leaves_without_history():
+def test_a_gradient_that_leaves_a_stage_has_no_graph():
     class Scale(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, factor):
@@ -528,10 +525,10 @@ def test_the_backward_starts_from_one_tensor_for_all_microbatches():
     assert first is second
     assert (first.item(), first.requires_grad) == (1 / M, False)
     worker.abandon()
-    assert worker._start == ()
+    assert worker._loss_grad == ()
 
 
-def test_the_last_stage_ends_with_the_mean_losss_own_gradient():
+def test_the_last_stages_f_returns_the_gradient_of_the_mean_loss():
     module, targets = layers(), [drawn(ROWS, SIZE, seed=30 + i) for i in range(M)]
     worker = last(module, F.mse_loss, targets)
     expected, losses = layers(), []
@@ -661,7 +658,7 @@ class FailsAt(nn.Module):
         return x
 
 
-def test_an_error_after_the_first_microbatch_is_the_modules_own():
+def test_an_error_after_the_first_microbatch_is_not_blamed_on_the_boundary():
     """All microbatches have the same shapes: a boundary that fitted once is not to blame."""
     worker = middle(FailsAt(1, RuntimeError("planted")))
     worker.forward(0, (drawn(ROWS, SIZE),))
@@ -677,7 +674,7 @@ def test_running_out_of_memory_is_not_blamed_on_the_boundary():
         middle(FailsAt(0, torch.OutOfMemoryError("full"))).forward(0, (drawn(ROWS, SIZE),))
 
 
-def test_the_first_stages_errors_are_its_own():
+def test_an_error_of_the_first_stage_is_raised_as_it_is():
     worker = StageWorker(0, layers(), is_last=False)
     worker.begin(feed(args=[(drawn(ROWS, SIZE + 1),)] * M))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):

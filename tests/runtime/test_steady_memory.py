@@ -34,7 +34,7 @@ def at_the_peak(rank, num_ranks):
             for _ in range(2):  # the first agrees on shapes; then .grad and all buffers are there
                 pipeline.step(batch, target=batch)
             level = live_bytes(lambda p=pipeline, x=batch: p.step(x, target=x), CPU)
-            found[schedule, num_microbatches] = len(pipeline._train._pool), level.highest
+            found[schedule, num_microbatches] = len(pipeline._engine._executors["step"]._pool), level.highest
     return found
 
 

@@ -150,6 +150,20 @@ def test_a_value_is_received_after_what_its_link_carries_before_it():
     assert "Recv x(1,1) from 0, Recv g(1,0) from 0, 1BW0, 1F1" in ", ".join(map(str, steps))
 
 
+def test_the_drawing_of_a_link_in_the_docstring_is_what_lower_does():
+    drawing = sys.modules["zbpp.schedule.lower"].__doc__
+    timetable = Timetable.parse(
+        "0F0 0F1 3F0 3B0 3W0 3F1 3B1 3W1 0B0 0W0 0B1 0W1\n1F0 2F0 2B0 1F1 2W0 1B0 1W0 2F1 2B1 2W1 1B1 1W1"
+    )
+    check(timetable, random.Random(0))
+    for rank, row in enumerate(timetable.rows):
+        assert f"rank {rank} runs   {row[:4]!s} ..." in drawing
+    sent = [str(step.value) for step in lower(timetable)[0].instructions if isinstance(step, Send)][:3]
+    assert f"carries  {'  '.join(sent)}\n" in drawing
+    received = [step for step in lower(timetable)[1].instructions if isinstance(step, Action | Recv)][:7]
+    assert f"right   {'  '.join(str(step).removesuffix(' from 0') for step in received)}\n" in drawing
+
+
 def test_the_programs_of_two_ranks():
     """Messages stand where they must."""
     programs = lower(plan("zb_h1", 2, 2))

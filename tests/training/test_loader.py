@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from zbpp import Pipeline, plan
-from zbpp.build import build_data
+from zbpp.builders.data import build_data
 from zbpp.config import ConfigError
 from zbpp.training.batch import batch_for, parts_of
 from zbpp.training.loader import Loaded, loaded_data

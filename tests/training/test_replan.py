@@ -31,13 +31,9 @@ def trainer_of(rank, corpus, started, planned, **options):
     model = NormedGpt(num_layers=4, hidden_size=16, num_heads=2, sequence_length=8, dropout=0.1)
     timetable = plan(started, P, M)
     stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(rank)}
-
-    def build(timetable):
-        return Pipeline(stages, timetable, model.loss, seed=3)
-
-    more = {"build": build, "loss_fn": model.loss, "stages": stages, "num_measured": MEASURED, **options}
+    more = {"loss_fn": model.loss, "stages": stages, "num_measured": MEASURED, **options}
     return Trainer(
-        pipeline=build(timetable),
+        pipeline=Pipeline(stages, timetable, model.loss, seed=3),
         optimizer=adamw(stages, learning_rate=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
         data=text_data(path=corpus, sequence_length=8, vocab_size=256, batch_size=2 * M, seed=0),
         learning_rate=lambda step: 1.0,
@@ -130,7 +126,6 @@ def replanned_again_and_again(rank, corpus):
         trainer.timelines.clear()
         trainer.replan = Replan(
             plan=lambda costs, limits, name=name: plan(name, P, M),
-            build=lambda timetable: Pipeline(stages, timetable, model.loss),
             loss_fn=model.loss,
             stages=stages,
             num_measured=1,
@@ -169,7 +164,6 @@ def test_a_run_that_is_over_before_is_not_replanned():
     module = nn.Linear(2, 2)
     replan = Replan(
         plan=lambda costs, limits: 1 / 0,
-        build=lambda timetable: 1 / 0,
         loss_fn=nn.MSELoss(),
         stages={0: module},
     )

@@ -1,1 +1,1 @@
-"""Measuring a model's costs, and racing schedules and runtimes on it: one job, the same work for all."""
+"""Measuring a model's costs, and timing schedules and runtimes on it: one job, the same work for all."""

@@ -1,8 +1,8 @@
 """EMULATED links: every message takes a given time at least, whichever runtime sends it.
 
-The sender's clock travels with each message, and whoever waits for the message waits until that time
-plus the delay. A wait occupies its rank no more than waiting for a slow network would. On gloo alone,
-and with one clock, which the processes of a machine share.
+The sender's clock travels with each message. A wait for the message lasts until that time plus the delay,
+and occupies its rank no more than waiting for a slow network would. It works on gloo only, and on one
+machine, whose processes share a clock.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_STAMPS = 2**30  # tags of the messages with the clock begin here
+_FIRST_STAMP_TAG = 2**30  # the messages that carry the clock have tags from here on
 
 
 @contextmanager
 def delayed_messages(milliseconds: float) -> Iterator[None]:
-    """Inside, what one rank sends to another arrives no sooner than that; 0: as soon as it does."""
+    """Inside, a message between two ranks arrives at least so late; 0: messages are not delayed."""
     if not milliseconds:
         yield
         return
@@ -30,11 +30,11 @@ def delayed_messages(milliseconds: float) -> Iterator[None]:
 
     def stamped(self: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:
         stamp = torch.tensor([time.perf_counter()], dtype=torch.float64)
-        return _Pair(send(self, [stamp], peer, _STAMPS + tag), send(self, tensors, peer, tag))
+        return _Pair(send(self, [stamp], peer, _FIRST_STAMP_TAG + tag), send(self, tensors, peer, tag))
 
     def delayed(self: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:
         stamp = torch.zeros(1, dtype=torch.float64)
-        works = recv(self, [stamp], peer, _STAMPS + tag), recv(self, tensors, peer, tag)
+        works = recv(self, [stamp], peer, _FIRST_STAMP_TAG + tag), recv(self, tensors, peer, tag)
         return _Pair(*works, lambda: sleep_until(float(stamp) + milliseconds / 1e3))
 
     group.send, group.recv = stamped, delayed  # type: ignore[method-assign, assignment]
@@ -58,5 +58,5 @@ class _Pair:
 
 
 def sleep_until(moment: float) -> None:
-    """Until the clock shows `moment`, in s."""
+    """Sleep until the clock (time.perf_counter) shows `moment`, in s."""
     time.sleep(max(0.0, moment - time.perf_counter()))

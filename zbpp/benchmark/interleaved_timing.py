@@ -1,4 +1,4 @@
-"""The race: contestants take turns, one step each, so that a slow moment of the machine hits all."""
+"""Timing in turns: one step of each runner after the other, so that a slow moment of the machine hits all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 
-from zbpp.benchmark.runner import Contestant, Zbpp
+from zbpp.benchmark.runner import Runner, ZbppRunner
 from zbpp.benchmark.workload import Workload
 from zbpp.runtime.measure import clock_offset, measured_costs
 from zbpp.runtime.memory import live_bytes
@@ -18,140 +18,144 @@ from zbpp.schedule import Costs, PlanError, Timeline, Timetable, simulate
 
 
 @dataclass
-class Entry:
-    """A contestant and what was seen of it: a wall time (ms) and a timeline per turn, its peak per rank.
+class TimedRunner:
+    """A runner and its measurements: per turn a wall time (ms) and a timeline, per rank a peak of memory.
 
-    timetable: whose cut it has. failure: why it takes no part, in a line. note: what else to say.
+    runner: None if it failed; failure then says why, in a line. note: a remark for the table.
     """
 
     name: str
     runtime: str
     timetable: Timetable
-    contestant: Contestant | None = None
+    runner: Runner | None = None
     failure: str = ""
     note: str = ""
     peak_bytes: list[int] = field(default_factory=list)
-    walls: list[float] = field(default_factory=list)
+    wall_times: list[float] = field(default_factory=list)
     timelines: list[Timeline] = field(default_factory=list)
 
     @property
     def makespan(self) -> float:
-        """The median turn: from the first rank's start to the last rank's end, ms."""
-        return median(self.walls)
+        """The median wall time: from the first rank's start to the last rank's end, ms."""
+        return median(self.wall_times)
 
     @property
     def typical(self) -> Timeline:
         """The timeline of the turn with the median wall time."""
-        order = sorted(range(len(self.walls)), key=self.walls.__getitem__)
+        order = sorted(range(len(self.wall_times)), key=self.wall_times.__getitem__)
         return self.timelines[order[len(order) // 2]]
 
     @property
     def costs(self) -> Costs:
-        """Of all turns."""
+        """Medians over all turns."""
         return measured_costs(*self.timelines)
 
     @property
     def predicted(self) -> Timeline | None:
-        """From these costs; None for an order that the simulator refuses."""
+        """The timeline that these costs predict; None for an order that the simulator refuses."""
         try:
             return simulate(self.typical.timetable, self.costs)
         except PlanError:  # torch's looped BFS has descending microbatches
             return None
 
 
-def enter(name: str, workload: Workload, timetable: Timetable) -> Entry:
-    """zbpp under a timetable: built, and two steps run, to agree on shapes and for its memory. Collective."""
-    made: list[Contestant] = []
-    peak = _begin(workload, timetable, lambda: Zbpp(workload, timetable), made)
-    return Entry(name, Zbpp.runtime, timetable, made[0], peak_bytes=gather(peak))
+def start(name: str, workload: Workload, timetable: Timetable) -> TimedRunner:
+    """zbpp under a timetable, after two steps: to agree on shapes, and for the peak memory. Collective."""
+    made: list[Runner] = []
+    peak = _start_and_measure_peak(workload, timetable, lambda: ZbppRunner(workload, timetable), made)
+    return TimedRunner(name, ZbppRunner.runtime, timetable, made[0], peak_bytes=gather(peak))
 
 
-def attempt(entry: Entry, workload: Workload, make: Callable[[], Contestant]) -> Entry:
-    """As `enter`, for one that may fail: then its entry says why, on every rank. Collective."""
-    made: list[Contestant] = []
+def try_to_start(timed: TimedRunner, workload: Workload, make: Callable[[], Runner]) -> TimedRunner:
+    """As `start`, for a runner that may fail: `timed` then says why, on every rank. Collective."""
+    made: list[Runner] = []
     peak, problem = 0, None
     try:
-        peak = _begin(workload, entry.timetable, make, made)
-    except Exception as error:  # whatever another's runtime may raise
+        peak = _start_and_measure_peak(workload, timed.timetable, make, made)
+    except Exception as error:  # another runtime may raise anything
         problem = (time.time(), _first_line(error))
-    if problem is not None:  # here, where the error and what its frames refer to are gone
-        for contestant in made:
-            contestant.leave()
+    if problem is not None:  # outside `except`: the error, and what its frames refer to, are freed by now
+        for runner in made:
+            runner.close()
     everyone = gather((peak, problem))
     failures = sorted(problem for _, problem in everyone if problem is not None)
-    if failures:  # the others failed because the first one did
-        entry.failure = failures[0][1]
+    if failures:  # the earliest: the other ranks failed because of it
+        timed.failure = failures[0][1]
     else:
-        entry.contestant, entry.peak_bytes = made[0], [peak for peak, _ in everyone]
-    return entry
+        timed.runner, timed.peak_bytes = made[0], [peak for peak, _ in everyone]
+    return timed
 
 
 def _first_line(error: BaseException) -> str:
-    """Of what began it."""
+    """The first line of the error's original cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def _begin(
-    workload: Workload, timetable: Timetable, make: Callable[[], Contestant], made: list[Contestant]
+def _start_and_measure_peak(
+    workload: Workload, timetable: Timetable, make: Callable[[], Runner], made: list[Runner]
 ) -> int:
-    """Its peak on this rank: the stages, what it keeps from step to step, and what its second step needs."""
+    """Append the runner to `made`; return this rank's peak in bytes.
 
-    def first() -> None:
+    The peak has three parts: the stages, what the runner keeps from step to step, and what its second step
+    needs on top.
+    """
+
+    def first_step() -> None:
         made.append(make())
-        _warm_up(made[0], workload)
+        _step_once(made[0], workload)
 
-    stages = workload.parameter_bytes(timetable)  # now they exist, and are not counted again
+    stages = workload.parameter_bytes(timetable)  # builds them, so that they are not counted again below
     device = workload.here.device
-    with no_collection():
-        kept = live_bytes(first, device).after
-        needed = live_bytes(lambda: _warm_up(made[0], workload), device).highest
+    with without_garbage_collection():
+        kept = live_bytes(first_step, device).after
+        needed = live_bytes(lambda: _step_once(made[0], workload), device).highest
     return stages + kept + needed
 
 
-def _warm_up(contestant: Contestant, workload: Workload) -> None:
-    contestant.step(*workload.batch(contestant.timetable, 0))
-    workload.drop_gradients(contestant.timetable)
+def _step_once(runner: Runner, workload: Workload) -> None:
+    runner.step(*workload.batch(runner.timetable, 0))
+    workload.drop_gradients(runner.timetable)
 
 
-def race(entries: Sequence[Entry], workload: Workload, num_turns: int) -> None:
-    """Turns, each begun by another contestant, a step of each in it; adds to the entries. Collective."""
+def time_in_turns(timed: Sequence[TimedRunner], workload: Workload, num_turns: int) -> None:
+    """Take `num_turns` turns of one step each; another runner begins each turn. Collective."""
     for number in range(num_turns):
-        first = number % max(1, len(entries))
-        with no_collection():
-            for entry in (*entries[first:], *entries[:first]):
-                _turn(entry, workload, number)
+        first = number % max(1, len(timed))
+        with without_garbage_collection():
+            for each in (*timed[first:], *timed[:first]):
+                _time_step(each, workload, number)
 
 
-def dismiss(entries: Iterable[Entry]) -> None:
-    """They have raced for the last time: their connections close, what was seen of them stays. Collective."""
-    for entry in entries:
-        if entry.contestant is not None:
-            entry.contestant.leave()
+def close_all(timed: Iterable[TimedRunner]) -> None:
+    """Close the runners' connections; their measurements stay. Collective."""
+    for each in timed:
+        if each.runner is not None:
+            each.runner.close()
 
 
-def _turn(entry: Entry, workload: Workload, number: int) -> None:
-    contestant = entry.contestant
-    if contestant is None:
+def _time_step(timed: TimedRunner, workload: Workload, number: int) -> None:
+    runner = timed.runner
+    if runner is None:
         return
-    args, target = workload.batch(contestant.timetable, number)
+    args, target = workload.batch(runner.timetable, number)
     workload.synchronise()
-    workload.meet()
+    workload.barrier()
     begin = time.perf_counter() * 1e3
-    contestant.step(args, target)
+    runner.step(args, target)
     workload.synchronise()
     end = time.perf_counter() * 1e3
-    workload.drop_gradients(contestant.timetable)
+    workload.drop_gradients(runner.timetable)
     offset = clock_offset()
     begins, ends = zip(*gather((begin - offset, end - offset)), strict=True)
-    entry.walls.append(max(ends) - min(begins))
-    entry.timelines.append(contestant.timeline())
+    timed.wall_times.append(max(ends) - min(begins))
+    timed.timelines.append(runner.timeline())
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
-    """Garbage is collected before, and inside not at all: neither times nor memory depend on when."""
+def without_garbage_collection() -> Iterator[None]:
+    """Collect garbage before, and none inside: neither times nor memory depend on when it happens."""
     gc.collect()
     gc.disable()
     try:

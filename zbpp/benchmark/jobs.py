@@ -1,4 +1,4 @@
-"""What scripts/bench.py and measure.py call on every rank: from a config to files."""
+"""What `zbpp bench` and `zbpp measure` call on every rank: from a config to files."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from zbpp.benchmark import bench as benches
 from zbpp.benchmark import measurement, report
 from zbpp.benchmark.delay import delayed_messages
 from zbpp.benchmark.workload import Workload
-from zbpp.build import build_data, build_model, check_fit, cut_of, machine
+from zbpp.builders.data import build_data
+from zbpp.builders.model import build_model, check_data_fit, layers_per_stage
 from zbpp.config import BenchConfig, JobConfig, MeasureConfig, naming
 from zbpp.planning import plan
-from zbpp.runtime.microbatch import split
+from zbpp.runtime.microbatch import into_microbatches
 from zbpp.runtime.world import world
 from zbpp.schedule import Timetable
+from zbpp.training.metrics import machine
 from zbpp.training.run_folder import RunFolder, claimed
 
 Summary = dict[str, Any]
@@ -34,17 +36,17 @@ def bench(config: BenchConfig) -> tuple[list[Summary], Summary]:
     options = benches.Options(config.repeats, config.compare, config.memory_limit, config.time_limit)
     with _job(config) as (workload, folder), naming("model"):
         _check_fit(workload, plan("zb_h1", config.num_ranks, config.num_microbatches))
-        entries = benches.bench(workload, config.schedules, options)
-        rows = report.rows_of(entries, workload.data.items_per_batch, workload.data.unit)
+        timed = benches.bench(workload, config.schedules, options)
+        rows = report.rows_of(timed, workload.data.items_per_batch, workload.data.unit)
         about = {**_about(config, workload), "repeats": config.repeats}
         if folder is not None:
             folder.begin()
-            report.write(folder.path, about, entries, rows)
+            report.write(folder.path, about, timed, rows)
         return rows, about
 
 
 def measure(config: MeasureConfig) -> Summary:
-    """What a model's stages and messages cost on this machine, as `plan.py --costs` takes it.
+    """What a model's stages and messages cost on this machine, in the form that `zbpp plan --costs` reads.
 
     Rank 0 writes it to run_dir as costs.json. Raises ConfigError or PlanError.
     """
@@ -53,9 +55,10 @@ def measure(config: MeasureConfig) -> Summary:
     with _job(config) as (workload, folder), naming("model"):
         _check_fit(workload, timetable)
         found = measurement.measure(workload, timetable, config.repeats)
+        cut = layers_per_stage(workload.model, timetable.num_stages)
         about = {
             **_about(config, workload),
-            **cut_of(workload.model, timetable.num_stages),
+            **({} if cut is None else {"layers_per_stage": cut}),
             "steps": config.repeats,
             "links": [link._asdict() for link in found.links],
         }
@@ -68,7 +71,7 @@ def measure(config: MeasureConfig) -> Summary:
 
 @contextmanager
 def _job(config: JobConfig) -> Iterator[tuple[Workload, RunFolder | None]]:
-    """What is worked on, and on rank 0 the folder for what is found."""
+    """The workload, and on rank 0 the folder for the results."""
     model = build_model(config.model, config.seed)
     data = build_data(config.data, config.num_microbatches * config.microbatch_size, config.seed)
     rank_0 = os.environ["RANK"] == "0"
@@ -90,10 +93,10 @@ def _job(config: JobConfig) -> Iterator[tuple[Workload, RunFolder | None]]:
 
 
 def _check_fit(workload: Workload, timetable: Timetable) -> None:
-    """Whether the model's first stage takes the data; `timetable`: one whose stages are needed anyway."""
+    """Refuse data that the first stage can't take; `timetable`: any whose stages are needed anyway."""
     args, _ = workload.batch(timetable, 0)
-    first = [split("the input", each, workload.num_microbatches)[0] for each in args]
-    check_fit(workload.stages(timetable), first)
+    first = [into_microbatches("the input", each, workload.num_microbatches)[0] for each in args]
+    check_data_fit(workload.stages(timetable), first)
 
 
 def _about(config: JobConfig, workload: Workload) -> Summary:

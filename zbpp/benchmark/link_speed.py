@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from zbpp.runtime.world import gather
 
-_SMALL, _LARGE = 4, 8 * 2**20  # bytes: one that shows the latency, one that shows the bandwidth
+_SMALL, _LARGE = 4, 8 * 2**20  # bytes: the small message shows the latency, the large one the bandwidth
 _ROUNDS = 20
 
 
 class LinkSpeed(NamedTuple):
-    """Of messages from `ranks[0]` to `ranks[1]` and back: one of 4 bytes, and how fast 8 MiB pass."""
+    """How fast messages pass between two ranks: the time of 4 bytes, the bandwidth of 8 MiB."""
 
     ranks: tuple[int, int]
     latency_ms: float

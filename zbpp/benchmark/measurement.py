@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from zbpp.benchmark.interleaved_timing import dismiss, enter, race
+from zbpp.benchmark.interleaved_timing import close_all, start, time_in_turns
 from zbpp.benchmark.link_speed import LinkSpeed, link_speeds
-from zbpp.benchmark.runner import Zbpp
+from zbpp.benchmark.runner import ZbppRunner
 from zbpp.benchmark.workload import Workload
 from zbpp.runtime.measure import measured_costs
-from zbpp.runtime.memory import Held, first_inputs, held_per_stage
-from zbpp.runtime.microbatch import split as split_batch
+from zbpp.runtime.memory import StageMemory, first_inputs, memory_per_stage
+from zbpp.runtime.microbatch import into_microbatches
 from zbpp.schedule import Action, Costs, Op, Timetable, lower
 
 
@@ -19,16 +19,16 @@ class Measurement(NamedTuple):
 
     costs: Costs
     links: list[LinkSpeed]
-    held: list[Held]
+    held: list[StageMemory]
 
     @property
     def deferred_share(self) -> float:
-        """What waits for W as a part of what waits for B."""
+        """The bytes that wait for W, as a share of the bytes that wait for B."""
         return sum(each.deferred for each in self.held) / (sum(each.saved for each in self.held) or 1)
 
     @property
     def in_activations(self) -> Costs:
-        """The costs with bytes as multiples of what a microbatch leaves on a stage from F until B."""
+        """The costs with memory in activations: what a microbatch leaves on a mean stage from F until B."""
         unit = sum(each.saved for each in self.held) / len(self.held) or 1
         held = {
             "saved": [each.saved / unit for each in self.held],
@@ -38,14 +38,14 @@ class Measurement(NamedTuple):
 
 
 def measure(workload: Workload, timetable: Timetable, num_steps: int) -> Measurement:
-    """Medians over `num_steps` steps, and as many with each backward in one piece. Collective.
+    """Medians over `num_steps` steps with split backwards, and as many with whole ones. Collective.
 
-    Whether `timetable` itself has B and W or BW makes no difference: both are run.
+    Both are run, whether `timetable` itself has B and W or BW.
     """
-    forms = {"split": split(timetable), "whole": whole(timetable)}
-    runs = [enter(name, workload, form) for name, form in forms.items()]
-    race(runs, workload, num_steps)
-    dismiss(runs)
+    forms = {"split": with_split_backward(timetable), "whole": with_whole_backward(timetable)}
+    runs = [start(name, workload, form) for name, form in forms.items()]
+    time_in_turns(runs, workload, num_steps)
+    close_all(runs)
     held = _held(workload, timetable)
     times = measured_costs(*(timeline for run in runs for timeline in run.timelines))
     costs = times.in_bytes(saved=[each.saved for each in held], deferred=[each.deferred for each in held])
@@ -53,16 +53,16 @@ def measure(workload: Workload, timetable: Timetable, num_steps: int) -> Measure
     return Measurement(costs, links, held)
 
 
-def whole(timetable: Timetable) -> Timetable:
-    """The same order with each backward in one piece, where B stood."""
+def with_whole_backward(timetable: Timetable) -> Timetable:
+    """The same order with every backward in one piece, at the place of its B."""
     return Timetable(
         [Action(a.stage, Op.BW if a.op == Op.B else a.op, a.microbatch) for a in row if a.op != Op.W]
         for row in timetable.rows
     )
 
 
-def split(timetable: Timetable) -> Timetable:
-    """The same order with each backward in two pieces, W behind its B where BW stood."""
+def with_split_backward(timetable: Timetable) -> Timetable:
+    """The same order with every backward in two pieces: B and at once its W, at the place of BW."""
     return Timetable([piece for action in row for piece in _pieces(action)] for row in timetable.rows)
 
 
@@ -71,20 +71,20 @@ def _pieces(action: Action) -> list[Action]:
     return [action._replace(op=op) for op in ops]
 
 
-def _held(workload: Workload, timetable: Timetable) -> list[Held]:
-    """What a microbatch leaves on each stage; one more step shows what each of them gets."""
+def _held(workload: Workload, timetable: Timetable) -> list[StageMemory]:
+    """What a microbatch leaves on each stage. One more step records the inputs that each stage gets."""
     stages = workload.stages(timetable)
     args, target = workload.batch(timetable, 0)
     with first_inputs(stages) as inputs:
-        contestant = Zbpp(workload, timetable)
-        contestant.step(args, target)
-        contestant.leave()
+        runner = ZbppRunner(workload, timetable)
+        runner.step(args, target)
+        runner.close()
     workload.drop_gradients(timetable)
-    return held_per_stage(
+    return memory_per_stage(
         stages,
         inputs,
         timetable.num_stages,
         workload.here.device,
         loss_fn=workload.model.loss,
-        target=None if target is None else split_batch("target", target, workload.num_microbatches)[0],
+        target=None if target is None else into_microbatches("target", target, workload.num_microbatches)[0],
     )

@@ -1,4 +1,4 @@
-"""What a benchmark found: rows, a table, the files it leaves."""
+"""The results of a benchmark: rows of numbers, a table for people, files."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from zbpp.benchmark.interleaved_timing import Entry
+from zbpp.benchmark.interleaved_timing import TimedRunner
 from zbpp.render import chrome_trace, render_picture
 from zbpp.schedule import Timeline
 
 Row = dict[str, Any]
 
 
-def rows_of(entries: Sequence[Entry], items_per_batch: int, unit: str = "tokens") -> list[Row]:
-    """One per entry, in numbers and words alone. unit: what the items are."""
-    return [_row(entry, items_per_batch, unit) for entry in entries]
+def rows_of(timed: Sequence[TimedRunner], items_per_batch: int, unit: str = "tokens") -> list[Row]:
+    """A row per runner, in values that JSON can write. unit: what the items are, "tokens" or "rows"."""
+    return [_row(each, items_per_batch, unit) for each in timed]
 
 
-def _row(entry: Entry, items_per_batch: int, unit: str) -> Row:
+def _row(timed: TimedRunner, items_per_batch: int, unit: str) -> Row:
     row: Row = {
-        "schedule": entry.name,
-        "runtime": entry.runtime,
-        "stages_per_rank": entry.timetable.num_stages // entry.timetable.num_ranks,
-        "note": entry.note,
+        "schedule": timed.name,
+        "runtime": timed.runtime,
+        "stages_per_rank": timed.timetable.num_stages // timed.timetable.num_ranks,
+        "note": timed.note,
         "unit": unit,
-        "failure": entry.failure,
+        "failure": timed.failure,
     }
-    if entry.contestant is None:
+    if timed.runner is None:
         return row
-    predicted, measured, costs = entry.predicted, entry.typical, entry.costs
+    predicted, measured, costs = timed.predicted, timed.typical, timed.costs
     return row | {
         "costs_ms": {name: getattr(costs, name) for name in ("f", "b", "w", "bw", "comm")},
-        "makespan_ms": entry.makespan,
-        "makespans_ms": entry.walls,
+        "makespan_ms": timed.makespan,
+        "makespans_ms": timed.wall_times,
         "predicted_makespan_ms": predicted and predicted.makespan,
-        "ratio": predicted and entry.makespan / predicted.makespan,
+        "ratio": predicted and timed.makespan / predicted.makespan,
         "measured_bubble_rate": measured.bubble_rate,
         "predicted_bubble_rate": predicted and predicted.bubble_rate,
-        "peak_memory_bytes": entry.peak_bytes,
-        f"{unit}_per_second": items_per_batch / entry.makespan * 1e3,
+        "peak_memory_bytes": timed.peak_bytes,
+        f"{unit}_per_second": items_per_batch / timed.makespan * 1e3,
     }
 
 
@@ -93,10 +93,10 @@ def _or_dash(number: float | None, form: str) -> str:
     return "-" if number is None else f"{number:{form}}"
 
 
-def verdicts(rows: Sequence[Row]) -> list[str]:
-    """zbpp's speed over torch's: schedule by schedule, best by best, and in no more memory than torch's 1F1B.
+def speed_comparisons(rows: Sequence[Row]) -> list[str]:
+    """zbpp's speed over torch's, a line each: per schedule, of the best, and of the best in 1F1B's memory.
 
-    Memory is equal where the table prints it as equal: there a few bytes decide nothing.
+    Two amounts of memory are equal if the table prints them alike.
     """
     ran = [row for row in rows if not row["failure"]]
     ours = {_cut(row): row for row in ran if row["runtime"] == "zbpp"}
@@ -115,7 +115,7 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
 
 
 def _in_the_memory_of(one: Row, ours: Iterable[Row], their_best: Row) -> list[str]:
-    """zbpp's best of those that need no more memory than torch's 1F1B, over it and over torch's best."""
+    """The best of zbpp that needs no more memory than torch's 1F1B: over that 1F1B, and over torch's best."""
     memory = _bytes(_peak(one))
     fitting = [row for row in ours if _peak(row) <= _peak(one) or _bytes(_peak(row)) == memory]
     if not fitting:
@@ -145,32 +145,36 @@ def _speed(ours: Row, theirs: Row) -> str:
     return f"{_makespan(theirs) / _makespan(ours):.3f}x"
 
 
-def write(folder: Path, about: Row, entries: Sequence[Entry], rows: Sequence[Row]) -> None:
-    """bench.json, bench.png, and trace.json for Perfetto, into a folder that is there."""
-    found = {"about": about, "rows": rows, "verdicts": verdicts(rows)}
-    (folder / "bench.json").write_text(json.dumps(found, indent=2) + "\n")
+def write(folder: Path, about: Row, timed: Sequence[TimedRunner], rows: Sequence[Row]) -> None:
+    """Write bench.json, bench.png, and trace.json for Perfetto into a folder that exists."""
+    results = {"about": about, "rows": rows, "verdicts": speed_comparisons(rows)}
+    (folder / "bench.json").write_text(json.dumps(results, indent=2) + "\n")
     panels = [
-        (f"{entry.name}, {entry.runtime}: measured", _with_own_peak(entry))
-        for entry in entries
-        if entry.contestant is not None
+        (f"{each.name}, {each.runtime}: measured", _with_own_peak(each))
+        for each in timed
+        if each.runner is not None
     ]
     render_picture(panels, folder / "bench.png")
     (folder / "trace.json").write_text(json.dumps(chrome_trace(panels)))
 
 
-def _with_own_peak(entry: Entry) -> Timeline:
-    """The typical timeline with the table's peaks: that of the process is the same for all who take turns."""
-    peaks = tuple(map(float, entry.peak_bytes))
-    return replace(entry.typical, peak_memory=peaks, memory_unit="bytes", measured=False)
+def _with_own_peak(timed: TimedRunner) -> Timeline:
+    """The typical timeline with the runner's own peaks, as in the table.
+
+    A measured timeline has the peaks of the process, which all runners share.
+    """
+    peaks = tuple(map(float, timed.peak_bytes))
+    return replace(timed.typical, peak_memory=peaks, memory_unit="bytes", measured=False)
 
 
-def in_words(about: Row) -> str:
-    """Where and on what, in two lines."""
+def describe(about: Row) -> str:
+    """Where, on which model, and what the columns mean, in three lines."""
     kind = "EMULATED: stages sleep instead of computing" if about["emulated"] else "real compute"
     late = f"; messages take {about['message_ms']} ms at least" if about["message_ms"] else ""
     sizes = f"{about['num_ranks']} ranks, {about['num_microbatches']} microbatches"
     return (
         f"{sizes}, {about['model']} ({kind}){late}\n"
         f"{about['device']}, torch {about['torch']}, load {about['load_average']:.1f}; median of "
-        f"{about['repeats']} interleaved steps; makespan in ms, bubble: of the rank with the largest rate"
+        f"{about['repeats']} interleaved steps\n"
+        "makespan in ms; bubble: the largest rate of a rank; peak memory: the largest of a rank, with weights"
     )

@@ -1,4 +1,4 @@
-"""Who takes part in a race: a schedule under a runtime."""
+"""What a benchmark times: a schedule under a runtime."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import Protocol
 from torch import Tensor
 
 from zbpp.benchmark.workload import Workload
-from zbpp.runtime import Pipeline, Recorder, measured_timeline
+from zbpp.runtime import Pipeline
 from zbpp.schedule import Timeline, Timetable
 
 
-class Contestant(Protocol):
-    """One rank's part of it. timetable: whose cut and placement it runs; leave: it won't step again."""
+class Runner(Protocol):
+    """One rank's part of a runtime that executes a schedule.
+
+    timetable: says which rank has which stages. close: no step follows.
+    """
 
     @property
     def runtime(self) -> str: ...
@@ -20,11 +23,11 @@ class Contestant(Protocol):
     def timetable(self) -> Timetable: ...
     def step(self, args: tuple[Tensor, ...], target: Tensor | None) -> list[Tensor]: ...
     def timeline(self) -> Timeline: ...
-    def leave(self) -> None: ...
+    def close(self) -> None: ...
 
 
-class Zbpp:
-    """This runtime."""
+class ZbppRunner:
+    """zbpp's runtime."""
 
     runtime = "zbpp"
 
@@ -37,16 +40,16 @@ class Zbpp:
             seed=workload.seed,
             timeout=workload.timeout,
         )
-        self._pipeline.recorder = self._recorder = Recorder(workload.here.device)
 
     def step(self, args: tuple[Tensor, ...], target: Tensor | None) -> list[Tensor]:
         """One step of the pipeline; the microbatches' losses on the last stage's owner."""
-        return self._pipeline.step(*args, target=target)
+        with self._pipeline.recording():
+            return self._pipeline.step(*args, target=target)
 
     def timeline(self) -> Timeline:
-        """The last step, as it was measured. Collective."""
-        return measured_timeline(self._recorder, self.timetable)
+        """The last step as measured. Collective."""
+        return self._pipeline.timeline()
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Close the connections. Collective."""
         self._pipeline.close()

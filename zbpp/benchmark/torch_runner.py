@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining as a contestant: the schedules of the same names, on the same stages."""
+"""torch.distributed.pipelining as a runner: the schedules of the same names, on the same stages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import pipelining
 
 from zbpp.benchmark.workload import Workload
-from zbpp.runtime import Recorder, measured_timeline
+from zbpp.runtime.measure import Recorder, measured_timeline
 from zbpp.runtime.world import gather
 from zbpp.schedule import Action, Op, Timeline, Timetable
 
@@ -27,13 +27,14 @@ SCHEDULES = {
     "zb_v": "ScheduleZBVZeroBubble",
     "dualpipe_v": "ScheduleDualPipeV",
 }
-_SINGLE = ("gpipe", "1f1b")  # take their stage, the others a list of them
+_SINGLE = ("gpipe", "1f1b")  # take one stage; the other schedules take a list of stages
 
 
-class Torch:
-    """torch's runtime. It knows `name` itself; of `timetable` it gets cut and placement.
+class TorchRunner:
+    """torch's runtime. torch makes its own order for `name`; `timetable` says which rank has which stages.
 
-    Its messages have a process group of their own, so that its failure leaves the others' connections alone.
+    Its messages have a process group of their own, so that its failure leaves the other runners' connections
+    alone.
     """
 
     runtime = "torch"
@@ -54,14 +55,14 @@ class Torch:
         )
 
     def step(self, args: tuple[Tensor, ...], target: Tensor | None) -> list[Tensor]:
-        """As `Zbpp.step`. Raises whatever torch raises."""
+        """As `ZbppRunner.step`. Raises whatever torch raises."""
         losses: list[Tensor] = []
         self._row.clear()
         mark = self._recorder.begin(self._row)
         for stage in self._stages:
             stage.mark, stage.row = mark, self._row
-        with _quiet():
-            # As zbpp, which keeps no logits unless asked.
+        with _without_torchs_log():
+            # return_outputs=False: zbpp keeps no logits either, unless asked.
             self._schedule.step(*args, target=target, losses=losses, return_outputs=False)
         return [loss.detach() for loss in losses]
 
@@ -69,8 +70,8 @@ class Torch:
         """The last step, in torch's own order. Collective."""
         return measured_timeline(self._recorder, Timetable(gather(self._row)))
 
-    def leave(self) -> None:
-        """Close the connections; after a failure, so that nobody waits for this rank until the timeout.
+    def close(self) -> None:
+        """Close the connections; also after a failure, when other ranks would wait until the timeout.
 
         gloo closes them once nothing refers to the group any more.
         """
@@ -80,7 +81,7 @@ class Torch:
 
 
 class _RecordedStage(pipelining.PipelineStage):
-    """Its stage; every action's start and end is recorded."""
+    """torch's stage, which records the start and the end of every action."""
 
     mark: Callable[[], None]
     row: list[Action]
@@ -109,8 +110,8 @@ class _RecordedStage(pipelining.PipelineStage):
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's log of a failure, which prints the whole schedule: the row says what failed."""
+def _without_torchs_log() -> Iterator[None]:
+    """Silence torch's log of a failure, which prints the whole schedule: the table says what failed."""
     logger = logging.getLogger("torch.distributed.pipelining")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""What everybody in a benchmark works on: one model, one batch after another, one set of stages."""
+"""What all runners of a benchmark work on: one model, one batch after another, one set of stages."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from zbpp.training.data import Data
 
 @dataclass(kw_only=True)
 class Workload:
-    """One rank's view of it.
+    """One rank's view of the work.
 
-    prepare(stage): moves a fresh stage to its device and type. Contestants with the same cut share
-    their stages, so that nobody's weights lie elsewhere in memory.
+    prepare(stage): moves a fresh stage to its device and dtype. Runners with the same cut share their stages,
+    so that their weights lie at the same place in memory.
     """
 
     model: PipelineModel
@@ -35,7 +35,7 @@ class Workload:
     _built: dict[tuple[int, int], nn.Module] = field(default_factory=dict)
 
     def stages(self, timetable: Timetable) -> dict[int, nn.Module]:
-        """This rank's. Raises ValueError if the model can't be cut into that many."""
+        """This rank's stages. Raises ValueError if the model can't be cut into so many."""
         return {
             index: self._stage(index, timetable.num_stages) for index in timetable.stages_of(self.here.rank)
         }
@@ -46,7 +46,7 @@ class Workload:
         return batch_for(stages, timetable.num_stages, self.data.train, number, self.here.device)
 
     def drop_gradients(self, timetable: Timetable) -> None:
-        """Those that a step has made."""
+        """Set the gradients to None that a step has made."""
         for stage in self.stages(timetable).values():
             stage.zero_grad(set_to_none=True)
 
@@ -56,13 +56,13 @@ class Workload:
         return self._built[index, num_stages]
 
     def parameter_bytes(self, timetable: Timetable) -> int:
-        """Of this rank's stages, buffers too."""
+        """Bytes of the parameters and buffers of this rank's stages."""
         stages = self.stages(timetable).values()
         tensors: list[Any] = [t for stage in stages for t in (*stage.parameters(), *stage.buffers())]
         return sum(tensor.nbytes for tensor in tensors)
 
-    def meet(self) -> None:
-        """All ranks leave here at the same time, nearly."""
+    def barrier(self) -> None:
+        """Wait for all ranks; they leave at nearly the same time."""
         if self.here.size > 1:
             dist.barrier()
 

@@ -1,4 +1,4 @@
-"""An existing module, cut into stages that share its parameters: `split_sequential`, `trace_stages`."""
+"""Cut an existing module into stages that share its parameters: `split_sequential`, `trace_stages`."""
 
 from zbpp.cutting.sequential import split_sequential
 from zbpp.cutting.traced import trace_stages

@@ -1,7 +1,7 @@
-"""Whether traced stages compute what their module computes: forward, gradients and buffers, on an example.
+"""Do traced stages compute what their module computes? Forward, gradients and buffers, on an example.
 
-A trace keeps what forward did to tensors. It loses what torch.export does not see: the backward of a custom
-autograd Function, hooks on gradients, Python state. So both are run and compared.
+A trace contains what forward did to tensors, but not what torch.export does not see: the backward of a custom
+autograd Function, hooks on gradients, Python state. So module and stages are both run, and compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Values = dict[str, Tensor | None]
 
 
 class _Run(NamedTuple):
-    """What one forward and backward left, by name."""
+    """The results of one forward and backward, by name."""
 
     outputs: Values
     gradients: Values
@@ -30,9 +30,9 @@ class _Run(NamedTuple):
 def check_equal(
     module: nn.Module, stages: Mapping[int, nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raises ValueError unless the stages in a row do what `module` does, in training and in eval mode.
+    """Raise ValueError unless the stages, one after the other, do what `module` does in both modes.
 
-    Leaves `.grad`, buffers, modes and random numbers as they were.
+    `.grad`, buffers, modes and random numbers are afterwards as they were.
     """
     if any(each.is_meta for each in module.parameters()):
         raise ValueError("the stages of a module on the meta device can't be run: write check=False")
@@ -44,7 +44,7 @@ def check_equal(
                 stage.train(training)
             expected = _run(module, module, args, kwargs)
             try:
-                found = _run(module, partial(_in_a_row, stages), args, kwargs)
+                found = _run(module, partial(_one_after_another, stages), args, kwargs)
             except RuntimeError as error:
                 raise ValueError(
                     f"the stages fail where {type(module).__name__} does not: {error}; "
@@ -57,7 +57,7 @@ def check_equal(
 
 @contextmanager
 def modes_kept(*modules: nn.Module) -> Iterator[None]:
-    """Whether each submodule is in training mode stays as it is."""
+    """Each submodule is afterwards in the mode (training or eval) that it was in."""
     modes = [(each, each.training) for module in modules for each in module.modules()]
     try:
         yield
@@ -88,7 +88,7 @@ def _run(
 
 @contextmanager
 def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    """The same buffers with the same values afterwards, whether forward wrote into them or replaced them."""
+    """Buffers and their values are afterwards those of before, also where forward replaced a buffer."""
     before = {name: (each, each.clone()) for name, each in module.named_buffers()}
     try:
         yield
@@ -104,12 +104,12 @@ def _cuda_devices(module: nn.Module) -> list[torch.device]:
     return list({each.device for each in module.parameters() if each.device.type == "cuda"})
 
 
-def _in_a_row(stages: Mapping[int, nn.Module], *args: Any, **kwargs: Any) -> Any:
+def _one_after_another(stages: Mapping[int, nn.Module], *args: Any, **kwargs: Any) -> Any:
     versions = {buffer: buffer._version for stage in stages.values() for buffer in stage.buffers()}
     value = stages[0](*args, **kwargs)
     for index in range(1, len(stages)):
         passed = value if isinstance(value, tuple) else (value,)
-        # Copies, as between two ranks: a change in place of one value must not show in another.
+        # Copies, as if they had been sent to another rank: changing one in place must not change another.
         value = stages[index](*[each.clone() for each in passed])
     for buffer, version in versions.items():
         names = [name for stage in stages.values() for name, each in stage.named_buffers() if each is buffer]
@@ -122,7 +122,7 @@ def _in_a_row(stages: Mapping[int, nn.Module], *args: Any, **kwargs: Any) -> Any
 
 
 def _compare(where: str, kind: str, found: Values, expected: Values) -> None:
-    """Raises ValueError for the value that is farthest off; None counts as zero."""
+    """Raise ValueError for the value with the largest error; None counts as zero."""
     largest = max((_largest(each) for each in expected.values()), default=0.0)
     errors = {name: _error(found.get(name), each, 1e-3 * largest) for name, each in expected.items()}
     name = max(errors, key=lambda name: errors[name], default="")
@@ -130,13 +130,13 @@ def _compare(where: str, kind: str, found: Values, expected: Values) -> None:
         return
     raise ValueError(
         f"the stages don't compute what {where} does: of the {kind} {name!r} is off by {errors[name]:.2g} of "
-        "its largest value; torch.export sees no backward of a custom autograd Function, no hook on a "
-        "gradient, no Python state: write a PipelineModel by hand, or check=False if the difference is meant"
+        "its largest value; torch.export sees no backward of a custom autograd Function, no hooks on "
+        "gradients, no Python state: write a PipelineModel by hand, or check=False if the difference is meant"
     )
 
 
 def _error(found: Tensor | None, expected: Tensor | None, floor: float) -> float:
-    """The largest difference as a share of the largest value, 0.0 for one of rounding only."""
+    """The largest difference divided by the largest value, at least `floor`; 0.0 if it is rounding."""
     if found is None or expected is None:
         other = found if expected is None else expected
         return 0.0 if other is None or _largest(other) == 0 else math.inf

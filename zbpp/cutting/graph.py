@@ -1,8 +1,8 @@
 """One traced graph, cut at its marks into one graph per stage.
 
-A stage passes values to the next stage only, so a value that a later stage needs passes through the stages
-between. A parameter belongs to the first stage that uses it and travels to the others like any value: its
-gradient comes back the same way. Buffers and constants are on every stage that reads them.
+A stage passes values to the next stage only. So a value that a later stage needs passes through all stages in
+between. A parameter belongs to the first stage that uses it, and is passed on to later ones like any value:
+its gradient comes back the same way. Buffers and constants are on every stage that reads them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import TreeSpec
 
 
 class Layout(NamedTuple):
-    """What a tensor looked like when it was traced."""
+    """Dtype and shape of a tensor when it was traced."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -30,18 +30,18 @@ class Layout(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
-def in_words(values: Iterable[Any]) -> str:
+def describe(values: Iterable[Any]) -> str:
     """`(float32[4, 64], None)`, for error messages."""
     return f"({', '.join(map(str, values))})"
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one stage does: run(holder, *inputs) -> outputs, both flat; it reads its state from `holder`.
+    """One stage: run(stage, *inputs) -> outputs, both flat; `stage` has the parameters and buffers.
 
-    takes: the layout of each input, or the input itself where it is no tensor. state: the parameters and
-    buffers read, by their names in the whole model. extras: constants and subgraphs, by names of their own.
-    outputs: of the last stage, the structure of what the module returns.
+    takes: the layout of each input, or the input itself if it is no tensor. state: the parameters and buffers
+    that the stage reads, by their names in the whole model. extras: constants and subgraphs, by names of
+    their own. outputs: the structure of what the module returns, for the last stage; None for others.
     """
 
     run: Callable[..., tuple[Any, ...]]
@@ -54,8 +54,8 @@ class Part:
 def cut(program: ExportedProgram, state: Mapping[str, Tensor], prefix: str) -> list[Part]:
     """The parts of `program` between its calls of torch's `pipe_split`, in forward order.
 
-    state: the traced module's parameters and buffers, a tied one under each of its names. prefix: of the
-    names of extras. Raises ValueError for what can't pass a boundary.
+    state: the traced module's parameters and buffers, a tied one under each of its names. prefix: begins the
+    names of extras. Raises ValueError for a value that can't pass from stage to stage.
     """
     cutter = _Cutter(program, state, prefix)
     cutter.check()
@@ -65,12 +65,13 @@ def cut(program: ExportedProgram, state: Mapping[str, Tensor], prefix: str) -> l
 class _Cutter:
     def __init__(self, program: ExportedProgram, state: Mapping[str, Tensor], prefix: str) -> None:
         self._program, self._prefix = program, prefix
-        self._inputs: dict[fx.Node, Any] = {}  # what each was given
+        self._inputs: dict[fx.Node, Any] = {}  # node -> layout, or the value if it is no tensor
         self._state: dict[fx.Node, tuple[str, Tensor]] = {}
         self._extras: dict[fx.Node, tuple[str, Tensor | nn.Module]] = {}
         self._read_inputs(state)
         self._results = self._read_outputs()
-        self._home: dict[fx.Node, int] = dict.fromkeys(self._inputs, 0)  # of what can travel, in order
+        # Values that can pass between stages -> the stage that makes them; in forward order.
+        self._home: dict[fx.Node, int] = dict.fromkeys(self._inputs, 0)
         self.num_stages = self._number()
         self._uses = {node: self._stages_using(node) for node in program.graph.nodes}
         parameters = [node for node, (_, tensor) in self._state.items() if isinstance(tensor, nn.Parameter)]
@@ -78,7 +79,7 @@ class _Cutter:
         self._home = first_uses | self._home
 
     def check(self) -> None:
-        """Raises ValueError for a stage that would compute nothing, and for what can't pass a boundary."""
+        """Raise ValueError for a stage that would compute nothing, and for values that can't be passed on."""
         computing = {home for node, home in self._home.items() if node.op == "call_function"}
         for stage in range(self.num_stages):
             if stage not in computing:
@@ -89,7 +90,7 @@ class _Cutter:
             if stage > 0 and not self._taken(stage):
                 raise ValueError(f"stage {stage} needs nothing of the stages before it: move its split point")
             for node in self._taken(stage) if stage > 0 else ():
-                layout = _look(node)
+                layout = _traced_value(node)
                 if not (isinstance(layout, Layout) and all(isinstance(size, int) for size in layout.shape)):
                     raise ValueError(
                         f"{node.name}, {layout}, is no tensor of a fixed shape, and would pass from stage "
@@ -113,14 +114,17 @@ class _Cutter:
         graph.output(fx.node.map_arg(given, new.__getitem__))
         return Part(
             run=type(fx.GraphModule(dict(read.values()), graph)).forward,
-            takes=tuple([self._inputs[node] if stage == 0 else _look(node) for node in taken]),
+            takes=tuple([self._inputs[node] if stage == 0 else _traced_value(node) for node in taken]),
             state=dict(self._state[node] for node in read if node in self._state),
             extras=dict(self._extras[node] for node in read if node in self._extras),
             outputs=self._program.call_spec.out_spec if is_last else None,
         )
 
     def _taken(self, stage: int) -> list[fx.Node]:
-        """What stage `stage` is given: all inputs, or what earlier stages made and it or a later one uses."""
+        """The values that a stage is given: values of earlier stages that this or a later stage uses.
+
+        Stage 0 is given all inputs.
+        """
         if stage == 0:
             return list(self._inputs)
         return [
@@ -135,7 +139,7 @@ class _Cutter:
             match spec.kind:
                 case InputKind.USER_INPUT:
                     is_literal = isinstance(spec.arg, ConstantArgument)
-                    self._inputs[node] = spec.arg.value if is_literal else _look(node)
+                    self._inputs[node] = spec.arg.value if is_literal else _traced_value(node)
                 case InputKind.PARAMETER | InputKind.BUFFER:
                     self._state[node] = (name, state[name])
                     node.replace_all_uses_with(first.setdefault(id(state[name]), node))
@@ -150,7 +154,7 @@ class _Cutter:
         self._extras[node] = (f"{self._prefix}_{name.replace('.', '_')}", value)
 
     def _read_outputs(self) -> tuple[Any, ...]:
-        """What the last stage returns. Raises ValueError if forward has other effects than on buffers."""
+        """What the last stage returns. Raises ValueError if forward changes anything but buffers."""
         for spec in self._program.graph_signature.output_specs:
             if spec.kind is not OutputKind.USER_OUTPUT:
                 raise ValueError(f"forward changes {spec.target or spec.arg.name}, which can't be traced")
@@ -172,10 +176,10 @@ class _Cutter:
 
     def _stage_of(self, node: fx.Node, stage: int) -> int:
         arguments: tuple[Any, ...] = node.args
-        if node.target is operator.getitem:  # of a node that returns several: beside that
+        if node.target is operator.getitem:  # an element of a tuple: on the stage that makes the tuple
             return self._home[arguments[0]]
         if node.target is torch.ops.aten.copy_.default and arguments[0] in self._state:
-            # A buffer that forward replaces gets its value at the end of the trace: do so where it is read.
+            # The trace writes a buffer's new value at its end: do that on the stage that reads the buffer.
             buffer, value, *_ = arguments
             readers = {self._home[user] for user in buffer.users if user in self._home}
             return min(stage, max([*readers, self._home.get(value, 0)]))
@@ -186,8 +190,8 @@ class _Cutter:
         return used | {self.num_stages - 1} if node in self._results else used
 
 
-def _look(node: fx.Node) -> Layout | Any:
-    """The layout of a tensor in the trace; what else there is as it is."""
+def _traced_value(node: fx.Node) -> Layout | Any:
+    """The layout of a tensor in the trace; any other value as it is."""
     value = node.meta.get("val")
     return Layout(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value
 

@@ -1,4 +1,4 @@
-"""A chain of modules, cut into stages: no copy, no other names."""
+"""A chain of modules, cut into stages that hold the modules themselves, under their names."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class SequentialStage(nn.Module):
             self.add_module(name, child)
 
     def forward(self, *values: Any) -> Any:
-        # Between the children of an nn.Sequential a tuple is one value; a boundary passes its elements.
+        # Inside an nn.Sequential a tuple is one value; between stages its elements are separate arguments.
         if len(values) != 1 and self._is_first:
             raise TypeError(
-                f"the first stage got {len(values)} inputs: a chain passes one value, as nn.Sequential does"
+                f"the first stage got {len(values)} inputs: a chain takes one value, as nn.Sequential does"
             )
         value = values[0] if len(values) == 1 else values
         for child in self._modules.values():
@@ -36,13 +36,13 @@ class SequentialStage(nn.Module):
         return value
 
     def _check_output(self, value: Any) -> None:
-        """Raises TypeError for a value that would not arrive as it left."""
+        """Raise TypeError for a value that the next stage would not get as it is."""
         if isinstance(value, tuple) and (type(value) is not tuple or len(value) < 2):
             name = list(self._modules)[-1]
             raise TypeError(
-                f"child {name!r} returned a {type(value).__name__} of {len(value)} to the next stage, where "
-                "it would not arrive as such: return a tensor or a plain tuple of several, or cut elsewhere "
-                "by layers_per_stage"
+                f"child {name!r} returned a {type(value).__name__} of {len(value)} to the next stage, which "
+                "would not get it as such: return a tensor or a plain tuple of several, or cut elsewhere by "
+                "layers_per_stage"
             )
 
 
@@ -56,14 +56,14 @@ def split_sequential(
     """{stage index: module}, each with a contiguous part of the children. A ModuleList is called as a chain.
 
     The stages hold the given children, not copies, under the same names: an optimizer made from `layers`
-    updates them, and the stages' state_dicts together are that of `layers`. A tuple that crosses a boundary
-    arrives as one value, as inside an nn.Sequential. A rank keeps `stages[i]` of its own stages; the
-    rest is freed with the dict and `layers`.
+    updates them, and the stages' state_dicts together are that of `layers`. A child that gets a tuple gets it
+    as one value, as inside an nn.Sequential, also where the tuple comes from another stage. A rank keeps
+    `stages[i]` of its own stages; the others are freed with the dict and `layers`.
 
-    layers_per_stage: how many children each stage gets. Otherwise the heaviest stage is as light as can be,
-    by `costs`, one per child in any unit, by default the number of its parameters.
-    Raises TypeError for what is not a chain (an own forward, hooks or parameters of the container),
-    ValueError for a cut that does not fit, and for a parameter or buffer that two stages would share.
+    layers_per_stage: how many children each stage gets. None: as many as make the heaviest stage as light as
+    can be. costs: how heavy each child is, in any unit; None: its number of parameters.
+    Raises TypeError for a container that is not a plain chain (with a forward, hooks or parameters of its
+    own), ValueError for a cut that does not fit, and for a parameter or buffer that two stages would share.
     """
     children = _children(layers)
     counts = _counts(children, num_stages, layers_per_stage, costs)
@@ -76,7 +76,7 @@ def split_sequential(
 
 
 def _children(layers: nn.Module) -> Children:
-    """The container's children, one that stands twice too. Raises TypeError unless it is a plain chain."""
+    """The container's children; one that occurs twice is listed twice. TypeError unless a plain chain."""
     given = type(layers).__name__
     if not isinstance(layers, nn.Sequential | nn.ModuleList):
         raise TypeError(
@@ -99,7 +99,7 @@ def _children(layers: nn.Module) -> Children:
     if _has_hooks(layers):
         raise TypeError(f"{given} has hooks, which no stage would call: register them on a child")
     children: Children = []
-    for name, child in layers._modules.items():  # named_children() leaves out one that stands there twice
+    for name, child in layers._modules.items():  # named_children() would list each child once
         if child is None:
             raise TypeError(f"child {name!r} of {given} is None: remove it, or put nn.Identity() there")
         children.append((name, child))
@@ -130,7 +130,7 @@ def _counts(
             raise ValueError("layers_per_stage and costs both say where to cut: give one of them")
         return _checked(list(layers_per_stage), len(children), num_stages)
     if costs is None:
-        # Without any parameter, each child counts alike.
+        # If no child has parameters, all children weigh the same.
         sizes = [sum(each.numel() for each in child.parameters()) for _, child in children]
         costs = sizes if any(sizes) else [1] * len(sizes)
     if len(costs) != len(children):
@@ -139,7 +139,7 @@ def _counts(
 
 
 def _nested(children: Children) -> str:
-    """The way out where a child is a chain itself."""
+    """What to do about too few children if one of them is a chain itself; or nothing."""
     name, child = max(children, key=lambda each: _length(each[1]), default=("", nn.Identity()))
     if _length(child) < 2:
         return ""
@@ -162,7 +162,7 @@ def _checked(counts: list[int], num_children: int, num_stages: int) -> list[int]
 
 
 def _check_shared(stages: Sequence[Children]) -> None:
-    """Raises ValueError if two stages hold the same parameter or buffer."""
+    """Raise ValueError if two stages hold the same parameter or buffer."""
     places: dict[Tensor, tuple[int, str]] = {}
     for index, children in enumerate(stages):
         for name, tensor in _state(dict(children)):

@@ -1,4 +1,4 @@
-"""A traced stage: two graphs, for training mode and for eval mode, over parameters of the whole model."""
+"""A traced stage: one graph for training mode and one for eval mode, over the whole model's parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from zbpp.cutting.graph import Layout, in_words
+from zbpp.cutting.graph import Layout, describe
 
 
 class Arguments(NamedTuple):
@@ -23,7 +23,7 @@ class Arguments(NamedTuple):
         return cls(tuple(kwargs), tree_flatten((args, dict(kwargs)))[1])
 
     def flat(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The leaves, in the example's order. Raises TypeError for other arguments."""
+        """The leaves, in the example's order. Raises TypeError for arguments of another structure."""
         if kwargs.keys() == set(self.keywords):
             kwargs = {name: kwargs[name] for name in self.keywords}
         values, structure = tree_flatten((args, dict(kwargs)))
@@ -38,7 +38,7 @@ class Arguments(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """A stage in one mode. arguments: of the first stage. outputs: of the last, what it returns."""
+    """A stage in one mode. run, takes, outputs: as in Part. arguments: for the first stage only."""
 
     index: int
     run: Callable[..., tuple[Any, ...]]
@@ -50,8 +50,8 @@ class Trace:
         values = args if self.arguments is None else self.arguments.flat(args, kwargs)
         if len(values) != len(self.takes) or not all(map(_fits, values, self.takes)):
             raise ValueError(
-                f"stage {self.index} was traced for {in_words(self.takes)}, got "
-                f"{in_words(map(_layout, values))}: a traced stage takes the shapes and dtypes of the "
+                f"stage {self.index} was traced for {describe(self.takes)}, got "
+                f"{describe(map(_layout, values))}: a traced stage takes the shapes and dtypes of the "
                 "example only: trace with an example of one microbatch"
             )
         results = self.run(stage, *values)
@@ -60,14 +60,14 @@ class Trace:
         return results[0] if len(results) == 1 else results
 
     def __deepcopy__(self, memo: object) -> Self:
-        return self  # nothing in it changes
+        return self  # immutable
 
 
 class TracedStage(nn.Module):
-    """Takes what the stage before returned, a tensor or a tuple; the first takes the module's arguments.
+    """Takes what the stage before it returned; the first stage takes the module's arguments.
 
-    traces: for training mode (True) and eval mode. state: parameters and buffers by their names in the whole
-    model; persistent: those that a state_dict has. extras: constants and subgraphs of the traces.
+    traces: {training: Trace}. state: parameters and buffers by their names in the whole model; persistent:
+    the names that belong into a state_dict. extras: constants and subgraphs of the traces.
     """
 
     def __init__(
@@ -91,20 +91,22 @@ class TracedStage(nn.Module):
         return self._traces[self.training](self, args, kwargs)
 
     def train(self, mode: bool = True) -> Self:
-        """Choose the trace, of the stage as a whole."""
+        """Choose the trace. It covers the whole stage, so all submodules get the same mode."""
         for module in self.modules():
             module.training = mode
         return self
 
 
-_AS_A_WHOLE = "not its submodules, the stage is called as a whole: call, recompute or compile the stage"
+_AS_A_WHOLE = (
+    "a traced stage is called as a whole, not by its submodules: call, recompute or compile the stage"
+)
 
 
 class _Place(nn.Module):
-    """What is left of a submodule: a place for its parameters."""
+    """Stands for a submodule of the traced module, and only holds its parameters and buffers."""
 
     @property
-    def forward(self) -> Any:  # neither to be read nor to be replaced
+    def forward(self) -> Any:  # reading it is an error, and so is replacing it
         raise RuntimeError(_AS_A_WHOLE)
 
     @forward.setter

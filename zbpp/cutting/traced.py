@@ -4,7 +4,7 @@
 
 torch's own `torch.distributed.pipelining.pipeline` uses torch.export and the mark `pipe_split`, too. But it
 copies a parameter that two stages use, keeps dropout on in eval mode, fails on torch.no_grad() in forward,
-and sends values past the stages between, which a `Pipeline` doesn't.
+and sends values directly to later stages; a `Pipeline` sends to the next stage only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.pipelining import SplitPoint, pipe_split
 from torch.export import ExportedProgram
 
 from zbpp.cutting.check import check_equal, modes_kept
-from zbpp.cutting.graph import Part, cut, in_words
+from zbpp.cutting.graph import Part, cut, describe
 from zbpp.cutting.stage import Arguments, Trace, TracedStage
 
 SplitPoints = Iterable[str] | Mapping[str, SplitPoint]
@@ -35,21 +35,21 @@ def trace_stages(
     example_kwargs: Mapping[str, Any] | None = None,
     check: bool = True,
 ) -> dict[int, nn.Module]:
-    """{stage index: module}, one more than there are split points, in the order in which forward meets them.
+    """Cut a module into {stage index: module}: one stage more than split points, in forward order.
 
     example, example_kwargs: what forward gets for one MICROBATCH; the stages take its shapes and no others.
     split_points: names of submodules, each called once, before which a stage begins; or {name: torch's
-    SplitPoint.BEGINNING or END}. Calls of torch's `pipe_split` in forward count, too.
+    SplitPoint.BEGINNING or END}. Calls of torch's `pipe_split` in forward are split points, too.
 
-    The stages hold the module's own parameters and buffers, no copies, under their names in it. The owner of
-    stage 0 passes all inputs; keyword arguments of later stages are ignored. What later stages need travels
-    with the activations; so does a parameter that several stages use (a tied embedding), once per microbatch.
-    `train()` and `eval()` of a stage choose between two traces: in training mode, with the submodules' modes
-    as they are, and in eval mode. A checkpointed block is traced as a plain one. Move the module to its
-    device and dtype before.
+    The stages hold the module's own parameters and buffers, no copies, under their names in the module. The
+    owner of stage 0 passes all inputs; keyword arguments of later stages are ignored. Inputs that later
+    stages need are sent along with the activations; so is a parameter that several stages use (a tied
+    embedding), once per microbatch. `train()` and `eval()` of a stage choose between two traces: one in
+    training mode, with the submodules' modes as they are now, and one in eval mode. A checkpointed block is
+    traced as a plain one. Move the module to its device and dtype before.
     check: run the example, forward and gradients, through the module and through the stages, and compare.
 
-    Raises ValueError for what can't be traced or cut, or where the stages don't compute what the module does.
+    Raises ValueError for a module that can't be traced or cut, or whose stages compute something else.
     """
     args = (example,) if isinstance(example, Tensor) else tuple(example)
     kwargs = dict(example_kwargs or {})
@@ -75,7 +75,7 @@ def trace_stages(
 
 
 def _checked(module: nn.Module, split_points: SplitPoints) -> dict[str, SplitPoint]:
-    """Where each point's mark stands. Raises ValueError for a name that is no submodule's."""
+    """{submodule: before or behind it}. Raises ValueError for a name that is no submodule's."""
     if isinstance(split_points, str):
         raise ValueError(f"split_points={split_points!r} is one string: write [{split_points!r}]")
     given = split_points if isinstance(split_points, Mapping) else None
@@ -100,7 +100,7 @@ def _parts(
     points: Mapping[str, SplitPoint],
     state: Mapping[str, Tensor],
 ) -> list[Part]:
-    """One per stage, of a trace in training or eval mode."""
+    """The parts, one per stage, of a trace in training or eval mode."""
     with modes_kept(module):
         if module.training is not training:
             module.train(training)
@@ -113,9 +113,7 @@ def _traced(
     with _marks(module, points) as calls, torch.enable_grad():
         try:
             program = torch.export.export(module, args, kwargs)
-        except (
-            Exception
-        ) as error:  # torch.export raises of all kinds, what the model's own code raises as well
+        except Exception as error:  # of any kind: torch.export's own errors, and those of the model's code
             raise ValueError(
                 f"torch.export can't trace {type(module).__name__} "
                 f"({'training' if module.training else 'eval'} mode): {_first_line(error)}; if forward "
@@ -132,7 +130,7 @@ def _traced(
 
 @contextmanager
 def _marks(module: nn.Module, points: Mapping[str, SplitPoint]) -> Iterator[Counter[str]]:
-    """Mark the split points in what is traced; yields how often each has been met."""
+    """Mark the split points in what is traced inside; yields {name: how often its submodule was called}."""
     calls: Counter[str] = Counter()
     handles = []
     for name, point in points.items():
@@ -159,12 +157,12 @@ def _first_line(error: Exception) -> str:
 
 
 def _check_alike(parts: Mapping[bool, list[Part]]) -> None:
-    """Raises ValueError unless both modes pass the same values: a stage can't know the others' mode."""
+    """Raise ValueError unless the stages pass the same values in both modes, which may differ by stage."""
     for stage, (training, evaluation) in enumerate(zip(parts[True], parts[False], strict=True)):
         if training.takes != evaluation.takes:
             raise ValueError(
-                f"stage {stage} would take {in_words(evaluation.takes)} in eval mode, "
-                f"{in_words(training.takes)} in training mode: split where both pass the same"
+                f"stage {stage} would take {describe(evaluation.takes)} in eval mode, "
+                f"{describe(training.takes)} in training mode: split where both pass the same"
             )
 
 

@@ -1,6 +1,7 @@
-"""One file per family of schedules: pure functions of num_ranks and num_microbatches.
+"""The schedules of the field: one file per family, pure functions of num_ranks and num_microbatches.
 
-What else a family can be asked for are its keyword-only parameters, named as `plan` names them.
+Further choices, such as stages_per_rank, are keyword-only parameters with the names that `plan` gives them.
+Each docstring shows a small timetable, one line per rank; a test compares it with the real one.
 """
 
 from collections.abc import Callable

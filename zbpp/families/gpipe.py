@@ -4,7 +4,7 @@ from zbpp.schedule.timetable import Action, Op, Timetable
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Timetable:
-    """One stage per rank; every activation of the step is held at once.
+    """One stage per rank. Every rank holds the activations of all microbatches at once.
 
     p=3, m=4:
         0F0 0F1 0F2 0F3 0BW0 0BW1 0BW2 0BW3

@@ -1,9 +1,9 @@
-"""Interleaved 1F1B (arXiv:2104.04473) and interleaved zero bubble: v stages per rank, looped.
+"""Interleaved 1F1B (arXiv:2104.04473) and interleaved zero bubble: v stages per rank, in a loop.
 
-Rank r owns stages r, r + p, r + 2p, ..., so a microbatch passes every rank v times. Microbatches
-go in rounds of n = min(p, m): a rank runs n of them on its first stage, the same n on its
-second, and so on; backwards likewise from its last stage. After the warm-up every forward is
-followed by a backward. A stage is v times as short as a rank's share, and so is the bubble.
+Rank r owns stages r, r + p, r + 2p, ..., so a microbatch passes every rank v times. Microbatches go in
+rounds of n = min(p, m): a rank runs n of them on its first stage, the same n on its second stage, and so on.
+Backwards go in the same rounds, from the rank's last stage to its first. After the warm-up a backward
+follows each forward. A stage is a v-th of a rank's share of the model, and so the bubble is a v-th of 1F1B's.
 
 Both orders are those of torch's ScheduleInterleaved1F1B and ScheduleInterleavedZeroBubble.
 """
@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from zbpp.schedule.numbering import Word, numbered
+from zbpp.schedule.numbering import Kind, numbered
 from zbpp.schedule.timetable import Op, PlanError, Timetable
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 2) -> Timetable:
-    """Warm-up (v - 1)n + 2(p - 1 - r) forwards, backwards whole.
+    """Warm-up of (v - 1)n + 2(p - 1 - r) forwards on rank r; backwards are whole.
 
-    Bubble (p - 1)(F + B + W), with F, B, W of a stage; rank r holds up to (v + 1)p - 1 - 2r
+    The bubble is (p - 1)(F + B + W), with F, B, W of one stage. Rank r holds up to (v + 1)p - 1 - 2r
     stage-activations. Raises PlanError unless p divides m, or m < p (one short round).
 
     p=2, m=4:
@@ -30,48 +30,52 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, stages_per_rank: 
     _check_rounds("interleaved_1f1b", num_ranks, num_microbatches)
     return Timetable(
         numbered(
-            (stage, Op.BW if op == Op.B else op)
-            for stage, op in _words(num_ranks, rank, num_microbatches, stages_per_rank, hop=2)
+            _order(num_ranks, rank, num_microbatches, stages_per_rank, Op.BW, 2 * (num_ranks - 1 - rank))
         )
         for rank in range(num_ranks)
     )
 
 
 def interleaved_zb(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 2) -> Timetable:
-    """Warm-up (v - 1)n + p - 1 - r forwards, backwards split, W's delayed by r B's.
+    """Warm-up of (v - 1)n + p - 1 - r forwards on rank r; a W runs r B's after its own B.
 
-    Bubble (p - 1)(F + B - W), with F, B, W of a stage: with one stage per rank it is ZB-H1. Holds vp
-    stage-activations. Raises PlanError unless p divides m, or m < p (one short round).
+    The bubble is (p - 1)(F + B - W), with F, B, W of one stage: with one stage per rank this is ZB-H1. A rank
+    holds vp stage-activations. Raises PlanError unless p divides m, or m < p (one short round).
 
     p=2, m=4:
         0F0 0F1 2F0 2F1 2B0 2W0 0F2 2B1 2W1 0F3 0B0 0W0 2F2 0B1 0W1 2F3 2B2 2W2 2B3 2W3 0B2 0W2 0B3 0W3
         1F0 1F1 3F0 3B0 3F1 3B1 3W0 1F2 1B0 3W1 1F3 1B1 1W0 3F2 3B2 1W1 3F3 3B3 3W2 1B2 3W3 1B3 1W2 1W3
     """
     _check_rounds("interleaved_zb", num_ranks, num_microbatches)
-    return Timetable(
-        numbered(_with_w(_words(num_ranks, rank, num_microbatches, stages_per_rank, hop=1), delay=rank))
+    orders = [
+        _order(num_ranks, rank, num_microbatches, stages_per_rank, Op.B, num_ranks - 1 - rank)
         for rank in range(num_ranks)
-    )
+    ]
+    return Timetable(numbered(_with_w(order, delay=rank)) for rank, order in enumerate(orders))
 
 
-def _words(num_ranks: int, rank: int, num_microbatches: int, stages_per_rank: int, hop: int) -> list[Word]:
-    """F's and B's of one rank; its warm-up grows by `hop` with each rank between it and the last."""
+def _order(
+    num_ranks: int, rank: int, num_microbatches: int, stages_per_rank: int, backward: Op, extra_warm_up: int
+) -> list[Kind]:
+    """The forwards and backwards of one rank; its warm-up is (v - 1)n + extra_warm_up forwards."""
     in_round = min(num_ranks, num_microbatches)
-    mine = range(rank, num_ranks * stages_per_rank, num_ranks)
     rounds = num_microbatches // in_round
-    forwards: list[Word] = [(stage, Op.F) for stage in mine for _ in range(in_round)] * rounds
-    backwards: list[Word] = [(stage, Op.B) for stage in reversed(mine) for _ in range(in_round)] * rounds
-    warm_up = (stages_per_rank - 1) * in_round + hop * (num_ranks - 1 - rank)
-    words, rest = forwards[:warm_up], forwards[warm_up:]
-    for forward, backward in zip(rest, backwards, strict=False):  # the warm-up's backwards are left over
-        words += [forward, backward]
-    return words + backwards[len(rest) :]
+    stages = range(rank, num_ranks * stages_per_rank, num_ranks)
+    forwards: list[Kind] = [(stage, Op.F) for stage in stages for _ in range(in_round)] * rounds
+    backwards: list[Kind] = [
+        (stage, backward) for stage in reversed(stages) for _ in range(in_round)
+    ] * rounds
+    warm_up = (stages_per_rank - 1) * in_round + extra_warm_up
+    order, rest = forwards[:warm_up], forwards[warm_up:]
+    for pair in zip(rest, backwards[: len(rest)], strict=True):
+        order += pair
+    return order + backwards[len(rest) :]
 
 
-def _with_w(words: Iterable[Word], delay: int) -> Iterator[Word]:
-    """A W after each B, for the B that lies `delay` B's back; at the end the W's left."""
-    waiting: deque[Word] = deque()
-    for stage, op in words:
+def _with_w(order: Iterable[Kind], delay: int) -> Iterator[Kind]:
+    """Insert each W `delay` B's after its own B; the W's that are left then come at the end."""
+    waiting: deque[Kind] = deque()
+    for stage, op in order:
         yield stage, op
         if op == Op.B:
             waiting.append((stage, Op.W))

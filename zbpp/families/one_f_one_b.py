@@ -1,12 +1,12 @@
-"""1F1B, PipeDream-Flush (arXiv:2006.09503): a whole backward as soon as there is one to run."""
+"""1F1B, PipeDream-Flush (arXiv:2006.09503): a microbatch's backward runs as soon as its gradient arrives."""
 
 from zbpp.schedule.timetable import Action, Op, Timetable
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Timetable:
-    """One stage per rank; rank r runs min(p - 1 - r, m) forwards, then alternates F and BW.
+    """One stage per rank. Rank r runs min(p - 1 - r, m) forwards, then alternates F and BW.
 
-    Holds p - r activations; bubble (p - 1)(F + B + W).
+    Rank r holds up to p - r activations. The bubble is (p - 1)(F + B + W).
 
     p=3, m=4:
         0F0 0F1 0F2 0BW0 0F3 0BW1 0BW2 0BW3
@@ -20,8 +20,9 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Timetable:
 
 
 def _row(stage: int, warm_up: int, num_microbatches: int) -> list[Action]:
+    """`warm_up` forwards; then F and BW in turns until no F is left; then the last `warm_up` backwards."""
     forwards = [Action(stage, Op.F, microbatch) for microbatch in range(num_microbatches)]
     backwards = [Action(stage, Op.BW, microbatch) for microbatch in range(num_microbatches)]
-    alternating = zip(forwards[warm_up:], backwards, strict=False)  # the warm-up's backwards are left over
-    steady = [action for pair in alternating for action in pair]
+    pairs = zip(forwards[warm_up:], backwards[: num_microbatches - warm_up], strict=True)
+    steady = [action for pair in pairs for action in pair]
     return forwards[:warm_up] + steady + backwards[num_microbatches - warm_up :]

@@ -1,11 +1,12 @@
 """ZB-H1 and ZB-H2, the handcrafted schedules of Zero Bubble (arXiv:2401.10241, section 2).
 
-Both are one pattern. Time is cut into slots; in slot x a rank runs
+Both follow one pattern. Time is cut into slots. In slot k a rank runs these three actions, as far as their
+microbatches exist:
 
-    F_x,   B_(x - warm_up),   W_(x - warm_up - delay)
+    F of microbatch k,   B of microbatch k - warm_up,   W of microbatch k - warm_up - delay
 
-as far as these microbatches exist. The warm-up is what B has to wait for; the delay moves
-W's from the steady phase into the bubble at the end.
+The warm-up is the number of slots until the first gradient arrives. The delay moves W's from the steady
+phase into the bubble at the end.
 """
 
 import numpy as np
@@ -14,9 +15,9 @@ from zbpp.schedule.timetable import Op, PlanError, Row, Timetable
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Timetable:
-    """One stage per rank, the memory of 1F1B; warm-up p - 1 - r, W's delayed by r.
+    """One stage per rank, the memory of 1F1B. On rank r the warm-up is p - 1 - r, the delay r.
 
-    Bubble (p - 1)(F + B - W): a third of 1F1B's at equal times.
+    The bubble is (p - 1)(F + B - W): at F = B = W a third of 1F1B's.
 
     p=3, m=4:
         0F0 0F1 0F2 0B0 0W0 0F3 0B1 0W1 0B2 0W2 0B3 0W3
@@ -24,13 +25,15 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Timetable:
         2F0 2B0 2F1 2B1 2F2 2B2 2W0 2F3 2B3 2W1 2W2 2W3
     """
     last = num_ranks - 1
-    return Timetable(_row(stage, last - stage, stage, num_microbatches) for stage in range(num_ranks))
+    return Timetable(
+        _row(rank, last - rank, delay=rank, num_microbatches=num_microbatches) for rank in range(num_ranks)
+    )
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Timetable:
-    """One stage per rank, up to 2p - 1 activations; warm-up 2(p - 1 - r), W's delayed by 2r.
+    """One stage per rank, up to 2p - 1 activations. On rank r the warm-up is 2(p - 1 - r), the delay 2r.
 
-    Bubble (p - 1)(F + B - 2W): none at equal times. Raises PlanError below 2p - 1 microbatches.
+    The bubble is (p - 1)(F + B - 2W): none at F = B = W. Raises PlanError below 2p - 1 microbatches.
 
     p=3, m=5:
         0F0 0F1 0F2 0F3 0F4 0B0 0W0 0B1 0W1 0B2 0W2 0B3 0W3 0B4 0W4
@@ -44,13 +47,16 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Timetable:
             f"got {num_microbatches}; zb_h1 runs with any number"
         )
     return Timetable(
-        _row(stage, 2 * (last - stage), 2 * stage, num_microbatches) for stage in range(num_ranks)
+        _row(rank, 2 * (last - rank), delay=2 * rank, num_microbatches=num_microbatches)
+        for rank in range(num_ranks)
     )
 
 
-def _row(stage: int, warm_up: int, delay: int, num_microbatches: int) -> Row:
-    lags = {Op.F: 0, Op.B: warm_up, Op.W: warm_up + delay}
-    microbatches = np.tile(np.arange(num_microbatches, dtype=np.int32), len(lags))
-    ops, slots = np.repeat(np.array([*lags.items()], dtype=np.int32), num_microbatches, axis=0).T
-    order = np.lexsort((ops, slots + microbatches))  # F, B, W within a slot
-    return Row(np.full_like(ops, stage), ops[order], microbatches[order])
+def _row(stage: int, warm_up: int, *, delay: int, num_microbatches: int) -> Row:
+    """All actions of a stage, sorted by their slots; within a slot F, B, W."""
+    microbatches = np.arange(num_microbatches, dtype=np.int32)
+    first_slot = {Op.F: 0, Op.B: warm_up, Op.W: warm_up + delay}
+    slots = np.concatenate([slot + microbatches for slot in first_slot.values()])
+    ops = np.repeat(np.array(list(first_slot), dtype=np.int32), num_microbatches)
+    order = np.lexsort((ops, slots))
+    return Row(np.full_like(ops, stage), ops[order], np.tile(microbatches, len(first_slot))[order])

@@ -1,47 +1,50 @@
 """ZB-V, of "Pipeline Parallelism with Controllable Memory" (arXiv:2405.15362).
 
-Two stages per rank, in a V: rank r owns r and 2p - 1 - r, so the last rank computes the loss's
-way back at once, and rank 0 both begins and ends a microbatch.
+Each rank owns two stages, and the stages lie in a V:
+
+    rank 0   stage 0         stage 2p - 1
+    rank 1     stage 1     stage 2p - 2
+    ...
+    rank p-1     stage p - 1, stage p
+
+So the last rank runs the middle of the model, and rank 0 has both the first stage and the last, where the
+backward begins.
 """
 
-from zbpp.schedule.numbering import Word, numbered
-from zbpp.schedule.timetable import Op, Row, Timetable
+from zbpp.schedule.numbering import Kind, numbered
+from zbpp.schedule.timetable import Op, Timetable
 
 
 def zb_v(num_ranks: int, num_microbatches: int) -> Timetable:
-    """Rank r owns stages r and 2p - 1 - r; holds 2p stage-activations on every rank (1F1B's memory).
+    """Rank r owns stages r and 2p - 1 - r; every rank holds 2p stage-activations, the memory of 1F1B.
 
-    No bubble within a rank's span at F = B = W. Below 2p - 1 microbatches the pattern of 2p - 1 is
-    cut to those that exist.
+    No rank has a bubble within its span at F = B = W. With fewer than 2p - 1 microbatches the timetable is
+    that of 2p - 1, without the actions of microbatches that do not exist.
 
     p=2, m=3:
         0F0 0F1 0F2 3F0 3B0 3W0 3F1 3B1 3W1 0B0 0W0 3F2 3B2 3W2 0B1 0W1 0B2 0W2
         1F0 2F0 1F1 2F1 2B0 2W0 1F2 1B0 1W0 2F2 2B1 2W1 1B1 2B2 1B2 1W1 2W2 1W2
     """
     padded = max(2 * num_ranks - 1, num_microbatches)
-    return Timetable(
-        _below(num_microbatches, numbered(_words(num_ranks, rank, padded))) for rank in range(num_ranks)
-    )
+    rows = [numbered(_order(num_ranks, rank, padded)) for rank in range(num_ranks)]
+    return Timetable(row.select(row.microbatches < num_microbatches) for row in rows)
 
 
-def _below(num_microbatches: int, row: Row) -> Row:
-    """Without the padding, and without the F's that are past the last microbatch."""
-    keep = row.microbatches < num_microbatches
-    return Row(row.stages[keep], row.ops[keep], row.microbatches[keep])
-
-
-def _words(num_ranks: int, rank: int, num_microbatches: int) -> list[Word]:
-    """The order of ops on one rank; 0 and 1 name its stages on the way down and back."""
+def _order(num_ranks: int, rank: int, num_microbatches: int) -> list[Kind]:
+    """The ops of one rank; f0, b0, w0 are those of its first stage, f1, b1, w1 of its second."""
     (f0, b0, w0), (f1, b1, w1) = (
         [(stage, op) for op in (Op.F, Op.B, Op.W)] for stage in (rank, 2 * num_ranks - 1 - rank)
     )
-    down, back = [f0, b0, w0], [f1, b1, w1]
-    words = [f0] * (2 * (num_ranks - rank) - 1)
-    words += [f1, f0] * rank
-    words += back * (num_ranks - rank)
-    words += (down + back) * (num_microbatches - words.count(f1))  # F0's run out first: see zb_v
-    words += [b0, b1] * rank
-    words += [b0, w0] * (num_ranks - rank)
-    words += [w1] * (num_microbatches - words.count(w1))
-    words += [w0] * (num_microbatches - words.count(w0))
-    return words
+    # Warm-up: forwards alone, until the first microbatch is back on this rank with its gradient.
+    order = [f0] * (2 * (num_ranks - rank) - 1)
+    order += [f1, f0] * rank
+    order += [f1, b1, w1] * (num_ranks - rank)
+    # Steady phase: one microbatch on each stage in turn. It holds more f0 than there are microbatches;
+    # `zb_v` drops those.
+    order += [f0, b0, w0, f1, b1, w1] * (num_microbatches - order.count(f1))
+    # End: the backwards that other ranks wait for come first, then the W's that are left.
+    order += [b0, b1] * rank
+    order += [b0, w0] * (num_ranks - rank)
+    order += [w1] * (num_microbatches - order.count(w1))
+    order += [w0] * (num_microbatches - order.count(w0))
+    return order

@@ -1,7 +1,7 @@
-"""EMULATED stages: they sleep for given times instead of computing.
+"""EMULATED stages, which sleep for given times instead of computing.
 
-More ranks than cores can't compute at once, but they can sleep at once: so a schedule of many
-ranks shows its true shape on a laptop. Whatever prints figures of it says that it is emulated.
+More ranks than cores can't compute at the same time, but they can sleep at the same time. So a schedule of
+many ranks shows its true shape on a laptop. Reports with figures of such a model say that it is emulated.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Times = float | Sequence[float]
 
 
 class Emulated:
-    """EMULATED: each layer sleeps f ms in F, b ms in B, w ms in W, around one tiny linear.
+    """EMULATED: each layer is one tiny linear that sleeps f ms in F, b ms in B and w ms in W.
 
-    Autograd sees input and weight gradients as separate work, as with a real layer; a whole
-    backward sleeps b + w. Any runtime that splits the backward sees B and W, torch's too; only that
-    torch's never splits stage 0, whose W sleeps b + w and whose B nothing (a test counts the naps).
-    From F until B it holds four times its input's memory, from B until W twice (input and dy).
-    Layers are split over stages as a real model's, so that schedules with one
-    and with two stages per rank have the same work. float [batch, hidden_size] in, between stages,
-    and out; the target too. Raises ValueError for negative times, or a list of another length.
+    Autograd sees the input gradient and the weight gradient as separate work, as with a real layer; a whole
+    backward sleeps b + w. So any runtime that splits the backward has a B and a W, torch's too. But torch's
+    never splits stage 0: its B sleeps 0 ms and its W sleeps b + w (a test counts the sleeps).
+    A layer holds four times its input's memory from F until B, and twice that memory from B until W (input
+    and output gradient). Layers are split over stages like a real model's, so schedules with one and with two
+    stages per rank have the same work. Inputs, outputs and targets are float [batch, hidden_size].
+    Raises ValueError for negative times, and for a list of another length than num_layers.
     """
 
     emulated = True
@@ -61,7 +61,7 @@ class Emulated:
         stage = self._blueprint.build_stage(index, num_stages)
         for layer in stage.children():
             if isinstance(layer, SleepingLinear):
-                layer.sleep_in_w()  # now that it has its final weight
+                layer.sleep_in_w()  # the hook has to be on the final weight
         return stage
 
     def layer_counts(self, num_stages: int) -> list[int]:
@@ -83,35 +83,35 @@ class SleepingLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         sleep(self.f)
-        # b hangs on the OUTPUT: stage 0 sleeps it too, though its input needs no gradient.
+        # In the backward of the OUTPUT: so stage 0 sleeps b, too, though its input needs no gradient.
         y: Tensor = SlowBackward.apply(F.linear(x, self.weight), self.b)  # type: ignore[no-untyped-call]  # torch's apply is untyped
         return y
 
     def sleep_in_w(self) -> None:
-        """From now on: when the gradient of the weight is taken, and only then."""
-        # A hook, since it takes no node: one on the weight's path would be work that no real layer has.
+        """From now on sleep w ms whenever the gradient of the weight is computed."""
+        # A hook, not a Function on the weight: a real layer has no autograd node there.
         self.weight.register_hook(lambda grad: sleep(self.w))
 
 
 class SlowBackward(torch.autograd.Function):
-    """The identity, whose backward sleeps. Until then it holds three times the memory of its input."""
+    """The identity, with a backward that sleeps. Until then it holds three times the memory of its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, milliseconds: float) -> Tensor:
-        """The same memory, but no view of `x` for autograd: torch's split can't detach views."""
+        """Return the memory of `x`, but no view of it for autograd: torch's split can't detach views."""
         ctx.milliseconds = milliseconds
         ctx.save_for_backward(x.new_empty(3, *x.shape))
         return x.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """The gradient as it came, after a nap."""
+        """Return the gradient unchanged, after a sleep."""
         sleep(ctx.milliseconds)
         return grads[0], None
 
 
 def sleep(milliseconds: float) -> None:
-    """Sleep without using the processor: the other ranks may need it."""
+    """Sleep without using the processor, which other ranks may need."""
     time.sleep(milliseconds / 1000)
 
 

@@ -1,9 +1,9 @@
-"""What a transformer's head costs beside its layers, from its sizes alone: no torch, a laptop can ask.
+"""What a transformer's head costs beside its layers, from its sizes alone. Needs no torch.
 
-Counted are multiply-adds of one token's forward pass in matrix products: for each matrix the number of
-its entries; for causal attention `hidden_size` per key, twice, half of the sequence being seen on
-average. B and W together take twice that everywhere, so the ratio holds for a whole step. Norms,
-activations, softmax and the embedding only move memory: they count as nothing.
+Costs are the multiply-adds of the matrix products in one token's forward pass: for each matrix the number of
+its entries; for causal attention twice `hidden_size` for each key, where a token sees half of the sequence on
+average. B and W together take twice as much everywhere, so the ratio holds for a whole step. Norms,
+activations, softmax and the embedding count as nothing: they only move memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A GPT: learned positions, pre-LayerNorm, GELU, causal attention, a head of its own (untied)."""
+"""A GPT: learned positions, LayerNorm before each branch, GELU, causal attention, an untied head."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from zbpp.models.layers import (
 class Gpt:
     """A GPT by stages: int64 tokens [batch, time] -> [batch, time, hidden] -> logits [batch, time, vocab].
 
-    `dropout` is a probability (after the embedding, in attention, after each residual branch); what it
-    drops depends on the cut, not on the schedule.
-    `layers_per_stage`: how many layers each stage gets; by default the heaviest stage is as light as
-    can be, the head counted. Weights depend on `seed` and their names only. Raises ValueError for sizes that
-    don't fit each other, and when a stage meets a sequence longer than `sequence_length`.
+    `dropout` is a probability: after the embedding, in attention, and after each residual branch. Which
+    numbers are dropped depends on the cut, not on the schedule.
+    `layers_per_stage`: how many layers each stage gets; by default the heaviest stage, with the head counted,
+    is as light as possible. Initial weights depend on `seed` and on their names only. Raises ValueError for
+    sizes that don't fit each other, and when a stage gets a sequence longer than `sequence_length`.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Gpt:
         return token_loss(output, target)
 
     def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
-        """accuracy: the share of tokens whose likeliest successor is the right one."""
+        """accuracy: the share of positions whose target has the largest logit."""
         return {"accuracy": token_accuracy(output, target)}
 
 

@@ -1,8 +1,7 @@
-"""Any Hugging Face causal language model, from its config: cut into stages, weights drawn anew.
+"""Any causal language model of Hugging Face, from its config: cut into stages, with new initial weights.
 
-Each stage is the library's own model under the whole config, see `hf_cut`; only the stage's own tensors are
-made. How a family is to be cut, and that the cut is right, a small copy of the model shows, see `hf_check`.
-Needs the extra `hf`.
+Each stage runs the library's own code under the whole config, but allocates its own tensors only (`hf_cut`).
+The cut is found and checked on a small copy of the model (`hf_check`). Needs the extra `hf`.
 """
 
 from __future__ import annotations
@@ -31,11 +30,12 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.j
 class HuggingFace:
     """int64 tokens [batch, time] -> what the next stage needs -> logits [batch, time, vocab], in float32.
 
-    config: as in a config.json, with its `model_type`, or the path of one. `vocab_size` and
-    `sequence_length` are the data's: they say what a mapping leaves open, and must fit into what it or the
-    file says. Initial values are the library's, drawn from `seed` and the names of its modules alone.
-    Raises ValueError for what is no causal language model, for data that does not fit, and for a folder
-    with weights, which are not loaded.
+    config: a mapping with the keys of a config.json, `model_type` among them, or the path of such a file.
+    `vocab_size` and `sequence_length` are those of the data. They are used where a mapping does not name
+    these sizes, and must not exceed the sizes that the mapping or the file names. Initial values are the
+    library's, drawn from `seed` and the names of its modules alone.
+    Raises ValueError for a model that is no causal language model, for data that does not fit, and for a
+    folder with weights, which are not loaded.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class HuggingFace:
     def build_stage(self, index: int, num_stages: int) -> nn.Module:
         """Stage `index` of `num_stages`, on the CPU; nothing of other stages is allocated.
 
-        The first call for some `num_stages` tries the cut on a small copy: about a second for eight layers.
-        Raises ValueError if the stage does not exist, or the model can't be cut so, naming module and reason.
+        The first call for a `num_stages` tries the cut on a small copy: about a second for eight layers.
+        Raises ValueError if the stage does not exist, or, with module and reason, if the model can't be cut.
         """
         cut = self._cut(num_stages)
         if not 0 <= index < num_stages:
@@ -93,7 +93,7 @@ class HuggingFace:
 
 
 def _read(config: Mapping[str, Any] | str, sizes: Mapping[str, int]) -> PretrainedConfig:
-    """sizes: the data's, by the names that a config has for them."""
+    """The library's config. sizes: those of the data, by the names that a config has for them."""
     from transformers import AutoConfig, PretrainedConfig  # lazily: three seconds, and optional
 
     if isinstance(config, str):
@@ -102,7 +102,7 @@ def _read(config: Mapping[str, Any] | str, sizes: Mapping[str, int]) -> Pretrain
     if "model_type" not in given:
         raise ValueError("config has no model_type: write one of Hugging Face's, such as llama")
     known: dict[str, Any] = given
-    if not isinstance(config, str):  # a file means the library's defaults where it says nothing
+    if not isinstance(config, str):  # a size that a file does not name is the library's default
         known = {**_open_ones(AutoConfig.for_model(given["model_type"]), given, sizes), **given}
     made = AutoConfig.for_model(**known)
     text = made.get_text_config(decoder=True)
@@ -115,7 +115,7 @@ def _read(config: Mapping[str, Any] | str, sizes: Mapping[str, int]) -> Pretrain
 def _open_ones(
     default: PretrainedConfig, given: Mapping[str, Any], sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """The sizes that a config of this family has, and that `given` does not say under any name."""
+    """The sizes that a config of this family has, and that `given` does not name."""
     own_names = default.attribute_map
     return {
         name: size
@@ -134,7 +134,7 @@ def _refuse_misfit(name: str, size: int, says: Any) -> None:
 
 
 def _refuse_weights(path: Path) -> None:
-    """A model that starts from random values where its weights lie beside is not what was meant."""
+    """Raises ValueError for a folder with weights: its user expects them to be loaded."""
     if not path.is_dir():
         return
     found = sorted(each.name for pattern in _WEIGHTS for each in path.glob(pattern))

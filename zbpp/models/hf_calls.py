@@ -1,9 +1,13 @@
-"""How the library calls the layers of a model, and which stage uses which parameter: seen, not known.
+"""How a model calls its layers, and which stage uses which parameter: found by running a small model.
 
-Nothing here recognises a family or a module by its name. The model, a small one, runs uncut with every
-layer's call remembered; then with stand-ins for all parameters above the layers and without its tokens, as
-on a later stage: what is another value there must be carried. Which parameters the part between two
-cuts uses, its graph says.
+Nothing here knows a family or a module by its name. In this order:
+
+1. `list_of_layers` runs the model and finds the list whose modules are called once each.
+2. `record` runs the uncut model and records the call of every layer.
+3. `calls_of` runs the model as a later stage does, without its tokens and with zeros for all parameters above
+   the layers. A value of a call that differs from the recorded one has to be sent by the stage before.
+4. `owners_of` cuts autograd's graph at the boundaries of the stages. The gradients of a part's outputs show
+   which parameters that stage uses.
 """
 
 from __future__ import annotations
@@ -19,9 +23,9 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 from zbpp.models.hf_cut import (
     Call,
     CutError,
-    InPlaceOf,
+    LayerProxy,
     LibraryError,
-    Opened,
+    PatchedModel,
     Skip,
     layers_at,
     names_above_layers,
@@ -30,11 +34,11 @@ from zbpp.models.hf_cut import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-BATCH, TIME = 3, 11  # of the tokens to try with; no other dimension may have these sizes
+BATCH, TIME = 3, 11  # sizes of the tokens to try with; no other dimension may have these sizes
 
 
 def list_of_layers(model: PreTrainedModel, tokens: Tensor) -> str:
-    """The name of the one list whose modules are called once each. Raises CutError if there is none."""
+    """The name of the one list whose modules are called once each. Raises CutError if there isn't one."""
     lists = {
         name: module
         for name, module in model.named_modules()
@@ -64,60 +68,64 @@ def list_of_layers(model: PreTrainedModel, tokens: Tensor) -> str:
     return called[0]
 
 
-class Seen(InPlaceOf):
-    """A layer whose last call is remembered. seam: positions where the graph is cut in two.
+class RecordedLayer(LayerProxy):
+    """A layer that records its last call: the names and values of the arguments' leaves, and the output.
 
-    severed: the cut tensors by the id of the ones that the library goes on with, shared by all layers.
+    cut_at: positions of the tensors at which autograd's graph is cut; the layer gets detached ones there.
+    detached: id of a tensor before a cut -> the detached tensor; shared by all layers of a model.
     """
 
     def __init__(
-        self, layer: Any, seam: Sequence[int] = (), severed: dict[int, Tensor] | None = None
+        self, layer: Any, cut_at: Sequence[int] = (), detached: dict[int, Tensor] | None = None
     ) -> None:
         super().__init__(layer)
-        self.seam, self.severed = seam, {} if severed is None else severed
+        self.cut_at, self.detached = cut_at, {} if detached is None else detached
         self.leaves: list[Any] = []
         self.output: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.names = _names(self.layer, args, kwargs)
         given, spec = tree_flatten((args, kwargs))
-        self.given = given  # alive, so that ids stay theirs
-        self.leaves = [self.severed.get(id(leaf), leaf) for leaf in given]
-        for position in self.seam:
+        self.given = given  # kept alive, so that their ids are not used again
+        self.leaves = [self.detached.get(id(leaf), leaf) for leaf in given]
+        for position in self.cut_at:
             tensor = self.leaves[position]
-            self.severed[id(given[position])] = tensor.detach().requires_grad_(tensor.requires_grad)
-        args, kwargs = tree_unflatten([self.severed.get(id(leaf), leaf) for leaf in given], spec)
+            self.detached[id(given[position])] = tensor.detach().requires_grad_(tensor.requires_grad)
+        args, kwargs = tree_unflatten([self.detached.get(id(leaf), leaf) for leaf in given], spec)
         self.output = self.layer(*args, **kwargs)
         return self.output
 
 
 def _names(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """Return a name for each leaf of a call, made of the parameter names of the layer's forward."""
+    """A name for each leaf of a call, made of the parameter names of the layer's forward."""
     known = list(signature(layer.forward).parameters)
     given = dict(zip(known, args, strict=False)) | kwargs
     return [keystr(path) for path, _ in tree_flatten_with_path(given)[0]]
 
 
-def record(model: PreTrainedModel, path: str, tokens: Tensor) -> list[Seen]:
-    """Every layer's call in the uncut model. Raises CutError if a layer is not called."""
-    seen = [Seen(layer) for layer in layers_at(model, path)]
-    Opened(model, path).run(tokens, seen, next(model.parameters()), training=False)
+def record(model: PreTrainedModel, path: str, tokens: Tensor) -> list[RecordedLayer]:
+    """Run the uncut model and record the call of every layer. Raises CutError if one is not called."""
+    seen = [RecordedLayer(layer) for layer in layers_at(model, path)]
+    PatchedModel(model, path).run(tokens, seen, next(model.parameters()), training=False)
     for number, each in enumerate(seen):
         if each.output is None:
             raise CutError(f"{path}.{number} of {type(model).__name__} is not called: it can't be cut there")
     return seen
 
 
-def calls_of(model: PreTrainedModel, path: str, recorded: list[Seen], tokens: Tensor) -> list[Call]:
-    """What of each call a later stage can't make itself: it has neither the tokens nor their embedding."""
+def calls_of(model: PreTrainedModel, path: str, recorded: list[RecordedLayer], tokens: Tensor) -> list[Call]:
+    """For each layer its call, with the values that a stage beginning there has to receive.
+
+    Such a stage has neither the tokens nor their embedding.
+    """
     like = next(model.parameters())
     calls = [Call((0,), {}, _returned(model, path, recorded, number)) for number in range(len(recorded))]
     hidden = [_hidden(each) for each in recorded]
     blind = [
-        Seen(Skip(each.layer, call._replace(carried=(position,))))
+        RecordedLayer(Skip(each.layer, call._replace(carried=(position,))))
         for each, call, position in zip(recorded, calls, hidden, strict=True)
     ]
-    Opened(model, path, names_above_layers(model, path)).run(tokens, blind, like, training=False)
+    PatchedModel(model, path, names_above_layers(model, path)).run(tokens, blind, like, training=False)
     found = []
     for number, (call, position) in enumerate(zip(calls, hidden, strict=True)):
         differing = _differing(recorded[number].leaves, blind[number].leaves)
@@ -128,25 +136,27 @@ def calls_of(model: PreTrainedModel, path: str, recorded: list[Seen], tokens: Te
                     f"{path}.{number} of {type(model).__name__} is given {recorded[number].names[each]}, "
                     "which depends on the tokens and is no tensor: it can't be sent"
                 )
-        found.append(call._replace(carried=carried, again=_again(recorded, number, carried)))
+        found.append(call._replace(carried=carried, repeated=_repeated(recorded, number, carried)))
     return found
 
 
-def _again(recorded: list[Seen], number: int, carried: tuple[int, ...]) -> dict[int, int]:
-    """Where the layer before was given the same tensors."""
+def _repeated(recorded: list[RecordedLayer], number: int, carried: tuple[int, ...]) -> dict[int, int]:
+    """For the carried values the position at which the layer before was given the same tensor."""
     before = recorded[number - 1].leaves if number else []
     places = {id(leaf): position for position, leaf in enumerate(before) if isinstance(leaf, Tensor)}
     now = recorded[number].leaves
     return {here: places[id(now[here])] for here in carried[1:] if id(now[here]) in places}
 
 
-def _hidden(seen: Seen) -> int:
-    """The first tensor of a call."""
+def _hidden(seen: RecordedLayer) -> int:
+    """The position of the hidden states: the first tensor of a call that requires a gradient."""
     return next(i for i, leaf in enumerate(seen.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad)
 
 
-def _returned(model: PreTrainedModel, path: str, recorded: list[Seen], number: int) -> tuple[int, int] | None:
-    """Of how many a layer returns a tuple, and the hidden states' position in it; None: just them."""
+def _returned(
+    model: PreTrainedModel, path: str, recorded: list[RecordedLayer], number: int
+) -> tuple[int, int] | None:
+    """If a layer returns a tuple: its length, and the position of the hidden states in it. Else None."""
     seen = recorded[number]
     if isinstance(seen.output, Tensor):
         return None
@@ -173,14 +183,23 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def refuse_what_is_made_later(
-    model: PreTrainedModel, path: str, calls: list[Call], recorded: list[Seen], layers: Sequence[range]
+    model: PreTrainedModel,
+    path: str,
+    calls: list[Call],
+    recorded: list[RecordedLayer],
+    layers: Sequence[range],
 ) -> None:
-    """A layer inside a stage may need, too, what the first one was given, or what layers returned."""
+    """Raises CutError if a layer inside a stage is given a value that its stage can't have.
+
+    A stage has the values that its first layer received, and the values that its own layers return.
+    """
     for own in layers[1:]:
         for number in own[1:]:
             made = {id(leaf) for leaf in tree_leaves([each.output for each in recorded[own.start : number]])}
             leaves = recorded[number].leaves
-            known = {p for p in calls[number].carried if id(leaves[p]) in made} | calls[number].again.keys()
+            known = {p for p in calls[number].carried if id(leaves[p]) in made} | calls[
+                number
+            ].repeated.keys()
             lacking = [p for p in calls[number].carried[1:] if p not in known]
             if lacking:
                 what = recorded[number].names[lacking[0]]
@@ -191,6 +210,7 @@ def refuse_what_is_made_later(
 
 
 def batch_and_time(model: PreTrainedModel, hidden: Tensor) -> tuple[int, int]:
+    """Which dimensions of the hidden states are batch and time. Raises CutError if that is not clear."""
     sizes = list(hidden.shape)
     if sizes.count(BATCH) != 1 or sizes.count(TIME) != 1:
         raise CutError(
@@ -203,15 +223,16 @@ def batch_and_time(model: PreTrainedModel, hidden: Tensor) -> tuple[int, int]:
 def owners_of(
     model: PreTrainedModel, path: str, tokens: Tensor, calls: Sequence[Call], layers: Sequence[range]
 ) -> dict[str, int]:
-    """The stage that uses each parameter, by the graph; of one that none uses, the layer's, else stage 0.
+    """The stage that uses each parameter, according to autograd's graph.
 
-    Raises CutError for one that several use.
+    An unused parameter belongs to the stage of its layer, or to stage 0 if it is in no layer. Raises CutError
+    for a parameter that several stages use.
     """
-    seams = {own.start: calls[own.start].carried for own in layers[1:]}
-    severed: dict[int, Tensor] = {}
-    seen = [Seen(layer, seams.get(i, ()), severed) for i, layer in enumerate(layers_at(model, path))]
-    logits = Opened(model, path).run(tokens, seen, next(model.parameters()), training=False)
-    ends = [[seen[start].leaves[p] for p in positions] for start, positions in seams.items()] + [[logits]]
+    cuts = {own.start: calls[own.start].carried for own in layers[1:]}
+    detached: dict[int, Tensor] = {}
+    seen = [RecordedLayer(layer, cuts.get(i, ()), detached) for i, layer in enumerate(layers_at(model, path))]
+    logits = PatchedModel(model, path).run(tokens, seen, next(model.parameters()), training=False)
+    ends = [[seen[start].leaves[p] for p in positions] for start, positions in cuts.items()] + [[logits]]
     names = dict(model.named_parameters())
     stage_of_layer = {f"{path}.{i}": stage for stage, own in enumerate(layers) for i in own}
     users: dict[str, set[int]] = {name: set() for name in names}

@@ -1,7 +1,8 @@
-"""The proof that a cut is right: a small copy's stages must give the logits and gradients of the uncut copy.
+"""The check of a cut: the stages of a small copy must give the logits and gradients of the uncut copy.
 
-The stages are built as the large ones are. A model that does not pass is refused, with the module and the
-reason; so no family is cut wrongly because nobody has tried it.
+`find_cut` finds the cut on the small copy and checks it there; `build_stage` builds a stage of a model, small
+or large, by that cut. A model that does not pass is refused with the module and the reason. So a family that
+nobody has tried is never cut wrongly.
 """
 
 from __future__ import annotations
@@ -31,19 +32,20 @@ from zbpp.seeding import seed_of
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_RELATIVE = {torch.float64: 1e-9, torch.float32: 1e-6}  # they are the same kernels in the same order
+# Relative tolerances: stages and uncut model run the same kernels in the same order.
+_RELATIVE = {torch.float64: 1e-9, torch.float32: 1e-6}
 
 
 def find_cut(config: PretrainedConfig, split: Callable[[int], Sequence[range]], seed: int) -> Cut:
-    """How the model falls into stages. split: number of layers -> those of each stage.
+    """How the model is cut into stages. split: number of layers -> the layers of each stage.
 
-    Raises ValueError naming the module, and why it can't be cut there.
+    Raises ValueError that names the module and says why the model can't be cut there.
     """
 
     def find(small: PretrainedConfig) -> Cut:
         try:
             return _find_cut(small, split, seed, torch.float64)
-        except LibraryError:  # some code knows float32 only
+        except LibraryError:  # some models run in float32 only
             return _find_cut(small, split, seed, torch.float32)
 
     return with_small_copy(config, find)
@@ -74,7 +76,7 @@ def _find_cut(
 
 
 def _constants(config: PretrainedConfig) -> dict[str, float]:
-    """The tensors of a model made by the library itself that are one number throughout."""
+    """The tensors that have one number in all entries after the library has constructed the model."""
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng([]):
@@ -88,9 +90,9 @@ def _constants(config: PretrainedConfig) -> dict[str, float]:
 
 
 def build_stage(config: PretrainedConfig, cut: Cut, index: int, seed: int) -> Stage:
-    """A stage with its initial values, on the CPU; other stages' tensors are never made.
+    """A stage with its initial values, on the CPU; tensors of other stages are never allocated.
 
-    Raises CutError unless its names are those that the cut says.
+    Raises CutError unless the model has exactly the parameters that the cut names.
     """
     model = build_on_meta(config)
     names = {name for name, _ in model.named_parameters()}
@@ -118,7 +120,7 @@ def _compare(
     tokens: Tensor,
     seed: int,
 ) -> None:
-    """Raises CutError unless the stages in a row are the whole model."""
+    """Raises CutError unless the stages, one after the other, compute what the whole model does."""
     made = [build_stage(deepcopy(config), cut, index, seed) for index in range(len(cut.layers))]
     stages = [stage.to(whole.dtype).eval() for stage in made]
     _compare_tensors(whole, initial, stages)
@@ -140,9 +142,9 @@ def _compare(
 def _compare_calls(
     whole: PreTrainedModel, stages: Sequence[nn.Module], batches: list[Tensor], *, training: bool
 ) -> None:
-    """Microbatches in turns, for models whose layers hand on more than they return.
+    """Compare two batches in turns: a layer may pass on more than it returns, such as an attribute.
 
-    In training only where the whole model draws no random numbers: what is dropped depends on the cut.
+    In training mode a model that draws random numbers is not compared: dropout depends on the cut.
     """
     for module in (whole, *stages):
         module.train(training)
@@ -157,7 +159,7 @@ def _compare_calls(
 
 
 def _chained(stages: Sequence[nn.Module], *batches: Tensor) -> list[Tensor]:
-    """The logits of each batch; every stage runs all batches before the next stage runs one."""
+    """The logits of each batch. Every stage runs all batches before the next stage runs any."""
     messages: list[Any] = [(tokens,) for tokens in batches]
     for stage in stages:
         outputs = [stage(*message) for message in messages]
@@ -172,7 +174,10 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 def _compare_tensors(
     whole: PreTrainedModel, initial: Mapping[str, Tensor], stages: Sequence[nn.Module]
 ) -> None:
-    """Each parameter on exactly one stage, each buffer on one at least, all with the whole model's values."""
+    """Raises CutError unless every parameter is on exactly one stage and every buffer on at least one.
+
+    Their values must be the whole model's.
+    """
     expected = {name for name, _ in whole.named_parameters()}
     names = [name for stage in stages for name, _ in stage.named_parameters()]
     if sorted(names) != sorted(expected):

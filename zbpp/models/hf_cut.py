@@ -1,16 +1,18 @@
-"""One stage of a Hugging Face model: the library's own code runs, other stages' layers are skipped.
+"""One stage of a Hugging Face model: the library's own code, with the layers of other stages skipped.
 
-A stage keeps the whole config and its layers keep their numbers. Its forward calls the whole model:
+A stage keeps the whole config, and its layers keep their numbers. Its forward calls the library's whole
+model. On a stage that owns layers 2 and 3 that call goes:
 
-    tokens -> [before the layers] -> skip, skip, ENTER layer 2, layer 3, LEAVE -> [never reached]
+    tokens -> code before the layers -> Skip, Skip, Enter layer 2, layer 3, Leave     (the rest is not run)
 
-What a layer is CALLED with is the boundary: the stage before leaves at the call of a layer, the next one
-enters there. So whatever the library computes before, between and behind the layers runs on the stage that
-needs the result, and masks and positions are made anew on each stage, by the library's code. Parameters
-of other stages have stand-ins there, zeros without memory; what is computed from them is thrown away.
+The boundary between two stages is the CALL of a layer. A stage ends where the model calls the first layer of
+the next stage, and sends the tensors of that call; the next stage begins with the same call. So the code
+before, between and after the layers runs on every stage that needs its results. Each stage makes masks and
+positions anew, by the library's code. Parameters of other stages are replaced by zeros that take no memory,
+and what is computed from these zeros is thrown away.
 
-A forward changes no object: it runs copies of the few modules above the layers, made anew each time. So
-microbatches can't meet, and Dynamo can trace it.
+A forward changes no object of the model: it runs on copies of the few modules above the layers, made for
+each call. So microbatches can't influence each other, and Dynamo can trace the forward.
 """
 
 from __future__ import annotations
@@ -27,31 +29,33 @@ if TYPE_CHECKING:
 
 
 class CutError(ValueError):
-    """A model that can't be cut as asked; the message names the module and the reason."""
+    """The model can't be cut as asked; the message names the module and the reason."""
 
 
 class LibraryError(ValueError):
-    """A model that does not run, cut or not."""
+    """The model does not run, even without a cut."""
 
 
 class Call(NamedTuple):
-    """How the library calls one layer; positions are those of the leaves of (args, kwargs).
+    """How the library calls one layer. Positions count the leaves of (args, kwargs).
 
-    carried: what only the stages before know, hidden states first.
-    again: carried ones that are the same tensors in the call of the layer before, position -> position.
-    returned: of how many the layer returns a tuple, and the position of the hidden states; None: just them.
+    carried: positions of the values that a stage beginning here has to receive, hidden states first.
+    repeated: those among them that are the same tensors as in the call of the layer before: position in this
+    call -> position in that call.
+    returned: if the layer returns a tuple, its length and the position of the hidden states in it; None if
+    the layer returns the hidden states alone.
     """
 
     carried: tuple[int, ...]
-    again: Mapping[int, int]
+    repeated: Mapping[int, int]
     returned: tuple[int, int] | None
 
 
 class Cut(NamedTuple):
-    """How a model falls into stages; the same for every model of its family with as many layers.
+    """How a model is cut into stages. All models of a family with as many layers are cut alike.
 
-    path: the name of the list of layers. owners: the stage of each parameter.
-    batch_and_time: which dimensions of the carried hidden states those of the tokens are.
+    path: the name of the list of layers. layers: those of each stage. owners: the stage of each parameter.
+    batch_and_time: the dimensions of the hidden states that have the sizes of batch and time.
     """
 
     path: str
@@ -59,12 +63,15 @@ class Cut(NamedTuple):
     owners: Mapping[str, int]
     calls: Sequence[Call]
     batch_and_time: tuple[int, int]
-    token: int  # any that is not padding
-    constants: Mapping[str, float]  # tensors that the library's constructors alone give a value
+    token: int  # one that is not padding, for stages that have no tokens
+    constants: Mapping[str, float]  # values of tensors that the library sets in constructors only
 
 
-class Opened:
-    """A model whose layers can be replaced for one call, and some of its parameters by stand-ins."""
+class PatchedModel:
+    """A model that can be run with other layers, and with zeros in place of some parameters.
+
+    others: the names of these parameters.
+    """
 
     def __init__(self, model: PreTrainedModel, path: str, others: Collection[str] = ()) -> None:
         self.model, self.path = model, path
@@ -75,7 +82,10 @@ class Opened:
         self.copied = {name for each in (path, *self.shapes) for name in _above(each)} | set(self.shapes)
 
     def run(self, tokens: Tensor, layers: Sequence[Any], like: Tensor, *, training: bool) -> Tensor:
-        """Logits. layers: in the place of the model's own. like: dtype and device of stand-ins."""
+        """Run the model and return its logits.
+
+        layers: called instead of the model's own. like: a tensor with the dtype and device of the zeros.
+        """
         model = self._copy(self.model, "", layers, like, training)
         logits: Tensor = model(input_ids=tokens, return_dict=True).logits
         return logits
@@ -83,6 +93,7 @@ class Opened:
     def _copy(
         self, module: nn.Module, path: str, layers: Sequence[Any], like: Tensor, training: bool
     ) -> nn.Module:
+        """A copy of a module above the layers; it shares its tensors and all other modules with it."""
         copy: nn.Module = object.__new__(type(module))
         children: dict[str, Any] = dict(module._modules)
         for name, child in module._modules.items():
@@ -92,24 +103,25 @@ class Opened:
             elif below in self.copied and child is not None:
                 children[name] = self._copy(child, below, layers, like, training)
         shapes = self.shapes.get(path, {})
-        stand_ins = {name: like.new_zeros(()).expand(shape) for name, shape in shapes.items()}
-        changed = {"_modules": children, "_parameters": {**module._parameters, **stand_ins}}
+        zeros = {name: like.new_zeros(()).expand(shape) for name, shape in shapes.items()}
+        changed = {"_modules": children, "_parameters": {**module._parameters, **zeros}}
         copy.__dict__.update({**module.__dict__, **changed, "training": training})
         return copy
 
 
 def _above(path: str) -> list[str]:
-    """The names of the modules that a module is in, the whole model "" first."""
+    """The names of the modules that contain a module; the whole model, "", comes first."""
     parts = path.split(".")
     return [".".join(parts[:length]) for length in range(len(parts))] if path else []
 
 
 class Stage(nn.Module):
-    """Some layers of a model. Tokens or what the stage before returned -> hidden states or logits.
+    """Some layers of a model: tokens, or what the stage before returned -> hidden states, or logits.
 
-    model: its tensors that belong to other stages may be on the meta device.
-    Its parameters have the names that they have in the library's whole model. A module that is run as a
-    copy is replaced by a plain container of its parameters, buffers and children.
+    model: the whole model; tensors of other stages may be on the meta device.
+    The stage's parameters have the names that they have in the library's whole model. The modules above the
+    layers, which each forward copies, appear in the stage as plain containers of their parameters, buffers
+    and children.
     """
 
     def __init__(self, model: PreTrainedModel, cut: Cut, index: int) -> None:
@@ -117,8 +129,8 @@ class Stage(nn.Module):
         self._cut, self._index = cut, index
         stages = stage_of(model, cut)
         others = [name for name in names_above_layers(model, cut.path) if stages[name] != index]
-        self._opened = Opened(model, cut.path, others)
-        for path, shapes in self._opened.shapes.items():
+        self._patched = PatchedModel(model, cut.path, others)
+        for path, shapes in self._patched.shapes.items():
             for name in shapes:
                 del model.get_submodule(path)._parameters[name]
         self._hold(self, model, "")
@@ -132,7 +144,7 @@ class Stage(nn.Module):
                 own = self._cut.layers[self._index]
                 layers = list(cast(nn.ModuleList, child))
                 container._modules[name] = nn.ModuleDict({str(i): layers[i] for i in own})
-            elif below in self._opened.copied and child is not None:
+            elif below in self._patched.copied and child is not None:
                 container._modules[name] = held = nn.ModuleDict()
                 self._hold(held, child, below)
             else:
@@ -143,14 +155,14 @@ class Stage(nn.Module):
         layers = self._layers(received)
         like = next(self.parameters()) if first else received[0]
         try:
-            logits = self._opened.run(
+            logits = self._patched.run(
                 received[0] if first else self._tokens(received[0]), layers, like, training=self.training
             )
-        except Left as left:
-            return left.args if len(left.args) > 1 else left.args[0]
+        except StageDone as done:
+            return done.args if len(done.args) > 1 else done.args[0]
         own = self._cut.layers[self._index]
         if not last or (not first and not layers[own.start].entered):
-            number, kind = own.start if last else own.stop, type(self._opened.model).__name__
+            number, kind = own.start if last else own.stop, type(self._patched.model).__name__
             raise RuntimeError(
                 f"{kind} has not called layer {number}, where a stage begins: "
                 "write config.layerdrop=0, if it has one"
@@ -158,20 +170,21 @@ class Stage(nn.Module):
         return logits
 
     def _layers(self, received: tuple[Tensor, ...]) -> list[Any]:
+        """What the model is to call as its layers."""
         cut, own, replaced = self._cut, self._cut.layers[self._index], {}
-        layers: list[Any] = layers_at(self._opened.model, cut.path)
+        layers: list[Any] = layers_at(self._patched.model, cut.path)
         for number in range(own.start):
             layers[number] = Skip(layers[number], cut.calls[number])
         if own.start:
             replaced = dict(zip(cut.calls[own.start].carried, received, strict=True))
             layers[own.start] = Enter(layers[own.start], replaced)
             for number in own[1:]:
-                replaced = again(cut.calls[number], replaced)
+                replaced = repeated(cut.calls[number], replaced)
                 if replaced:
                     layers[number] = Enter(layers[number], replaced)
         if own.stop < len(layers):
             call = cut.calls[own.stop]
-            layers[own.stop] = Leave(layers[own.stop], call, again(call, replaced))
+            layers[own.stop] = Leave(layers[own.stop], call, repeated(call, replaced))
         return layers
 
     def _tokens(self, hidden: Tensor) -> Tensor:
@@ -179,9 +192,9 @@ class Stage(nn.Module):
         return torch.full((batch, time), self._cut.token, device=hidden.device)
 
 
-def again(call: Call, before: Mapping[int, Any]) -> dict[int, Any]:
-    """What was replaced in the call of the layer before, and is given to this layer, too."""
-    return {here: before[there] for here, there in call.again.items() if there in before}
+def repeated(call: Call, before: Mapping[int, Any]) -> dict[int, Any]:
+    """The values that were replaced in the call of the layer before and have to be in this one, too."""
+    return {here: before[there] for here, there in call.repeated.items() if there in before}
 
 
 def layers_at(model: nn.Module, path: str) -> list[nn.Module]:
@@ -196,17 +209,17 @@ def stage_of(model: nn.Module, cut: Cut) -> dict[str, int]:
 
 
 def names_above_layers(model: nn.Module, path: str) -> list[str]:
-    """The parameters that are not in the list of layers."""
+    """The names of the parameters outside the list of layers."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     return [name for name in names if not name.startswith(f"{path}.")]
 
 
-class Left(Exception):
-    """The stage is done: the tensors that are its arguments go to the next one."""
+class StageDone(Exception):
+    """Raised to end a stage's forward; its arguments are the tensors for the next stage."""
 
 
-class InPlaceOf:
-    """Stands in the list of layers for a layer; the library may ask it for the layer's attributes."""
+class LayerProxy:
+    """Is called instead of a layer; has the attributes of the layer, since the library may read them."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
@@ -215,8 +228,8 @@ class InPlaceOf:
         return getattr(self.layer, name)
 
 
-class Skip(InPlaceOf):
-    """Stands for a layer of an earlier stage.
+class Skip(LayerProxy):
+    """In place of a layer of an earlier stage.
 
     A call returns the hidden states unchanged, and None for every other value that the layer returns.
     """
@@ -234,8 +247,8 @@ class Skip(InPlaceOf):
         return tuple([hidden if i == position else None for i in range(count)])
 
 
-class Enter(InPlaceOf):
-    """A layer of this stage that gets what was received. replaced: position in its call -> tensor."""
+class Enter(LayerProxy):
+    """A layer of this stage, called with received tensors. replaced: position in the call -> tensor."""
 
     def __init__(self, layer: nn.Module, replaced: Mapping[int, Tensor]) -> None:
         super().__init__(layer)
@@ -248,8 +261,8 @@ class Enter(InPlaceOf):
         return self.layer(*args, **kwargs)
 
 
-class Leave(InPlaceOf):
-    """The first layer of the next stage."""
+class Leave(LayerProxy):
+    """In place of the first layer of the next stage: ends the forward with the tensors of its call."""
 
     def __init__(self, layer: nn.Module, call: Call, replaced: Mapping[int, Tensor]) -> None:
         super().__init__(layer)
@@ -257,4 +270,4 @@ class Leave(InPlaceOf):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, _ = tree_flatten((args, kwargs))
-        raise Left(*[self.replaced.get(i, leaves[i]) for i in self.call.carried])
+        raise StageDone(*[self.replaced.get(i, leaves[i]) for i in self.call.carried])

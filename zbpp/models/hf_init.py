@@ -1,7 +1,8 @@
-"""Initial values of a Hugging Face model: the library's own, drawn from (seed, name of the module).
+"""Initial values for the tensors of one stage: the library's own, drawn from (seed, name of the module).
 
-The library makes values in a module's constructor or in `_init_weights(module)`; its loader, which builds
-on the meta device as we do, relies on the latter for parameters and buffers alike.
+The library sets values in a module's constructor or in `_init_weights(module)`. A stage is built on the meta
+device, where constructors set no values; so `_init_weights` has to set them, as it does for the library's own
+loader.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 def initialise(
     model: PreTrainedModel, seed: int, is_own: Callable[[str], bool], constants: Mapping[str, float]
 ) -> None:
-    """Give the model's own tensors memory on the CPU and their initial values; the others stay on meta.
+    """Give the stage's own tensors memory on the CPU and initial values; the others stay on the meta device.
 
-    is_own: told the full name of a parameter or buffer. constants: values for those that `_init_weights`
-    leaves alone. Raises CutError for a tensor without any.
+    is_own: whether a parameter or buffer of this full name is the stage's own. constants: values of tensors
+    that `_init_weights` leaves alone. Raises CutError for a tensor that gets no value.
     """
     own = _materialise(model, is_own)
     with torch.no_grad(), torch.random.fork_rng([]):
@@ -43,7 +44,7 @@ def initialise(
 
 
 def _materialise(model: nn.Module, is_own: Callable[[str], bool]) -> dict[str, Tensor]:
-    """Memory for the own tensors; floats are NaN until they have values. Tied ones stay tied."""
+    """Allocate the own tensors, filled with NaN if they are floats. Tied tensors stay tied."""
     found: dict[str, Tensor] = {}
     made: dict[int, Tensor] = {}
     for path, module in model.named_modules():
@@ -71,7 +72,7 @@ def _empty(tensor: Tensor) -> Tensor:
 def _modules(
     module: nn.Module, path: str, init_weights: Callable[[nn.Module], None]
 ) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], None]]]:
-    """In the library's order, children first; each with the `_init_weights` of the model that it is in."""
+    """Yield (name, module, `_init_weights` of the model that it is in), children first, as the library."""
     from transformers import PreTrainedModel
 
     for name, child in module.named_children():

@@ -1,7 +1,7 @@
-"""A small copy of a Hugging Face config: as many layers of the same kinds, but narrow.
+"""A small copy of a Hugging Face config, on which a cut can be tried: the same layers, but narrow.
 
-Sizes are divided by one factor, so that what must divide each other still does. Numbers of layers, heads
-and groups stay, so the copy has the same modules under the same names, which is checked.
+All widths are divided by one factor, so that a width that divides another one still does. The numbers of
+layers, heads and groups stay. So the copy has the same modules under the same names, which is checked.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _LARGEST = 60_000_000  # parameters that a copy may have
 _VOCABULARY, _EXPERTS = 64, 16
 
 _NUMBER_OF_EXPERTS = re.compile(r"(num|n)_.*experts?$")
-# Numbers of things and places in the sequence; a layer_size and a head_dim are widths.
+# Names of counts and of positions in the sequence. A layer_size or a head_dim is a width.
 _NO_WIDTH = re.compile(
     r"(layer|head)(?!.*(size|dim))(?<!d_head)|position|window|kernel|group|per_tok|top_?k|interval|period|offset|length"
 )
 
 
 def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
-    """The library's model without memory, in float32: another dtype is the trainer's to choose."""
+    """The library's model on the meta device, in float32; the trainer changes the dtype later."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"), torch.random.fork_rng([]):
@@ -42,11 +42,11 @@ Tried = TypeVar("Tried")
 
 
 def with_small_copy(config: PretrainedConfig, run: Callable[[PretrainedConfig], Tried]) -> Tried:
-    """What `run` gives for a config of the same family whose model is small.
+    """Call `run` with a config of the same family whose model is small, and return its result.
 
-    That is the config itself where its model is small already; else the first narrow copy that has the
-    same modules and that `run` raises nothing for but CutError.
-    Raises ValueError with the first reason if there is none.
+    A config whose model is small already is used itself. Else narrow copies are tried until one has the same
+    modules and `run` raises nothing, or CutError, which is passed on.
+    Raises ValueError with the first copy's reason if no copy will do.
     """
     whole = build_on_meta(config)
     if size_of(whole) <= SMALL:
@@ -64,7 +64,7 @@ def with_small_copy(config: PretrainedConfig, run: Callable[[PretrainedConfig], 
                 return run(copy)
         except CutError:
             raise
-        except Exception as error:  # sizes that do not fit each other show in any way
+        except Exception as error:  # the library may raise anything for sizes that don't fit each other
             reasons.append(f"{type(error).__name__}: {error}".replace("\n", " "))
     raise ValueError(
         f"{type(whole).__name__} can't be checked, since no small copy of it can be made: {reasons[0]}"
@@ -72,7 +72,7 @@ def with_small_copy(config: PretrainedConfig, run: Callable[[PretrainedConfig], 
 
 
 def _exact(config: PretrainedConfig) -> PretrainedConfig:
-    """The config with products that know float64; those of grouped experts do not."""
+    """The config with plain products for experts: the library's grouped ones don't take float64."""
     config._experts_implementation = "eager"
     return config
 

@@ -1,9 +1,9 @@
-"""What the models share: how layers are split over stages, how a stage is put together, seeded weights.
+"""Parts that the models share: a stage made of named layers, initial weights by seed, checks of sizes.
 
 A stage is an `nn.Sequential` of named children in model order: `embedding` on stage 0, then one
-child per layer, then `norm` and `head` on the last stage. A layer's name is its GLOBAL number
-(`layer_7`), without a dot, so that each layer is a direct child of its stage: that is what
-recompute wraps. Names, and with them the weights, don't depend on the cut.
+child per layer, then `norm` and `head` on the last stage. A layer is named by its number in the whole
+model (`layer_7`). The name has no dot, so that each layer is a direct child of its stage, as recompute needs
+it. Names, and with them the initial weights, don't depend on the cut.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zbpp.partition import split_layers
 from zbpp.seeding import seed_of
 
-# The last matrix of each residual branch: scaled down, so that depth doesn't blow up the sum.
+# The last matrix of each residual branch. It is initialised smaller, so that the sum doesn't grow with depth.
 RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight")
 
 StdRule = Callable[[str, torch.Size], float]
@@ -29,9 +29,9 @@ StdRule = Callable[[str, torch.Size], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
-    """A model as factories in model order: `first` by name, the numbered layers, `last` by name.
+    """A model as functions that make its parts, in model order: `first` by name, the layers, `last` by name.
 
-    last_cost: what `last` costs, in layers; `first` is taken to cost nothing.
+    last_cost: the cost of `last`, as a multiple of a layer's; `first` counts as nothing.
     """
 
     layer: Callable[[int], nn.Module]
@@ -53,7 +53,7 @@ class Blueprint:
             raise ValueError(
                 f"stage {index} does not exist: with num_stages={num_stages} write 0 to {num_stages - 1}"
             )
-        # On meta the modules' own initialisation costs nothing and draws no random numbers.
+        # On the meta device the modules' own initialisation costs nothing and draws no random numbers.
         with torch.device("meta"):
             parts = OrderedDict(self._parts(index, num_stages, layers[index]))
         stage = nn.Sequential(parts)
@@ -76,7 +76,7 @@ class Blueprint:
 
 
 def initialise(module: nn.Module, seed: int, std: StdRule) -> None:
-    """Replace the parameters of `module` (on meta) by initial values that depend on (seed, name) only."""
+    """Give the parameters of a module on the meta device initial values that depend on (seed, name) only."""
     for name, parameter in list(module.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         values = initial_values(name, parameter.shape, seed, std).to(parameter.dtype)
@@ -84,7 +84,7 @@ def initialise(module: nn.Module, seed: int, std: StdRule) -> None:
 
 
 def initial_values(name: str, shape: torch.Size, seed: int, std: StdRule) -> Tensor:
-    """Biases 0, norm scales 1, matrices normal; float32, from a generator of their own."""
+    """Biases are 0, norm scales 1, matrices normally distributed; float32, with a generator of their own."""
     values = torch.empty(shape, dtype=torch.float32, device="cpu")
     if len(shape) == 1:
         return values.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -93,7 +93,7 @@ def initial_values(name: str, shape: torch.Size, seed: int, std: StdRule) -> Ten
 
 
 def transformer_std(num_layers: int) -> StdRule:
-    """0.02 as in GPT-2; the two residual outputs of each layer by 1 / sqrt(2 num_layers) smaller."""
+    """0.02 as in GPT-2; that times 1 / sqrt(2 num_layers) for the two residual outputs of each layer."""
     residual = 0.02 / math.sqrt(2 * num_layers)
     return lambda name, shape: residual if name.endswith(RESIDUAL_OUTPUTS) else 0.02
 

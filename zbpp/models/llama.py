@@ -29,9 +29,9 @@ class Llama:
 
     `num_kv_heads`: key and value heads, each shared by num_heads / num_kv_heads queries; by default
     num_heads. `intermediate_size`: by default 8/3 hidden_size, rounded up to a multiple of 64.
-    `layers_per_stage`: how many layers each stage gets; by default the heaviest stage is as light as
-    can be, the head counted. Weights depend on `seed` and their names only. Raises ValueError for sizes that
-    don't fit each other, and when a stage meets a sequence longer than `sequence_length`.
+    `layers_per_stage`: how many layers each stage gets; by default the heaviest stage, with the head counted,
+    is as light as possible. Initial weights depend on `seed` and on their names only. Raises ValueError for
+    sizes that don't fit each other, and when a stage gets a sequence longer than `sequence_length`.
     """
 
     def __init__(
@@ -100,14 +100,14 @@ class Llama:
         return token_loss(output, target)
 
     def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
-        """accuracy: the share of tokens whose likeliest successor is the right one."""
+        """accuracy: the share of positions whose target has the largest logit."""
         return {"accuracy": token_accuracy(output, target)}
 
 
 class Rotary(nn.Module):
-    """Turns each pair (i, i + d/2) of a head's d numbers by an angle: position x theta^(-2i/d).
+    """Rotates each pair of numbers (i, i + d/2) of a head by the angle position x theta^(-2i/d).
 
-    [batch, head, time, d] in and out. The halves are paired as in Hugging Face's Llama.
+    [batch, head, time, d] in and out. The pairs are those of Hugging Face's Llama.
     """
 
     cos: Tensor
@@ -117,11 +117,11 @@ class Rotary(nn.Module):
         super().__init__()
         self.sequence_length = sequence_length
         # float64 until the table is made: at position 10,000 a float32 angle is off by 1e-3.
-        # On the CPU by name: models are built under torch.device("meta"), which keeps no values.
+        # On the CPU: stages are built under torch.device("meta"), where tensors have no values.
         exponents = torch.arange(0, head_size, 2, dtype=torch.float64, device="cpu") / head_size
         positions = torch.arange(sequence_length, dtype=torch.float64, device="cpu")
         angles = positions[:, None] * theta**-exponents
-        # Not in the state dict: they follow from the model's sizes.
+        # Not in the state dict: the tables follow from the model's sizes.
         self.register_buffer("cos", angles.cos().float(), persistent=False)
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
@@ -173,12 +173,12 @@ class SwiGlu(nn.Module):
 
 
 def default_intermediate(hidden_size: int) -> int:
-    """8/3 hidden_size: three matrices as large as a GPT's two; rounded up to a multiple of 64."""
+    """8/3 hidden_size, rounded up to a multiple of 64: its three matrices are as large as a GPT's two."""
     return -(-8 * hidden_size // (3 * 64)) * 64
 
 
 def check_heads(hidden_size: int, num_heads: int, num_kv_heads: int) -> None:
-    """Raises ValueError unless hidden divides into heads of even size, and heads into kv groups."""
+    """Raises ValueError unless all heads have the same even size and are shared evenly by the kv heads."""
     check_positive(hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads)
     check_divides("hidden_size", hidden_size, "num_heads", num_heads)
     check_divides("num_heads", num_heads, "num_kv_heads", num_kv_heads)

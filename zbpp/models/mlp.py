@@ -13,9 +13,9 @@ from zbpp.models.layers import Blueprint, check_positive, fan_in_std
 class Mlp:
     """Linear layers with ReLU between them, by stages: [batch, in_features] -> [batch, out_features].
 
-    Between stages [batch, hidden_size]. `layers_per_stage`: how many layers each stage gets; by
-    default as even as possible, earlier stages first. Weights depend on `seed` and their names only.
-    Raises ValueError for sizes below 1.
+    Between stages [batch, hidden_size]. `layers_per_stage`: how many layers each stage gets; by default equal
+    numbers, and one more on earlier stages if they don't divide evenly. Initial weights depend on `seed` and
+    on their names only. Raises ValueError for sizes below 1.
     """
 
     def __init__(

@@ -1,11 +1,12 @@
 """Which plan to run: by name or by search, with bounds on how good a plan can be. Pure Python and numpy."""
 
 from zbpp.planning.bounds import Bound, Certificate, certificate, lower_bound
-from zbpp.planning.choose import Answer, Question, choose
-from zbpp.planning.compare import compare, per_stage_of
+from zbpp.planning.choose import Answer, PlanningRequest, choose
+from zbpp.planning.compare import compare
 from zbpp.planning.costs_file import About, about_in_words, measured_layers, read_costs
 from zbpp.planning.memory_limit import read_memory_limit
 from zbpp.planning.plan import SCHEDULES, canonical_name, placement_of, plan, takes_costs
+from zbpp.planning.rank_costs import RankCosts
 
 __all__ = [
     "SCHEDULES",
@@ -13,7 +14,8 @@ __all__ = [
     "Answer",
     "Bound",
     "Certificate",
-    "Question",
+    "PlanningRequest",
+    "RankCosts",
     "about_in_words",
     "canonical_name",
     "certificate",
@@ -21,7 +23,6 @@ __all__ = [
     "compare",
     "lower_bound",
     "measured_layers",
-    "per_stage_of",
     "placement_of",
     "plan",
     "read_costs",

@@ -1,7 +1,7 @@
 """Which schedule to use: every family and the search at the same costs, and what more memory would bring.
 
-`choose` plans and searches; its `Answer` holds all plans found, and says which is best under which
-memory limit, beside what no plan can undercut. `statements` draws conclusions from it.
+`choose` plans and searches. Its `Answer` holds all plans found, and tells which plan is best under which
+memory limit, beside the time that no plan can undercut. `zbpp.render.statements` draws conclusions from it.
 """
 
 from __future__ import annotations
@@ -13,97 +13,95 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from zbpp.families import FAMILIES
-from zbpp.planning.bounds import Bound, lower_bound
-from zbpp.planning.compare import per_stage_of
+from zbpp.planning.bounds import Bound, bound_of
+from zbpp.planning.memory_limit import MemoryLimit, fits, limits_per_rank
+from zbpp.planning.objective import MAKESPAN, OBJECTIVES, objective_value
+from zbpp.planning.placement import PLACEMENTS, place_stages
 from zbpp.planning.plan import check_range, placement_of, plan, takes_costs
-from zbpp.planning.problem import OBJECTIVES, placed, pose
+from zbpp.planning.problem import Problem
+from zbpp.planning.rank_costs import RankCosts
 from zbpp.planning.search.deadline import Deadline
 from zbpp.planning.search.paper_planner import memory_of_1f1b
+from zbpp.planning.size_limit import BYTES_PER_SEARCHED_ACTION, check_size
+from zbpp.planning.tolerance import EQUAL
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.simulate import Timeline, simulate
 from zbpp.schedule.timetable import PlanError, Timetable
 
-PLACEMENTS = ("one", "looped", "v")
-MULTIPLES = (1.0, 1.25, 1.5, 1.75, 2.0)  # memory limits that are tried, in 1F1B's memory
-LADDER = ("one", "v")  # placements that are tried there
-EQUAL = 1e-8  # relative: a plan this close to its bound is optimal
+# The memory sweep: limits in 1F1B's memory, and the placements that are searched under each.
+SWEEP_MULTIPLES = (1.0, 1.25, 1.5, 1.75, 2.0)
+SWEEP_PLACEMENTS = ("one", "v")
 
-Limit = float | Sequence[float] | None
 Progress = Callable[[float, str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is to be scheduled.
+class PlanningRequest:
+    """For which pipeline a schedule is to be chosen.
 
-    Numbers in `costs` are for one rank's share of the model, lists as `per_stage_of` says.
-    memory_limit: per rank, in the unit of costs.saved. time_limit: seconds of all searches together.
+    costs: for one rank's share of the model. memory_limit: in the unit of costs.saved, for each rank or one
+    number per rank. time_limit: seconds of all searches together.
     Raises PlanError for what is out of range, and for a limit that can't hold one microbatch (with the
     least that works).
     """
 
     num_ranks: int
     num_microbatches: int
-    costs: Costs = field(default_factory=Costs)
-    memory_limit: Limit = None
-    objective: str = "makespan"
+    costs: RankCosts = field(default_factory=RankCosts)
+    memory_limit: MemoryLimit = None
+    objective: str = MAKESPAN
     time_limit: float = 45.0
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_range("memory_limit", self.memory_limit)
         check_range("time_limit", self.time_limit)
-        pose(
-            self.num_ranks,
-            self.num_microbatches,
-            self.costs_for(self.num_ranks),
-            self.memory_limit,
-            "one",
-            None,
-            self.objective,
-        )
+        check_size(self.num_ranks, self.num_microbatches, 1, BYTES_PER_SEARCHED_ACTION)
+        self.problem("one", self.memory_limit, self.objective)  # refuses what can't be planned
 
     @property
     def other_objective(self) -> str:
         return next(each for each in OBJECTIVES if each != self.objective)
 
     @cached_property
-    def unit(self) -> float:
-        """1F1B's memory, 1.0p."""
+    def memory_of_1f1b(self) -> float:
+        """The activations of as many microbatches as there are ranks: 1.00p in tables."""
         return memory_of_1f1b(self.costs_for(self.num_ranks), self.num_ranks)
 
     @cached_property
-    def limits(self) -> list[Limit]:
-        """The limits that are tried, ascending, the given one among them; None, no limit, comes last."""
-        limits = {multiple * self.unit for multiple in MULTIPLES}
-        given: list[Limit] = [] if self.memory_limit is None else [self.memory_limit]
-        if isinstance(self.memory_limit, int | float):
-            limits |= {float(self.memory_limit)}
-            given = []
-        return [*given, *sorted(limits), None]
+    def limits(self) -> list[MemoryLimit]:
+        """The limits of the memory sweep, ascending, and the given limit among them; None comes last.
+
+        A limit that differs between ranks comes first.
+        """
+        sweep = {multiple * self.memory_of_1f1b for multiple in SWEEP_MULTIPLES}
+        if self.memory_limit is None:
+            return [*sorted(sweep), None]
+        if isinstance(self.memory_limit, Sequence):
+            return [self.memory_limit, *sorted(sweep), None]
+        return [*sorted(sweep | {float(self.memory_limit)}), None]
 
     @property
-    def span_limits(self) -> list[Limit]:
-        """The limits at which both objectives are tried: the given one, and 2p."""
-        limits: list[Limit] = [self.memory_limit, 2 * self.unit]
-        return limits[: 1 + (limits[0] != limits[1])]
+    def span_limits(self) -> list[MemoryLimit]:
+        """The limits under which both objectives are tried: the given one, and twice 1F1B's memory."""
+        given, twice = self.memory_limit, 2 * self.memory_of_1f1b
+        return [given] if given == twice else [given, twice]
 
     def costs_for(self, num_stages: int) -> Costs:
-        """Per stage, for timetables with so many stages."""
-        return per_stage_of(self.costs, num_stages, self.num_ranks)
+        """The costs per stage of timetables with so many stages."""
+        return self.costs.per_stage(num_stages, self.num_ranks)
 
-    def bound(self, placement: str, limit: Limit, objective: str = "", splits: bool = True) -> Bound | None:
-        """What no plan undercuts (ms); None if none fits. Without splits: no plan with whole backwards."""
-        rank_of = placed(self.num_ranks, placement, None)
+    def problem(self, placement: str, limit: MemoryLimit, objective: str) -> Problem:
+        """The problem for one placement, limit and objective. Raises PlanError."""
+        rank_of = place_stages(self.num_ranks, placement)
+        return Problem(rank_of, self.num_microbatches, self.costs_for(len(rank_of)), limit, objective)
+
+    def bound(
+        self, placement: str, limit: MemoryLimit, objective: str = "", splits: bool = True
+    ) -> Bound | None:
+        """What no plan undercuts (ms); None if no plan fits. splits=False: no plan with whole backwards."""
         try:
-            return lower_bound(
-                objective or self.objective,
-                rank_of=rank_of,
-                num_microbatches=self.num_microbatches,
-                costs=self.costs_for(len(rank_of)),
-                memory_limit=limit,
-                splits=splits,
-            )
+            return bound_of(self.problem(placement, limit, objective or self.objective), splits)
         except PlanError:
             return None
 
@@ -125,14 +123,11 @@ class Candidate:
         return f"{self.name} --placement {self.placement}" if self.name == "zb_auto" else self.name
 
     def value(self, objective: str) -> float:
-        return self.timeline.makespan if objective == "makespan" else self.timeline.max_span
+        return objective_value(self.timeline, objective)
 
-    def fits(self, limit: Limit) -> bool:
+    def fits(self, limit: MemoryLimit) -> bool:
         peaks = self.timeline.peak_memory
-        if limit is None:
-            return True
-        limits = limit if isinstance(limit, Sequence) else [limit] * len(peaks)
-        return all(peak <= most * (1 + 1e-9) for peak, most in zip(peaks, limits, strict=True))
+        return fits(peaks, limits_per_rank(limit, len(peaks)))
 
 
 @dataclass(frozen=True)
@@ -158,16 +153,16 @@ class Choice:
 
 @dataclass(frozen=True)
 class Answer:
-    """All plans found, and why some families have none."""
+    """All plans found for a request, and why some families have none."""
 
-    question: Question
+    request: PlanningRequest
     candidates: list[Candidate]
     refused: dict[str, PlanError]
 
     @property
     def ranked(self) -> list[Choice]:
-        """What fits the question's limit, best first: each family, and zb_auto's best per placement."""
-        limit, objective = self.question.memory_limit, self.question.objective
+        """The plans that fit the request's limit, best first: each family, zb_auto's best per placement."""
+        limit, objective = self.request.memory_limit, self.request.objective
         fitting = [each for each in self.candidates if each.fits(limit)]
         searched = [
             min(own, key=lambda each: each.value(objective))
@@ -179,21 +174,21 @@ class Answer:
 
     @property
     def too_large(self) -> list[Candidate]:
-        """What doesn't fit, the least memory first."""
-        limit = self.question.memory_limit
+        """The families' plans that don't fit, the least memory first."""
+        limit = self.request.memory_limit
         rest = [each for each in self.candidates if each.name != "zb_auto" and not each.fits(limit)]
         return sorted(rest, key=lambda each: max(each.timeline.peak_memory))
 
-    def best(self, placement: str, limit: Limit, objective: str = "") -> Choice | None:
+    def best(self, placement: str, limit: MemoryLimit, objective: str = "") -> Choice | None:
         """The best plan with this placement that fits; None if there is none."""
-        objective = objective or self.question.objective
-        bound = self.question.bound(placement, limit, objective)
+        objective = objective or self.request.objective
+        bound = self.request.bound(placement, limit, objective)
         fitting = [each for each in self.candidates if each.placement == placement and each.fits(limit)]
         if bound is None or not fitting:
             return None
         return Choice(min(fitting, key=lambda each: each.value(objective)), objective, bound)
 
-    def best_of_all(self, limit: Limit, objective: str = "") -> Choice | None:
+    def best_of_all(self, limit: MemoryLimit, objective: str = "") -> Choice | None:
         """The best plan that fits, whatever its placement."""
         found = [self.best(placement, limit, objective) for placement in PLACEMENTS]
         return min(filter(None, found), key=lambda choice: choice.value, default=None)
@@ -202,9 +197,9 @@ class Answer:
         return next((each for each in self.candidates if each.name == name), None)
 
     def _choice(self, candidate: Candidate) -> Choice:
-        bound = self.question.bound(candidate.placement, self.question.memory_limit)
+        bound = self.request.bound(candidate.placement, self.request.memory_limit)
         assert bound is not None  # the candidate fits
-        return Choice(candidate, self.question.objective, bound)
+        return Choice(candidate, self.request.objective, bound)
 
 
 def _worth(choice: Choice) -> tuple[float, bool, int]:
@@ -219,47 +214,47 @@ def num_messages(timetable: Timetable) -> int:
     return 2 * crossings * timetable.num_microbatches
 
 
-def choose(question: Question, progress: Progress | None = None) -> Answer:
-    """Plan every family, search every placement under the question's limit, and the ladder of limits.
+def choose(request: PlanningRequest, progress: Progress | None = None) -> Answer:
+    """Plan every family, search every placement under the request's limit, and the memory sweep.
 
     progress(share done, what is being searched) is called often. Raises PlanError for counts or a
     limit out of range; a family that refuses is part of the answer.
     """
-    answer = Answer(question, [], {})
-    for name, make in _planned(question):
+    answer = Answer(request, [], {})
+    for name, make in _planned(request):
         try:
-            answer.candidates.append(_candidate(question, name, make()))
+            answer.candidates.append(_candidate(request, name, make()))
         except PlanError as error:
             answer.refused[name] = error
-    deadline, wanted = Deadline(question.time_limit), _searches(question)
+    deadline, wanted = Deadline(request.time_limit), _searches(request)
     for number, search in enumerate(wanted):
         if progress:
             progress(number / len(wanted), str(search))
         inner = progress and partial(_within, progress, number, len(wanted), search)
-        # What ends early, at its bound, leaves its time to those after it.
+        # A search that ends early, at its bound, leaves its time to the searches after it.
         _search(answer, search, deadline.part(1 / (len(wanted) - number)).seconds, inner)
     return answer
 
 
-def _planned(question: Question) -> Iterator[tuple[str, Callable[[], Timetable]]]:
+def _planned(request: PlanningRequest) -> Iterator[tuple[str, Callable[[], Timetable]]]:
     """The families, and the paper's planner with 1F1B's memory and with twice that."""
-    counts = question.num_ranks, question.num_microbatches
+    counts = request.num_ranks, request.num_microbatches
     for name in FAMILIES:
         yield name, partial(plan, name, *counts)
-    own = question.costs_for(question.num_ranks)
+    own = request.costs_for(request.num_ranks)
     for name in ("zb_1p", "zb_2p"):
         yield name, partial(plan, name, *counts, costs=own)
 
 
-def _candidate(question: Question, name: str, timetable: Timetable) -> Candidate:
-    return Candidate(name, simulate(timetable, question.costs_for(timetable.num_stages)))
+def _candidate(request: PlanningRequest, name: str, timetable: Timetable) -> Candidate:
+    return Candidate(name, simulate(timetable, request.costs_for(timetable.num_stages)))
 
 
 class _Search(NamedTuple):
     """One run of zb_auto."""
 
     placement: str
-    limit: Limit
+    limit: MemoryLimit
     objective: str
 
     def __str__(self) -> str:
@@ -267,18 +262,18 @@ class _Search(NamedTuple):
         return f"{self.objective}, {self.placement}{limit}"
 
 
-def _searches(question: Question) -> list[_Search]:
-    """Placements that are soon done come first; below the given limit's, the ladder's."""
-    own, objective = question.memory_limit, question.objective
-    others = [limit for limit in question.limits if limit not in (None, own)]
+def _searches(request: PlanningRequest) -> list[_Search]:
+    """Placements that are soon done come first; the given limit comes before the memory sweep."""
+    own, objective = request.memory_limit, request.objective
+    others = [limit for limit in request.limits if limit not in (None, own)]
     return [
         *(_Search(placement, own, objective) for placement in PLACEMENTS),
         *(
-            _Search(placement, limit, question.other_objective)
-            for limit in question.span_limits
-            for placement in LADDER
+            _Search(placement, limit, request.other_objective)
+            for limit in request.span_limits
+            for placement in SWEEP_PLACEMENTS
         ),
-        *(_Search(placement, limit, objective) for placement in LADDER for limit in others),
+        *(_Search(placement, limit, objective) for placement in SWEEP_PLACEMENTS for limit in others),
     ]
 
 
@@ -291,28 +286,28 @@ def _within(
 def _search(answer: Answer, search: _Search, seconds: float, progress: Callable[..., None] | None) -> None:
     """Add what is found, unless nothing better than what is known can exist.
 
-    Under the question's own limit and objective zb_auto is always asked: it has a row of its own.
+    Under the request's own limit and objective zb_auto is always asked: it has a row of its own.
     """
-    question, (placement, limit, objective) = answer.question, search
+    request, (placement, limit, objective) = answer.request, search
     known = answer.best(placement, limit, objective)
-    own = (limit, objective) == (question.memory_limit, question.objective)
+    own = (limit, objective) == (request.memory_limit, request.objective)
     if known and known.proved_optimal and not own:
         return
-    num_stages = len(placed(question.num_ranks, placement, None))
+    num_stages = len(place_stages(request.num_ranks, placement))
     try:
         timetable = plan(
             "zb_auto",
-            question.num_ranks,
-            question.num_microbatches,
-            costs=question.costs_for(num_stages),
+            request.num_ranks,
+            request.num_microbatches,
+            costs=request.costs_for(num_stages),
             memory_limit=limit,
             placement=placement,
             objective=objective,
             time_limit=seconds,
-            seed=question.seed,
+            seed=request.seed,
             progress=progress,
         )
-        answer.candidates.append(_candidate(question, "zb_auto", timetable))
+        answer.candidates.append(_candidate(request, "zb_auto", timetable))
     except PlanError as error:
         if own:
             answer.refused[f"zb_auto {placement}"] = error

@@ -1,40 +1,43 @@
-"""Costs as scripts/measure.py writes them: a JSON object with the fields of `Costs`, memory_unit, about."""
+"""Costs as scripts/measure.py writes them: a JSON object with the fields of `RankCosts`, and `about`."""
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from zbpp.partition import layers_of
-from zbpp.schedule.costs import ACTIVATIONS, BYTES, Costs, CostsInBytes
-from zbpp.schedule.interchange import naming, read_json
+from zbpp.planning.rank_costs import RankCosts
+from zbpp.schedule.costs import ACTIVATIONS, BYTES, COST_NAMES, Costs
+from zbpp.schedule.interchange import naming
 from zbpp.schedule.timetable import Op, PlanError, printable, shown
 
 About = dict[str, Any]
 """What was measured, where and how: any keys."""
 
-_NAMES = [field.name for field in fields(Costs)]
-_KINDS = {ACTIVATIONS: Costs, BYTES: CostsInBytes}  # by "memory_unit"
+_UNITS = (ACTIVATIONS, BYTES)
 _LONGEST = 80  # characters of an entry of `about` that are shown
 
 
-def read_costs(path: str | os.PathLike[str]) -> tuple[Costs, About]:
-    """The costs in a file, and what it says of them. Raises PlanError that names the file, and OSError."""
+def read_costs(path: str | os.PathLike[str]) -> tuple[RankCosts, About]:
+    """The costs in a file, and what the file says about them.
+
+    Raises PlanError that names the file, and OSError.
+    """
     with naming(path):
-        given = read_json(Path(path).read_bytes())
+        given = _read_json(Path(path).read_bytes())
         if not isinstance(given, dict):
-            raise PlanError(f"{shown(given)} is no object with any of {', '.join(_NAMES)}")
+            raise PlanError(f"{shown(given)} is no object with any of {', '.join(COST_NAMES)}")
         about = given.pop("about", {})
         if not isinstance(about, dict):
             raise PlanError(f"about is {shown(about)}; an object is expected")
         unit = given.pop("memory_unit", ACTIVATIONS)
-        if not isinstance(unit, str) or unit not in _KINDS:
-            raise PlanError(f"memory_unit is {shown(unit)}; write {' or '.join(_KINDS)}")
-        for name in given.keys() - set(_NAMES):
-            raise PlanError(f"{shown(name)} is no cost; known: {', '.join(_NAMES)}, memory_unit")
-        return _KINDS[unit](**given), about
+        if not isinstance(unit, str) or unit not in _UNITS:
+            raise PlanError(f"memory_unit is {shown(unit)}; write {' or '.join(_UNITS)}")
+        for name in given.keys() - set(COST_NAMES):
+            raise PlanError(f"{shown(name)} is no cost; known: {', '.join(COST_NAMES)}, memory_unit")
+        return RankCosts(**given, memory_unit=unit), about
 
 
 def about_in_words(about: About) -> str:
@@ -44,7 +47,7 @@ def about_in_words(about: About) -> str:
     return f"costs measured: {printable(words)}" if words else ""
 
 
-def measured_layers(costs: Costs, about: About, num_layers: int) -> tuple[list[float], float, float]:
+def measured_layers(costs: RankCosts, about: About, num_layers: int) -> tuple[list[float], float, float]:
     """(layers, first, last) as `zbpp.partition.partition` takes them, in ms of F, B and W together.
 
     about["layers_per_stage"] says how many layers each measured stage had. Raises PlanError if it
@@ -56,7 +59,7 @@ def measured_layers(costs: Costs, about: About, num_layers: int) -> tuple[list[f
             f"these costs were measured with layers_per_stage={shown(counts)}, not with {num_layers} layers: "
             "give that model's number, or give --head instead of --costs"
         )
-    times = costs.per_stage(len(counts)).duration
+    times = Costs(**costs.numbers).per_stage(len(counts)).duration
     stages = [sum(times[op][stage] for op in (Op.F, Op.B, Op.W)) for stage in range(len(counts))]
     try:
         return layers_of(stages, counts)
@@ -66,3 +69,17 @@ def measured_layers(costs: Costs, about: About, num_layers: int) -> tuple[list[f
 
 def _are_counts(value: Any) -> bool:
     return isinstance(value, list) and all(type(count) is int and count >= 0 for count in value)
+
+
+def _read_json(text: str | bytes) -> object:
+    """Parse a JSON text. Raises PlanError for any other text, and for one that is nested too deep."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PlanError(f"line {error.lineno}, column {error.colno} is no JSON: {error.msg}") from None
+    except UnicodeDecodeError as error:
+        raise PlanError(f"no JSON that can be read: byte {error.start} is no UTF-8 text") from None
+    except RecursionError:
+        raise PlanError("no JSON that can be read: it is nested too deep") from None
+    except ValueError:  # Python's guard of int()
+        raise PlanError("no JSON that can be read: a number has too many digits") from None

@@ -1,4 +1,7 @@
-"""Memory as people read and write it: `8` activations, or `12GiB` where the costs are in bytes."""
+"""Memory limits: read as people write them, resolved per rank, and held against what a plan needs.
+
+People write `8` (activations), or `12GiB` where the costs are in bytes.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,15 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
+from zbpp.planning.rank_costs import RankCosts
+from zbpp.planning.tolerance import ROUNDING
 from zbpp.schedule.costs import ACTIVATIONS, BYTES, Costs
 from zbpp.schedule.timetable import PlanError, shown
 
-MemoryLimit = float | str | Sequence[float | str] | None
+MemoryLimit = float | Sequence[float] | None
+"""In the unit of costs.saved: for each rank, or one number per rank; None: no limit."""
+
+WrittenLimit = float | str | Sequence[float | str] | None
 
 _LIMIT = re.compile(r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*(?:([kmgt]?)(i?)b)?", re.ASCII | re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -21,10 +29,10 @@ _ADVICE = {
 }
 
 
-def read_memory_limit(value: MemoryLimit, costs: Costs) -> float | list[float] | None:
-    """The limit of each rank in the unit of costs.saved, or a list, one per rank, as `plan` takes it.
+def read_memory_limit(value: WrittenLimit, costs: Costs | RankCosts) -> float | list[float] | None:
+    """The limit in the unit of costs.saved, or a list with one number per rank, as `plan` takes it.
 
-    value: `8`, `12GiB`, `512MB`, a list of these, or several in one text: `8,8,6,6`; None: no limit.
+    value: `8`, `12GiB`, `512MB`, a list of such limits, or several in one text: `8,8,6,6`; None: no limit.
     A limit in bytes has a unit, one in activations has none. Raises PlanError.
     """
     if isinstance(value, str) and "," in value:
@@ -45,6 +53,60 @@ def _read(value: float | str, unit: str) -> float:
     return float(number) * base ** _POWERS[(prefix or "").lower()]
 
 
+# ---------------------------------------------------------------- limits against levels
+
+
+def limits_per_rank(memory_limit: MemoryLimit, num_ranks: int) -> tuple[float, ...]:
+    """One limit per rank, infinity where there is none. Raises PlanError for a list of another length."""
+    if memory_limit is None:
+        return (math.inf,) * num_ranks
+    limits = memory_limit if isinstance(memory_limit, Sequence) else [memory_limit] * num_ranks
+    if len(limits) != num_ranks:
+        raise PlanError(f"memory_limit has {len(limits)} numbers for {num_ranks} ranks")
+    return tuple(map(float, limits))
+
+
+def ceiling(limit: float) -> float:
+    """The highest sum of floats that counts as within the limit."""
+    return limit * (1 + ROUNDING)
+
+
+def fits(levels: Iterable[float], limits: Iterable[float]) -> bool:
+    """Whether every rank's memory level is within its limit."""
+    return all(level <= ceiling(limit) for level, limit in zip(levels, limits, strict=True))
+
+
+def check_fits(plan: str, peaks: Sequence[float], limits: Sequence[float], unit: str) -> None:
+    """Raises PlanError, with what the plan needs, unless every rank's peak is within its limit."""
+    if fits(peaks, limits):
+        return
+    excess = [peak - limit for peak, limit in zip(peaks, limits, strict=True)]
+    rank = excess.index(max(excess))
+    raise PlanError(
+        f"{plan} needs {memory_text(peaks[rank], unit)} on rank {rank}, "
+        f"memory_limit allows {memory_text(limits[rank], unit)}; {_least_that_works(peaks, unit)}"
+    )
+
+
+def check_holds_one_microbatch(least: Sequence[float], limits: Sequence[float], unit: str) -> None:
+    """Raises PlanError if some rank's limit is below the least memory with which it can run a microbatch."""
+    for rank, (needed, limit) in enumerate(zip(least, limits, strict=True)):
+        if not needed <= ceiling(limit):  # NaN too
+            raise PlanError(
+                f"memory_limit {memory_text(limit, unit)} on rank {rank} can't hold one microbatch; "
+                + _least_that_works(least, unit)
+            )
+
+
+def _least_that_works(memory: Iterable[float], unit: str) -> str:
+    """What each rank needs, so that it can be typed as a limit."""
+    needs = [f"{math.ceil(each)}B" if unit == BYTES else f"{each:.12g}" for each in memory]
+    return f"the least that works, per rank: {', '.join(needs)}"
+
+
+# ---------------------------------------------------------------- as text
+
+
 def quantity(number: float) -> str:
     """Four digits at most, with k, M, G, T for large numbers."""
     power = min(int(math.log10(number) / 3), 4) if number >= 1e4 else 0
@@ -58,9 +120,3 @@ def memory_text(amount: float, unit: str) -> str:
     power = min(int(math.log2(amount) / 10), len(_BINARY) - 1) if amount >= 1 else 0
     number = amount / 1024**power
     return f"{number:.{3 if number < 999.5 else 4}g} {_BINARY[power]}"
-
-
-def least_that_works(memory: Iterable[float], unit: str) -> str:
-    """For an error: what each rank needs, so that it does as a limit."""
-    needs = [f"{math.ceil(each)}B" if unit == BYTES else f"{each:.12g}" for each in memory]
-    return f"the least that works, per rank: {', '.join(needs)}"

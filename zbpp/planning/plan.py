@@ -1,8 +1,8 @@
-"""`plan`: the one door to every schedule.
+"""`plan`: the one entry to every schedule.
 
-A generator is called as `generator(num_ranks, num_microbatches, **options)` and gets just those of
-plan's options that it declares as keyword-only parameters. What comes out is checked against
-what was asked for, so that an option which a generator doesn't know can't be lost in silence.
+A generator is called as `generator(num_ranks, num_microbatches, **options)`, with just those of plan's
+options that it declares as keyword-only parameters. `plan` then checks the timetable against all options,
+so that an option which a generator doesn't know can't be lost in silence.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 
 from zbpp.families import FAMILIES
 from zbpp.planning.exact import optimal
-from zbpp.planning.memory_limit import least_that_works, memory_text
-from zbpp.planning.problem import OBJECTIVES, PLACEMENTS, placed
+from zbpp.planning.memory_limit import MemoryLimit, check_fits, limits_per_rank
+from zbpp.planning.objective import MAKESPAN, OBJECTIVES
+from zbpp.planning.placement import PLACEMENTS, has_placement, place_stages, placement_name
 from zbpp.planning.search import zb_1p, zb_2p, zb_auto
 from zbpp.planning.size_limit import BYTES_PER_ACTION, BYTES_PER_SEARCHED_ACTION, check_size
 from zbpp.schedule.costs import Costs
@@ -42,10 +43,10 @@ def plan(
     num_microbatches: int,
     *,
     costs: Costs = Costs(),
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: MemoryLimit = None,
     placement: str | None = None,
     stages_per_rank: int | None = None,
-    objective: str = "makespan",
+    objective: str = MAKESPAN,
     search: bool = True,
     time_limit: float = 10.0,
     seed: int = 0,
@@ -85,8 +86,8 @@ def plan(
     bytes_per_action = BYTES_PER_SEARCHED_ACTION if takes_costs(name) else BYTES_PER_ACTION
     check_size(num_ranks, num_microbatches, stages_per_rank or 1, bytes_per_action)
     if placement is not None and stages_per_rank is not None:
-        placed(num_ranks, placement, stages_per_rank)  # can they go together, in whatever family?
-    limits = _limits(memory_limit, num_ranks)
+        place_stages(num_ranks, placement, stages_per_rank)  # refuses a contradiction, whatever the schedule
+    limits = limits_per_rank(memory_limit, num_ranks)
 
     declared = inspect.signature(SCHEDULES[name]).parameters
     given = {key: value for key, value in options.items() if key in declared and value is not None}
@@ -94,7 +95,7 @@ def plan(
     _check_placement(name, timetable, placement, stages_per_rank)
     costs.per_stage(timetable.num_stages)  # refuses lists of another length
     if memory_limit is not None:
-        _check_memory(name, timetable, costs, limits)
+        check_fits(name, simulate(timetable, costs).peak_memory, limits, costs.memory_unit)
     return timetable
 
 
@@ -126,15 +127,7 @@ def _letters(name: str) -> str:
 
 def placement_of(timetable: Timetable) -> str:
     """ "one" stage per rank, "looped" (stage s on rank s mod p), "v" (down and back up), or "other"."""
-    shapes = ("one", "v", "looped")  # on one rank two stages are both
-    return next((shape for shape in shapes if _is_placed(timetable, shape)), "other")
-
-
-def _is_placed(timetable: Timetable, placement: str) -> bool:
-    there = tuple(range(timetable.num_ranks))
-    per_rank = timetable.num_stages // timetable.num_ranks
-    shapes = {"one": there, "v": there + there[::-1], "looped": there * per_rank}
-    return timetable.rank_of == shapes[placement]
+    return placement_name(timetable.rank_of)
 
 
 def _is_whole(value: object, least: float = 1) -> bool:
@@ -182,33 +175,13 @@ def check_range(name: str, value: object) -> None:
         raise PlanError(f"{name}={value!r}: {advice}")
 
 
-def _limits(memory_limit: float | Sequence[float] | None, num_ranks: int) -> list[float]:
-    if not isinstance(memory_limit, Sequence):
-        return [math.inf if memory_limit is None else float(memory_limit)] * num_ranks
-    if len(memory_limit) != num_ranks:
-        raise PlanError(f"memory_limit has {len(memory_limit)} numbers for {num_ranks} ranks")
-    return list(map(float, memory_limit))
-
-
 def _check_placement(
     name: str, timetable: Timetable, placement: str | None, stages_per_rank: int | None
 ) -> None:
     own, per_rank = placement_of(timetable), timetable.num_stages // timetable.num_ranks
-    if placement is not None and not _is_placed(timetable, placement):
+    if placement is not None and not has_placement(timetable.rank_of, placement):
         raise PlanError(f"{name} places its stages as {own!r}, not {placement!r}: leave placement out")
     if stages_per_rank is not None and stages_per_rank != per_rank:
         raise PlanError(
             f"{name} has {per_rank} stage(s) per rank, not {stages_per_rank}: leave stages_per_rank out"
-        )
-
-
-def _check_memory(name: str, timetable: Timetable, costs: Costs, limits: list[float]) -> None:
-    peaks = simulate(timetable, costs).peak_memory
-    excess = [peak - limit for peak, limit in zip(peaks, limits, strict=True)]
-    rank = excess.index(max(excess))
-    if excess[rank] > 1e-9 * limits[rank]:  # the peak is a sum of floats
-        needed, allowed = (memory_text(each, costs.memory_unit) for each in (peaks[rank], limits[rank]))
-        raise PlanError(
-            f"{name} needs {needed} on rank {rank}, memory_limit allows {allowed}; "
-            + least_that_works(peaks, costs.memory_unit)
         )

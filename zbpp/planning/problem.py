@@ -1,56 +1,104 @@
-"""What is to be planned: costs, placement and limits as plain lists, which the searches share.
+"""What is to be planned: placement, counts, costs, memory limit and objective.
 
-Every action is one integer, its id: (stage * 4 + op) * num_microbatches + microbatch. A `kind` is
-the part before the microbatch. A plan is, per rank, the list of its ids in order.
+This is the one statement of the problem. The search, the bounds and the exact planner all take a `Problem`.
+
+Inside planning an action is one integer, its id: kind * num_microbatches + microbatch, where the kind is a
+stage and an op (see `dataflow_arrays`). A plan is, per rank, the list of its ids in order.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from zbpp.planning.memory_limit import least_that_works, memory_text
-from zbpp.planning.size_limit import BYTES_PER_SEARCHED_ACTION, check_size
+from zbpp.planning.earliest_starts import dependency_order, earliest_starts
+from zbpp.planning.memory_limit import (
+    MemoryLimit,
+    ceiling,
+    check_holds_one_microbatch,
+    fits,
+    limits_per_rank,
+)
+from zbpp.planning.objective import MAKESPAN, SPAN, check_objective, objective_value
+from zbpp.planning.placement import place_stages, placement_name
+from zbpp.planning.size_limit import BYTES_PER_SEARCHED_ACTION, check_count, check_size
+from zbpp.planning.tolerance import ROUNDING
 from zbpp.schedule.costs import Costs, StageCosts
-from zbpp.schedule.simulate import simulate
+from zbpp.schedule.dataflow_arrays import kind_of, kinds_of, op_of, stage_of
+from zbpp.schedule.numbering import numbered
+from zbpp.schedule.simulate import Timeline, simulate
 from zbpp.schedule.timetable import Op, PlanError, Row, Timetable
 
 Plan = list[list[int]]
 
-# placement -> least and most stages per rank, and what to write
-_STAGES = {
-    "one": (1, 1, "1 (for more, write placement='looped' or 'v')"),
-    "looped": (2, math.inf, "2 or more (one stage per rank is placement='one')"),
-    "v": (2, 2, "2"),
-}
-PLACEMENTS = tuple(_STAGES)
-OBJECTIVES = ("makespan", "span")
-
 
 @dataclass(frozen=True)
 class Problem:
-    """Costs, placement, limits and objective of one search.
+    """Which timetables are allowed, and how they are compared.
 
-    limits: per rank, the highest memory level allowed (inf: none).
-    objective: "makespan" (last end of all ranks) or "span" (largest span of a rank).
+    rank_of[stage]: the placement. memory_limit: in the unit of costs.saved, for each rank or one number
+    per rank; None: no limit. objective: "makespan" (last end of all ranks) or "span" (the largest span
+    of a rank).
+    Raises PlanError for what is out of range, and for a limit that can't hold one microbatch (with the
+    least that works, per rank).
     """
 
-    num_ranks: int
-    num_microbatches: int
-    placement: str
     rank_of: tuple[int, ...]
-    given: Costs
-    costs: StageCosts
-    limits: tuple[float, ...]
-    objective: str
+    num_microbatches: int
+    costs: Costs = Costs()
+    memory_limit: MemoryLimit = None
+    objective: str = MAKESPAN
+
+    def __post_init__(self) -> None:
+        check_count("num_microbatches", self.num_microbatches)
+        check_objective(self.objective)
+        ranks = set(self.rank_of)
+        if not ranks or ranks != set(range(len(ranks))):
+            raise PlanError(f"rank_of={self.rank_of}: write a rank per stage, 0..p-1 without a gap")
+        self.require(self.least_memory)
+
+    @classmethod
+    def placed(
+        cls,
+        num_ranks: int,
+        num_microbatches: int,
+        *,
+        costs: Costs = Costs(),
+        memory_limit: MemoryLimit = None,
+        placement: str | None = None,
+        stages_per_rank: int | None = None,
+        objective: str = MAKESPAN,
+    ) -> Problem:
+        """The problem with a placement that is given by name; None: "one".
+
+        Raises PlanError, too, for a contradiction, and for more actions than a search can hold in memory.
+        """
+        check_size(num_ranks, num_microbatches, stages_per_rank or 1, BYTES_PER_SEARCHED_ACTION)
+        rank_of = place_stages(num_ranks, placement or "one", stages_per_rank)
+        return cls(rank_of, num_microbatches, costs, memory_limit, objective)
+
+    def with_microbatches(self, num_microbatches: int) -> Problem:
+        """The same pipeline with another number of microbatches."""
+        return replace(self, num_microbatches=num_microbatches)
+
+    # -- the placement ------------------------------------------------------------------------
 
     @property
     def num_stages(self) -> int:
         return len(self.rank_of)
+
+    @cached_property
+    def num_ranks(self) -> int:
+        return max(self.rank_of, default=-1) + 1
+
+    @cached_property
+    def placement(self) -> str:
+        """ "one", "v", "looped" or "other"."""
+        return placement_name(self.rank_of)
 
     @cached_property
     def stages_of(self) -> list[list[int]]:
@@ -60,200 +108,145 @@ class Problem:
             owned[rank].append(stage)
         return owned
 
+    # -- costs --------------------------------------------------------------------------------
+
+    @cached_property
+    def stage_costs(self) -> StageCosts:
+        return self.costs.per_stage(self.num_stages)
+
     @cached_property
     def duration(self) -> list[float]:
-        """Time by kind."""
-        return [self.costs.duration[op][stage] for stage in range(self.num_stages) for op in Op]
+        """Time by kind (ms)."""
+        return [self.stage_costs.duration[op][stage] for stage in range(self.num_stages) for op in Op]
 
     @cached_property
     def memory(self) -> list[float]:
         """Change of the memory level by kind."""
-        return [self.costs.memory[op][stage] for stage in range(self.num_stages) for op in Op]
+        return [self.stage_costs.memory[op][stage] for stage in range(self.num_stages) for op in Op]
+
+    def message(self, source: int, target: int) -> float:
+        """The time (ms) of a message from one stage to another: 0 on one rank."""
+        return 0.0 if self.rank_of[source] == self.rank_of[target] else self.stage_costs.comm[source]
 
     @cached_property
     def latency(self) -> list[float]:
-        """Per stage s, the time of a message between stage s and s + 1, forward: 0 on one rank."""
-        return [self._message(stage, stage + 1) for stage in range(self.num_stages - 1)]
+        """Per stage s, the time of a message from stage s to s + 1."""
+        return [self.message(stage, stage + 1) for stage in range(self.num_stages - 1)]
 
     @cached_property
     def backward_latency(self) -> list[float]:
         """Per stage s, the time of a message from stage s + 1 back to s."""
-        return [self._message(stage + 1, stage) for stage in range(self.num_stages - 1)]
-
-    def _message(self, source: int, target: int) -> float:
-        return 0.0 if self.rank_of[source] == self.rank_of[target] else self.costs.comm[source]
-
-    @cached_property
-    def fill(self) -> list[float]:
-        """Per rank, when its first action starts: in every plan that is F0 of its lowest stage.
-
-        Nothing on a rank can run before it, and the F0's above it have nothing to wait for either.
-        """
-        first = [min(stages) for stages in self.stages_of]
-        forward = self.costs.duration[Op.F]
-        return [sum(forward[s] + self.latency[s] for s in range(stage)) for stage in first]
-
-    @cached_property
-    def offsets(self) -> list[float]:
-        """Per rank, what is subtracted from its last end: the objective is the largest difference."""
-        return self.fill if self.objective == "span" else [0.0] * self.num_ranks
-
-    @cached_property
-    def tolerance(self) -> float:
-        """Times closer than this are equal: far above rounding, far below any action."""
-        return 1e-10 * self.num_microbatches * sum(self.duration)
-
-    @cached_property
-    def ceilings(self) -> list[float]:
-        """The limits as levels are held against them: a level is a sum of floats."""
-        return [limit * (1 + 1e-12) for limit in self.limits]
-
-    @cached_property
-    def floor(self) -> list[float]:
-        """Per rank, the least memory that works.
-
-        Any B needs all F's of its microbatch, so a rank holds `saved` of all its stages at once; one
-        microbatch at a time with whole backwards needs no more.
-        """
-        return [sum(self.costs.memory[Op.F][stage] for stage in stages) for stages in self.stages_of]
+        return [self.message(stage + 1, stage) for stage in range(self.num_stages - 1)]
 
     @cached_property
     def whole_pays(self) -> list[bool]:
         """Per stage, whether BW can ever beat B followed by W: it is shorter, or it holds less."""
-        times, memory = self.costs.duration, self.costs.memory
+        times, memory = self.stage_costs.duration, self.stage_costs.memory
         return [
             times[Op.BW][s] < times[Op.B][s] + times[Op.W][s] or memory[Op.B][s] > 0
             for s in range(self.num_stages)
         ]
 
-    def require(self, floor: list[float]) -> None:
-        """Raises PlanError, naming what each rank needs, if some limit is below it."""
-        short = [rank for rank, least in enumerate(floor) if self.ceilings[rank] < least]
-        if short:
-            rank, unit = short[0], self.given.memory_unit
-            limit = memory_text(self.limits[rank], unit)
-            raise PlanError(
-                f"memory_limit {limit} on rank {rank} can't hold one microbatch; "
-                + least_that_works(floor, unit)
-            )
+    # -- memory limits ------------------------------------------------------------------------
 
-    def id_of(self, stage: int, op: int, microbatch: int) -> int:
-        return (stage * 4 + op) * self.num_microbatches + microbatch
+    @cached_property
+    def limits(self) -> tuple[float, ...]:
+        """Per rank, the highest memory level allowed; infinity: no limit."""
+        return limits_per_rank(self.memory_limit, self.num_ranks)
 
-    def with_microbatches(self, num_microbatches: int) -> Problem:
-        """The same pipeline with another number of microbatches."""
-        return Problem(
-            self.num_ranks,
-            num_microbatches,
-            self.placement,
-            self.rank_of,
-            self.given,
-            self.costs,
-            self.limits,
-            self.objective,
-        )
+    @cached_property
+    def ceilings(self) -> list[float]:
+        """Per rank, the highest level that counts as within the limit: a level is a sum of floats."""
+        return [ceiling(limit) for limit in self.limits]
+
+    @cached_property
+    def least_memory(self) -> list[float]:
+        """Per rank, the least memory that works: one microbatch on all its stages.
+
+        Any B comes after all F's of its microbatch, so a rank holds `saved` of all its stages at once.
+        Microbatch after microbatch with whole backwards needs no more, see `one_by_one`.
+        """
+        return [sum(self.stage_costs.memory[Op.F][stage] for stage in stages) for stages in self.stages_of]
+
+    def require(self, least: Sequence[float]) -> None:
+        """Raises PlanError if some rank's limit is below `least`."""
+        check_holds_one_microbatch(least, self.limits, self.costs.memory_unit)
+
+    # -- the objective ------------------------------------------------------------------------
+
+    def value_of(self, timeline: Timeline) -> float:
+        """The objective (ms); infinity above a memory limit."""
+        if not fits(timeline.peak_memory, self.limits):
+            return math.inf
+        return objective_value(timeline, self.objective)
 
     def timed(self, plan: Plan) -> float:
-        """The objective of a plan; inf if it can't run, or not within memory."""
+        """The objective of a plan (ms); infinity if it can't run, or needs more memory than allowed."""
         try:
-            timeline = simulate(self.timetable_of(plan), self.given)
+            return self.value_of(simulate(self.timetable_of(plan), self.costs))
         except PlanError:
             return math.inf
-        if any(peak > most for peak, most in zip(timeline.peak_memory, self.ceilings, strict=True)):
-            return math.inf
-        return timeline.makespan if self.objective == "makespan" else timeline.max_span
+
+    @cached_property
+    def fill(self) -> list[float]:
+        """Per rank, when its first action starts (ms): in every plan that is F0 of its lowest stage.
+
+        Nothing on a rank can run before that F, and the F0's that it waits for have nothing to wait for.
+        """
+        starts = earliest_starts(self.num_stages, self.duration, self.message)
+        return [starts[kind_of(stages[0], Op.F)] for stages in self.stages_of]
+
+    @cached_property
+    def offsets(self) -> list[float]:
+        """Per rank, what is subtracted from its last end: the objective is the largest difference."""
+        return self.fill if self.objective == SPAN else [0.0] * self.num_ranks
+
+    @cached_property
+    def tolerance(self) -> float:
+        """Times (ms) that differ by no more are equal: ROUNDING of what the busiest rank has to run."""
+        times = self.stage_costs.duration
+        per_stage = [sum(times[op][s] for op in (Op.F, Op.B, Op.W)) for s in range(self.num_stages)]
+        busiest = max(sum(per_stage[stage] for stage in stages) for stages in self.stages_of)
+        return ROUNDING * self.num_microbatches * busiest
+
+    # -- plans --------------------------------------------------------------------------------
+
+    def id_of(self, stage: int, op: int, microbatch: int) -> int:
+        return kind_of(stage, op) * self.num_microbatches + microbatch
 
     def plan_of(self, timetable: Timetable) -> Plan:
         """A timetable as ids."""
-        number = self.num_microbatches
-        return [
-            ((row.stages.astype(np.int64) * 4 + row.ops) * number + row.microbatches).tolist()
-            for row in timetable.rows
-        ]
+        return [self._ids_of(row) for row in timetable.rows]
 
     def timetable_of(self, plan: Plan) -> Timetable:
         """Ids as a timetable."""
         rows = []
         for ids in plan:
             kinds, microbatches = np.divmod(np.array(ids), self.num_microbatches)
-            stages, ops = np.divmod(kinds, 4)
+            stages, ops = np.divmod(kinds, len(Op))
             rows.append(Row(*(column.astype(np.int32) for column in (stages, ops, microbatches))))
         return Timetable(rows)
 
-    def numbered(self, words: Iterable[Sequence[int]]) -> Plan:
-        """Ids from kinds alone: the k-th F of a stage is its microbatch k, and so for B and W.
+    def numbered(self, rows: Iterable[Sequence[int]]) -> Plan:
+        """Ids from kinds in order: the k-th F of a stage is its microbatch k, and so for B and W.
 
         BW counts as the B and the W of its microbatch, so the caller sees to it that all earlier
         B's of the stage have had their W by then.
         """
-        number = self.num_microbatches
-        plan = []
-        for word in words:
-            seen = [0] * (4 * self.num_stages)
-            ids = []
-            for kind in word:
-                ids.append(kind * number + seen[kind])
-                seen[kind] += 1
-                if kind & 3 == Op.BW:
-                    seen[kind - 2] += 1
-                    seen[kind - 1] += 1
-                elif kind & 3 == Op.B:
-                    seen[kind + 2] += 1
-            plan.append(ids)
-        return plan
+        return [self._ids_of(numbered((stage_of(kind), Op(op_of(kind))) for kind in kinds)) for kinds in rows]
+
+    def _ids_of(self, row: Row) -> list[int]:
+        kinds = kinds_of(row).astype(np.int64)
+        ids: list[int] = (kinds * self.num_microbatches + row.microbatches).tolist()
+        return ids
 
 
-def pose(
-    num_ranks: int,
-    num_microbatches: int,
-    costs: Costs,
-    memory_limit: float | Sequence[float] | None,
-    placement: str | None,
-    stages_per_rank: int | None,
-    objective: str,
-) -> Problem:
-    """Check the arguments of zb_auto and resolve them. Raises PlanError."""
-    check_size(num_ranks, num_microbatches, stages_per_rank or 1, BYTES_PER_SEARCHED_ACTION)
-    if objective not in OBJECTIVES:
-        raise PlanError(f"objective={objective!r}: write one of {', '.join(OBJECTIVES)}")
-    placement = placement or "one"
-    rank_of = placed(num_ranks, placement, stages_per_rank)
-    problem = Problem(
-        num_ranks,
-        num_microbatches,
-        placement,
-        rank_of,
-        costs,
-        costs.per_stage(len(rank_of)),
-        _limits(memory_limit, num_ranks),
-        objective,
-    )
-    problem.require(problem.floor)
-    return problem
-
-
-def placed(num_ranks: int, placement: str, stages_per_rank: int | None) -> tuple[int, ...]:
-    """The owner of each stage. Raises PlanError if placement and stages_per_rank contradict each other."""
-    if placement not in PLACEMENTS:
-        raise PlanError(f"placement={placement!r}: write one of {', '.join(PLACEMENTS)}")
-    least, most, advice = _STAGES[placement]
-    per_rank = stages_per_rank if stages_per_rank is not None else max(least, min(most, 2))
-    if not (isinstance(per_rank, int) and least <= per_rank <= most):
-        raise PlanError(
-            f"placement={placement!r} and stages_per_rank={stages_per_rank!r} contradict each other: "
-            f"stages_per_rank must be {advice}, or left out"
-        )
-    there = tuple(range(num_ranks))
-    return there + there[::-1] if placement == "v" else there * per_rank
-
-
-def _limits(limit: float | Sequence[float] | None, num_ranks: int) -> tuple[float, ...]:
-    if limit is None:
-        return (math.inf,) * num_ranks
-    numbers = list(limit) if isinstance(limit, Sequence) else [limit] * num_ranks
-    if len(numbers) != num_ranks:
-        raise PlanError(f"memory_limit has {len(numbers)} numbers for {num_ranks} ranks")
-    for rank, number in enumerate(numbers):
-        if not number >= 0:  # NaN too
-            raise PlanError(f"memory_limit of rank {rank} is {number!r}: write a number, 0 or more")
-    return tuple(float(number) for number in numbers)
+def one_by_one(problem: Problem) -> Plan:
+    """Microbatch after microbatch with whole backwards: slow, but no plan needs less memory."""
+    order = [kind for kind in dependency_order(problem.num_stages) if op_of(kind) in (Op.F, Op.BW)]
+    plan: Plan = [[] for _ in range(problem.num_ranks)]
+    for microbatch in range(problem.num_microbatches):
+        for kind in order:
+            rank = problem.rank_of[stage_of(kind)]
+            plan[rank].append(problem.id_of(stage_of(kind), op_of(kind), microbatch))
+    return plan

@@ -11,14 +11,19 @@ _MOST_BYTES = 8 * 2**30
 _LEAST_PER_STAGE = 2  # actions of a microbatch: F and BW
 
 
+def check_count(name: str, count: object) -> None:
+    """Raises PlanError unless `count` is a whole number, 1 or more."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise PlanError(f"{name}={count!r}: write a whole number, 1 or more")
+
+
 def check_size(
     num_ranks: int, num_microbatches: int, stages_per_rank: int = 1, bytes_per_action: int = BYTES_PER_ACTION
 ) -> None:
     """Raises PlanError for counts below 1, and for a plan that would take more than 8 GiB to make."""
     counts = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
     for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise PlanError(f"{name}={count!r}: write a whole number, 1 or more")
+        check_count(name, count)
     actions = num_ranks * num_microbatches * stages_per_rank * _LEAST_PER_STAGE
     most = _MOST_BYTES // bytes_per_action
     if actions > most:

@@ -1,4 +1,4 @@
-"""Which schedule to use, as text: an answer's tables, and what follows from them."""
+"""Which schedule to use, as text: the tables of an answer of `choose`, and the conclusions from it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from textwrap import fill
 from typing import NamedTuple
 
-from zbpp.planning.choose import LADDER, Answer, Choice, num_messages
+from zbpp.planning.choose import SWEEP_PLACEMENTS, Answer, Choice, num_messages
 from zbpp.planning.memory_limit import memory_text
-from zbpp.render.statements import SHAPES, in_memory, statements
+from zbpp.render.statements import SHAPES, limit_text, statements
 from zbpp.render.style import peak_text
 from zbpp.render.table import aligned, decimals_of, digits, percent
 from zbpp.schedule.costs import ACTIVATIONS, BYTES
@@ -19,7 +19,7 @@ _WIDTH = 110
 
 
 class Advice(NamedTuple):
-    """question: what was asked; ranked: a table of what fits, head first; more: all else."""
+    """question: what was asked. ranked: a table of the plans that fit, its head first. more: the rest."""
 
     question: str
     ranked: list[tuple[str, ...]]
@@ -30,11 +30,11 @@ class Advice(NamedTuple):
 
 
 def render_advice(answer: Answer) -> Advice:
-    """Which schedule to use, in text; sections have a blank line between them."""
+    """Which schedule to use, as text in sections."""
     sections = [
         _too_large(answer),
         _refused(answer),
-        _ladder(answer),
+        _memory_sweep(answer),
         _post_validation(answer),
         _conclusions(answer),
     ]
@@ -42,18 +42,18 @@ def render_advice(answer: Answer) -> Advice:
 
 
 def _question(answer: Answer) -> str:
-    question = answer.question
-    limit = question.memory_limit
-    most = "no memory limit" if limit is None else f"at most {in_memory(answer, limit)} per rank"
+    request = answer.request
+    limit = request.memory_limit
+    most = "no memory limit" if limit is None else f"at most {limit_text(answer, limit)} per rank"
     return (
-        f"{question.num_ranks} ranks, {question.num_microbatches} microbatches, {most}; times in ms, best "
-        f"{question.objective} first.\n1.00p is 1F1B's memory, {_amount(answer, question.unit)}.\n"
+        f"{request.num_ranks} ranks, {request.num_microbatches} microbatches, {most}; times in ms, best "
+        f"{request.objective} first.\n1.00p is 1F1B's memory, {_amount(answer, request.memory_of_1f1b)}.\n"
         "Bound: no plan with the row's placement takes less."
     )
 
 
 def _amount(answer: Answer, memory: float) -> str:
-    unit = answer.question.costs.memory_unit
+    unit = answer.request.costs.memory_unit
     text = memory_text(memory, unit)
     return f"{text} activations of one rank's share of the model" if unit == ACTIVATIONS else text
 
@@ -67,12 +67,12 @@ def _ranked(answer: Answer) -> list[tuple[str, ...]]:
 
 
 def _decimals(answer: Answer) -> int:
-    """As many in all tables."""
+    """How many decimals times have, the same in all tables."""
     return decimals_of(candidate.timeline.makespan for candidate in answer.candidates)
 
 
 def _peak_name(answer: Answer) -> str:
-    return "peak memory" if answer.question.costs.memory_unit == BYTES else "peak activations"
+    return "peak memory" if answer.request.costs.memory_unit == BYTES else "peak activations"
 
 
 def _row(choice: Choice, decimals: int) -> tuple[str, ...]:
@@ -112,26 +112,30 @@ def _refused(answer: Answer) -> str:
     return "\n".join(["can't be planned", *lines]) if lines else ""
 
 
-def _ladder(answer: Answer) -> str:
-    """With more or less memory: what was found, and its bound."""
-    columns = [column for placement in LADDER for column in (SHAPES[placement], "bound", "gap")]
-    limits = answer.question.limits
+def _memory_sweep(answer: Answer) -> str:
+    """For each memory limit of the sweep the best plan of each placement, and its bound."""
+    columns = [column for placement in SWEEP_PLACEMENTS for column in (SHAPES[placement], "bound", "gap")]
+    limits = answer.request.limits
     rows = [
-        (in_memory(answer, limit), *_cells(answer, [answer.best(placement, limit) for placement in LADDER]))
+        (
+            limit_text(answer, limit),
+            *_cells(answer, [answer.best(placement, limit) for placement in SWEEP_PLACEMENTS]),
+        )
         for limit in limits
     ]
-    return _table([(f"best {answer.question.objective} at", *columns), *rows])
+    return _table([(f"best {answer.request.objective} at", *columns), *rows])
 
 
 def _post_validation(answer: Answer) -> str:
-    """The largest span is what counts then: the optimizer step is no barrier."""
-    limits = answer.question.span_limits
-    columns = [column for limit in limits for column in (f"at {in_memory(answer, limit)}", "bound", "gap")]
+    """The best largest span: what a step would cost with post-validation, which zbpp does not have yet."""
+    limits = answer.request.span_limits
+    columns = [column for limit in limits for column in (f"at {limit_text(answer, limit)}", "bound", "gap")]
     rows = [
         (SHAPES[placement], *_cells(answer, [answer.best(placement, limit, "span") for limit in limits]))
-        for placement in LADDER
+        for placement in SWEEP_PLACEMENTS
     ]
-    return _table([("best max span (post-validation)", *columns), *rows])
+    table = _table([("best max span *", *columns), *rows])
+    return f"{table}\n* what a step would cost with post-validation, which zbpp does not have yet"
 
 
 def _cells(answer: Answer, choices: Sequence[Choice | None]) -> tuple[str, ...]:
@@ -148,7 +152,7 @@ def _cells(answer: Answer, choices: Sequence[Choice | None]) -> tuple[str, ...]:
 
 
 def _conclusions(answer: Answer) -> str:
-    """Proved ones first."""
+    """The sentences of `statements`, proved ones first."""
     lines = [
         fill(f"{'proved' if each.proved else 'found '}  {each.text}", _WIDTH, subsequent_indent=" " * 8)
         for each in sorted(statements(answer), key=lambda each: not each.proved)
@@ -157,7 +161,7 @@ def _conclusions(answer: Answer) -> str:
 
 
 def _peaks(timeline: Timeline) -> str:
-    """Of many ranks the least and the most."""
+    """The peak of each rank; if there are many ranks, the least and the most."""
     peaks = [peak_text(timeline, rank) for rank in range(timeline.timetable.num_ranks)]
     if len(set(peaks)) == 1:
         return "all alike"
@@ -167,7 +171,7 @@ def _peaks(timeline: Timeline) -> str:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Aligned rows; a last column `per rank` to the left, since its entries are lists."""
+    """Aligned rows. A last column `per rank` is aligned to the left, since its entries are lists."""
     if rows[0][-1] != "per rank":
         return "\n".join(map(str.rstrip, aligned(rows)))
     lines = zip(aligned([row[:-1] for row in rows]), rows, strict=True)

@@ -1,4 +1,4 @@
-"""Cuts of a model into stages, as text: how heavy their heaviest ranks and stages are."""
+"""Ways to cut a model into stages, as text, with the load of the heaviest rank and stage of each."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 from zbpp.partition import loads, partition
 from zbpp.planning.memory_limit import quantity
-from zbpp.planning.problem import PLACEMENTS, placed
+from zbpp.planning.placement import PLACEMENTS, place_stages
 from zbpp.render.table import aligned
 from zbpp.schedule.timetable import PlanError
 
 _REMARK = (
-    "Shares of an even load. 'default' depends on the number of stages alone; the trainer takes it, unless\n"
-    "model.layers_per_stage=[...] says otherwise."
+    "Loads are divided by the mean load. 'default' depends on the number of stages alone; the trainer uses\n"
+    "it, unless model.layers_per_stage=[...] says otherwise."
 )
 
 
 def render_cuts(layers: Sequence[float], num_ranks: int, *, first: float = 0.0, last: float = 0.0) -> str:
-    """For each placement the cut without regard to it, the one that suits it, and equal counts.
+    """For each placement three cuts: the default, the best for this placement, and equal numbers of layers.
 
     Raises PlanError if there are too few layers for one stage per rank.
     """
@@ -28,7 +28,7 @@ def render_cuts(layers: Sequence[float], num_ranks: int, *, first: float = 0.0, 
     rows = [("placement", "stages", "cut", "heaviest rank", "heaviest stage")]
     ends = ["layers per stage"]
     for placement in PLACEMENTS:
-        rank_of = placed(num_ranks, placement, None)
+        rank_of = place_stages(num_ranks, placement)
         for name, counts in _cuts(layers, rank_of, first, last).items():
             stages = loads(counts, layers, first=first, last=last)
             rows.append((placement, str(len(stages)), name, *_heaviest(stages, rank_of)))
@@ -38,7 +38,7 @@ def render_cuts(layers: Sequence[float], num_ranks: int, *, first: float = 0.0, 
 
 
 def _cuts(layers: Sequence[float], rank_of: Sequence[int], first: float, last: float) -> dict[str, list[int]]:
-    """By name, those as heavy as the default left out; none if there are too few layers."""
+    """The cuts by name, without those as heavy as the default; no cut if there are too few layers."""
     num_stages = len(rank_of)
     quotient, remainder = divmod(len(layers), num_stages)
     try:
@@ -50,16 +50,16 @@ def _cuts(layers: Sequence[float], rank_of: Sequence[int], first: float, last: f
     except ValueError:
         return {}
     stages = {name: loads(cut, layers, first=first, last=last) for name, cut in cuts.items()}
-    usual = _heaviest(stages["default"], rank_of)
+    default = _heaviest(stages["default"], rank_of)
     return {
         name: cut
         for name, cut in cuts.items()
-        if name == "default" or _heaviest(stages[name], rank_of) != usual
+        if name == "default" or _heaviest(stages[name], rank_of) != default
     }
 
 
 def _heaviest(stages: Sequence[float], rank_of: Sequence[int]) -> tuple[str, str]:
-    """The heaviest rank's and the heaviest stage's load, as shares of an even one."""
+    """The loads of the heaviest rank and of the heaviest stage, each divided by the mean load."""
     ranks = [0.0] * (max(rank_of) + 1)
     for load, rank in zip(stages, rank_of, strict=True):
         ranks[rank] += load

@@ -1,6 +1,7 @@
-"""The page: timelines to scale in one HTML file that fetches nothing, to be zoomed in any browser.
+"""The page: timelines to scale in one HTML file, to be zoomed in any browser. It loads nothing else.
 
-What the browser does with it stands in web/: page.html, page.css and three scripts.
+This file writes the texts, the tables and the data; web/ has the template page.html, page.css, and the three
+scripts that draw.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from zbpp.render.style import (
     COLOURS,
     MEANING,
     Timelines,
-    beginning,
-    in_words,
+    first_start,
+    headline,
+    index_on_rank,
+    panels_of,
     peak_name,
     peak_text,
-    place_on_rank,
-    titled,
 )
 from zbpp.render.table import decimals_of, digits, percent
 from zbpp.schedule.costs import BYTES, Costs
@@ -35,8 +36,8 @@ from zbpp.schedule.dataflow_arrays import Values, kinds_of
 from zbpp.schedule.simulate import Floats, Timeline
 from zbpp.schedule.timetable import Op, PlanError, Timetable
 
-_SCRIPTS = ("timeline.js", "drawing.js", "page.js")  # each knows those before it
-_DIGITS = 9  # of the makespan: sums of floats end in 1e-15 that nobody wants to read
+_SCRIPTS = ("timeline.js", "drawing.js", "page.js")  # a script uses those before it
+_DIGITS = 9  # of the makespan; further digits are rounding errors of sums
 
 Panels = Sequence[tuple[str, Timeline]]
 
@@ -53,17 +54,17 @@ def render_page(
 ) -> str:
     """An HTML page with a panel per timeline, one above the other over one time axis in ms from 0.
 
-    It shows each action's times, what it needs and what it waited for; and for each rank the memory
-    level over time, in the unit of costs.saved.
-    notes: paragraphs under the title; one of several lines is aligned text and keeps its shape.
-    table: rows of texts, the head first, in place of the figures of all timelines. more: aligned text below
-    it, shown on demand.
-    costs: what the timelines were simulated with, per stage: one for all, or one per title. Without
-    costs a timeline shows its peaks but no level, and messages that take no time.
-    memory_limit: for each rank or one per rank, drawn beside the levels.
+    For each action it shows the times, the values that the action needs, and what the action waited for; for
+    each rank the memory level over time, in the unit of costs.saved.
+    notes: paragraphs under the title; a note of several lines is aligned text and keeps its shape.
+    table: rows of texts, the head first, shown instead of the figures of all timelines. more: aligned text
+    below the table, shown on demand.
+    costs: what the timelines were simulated with, per stage; one for all timelines, or one for each title.
+    Without costs a timeline is shown without its memory level, and its messages take no time.
+    memory_limit: one for all ranks, or one for each rank; drawn beside the levels.
     Raises PlanError if costs or limits don't fit the stages and ranks of a timeline.
     """
-    panels = titled(timelines)
+    panels = panels_of(timelines)
     own = costs if isinstance(costs, Mapping) else dict.fromkeys((name for name, _ in panels), costs)
     scripts = [_part(name) for name in _SCRIPTS]
     data = {
@@ -90,17 +91,17 @@ def _part(name: str) -> str:
 
 
 def _hash(script: str) -> str:
-    """As a Content Security Policy names the scripts that may run: no others do."""
+    """The script's hash for the Content Security Policy, under which no other script runs."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
-# ---------------------------------------------------------------- what the scripts draw
+# ---------------------------------------------------------------- data that the scripts draw
 
 
 def _data(
     timeline: Timeline, costs: Costs | None, memory_limit: float | Sequence[float] | None
 ) -> dict[str, Any]:
-    """One timeline for the scripts. A list by kind has one entry per stage and op."""
+    """One timeline for the scripts. The lists marked "by kind" have one entry per stage and op."""
     timetable = timeline.timetable
     values = Values(timetable.num_stages, timetable.num_microbatches)
     fills = _fills(timetable)
@@ -130,14 +131,14 @@ def _rank(timeline: Timeline, rank: int) -> dict[str, list[float]]:
 
 
 def _times(timeline: Timeline, clock: Floats) -> list[float]:
-    """In ms from 0; whole numbers as int, which is shorter in JSON."""
+    """Times in ms from 0. Whole numbers are ints, which are shorter in JSON."""
     decimals = _DIGITS - math.ceil(math.log10(timeline.makespan or 1.0))
-    times: list[float] = np.round(clock - beginning(timeline), decimals).tolist()
+    times: list[float] = np.round(clock - first_start(timeline), decimals).tolist()
     return [int(time) if time.is_integer() else time for time in times]
 
 
 def _costs(costs: Costs | None, num_stages: int) -> dict[str, list[float] | None]:
-    """Message times by stage; by kind, what an action adds to the memory level of its rank."""
+    """comm: by stage the time of a message. changes: by kind what an action adds to its rank's memory."""
     if costs is None:
         return {"comm": [0.0] * num_stages, "changes": None}
     own = costs.per_stage(num_stages)
@@ -145,7 +146,7 @@ def _costs(costs: Costs | None, num_stages: int) -> dict[str, list[float] | None
 
 
 def _limits(memory_limit: float | Sequence[float] | None, num_ranks: int) -> list[float | None]:
-    """One per rank, None where there is none."""
+    """The limit of each rank, None without a limit."""
     limits = memory_limit if isinstance(memory_limit, Sequence) else [memory_limit] * num_ranks
     if len(limits) != num_ranks:
         raise PlanError(f"memory_limit has {len(limits)} numbers for {num_ranks} ranks")
@@ -153,14 +154,14 @@ def _limits(memory_limit: float | Sequence[float] | None, num_ranks: int) -> lis
 
 
 def _fills(timetable: Timetable) -> list[str]:
-    """By kind: the picture's colours, from dark for a rank's first stage to light for its last."""
-    places = place_on_rank(timetable)
+    """The colours by kind, from dark on a rank's first stage to light on its last."""
+    places = index_on_rank(timetable)
     last = max(*places, 1)
     return [_mixed(*COLOURS[op], place / last) for place in places for op in Op]
 
 
 def _mixed(one: str, other: str, share: float) -> str:
-    """A colour on the way from one to the other, as #rrggbb."""
+    """A mixture of two colours as #rrggbb; share: of the other one."""
     pairs = zip(bytes.fromhex(one[1:]), bytes.fromhex(other[1:]), strict=True)
     return "#" + bytes(round(a + (b - a) * share) for a, b in pairs).hex()
 
@@ -170,7 +171,7 @@ def _is_light(colour: str) -> bool:
     return 0.299 * red + 0.587 * green + 0.114 * blue > 150  # the luma of ITU-R BT.601
 
 
-# ---------------------------------------------------------------- what needs no script
+# ---------------------------------------------------------------- texts and tables, which need no script
 
 
 def _notes(notes: Iterable[str]) -> str:
@@ -186,8 +187,17 @@ def _details(more: str) -> str:
 def _summary(panels: Panels) -> str:
     figures = ("stages/rank", "makespan", "max span", "bubble", "bubble rate")
     decimals = decimals_of(timeline.makespan for _, timeline in panels)
-    head = ("schedule", *figures, *{peak_name(timeline) for _, timeline in panels})
-    return _table("summary", head, [(title, *_figures(timeline, decimals)) for title, timeline in panels])
+    # Activations and bytes have a column each.
+    peaks = dict.fromkeys(peak_name(timeline) for _, timeline in panels if peak_text(timeline))
+    rows = [
+        (
+            title,
+            *_figures(timeline, decimals),
+            *(peak_text(timeline) if peak_name(timeline) == name else "" for name in peaks),
+        )
+        for title, timeline in panels
+    ]
+    return _table("summary", ("schedule", *figures, *peaks), rows)
 
 
 def _figures(timeline: Timeline, decimals: int) -> tuple[str, ...]:
@@ -198,15 +208,14 @@ def _figures(timeline: Timeline, decimals: int) -> tuple[str, ...]:
         f"{digits(timeline.max_span, decimals)} ms",
         f"{digits(timeline.bubble, decimals)} ms",
         percent(timeline.bubble_rate),
-        peak_text(timeline),
     )
 
 
 def _panel(title: str, timeline: Timeline) -> str:
-    ranks = _table("ranks", ("", "span", "bubble", "peak"), _rank_figures(timeline))
+    ranks = _table("ranks", ("", "span", "bubble rate", "peak"), _rank_figures(timeline))
     return (
         f'<section class="panel"><header><h2>{escape(title)}</h2>'
-        f"<p>{in_words(timeline)}</p></header>\n"
+        f"<p>{headline(timeline)}</p></header>\n"
         f'<div class="body"><div class="drawing"><canvas tabindex="0" role="application" '
         f'aria-label="{escape(title)}, drawn to scale" aria-describedby="hint tip"></canvas>'
         f'<svg aria-hidden="true"><path/><path/></svg></div>\n{ranks}</div></section>'
@@ -218,12 +227,11 @@ def _rank_figures(timeline: Timeline) -> list[tuple[str, ...]]:
     return [
         (
             f"rank {rank}",
-            f"{digits(span, decimals)} ms",
-            percent(timeline.idle(rank) / (span or 1.0)),
+            f"{digits(timeline.span(rank), decimals)} ms",
+            percent(timeline.idle(rank) / (timeline.span(rank) or 1.0)),
             peak_text(timeline, rank),
         )
         for rank in range(timeline.timetable.num_ranks)
-        for span in [timeline.span(rank)]
     ]
 
 
@@ -237,13 +245,16 @@ def _table(name: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str
 
 
 def _legend(panels: Panels, *, level: bool, limit: bool) -> str:
-    """The ops that are there; in two shades where a rank has several stages."""
+    """The ops that the panels contain, in two shades if a rank has several stages."""
     timetables = [timeline.timetable for _, timeline in panels]
     several = any(timetable.num_stages > timetable.num_ranks for timetable in timetables)
     shown = [op for op in Op if any((row.ops == op).any() for each in timetables for row in each.rows)]
     fills = {op: (COLOURS[op][0], COLOURS[op][several]) for op in shown}
     items = [
-        *(_swatch(MEANING[op], "op", f"--first:{one};--later:{other}") for op, (one, other) in fills.items()),
+        *(
+            _swatch(f"{op} {MEANING[op]}", "op", f"--first:{one};--later:{other}")
+            for op, (one, other) in fills.items()
+        ),
         _swatch("bubble", "bubble"),
         *([_swatch("memory", "level")] if level else []),
         *([_swatch("limit", "limit")] if limit else []),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import defaultdict
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,10 +14,10 @@ from zbpp.render.style import (
     COLOURS,
     MEANING,
     Timelines,
-    beginning,
-    in_words,
-    place_on_rank,
-    titled,
+    first_start,
+    headline,
+    index_on_rank,
+    panels_of,
 )
 from zbpp.schedule.simulate import Floats, Timeline
 from zbpp.schedule.timetable import Op
@@ -29,24 +30,32 @@ _BUBBLE = "#e6e6ea"
 _GRID = "#d4d6dc"
 _WIDTH = 14.0  # inches
 _PLOT_WIDTH = 0.93 * _WIDTH  # what the axis gets of it, about
-_ABOVE_AND_BELOW = 0.7  # inches: a panel's title and its axis
+_ABOVE_AND_BELOW = 0.72  # inches: a panel's figures and its axis
+_TITLE_LINE = 0.19  # inches
+_TITLE_LENGTH = 130  # characters in a line of a title
+_MUTED = "#444444"
 _BOX = 0.84  # of a rank's height
 _SMALLEST_FONT = 4.5  # points
 _MOST_NUMBERS = 3000  # text is slow to draw, and a figure with more is not read by number
 
 
 def render_picture(timelines: Timelines, path: str | os.PathLike[str]) -> None:
-    """Write a picture (PNG, PDF, SVG by the suffix) of timelines, one above the other, in ms from 0.
+    """Write a picture of timelines, one above the other, in ms from 0: PNG, PDF or SVG by the suffix.
 
-    Grey is the bubble: idle time within a rank's span. Microbatch numbers where they fit into their boxes.
-    Above each panel stand its largest figures, and whose they are.
+    Grey is the bubble: idle time within a rank's span. A box that is wide enough has its microbatch's number.
+    Above each panel stand its title and its largest figures, each with the rank that has it.
     """
     # A Figure of its own, no pyplot: no display, no global state, and matplotlib only for those who draw.
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    panels = titled(timelines)
-    heights = [_lane(timeline) * timeline.timetable.num_ranks + _ABOVE_AND_BELOW for _, timeline in panels]
+    panels = panels_of(timelines)
+    heights = [
+        _lane(timeline) * timeline.timetable.num_ranks
+        + _ABOVE_AND_BELOW
+        + _TITLE_LINE * len(wrap(title, _TITLE_LENGTH))
+        for title, timeline in panels
+    ]
     layout = ConstrainedLayoutEngine(h_pad=0.08)
     figure = Figure(figsize=(_WIDTH, sum(heights) + 0.8), dpi=150, layout=layout)
     grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
@@ -58,7 +67,7 @@ def render_picture(timelines: Timelines, path: str | os.PathLike[str]) -> None:
 
 
 def _lane(timeline: Timeline) -> float:
-    """Inches for one rank: few ranks get room for numbers, many stay on the page."""
+    """The height of a rank in inches: few ranks are high enough for numbers, many still fit a page."""
     return float(np.clip(5.0 / timeline.timetable.num_ranks, 0.14, 0.42))
 
 
@@ -69,8 +78,11 @@ def _draw(axes: Axes, title: str, timeline: Timeline, horizon: float) -> None:
     _draw_boxes(axes, timeline, _PLOT_WIDTH / horizon)
     _draw_numbers(axes, timeline, _PLOT_WIDTH / horizon)
     num_ranks = timeline.timetable.num_ranks
-    axes.set_title(title, loc="left", fontweight="bold", fontsize=11)
-    axes.set_title(in_words(timeline), loc="right", fontsize=10, color="#444444")
+    # Two texts: a title has one style, and one beside the figures would run into them.
+    axes.set_title(headline(timeline), loc="left", fontsize=10, color=_MUTED)
+    where: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "bottom"}
+    title = "\n".join(wrap(title, _TITLE_LENGTH))
+    axes.annotate(title, (0, 1), (0, 21), fontweight="bold", fontsize=11, **where)
     axes.set_xlim(0, 1.003 * horizon)  # room for the dashed line at the end
     axes.set_ylim(num_ranks - 0.5, -0.5)  # rank 0 on top
     axes.set_yticks(range(0, num_ranks, max(1, num_ranks // 8)))
@@ -81,34 +93,34 @@ def _draw(axes: Axes, title: str, timeline: Timeline, horizon: float) -> None:
     axes.set_axisbelow(True)
     axes.tick_params(length=0, labelsize=9)
     axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
-    axes.axvline(timeline.makespan, color="#444444", linewidth=0.8, linestyle="--", zorder=0)
+    axes.axvline(timeline.makespan, color=_MUTED, linewidth=0.8, linestyle="--", zorder=0)
 
 
 def _milliseconds(time: float, position: float) -> str:
-    """A tick's label; the first one says the unit."""
+    """The label of a tick: at 0 with the unit, elsewhere the number alone."""
     return f"{time:g}" if time else "0 ms"
 
 
 def _draw_bubbles(axes: Axes, timeline: Timeline) -> None:
-    first = beginning(timeline)
+    first = first_start(timeline)
     ranks = range(timeline.timetable.num_ranks)
     starts = [float(timeline.starts[rank][0]) - first for rank in ranks]
     axes.barh(ranks, list(map(timeline.span, ranks)), _BOX, starts, color=_BUBBLE, zorder=1)
 
 
 def _draw_boxes(axes: Axes, timeline: Timeline, inches_per_ms: float) -> None:
-    """One collection per colour: 25,000 boxes in a second, where a patch each takes a minute."""
+    """One collection of boxes per colour: it draws 25,000 boxes in a second, single patches take a minute."""
     from matplotlib.collections import PolyCollection
 
     boxes: dict[str, list[Floats]] = defaultdict(list)
-    places = np.minimum(place_on_rank(timeline.timetable), 1)
-    first = beginning(timeline)
+    places = np.minimum(index_on_rank(timeline.timetable), 1)
+    first = first_start(timeline)
     for rank, row in enumerate(timeline.timetable.rows):
         for op, place in itertools.product(Op, (0, 1)):
             chosen = (row.ops == op) & (places[row.stages] == place)
             starts, ends = timeline.starts[rank][chosen] - first, timeline.ends[rank][chosen] - first
             boxes[COLOURS[op][place]].append(_corners(starts, ends, rank))
-    # A white edge parts neighbours; between boxes of a pixel or two it would leave no colour.
+    # White edges separate neighbours. On boxes one or two pixels wide they would cover the colour.
     edge = 0.8 if 72 * _typical(timeline) * inches_per_ms > 2.5 else 0.0
     for colour, corners in boxes.items():
         style: dict[str, Any] = {"facecolors": colour, "edgecolors": "white", "linewidths": edge}
@@ -137,13 +149,13 @@ def _draw_numbers(axes: Axes, timeline: Timeline, inches_per_ms: float) -> None:
         return
     sizes = [_font_size(timeline, op, inches_per_ms) for op in _ops(timeline)]
     size = min((size for size in sizes if size >= _SMALLEST_FONT), default=_SMALLEST_FONT)
-    places = place_on_rank(timeline.timetable)
-    first = beginning(timeline)
+    places = index_on_rank(timeline.timetable)
+    first = first_start(timeline)
     for rank, row in enumerate(timeline.timetable.rows):
         spans = zip(row, timeline.starts[rank] - first, timeline.ends[rank] - first, strict=True)
         for (stage, _, microbatch), start, end in spans:
             text = str(microbatch)
-            # Some actions are much shorter than is usual: their numbers would stand on their neighbours.
+            # An action may be much shorter than the typical one: its number would cover its neighbours.
             if _width(text, size) <= 72 * (end - start) * inches_per_ms:
                 colour = "black" if places[stage] else "white"
                 style: dict[str, Any] = {"fontsize": size, "color": colour}
@@ -158,7 +170,7 @@ def _font_size(timeline: Timeline, op: Op, inches_per_ms: float) -> float:
 
 
 def _width(text: str, size: float) -> float:
-    """Points that digits of a font size take, with a little room around them."""
+    """The width in points of digits at a font size, with a margin."""
     return 0.7 * len(text) * size
 
 
@@ -167,24 +179,29 @@ def _ops(timeline: Timeline) -> list[Op]:
 
 
 def _legend(figure: Figure, timelines: list[Timeline]) -> None:
+    """One line: the ops that are there, in both shades if a rank has several stages; bubble; makespan."""
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    shown = {
-        (min(place, 1), op)
-        for timeline in timelines
-        for place in place_on_rank(timeline.timetable)
-        for op in _ops(timeline)
+    several = any(max(index_on_rank(timeline.timetable)) > 0 for timeline in timelines)
+    shades = 2 if several else 1
+    handles: dict[str, Any] = {
+        f"{op} {MEANING[op]}": tuple(Patch(color=colour) for colour in COLOURS[op][:shades])
+        for op in Op
+        if any(op in _ops(timeline) for timeline in timelines)
     }
-    handles = [
-        Patch(color=COLOURS[op][place], label=MEANING[op] + (", rank's later stage" if place else ""))
-        for place, op in sorted(shown)
-    ]
-    handles.append(Patch(color=_BUBBLE, label="bubble"))
+    handles["bubble"] = Patch(color=_BUBBLE)
+    handles["makespan"] = Line2D([], [], color=_MUTED, linewidth=0.8, linestyle="--")
+    if several:
+        handles["light: a rank's later stages"] = Line2D([], [], linestyle="none")
     figure.legend(
-        handles=handles,
+        list(handles.values()),
+        list(handles),
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
         loc="outside lower center",
         ncols=len(handles),
         frameon=False,
         fontsize=9,
-        handlelength=1.2,
+        handlelength=1.6,
     )

@@ -1,7 +1,7 @@
-"""What follows from an answer, in sentences that carry their figures.
+"""Conclusions from an answer of `choose`, as sentences with their figures.
 
-`proved`: a plan that was found is held against a bound, so the sentence is true of every plan that
-anybody might find. The others compare two plans.
+A proved sentence compares a plan that was found with a bound, so no better plan can make it wrong. The other
+sentences compare two plans that were found.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zbpp.families import FAMILIES
-from zbpp.planning.choose import EQUAL, LADDER, PLACEMENTS, Answer, Choice, Limit
-from zbpp.planning.memory_limit import memory_text
+from zbpp.planning.choose import SWEEP_PLACEMENTS, Answer, Choice
+from zbpp.planning.memory_limit import MemoryLimit, memory_text
+from zbpp.planning.placement import PLACEMENTS
+from zbpp.planning.tolerance import EQUAL
 from zbpp.render.table import digits
 
 SHAPES = {"one": "one stage per rank", "looped": "a loop of two stages per rank", "v": "a V"}
-_NEARLY = 0.01  # a limit past which less than this can be gained deserves a sentence
+_NEARLY = 0.01  # a memory limit is worth a sentence if a higher one can gain at most this share
 
 
 @dataclass(frozen=True)
 class Statement:
-    """claim: which kind of sentence it is."""
+    """A sentence; claim: what kind of conclusion it is."""
 
     claim: str
     text: str
@@ -28,7 +30,7 @@ class Statement:
 
 
 def statements(answer: Answer) -> list[Statement]:
-    """Everything below that holds of this answer."""
+    """All conclusions of this file that hold for the answer."""
     return [
         *_optimal_families(answer),
         *_beaten_placements(answer),
@@ -39,13 +41,13 @@ def statements(answer: Answer) -> list[Statement]:
     ]
 
 
-def in_memory(answer: Answer, limit: Limit) -> str:
-    """`10 (1.25p)`: a limit, and how much that is of 1F1B's memory."""
+def limit_text(answer: Answer, limit: MemoryLimit) -> str:
+    """A memory limit as `10 (1.25p)`: in parentheses how much that is of 1F1B's memory, which is 1.00p."""
     if limit is None:
         return "any memory"
     if not isinstance(limit, int | float):
         return "the given memory"
-    unit, text = answer.question.unit, memory_text(limit, answer.question.costs.memory_unit)
+    unit, text = answer.request.memory_of_1f1b, memory_text(limit, answer.request.costs.memory_unit)
     return f"{text} ({limit / unit:.2f}p)" if unit else text
 
 
@@ -54,52 +56,54 @@ def _ms(time: float) -> str:
 
 
 def _optimal_families(answer: Answer) -> Iterator[Statement]:
-    """Families that no plan with their placement beats in the memory that they need."""
-    question = answer.question
+    """Families that no plan of the same placement and memory beats."""
+    request = answer.request
     for candidate in answer.candidates:
         peak = max(candidate.timeline.peak_memory)
-        bound = question.bound(candidate.placement, peak)
+        bound = request.bound(candidate.placement, peak)
         if candidate.name not in FAMILIES or bound is None:
             continue
-        choice = Choice(candidate, question.objective, bound)
+        choice = Choice(candidate, request.objective, bound)
         if choice.proved_optimal:
             text = (
-                f"{candidate.name} is optimal at {in_memory(answer, peak)} with "
-                f"{SHAPES[candidate.placement]}: {question.objective} {_ms(choice.value)}, which is the bound"
+                f"{candidate.name} is optimal at {limit_text(answer, peak)} with "
+                f"{SHAPES[candidate.placement]}: {request.objective} {_ms(choice.value)}, which is the bound"
             )
             yield Statement("optimal family", text, proved=True)
 
 
 def _beaten_placements(answer: Answer) -> Iterator[Statement]:
-    """Placements with which nothing under the same limit is as good as the best plan found."""
-    question = answer.question
-    limit = question.memory_limit
+    """Placements with which no plan under the same limit is as good as the best plan found."""
+    request = answer.request
+    limit = request.memory_limit
     best = answer.best_of_all(limit)
     for placement in PLACEMENTS if best else ():
-        bound = question.bound(placement, limit)
+        bound = request.bound(placement, limit)
         if best and bound and best.value < bound.value * (1 - EQUAL):
             text = (
-                f"at {in_memory(answer, limit)} {SHAPES[best.candidate.placement]} takes {_ms(best.value)}; "
+                f"at {limit_text(answer, limit)} {SHAPES[best.candidate.placement]} takes {_ms(best.value)}; "
                 f"{SHAPES[placement]} takes {_ms(bound.value)} or more, whatever the plan"
             )
             yield Statement("beaten placement", text, proved=True)
 
 
 def _twice_the_memory(answer: Answer) -> Iterator[Statement]:
-    """The smallest limit at which a V beats what one stage per rank, or zb_2p, does at 2p."""
-    question = answer.question
-    twice, paper = 2 * question.unit, answer.named("zb_2p")
-    bound = question.bound("one", twice)
-    theirs = paper.value(question.objective) if paper else 0.0
-    for limit in question.limits:
+    """The smallest limit at which a V beats all plans with one stage per rank at 2p, or at least zb_2p."""
+    request = answer.request
+    twice, paper = 2 * request.memory_of_1f1b, answer.named("zb_2p")
+    bound = request.bound("one", twice)
+    theirs = paper.value(request.objective) if paper else 0.0
+    for limit in request.limits:
         choice = answer.best("v", limit)
         if not choice or not bound or not isinstance(limit, int | float) or limit >= twice:
             continue
-        mine = f"a V at {in_memory(answer, limit)} takes {_ms(choice.value)}"
-        there = f"at {in_memory(answer, twice)}"
+        mine = f"a V at {limit_text(answer, limit)} takes {_ms(choice.value)}"
+        there = f"at {limit_text(answer, twice)}"
         if choice.value < bound.value * (1 - EQUAL):
             text = f"{mine}; one stage per rank takes {_ms(bound.value)} or more {there}, whatever the plan"
-            yield Statement("V beats 2p", text + f" (zb_2p: {_ms(theirs)})" * bool(paper), proved=True)
+            if paper:
+                text += f" (zb_2p: {_ms(theirs)})"
+            yield Statement("V beats 2p", text, proved=True)
             return
         if choice.value < theirs * (1 - EQUAL):
             yield Statement("V beats 2p", f"{mine}; zb_2p takes {_ms(theirs)} {there}", proved=False)
@@ -107,11 +111,14 @@ def _twice_the_memory(answer: Answer) -> Iterator[Statement]:
 
 
 def _sufficient_limits(answer: Answer) -> Iterator[Statement]:
-    """The limits past which (nearly) nothing is gained: a plan there meets the bound without a limit."""
-    question = answer.question
-    for placement in LADDER:
-        free = question.bound(placement, None)
-        choices = [(limit, answer.best(placement, limit)) for limit in question.limits]
+    """For each placement the limit above which nothing, or nearly nothing, can be gained.
+
+    A plan found under that limit meets, or nearly meets, the bound for any memory.
+    """
+    request = answer.request
+    for placement in SWEEP_PLACEMENTS:
+        free = request.bound(placement, None)
+        choices = [(limit, answer.best(placement, limit)) for limit in request.limits]
         for most in (EQUAL, _NEARLY):
             enough = [
                 (limit, choice)
@@ -120,10 +127,10 @@ def _sufficient_limits(answer: Answer) -> Iterator[Statement]:
             ]
             if enough and free:
                 limit, choice = enough[0]
-                gain = 1 - free.value / choice.value
+                gain = "nothing" if most == EQUAL else f"at most {1 - free.value / choice.value:.2%}"
                 text = (
-                    f"{SHAPES[placement]}: more memory than {in_memory(answer, limit)} gains "
-                    f"{'nothing' if most == EQUAL else f'at most {gain:.2%}'}: {question.objective} "
+                    f"{SHAPES[placement]}: more memory than {limit_text(answer, limit)} gains "
+                    f"{gain}: {request.objective} "
                     f"{_ms(choice.value)} there, and {_ms(free.value)} or more with any memory"
                 )
                 yield Statement("sufficient limit", text, proved=True)
@@ -131,10 +138,10 @@ def _sufficient_limits(answer: Answer) -> Iterator[Statement]:
 
 
 def _splitting(answer: Answer) -> Iterator[Statement]:
-    """Whether the best plan beats every plan with its placement whose backwards are whole."""
-    question = answer.question
-    best = answer.best_of_all(question.memory_limit)
-    whole = best and question.bound(best.candidate.placement, question.memory_limit, splits=False)
+    """Whether the best plan beats every plan of its placement that has whole backwards only."""
+    request = answer.request
+    best = answer.best_of_all(request.memory_limit)
+    whole = best and request.bound(best.candidate.placement, request.memory_limit, splits=False)
     if best and whole and best.value < whole.value * (1 - EQUAL):
         text = (
             f"splitting pays: with whole backwards, {SHAPES[best.candidate.placement]} takes "
@@ -144,16 +151,21 @@ def _splitting(answer: Answer) -> Iterator[Statement]:
 
 
 def _post_validation(answer: Answer) -> Iterator[Statement]:
-    """What a step costs if the optimizer is no barrier (max span), and if it is one (makespan)."""
-    question = answer.question
-    for limit in question.span_limits:
+    """What a step would cost with post-validation, which zbpp does not have yet.
+
+    Post-validation (arXiv:2401.10241, section 4) lets a rank go on before the other ranks have finished the
+    step. Then a step costs the largest span of a rank instead of the makespan.
+    """
+    request = answer.request
+    for limit in request.span_limits:
         span, makespan = answer.best_of_all(limit, "span"), answer.best_of_all(limit, "makespan")
-        bounds = [question.bound(placement, limit, "makespan") for placement in PLACEMENTS]
+        bounds = [request.bound(placement, limit, "makespan") for placement in PLACEMENTS]
         least = min((bound.value for bound in bounds if bound), default=0.0)
         if span and makespan and span.value < makespan.value * (1 - EQUAL):
+            shape = SHAPES[span.candidate.placement]
             text = (
-                f"post-validation, at {in_memory(answer, limit)}: a step costs its largest span, "
-                f"{_ms(span.value)} ({SHAPES[span.candidate.placement]}); with a synchronous optimizer step "
-                f"its makespan, {_ms(makespan.value)}, {_ms(least)} or more with these placements"
+                f"post-validation, which zbpp does not have yet, would pay at {limit_text(answer, limit)}: "
+                f"a step would cost its largest span, {_ms(span.value)} ({shape}); now it costs its "
+                f"makespan, {_ms(makespan.value)}, {_ms(least)} or more with these placements"
             )
             yield Statement("post-validation pays", text, proved=span.value < least * (1 - EQUAL))

@@ -1,4 +1,4 @@
-"""What all drawings of timelines share."""
+"""What all drawings of timelines share: colours, the words for ops and figures, the order of panels."""
 
 from __future__ import annotations
 
@@ -9,42 +9,45 @@ from zbpp.schedule.costs import ACTIVATIONS
 from zbpp.schedule.simulate import Timeline
 from zbpp.schedule.timetable import Op, Timetable
 
-# Dark for a rank's first stage, light for its further ones; text is white on dark, black on light.
+# For each op (dark, light): dark for a rank's first stage, light for its later ones.
 COLOURS = {
     Op.F: ("#2c6fb3", "#a9cdf0"),
     Op.B: ("#c2570c", "#fbc592"),
     Op.W: ("#38895a", "#b4dfbf"),
     Op.BW: ("#87479b", "#dcbde8"),
 }
-MEANING = {Op.F: "F", Op.B: "B (input)", Op.W: "W (weights)", Op.BW: "BW (both)"}
+MEANING = {Op.F: "forward", Op.B: "input gradient", Op.W: "weight gradient", Op.BW: "whole backward"}
 
 Timelines = Mapping[str, Timeline] | Iterable[tuple[str, Timeline]]
 
 
-def titled(timelines: Timelines) -> list[tuple[str, Timeline]]:
-    """(title, timeline), in the order given."""
+def panels_of(timelines: Timelines) -> list[tuple[str, Timeline]]:
+    """The panels of a drawing: (title, timeline), in the order given."""
     return list(timelines.items() if isinstance(timelines, Mapping) else timelines)
 
 
-def beginning(timeline: Timeline) -> float:
-    """The first start of all ranks in ms: measured clocks begin anywhere, drawings at 0."""
+def first_start(timeline: Timeline) -> float:
+    """The earliest start of any rank, in ms. Drawings begin there: a measured clock may show any time."""
     return float(min(start[0] for start in timeline.starts))
 
 
-def place_on_rank(timetable: Timetable) -> list[int]:
-    """For each stage, how many stages of its rank come before it: 1 for the second half of a V."""
+def index_on_rank(timetable: Timetable) -> list[int]:
+    """For each stage its place among the stages of its rank: 0 for the first, 1 for the second."""
     return [timetable.stages_of(rank).index(stage) for stage, rank in enumerate(timetable.rank_of)]
 
 
 def peak_name(timeline: Timeline) -> str:
-    """What the peaks are: `peak activations`, `peak memory`, or `process peak` where they were measured."""
-    if timeline.measured:
-        return "process peak"
+    """What the peaks are: `peak activations`, or `peak memory` if they are in bytes."""
     return "peak activations" if timeline.memory_unit == ACTIVATIONS else "peak memory"
 
 
 def peak_text(timeline: Timeline, rank: int | None = None) -> str:
-    """The peak of one rank, or the largest."""
+    """The peak of one rank; by default the largest of all ranks. Empty for a measured timeline.
+
+    There the peaks are those of whole processes, and compare with no plan's.
+    """
+    if timeline.measured:
+        return ""
     peaks = timeline.peak_memory
     return memory_text(max(peaks) if rank is None else peaks[rank], timeline.memory_unit)
 
@@ -54,21 +57,26 @@ def milliseconds(time: float) -> str:
     return f"{time:,.0f} ms" if time >= 1e3 else f"{time:.4g} ms"
 
 
-def in_words(timeline: Timeline) -> str:
-    """`makespan 30 ms, bubble rate 11.1 % (rank 0), peak activations 4 (rank 0)`: the largest, and whose."""
+def headline(timeline: Timeline) -> str:
+    """The largest figures of a timeline, each with the rank that has it.
+
+    `makespan 30 ms, largest bubble rate 11.1 % (rank 0), peak activations 4 (rank 0)`
+    """
     rates = [
         timeline.idle(rank) / (timeline.span(rank) or 1.0) for rank in range(timeline.timetable.num_ranks)
     ]
-    return (
-        f"makespan {milliseconds(timeline.makespan)}, "
-        f"bubble rate {max(rates):.1%} ({_whose(rates)}), "
-        f"{peak_name(timeline)} {peak_text(timeline)} ({_whose(timeline.peak_memory)})"
-    ).replace("%", " %")
+    figures = [
+        f"makespan {milliseconds(timeline.makespan)}",
+        f"largest bubble rate {100 * max(rates):.1f} % ({_whose(rates)})",
+    ]
+    if peak := peak_text(timeline):
+        figures.append(f"{peak_name(timeline)} {peak} ({_whose(timeline.peak_memory)})")
+    return ", ".join(figures)
 
 
 def _whose(numbers: Sequence[float]) -> str:
-    """The rank of the largest number."""
+    """The rank that has the largest number, or `all ranks`."""
     most = max(numbers)
-    if min(numbers) >= most - 1e-9 * abs(most):
-        return "each rank" if len(numbers) > 1 else "rank 0"
+    if min(numbers) >= most - 1e-9 * abs(most) and len(numbers) > 1:
+        return "all ranks"
     return f"rank {numbers.index(most)}"

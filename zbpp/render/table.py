@@ -1,4 +1,4 @@
-"""Figures of timelines as aligned text: fine on a terminal, in a file and in a README."""
+"""Figures of timelines as aligned text."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _DIGITS = 5  # of the largest time in a table: enough to see 762.5 beside 762
 
 
 def render_table(outcomes: Mapping[str, Timeline | PlanError]) -> str:
-    """One line per schedule; one that refuses shows its reason in place of figures.
+    """One line per schedule, with its figures or the reason why it has no plan.
 
-    Times in ms; memory is the largest peak of a rank.
+    Times are in ms. Max span, bubble, bubble rate and memory are the largest of any rank.
     """
     timelines = [each for each in outcomes.values() if isinstance(each, Timeline)]
     peak = peak_name(timelines[0]) if timelines else "peak memory"
@@ -27,7 +27,7 @@ def render_table(outcomes: Mapping[str, Timeline | PlanError]) -> str:
 
 
 def render_figures(timeline: Timeline) -> str:
-    """The figures of one timeline, over all ranks and per rank; times in ms."""
+    """The figures of one timeline: for each rank, and the largest of all ranks. Times are in ms."""
     head = ("", "span", "bubble", "bubble rate", peak_name(timeline))
     ranks = range(timeline.timetable.num_ranks)
     decimals = decimals_of(map(timeline.span, ranks))
@@ -60,7 +60,7 @@ def _rank_cells(timeline: Timeline, rank: int, decimals: int) -> tuple[str, ...]
 
 
 def decimals_of(times: Iterable[float]) -> int:
-    """How many decimals the times of one table get: five digits of the largest, fewer if none needs them."""
+    """How many decimals the times of a table have: the largest has five digits, or fewer if that is exact."""
     numbers = list(times)
     largest = max(numbers, default=0.0)
     most = max(0, _DIGITS - 1 - math.floor(math.log10(largest))) if largest > 0 else 0
@@ -69,7 +69,7 @@ def decimals_of(times: Iterable[float]) -> int:
 
 
 def digits(time: float, decimals: int | None = None) -> str:
-    """A time in ms; sums of floats leave -1e-15 where a human expects 0."""
+    """A time in ms, rounded; never `-0`, which rounding -1e-15 would give."""
     if time >= 1e15:
         return f"{time:.5g}"
     places = decimals_of([time]) if decimals is None else decimals
@@ -82,7 +82,7 @@ def percent(rate: float) -> str:
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """First column to the left, figures to the right, two blanks between."""
+    """Rows in columns, two blanks apart: the first column aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join([f"{name:{widths[0]}}", *(f"{c:>{w}}" for c, w in zip(cells, widths[1:], strict=True))])

@@ -1,4 +1,4 @@
-"""The staircase: a timeline drawn to scale with letters, one line per rank."""
+"""The staircase: a timeline drawn to scale in text, one line per rank."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from zbpp.render.style import beginning, place_on_rank
+from zbpp.render.style import MEANING, first_start, index_on_rank
 from zbpp.schedule.simulate import Timeline
 from zbpp.schedule.timetable import Op, Timetable
 
-_MEANING = {Op.F: "forward", Op.B: "input gradient", Op.W: "weight gradient", Op.BW: "whole backward"}
 _LONGEST_STRETCH = 4  # an op is drawn at most this many times as wide as its label needs
 
 
 def render_text(timeline: Timeline, *, width: int | None = None) -> str:
-    """A ruler in ms, a line per rank, and a legend; every action begins at its time's column.
+    """A ruler in ms, a line per rank, and a legend. Every action begins at the column of its start.
 
-    An action is its op and microbatch (`F5`), in lower case on a rank's second stage, and as
-    `2F5` where a rank owns more than two. Dots are the bubble: idle time within the rank's span.
-    width: at most this many characters a line; None: as many as the labels need. What is
-    too narrow for its label keeps its letter alone.
+    An action is shown as its op and microbatch (`F5`), in lower case on a rank's second stage. Where a rank
+    owns more than two stages it is shown with its stage (`2F5`). Dots are the bubble: idle time within the
+    rank's span.
+    width: the most characters per line; None: as many as the labels need. An action that is too narrow for
+    its label keeps the letter alone.
     """
     margin = len(f"rank {timeline.timetable.num_ranks - 1}  ")
     labels = _labels(timeline.timetable)
@@ -35,7 +35,7 @@ def render_text(timeline: Timeline, *, width: int | None = None) -> str:
 
 
 def _labels(timetable: Timetable) -> list[list[str]]:
-    places = place_on_rank(timetable)
+    places = index_on_rank(timetable)
     if max(places) > 1:
         return [[str(action) for action in row] for row in timetable.rows]
     return [
@@ -45,9 +45,9 @@ def _labels(timetable: Timetable) -> list[list[str]]:
 
 
 def _scale(timeline: Timeline, labels: list[list[str]]) -> float:
-    """Columns per ms that give the typical action of each op room for its label and a gap.
+    """Columns per ms, so that the typical action of each op is wide enough for its label and a blank.
 
-    Medians, so that one short measured action does not stretch the whole drawing.
+    The typical action has the median duration: one short measured action does not stretch the drawing.
     """
     rows = timeline.timetable.rows
     ops = np.concatenate([row.ops for row in rows])
@@ -58,7 +58,7 @@ def _scale(timeline: Timeline, labels: list[list[str]]) -> float:
     needs = [
         (int(lengths[ops == op].max()) + 1, float(np.median(durations[ops == op]))) for op in np.unique(ops)
     ]
-    wanted = [room / duration for room, duration in needs if duration > 0]
+    wanted = [columns / duration for columns, duration in needs if duration > 0]
     return min(max(wanted), _LONGEST_STRETCH * min(wanted)) if wanted else 0.0
 
 
@@ -67,7 +67,7 @@ def _column(time: float, scale: float) -> int:
 
 
 def _line(timeline: Timeline, rank: int, labels: list[str], scale: float) -> str:
-    first = beginning(timeline)
+    first = first_start(timeline)
     line = " " * _column(float(timeline.starts[rank][0]) - first, scale)
     spans = zip(timeline.starts[rank] - first, timeline.ends[rank] - first, labels, strict=True)
     for start, end, label in spans:
@@ -81,7 +81,7 @@ def _idle(columns: int) -> str:
 
 
 def _cell(label: str, columns: int) -> str:
-    """`F5`, `F5-- ` or, where the label has no room, `F-` and `F`."""
+    """`F5`, `F5-- `; or, where the label is too long, `F-` or `F`."""
     if columns < len(label):
         label = label.strip("0123456789")
     return f"{label:-<{columns - 1}} " if columns > len(label) else label[: max(columns, 0)]
@@ -105,7 +105,7 @@ def _ticks(makespan: float, scale: float) -> Iterator[float]:
 
 def _legend(timetable: Timetable) -> str:
     present = np.unique(np.concatenate([np.unique(row.ops) for row in timetable.rows])).tolist()
-    ops = ", ".join(f"{Op(op).name} {_MEANING[Op(op)]}" for op in present)
-    most = max(place_on_rank(timetable))
-    halves = ("", "; lower case: the rank's second stage", "; stage before the letter")[min(most, 2)]
-    return f"{ops}, each with its microbatch{halves}; dots: bubble"
+    ops = ", ".join(f"{Op(op).name} {MEANING[Op(op)]}" for op in present)
+    most = max(index_on_rank(timetable))
+    later_stages = ("", "; lower case: the rank's second stage", "; stage before the letter")[min(most, 2)]
+    return f"{ops}, each with its microbatch{later_stages}; dots: bubble"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from zbpp.render.style import Timelines, beginning, titled
+from zbpp.render.style import Timelines, first_start, panels_of
 from zbpp.schedule.simulate import Timeline, Transfer
 from zbpp.schedule.transfers import transfers_of
 
@@ -15,15 +15,16 @@ Event = dict[str, Any]
 def chrome_trace(timelines: Timelines) -> dict[str, Any]:
     """The JSON object of a trace: one process per rank, one slice per action, times in microseconds.
 
-    Beside its actions a rank has a lane for the messages to, and one for those from, each other rank: a slice
-    from when a message was sent, or the one before it had arrived, until it had arrived itself.
+    Beside its actions a rank has two lanes for every rank that it exchanges messages with: one for the
+    messages that it sends, one for those that it receives. The slice of a message begins when the message is
+    sent, or when the message before it on the link arrives if that is later; it ends when it arrives.
 
-    Each timeline begins at 0. The first one's process ids are its ranks; each further one's
-    follow on, so that every title has its own group of processes.
+    Each timeline begins at 0. The process ids of the first timeline are its ranks; those of the next
+    timelines follow on, so that every title has its own group of processes.
     """
     events: list[Event] = []
     first_id = 0
-    for title, timeline in titled(timelines):
+    for title, timeline in panels_of(timelines):
         for rank in range(timeline.timetable.num_ranks):
             events += _names(first_id + rank, f"{title} rank {rank}")
             events += _slices(timeline, rank, first_id + rank)
@@ -44,7 +45,7 @@ def _lane(process: int, thread: int, name: str) -> Event:
 
 
 def _slices(timeline: Timeline, rank: int, process: int) -> Iterator[Event]:
-    first = beginning(timeline)
+    first = first_start(timeline)
     spans = zip(
         timeline.timetable.rows[rank],
         (1e3 * (timeline.starts[rank] - first)).tolist(),
@@ -58,21 +59,21 @@ def _slices(timeline: Timeline, rank: int, process: int) -> Iterator[Event]:
 
 
 def _messages(timeline: Timeline, first_id: int) -> Iterator[Event]:
-    """Each link twice: among the sender's lanes and among the receiver's."""
+    """The messages of every link, twice: in a lane of the sender and in a lane of the receiver."""
     links: dict[tuple[int, int], list[Transfer]] = {}
     for transfer in transfers_of(timeline):
         links.setdefault((transfer.sender, transfer.receiver), []).append(transfer)
-    first = beginning(timeline)
+    first = first_start(timeline)
     for (sender, receiver), transfers in sorted(links.items()):
         for rank, name, kind in ((sender, f"send to {receiver}", 1), (receiver, f"receive from {sender}", 2)):
             thread = 2 * (sender + receiver - rank) + kind
             yield _lane(first_id + rank, thread, name)
-            for event in _flights(transfers, first):
+            for event in _message_slices(transfers, first):
                 yield {**event, "cat": name.split()[0], "pid": first_id + rank, "tid": thread}
 
 
-def _flights(transfers: list[Transfer], first: float) -> Iterator[Event]:
-    free = 0.0  # a link delivers in order: what is sent meanwhile waits
+def _message_slices(transfers: list[Transfer], first: float) -> Iterator[Event]:
+    free = 0.0  # a link delivers in order: a message waits until the one before it has arrived
     for value, _, _, sent, arrived in transfers:
         start = max(free, 1e3 * (sent - first))
         free = max(start, 1e3 * (arrived - first))

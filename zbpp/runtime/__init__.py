@@ -1,10 +1,45 @@
-"""One rank's life inside one step: stages, links, and the executor of a program."""
+"""One rank's life inside one step.
 
-from zbpp.runtime.measure import Recorder, measured_costs, measured_timeline, peak_memory_bytes
+What a step does, in reading order:
+
+    pipeline      Pipeline: what a user calls
+    arguments     a schedule's name becomes a timetable, a model becomes stages
+    checks        do the ranks of the pipeline fit together? What is wrong on one is raised on all
+    engine        runs step and evaluate; WHEN A RANK FAILS or dies is explained here
+    executor      one rank's program, resolved into functions; sends, receives and actions in the plan's order
+    stage         StageWorker: F, B, W and BW of one stage (zbpp/autograd splits B and W)
+    p2p           links: messages between two ranks; THE LIFE OF A RECEIVE BUFFER is explained here
+
+What they use:
+
+    microbatch    cuts a batch into microbatches; replicate, per_microbatch
+    feed          what one call gives to each stage: inputs, keywords, targets, seeds
+    boundary      what passes between two stages, with or without a message; BoundaryError
+    layout        dtypes and shapes of a message; its header
+    call_order    do all ranks call step and evaluate in the same order?
+    restored      random numbers, training mode, and the gradients of a step that failed
+    outputs       outputs and metrics of an evaluation
+    parameters    names, state_dict and declared ties of the parameters
+    ties          parameters that stages of a model share without declaring it
+    world         joining the job; gather, broadcast, agreement between ranks
+    groups        a process group for each link
+
+Beside the step:
+
+    norm          clip_grad_norm_ over all ranks
+    measure       timelines and costs of measured steps
+    memory        bytes that one microbatch leaves on a stage
+
+WHERE A W GOES is decided by the timetable alone: a schedule (zbpp/families) or the planner (zbpp/planning)
+puts it there, and the executor runs it there.
+"""
+
+from zbpp.runtime.boundary import BoundaryError
+from zbpp.runtime.measure import measured_costs, peak_memory_bytes
 from zbpp.runtime.microbatch import per_microbatch, replicate
 from zbpp.runtime.norm import clip_grad_norm_
 from zbpp.runtime.pipeline import Pipeline
-from zbpp.runtime.stage import BoundaryError, StageWorker
+from zbpp.runtime.stage import StageWorker
 from zbpp.runtime.world import AgreementError, CommunicationError, DeviceError
 
 __all__ = [
@@ -13,11 +48,9 @@ __all__ = [
     "CommunicationError",
     "DeviceError",
     "Pipeline",
-    "Recorder",
     "StageWorker",
     "clip_grad_norm_",
     "measured_costs",
-    "measured_timeline",
     "peak_memory_bytes",
     "per_microbatch",
     "replicate",

@@ -1,21 +1,26 @@
-"""What a Pipeline is made of, checked before anything runs: what one rank finds wrong, every rank raises."""
+"""Whether the ranks of a pipeline fit together, checked before anything runs.
+
+What is wrong on one rank is raised on every rank: none is left waiting for a rank that gave up.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from zbpp.planning import plan
-from zbpp.runtime.agree import planned_by_rank_0
+from zbpp.runtime.arguments import built_stages, device_for_messages, model_of
+from zbpp.runtime.groups import unique_name
 from zbpp.runtime.parameters import names_of, refuse_tied_across_ranks, tied_of
-from zbpp.runtime.world import check_agreement, gather, unheard_name
+from zbpp.runtime.ties import check_ties
+from zbpp.runtime.world import check_agreement, gather
 from zbpp.schedule import Timetable
+from zbpp.stage_api import PipelineModel
 
 # torch's class -> the user's name for it. Found by name among a module's bases, so that nothing is imported.
 _WRAPPERS = {
@@ -26,66 +31,28 @@ _WRAPPERS = {
 }
 
 
-@dataclass(frozen=True)
-class Agreed:
-    """What every rank knows of all. names: per rank, {stage: its names}; key: unheard of in this job."""
+class Agreed(NamedTuple):
+    """What every rank knows after the check.
 
+    stages: this rank's. names: per rank, {stage: the names in its state_dict}. key: the same on every rank,
+    and unique in the job.
+    """
+
+    stages: dict[int, nn.Module]
     names: list[dict[int, list[str]]]
     key: str
 
 
 @dataclass(kw_only=True)
-class _Card:
-    """What one rank tells the others of its stages."""
+class _Report:
+    """What one rank tells the others of its stages. refusal: what is wrong with them, or nothing."""
 
     refusal: str = ""
+    is_built: bool = False  # by a PipelineModel
     stages: list[int] = field(default_factory=list)
     names: dict[int, list[str]] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
-    key: str = field(default_factory=unheard_name)
-
-
-def timetable_of(
-    timetable: Timetable | str | None, num_microbatches: int | None, group: dist.ProcessGroup | None
-) -> Timetable:
-    """The timetable itself, or the plan of that name for the group's ranks."""
-    if isinstance(timetable, Timetable):
-        if num_microbatches not in (None, timetable.num_microbatches):
-            raise ValueError(
-                f"num_microbatches={num_microbatches}, but the timetable has {timetable.num_microbatches}: "
-                "leave num_microbatches out, or plan for it"
-            )
-        return timetable
-    if not isinstance(timetable, str):
-        found = "no timetable was given" if timetable is None else f"got {type(timetable).__name__}"
-        raise TypeError(
-            f'a Pipeline needs a timetable, {found}: write Pipeline({{0: module}}, "zb_h1", '
-            'num_microbatches=8, loss_fn=...); a zbpp.plan("zb_h1", ...) may stand in place of the name'
-        )
-    if num_microbatches is None:
-        raise ValueError(
-            f'Pipeline(stages, "{timetable}") does not say num_microbatches: add num_microbatches=8'
-        )
-    num_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
-    return planned_by_rank_0(partial(plan, timetable, num_ranks, num_microbatches), group)
-
-
-def rank_in(group: dist.ProcessGroup | None, timetable: Timetable) -> int:
-    """This process's rank in the pipeline. Raises ValueError if the group doesn't fit the timetable."""
-    if timetable.num_ranks == 1 and group is None:
-        return 0
-    if not dist.is_initialized():
-        raise ValueError(
-            f"the timetable is for {timetable.num_ranks} ranks, but there is no process group: start the job "
-            "with torchrun and call torch.distributed.init_process_group, or plan for one rank"
-        )
-    size = dist.get_world_size(group)
-    if size != timetable.num_ranks:
-        raise ValueError(f"the timetable is for {timetable.num_ranks} ranks, the process group has {size}")
-    rank = dist.get_rank(group)
-    if rank < 0:
-        raise ValueError("this process is not in the process group that it was given for the pipeline")
-    return rank
+    key: str = field(default_factory=unique_name)
 
 
 def check_ranks_agree(timetable: Timetable, dynamic_shapes: bool, group: dist.ProcessGroup | None) -> None:
@@ -94,57 +61,102 @@ def check_ranks_agree(timetable: Timetable, dynamic_shapes: bool, group: dist.Pr
     check_agreement("pipelines", {"dynamic_shapes": dynamic_shapes, "timetable (by hash)": digest}, group)
 
 
-def check_stages(
-    stages: Mapping[int, nn.Module], timetable: Timetable, group: dist.ProcessGroup | None
+def agree_on_stages(
+    given: Mapping[int, nn.Module] | PipelineModel,
+    timetable: Timetable,
+    rank: int,
+    device: torch.device | str | None,
+    group: dist.ProcessGroup | None,
 ) -> Agreed:
-    """Every rank looks at all stages, and raises: none is left waiting for one that went away."""
-    cards: list[_Card] = gather(_card(stages), group)
-    for rank, card in enumerate(cards):
-        if card.refusal:
-            raise ValueError(f"rank {rank}: {card.refusal}" if len(cards) > 1 else card.refusal)
-        expected = timetable.stages_of(rank)
-        if card.stages != expected:
-            raise ValueError(
-                f"rank {rank} owns stages {expected} of this timetable, got modules for {card.stages}"
-            )
-    names = [card.names for card in cards]
-    refuse_tied_across_ranks([card.tied for card in cards], names)
-    return Agreed(names, cards[0].key)
+    """Build this rank's stages if a model was given, and check those of all ranks together. Collective.
 
-
-def _card(stages: Any) -> _Card:
-    refusal = _refusal(stages)
-    if refusal:
-        return _Card(refusal=refusal)
+    device: as in Pipeline. Raises ValueError on every rank if the stages of one don't fit.
+    """
+    failure: Exception | None = None
+    stages: dict[int, nn.Module] = {}
+    model = model_of(given)
     try:
-        return _Card(stages=sorted(stages), names=names_of(stages), tied=tied_of(stages))
-    except ValueError as error:
-        return _Card(refusal=str(error))
-
-
-def _refusal(stages: Any) -> str:
-    """Why these can't be the stages of a rank, or nothing."""
-    if not isinstance(stages, Mapping):
-        return (
-            f"stages is a {type(stages).__name__}: write Pipeline({{stage index: module}}, ...) with the "
-            "stages that this rank owns; a whole model on one rank is {0: model}"
+        stages = _stages_of(given, timetable, rank, device, group)
+        report = _Report(
+            is_built=model is not None, stages=sorted(stages), names=names_of(stages), tied=tied_of(stages)
         )
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        failure, report = error, _Report(refusal=text)
+    reports: list[_Report] = gather(report, group)
+    for other, each in enumerate(reports):
+        if each.refusal:
+            text = f"rank {other}: {each.refusal}" if len(reports) > 1 else each.refusal
+            raise ValueError(text) from failure
+        expected = timetable.stages_of(other)
+        if each.stages != expected:
+            raise ValueError(
+                f"rank {other} owns stages {expected} of this timetable, got modules for {each.stages}"
+            )
+    names = [each.names for each in reports]
+    refuse_tied_across_ranks([each.tied for each in reports], names)
+    if all(each.is_built for each in reports) and model is not None:
+        check_ties(model.build_stage, timetable.rank_of, is_rank_0=rank == 0, group=group)
+    return Agreed(stages, names, reports[0].key)
+
+
+def _stages_of(
+    given: Any,
+    timetable: Timetable,
+    rank: int,
+    device: torch.device | str | None,
+    group: dist.ProcessGroup | None,
+) -> dict[int, nn.Module]:
+    """This rank's stages. Raises ValueError for what can't be a Pipeline's `stages`."""
+    model = model_of(given)
+    if model is not None:
+        chosen = device_for_messages(group) if device is None else torch.device(device)
+        stages = built_stages(model, timetable.stages_of(rank), timetable.num_stages, chosen)
+    elif not isinstance(given, Mapping):
+        raise ValueError(_neither_stages_nor_model(given))
+    elif device is not None:
+        raise ValueError(
+            f"device={str(device)!r} is for the stages that a model builds: move given stages there by "
+            "module.to(device), before the Pipeline is made"
+        )
+    else:
+        stages = dict(given)
     for index, module in stages.items():
-        if type(index) is not int or not isinstance(module, nn.Module):
-            return (
-                f"stages has {index!r}: {type(module).__name__}; a key is a stage's index, an int from 0, "
-                "and its value a torch.nn.Module"
-            )
-        wrapped = next(filter(None, map(_wrapper_of, module.modules())), "")
-        if wrapped:
-            return (
-                f"stage {index} is wrapped in {wrapped}, whose reductions expect a plain backward pass: "
-                "gradients would be wrong. Give the Pipeline the plain module; to train replicas, average "
-                "`.grad` after step() with torch.distributed.all_reduce"
-            )
-    return ""
+        _check_stage(index, module)
+    return stages
+
+
+def _neither_stages_nor_model(given: Any) -> str:
+    if isinstance(given, type):
+        name = given.__name__
+        return f"stages is the class {name}, not an instance: write Pipeline({name}(...), ...)"
+    text = (
+        f"stages is a {type(given).__name__}: write Pipeline({{stage index: module}}, ...) with the stages "
+        "that this rank owns; a whole model on one rank is {0: model}"
+    )
+    methods = ("build_stage(index, num_stages)", "loss(output, target)")
+    missing = [method for method in methods if not hasattr(given, method.partition("(")[0])]
+    if len(missing) == 1:
+        return f"{text}; as a model that builds its own stages it lacks {missing[0]}"
+    return f"{text}; or give a model with {' and '.join(methods)}"
+
+
+def _check_stage(index: Any, module: Any) -> None:
+    if type(index) is not int or not isinstance(module, nn.Module):
+        raise ValueError(
+            f"stages has {index!r}: {type(module).__name__}; a key is a stage's index, an int from 0, "
+            "and its value a torch.nn.Module"
+        )
+    wrapper = next(filter(None, map(_wrapper_of, module.modules())), "")
+    if wrapper:
+        raise ValueError(
+            f"stage {index} is wrapped in {wrapper}, whose reductions expect a plain backward pass: "
+            "gradients would be wrong. Give the Pipeline the plain module; to train replicas, average "
+            "`.grad` after step() with torch.distributed.all_reduce"
+        )
 
 
 def _wrapper_of(module: nn.Module) -> str:
+    """What wraps the module, or nothing."""
     bases = (base.__name__ for base in type(module).__mro__ if base.__module__.startswith("torch."))
     return next((_WRAPPERS[base] for base in bases if base in _WRAPPERS), "")

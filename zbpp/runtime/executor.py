@@ -1,12 +1,19 @@
-"""One rank's program, resolved once: what every step runs through.
+"""One rank's program: resolved once into functions, which every step calls in turn.
 
-Each instruction becomes a call of one message, and the numbers of two slots: where that message waits
-and where the result goes. So a step looks nothing up and decides nothing:
+An instruction takes at most one message and gives at most one. A message waits in a slot, from the
+instruction that gives it to the instruction that takes it. Resolved, an instruction is a function of one
+message, the slot that the message comes from, and the slot that the result goes to. So a step looks nothing
+up and decides nothing:
 
-    0F0                  worker.forward(0, .)         slot 0 -> slot 2
-    Send x(1,0) to 1     outbox.send(("x", 1), .)     slot 2 -> slot 1
-    Recv g(0,0) from 1   inbox.receive()              slot 0 -> slot 3
-    0B0                  worker.backward_input(0, .)  slot 3 -> slot 1
+    instruction          function                      takes from -> gives to
+    0F0                  worker.forward(0, .)          slot 0 -> slot 2
+    Send x(1,0) to 1     outbox.send(("x", 1), .)      slot 2 -> slot 1
+    Recv g(0,0) from 1   inbox.receive()               slot 0 -> slot 3
+    0B0                  worker.backward_input(0, .)   slot 3 -> slot 1
+    0W0                  worker.backward_weight(0, .)  slot 0 -> slot 1
+
+Slot 0 is always empty: an instruction without a message takes from it. Slot 1 is never read: a result that
+no instruction takes goes there.
 """
 
 from __future__ import annotations
@@ -27,80 +34,85 @@ from zbpp.runtime.world import CommunicationError
 from zbpp.schedule import Action, Op, Program, Recv, Release, Send, Value, consumes, produces
 from zbpp.schedule.lower import Instruction
 
-Work = Callable[[StageWorker, int, Message], Message]
+StageMethod = Callable[[StageWorker, int, Message], Message]  # int: the microbatch
 Links = Mapping[tuple[int, int], dist.ProcessGroup]  # (sender, receiver) -> group
 
-_NOTHING: Message = ()
-# Slots: of calls that take nothing, of results that nobody takes, of messages from here on.
-_EMPTY, _WASTE, _FIRST = 0, 1, 2
+_NO_MESSAGE: Message = ()
+_EMPTY_SLOT, _UNREAD_SLOT, _FIRST_SLOT = 0, 1, 2  # messages wait in the slots from the first on
 
 
-class _Call(NamedTuple):
-    """An instruction, resolved."""
+class _Resolved(NamedTuple):
+    """An instruction as a function, with the slots of what it takes and gives."""
 
-    work: Callable[[Message], Any]
-    takes: int = _EMPTY
-    gives: int = _WASTE
+    function: Callable[[Message], Any]
+    takes: int = _EMPTY_SLOT
+    gives: int = _UNREAD_SLOT
 
 
 class Executor:
     """Runs one program over the stages and links of one rank.
 
-    work: which method of a StageWorker does an op. `run` raises what a stage raises, and
-    CommunicationError with rank, step of the program, value and peer where a message fails.
+    methods: {op: the method of StageWorker that does it}.
     """
 
     def __init__(
         self,
         program: Program,
         workers: Mapping[int, StageWorker],
-        work: Mapping[Op, Work],
+        methods: Mapping[Op, StageMethod],
         num_stages: int,
         links: Links,
         device: torch.device,
         *,
         dynamic_shapes: bool = False,
     ) -> None:
-        self._program, self._workers, self._work, self._num_stages = program, workers, work, num_stages
+        self._program, self._workers, self._methods = program, workers, methods
+        self._num_stages = num_stages
         self._pool = FreshBuffers(device) if dynamic_shapes else BufferPool(device)
         self._inboxes: dict[int, Inbox] = {}
         self._outboxes: dict[int, Outbox] = {}
         self._connect(links, dynamic_shapes)
-        taken = [value for step in program.instructions for value in _taken(step)]
-        self._slots = dict(zip(taken, count(_FIRST)))
-        first = [_Call(_without_message(inbox.begin)) for inbox in self._inboxes.values()]
-        last = [_Call(_without_message(outbox.finish)) for outbox in self._outboxes.values()]
-        self._calls = [*first, *map(self._resolved, program.instructions), *last]
-        self._steps = [*[None] * len(first), *program.instructions, *[None] * len(last)]  # one per call
+        taken = [value for instruction in program.instructions for value in _taken(instruction)]
+        self._slots = dict(zip(taken, count(_FIRST_SLOT)))  # where each value waits
+        first = [_Resolved(_without_message(inbox.begin)) for inbox in self._inboxes.values()]
+        last = [_Resolved(_without_message(outbox.finish)) for outbox in self._outboxes.values()]
+        self._resolved = [*first, *map(self._resolve, program.instructions), *last]
+        # What each entry of _resolved was; None for the first receives and the last sends.
+        self._instructions = [*[None] * len(first), *program.instructions, *[None] * len(last)]
 
     def run(self, recorder: Recorder | None = None) -> None:
-        """Run the program once. Afterwards slots and links are empty."""
-        mark = None if recorder is None else recorder.begin(self._steps)
-        slots = [_NOTHING] * (_FIRST + len(self._slots))
+        """Run the program once. Afterwards slots and links are empty.
+
+        Raises what a stage raises, and CommunicationError with rank, step of the program, value and peer
+        where a message fails.
+        """
+        mark = None if recorder is None else recorder.begin(self._instructions)
+        slots = [_NO_MESSAGE] * (_FIRST_SLOT + len(self._slots))
         position = 0
         try:
-            for position, (work, takes, gives) in enumerate(self._calls):  # noqa: B007  # where it stopped
-                message, slots[takes] = slots[takes], _NOTHING
+            for position, (function, takes, gives) in enumerate(self._resolved):  # noqa: B007  # for _explain
+                # The slot is emptied, so that a message's memory is free as soon as no stage needs it.
+                message, slots[takes] = slots[takes], _NO_MESSAGE
                 if mark:
                     mark()
-                slots[gives] = work(message)
+                slots[gives] = function(message)
                 if mark:
                     mark()
         except Exception as error:
             self._explain(position, error)
             raise
-        if any(slots[_FIRST:]):
+        if any(slots[_FIRST_SLOT:]):
             left = [str(value) for value, slot in self._slots.items() if slots[slot]]
             raise RuntimeError(f"a step ended with values left over: {', '.join(left)}")
 
     def forget_layouts(self) -> None:
-        """Agree on shapes anew: each channel's next message carries a header, and old buffers go."""
+        """Let shapes change: each channel's next message has a header again, and old receive buffers go."""
         self._pool.clear()
         for box in self._boxes():
             box.layouts.clear()
 
     def close(self) -> None:
-        """Give up all that is under way, and the links."""
+        """Give up all messages under way, and the links."""
         for box in self._boxes():
             box.close()
 
@@ -109,58 +121,63 @@ class Executor:
         yield from self._outboxes.values()
 
     def _connect(self, links: Links, dynamic_shapes: bool) -> None:
+        """Make an Inbox for each rank that sends here, and an Outbox for each rank that is sent to."""
         rank, instructions = self._program.rank, self._program.instructions
-        incoming = [step for step in instructions if isinstance(step, Recv)]
-        for peer in sorted({step.peer for step in incoming}):
+        receives = [each for each in instructions if isinstance(each, Recv)]
+        for peer in sorted({each.peer for each in receives}):
             self._inboxes[peer] = Inbox(
                 int(peer > rank),  # a link's group has two ranks: 0 is the lower one
                 links[peer, rank],
                 self._pool,
-                [_channel(step.value) for step in incoming if step.peer == peer],
+                [_channel(each.value) for each in receives if each.peer == peer],
                 self._program.in_flight[peer],
                 dynamic_shapes,
             )
-        for peer in sorted({step.peer for step in instructions if isinstance(step, Send)}):
+        for peer in sorted({each.peer for each in instructions if isinstance(each, Send)}):
             self._outboxes[peer] = Outbox(
                 int(peer > rank), links[rank, peer], self._pool.device, dynamic_shapes
             )
 
-    def _resolved(self, step: Instruction) -> _Call:
-        match step:
+    def _resolve(self, instruction: Instruction) -> _Resolved:
+        match instruction:
             case Action(stage, op, microbatch):
-                takes = [self._slots[value] for value in _taken(step)]
-                gives = [
-                    self._slots[value] for value in produces(step, self._num_stages) if value in self._slots
-                ]
-                work = partial(self._work[op], self._workers[stage], microbatch)
-                return _Call(work, *(takes or [_EMPTY]), *(gives or [_WASTE]))
+                takes = [self._slots[value] for value in _taken(instruction)]
+                produced = produces(instruction, self._num_stages)
+                gives = [self._slots[value] for value in produced if value in self._slots]
+                function = partial(self._methods[op], self._workers[stage], microbatch)
+                return _Resolved(function, *(takes or [_EMPTY_SLOT]), *(gives or [_UNREAD_SLOT]))
             case Recv(value, peer):
-                return _Call(_without_message(self._inboxes[peer].receive), gives=self._slots[value])
+                return _Resolved(_without_message(self._inboxes[peer].receive), gives=self._slots[value])
             case Send(value, peer):
-                return _Call(partial(self._outboxes[peer].send, _channel(value)), takes=self._slots[value])
+                send = partial(self._outboxes[peer].send, _channel(value))
+                return _Resolved(send, takes=self._slots[value])
             case Release(_, peer):
-                return _Call(_without_message(self._outboxes[peer].release))
+                return _Resolved(_without_message(self._outboxes[peer].release))
 
     def _explain(self, position: int, error: Exception) -> None:
-        """Say who waited for what if a message failed; an action's error speaks for itself."""
-        step = self._steps[position]
-        if isinstance(step, Action) or isinstance(error, torch.OutOfMemoryError):
+        """Raise an error that says which message failed; the error of an action speaks for itself."""
+        instruction = self._instructions[position]
+        if isinstance(instruction, Action) or isinstance(error, torch.OutOfMemoryError):
             return
         rank = self._program.rank
         if isinstance(error, RuntimeError):
             number = position - len(self._inboxes)
-            ends = "its first receives" if number < 0 else "its last sends"
-            place = f"step {number} of its program ({step})" if step else ends
+            if instruction is not None:
+                place = f"step {number} of its program ({instruction})"
+            else:
+                place = "its first receives" if number < 0 else "its last sends"
             raise CommunicationError.at(f"rank {rank}, {place}", error) from error
-        if isinstance(error, ValueError) and isinstance(step, Send):
-            raise ValueError(f"{step.value} from rank {rank} to rank {step.peer}: {error}") from None
+        if isinstance(error, ValueError) and isinstance(instruction, Send):
+            raise ValueError(
+                f"{instruction.value} from rank {rank} to rank {instruction.peer}: {error}"
+            ) from None
 
 
-def _taken(step: Instruction) -> tuple[Value, ...]:
-    """The messages that an instruction takes; saved and deferred stay inside their StageWorker."""
-    match step:
+def _taken(instruction: Instruction) -> tuple[Value, ...]:
+    """The messages (x or g) that an instruction takes; saved and deferred stay inside their StageWorker."""
+    match instruction:
         case Action():
-            return tuple(value for value in consumes(step) if value.name in ("x", "g"))
+            return tuple(value for value in consumes(instruction) if value.name in ("x", "g"))
         case Send(value, _):
             return (value,)
         case _:
@@ -168,9 +185,9 @@ def _taken(step: Instruction) -> tuple[Value, ...]:
 
 
 def _channel(value: Value) -> tuple[str, int]:
-    """Messages of one kind for one stage have one layout."""
+    """The x of one stage, or its g: messages of one channel have one layout."""
     return value.name, value.stage
 
 
-def _without_message(work: Callable[[], Any]) -> Callable[[Message], Any]:
-    return lambda _: work()
+def _without_message(function: Callable[[], Any]) -> Callable[[Message], Any]:
+    return lambda _: function()

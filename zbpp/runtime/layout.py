@@ -1,7 +1,7 @@
-"""What a message looks like: dtypes, shapes, where gradients flow; in words, and as a header.
+"""The layout of a message (dtypes, shapes, which tensors require grad), as text and as a header.
 
-A message is a tuple of tensors, with None where there is none: a gradient that does not exist,
-an output that a stage left out.
+A message is a tuple of tensors. None in it stands for a gradient that does not exist, or for an output that a
+stage left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEADER_SIZE = 256
 
 
 class TensorLayout(NamedTuple):
-    """What a receiver must know of one tensor."""
+    """What a receiver must know about one tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -54,13 +54,13 @@ def describe(layout: Layout) -> str:
 
 
 def describe_change(layout: Layout, known: Layout) -> str:
-    """What differs, where the shapes and dtypes alone would look equal."""
+    """How requires_grad differs, which `describe` doesn't show; nothing if it is the same."""
     now, before = ([bool(each and each.requires_grad) for each in found] for found in (layout, known))
     return "" if now == before else f" (requires_grad {now} instead of {before})"
 
 
 def encode(layout: Layout) -> Tensor:
-    """A layout as int64[256]: count; then per tensor dtype (-1: None), requires_grad, rank, sizes."""
+    """A layout as int64[256]: number of tensors; of each dtype (-1: None), requires_grad, dims, sizes."""
     numbers = [len(layout)]
     for each in layout:
         if each is None:

@@ -1,4 +1,4 @@
-"""What a step really did: measured timelines, and the costs that a planner can use."""
+"""Measured steps: their timelines, and the costs that a planner can use."""
 
 from __future__ import annotations
 
@@ -24,51 +24,62 @@ Messages = tuple[dict[Value, float], dict[Value, float]]  # sent by a rank, arri
 
 
 class Recorder:
-    """When each thing that a rank did in one step began and ended, in ms.
+    """When each instruction of a rank began and ended in its last recorded step, in ms.
 
-    CUDA events on a GPU; on the CPU the machine's clock (CLOCK_MONOTONIC), the same for all processes.
+    Measured by CUDA events on a GPU; on the CPU by the machine's clock (CLOCK_MONOTONIC), which all its
+    processes share.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._marks: list[Mark] = []
-        self._steps: Sequence[Instruction | None] = ()
-        self._origin: tuple[float, torch.cuda.Event | None] = (0.0, None)
+        self._instructions: Sequence[Instruction | None] = ()
+        self._origin: tuple[float, torch.cuda.Event | None] = (0.0, None)  # one moment, by both clocks
 
-    def begin(self, steps: Sequence[Instruction | None]) -> Callable[[], None]:
-        """Forget what was recorded; returns what to call where each of these begins, and where it ends.
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step was recorded yet."""
+        return not self._marks
 
-        None stands for what is not to be recorded. steps may grow meanwhile.
+    def begin(self, instructions: Sequence[Instruction | None]) -> Callable[[], None]:
+        """Start a new record of these instructions, which replaces the last one.
+
+        Returns a function to be called where an instruction begins, and again where it ends, in their order.
+        None stands for work that is no instruction. The sequence may still grow.
         """
         marks: list[Mark] = []
-        self._steps, self._marks = steps, marks
+        self._instructions, self._marks = instructions, marks
         if self.device.type != "cuda":
-            self._origin = (0.0, None)
             return lambda: marks.append(time.perf_counter() * 1e3)
         torch.cuda.synchronize(self.device)
         self._origin = (time.perf_counter() * 1e3, _event())
         return lambda: marks.append(_event())
 
     def times(self) -> Times:
-        """[actions, 2]: start and end of each, in ms of the machine's clock."""
-        spans = [span for step, span in self._spans() if isinstance(step, Action)]
+        """[actions, 2]: start and end of each action, in ms of the machine's clock."""
+        spans = [span for instruction, span in self._spans() if isinstance(instruction, Action)]
         return np.array(spans, dtype=np.float64).reshape(-1, 2)
 
     def messages(self) -> Messages:
-        """When each message from here was given away, and when each to here was there; as `times`."""
+        """When the send of each message from here began, and when each message to here had arrived.
+
+        In ms of the machine's clock.
+        """
         spans = list(self._spans())
-        sent = {step.value: begin for step, (begin, _) in spans if isinstance(step, Send)}
-        arrived = {step.value: end for step, (_, end) in spans if isinstance(step, Recv)}
+        sent = {each.value: begin for each, (begin, _) in spans if isinstance(each, Send)}
+        arrived = {each.value: end for each, (_, end) in spans if isinstance(each, Recv)}
         return sent, arrived
 
     def _spans(self) -> Iterator[tuple[Instruction | None, tuple[float, float]]]:
-        marks = iter(self._on_the_clock())
-        return zip(self._steps, zip(marks, marks, strict=True), strict=True)
+        """Each instruction with its begin and end."""
+        marks = self._marks_in_ms()
+        return zip(self._instructions, zip(marks[::2], marks[1::2], strict=True), strict=True)
 
-    def _on_the_clock(self) -> list[float]:
+    def _marks_in_ms(self) -> list[float]:
+        """All marks in ms of the machine's clock."""
         clock, origin = self._origin
-        if origin is None:
-            return [mark for mark in self._marks if isinstance(mark, float)]  # all
+        if origin is None:  # on the CPU every mark is a float already
+            return [mark for mark in self._marks if isinstance(mark, float)]
         torch.cuda.synchronize(self.device)
         events = [mark for mark in self._marks if isinstance(mark, torch.cuda.Event)]
         return [clock + origin.elapsed_time(event) for event in events]
@@ -85,8 +96,7 @@ def measured_timeline(
 ) -> Timeline:
     """The last recorded step of all ranks as a Timeline that starts at 0 ms. Collective.
 
-    peak_memory is bytes: the highest the allocator of each rank has seen (CUDA), or the
-    process's largest resident size (CPU).
+    peak_memory, in bytes, is `peak_memory_bytes` of each rank: of its process so far, not of this step.
     """
     offset = clock_offset(group)
     mine = (
@@ -113,7 +123,7 @@ def _earlier(messages: Messages, offset: float) -> Messages:
 
 
 def _transfers(messages: Sequence[Messages], timetable: Timetable) -> Iterator[Transfer]:
-    """messages: of every rank."""
+    """The messages of all ranks as Transfers. messages: per rank, sent from it and arrived on it."""
     for sender, (sent, _) in enumerate(messages):
         for value, time_sent in sent.items():
             receiver = timetable.rank_of[value.stage]
@@ -121,9 +131,10 @@ def _transfers(messages: Sequence[Messages], timetable: Timetable) -> Iterator[T
 
 
 def clock_offset(group: dist.ProcessGroup | None = None) -> float:
-    """What to subtract from this process's clock (ms) to compare it with those of other machines. Collective.
+    """The ms to subtract from this process's clock, so that clocks of several machines agree. Collective.
 
-    One machine has one clock. Several are aligned at a barrier, to a fraction of a millisecond.
+    0 on one machine, whose processes share a clock. Several machines count from a barrier, which they leave
+    within a fraction of a millisecond.
     """
     if len(set(gather(socket.gethostname(), group))) == 1:
         return 0.0
@@ -132,7 +143,7 @@ def clock_offset(group: dist.ProcessGroup | None = None) -> float:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this process has used on its device so far."""
+    """The most memory that this process has used so far: CUDA's allocator, or resident size on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource  # Unix only, and only the CPU path needs it
@@ -143,9 +154,9 @@ def peak_memory_bytes(device: torch.device) -> int:
 def measured_costs(*timelines: Timeline) -> Costs:
     """Per-stage median durations and message times of measured steps of one cut, as Costs in ms.
 
-    Timetables may differ. What all of them lack (B and W under BW alone, or the reverse) is filled in by
-    B + W = BW, halves each where nothing is known. A message's time is the delay between its producer
-    and a consumer that waited for it; a stage whose messages nobody waited for gets the median of all.
+    Timetables may differ. An op that none of them has is filled in: BW as B + W; B and W as half of BW each.
+    A message's time is the delay from the end of its producer to the start of a consumer that was idle and
+    waited for it. A stage without such a message gets the median of all stages.
     """
     durations: dict[tuple[int, Op], list[float]] = defaultdict(list)
     delays: dict[int, list[float]] = defaultdict(list)
@@ -158,15 +169,15 @@ def measured_costs(*timelines: Timeline) -> Costs:
         return median(found) if found else None
 
     stages = range(timelines[0].timetable.num_stages)
-    whole = [of(Op.BW, stage) for stage in stages]
-    b = [_first(of(Op.B, s), _half(whole[s])) for s in stages]
-    w = [_first(of(Op.W, s), _half(whole[s])) for s in stages]
+    bw = [of(Op.BW, stage) for stage in stages]
+    b = [_first(of(Op.B, stage), _half(bw[stage])) for stage in stages]
+    w = [_first(of(Op.W, stage), _half(bw[stage])) for stage in stages]
     usual = median([delay for found in delays.values() for delay in found] or [0.0])
     return Costs(
         f=[of(Op.F, stage) or 0.0 for stage in stages],
         b=b,
         w=w,
-        bw=[_first(whole[s], b[s] + w[s]) for s in stages],
+        bw=[_first(bw[stage], b[stage] + w[stage]) for stage in stages],
         comm=[max(0.0, median(delays.get(stage, [usual]))) for stage in stages],
     )
 
@@ -176,6 +187,7 @@ def _half(value: float | None) -> float | None:
 
 
 def _first(*values: float | None) -> float:
+    """The first value that is known, 0 without any."""
     return next((value for value in values if value is not None), 0.0)
 
 
@@ -186,9 +198,9 @@ def _collect_durations(timeline: Timeline, into: dict[tuple[int, Op], list[float
 
 
 def _collect_delays(timeline: Timeline, into: dict[int, list[float]]) -> None:
-    """By the stage that a message left: the delays of those whose consumer was idle when they were made."""
+    """Add each message's delay under the stage that sent it, if its consumer's rank was idle and waited."""
     timetable = timeline.timetable
-    made: dict[object, tuple[int, int, float]] = {}
+    made: dict[object, tuple[int, int, float]] = {}  # value -> rank, stage and end of its producer
     for rank, row in enumerate(timetable.rows):
         for action, end in zip(row, timeline.ends[rank].tolist(), strict=True):
             made |= dict.fromkeys(produces(action, timetable.num_stages), (rank, action.stage, end))

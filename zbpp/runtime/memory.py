@@ -1,7 +1,7 @@
-"""Bytes of live tensors: what a step needs at most, and what one microbatch leaves behind on a stage.
+"""Bytes of live tensors: how many a run needs at most, and how many one microbatch leaves on a stage.
 
-CUDA's allocator counts them itself. On the CPU nobody does, but torch's profiler is told of every
-allocation and every release, so a run under it can be added up afterwards.
+CUDA's allocator counts them. The CPU's doesn't, but torch's profiler records every allocation and every
+release: after a run under the profiler, they are added up.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # not in its __all__
 
+from zbpp.runtime.feed import Feed
 from zbpp.runtime.layout import Layout, TensorLayout, layout_of
-from zbpp.runtime.stage import Feed, Loss, StageWorker
+from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.world import gather
 
 
 class Level(NamedTuple):
-    """Bytes of live tensors over those before: the most there were, and what was left at the end."""
+    """Bytes of live tensors beyond those before a run: the most during it, and those left after it."""
 
     highest: int
     after: int
 
 
-class Held(NamedTuple):
-    """What one microbatch leaves on a stage, in bytes: from F until B, and from B until W."""
+class StageMemory(NamedTuple):
+    """Bytes that one microbatch holds on a stage: from F until B, and from B until W."""
 
     saved: int
     deferred: int
 
 
 def live_bytes(run: Callable[[], object], device: torch.device) -> Level:
-    """The level of live tensors on `device` while `run` runs and after it. It slows what it runs.
+    """Call `run` and measure the live tensors on `device`, which slows it down.
 
-    On the CPU what nobody measured when it was made isn't missed when it goes.
+    On the CPU, a tensor that was allocated before measuring began is not counted when it is freed.
     """
     if device.type == "cuda":
         return _on_cuda(run, device)
@@ -82,19 +83,19 @@ def _on_cpu(run: Callable[[], object]) -> Level:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """The profiler's library announces each start and stop on stderr, past Python."""
+    """Nothing is printed inside: the profiler's library writes each start and stop to file descriptor 2."""
     sys.stderr.flush()
-    saved, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    stderr, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)
     try:
         yield
     finally:
-        os.dup2(saved, 2)
-        os.close(saved)
+        os.dup2(stderr, 2)
+        os.close(stderr)
         os.close(nothing)
 
 
-def held_per_stage(
+def memory_per_stage(
     stages: Mapping[int, nn.Module],
     inputs: Mapping[int, tuple[Any, ...]],
     num_stages: int,
@@ -103,25 +104,26 @@ def held_per_stage(
     loss_fn: Loss | None,
     target: Any,
     group: dist.ProcessGroup | None = None,
-) -> list[Held]:
-    """`held_bytes` of every stage of the pipeline, in its order. Collective.
+) -> list[StageMemory]:
+    """`stage_memory` of every stage of the pipeline, in stage order. Collective.
 
-    stages: this rank's. inputs: as `first_inputs` has them; target: of one microbatch, for the last stage.
+    stages: this rank's. inputs: of each, from `first_inputs`. target: of one microbatch; the last stage's
+    rank needs it.
     """
     last = num_stages - 1
     mine = {
-        index: held_bytes(
+        index: stage_memory(
             index, stage, inputs[index], device, loss_fn=loss_fn, target=target, is_last=index == last
         )
         for index, stage in stages.items()
     }
-    found: dict[int, Held] = {}
+    found: dict[int, StageMemory] = {}
     for each in gather(mine, group):
         found |= each
     return [found[index] for index in range(num_stages)]
 
 
-def held_bytes(
+def stage_memory(
     index: int,
     module: nn.Module,
     inputs: tuple[Any, ...],
@@ -130,31 +132,31 @@ def held_bytes(
     loss_fn: Loss | None = None,
     target: Any = None,
     is_last: bool = False,
-) -> Held:
-    """Run F and B of one microbatch on a stage and see what stays. Afterwards all is as it was.
+) -> StageMemory:
+    """Run F and B of one microbatch on a stage and measure what stays; inputs: of F.
 
-    inputs: what F got. Those of a later stage count, since they arrived for this microbatch alone;
-    the batch that stage 0 reads is there anyway. Buffers, gradients and random numbers are restored.
+    The inputs of stage 1 and later count, since each microbatch has its own receive buffer; those of stage 0
+    don't, since the batch is there anyway. Buffers, gradients and random numbers are restored afterwards.
     """
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn, device=device)
     worker.begin(Feed([inputs] if index == 0 else (), [{}], [target], [0]))
     layouts: list[Layout] = []
 
     def forward() -> None:
-        layouts.append(layout_of(worker.forward(0, () if index == 0 else tuple(map(_arrived, inputs)))))
+        layouts.append(layout_of(worker.forward(0, () if index == 0 else tuple(map(_received, inputs)))))
 
     def backward() -> None:
         worker.backward_input(0, tuple(each and _gradient(each, device) for each in layouts[0]))
 
-    with _undone(module, device):
+    with _restored(module, device):
         saved = live_bytes(forward, device).after
         deferred = saved + live_bytes(backward, device).after
         worker.abandon()
-    return Held(saved, deferred)
+    return StageMemory(saved, deferred)
 
 
-def _arrived(value: Any) -> Any:
-    """As in a receive buffer of its own."""
+def _received(value: Any) -> Any:
+    """A copy, as if it had just been received into a buffer."""
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
@@ -163,8 +165,8 @@ def _gradient(layout: TensorLayout, device: torch.device) -> Tensor:
 
 
 @contextmanager
-def _undone(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """What is done to the module inside has no effect outside."""
+def _restored(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Buffers, gradients and random numbers are afterwards as they were before."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     grads = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in grads:
@@ -180,12 +182,12 @@ def _undone(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def first_inputs(stages: Mapping[int, nn.Module]) -> Iterator[dict[int, tuple[Any, ...]]]:
-    """What each stage gets first inside, copied: stage -> its inputs; filled while the block runs."""
+    """{stage: a copy of the inputs of its first forward inside the block}, filled while the block runs."""
     found: dict[int, tuple[Any, ...]] = {}
 
     def keep(index: int, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if index not in found:
-            found[index] = tuple(map(_arrived, inputs))
+            found[index] = tuple(map(_received, inputs))
 
     handles = [stage.register_forward_pre_hook(partial(keep, index)) for index, stage in stages.items()]
     try:

@@ -1,7 +1,7 @@
-"""Cutting what one call of the pipeline is given into microbatches, by views along dim 0.
+"""Cutting the arguments of one call of the pipeline into microbatches, by views along dim 0.
 
-Tensors are found wherever torch's pytree looks: in tuples, lists, dicts, named tuples, and in classes
-that were registered with it. The marks `replicate` and `per_microbatch` work there, too.
+Tensors are found wherever torch's pytree looks: in tuples, lists, dicts, named tuples, and in classes that
+were registered with it. The marks `replicate` and `per_microbatch` work inside them, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Replicated:
 
 
 def replicate(value: Any) -> Replicated:
-    """Mark a tensor that `Pipeline.step` is given, or what holds tensors, as not to be split along dim 0."""
+    """Mark an argument of `Pipeline.step`, a tensor or what holds tensors, as not to be split along dim 0."""
     if isinstance(value, _PLAIN):
         raise TypeError(f"replicate() takes a tensor, not {type(value).__name__}: other values need no mark")
     return Replicated(value)
@@ -38,60 +38,69 @@ class PerMicrobatch:
 
 
 def per_microbatch(values: Sequence[Any]) -> PerMicrobatch:
-    """Mark an argument of `Pipeline.step` as cut already: `values[i]` goes to microbatch i.
+    """Mark an argument of `Pipeline.step` as already cut: `values[i]` goes to microbatch i.
 
-    Tensors among them may differ in shape; what then differs between stages needs dynamic_shapes. Each
-    microbatch counts alike in the mean, whatever its size.
+    Tensors among them may differ in shape; if the messages between stages then differ, too, the Pipeline
+    needs dynamic_shapes. Each microbatch has the same weight in the mean, whatever its size.
     """
     return PerMicrobatch(values)
 
 
-def split(name: str, value: Any, num_microbatches: int) -> list[Any]:
+def into_microbatches(name: str, value: Any, num_microbatches: int) -> list[Any]:
     """`num_microbatches` pieces of one value, as `Cutter.cut` makes them."""
     return Cutter(num_microbatches).cut(name, value)
 
 
 class Cutter:
-    """Cuts the values of one call, and leads gradients back to where they came from.
+    """Cuts the values of one call into microbatches, and runs the backward of the caller's graph.
 
-    A piece that requires grad is a leaf of its own: B ends there, and sums up what it finds in the leaf's
-    `.grad`. `backward` hands the sums on. So the caller's graph is gone through once, however many
-    microbatches there are.
+    A piece that requires grad is replaced by a new leaf: B ends there and adds its gradient to the leaf's
+    `.grad`. `backward` passes those sums on to the caller's tensors. So the caller's graph is traversed once,
+    however many microbatches there are.
     """
 
     def __init__(self, num_microbatches: int) -> None:
-        self.rows: int | None = None  # of all tensors together; None before the first
-        self._num, self._first = num_microbatches, ""
-        self._leaves: list[tuple[Tensor, Tensor]] = []  # (what the caller gave, the leaf in its place)
+        self.num_microbatches = num_microbatches
+        self.rows: int | None = None  # which all tensors that are split have; None before the first one
+        self._first = ""  # the name of the first tensor that was split
+        self._leaves: list[tuple[Tensor, Tensor]] = []  # (tensor of the caller's graph, its leaf)
 
     def cut(self, name: str, value: Any) -> list[Any]:
-        """One piece per microbatch: a tensor's are views; a value without tensors is given to each as it is.
+        """One piece per microbatch. Pieces of a tensor are views; a value without tensors is every piece.
 
-        Raises ValueError, with the name of what it is about, if dim 0 doesn't divide or is not that of an
-        earlier value, for another number of values per microbatch, and where tensors can't be reached.
+        Raises ValueError, which begins with `name`, if dim 0 doesn't divide, or differs from an earlier
+        value's; if a `per_microbatch` has another number of values; and where tensors can't be reached.
         """
         if isinstance(value, Tensor):
             return list(map(self._of_one_microbatch, self._pieces(name, value)))
         if isinstance(value, PerMicrobatch):
-            if len(value.values) != self._num:
-                raise ValueError(f"{name} has {len(value.values)} values, num_microbatches={self._num}")
+            if len(value.values) != self.num_microbatches:
+                raise ValueError(
+                    f"{name} has {len(value.values)} values, num_microbatches={self.num_microbatches}"
+                )
             return [tree_map(self._leaf, each) for each in value.values]
         if isinstance(value, Replicated):
-            return [tree_map(self._leaf, value.value)] * self._num
+            return [tree_map(self._leaf, value.value)] * self.num_microbatches
         if isinstance(value, _PLAIN):
-            return [value] * self._num
+            return [value] * self.num_microbatches
         return self._nested(name, value)
+
+    def cut_arguments(self, values: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """Per microbatch, its positional arguments: () where there are none."""
+        pieces = [self.cut(f"argument {i}", value) for i, value in enumerate(values)]
+        return [tuple([each[i] for each in pieces]) for i in range(self.num_microbatches)]
 
     def cut_keywords(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Per microbatch, its keyword arguments."""
         pieces = {name: self.cut(name, value) for name, value in values.items()}
-        return [{name: each[i] for name, each in pieces.items()} for i in range(self._num)]
+        return [{name: each[i] for name, each in pieces.items()} for i in range(self.num_microbatches)]
 
     def backward(self) -> None:
-        """Run the backward of the caller's graph, with the sums over microbatches."""
+        """Run the backward of the caller's graph, from the gradients that the leaves have collected."""
         reached = [(tensor, leaf.grad) for tensor, leaf in self._leaves if leaf.grad is not None]
         if reached:
-            torch.autograd.backward([tensor for tensor, _ in reached], [grad for _, grad in reached])
+            tensors, grads = zip(*reached, strict=True)
+            torch.autograd.backward(tensors, grads)
 
     def _nested(self, name: str, value: Any) -> list[Any]:
         leaves, spec = tree_flatten_with_path(value, is_leaf=_is_marked)
@@ -99,9 +108,9 @@ class Cutter:
             for path, leaf in leaves:
                 _refuse_rows_of_an_array(name + keystr(path), leaf)
                 _refuse_hidden_tensors(name + keystr(path), leaf)
-            return [value] * self._num
+            return [value] * self.num_microbatches
         pieces = [self.cut(name + keystr(path), leaf) for path, leaf in leaves]
-        return [tree_unflatten([each[i] for each in pieces], spec) for i in range(self._num)]
+        return [tree_unflatten([each[i] for each in pieces], spec) for i in range(self.num_microbatches)]
 
     def _pieces(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
         if tensor.layout is not torch.strided or tensor.is_nested:
@@ -115,10 +124,10 @@ class Cutter:
                 f"{name} is a tensor without dimensions: pass a number, or zbpp.replicate({name})"
             )
         rows = len(tensor)
-        if rows % self._num or not rows:
+        if rows % self.num_microbatches or not rows:
             raise ValueError(
-                f"{name} has {rows} rows, which don't split into num_microbatches={self._num}; "
-                f"nearest that do: {_nearest(rows, self._num)}; or zbpp.replicate({name})"
+                f"{name} has {rows} rows, which don't split into num_microbatches={self.num_microbatches}; "
+                f"nearest that do: {_nearest(rows, self.num_microbatches)}; or zbpp.replicate({name})"
             )
         if self.rows is None:
             self.rows, self._first = rows, name
@@ -127,18 +136,19 @@ class Cutter:
                 f"{name} has {rows} rows, {self._first} has {self.rows}: what is split along dim 0 is one "
                 f"batch; zbpp.replicate({name}) gives all its rows to every microbatch"
             )
-        return tensor.split(rows // self._num)
+        return tensor.split(rows // self.num_microbatches)
 
     def _of_one_microbatch(self, piece: Tensor) -> Tensor:
-        """A piece with a count of changes in place of its own, since a stage may change its input.
+        """A piece that counts in-place changes by itself, since a stage may change its input in place.
 
-        The views of one batch share a count; with it, a change of one would spoil what F of another saved.
+        Views of one batch share that count: a change of one piece would look to autograd like a change of
+        what F of another microbatch has saved.
         """
         leaf: Tensor = self._leaf(piece)
         return leaf if leaf.requires_grad else leaf.data
 
     def _leaf(self, value: Any) -> Any:
-        """What stands for a tensor of the caller's graph; anything else as it is."""
+        """A new leaf in place of a tensor of the caller's graph; anything else as it is."""
         if not (isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()):
             return value
         leaf = value.detach().requires_grad_()
@@ -151,7 +161,7 @@ def _is_marked(value: Any) -> bool:
 
 
 def _refuse_rows_of_an_array(name: str, value: Any) -> None:
-    """Raise ValueError for a NumPy array and its like: all its rows would go to every microbatch."""
+    """Raise ValueError for a NumPy array or similar: every microbatch would get all its rows."""
     if hasattr(value, "__array__") and hasattr(value, "ndim") and value.ndim:
         raise ValueError(
             f"{name} is a {type(value).__name__}, which is not split into microbatches: write "
@@ -160,7 +170,7 @@ def _refuse_rows_of_an_array(name: str, value: Any) -> None:
 
 
 def _refuse_hidden_tensors(name: str, value: Any) -> None:
-    """Raise ValueError for an object with tensors that pytree doesn't see: all rows would go everywhere."""
+    """Raise ValueError for an object with tensors that pytree doesn't see: none of them would be split."""
     if isinstance(value, Mapping):
         inside = list(value.values())
     elif isinstance(value, (tuple, list, set, frozenset)):

@@ -27,13 +27,13 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients of all ranks together, in place, so that their 2-norm is at most `max_norm`.
 
-    parameters: a pipeline, which knows its group, or those of this rank, of which `group` (None: the default
-    one) has the rest. Returns the norm before, float64 without dimensions on the CPU: one number, equal on
-    every rank. Collective.
+    parameters: a pipeline; or this rank's parameters, and `group` (None: the default one) the ranks that hold
+    the others. Returns the norm before scaling, a float64 scalar on the CPU, equal on every rank. Collective.
 
-    As `torch.nn.utils.clip_grad_norm_` of the whole model in one process; a parameter that several stages
-    share counts once, and one with a `main_grad` counts with that. Raises RuntimeError, on every rank, if the
-    norm is infinite or NaN and `error_if_nonfinite`; nothing is scaled then.
+    The result is that of `torch.nn.utils.clip_grad_norm_` over the whole model in one process. A parameter
+    that several stages share counts once; a parameter with a `main_grad` counts with its `main_grad`. If the
+    norm is infinite or NaN and `error_if_nonfinite` is set, RuntimeError is raised on every rank and nothing
+    is scaled.
     """
     if isinstance(parameters, Pipeline):
         group, parameters = parameters.group, parameters.parameters()
@@ -44,14 +44,14 @@ def clip_grad_norm_(
             f"the norm of the gradients is {norm}, so they were not clipped; error_if_nonfinite=False lets "
             "it pass"
         )
-    scale = max_norm / (norm + 1e-6)  # torch's, so that results are
-    if not scale >= 1:  # or NaN
+    scale = max_norm / (norm + 1e-6)  # as in torch, so that results are equal
+    if not scale >= 1:  # also true for NaN
         scale_gradients(gradients, scale)
     return torch.tensor(norm, dtype=torch.float64)
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Where the gradients of the parameters are summed, each parameter once: `main_grad`, or `.grad`."""
+    """The gradient of each parameter, `main_grad` or else `.grad`; one that comes twice counts once."""
     totals = map(total_of, {id(each): each for each in parameters}.values())
     return [total for total in totals if total is not None]
 
@@ -63,7 +63,7 @@ def squared_norms(gradients: Iterable[Tensor]) -> list[float]:
 
 
 def global_norm(squares: Iterable[Iterable[float]]) -> float:
-    """The norm that the squared norms of every rank make together, rounded once."""
+    """The norm over all ranks from the squared norms of each; rounded once."""
     return math.sqrt(math.fsum(number for each in squares for number in each))
 
 
@@ -76,5 +76,5 @@ def scale_gradients(gradients: Iterable[Tensor], factor: float) -> None:
 
 
 def _values(gradient: Tensor) -> Tensor:
-    """A sparse gradient's entries, summed where an index came twice."""
+    """The gradient; of a sparse one its entries, summed where an index occurs twice."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient

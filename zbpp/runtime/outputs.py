@@ -1,4 +1,4 @@
-"""What an evaluation gives beside losses: the last stage's outputs, and metrics of them."""
+"""What an evaluation returns beside losses: the last stage's outputs, and metrics of them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Outputs:
         self._metrics: list[tuple[int, dict[str, float]]] = []  # (rows, values)
 
     def take(self, output: Any, target: Any) -> None:
-        """What the last stage returned for the next microbatch."""
+        """Take what the last stage returned for the next microbatch, and the microbatch's target."""
         if self._is_kept:
             self._outputs.append(tree_map(_kept, output))
         if self._compute is not None:
             self._metrics.append((_rows(output), _numbers(self._compute(output, target))))
 
-    def whole(self) -> Any:
+    def concatenated(self) -> Any:
         """The outputs in the last stage's structure, concatenated along dim 0; None on other ranks.
 
-        Tensors without dimensions are stacked; anything else becomes a list with one value per microbatch,
-        but None stays None.
+        Tensors without dimensions are stacked; None stays None; any other value becomes a list with one
+        value per microbatch.
         """
         if not self._outputs:
             return None
@@ -41,15 +41,17 @@ class Outputs:
 
     def metrics(self) -> dict[str, float]:
         """The mean of each metric over all rows; {} on other ranks."""
+        if not self._metrics:
+            return {}
         total = sum(rows for rows, _ in self._metrics)
-        names = self._metrics[0][1] if self._metrics else ()
+        _, names = self._metrics[0]
         return {
             name: math.fsum(rows * values[name] for rows, values in self._metrics) / total for name in names
         }
 
 
 def _numbers(found: Any) -> dict[str, float]:
-    """Raises ValueError, with the metric's name, for what is no number."""
+    """What `metrics` returned, as floats. Raises ValueError, with the metric's name, if one is no number."""
     if not isinstance(found, Mapping):
         raise ValueError(f"metrics returned a {type(found).__name__}: return a dict, name -> number")
     numbers = {}
@@ -73,9 +75,9 @@ def _joined(values: tuple[Any, ...]) -> Any:
 
 
 def _rows(output: Any) -> int:
-    """Return how many rows an output has, read off its first tensor that has dimensions; 1 without one.
+    """How many rows an output has: those of its first tensor that has dimensions; 1 without such a tensor.
 
-    Microbatches that were cut by `per_microbatch` may differ in their number of rows.
+    Microbatches of a `per_microbatch` may differ in it.
     """
     sizes = (len(each) for each in tree_leaves(output) if isinstance(each, Tensor) and each.dim())
     return next(sizes, 1)

@@ -1,9 +1,9 @@
-"""Links: messages from one rank to another, in order, without waiting for each other.
+"""Links: messages from one rank to another, in order, sent and received while the rank computes.
 
-Of each channel, a kind of message, the first is preceded by a header with dtypes and shapes; from
-then on the layout is fixed, checked at the sender before anything is sent, and receives are
-posted ahead of their use. (gloo checks neither shape nor dtype: too small a buffer aborts the
-process, another dtype is silent garbage.)
+All messages of one channel (the x of one stage, or its g) have one layout: dtypes and shapes. The first
+message of a channel is preceded by a header that says the layout. From then on the sender checks each message
+against it before anything is sent, and the receiver posts receives ahead of their use. (gloo checks nothing:
+a buffer that is too small aborts the process, and another dtype gives wrong numbers without an error.)
 
     sender    header  x0   x1   x2        layout known: x1, x2 need no header
     receiver  header  x0  [x1] [x2]       [ ] posted ahead, as many as the plan has in flight
@@ -11,10 +11,19 @@ process, another dtype is silent garbage.)
 With dynamic shapes every message has a header, and only headers are posted ahead: each message costs
 one more latency, and on CUDA a wait of the host.
 
-Each link has a process group of its own: on NCCL all that share a communicator is done in one order, and
-a receive posted ahead would hold up a send. There `wait` makes the current stream wait, not the host;
-a send's memory is held until then, and a buffer is used again by a receive that the current
-stream starts after its readers. (Not run on several GPUs.)
+The life of a receive buffer:
+1. `Inbox._post` takes it from the BufferPool and starts the receive.
+2. `Inbox.receive` waits for the message and returns the buffer, as the input of an F, B or BW.
+3. Nothing hands it back. B and W may keep it: the x that W needs can BE the buffer. `BufferPool.take` gives
+   it out again once nothing refers to its memory any more, which is often after W.
+
+The life of a sent tensor: `Outbox.send` starts the send and keeps the tensor; `Outbox.release`, an
+instruction of the program, waits until it has been received and drops it.
+
+Each link has a process group of its own: NCCL runs everything that shares a communicator in one order, so a
+receive posted ahead would hold up a send. On NCCL `wait` makes the current stream wait, not the host. That is
+enough for both lives: a send's memory is kept until that wait, and a buffer is given out again only to a
+receive that starts on the current stream behind the buffer's readers. (Not run on several GPUs.)
 """
 
 from __future__ import annotations
@@ -44,10 +53,10 @@ _TAG_LIMIT = 2**30
 
 
 class BufferPool:
-    """Receive buffers, used again once nothing else refers to their memory.
+    """Receive buffers, each given out again once nothing else refers to its memory.
 
-    Nobody returns a buffer: W's x can BE the received x, so only the storage's reference count
-    knows. A pool grows to the plan's peak and stays there.
+    Users don't return a buffer, since they can't know: W's x may BE the received x. The reference count of
+    the buffer's storage tells. The pool grows to the most buffers that the plan has in use at once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -65,7 +74,7 @@ class BufferPool:
         else:
             buffer = torch.empty(layout.shape, dtype=layout.dtype, device=self.device)
             buffers.append(buffer)
-        # An object of its own, so that what its user makes of it ends with this use.
+        # A new tensor object: what a user sets on it (requires_grad, hooks) ends with this use.
         return buffer.detach().requires_grad_(layout.requires_grad)
 
     def clear(self) -> None:
@@ -77,17 +86,17 @@ class BufferPool:
 
 
 class FreshBuffers(BufferPool):
-    """A pool that keeps nothing: where shapes change, buffers of every shape would pile up."""
+    """A pool that keeps nothing, for dynamic shapes: buffers of every shape would pile up in a BufferPool."""
 
     def take(self, layout: TensorLayout) -> Tensor:
-        """A tensor whose contents are undefined."""
+        """A new tensor; its contents are undefined."""
         buffer = torch.empty(layout.shape, dtype=layout.dtype, device=self.device)
         return buffer.requires_grad_(layout.requires_grad)
 
 
 @dataclass(eq=False)
 class Outbox:
-    """The sending end of a link. `peer`: its rank in `group`."""
+    """The sending end of a link. peer: the receiver's rank in `group`."""
 
     peer: int
     group: dist.ProcessGroup
@@ -98,7 +107,7 @@ class Outbox:
     _num_sent: int = 0
 
     def send(self, channel: Hashable, message: Message) -> None:
-        """Start to send; the tensors stay alive until `release`. Raises ValueError for a changed layout."""
+        """Start to send; keeps the tensors until `release`. Raises ValueError for a changed layout."""
         layout, works = layout_of(message), []
         known = None if self.dynamic_shapes else self.layouts.get(channel)
         if known is None:
@@ -116,36 +125,36 @@ class Outbox:
         self._pending.append(works)
 
     def _start(self, tensor: Tensor) -> tuple[dist.Work, Tensor]:
-        if tensor.is_complex():  # NCCL knows none
+        if tensor.is_complex():  # NCCL has no complex dtypes
             tensor = torch.view_as_real(tensor)
         self._num_sent += 1
-        # What dist.isend does, without its checks.
+        # This is dist.isend without its checks. gloo pairs sends and receives by their number on the link.
         return self.group.send([tensor], self.peer, self._num_sent % _TAG_LIMIT), tensor
 
     def release(self) -> None:
-        """Wait for the oldest message to have been received, then let its memory go."""
+        """Wait until the oldest message has been received, then let its memory go."""
         for work, _ in self._pending.popleft():
             work.wait()
 
     def finish(self) -> None:
-        """Wait for all that is under way: the end of a pass."""
+        """End a pass over the program: wait until every message has been received."""
         while self._pending:
             self.release()
         self._num_sent = 0
 
     def close(self) -> None:
-        """Give up what is under way, and the link."""
+        """Give up the messages under way, and the link."""
         self._pending.clear()
         del self.group
 
 
 def _as_stored(tensor: Tensor) -> Tensor:
-    """The tensor over memory that holds its numbers: of a conjugate or a negative view it doesn't."""
+    """The tensor, contiguous; conjugate and negative views, whose memory holds other numbers, as copies."""
     return tensor.detach().contiguous().resolve_conj().resolve_neg()
 
 
 class _Posted(NamedTuple):
-    """A message that is to come; `works` and `tensors` are its header's where layout is None."""
+    """A receive that has started: of a message, or of its header where the layout is None."""
 
     channel: Hashable
     layout: Layout | None
@@ -155,10 +164,10 @@ class _Posted(NamedTuple):
 
 @dataclass(eq=False)
 class Inbox:
-    """The receiving end of a link. `peer`: its rank in `group`.
+    """The receiving end of a link. peer: the sender's rank in `group`.
 
-    channels: of each message of a pass, in the order in which the link carries them.
-    depth: how many receives to keep posted, beside the one that is waited for.
+    channels: the channel of each message of a pass, in the order in which the link carries them.
+    depth: how many receives to keep posted beside the one that is waited for.
     """
 
     peer: int
@@ -182,18 +191,18 @@ class Inbox:
         posted = self._posted.popleft()
         if posted.layout is None:
             posted = self._after_header(posted)
-        self._post_ahead()  # first, since it may be in no hurry yet
+        self._post_ahead()  # before the wait, which may be long
         for work in posted.works:
             work.wait()
         return posted.tensors
 
     def close(self) -> None:
-        """Give up what is under way, and the link."""
+        """Give up the messages under way, and the link."""
         self._posted.clear()
         del self.group
 
     def _post_ahead(self) -> None:
-        # Behind a header nothing can be posted: how many messages follow it is not known yet.
+        # Behind a header nothing can be posted: it says how many tensors follow it.
         while (
             len(self._posted) < max(self.depth, 1)
             and self._num_posted < len(self.channels)
@@ -222,8 +231,8 @@ class Inbox:
         return self._post(posted.channel, layout)
 
     def _start(self, buffer: Tensor) -> dist.Work:
-        if buffer.is_complex():  # NCCL knows none
+        if buffer.is_complex():  # NCCL has no complex dtypes
             buffer = torch.view_as_real(buffer)
         self._num_received += 1
-        # What dist.irecv does, without its checks.
+        # This is dist.irecv without its checks.
         return self.group.recv([buffer], self.peer, self._num_received % _TAG_LIMIT)

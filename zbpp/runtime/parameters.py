@@ -12,10 +12,10 @@ from torch import Tensor, nn
 class StageParameters:
     """Parameters and state of this rank's stages.
 
-    A stage's own names are those of the whole model (see `zbpp.stage_api`), and so they are used here. Where
-    two stages of the pipeline use one name for different tensors, every name gets `stages.{index}.` in front.
+    A stage uses the names of the whole model (see zbpp/stage_api.py), and they are kept here. If two stages
+    of the pipeline use one name for different tensors, every name gets `stages.{index}.` in front.
 
-    stages: this rank's. all_names: per rank, {stage: the names in its state_dict}, as `names_of` has them.
+    stages: this rank's. all_names: per rank, `names_of` its stages.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class StageParameters:
         self._known = {f"{self._prefix(index)}{name}" for index, name in everyone}
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Each parameter once, in the order of the stages: one that stages share, under its first name."""
+        """Each parameter once, in stage order; a parameter that stages share comes under its first name."""
         seen: set[int] = set()
         for index, stage in self._stages.items():
             for name, parameter in stage.named_parameters():
@@ -67,7 +67,7 @@ class StageParameters:
 
 
 def names_of(stages: Mapping[int, nn.Module]) -> dict[int, list[str]]:
-    """{stage: the names in its state_dict}; a tensor that two stages have under one name is listed once."""
+    """{stage: the names in its state_dict}; a tensor that two stages share under one name is listed once."""
     seen: set[tuple[str, int]] = set()
     names: dict[int, list[str]] = {}
     for index, stage in sorted(stages.items()):
@@ -78,9 +78,9 @@ def names_of(stages: Mapping[int, nn.Module]) -> dict[int, list[str]]:
 
 
 def tied_of(stages: Mapping[int, nn.Module]) -> dict[str, str]:
-    """What the stages declare in `tied_parameters`: {a name of their own: the name that it is tied to}.
+    """What the stages declare in `tied_parameters`: {name of a parameter of theirs: name that it is tied to}.
 
-    Both are names of the whole model. Raises ValueError for a declaration that this rank's stages belie.
+    Both are names of the whole model. Raises ValueError if this rank's stages contradict a declaration.
     """
     state: dict[str, list[int]] = {}
     for stage in stages.values():
@@ -105,19 +105,22 @@ def tied_of(stages: Mapping[int, nn.Module]) -> dict[str, str]:
 def refuse_tied_across_ranks(
     tied: Sequence[Mapping[str, str]], all_names: Sequence[Mapping[int, Iterable[str]]]
 ) -> None:
-    """Raise ValueError if a parameter is declared to be tied to one of another rank. Both: per rank."""
+    """Raise ValueError if a parameter is declared to be tied to one on another rank.
+
+    tied: per rank, `tied_of` its stages. all_names: per rank, `names_of` its stages.
+    """
     owners: dict[str, set[int]] = {}
     for rank, names in enumerate(all_names):
         for name in (name for each in names.values() for name in each):
             owners.setdefault(name, set()).add(rank)
     for rank, declared in enumerate(tied):
         for name, other in declared.items():
-            others = owners.get(other, set())
-            if not others:
+            ranks = owners.get(other, set())
+            if not ranks:
                 raise ValueError(f"{name} is declared to be tied to {other}, which no stage has")
-            if rank not in others:
+            if rank not in ranks:
                 raise ValueError(
-                    f"{name} on rank {rank} is declared to be tied to {other} on rank {min(others)}: their "
+                    f"{name} on rank {rank} is declared to be tied to {other} on rank {min(ranks)}: their "
                     "copies would drift apart, as each rank updates its own; use a schedule that puts both "
                     "stages on one rank (zb_v: the first and the last), or untie them"
                 )

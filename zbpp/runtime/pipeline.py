@@ -1,14 +1,15 @@
-"""Pipeline.step: executes one rank's program, in order. It never chooses.
+"""Pipeline: what a user calls. It executes a plan and never chooses.
 
-    timetable --lower--> program --resolve--> [(what to call, with which values)] --run--> .grad
+    timetable --lower--> program --resolve--> [(what to call, with which messages)] --run--> .grad
 
-Everything that can be known before the first step is resolved in the constructor.
+Everything that can be known before the first step is done in the constructor. `step` and `evaluate` are run
+by the Engine, which also says what happens when a rank fails.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from types import TracebackType
@@ -18,47 +19,50 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zbpp.runtime.calls import Calls
-from zbpp.runtime.checks import check_ranks_agree, check_stages, rank_in, timetable_of
-from zbpp.runtime.executor import Executor, Work
-from zbpp.runtime.measure import Recorder
-from zbpp.runtime.microbatch import Cutter
+from zbpp.runtime.arguments import device_of, model_of, rank_in, timetable_of
+from zbpp.runtime.checks import agree_on_stages, check_ranks_agree
+from zbpp.runtime.engine import Engine, error_text
+from zbpp.runtime.feed import Call
+from zbpp.runtime.groups import close_groups, group_of_this_process
+from zbpp.runtime.measure import Recorder, measured_timeline
 from zbpp.runtime.outputs import Metrics, Outputs
 from zbpp.runtime.parameters import StageParameters
-from zbpp.runtime.restored import GradientsBefore, eval_mode, restored_generators
-from zbpp.runtime.stage import Feed, Loss, Observe, StageWorker
-from zbpp.runtime.world import (
-    CommunicationError,
-    alone,
-    close_groups,
-    gather,
-    link_groups,
-    store_of_the_job,
-)
-from zbpp.schedule import Op, Timetable, lower
+from zbpp.runtime.restored import eval_mode, restored_generators
+from zbpp.runtime.stage import Loss, StageWorker
+from zbpp.runtime.world import gather
+from zbpp.schedule import Timeline, Timetable
 from zbpp.seeding import seed_of
+from zbpp.stage_api import PipelineModel
 
 
 class Pipeline:
     """One rank of a pipeline.
 
-    stages: {stage index: module}, exactly those that `timetable` gives to this rank. Stages of one rank may
-    share parameters. A stage whose parameter is tied to another stage's may declare it, in names of the whole
-    model: `tied_parameters = {"head.weight": "embedding.weight"}`.
+    stages: {stage index: module}, exactly those that `timetable` gives to this rank; or a model (see
+    zbpp/stage_api.py), which then builds them. Stages of one rank may share parameters. A stage whose
+    parameter is tied to another stage's may declare it, in names of the whole model:
+    `tied_parameters = {"head.weight": "embedding.weight"}`.
     timetable: or the name of a schedule, planned for the ranks of the group and num_microbatches.
-    loss_fn(output, target) -> scalar; None if the last stage's module returns the loss.
+    loss_fn(output, target) -> scalar. None: the model's loss; without a model, the last stage's module
+    returns the loss.
     group: the pipeline's process group (None: the default one); a pipeline of one rank needs none.
     seed: of the random numbers drawn in forward. timeout: seconds that a wait for another rank may last.
-    dynamic_shapes: whether microbatches may differ in what passes between stages (shapes, dtypes, which
-    tensors there are); each message then says its own, and takes one more latency.
+    dynamic_shapes: whether messages between stages may differ from microbatch to microbatch (shapes, dtypes,
+    which tensors there are); each message then says its layout, and takes one more latency.
+    device: where a model's stages go (None: this process's CUDA device if the group is NCCL's, else the CPU);
+    given stages stay where they are.
+
+    num_steps: how many steps are done. The random numbers of the next step depend on it: set it to go on with
+    a run that was saved.
+
     Raises TypeError or ValueError for stages or a group that don't fit the timetable, and for stages that are
-    wrapped in DistributedDataParallel or FSDP or declared to be tied across ranks; AgreementError if ranks
-    were given different ones. Collective over the group. As a context manager it closes at the end.
+    wrapped in DistributedDataParallel or FSDP, or known to be tied across ranks; AgreementError if ranks
+    were given different timetables. Collective over the group. As a context manager it closes at the end.
     """
 
     def __init__(
         self,
-        stages: Mapping[int, nn.Module],
+        stages: Mapping[int, nn.Module] | PipelineModel,
         timetable: Timetable | str | None = None,
         loss_fn: Loss | None = None,
         group: dist.ProcessGroup | None = None,
@@ -67,56 +71,48 @@ class Pipeline:
         seed: int = 0,
         timeout: float = 600.0,
         dynamic_shapes: bool = False,
+        device: torch.device | str | None = None,
     ) -> None:
         self.timetable = timetable = timetable_of(timetable, num_microbatches, group)
-        self.seed, self.num_steps = seed, 0
-        self.recorder: Recorder | None = None
         self.rank = rank_in(group, timetable)
-        self._made_group = alone() if timetable.num_ranks == 1 and group is None else None
+        self.seed, self.num_steps = seed, 0
+        self._given_group, self._timeout, self._dynamic_shapes = group, timeout, dynamic_shapes
+        # One rank of a larger job needs a group, too, for what is collective; this pipeline closes it.
+        self._made_group = group_of_this_process() if timetable.num_ranks == 1 and group is None else None
         self.group = self._made_group or group
         check_ranks_agree(timetable, dynamic_shapes, self.group)
-        agreed = check_stages(stages, timetable, self.group)
-        self._parameters = StageParameters(stages, agreed.names)
-        self._loss_fn = loss_fn
-        self.device = _device_of(stages, self.group)
-        self._last = timetable.num_stages - 1
-        self._workers = {
-            index: StageWorker(
-                index, stages[index], is_last=index == self._last, loss_fn=loss_fn, device=self.device
+        agreed = agree_on_stages(stages, timetable, self.rank, device, self.group)
+        model = model_of(stages)
+        self._loss_fn = model.loss if loss_fn is None and model is not None else loss_fn
+        self.stages = dict(sorted(agreed.stages.items()))
+        self._parameters = StageParameters(self.stages, agreed.names)
+        self.device = device_of(self.stages.values(), self.group)
+        last = timetable.num_stages - 1
+        workers = {
+            stage: StageWorker(
+                stage, module, is_last=stage == last, loss_fn=self._loss_fn, device=self.device
             )
-            for index in timetable.stages_of(self.rank)
+            for stage, module in self.stages.items()
         }
-        programs, evaluation = lower(timetable), lower(timetable.forward_only())
-        ends = {timetable.rank_of[0], timetable.rank_of[-1]}  # inputs and targets are of one batch
-        watched = [{*each} for each in (*programs.links, ends) if self.rank in each]
-        self._calls: Calls | None = None
-        if programs.links:
-            store = store_of_the_job(agreed.key)
-            self._calls = Calls(store, self.rank, set().union(*watched) - {self.rank}, self.device)
-        self._links = link_groups(group, programs.links, timeout, self.device) if programs.links else {}
-        executor = partial(
-            Executor,
-            workers=self._workers,
-            num_stages=timetable.num_stages,
-            links=self._links,
-            device=self.device,
+        self._engine = Engine(
+            timetable,
+            self.rank,
+            workers,
+            partial(_trained, self._parameters, self._loss_fn),
+            self.device,
+            group=group,
+            key=agreed.key,
+            timeout=timeout,
             dynamic_shapes=dynamic_shapes,
         )
-        self._train = executor(programs[self.rank], work=_TRAIN)
-        self._evaluate = executor(evaluation[self.rank], work=_EVALUATE)
-        self._over = ""  # why there are no more steps
-
-    @property
-    def stages(self) -> dict[int, nn.Module]:
-        """The modules owned by this rank."""
-        return {index: worker.module for index, worker in self._workers.items()}
+        self._is_recording, self._recorder = False, Recorder(self.device)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages, each once: what its optimizer takes."""
         return (parameter for _, parameter in self._parameters.named())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The same with the names that they have in the whole model: the stage modules' own.
+        """The parameters with the names that they have in the whole model: the stage modules' own.
 
         Where two stages of the pipeline use one name for different tensors, every name on every rank begins
         with `stages.{index}.`.
@@ -136,27 +132,29 @@ class Pipeline:
         self._parameters.load_state_dict(state_dict, strict=strict)
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> list[Tensor]:
-        """Forward and backward of one whole batch; see `zbpp` for who passes what.
+        """Forward and backward of one whole batch. Adds to each `.grad` the mean over microbatches.
 
-        Tensors, also those in tuples, lists and dicts, are split along dim 0 into microbatches
-        (`zbpp.replicate(tensor)` is not); the owner of stage 0 passes args, the owner of the last stage
-        target; kwargs go to every stage owned here. Adds to each `.grad` the mean over microbatches, and
-        returns the microbatches' losses on the last stage's owner, [] elsewhere.
+        args: the batch's inputs, on the owner of stage 0. target: on the owner of the last stage. kwargs: for
+        every stage owned here. Tensors in them, also inside tuples, lists and dicts, are split along dim 0
+        into microbatches, except `zbpp.replicate(tensor)`. Returns the microbatches' losses on the last
+        stage's owner, [] elsewhere.
 
         A tensor that requires grad gets its gradient after the last W: in its `.grad`, or by the backward of
         what it was computed from, which frees that graph. It is the gradient through this rank's stages; a
         tensor that several ranks pass as a keyword has its gradient in parts, one on each.
 
-        Whatever is raised on one of several ranks ends the pipeline: its links close, so that the others
-        stop with a CommunicationError. Raises RuntimeError after that, and after `close`; AgreementError if
-        another rank is in `evaluate`, or was given another number of rows. After an error num_steps is what
-        it was; on each rank that was still in the step, a `.grad` that was None is None again. To one that
-        was there, a part of the step may have been added: the error says so, and step refuses until that
-        gradient was zeroed or dropped. What forward did to buffers (BatchNorm's statistics) and hooks did to
-        anything is not undone.
+        An error on one of several ranks ends the pipeline on all of them: the others stop with a
+        CommunicationError, and every later call raises RuntimeError, as it does after `close`. Raises
+        AgreementError if another rank is in `evaluate`, or was given another number of rows.
+
+        After an error num_steps is what it was, and on each rank that was still in the step, a `.grad` that
+        was None is None again. A `.grad` that existed may hold a part of the failed step: the error says so,
+        and step refuses until that gradient is zeroed or dropped. Changes that forward made to buffers
+        (BatchNorm's statistics), and all changes by hooks, are not undone.
         """
         with restored_generators(self.device):
-            losses = self._run(self._train, args, target, kwargs)
+            recorder = self._recorder if self._is_recording else None
+            losses = self._engine.step(Call(args, target, kwargs), self._seeds(), recorder)
         self.num_steps += 1
         return losses
 
@@ -176,26 +174,73 @@ class Pipeline:
         metrics(output, target) -> {name: number}, called per microbatch; the means over all rows, {} on other
         ranks.
         """
-        self._evaluate.forget_layouts()
         seen = Outputs(is_kept=return_outputs, metrics=metrics) if return_outputs or metrics else None
         with (
             restored_generators(self.device),
             eval_mode([*self.stages.values(), self._loss_fn]),
             torch.no_grad(),
         ):
-            losses = self._run(self._evaluate, args, target, kwargs, seen.take if seen else None)
+            call = Call(args, target, kwargs, seen.take if seen else None)
+            losses = self._engine.evaluate(call, self._seeds())
         if seen is None:
             return losses
-        return (losses, *([seen.whole()] if return_outputs else []), *([seen.metrics()] if metrics else []))
+        found: list[Any] = [losses]
+        if return_outputs:
+            found.append(seen.concatenated())
+        if metrics:
+            found.append(seen.metrics())
+        return tuple(found)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Measure each action and message of the steps inside the block; `timeline` gives the last step."""
+        self._is_recording = True
+        try:
+            yield
+        finally:
+            self._is_recording = False
+
+    def timeline(self) -> Timeline:
+        """The last step inside `recording`, as it ran on all ranks; it starts at 0 ms. Collective.
+
+        peak_memory as `measured_timeline` has it. Raises RuntimeError if no step was recorded.
+        """
+        if self._recorder.is_empty:
+            raise RuntimeError("no step was recorded: run one inside `with pipeline.recording():`")
+        return measured_timeline(self._recorder, self.timetable, self.group)
+
+    def with_timetable(self, timetable: Timetable) -> Pipeline:
+        """Close this pipeline; return one that goes on with the same stages under another timetable.
+
+        num_steps goes on, too: losses and gradients are those that this pipeline would have had. Collective.
+        Raises ValueError, and closes nothing, if the timetable places the stages on other ranks.
+        """
+        if timetable.rank_of != self.timetable.rank_of:
+            raise ValueError(
+                "the timetable places the stages on other ranks than this pipeline's: rank_of "
+                f"{list(timetable.rank_of)} instead of {list(self.timetable.rank_of)}"
+            )
+        self.close()
+        following = Pipeline(
+            self.stages,
+            timetable,
+            self._loss_fn,
+            self._given_group,
+            seed=self.seed,
+            timeout=self._timeout,
+            dynamic_shapes=self._dynamic_shapes,
+        )
+        following.num_steps = self.num_steps
+        return following
 
     def close(self) -> None:
         """Give up the links and process groups that were made for this pipeline; no step follows.
 
-        Modules, gradients and the group that the caller gave stay. Collective: every rank waits here until
-        all have come, as none may hang up while another still reads. After a failure, and the second time,
-        nobody is waited for. Raises CommunicationError if another rank is gone.
+        Modules, gradients and the group that the caller gave stay. Collective: a rank waits here until all
+        ranks have come, since another may still read what this one has sent. After a failure, and the second
+        time, it doesn't wait. Raises CommunicationError if another rank is gone.
         """
-        if self._over:
+        if self._engine.over:
             return
         try:
             if self.device.type == "cuda":
@@ -213,110 +258,21 @@ class Pipeline:
     ) -> None:
         if error is None:
             self.close()
-        elif not self._over:
-            self._end(f"an error ended the pipeline ({_in_words(error)})")  # others may wait for a message
-
-    def _run(
-        self,
-        executor: Executor,
-        args: tuple[Any, ...],
-        target: Any,
-        kwargs: dict[str, Any],
-        observe: Observe | None = None,
-    ) -> list[Tensor]:
-        if self._over:
-            raise RuntimeError(f"{self._over}: make a new Pipeline")
-        is_step, before = executor is self._train, None
-        try:
-            cutter = Cutter(self.timetable.num_microbatches)
-            feeds = self._feeds(cutter, args, target, kwargs, observe)
-            if self._calls is not None:
-                self._calls.begin("step" if is_step else "evaluate", cutter.rows)
-            before = GradientsBefore(self._trained()) if is_step else None
-            for worker, feed in zip(self._workers.values(), feeds, strict=True):
-                worker.begin(feed)
-            executor.run(self.recorder if is_step else None)
-            losses = [worker.end() for worker in self._workers.values()]
-            cutter.backward()
-        except BaseException as error:
-            self._fail(error, before)
-            raise
-        return next((each for each in losses if each), [])
-
-    def _trained(self) -> Iterator[nn.Parameter]:
-        """The parameters that a step of this rank may add gradients to."""
-        of_loss = self._loss_fn.parameters() if isinstance(self._loss_fn, nn.Module) else ()
-        return chain(self.parameters(), of_loss)
-
-    def _fail(self, error: BaseException, before: GradientsBefore | None) -> None:
-        """Drop all that is left of a call; where other ranks are in it, the pipeline ends."""
-        for worker in self._workers.values():
-            worker.abandon()
-        left = "" if before is None else before.restore()
-        if left:
-            error.add_note(left)
-        if self.timetable.num_ranks > 1:
-            self._end(f"an earlier step failed ({_in_words(error)}), and messages of it are lost")
-        if isinstance(error, CommunicationError) and self._calls is not None:
-            with suppress(CommunicationError):  # the store may be gone, too
-                self._calls.check()  # whether another call is why the other rank hung up
+        elif not self._engine.over:  # other ranks may wait for a message of this one
+            self._end(f"an error ended the pipeline ({error_text(error)})")
 
     def _end(self, why: str) -> None:
-        self._over = why
-        self._train.close()
-        self._evaluate.close()
-        close_groups(self._links.values())
-        self._links.clear()
+        self._engine.end(why)
         if self._made_group is not None:
             close_groups([self._made_group])
             self._made_group = None
 
-    def _feeds(
-        self,
-        cutter: Cutter,
-        args: tuple[Any, ...],
-        target: Any,
-        kwargs: dict[str, Any],
-        observe: Observe | None,
-    ) -> list[Feed]:
-        """What each stage of this rank gets, cut into microbatches."""
-        if 0 in self._workers and not (args or kwargs):
-            raise ValueError("this rank owns stage 0: pass the batch's inputs to step()")
-        num, is_last_here = self.timetable.num_microbatches, self._last in self._workers
-        inputs = [cutter.cut(f"argument {i}", each) for i, each in enumerate(args) if 0 in self._workers]
-        keywords = cutter.cut_keywords(kwargs)
-        targets = cutter.cut("target", target) if is_last_here and target is not None else None
-        feeds = []
-        for stage in self._workers:
-            seed = seed_of(self.seed, self.num_steps, stage)
-            feeds.append(
-                Feed(
-                    args=(list(zip(*inputs, strict=True)) or [()] * num) if stage == 0 else (),
-                    kwargs=keywords,
-                    targets=targets,
-                    seeds=range(seed, seed + num),
-                    observe=observe,
-                )
-            )
-        return feeds
+    def _seeds(self) -> dict[int, int]:
+        """Per stage, the seed of its microbatch 0 in the next step."""
+        return {stage: seed_of(self.seed, self.num_steps, stage) for stage in self.stages}
 
 
-_TRAIN: dict[Op, Work] = {
-    Op.F: StageWorker.forward,
-    Op.B: StageWorker.backward_input,
-    Op.W: StageWorker.backward_weight,
-    Op.BW: StageWorker.backward,
-}
-_EVALUATE: dict[Op, Work] = {Op.F: StageWorker.evaluate}
-
-
-def _in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _device_of(stages: Mapping[int, nn.Module], group: dist.ProcessGroup | None) -> torch.device:
-    """Where the stages' tensors are; for stages without any, where the group's messages go."""
-    tensors = (tensor for module in stages.values() for tensor in (*module.parameters(), *module.buffers()))
-    on_cuda = dist.is_initialized() and "nccl" in dist.get_backend(group)
-    default = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-    return next((tensor.device for tensor in tensors), default)
+def _trained(parameters: StageParameters, loss_fn: Loss | None) -> Iterator[nn.Parameter]:
+    """The parameters that a step of this rank may add gradients to."""
+    of_loss = loss_fn.parameters() if isinstance(loss_fn, nn.Module) else ()
+    return chain((parameter for _, parameter in parameters.named()), of_loss)

@@ -1,4 +1,4 @@
-"""What is put back after a call: random numbers, training mode, and the gradients of a step that failed."""
+"""What a call of the pipeline restores: random numbers, training mode, and gradients after a failed step."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-_MARK = "zbpp_partial"  # attribute of a gradient that holds a part of a failed step: its _version then
+# Attribute of a gradient that holds a part of a failed step: the gradient's _version at that time.
+_MARK = "zbpp_partial"
 
 
 class GradientsBefore:
     """The gradients as they are before a step. Raises RuntimeError if one holds a part of a failed step.
 
-    Nothing is copied: a gradient that was there already and was added to can't be restored. It is marked,
-    and stays refused until it is dropped, or changed in place (`zero_grad` does either).
+    Nothing is copied. So a gradient that was there before the step and was added to can't be restored: it is
+    marked, and steps are refused until it is dropped or changed in place (`zero_grad` does one or the other).
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._grads = [(each, each.grad) for each in parameters]
-        totals = [getattr(each, "main_grad", None) for each, _ in self._grads]
+        self._grads = [(parameter, parameter.grad) for parameter in parameters]
+        totals = [getattr(parameter, "main_grad", None) for parameter, _ in self._grads]
         totals += [grad for _, grad in self._grads]
         self._versions = [(total, total._version) for total in totals if total is not None]
         if any(getattr(total, _MARK, None) == version for total, version in self._versions):
@@ -30,7 +31,7 @@ class GradientsBefore:
             )
 
     def restore(self) -> str:
-        """Drop what was added since; what could not be undone, in words, or nothing."""
+        """Drop gradients that are new since then. Returns a text about those that it can't restore, or ""."""
         for parameter, grad in self._grads:
             parameter.grad = grad
         changed = [total for total, version in self._versions if total._version != version]
@@ -50,14 +51,14 @@ def _mark(total: Tensor) -> None:
 
 @contextmanager
 def restored_generators(device: torch.device) -> Iterator[None]:
-    """What a step draws is seeded by its place; the caller's own random numbers go on undisturbed."""
+    """The caller's random numbers go on as if no step had run: a step seeds the generators for itself."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
 
 
 @contextmanager
 def eval_mode(roots: Iterable[object]) -> Iterator[None]:
-    """Evaluation of those that are modules; each module is afterwards in the mode that it was in."""
+    """Put those roots that are modules into eval mode; afterwards each module has its own mode again."""
     found = [root for root in roots if isinstance(root, nn.Module)]
     modes = [(module, module.training) for root in found for module in root.modules()]
     for root in found:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
@@ -24,14 +24,10 @@ class StageCosts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Durations in ms, memory in any unit; each a number, or one number per stage.
+class CostNumbers:
+    """The seven costs, each a number or a list of numbers. Subclasses say what a number is for.
 
-    f, b, w: durations of F, B, W; bw: of BW, None for b + w.
-    comm: time of a message that leaves the stage; it occupies no rank.
-    saved: held from F until B or BW; deferred: held from B until W.
-    memory_unit: what the unit is taken for: activations here, bytes in `CostsInBytes`.
-    Raises PlanError for what is no number, and for one that is negative or not finite.
+    Raises PlanError for a value that is no number, and for a number that is negative or not finite.
     """
 
     f: PerStage = 1.0
@@ -41,7 +37,6 @@ class Costs:
     comm: PerStage = 0.0
     saved: PerStage = 1.0
     deferred: PerStage = 0.5
-    memory_unit: ClassVar[str] = ACTIVATIONS
 
     def __post_init__(self) -> None:
         for name, value in self.numbers.items():
@@ -53,7 +48,24 @@ class Costs:
     @property
     def numbers(self) -> dict[str, PerStage]:
         """The costs by name, without bw where it is b + w."""
-        return {name: value for name, value in vars(self).items() if name != "bw" or value is not None}
+        values = {name: getattr(self, name) for name in COST_NAMES}
+        return {name: value for name, value in values.items() if value is not None or name != "bw"}
+
+
+COST_NAMES = tuple(field.name for field in fields(CostNumbers))
+
+
+class Costs(CostNumbers):
+    """What one stage costs: durations in ms, memory in any unit; each a number, or one number per stage.
+
+    f, b, w: durations of F, B, W; bw: of BW, None for b + w.
+    comm: time of a message that leaves the stage; it occupies no rank.
+    saved: held from F until B or BW; deferred: held from B until W.
+    memory_unit: what the unit is taken for: activations here, bytes in `CostsInBytes`.
+    Raises PlanError for what is no number, and for one that is negative or not finite.
+    """
+
+    memory_unit: ClassVar[str] = ACTIVATIONS
 
     def in_bytes(self, saved: PerStage, deferred: PerStage) -> CostsInBytes:
         """The same times with memory in bytes."""

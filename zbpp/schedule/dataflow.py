@@ -7,9 +7,10 @@
 | W(s,m)  | deferred(s,m)     | done(s,m)                                    |
 | BW(s,m) | g(s,m), saved(s,m)| g(s-1,m); done(s,m)                          |
 
-Stage 0 consumes no x (it reads the batch) and produces no g. A value is always consumed
-on the stage that it names, so its producer must send it just when another rank owns that
-stage. Simulator, search and lowering ask here; the executor's mailbox has the same keys.
+Stage 0 consumes no x (it reads the batch) and produces no g. A value is consumed on the stage that it
+names: x(1,5) by an action on stage 1, for microbatch 5. So a value has to be sent exactly when another rank
+owns that stage. Whoever needs a dependency asks here, or asks `dataflow_arrays`, which has this table over
+arrays. The executor stores values under the same names.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from zbpp.schedule.timetable import Action, Op
 
 
 class Value(NamedTuple):
-    """Something that one action hands to another, named by where it is consumed; as text `x(3,0)`."""
+    """What one action makes and another consumes; `x(3,0)` is consumed on stage 3, for microbatch 0."""
 
     name: str
     stage: int
@@ -32,7 +33,7 @@ class Value(NamedTuple):
 
 VALUE_NAMES = ("x", "g", "saved", "deferred", "done")
 
-# op -> (name, offset from the action's stage to the value's)
+# For each op its values: (name, stage of the value minus stage of the action).
 _CONSUMES = {
     Op.F: (("x", 0),),
     Op.B: (("g", 0), ("saved", 0)),
@@ -60,6 +61,7 @@ def produces(action: Action, num_stages: int) -> tuple[Value, ...]:
 
 
 def _at_the_ends(value: Value, num_stages: int) -> Value:
-    # The loss is computed at the end of the last F, so the backward starts on the same stage.
-    past_the_end = value.stage == num_stages
-    return Value("g", value.stage - 1, value.microbatch) if past_the_end else value
+    # The last F computes the loss instead of an x for the next stage, and its backward starts there.
+    if value.stage == num_stages:
+        return Value("g", num_stages - 1, value.microbatch)
+    return value

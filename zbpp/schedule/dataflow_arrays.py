@@ -56,18 +56,32 @@ class Values:
         return _in_row(row, self._produced)
 
 
+# A kind is a stage and an op as one number: F, B, W, BW of stage 0 are 0 to 3, those of stage 1 are 4 to 7.
+
+
 def kinds_of(row: Row) -> npt.NDArray[np.int32]:
-    """Each action's place in a table with one line per stage and op."""
+    """The kind of each action of a row."""
     return row.stages * len(Op) + row.ops
+
+
+def kind_of(stage: int, op: int) -> int:
+    return stage * len(Op) + op
+
+
+def stage_of(kind: int) -> int:
+    return kind // len(Op)
+
+
+def op_of(kind: int) -> int:
+    return kind % len(Op)
 
 
 def producers(num_stages: int) -> list[list[tuple[int, ...]]]:
     """For each kind, what it waits for: per value that it consumes, the kinds that produce the value.
 
-    A kind is a stage and an op, numbered as `kinds_of` numbers them. Producer and consumer have the
-    same microbatch. A value with two producers (B or BW) is made by the one that the plan contains.
-    With two stages, F of stage 1 waits for F of stage 0; B of stage 0 waits for B or BW of stage 1 and
-    for F of stage 0.
+    Producer and consumer have the same microbatch. A value with two producers (B or BW) is made by
+    the one that the plan contains. With two stages, F of stage 1 waits for F of stage 0; B of stage 0
+    waits for B or BW of stage 1 and for F of stage 0.
     """
     actions = [Action(stage, op, 0) for stage in range(num_stages) for op in Op]
     made_by: dict[Value, tuple[int, ...]] = {}

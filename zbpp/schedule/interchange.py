@@ -1,32 +1,27 @@
-"""Timetables in forms that others read and write, and in files: torch's CSV, JSON, text.
+"""Timetables in files: as text, and as the CSV of `torch.distributed.pipelining`.
 
-CSV as in `torch.distributed.pipelining`, one line per rank, one action per cell, empty cells where
-a rank idles (`_dump_csv`, and `_load_csv` of `_PipelineScheduleRuntime`, which executes it):
+The CSV has one line per rank and one action per cell; a cell is empty where the rank idles. torch writes
+it with `_dump_csv`, reads it with `_load_csv`, and executes it in `_PipelineScheduleRuntime`:
 
     0F0,0F1,,0I0,0W0,0B1
     ,1F0,1I0,1F1,1I1,1W0,1W1
 
-Its letters are others than ours:
+The letters differ, and B means two things:
 
-|            | forward | gradient of the input | gradients of the weights | both in one piece |
-|------------|---------|-----------------------|--------------------------|-------------------|
-| timetable  | F       | B                     | W                        | BW                |
-| torch      | F       | I                     | W                        | B                 |
+| op                             | timetable | torch |
+|--------------------------------|-----------|-------|
+| forward                        | F         | F     |
+| gradient of the stage's input  | B         | I     |
+| gradients of its weights       | W         | W     |
+| both gradients in one piece    | BW        | B     |
 
-JSON is one object; each row is a line of the timetable's own text. `format` and `rows` are enough;
-the other entries are there for readers, and must agree with the rows:
-
-    {"format": "zbpp timetable 1", "num_ranks": 2, "num_stages": 2, "num_microbatches": 1,
-     "rank_of": [0, 1], "rows": ["0F0 0BW0", "1F0 1B0 1W0"]}
-
-No text here ends with a line break: torch takes an empty line for one more rank.
+Neither text ends with a line break: torch takes an empty line for one more rank.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -34,7 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zbpp.schedule.simulate import simulate
-from zbpp.schedule.timetable import Op, PlanError, Timetable, printable, read_rows, shown
+from zbpp.schedule.timetable import Op, PlanError, Timetable, printable, read_rows
 
 _OP_OF = {"F": Op.F, "I": Op.B, "W": Op.W, "B": Op.BW}
 _LETTER_OF = {op: letter for letter, op in _OP_OF.items()}
@@ -43,8 +38,6 @@ _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _NO_COMPUTATION = re.compile(
     r"\d+(?:(?:(?:WAIT_)?SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)", re.ASCII
 )
-
-_FORMAT = "zbpp timetable 1"
 
 
 def to_csv(timetable: Timetable) -> str:
@@ -58,9 +51,9 @@ def to_csv(timetable: Timetable) -> str:
 def from_csv(text: str) -> Timetable:
     """Read `to_csv`'s text and what torch dumps, "compute_only" or "compute_comms".
 
-    OVERLAP_F_B becomes its two actions in their order, as torch's runtime executes it. Sends, receives,
-    waits for sends, unsharding and gradient reduction are left out: a timetable implies them. Blank lines
-    are nothing. Raises PlanError with line and cell.
+    An OVERLAP_F_B cell becomes its two actions in their order, as torch's runtime executes it. Sends,
+    receives, waits for sends, unsharding and gradient reduction are left out, since a timetable implies
+    them. Blank lines are skipped. Raises PlanError with line and cell.
     """
     lines = [(number, list(_words(cells))) for number, cells in _read_csv(text) if cells]
     for number, words in lines:
@@ -74,39 +67,8 @@ def from_csv(text: str) -> Timetable:
     return read_rows([[word for _, word in words] for _, words in lines], where, _OP_OF)
 
 
-def to_json(timetable: Timetable) -> str:
-    """The timetable as a JSON object, one row per line."""
-    rows = [str(row) for row in timetable.rows]
-    return json.dumps({"format": _FORMAT, **_summary(timetable), "rows": rows}, indent=2)
-
-
-def from_json(text: str) -> Timetable:
-    """Read `to_json`'s text. Raises PlanError with line and column, or row and word."""
-    given = read_json(text)
-    if not isinstance(given, dict) or given.get("format") != _FORMAT:
-        found = given.get("format") if isinstance(given, dict) else given
-        raise PlanError(f'a JSON object with "format": "{_FORMAT}" is expected, not {shown(found)}')
-    rows = _rows(given.get("rows"))
-    timetable = read_rows(
-        [row.split() for row in rows], where=lambda rank, position: f"rows[{rank}], word {position + 1}"
-    )
-    for name, implied in _summary(timetable).items():
-        if given.get(name, implied) != implied:
-            raise PlanError(f'"{name}" is {shown(given[name])}, but the rows say {shown(implied)}')
-    return timetable
-
-
-def _rows(given: object) -> list[str]:
-    if not isinstance(given, list):
-        raise PlanError(f'"rows" is {shown(given)}; a list of texts, one per rank, is expected')
-    for rank, row in enumerate(given):
-        if not isinstance(row, str) or not row.strip():
-            raise PlanError(f'rows[{rank}] is {shown(row)}; a text such as "0F0 0BW0" is expected')
-    return given
-
-
 def _read_csv(text: str) -> Iterator[tuple[int, list[str]]]:
-    """(line, cells) of each record."""
+    """Yield (number of the line, its cells) for each line."""
     reader = csv.reader(io.StringIO(text, newline=""))
     try:
         for cells in reader:
@@ -116,7 +78,7 @@ def _read_csv(text: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _words(cells: list[str]) -> Iterator[tuple[int, str]]:
-    """(cell, action) of each action in a line of torch's."""
+    """Yield (number of the cell, action) for each action in a line of torch's CSV."""
     for number, cell in enumerate(map(str.strip, cells), 1):
         if pair := _PAIR.fullmatch(cell):
             yield from ((number, word.strip()) for word in pair[1].split(";"))
@@ -124,31 +86,8 @@ def _words(cells: list[str]) -> Iterator[tuple[int, str]]:
             yield number, cell
 
 
-def _summary(timetable: Timetable) -> dict[str, object]:
-    return {
-        "num_ranks": timetable.num_ranks,
-        "num_stages": timetable.num_stages,
-        "num_microbatches": timetable.num_microbatches,
-        "rank_of": list(timetable.rank_of),
-    }
-
-
-def read_json(text: str | bytes) -> object:
-    """What a JSON text holds. Raises PlanError for anything else, and for what is nested too deep."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PlanError(f"line {error.lineno}, column {error.colno} is no JSON: {error.msg}") from None
-    except UnicodeDecodeError as error:
-        raise PlanError(f"no JSON that can be read: byte {error.start} is no UTF-8 text") from None
-    except RecursionError:
-        raise PlanError("no JSON that can be read: it is nested too deep") from None
-    except ValueError:  # Python's guard of int()
-        raise PlanError("no JSON that can be read: a number has too many digits") from None
-
-
 def read_timetable(path: str | os.PathLike[str]) -> Timetable:
-    """The timetable in a file: .csv as torch writes it, .json as `to_json` does, any other as text.
+    """Read the timetable in a file: .csv as torch writes it, any other as the timetable's own text.
 
     Raises OSError, and PlanError that names the file and the place in it, or why the timetable can't run.
     """
@@ -157,14 +96,14 @@ def read_timetable(path: str | os.PathLike[str]) -> Timetable:
             text = Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise PlanError(f"byte {error.start} is no UTF-8 text") from None
-        timetable = {".csv": from_csv, ".json": from_json}.get(Path(path).suffix, Timetable.parse)(text)
+        timetable = from_csv(text) if Path(path).suffix == ".csv" else Timetable.parse(text)
         simulate(timetable)
         return timetable
 
 
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """A PlanError from here on begins with the file's name."""
+    """Put the file's name in front of a PlanError that is raised inside."""
     try:
         yield
     except PlanError as error:

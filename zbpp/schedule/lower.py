@@ -1,18 +1,20 @@
-"""From a timetable to one program per rank: the same actions, with messages.
+"""From a timetable to one program per rank: the same actions, with their messages between them.
 
-A link (the directed path between two ranks) is a FIFO in the order of its sends. So a rank
-that needs a value first receives what the same link carries before it, whether or not
-it is needed yet; pairing each receive with its consumer alone would silently deliver x
-where g was due.
+A link, the directed path from one rank to another, is a FIFO: it delivers in the order of its sends. So a
+rank that needs a value first receives what the link carries before that value. A V on two ranks shows why:
 
-    rank 0   0F0  Send x(1,0)  0F1  Send x(1,1)  0F2  Send x(1,2)  Release x(1,0)  Recv g(0,0)  0B0 ...
-    rank 1   Recv x(1,0)  1F0  1B0  Send g(0,0)  1W0  Recv x(1,1)  1F1 ...
+    rank 0 runs   0F0 0F1 3F0 3B0 ...        so its link to rank 1 carries  x(1,0)  x(1,1)  g(2,0)
+    rank 1 runs   1F0 2F0 2B0 1F1 ...        so it consumes                 x(1,0)  g(2,0)  x(1,1)
 
-A sent tensor must live until it has been received, and a sender may not run ahead of its
-receiver without end. If, with every action taking one unit of time, a link never holds more
-than d values, sent but not consumed, then by the time value k + d + 1 is sent, value k was
-consumed earlier: there the program says Release, which waits for value k and lets its memory go.
-That can't close a circle of waiting, since in that timeline every wait looks back in time.
+    right   Recv x(1,0)  1F0  2F0  Recv x(1,1)  Recv g(2,0)  2B0  1F1
+    wrong   Recv x(1,0)  1F0  2F0  Recv g(2,0)  2B0  Recv x(1,1)  1F1      2B0 would be given x(1,1)
+
+A sent tensor must stay in memory until it has been received, and a sender must not run ahead of its
+receiver without end. So a program also has Release instructions; each waits until an earlier value has been
+received. Let d be the most values that the link holds at a time, sent and not yet consumed, if every action
+takes one unit of time. When value k + d + 1 is sent in that timeline, value k has been consumed: there the
+Release of value k stands. Whatever an instruction waits for lies earlier in that timeline, so the waits
+cannot form a circle.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class Send(NamedTuple):
 
 
 class Recv(NamedTuple):
-    """Take the next value that the link from `peer` delivers."""
+    """Take the next value of the link from `peer`."""
 
     value: Value
     peer: int
@@ -49,7 +51,7 @@ class Recv(NamedTuple):
 
 
 class Release(NamedTuple):
-    """Wait until the oldest unreleased value sent to `peer` has been received; let its memory go."""
+    """Wait until a value sent to `peer` has been received, then free its memory; oldest value first."""
 
     value: Value
     peer: int
@@ -64,8 +66,8 @@ Instruction = Action | Send | Recv | Release
 class Program(NamedTuple):
     """What one rank executes, in order.
 
-    in_flight[peer]: how many values the link from `peer` holds at most in the timeline of unit
-    times: as many receives are worth posting ahead.
+    in_flight[peer]: the most values that the link from `peer` holds at a time, if every action takes one unit
+    of time. Posting more receives than that in advance gains nothing.
     """
 
     rank: int
@@ -77,7 +79,7 @@ class Program(NamedTuple):
 
 
 class Programs(Sequence[Program]):
-    """One program per rank, each lowered when it is asked for: a rank needs only its own."""
+    """A sequence of one program per rank. A program is made when it is indexed: a rank needs only its own."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
@@ -86,7 +88,7 @@ class Programs(Sequence[Program]):
 
     @property
     def links(self) -> list[tuple[int, int]]:
-        """(sender, receiver) of every link, in an order that all ranks share."""
+        """(sender, receiver) of every link, in the same order on all ranks."""
         return sorted(self._links)
 
     def __len__(self) -> int:
@@ -98,31 +100,35 @@ class Programs(Sequence[Program]):
     def __getitem__(self, rank: slice) -> list[Program]: ...
     def __getitem__(self, rank: int | slice) -> Program | list[Program]:
         chosen = range(len(self))[rank]
-        return self._lower(chosen) if isinstance(chosen, int) else [self._lower(each) for each in chosen]
+        return self._lower(chosen) if isinstance(chosen, int) else [self._lower(rank) for rank in chosen]
 
     def _lower(self, rank: int) -> Program:
         touching = sorted(pair for pair in self._links if rank in pair)
         links = {pair: _Link(self._timeline, self._values, *pair) for pair in touching}
         inbound = {sender: link for (sender, receiver), link in links.items() if receiver == rank}
         outbound = {receiver: link for (sender, receiver), link in links.items() if sender == rank}
-        # Action i has place 3i + 1: room for what it receives before it, and for what it sends after it.
+        # Sort keys: 3i for what is received before action i, 3i + 1 for action i, 3i + 2 for what follows it.
         instructions: list[Instruction] = [*self._timeline.timetable.rows[rank]]
-        places = [3 * np.arange(len(instructions)) + 1]
+        keys = [3 * np.arange(len(instructions)) + 1]
         for peer, link in inbound.items():
             instructions += [Recv(value, peer) for value in link.values]
-            places += [3 * link.received_at]
+            keys += [3 * link.received_at]
         for peer, link in outbound.items():
-            behind = link.in_flight + 1
+            behind = link.in_flight + 1  # value k is released where value k + behind is sent
             instructions += [Send(value, peer) for value in link.values]
             instructions += [Release(value, peer) for value in link.values[:-behind]]
-            places += [3 * link.sent_at + 2, 3 * link.sent_at[behind:] + 2]
-        order = np.argsort(np.concatenate(places), kind="stable").tolist()
+            keys += [3 * link.sent_at + 2, 3 * link.sent_at[behind:] + 2]
+        order = np.argsort(np.concatenate(keys), kind="stable").tolist()
         in_flight = {peer: link.in_flight for peer, link in inbound.items()}
         return Program(rank, tuple([instructions[i] for i in order]), in_flight)
 
 
 class _Link:
-    """The messages from one rank to another, in the order of their sends."""
+    """The messages from one rank to another, in the order of their sends.
+
+    sent_at: for each message the position, in the sender's row, of the action after which it is sent.
+    received_at: the position, in the receiver's row, of the action before which it is received.
+    """
 
     def __init__(self, timeline: Timeline, values: Values, sender: int, receiver: int) -> None:
         timetable = timeline.timetable
@@ -131,11 +137,11 @@ class _Link:
         leaves = np.array(timetable.rank_of)[values.stages(made)] == receiver
         numbers = made[leaves]
         self.values = values.named(numbers)
-        self.sent_at = made_at[leaves]  # the action of the sender's row after which each value leaves
-        _, here, there = np.intersect1d(numbers, used, assume_unique=True, return_indices=True)
+        self.sent_at = made_at[leaves]
+        _, in_sent, in_used = np.intersect1d(numbers, used, assume_unique=True, return_indices=True)
         consumed_at = np.empty_like(self.sent_at)
-        consumed_at[here] = used_at[there]
-        # FIFO: a value is received before the first action that needs it or anything behind it.
+        consumed_at[in_sent] = used_at[in_used]
+        # FIFO: a value is received before the first action that needs it or any value sent after it.
         self.received_at = np.minimum.accumulate(consumed_at[::-1])[::-1]
         self.in_flight = _most_in_flight(
             timeline.ends[sender][self.sent_at], timeline.starts[receiver][consumed_at]
@@ -143,7 +149,7 @@ class _Link:
 
 
 def _connected(timetable: Timetable) -> set[tuple[int, int]]:
-    """(sender, receiver) of every pair of ranks between which values may travel."""
+    """(sender, receiver) of every two ranks that send a value, one to the other."""
     pairs = (
         (owner, timetable.rank_of[value.stage])
         for stage, owner in enumerate(timetable.rank_of)
@@ -154,15 +160,16 @@ def _connected(timetable: Timetable) -> set[tuple[int, int]]:
 
 
 def _most_in_flight(sent: Floats, consumed: Floats) -> int:
+    """The most values that are sent and not consumed at a time, given both times of each value."""
     sent, consumed = np.sort(sent), np.sort(consumed)
     waiting = np.searchsorted(sent, consumed, "right") - np.searchsorted(consumed, consumed, "left")
     return int(waiting.max(initial=0))
 
 
 def lower(timetable: Timetable) -> Programs:
-    """One program per rank: the timetable's actions with the messages between them.
+    """Make one program per rank: the timetable's actions with the messages between them.
 
-    Never deadlocks, pairs every message, leaves nothing over: held by a property test over
+    The programs never deadlock, and every message that is sent is received; a property test holds this over
     random timetables and placements. Raises PlanError as `simulate` does.
     """
     return Programs(simulate(timetable))

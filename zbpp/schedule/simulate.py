@@ -1,4 +1,4 @@
-"""When each action would run: the simulator, and with it THE validator of timetables."""
+"""When each action of a timetable runs, given its costs. The simulator is also what checks timetables."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from zbpp.schedule.timetable import Op, PlanError, Row, Timetable
 
 Floats = npt.NDArray[np.float64]
 
-_NONE = -1  # no value's number
+_NONE = -1  # in place of a value's number: there is no value
 
 
 class Transfer(NamedTuple):
-    """A message between two ranks: when it was given away, and when it had arrived, in ms."""
+    """A message between two ranks: when its sender had made the value, and when it had arrived, in ms."""
 
     value: Value
     sender: int
@@ -32,12 +32,12 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each action ran, predicted or measured: per rank, times in ms in the row's order.
+    """When each action ran, predicted or measured: for each rank the times in ms, in the row's order.
 
-    peak_memory: per rank, the highest level after an action, in memory_unit, which is that of the costs;
-    where the timeline was measured, the most bytes that the rank's process has held.
-    Of messages (see `transfers_of`): message_ms, their times by the stage that they leave, where they are
-    predicted; transfers where they were measured.
+    peak_memory: for each rank the most memory that it holds after an action, in memory_unit, which is that of
+    the costs. In a measured timeline: the most bytes that the rank's process has held since it started.
+    message_ms: for each stage the time of a message that leaves it; empty in a measured timeline.
+    transfers: the messages of a measured timeline; `transfers_of` also knows those of a predicted one.
     """
 
     timetable: Timetable
@@ -74,7 +74,7 @@ class Timeline:
 
     @property
     def bubble_rate(self) -> float:
-        """The largest idle / span of a rank."""
+        """The largest share of its span in which a rank is idle."""
         return max(self.idle(rank) / (self.span(rank) or 1.0) for rank in self._ranks)
 
     @property
@@ -85,14 +85,14 @@ class Timeline:
 def simulate(timetable: Timetable, costs: Costs | None = None) -> Timeline:
     """Run each row in order, every action as soon as its inputs have arrived.
 
-    Times in ms. A message takes costs.comm and overlaps computation. A timetable of F's
-    alone is legal: it is what evaluation runs.
-    Raises PlanError if an action repeats or is missing, if microbatches of a stage don't
-    ascend, or if the timetable can never finish.
+    Times are in ms. A message takes costs.comm and overlaps computation. A timetable of F's alone is legal:
+    evaluation runs it.
+    Raises PlanError if an action repeats or is missing, if the microbatches of a stage don't ascend, or if
+    the timetable can never finish.
     """
     for row in timetable.rows:
         _check_row(row, timetable.num_microbatches)
-    _check_kind(timetable)
+    _check_backwards(timetable)
     costs = costs or Costs()
     stage_costs = costs.per_stage(timetable.num_stages)
     ranks = _run(timetable, stage_costs)
@@ -107,24 +107,27 @@ def simulate(timetable: Timetable, costs: Costs | None = None) -> Timeline:
 
 
 def _check_row(row: Row, num_microbatches: int) -> None:
-    """F's; B's and BW's; W's and BW's of each stage: every microbatch once, ascending."""
+    """On each stage every microbatch has one F, one B or BW, and one W or BW; each of the three ascends."""
     for stage in np.unique(row.stages).tolist():
-        ops = row.ops[row.stages == stage]
-        microbatches = row.microbatches[row.stages == stage]
-        _check_ascending(stage, "F", microbatches[ops == Op.F], num_microbatches)
-        if (ops == Op.F).all():
-            continue
-        for name, kinds in (("B", (Op.B, Op.BW)), ("W", (Op.W, Op.BW))):
-            _check_ascending(stage, name, microbatches[np.isin(ops, kinds)], num_microbatches)
+        own = row.select(row.stages == stage)
+        if (own.ops == Op.F).all():
+            checked: tuple[tuple[Op, ...], ...] = ((Op.F,),)
+        else:
+            checked = ((Op.F,), (Op.B, Op.BW), (Op.W, Op.BW))
+        for ops in checked:
+            _check_ascending(stage, ops, own.microbatches[np.isin(own.ops, ops)], num_microbatches)
 
 
-def _check_ascending(stage: int, name: str, microbatches: npt.NDArray[np.int32], expected: int) -> None:
-    names = {"F": "F", "B": "B or BW", "W": "W or BW"}[name]
+def _check_ascending(
+    stage: int, ops: tuple[Op, ...], microbatches: npt.NDArray[np.int32], expected: int
+) -> None:
+    name, names = str(ops[0]), " or ".join(map(str, ops))
     found, counts = np.unique(microbatches, return_counts=True)
     repeated = found[counts > 1]
     if len(repeated):
         raise PlanError(f"{stage}{name}{repeated[0]} repeats: a stage has one {names} per microbatch")
-    if len(found) < expected:  # nothing here is as long as the largest microbatch that a text can name
+    # No array here is as long as `expected`: a short text can name microbatch 2147483647.
+    if len(found) < expected:
         missing = next((i for i, microbatch in enumerate(found.tolist()) if i != microbatch), len(found))
         raise PlanError(f"{stage}{name}{missing} is missing: a stage has one {names} per microbatch")
     if (np.diff(microbatches) > 0).all():
@@ -136,43 +139,52 @@ def _check_ascending(stage: int, name: str, microbatches: npt.NDArray[np.int32],
     )
 
 
-def _check_kind(timetable: Timetable) -> None:
-    trained: set[int] = set()
+def _check_backwards(timetable: Timetable) -> None:
+    """Either all stages have backwards, or none has."""
+    with_backward: set[int] = set()
     for row in timetable.rows:
-        trained |= set(np.unique(row.stages[row.ops != Op.F]).tolist())
-    if trained and len(trained) < timetable.num_stages:
-        lacking = min(set(range(timetable.num_stages)) - trained)
-        raise PlanError(f"stage {lacking} has no backward, but stage {min(trained)} has one")
+        with_backward |= set(np.unique(row.stages[row.ops != Op.F]).tolist())
+    without = set(range(timetable.num_stages)) - with_backward
+    if with_backward and without:
+        raise PlanError(f"stage {min(without)} has no backward, but stage {min(with_backward)} has one")
 
 
-class _Rank:
-    """One rank on its way through its row.
+class _RankRun:
+    """One rank's run through its row.
 
-    A value made and used on one rank needs no clock: it is there if its producer stands earlier in
-    the row. What comes from elsewhere has to be waited for; by the data-flow table an action
-    consumes at most one such value and produces at most one for another rank.
+    A value that is made and consumed on the same rank takes no time to arrive; its producer only has to stand
+    earlier in the row. A value from another rank has to be waited for. By the data-flow table an action
+    consumes at most one value from another rank, and makes at most one for another rank.
+
+    stops_at: the position of the first action that stands before the producer of its input.
+    awaited, given: for each action the number of the value from, and for, another rank; or _NONE.
     """
 
     def __init__(self, timetable: Timetable, rank: int, values: Values, costs: StageCosts) -> None:
         row = timetable.rows[rank]
         made_at, made = values.produced_in(row)
         used_at, used = values.consumed_in(row)
-        _, here, there = np.intersect1d(made, used, assume_unique=True, return_indices=True)
-        too_early = used_at[there][used_at[there] <= made_at[here]]
+        _, in_made, in_used = np.intersect1d(made, used, assume_unique=True, return_indices=True)
+        local_made_at, local_used_at = made_at[in_made], used_at[in_used]
+        too_early = local_used_at[local_used_at <= local_made_at]
         leaves = np.array(timetable.rank_of)[values.stages(made)] != rank
         self.rank, self.row, self.values = rank, row, values
         self.stops_at = int(too_early.min(initial=len(row)))
-        self.awaited = _scattered(len(row), np.delete(used_at, there), np.delete(used, there))
-        self.given = _scattered(len(row), made_at[leaves], made[leaves])
+        self.awaited = _by_action(len(row), np.delete(used_at, in_used), np.delete(used, in_used))
+        self.given = _by_action(len(row), made_at[leaves], made[leaves])
         self.durations = np.array([costs.duration[op] for op in Op]).T.ravel()[kinds_of(row)]
         self.delays = np.array(costs.comm)[row.stages]
         self.starts, self.ends = array("d"), array("d")
 
     def run(self, arrival: list[float | None], waiting: dict[int, int], awake: list[int]) -> Iterator[int]:
-        """Run the row; yield each value that isn't there yet, wake whoever waits for what is made."""
+        """Run the row as far as `stops_at`. Yield the number of each value that has to be waited for.
+
+        arrival: for each value when it arrives, None until it is made. waiting: value -> the rank that waits
+        for it. awake: the ranks that can go on; a rank is added once its value is made.
+        """
         clock = 0.0
         columns = (self.awaited, self.durations, self.given, self.delays)
-        # As buffers: lists of all ranks' numbers would take gigabytes.
+        # Iterated as buffers: lists of all ranks' numbers would take gigabytes.
         steps = zip(*(column[: self.stops_at].data for column in columns), strict=True)
         for needs, duration, gives, delay in steps:
             if needs != _NONE:
@@ -188,7 +200,7 @@ class _Rank:
                     awake.append(waiting.pop(gives))
 
     def complaint(self, arrival: list[float | None]) -> str:
-        """What a rank that can't go on waits for."""
+        """Say what the rank waits for, once it can't go on."""
         done = len(self.ends)
         _, made = self.values.produced_in(self.row[:done])
         missing = [
@@ -199,19 +211,19 @@ class _Rank:
         return f"rank {self.rank} waits in {self.row[done]} for {', '.join(map(str, missing))}"
 
 
-def _scattered(length: int, positions: Numbers, numbers: Numbers) -> npt.NDArray[np.int64]:
-    """For each action of a row the number of its value, or _NONE."""
+def _by_action(length: int, positions: Numbers, numbers: Numbers) -> npt.NDArray[np.int64]:
+    """An array with one entry per action: `numbers` at `positions`, _NONE elsewhere."""
     column = np.full(length, _NONE, dtype=np.int64)
     column[positions] = numbers
     return column
 
 
-def _run(timetable: Timetable, costs: StageCosts) -> list[_Rank]:
-    """Let each rank run until it waits for a value; whoever produces that value wakes it."""
+def _run(timetable: Timetable, costs: StageCosts) -> list[_RankRun]:
+    """Let each rank run until it has to wait for a value; the rank that makes the value wakes it."""
     values = Values(timetable.num_stages, timetable.num_microbatches)
-    ranks = [_Rank(timetable, rank, values, costs) for rank in range(timetable.num_ranks)]
+    ranks = [_RankRun(timetable, rank, values, costs) for rank in range(timetable.num_ranks)]
     arrival: list[float | None] = [None] * len(values)
-    waiting: dict[int, int] = {}  # value -> the rank that waits for it
+    waiting: dict[int, int] = {}
     awake = list(range(timetable.num_ranks))
     running = [rank.run(arrival, waiting, awake) for rank in ranks]
     while awake:
@@ -226,6 +238,7 @@ def _run(timetable: Timetable, costs: StageCosts) -> list[_Rank]:
 
 
 def _peak(row: Row, costs: StageCosts) -> float:
+    """The most memory that the row holds after any of its actions."""
     change = np.zeros(len(row))
     for op, per_stage in costs.memory.items():
         chosen = row.ops == op

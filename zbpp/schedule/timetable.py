@@ -1,7 +1,7 @@
-"""What each rank does, in order: actions, rows, and their text form.
+"""For each rank its actions in order, and the text form of that.
 
-A timetable holds no times and no messages. Its text is one line per rank, one action
-per word, and it is how plans travel:
+A timetable holds no times and no messages. Plans are stored and sent as its text, which has one line per rank
+and one action per word:
 
     0F0 0F1 0B0 0W0 0B1 0W1
     1F0 1B0 1W0 1F1 1B1 1W1
@@ -23,7 +23,8 @@ Integers = npt.NDArray[np.int32]
 _ACTION = re.compile(r"(\d+)([A-Z]+)(\d+)", re.ASCII)
 _LARGEST_INDEX = 2**31 - 1
 
-Where = Callable[[int, int], str]  # (rank, position in its row) -> the name of that place
+Where = Callable[[int, int], str]
+"""How an error names the place of an action: (rank, position in its row) -> such as `line 1, word 3`."""
 
 
 class PlanError(ValueError):
@@ -35,8 +36,8 @@ class Op(IntEnum):
 
     F = 0  # forward
     B = 1  # gradient of the stage's input
-    W = 2  # gradients of its weights
-    BW = 3  # both, in one piece
+    W = 2  # gradients of the stage's weights
+    BW = 3  # both gradients, in one piece
 
     def __str__(self) -> str:
         return self.name
@@ -54,7 +55,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, letters: Mapping[str, Op] = Op.__members__) -> Self:
-        """Read `2F5`, whose op is one of `letters`. Raises PlanError for anything else."""
+        """Read a text such as `2F5`; letters: the names of the ops. Raises PlanError for any other text."""
         match = _ACTION.fullmatch(text)
         if match is None or match[2] not in letters:
             known = "|".join(letters)
@@ -68,10 +69,10 @@ class Action(NamedTuple):
 
 
 class Row(Sequence[Action]):
-    """One rank's actions: a lazy sequence over three integer arrays.
+    """One rank's actions: a sequence of Actions, stored as three integer arrays.
 
-    12 bytes an action, so that 512 ranks with 4096 microbatches fit; an Action exists
-    only while somebody looks at it.
+    An action takes 12 bytes, so that a plan of 512 ranks and 4096 microbatches fits into memory. The Action
+    objects are made when the row is indexed or iterated.
     """
 
     __slots__ = ("microbatches", "ops", "stages")
@@ -81,7 +82,7 @@ class Row(Sequence[Action]):
 
     @classmethod
     def of(cls, actions: Iterable[Action]) -> Row:
-        """A row of these actions, in this order."""
+        """Make a row of these actions, in this order."""
         table = np.array([tuple(action) for action in actions], dtype=np.int32).reshape(-1, 3)
         return cls(*np.ascontiguousarray(table.T))
 
@@ -96,6 +97,10 @@ class Row(Sequence[Action]):
         if isinstance(index, slice):
             return Row(self.stages[index], self.ops[index], self.microbatches[index])
         return Action(int(self.stages[index]), Op(int(self.ops[index])), int(self.microbatches[index]))
+
+    def select(self, chosen: npt.NDArray[np.bool_]) -> Row:
+        """The actions at the positions where `chosen` is true."""
+        return Row(self.stages[chosen], self.ops[chosen], self.microbatches[chosen])
 
     def __iter__(self) -> Iterator[Action]:
         ops = tuple(Op)
@@ -124,15 +129,14 @@ class Row(Sequence[Action]):
 class Timetable:
     """For each rank, its actions in order.
 
-    `rank_of[stage]` is the rank that owns a stage. Raises PlanError if a rank has nothing
-    to do, a stage is missing, or a stage sits on two ranks; whether the timetable can RUN
-    is for `simulate` to say.
+    `rank_of[stage]` is the rank that owns a stage. Raises PlanError if a rank has no actions, a stage is
+    missing, or a stage is on two ranks. `simulate` checks whether the timetable can run.
     """
 
     __slots__ = ("num_microbatches", "num_stages", "rank_of", "rows")
 
     def __init__(self, rows: Iterable[Iterable[Action]], where: Where | None = None) -> None:
-        """`where` is for readers: what errors call the place of an action."""
+        """where: how errors name the place of an action; needed by functions that read a text."""
         self.rows = tuple(row if isinstance(row, Row) else Row.of(row) for row in rows)
         self.rank_of = _placement(self.rows, where or _where)
         self.num_stages = len(self.rank_of)
@@ -154,12 +158,8 @@ class Timetable:
         )
 
     def forward_only(self) -> Timetable:
-        """The same placement and order with the F's alone: what evaluation runs."""
-        return Timetable(
-            Row(row.stages[keep], row.ops[keep], row.microbatches[keep])
-            for row in self.rows
-            for keep in [row.ops == Op.F]
-        )
+        """The F's alone, with the same placement and order. Evaluation runs this timetable."""
+        return Timetable(row.select(row.ops == Op.F) for row in self.rows)
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages that a rank owns, ascending."""
@@ -184,7 +184,7 @@ class Timetable:
 def read_rows(
     rows: Sequence[Sequence[str]], where: Where, letters: Mapping[str, Op] = Op.__members__
 ) -> Timetable:
-    """The timetable of actions as text, one sequence per rank. Raises PlanError that begins with `where`."""
+    """Read actions given as texts, one sequence per rank. Errors begin with what `where` returns."""
     return Timetable(
         [
             [_read(word, letters, where, rank, position) for position, word in enumerate(words)]
@@ -206,6 +206,7 @@ def _where(rank: int, position: int) -> str:
 
 
 def _placement(rows: tuple[Row, ...], where: Where) -> tuple[int, ...]:
+    """The owner of each stage. Raises PlanError unless every stage has exactly one."""
     if not rows:
         raise PlanError("a timetable needs at least one rank")
     owner: dict[int, int] = {}
@@ -219,10 +220,10 @@ def _placement(rows: tuple[Row, ...], where: Where) -> tuple[int, ...]:
                     f"stage {stage} is on rank {owner[stage]} and on rank {rank}; it has one owner"
                 )
     stages = sorted(owner)
-    astray = next((stage for expected, stage in enumerate(stages) if stage != expected), None)
-    if astray is not None:
+    misplaced = next((stage for expected, stage in enumerate(stages) if stage != expected), None)
+    if misplaced is not None:
         raise PlanError(
-            f"{where(owner[astray], _first(rows[owner[astray]], astray))}: "
+            f"{where(owner[misplaced], _first(rows[owner[misplaced]], misplaced))}: "
             f"stages must be 0..S-1 without a gap; found {_shorten(stages)}"
         )
     return tuple(owner[stage] for stage in stages)
@@ -234,14 +235,14 @@ def _first(row: Row, stage: int) -> int:
 
 
 def shown(value: object, limit: int = 40) -> str:
-    """As in an error: a text quoted, without control characters; never a page long."""
+    """A value as errors show it: short, and a text quoted, with escapes for control characters."""
     if isinstance(value, str):
         return repr(value if len(value) <= limit else f"{value[:limit]}...")
     return reprlib.repr(value)
 
 
 def printable(text: str) -> str:
-    """The text with escapes in place of control characters, which a terminal would obey."""
+    """The text with escapes for control characters, which a terminal would obey."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 

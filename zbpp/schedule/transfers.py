@@ -1,4 +1,4 @@
-"""When each message was on its way between two ranks, predicted or measured."""
+"""The messages of a timeline: when each one was sent and when it arrived, predicted or measured."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from zbpp.schedule.simulate import Timeline, Transfer
 
 
 def transfers_of(timeline: Timeline) -> list[Transfer]:
-    """A timeline's messages, by the rank that sends them, in the order in which it does."""
+    """A timeline's messages: for each sending rank in turn, in the order of its sends."""
     if timeline.transfers or not timeline.message_ms:
         return list(timeline.transfers)
-    return [each for rank in range(timeline.timetable.num_ranks) for each in _predicted(timeline, rank)]
+    ranks = range(timeline.timetable.num_ranks)
+    return [transfer for rank in ranks for transfer in _predicted(timeline, rank)]
 
 
 def _predicted(timeline: Timeline, rank: int) -> Iterator[Transfer]:
-    """A message is sent when it is made, and takes the time that the plan gives it."""
+    """What a rank sends: each value as soon as it is made; it arrives message_ms later."""
     timetable = timeline.timetable
     row, values = timetable.rows[rank], Values(timetable.num_stages, timetable.num_microbatches)
     positions, numbers = values.produced_in(row)

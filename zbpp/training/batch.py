@@ -1,4 +1,4 @@
-"""What a source of data yields, taken apart: the positional inputs of stage 0, and the target.
+"""A batch taken apart: the positional inputs of stage 0, and the target.
 
 (inputs, target), or more: (x, y, ..., target)       positional inputs in their order, the target last
 {"target": ..., "x": ..., "y": ...}                  the target is called target or labels; a single other
@@ -29,25 +29,26 @@ def batch_for(
 ) -> tuple[tuple[Any, ...], Any]:
     """(args, target) of a step for the owner of `stages`: args for stage 0, the target for the last stage.
 
-    Numbers that are not whole come in the stages' own type. Raises ValueError for a batch of another form.
+    Floating-point tensors get the dtype of the stages' parameters. Raises ValueError for a batch of another
+    form.
     """
     if not stages.keys() & {0, num_stages - 1}:
         return (), None
     dtypes = (p.dtype for stage in stages.values() for p in stage.parameters() if p.is_floating_point())
     dtype = next(dtypes, torch.float32)
 
-    def there(each: Any) -> Any:
-        if not isinstance(each, Tensor):
-            return each
-        return each.to(device, dtype if each.is_floating_point() else None)
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(device, dtype if value.is_floating_point() else None)
 
     inputs, target = parts_of(source.batch(number))
-    args = tree_map(there, positional(inputs, stages[0])) if 0 in stages else ()
-    return args, tree_map(there, target) if num_stages - 1 in stages else None
+    args = tree_map(moved, positional(inputs, stages[0])) if 0 in stages else ()
+    return args, tree_map(moved, target) if num_stages - 1 in stages else None
 
 
 def parts_of(batch: Any) -> tuple[tuple[Any, ...] | dict[str, Any], Any]:
-    """(inputs by place or by name, target). Raises ValueError for a batch of another form."""
+    """(inputs by position or by name, target). Raises ValueError for a batch of another form."""
     if isinstance(batch, Mapping):
         named = [name for name in _TARGETS if name in batch]
         if len(named) != 1 or len(batch) < 2:
@@ -66,26 +67,26 @@ def parts_of(batch: Any) -> tuple[tuple[Any, ...] | dict[str, Any], Any]:
 
 
 def positional(inputs: tuple[Any, ...] | dict[str, Any], module: nn.Module) -> tuple[Any, ...]:
-    """The inputs as `module` takes them by place. Raises ValueError for names that it doesn't take."""
+    """The inputs in the order of `module`'s arguments. Raises ValueError for names that it doesn't take."""
     if isinstance(inputs, tuple):
         return inputs
     if len(inputs) == 1:
         return tuple(inputs.values())
     try:
-        # Of the class: what recompute and compile put in its place takes anything.
+        # The class's forward: recompute and compile put a function with any arguments on the object.
         bound = inspect.signature(type(module).forward).bind(module, **inputs)
     except TypeError as error:
         raise ValueError(f"a batch has the inputs {', '.join(inputs)}, but stage 0: {error}") from None
     bound.apply_defaults()
     if bound.kwargs:
         raise ValueError(
-            f"stage 0 takes {', '.join(bound.kwargs)} by name only, and a pipeline passes inputs by place: "
+            f"stage 0 takes {', '.join(bound.kwargs)} by name only, but a pipeline passes them by position: "
             "let its forward take them as ordinary arguments"
         )
     return bound.args[1:]
 
 
 def num_rows(batch: Any) -> int | None:
-    """The length of its first tensor's dim 0; None without such a tensor."""
+    """The length of dim 0 of the batch's first tensor; None without such a tensor."""
     lengths = (len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
     return next(lengths, None)

@@ -1,4 +1,4 @@
-"""Files -> tokens: a text byte by byte or through a tokenizer, or tokens that were made before."""
+"""Tokens from files: the bytes of a text, a text through a tokenizer, or tokens that were made before."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Tokens = npt.NDArray[Any]
-"""A line of tokens, any integer type."""
+"""A sequence of tokens, any integer type."""
 
 NOT_SOURCES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 TOKEN_TYPES = ("uint16", "uint32", "int32", "int64", "uint8")
@@ -84,13 +84,12 @@ def load_corpus(
 ) -> Corpus:
     """Read a text file, the text files of a folder whose names match `pattern`, at any depth, or tokens.
 
-    `path` None: the sources of this machine's Python standard library, without tests and packages,
-    4 MiB of them. `pattern` None: `*.py` there, `*.txt` in a folder of yours. A token is a byte,
-    unless `tokenizer` names a Hugging Face `tokenizers` JSON file. A `.npy` file holds a line of tokens,
-    a `.bin` file too, raw, as numbers of type `dtype` ("uint16"); both are mapped, not loaded.
-    `max_bytes`: where to stop reading. `held_out`: the share of tokens kept for evaluation, at the end.
-    Raises FileNotFoundError if there is no such file, ValueError if there is nothing in it, if it is no
-    text or an argument doesn't fit.
+    `path` None: 4 MiB of the sources of this machine's Python standard library, without tests and packages.
+    `pattern` None: `*.py` there, `*.txt` in a folder of yours. A token is a byte, unless `tokenizer` names a
+    Hugging Face `tokenizers` JSON file. A `.npy` file holds a sequence of tokens, a `.bin` file raw numbers
+    of type `dtype` ("uint16"); both are mapped, not loaded. `max_bytes`: where to stop reading. `held_out`:
+    the share of tokens kept for evaluation, at the end. Raises FileNotFoundError if there is no such file,
+    ValueError for an empty or binary file and for an argument that doesn't fit.
     """
     if not 0 <= held_out < 1:
         raise ValueError(f"held_out={held_out} is a share of the corpus: write 0.0 to 0.99")
@@ -116,7 +115,7 @@ def load_corpus(
 
 
 def corpus_files(path: str | os.PathLike[str] | None, pattern: str | None) -> tuple[Path, list[Path]]:
-    """The folder or file that is meant, and the files to read from it."""
+    """(the folder or file that `path` names, the files to read from it)."""
     if path is None:
         library = Path(sysconfig.get_path("stdlib"))
         return library, find_files(library, pattern or "*.py", skip=NOT_SOURCES)
@@ -165,7 +164,7 @@ def read_text(files: list[Path], limit: int | None) -> bytes:
 
 
 def check_text(file: Path, content: bytes) -> None:
-    """Raises ValueError for what would be trained on as if it were text."""
+    """Raises ValueError for a binary file, which would be trained on as if it were text."""
     kind = next((kind for start, kind in BINARY_STARTS.items() if content.startswith(start)), None)
     if kind is not None or b"\0" in content:
         what = f"is a {kind} file" if kind is not None else "holds NUL bytes, as binary files and UTF-16 do"
@@ -212,7 +211,7 @@ def _mapped_bin(file: Path, dtype: str | None) -> Tokens:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Raises FileNotFoundError or ValueError, saying which of the two files or packages is at fault."""
+    """Raises FileNotFoundError without the file, ValueError without the package or for an unreadable file."""
     if not path.is_file():
         raise FileNotFoundError(
             f"tokenizer {str(path)!r} is not a file (looked from {Path.cwd()}): name the tokenizer.json "

@@ -1,12 +1,12 @@
 """Batches by step: windows of tokens, random regression; and `Data`, what a trainer reads.
 
-Everything here follows from the arguments and a step number: there is no state to save, and no
-rank, so any number of ranks sees the same global batch, and a run resumes at any step.
+A batch depends on the arguments and on the step's number, and on nothing else: there is no state to save, and
+any number of ranks sees the same global batches.
 
-For data of your own, name in the config a function, or a torch Dataset, that makes it (`data=custom
-data._target_=my_file.my_data`). It gets `batch_size` (rows of a whole batch) and `seed` if it takes them, and
-returns a torch Dataset, a DataLoader (with that batch size and drop_last=True) or a list of batches, a
-pair of such (to train on, held out), or a `Data`. What a batch may be: zbpp/training/batch.py.
+For data of your own, name in the config a function, or a torch Dataset class, that makes them (`data=custom
+data._target_=my_file.my_data`). The function gets `batch_size` (rows of a whole batch) and `seed` if it takes
+them. It returns a torch Dataset, a DataLoader (with that batch size and drop_last=True), a list of batches, a
+pair of any of these (to train on, held out), or a `Data`. What a batch may be: zbpp/training/batch.py.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from zbpp.training.corpus import Tokens, load_corpus
 
 
 class Batches:
-    """Batches of (inputs, targets) from a line of tokens, cut into windows that don't overlap.
+    """Batches of (inputs, targets) from a sequence of tokens, cut into windows that don't overlap.
 
-    Each epoch takes every window once, in an order drawn from (seed, epoch); `seed` None: in the
-    order of the text, for evaluation. The last tokens, if they don't fill a window, aren't used.
-    `name` is how errors call the tokens. Raises ValueError if they don't fill one window.
+    Each epoch takes every window once, in an order drawn from (seed, epoch); with `seed` None in the order of
+    the text, for evaluation. Tokens at the end that don't fill a window are not used. `name`: how errors call
+    the tokens. Raises ValueError for fewer tokens than a window has.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Batches:
         return place if self.seed is None else int(self._epoch_order(self.seed, epoch)[place])
 
     def _epoch_order(self, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-        # Kept for one epoch only: steps come in order, and drawing it anew each time would be slow.
+        # Steps ascend, so the order of one epoch is kept: drawing it for each step would be slow.
         if epoch != self._epoch:
             generator = np.random.default_rng(seed_of(seed, "epoch", epoch))
             self._epoch, self._order = epoch, generator.permutation(self.num_windows)
@@ -88,7 +88,7 @@ class Batches:
 
 
 class RandomRegression:
-    """Normal inputs and what a fixed random layer makes of them: data for `Mlp` and `Emulated`."""
+    """Normal inputs, and as targets the outputs of a fixed random layer: data for `Mlp` and `Emulated`."""
 
     def __init__(self, *, in_features: int, out_features: int, batch_size: int, seed: int) -> None:
         check_at_least_one(in_features=in_features, out_features=out_features, batch_size=batch_size)
@@ -112,15 +112,15 @@ class RandomRegression:
 
 
 class Data(NamedTuple):
-    """What a trainer reads: batches by step, and what else is worth knowing of them."""
+    """What a trainer reads: batches by step, and facts about them."""
 
     train: Source
     evaluation: Source
     num_evaluation_batches: int
     items_per_batch: int
-    fingerprint: str  # the same on two ranks that read the same
+    fingerprint: str  # equal on two ranks that read the same data
     unigram_entropy: float | None = None  # nats per token
-    unit: str = "tokens"  # what items are: "tokens" or "rows"
+    unit: str = "tokens"  # what the items of a batch are: "tokens" or "rows"
 
 
 def text_data(
@@ -159,7 +159,7 @@ def text_data(
 
 
 def regression_data(*, in_features: int, out_features: int, batch_size: int, seed: int) -> Data:
-    """Random regression; evaluation draws from the steps that training won't reach."""
+    """Random regression; evaluation draws from steps that training won't reach."""
     source = RandomRegression(
         in_features=in_features, out_features=out_features, batch_size=batch_size, seed=seed
     )
@@ -174,7 +174,7 @@ def regression_data(*, in_features: int, out_features: int, batch_size: int, see
 
 
 def draw(*shape: int, seed: int) -> Tensor:
-    """Standard normal numbers that only `seed` decides."""
+    """Standard normal numbers that depend on `seed` only."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
 

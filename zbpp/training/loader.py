@@ -1,9 +1,9 @@
 """A user's own data: a torch Dataset or DataLoader, or anything else that yields batches again and again.
 
-Every rank makes its own loader and must see the same global batches; the trainer compares the first ones. The
-order is the loader's matter: `shuffle=True` is the same order on every rank, since torch's random
-numbers are seeded by the batch's number while a batch is made; what draws from `random` or numpy, or in
-worker processes, must be seeded by the user alike on every rank.
+Every rank makes its own loader, and all must see the same global batches; the trainer compares the first
+batches. `shuffle=True` gives the same order on every rank: while a batch is made, torch's random numbers are
+seeded by the batch's number. Code that draws from `random` or numpy, or in worker processes, has to seed
+itself alike on every rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ENDLESS = 2**40  # batches of a source that doesn't say how many it has
 class Loaded:
     """Batches by number from something that can be iterated over again; each iteration is an epoch.
 
-    Numbers are meant to ascend: going back starts again from the first epoch. Raises ValueError for a batch
+    Numbers should ascend: a smaller one starts again from the first epoch. Raises ValueError for a batch
     without `batch_size` rows.
     """
 
@@ -40,11 +40,11 @@ class Loaded:
 
     @property
     def num_batches(self) -> int:
-        """Of an epoch."""
+        """How many batches an epoch has."""
         return len(self._batches) if isinstance(self._batches, Sized) else _ENDLESS
 
     def batch(self, step: int) -> Any:
-        """The batch of `step`, from 0; the same one again without loading it again."""
+        """The batch of `step`, from 0; the latest batch is not loaded again."""
         if step < self._number:
             self._number, self._iterator = -1, iter(())
         while self._number < step:
@@ -76,7 +76,7 @@ _NOTHING = object()
 
 
 def loaded_data(given: Any, *, batch_size: int, seed: int) -> Data:
-    """`Data` of a Dataset, of something that yields batches, or of a pair (to train on, held out).
+    """`Data` from a Dataset, from something that yields batches, or from a pair (to train on, held out).
 
     A Dataset is read in batches of `batch_size`, shuffled unless it is an IterableDataset or held out. Raises
     ValueError for anything else, and for first batches that don't fit.
@@ -129,7 +129,7 @@ def _loaded(given: Any, batch_size: int, seed: int, name: str, *, shuffle: bool)
 
 
 def fingerprint_of(batch: Any) -> str:
-    """16 hex digits of its structure and its tensors' values."""
+    """16 hex digits that depend on the batch's structure and its tensors' values."""
     leaves, structure = tree_flatten(batch)
     digest = blake2b(str(structure).encode(), digest_size=8)
     for leaf in leaves:

@@ -1,4 +1,4 @@
-"""Where metrics go: `metrics.jsonl` is the record; wandb mirrors it."""
+"""Where metrics go: `metrics.jsonl` is the record; wandb shows a copy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class JsonLines:
 class Wandb:
     """One wandb run for the whole job, written by the rank that makes this object.
 
-    Online without an account falls back to offline and says so.
+    mode="online" without an account falls back to offline, with a line that says so.
     """
 
     def __init__(self, folder: Path, *, project: str, mode: str, config: Metrics) -> None:

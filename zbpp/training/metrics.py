@@ -1,6 +1,11 @@
-"""Numbers about speed: model FLOPs and what share of the device's peak they are."""
+"""Numbers about speed: model FLOPs, what share of the device's peak they are, and which device that is."""
 
 from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -9,20 +14,31 @@ _PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "H800": 989.0, "A100": 312.0, "A80
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s at best, None where it is not known (every CPU, and other dtypes than bf16)."""
+    """The device's peak in FLOP/s; None if it is not known (every CPU, every dtype other than bf16)."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     name = torch.cuda.get_device_name(device)
     return next((tera * 1e12 for key, tera in _PEAK_TFLOPS.items() if key in name), None)
 
 
-def utilisation(
+def model_flops_utilisation(
     num_parameters: int, tokens_per_second: float | None, num_ranks: int, peak: float | None
 ) -> float | None:
     """Model-FLOPs utilisation by the usual 6 FLOPs per parameter and token; attention is not counted.
 
-    None where the peak is not known, or there are no tokens.
+    None if the peak is not known, or if the data are no tokens.
     """
     if peak is None or tokens_per_second is None:
         return None
     return 6 * num_parameters * tokens_per_second / (num_ranks * peak)
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What figures were measured on: device, versions of torch and Python."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
+    return {"device": name, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def median(numbers: Sequence[float]) -> float:
+    """The middle number; of an even count the larger of the two in the middle."""
+    return sorted(numbers)[len(numbers) // 2]

@@ -28,12 +28,12 @@ def adamw(
 
 
 def parameters_of(stages: Mapping[int, nn.Module]) -> list[nn.Parameter]:
-    """The parameters of these stages in model order; one that several share comes once, with the first."""
+    """The parameters of these stages in model order; a shared one comes once, with its first stage."""
     return list(dict.fromkeys(p for _, stage in sorted(stages.items()) for p in stage.parameters()))
 
 
 def warmup_cosine(step: int, *, num_steps: int, warmup_steps: int, min_ratio: float) -> float:
-    """The learning rate's factor at a step: linear from 0 over the warm-up, then a cosine to min_ratio."""
+    """The factor on the learning rate at a step: linear from 0 in the warm-up, then a cosine to min_ratio."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, num_steps - 1 - warmup_steps)

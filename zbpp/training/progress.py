@@ -1,4 +1,4 @@
-"""What a person sees of a run, on rank 0: a bar in a terminal, a line every few steps elsewhere."""
+"""What rank 0 shows of a run: a bar in a terminal, a line every few steps elsewhere."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-Show = Any  # a function of the step's metrics
+Show = Any  # a function (metrics of the step, title=...)
 
 
 @contextmanager
 def progress(num_steps: int, *, shown: bool, print_every: int, title: str) -> Iterator[Show]:
-    """A function to call with each step's metrics, and with a title where it is another from now on."""
+    """Yields a function to call with each step's metrics; its `title` replaces the title from there on."""
     console = Console()
     if not shown:
         yield lambda metrics, title=title: None
@@ -38,7 +38,7 @@ def progress(num_steps: int, *, shown: bool, print_every: int, title: str) -> It
 
 
 def brief(metrics: Mapping[str, Any]) -> str:
-    """A step in a few words."""
+    """A step's metrics in one line."""
     words = [f"loss {metrics['loss']:.4f}"]
     words += [
         f"{speed:,.0f} {key.removesuffix('_per_second')}/s"

@@ -1,12 +1,12 @@
-"""Planning anew after the first steps of a run, for what they cost.
+"""Planning again after the first steps of a run, for the costs that they had.
 
-The cut of the model stays, and with it every loss to the last bit: only the order of the work changes.
+The cut of the model stays, so every loss stays equal to the last bit: only the order of the work changes.
 With n measured steps, counted from 0:
 
-    step 0          shapes are agreed; what each stage gets is kept
-    1 to n          measured, under a plan that is safe without measurements; then the new plan is made
-    n + 1           shapes are agreed
-    n + 2 to 2n + 1 measured: is it what was expected?
+    step 0          ranks agree on shapes; the inputs of each stage are kept
+    1 to n          measured, under a plan that needs no measurements; then the new plan is made
+    n + 1           ranks agree on shapes
+    n + 2 to 2n + 1 measured, to compare with the plan's makespan
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 from torch import nn
 
 from zbpp.runtime import Pipeline
-from zbpp.runtime.agree import planned_by_rank_0
 from zbpp.runtime.measure import measured_costs
-from zbpp.runtime.memory import first_inputs, held_per_stage
-from zbpp.runtime.microbatch import split
+from zbpp.runtime.memory import first_inputs, memory_per_stage
+from zbpp.runtime.microbatch import into_microbatches
+from zbpp.runtime.world import planned_by_rank_0
 from zbpp.schedule import Costs, Timeline, Timetable, simulate
 
 Metrics = dict[str, Any]
@@ -31,15 +31,14 @@ Metrics = dict[str, Any]
 
 @dataclass(kw_only=True)
 class Replan:
-    """What a Trainer needs for it; made before the first step.
+    """Replaces a Trainer's pipeline after its first steps; made before the first step.
 
     plan(costs, limits): a timetable of the same cut; costs in ms and bytes, limits in bytes per rank.
-    build(timetable): the pipeline that runs it. stages: this rank's. memory_limit: bytes that each rank may
-    hold between F, B and W; None: what the first plan holds, rank by rank. is_done: whether it has planned.
+    stages: this rank's. memory_limit: bytes that each rank may hold between F, B and W; None: as many as
+    under the first plan, rank by rank. is_done: whether the new plan was made.
     """
 
     plan: Callable[[Costs, Sequence[float]], Timetable]
-    build: Callable[[Timetable], Pipeline]
     loss_fn: Callable[..., Any]
     stages: Mapping[int, nn.Module]
     memory_limit: float | None = None
@@ -59,7 +58,7 @@ class Replan:
     def after(
         self, step: int, pipeline: Pipeline, timelines: Sequence[Timeline], target: Any
     ) -> tuple[Pipeline, Metrics]:
-        """The pipeline for the next step, and what there is to log; another than before is closed.
+        """The pipeline for the next step, and metrics to log. A pipeline that was replaced is closed.
 
         timelines: of all recorded steps so far; target: of the step's batch, on the last stage's owner.
         Raises PlanError if the limit can't hold a plan. Collective.
@@ -67,7 +66,7 @@ class Replan:
         if step == self.num_measured:
             return self._switch(pipeline, timelines, target)
         if step == 2 * self.num_measured + 1:
-            return pipeline, self._news(timelines[-self.num_measured :])
+            return pipeline, self._metrics(timelines[-self.num_measured :])
         return pipeline, {}
 
     def _switch(
@@ -80,26 +79,23 @@ class Replan:
         new = planned_by_rank_0(lambda: self.plan(costs, limits), pipeline.group)
         self._expected, self.is_done = simulate(new, costs).makespan, True
         if new == old:
-            return pipeline, self._news(timelines)
-        pipeline.close()
-        following = self.build(new)
-        following.num_steps = pipeline.num_steps  # random numbers are seeded by it
-        return following, self._news(timelines)
+            return pipeline, self._metrics(timelines)
+        return pipeline.with_timetable(new), self._metrics(timelines)
 
-    def _news(self, timelines: Sequence[Timeline]) -> Metrics:
+    def _metrics(self, timelines: Sequence[Timeline]) -> Metrics:
         measured = median(timeline.makespan for timeline in timelines)
         return {"measured_makespan_ms": measured, "expected_makespan_ms": self._expected}
 
     def _costs(self, pipeline: Pipeline, timelines: Sequence[Timeline], target: Any) -> Costs:
         self._watching.close()
         num_microbatches = pipeline.timetable.num_microbatches
-        held = held_per_stage(
+        held = memory_per_stage(
             self.stages,
             self._inputs,
             pipeline.timetable.num_stages,
             pipeline.device,
             loss_fn=self.loss_fn,
-            target=None if target is None else split("target", target, num_microbatches)[0],
+            target=None if target is None else into_microbatches("target", target, num_microbatches)[0],
             group=pipeline.group,
         )
         self._inputs.clear()

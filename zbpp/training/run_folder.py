@@ -1,8 +1,8 @@
 """A run's folder: one job at a time, and nothing of an earlier run replaced or mixed in silence.
 
-`.lock` is there while a job uses the folder; its lock ends with the process, however that ends. `job.json`
-says which job made the run. A job that was started again (torchrun's restart, Slurm's requeue) finds the
-files of its own unfinished attempt, and keeps them in `attempt-1`, `attempt-2`, ...
+`.lock` exists while a job uses the folder; the lock on it ends with the process, however the process ends.
+`job.json` says which job made the run. A job that was started again (torchrun's restart, Slurm's requeue)
+finds the files of its own unfinished attempt, and keeps them in `attempt-1`, `attempt-2`, ...
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FolderError(ValueError):
 
 
 class RunFolder:
-    """A folder that this process has claimed. `begin` makes it this run's; before, nothing in it changes."""
+    """A folder that this process has claimed. Until `begin`, nothing in the folder changes."""
 
     def __init__(self, path: Path, *, overwrite: bool, job: str) -> None:
         self.path, self._job = path, job
@@ -40,7 +40,7 @@ class RunFolder:
             )
 
     def begin(self) -> None:
-        """Put an earlier run's files out of the way: an attempt of this job aside, another's away."""
+        """Move the files of this job's earlier attempt aside; delete those of another run."""
         if self._continued:
             self._keep_attempt()
         else:
@@ -88,7 +88,7 @@ def claimed(path: str | os.PathLike[str], *, overwrite: bool = False) -> Iterato
     finally:
         (folder / ".lock").unlink(missing_ok=True)
         lock.close()
-        with suppress(OSError):  # the first that is not empty ends it
+        with suppress(OSError):  # at the first folder that is not empty
             for each in made:
                 each.rmdir()
 
@@ -100,7 +100,7 @@ def _lock(folder: Path) -> IO[str]:
         with ExitStack() as unless_kept:
             file = unless_kept.enter_context(path.open("a+"))
             _hold(file, folder)
-            with suppress(FileNotFoundError):  # else its last holder removed it after it was opened here
+            with suppress(FileNotFoundError):  # the last holder removed the file after it was opened here
                 if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
                     file.truncate(0)
                     file.write(json.dumps(_here()))
@@ -142,10 +142,10 @@ def _read(path: Path) -> dict[str, object]:
 
 
 def _this_job() -> str:
-    """A name that all starts of this job share, and no other job has."""
+    """A name that is the same at all starts of this job, and that no other job has."""
     slurm, torchrun = os.environ.get("SLURM_JOB_ID"), os.environ.get("TORCHELASTIC_RUN_ID")
     if slurm:
         return f"slurm {slurm}"
-    if torchrun and torchrun != "none":  # which torchrun says where nobody named the job
+    if torchrun and torchrun != "none":  # "none": the job has no name
         return f"torchrun {torchrun}"
     return f"process {os.getppid() if torchrun else os.getpid()} on {socket.gethostname()}"

@@ -1,7 +1,7 @@
 """The training loop: batch, pipeline step, norm over all stages, optimizer step, metrics.
 
-It knows no schedule and no config. All ranks run it in lockstep; what one of them must tell the
-others of a step (squared norms, losses) is gathered at once.
+It knows no schedule and no config. All ranks run it in lockstep; one gather per step exchanges squared norms
+and losses.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zbpp.runtime import Pipeline, Recorder, measured_timeline
+from zbpp.runtime import Pipeline
 from zbpp.runtime.norm import global_norm, gradients_of, scale_gradients, squared_norms
 from zbpp.runtime.world import gather
 from zbpp.schedule import Timeline
@@ -30,8 +31,8 @@ Metrics = dict[str, Any]
 class Trainer:
     """Trains the stages of one rank together with the other ranks.
 
-    learning_rate(step): the factor on the optimizer's rate. clip_norm: of the gradients of all
-    stages together. metrics(output, target): numbers beside the loss of a held-out microbatch.
+    learning_rate(step): the factor on the optimizer's rate. clip_norm: the largest norm of the gradients of
+    all stages together. metrics(output, target): further numbers of a held-out microbatch, beside its loss.
     num_recorded: how many of the last steps are measured action by action. replan: may replace the pipeline
     after the first steps. Raises ValueError for parameters with a main_grad.
     """
@@ -52,34 +53,31 @@ class Trainer:
         self.timelines: list[Timeline] = []
 
     def run(self, num_steps: int) -> Iterator[Metrics]:
-        """Train; yields a step's metrics as soon as it is done; all but times are equal on all ranks."""
-        recorder = Recorder(self.pipeline.device)
+        """Train; yields each step's metrics when it is done. All but the times are equal on all ranks."""
         for step in range(num_steps):
             recorded = step >= num_steps - self.num_recorded or self._is_measured(step)
-            self.pipeline.recorder = recorder if recorded else None
-            metrics = self._step(step)
+            with self.pipeline.recording() if recorded else nullcontext():
+                metrics = self._step(step)
             if self.evaluate_every and ((step + 1) % self.evaluate_every == 0 or step + 1 == num_steps):
                 metrics |= self.evaluate()
             if recorded:
-                self.timelines.append(
-                    measured_timeline(recorder, self.pipeline.timetable, self.pipeline.group)
-                )
+                self.timelines.append(self.pipeline.timeline())
             if step + 1 < num_steps:
                 metrics |= self._replan(step)
             yield metrics
 
     @property
     def is_replanned(self) -> bool:
-        """Whether a plan made for the first steps' costs runs now."""
+        """Whether the plan that was made for the first steps' costs is running."""
         return self.replan is not None and self.replan.is_done
 
     def evaluate(self) -> Metrics:
-        """`evaluation_loss`, and the others of `metrics`: means over the held-out batches, on every rank.
+        """`evaluation_loss`, and one for each of `metrics`: means over the held-out batches, on every rank.
 
-        Nothing at all where there is no such batch.
+        {} without held-out batches.
         """
         mine = [self._evaluated(number) for number in range(self.data.num_evaluation_batches)]
-        # All but the last stage's owner have nothing to say.
+        # Only the last stage's owner has numbers.
         batches: list[dict[str, float]] = next(filter(any, gather(mine, self.pipeline.group)), [])
         names = batches[0] if batches else ()
         return {
@@ -105,7 +103,7 @@ class Trainer:
         losses = self.pipeline.step(*args, target=target)
         loss, norm = self._loss_and_norm(losses)
         rate = self.learning_rate(step)
-        # A norm that isn't finite is the same on every rank: all of them skip the update.
+        # All ranks have the same norm: if it isn't finite, all of them skip the update.
         if math.isfinite(norm):
             self._update(norm, rate)
         if self.pipeline.device.type == "cuda":
@@ -136,22 +134,22 @@ class Trainer:
         mean = torch.stack(losses).double().mean().item() if losses else None
         squares = squared_norms(gradients_of(self.pipeline.parameters()))
         everyone = gather((mean, squares), self.pipeline.group)
-        (loss,) = (each for each, _ in everyone if each is not None)  # the last stage's owner's
+        (loss,) = (each for each, _ in everyone if each is not None)  # from the last stage's owner
         return loss, global_norm(each for _, each in everyone)
 
     def _is_measured(self, step: int) -> bool:
         return self.replan is not None and self.replan.is_measured(step)
 
     def _replan(self, step: int) -> Metrics:
-        """Let the replanner, if there is one, see what the first steps were like; what it says of it."""
+        """Let the replanner, if there is one, replace the pipeline; returns its metrics."""
         if self.replan is None:
             return {}
         _, target = self._batch(self.data.train, step)
-        following, news = self.replan.after(step, self.pipeline, self.timelines, target)
+        following, metrics = self.replan.after(step, self.pipeline, self.timelines, target)
         if following is not self.pipeline:
             self.pipeline = following
             self.timelines.clear()
-        return news
+        return metrics
 
 
 def _check_gradients_are_in_grad(stages: Mapping[int, nn.Module]) -> None:

@@ -20,7 +20,7 @@ def save_weights(folder: Path, pipeline: Pipeline) -> None:
     """
     from safetensors.torch import save_file
 
-    folder.mkdir(parents=True, exist_ok=True)  # on another machine it may not be there
+    folder.mkdir(parents=True, exist_ok=True)  # another machine may not have the folder yet
     num_stages = pipeline.timetable.num_stages
     names = gather(names_of(pipeline.stages), pipeline.group)
     for index, stage in pipeline.stages.items():
@@ -28,11 +28,11 @@ def save_weights(folder: Path, pipeline: Pipeline) -> None:
         path = folder / f"stage-{index:0{len(str(num_stages - 1))}}-of-{num_stages}.safetensors"
         unfinished = path.with_suffix(".tmp")
         save_file(
-            {name: _plain(each) for name, each in state.items() if isinstance(each, Tensor)}, unfinished
+            {name: _copied(each) for name, each in state.items() if isinstance(each, Tensor)}, unfinished
         )
         unfinished.replace(path)
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _copied(tensor: Tensor) -> Tensor:
     # A copy: safetensors refuses tensors that share memory, as tied weights do.
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

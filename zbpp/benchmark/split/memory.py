@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.autograd import explain
-from zbpp.benchmark.interleaved_timing import no_collection
+from zbpp.benchmark.interleaved_timing import without_garbage_collection
 from zbpp.benchmark.split.contestants import Contestant
 from zbpp.benchmark.split.report import Line
 from zbpp.benchmark.split.stages import Microbatch, Settings, llama_stage, step, x_and_dy
@@ -22,7 +22,7 @@ def levels(phases: Mapping[str, Callable[[], None]], device: str) -> dict[str, L
     """Run the phases. Returns the live bytes of each phase, over those before the first."""
     found: dict[str, Level] = {}
     before = 0
-    with no_collection():
+    with without_garbage_collection():
         for phase, run in phases.items():
             highest, after = live_bytes(run, torch.device(device))
             found[phase] = Level(before + highest, before + after)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zbpp.benchmark.interleaved_timing import no_collection
+from zbpp.benchmark.interleaved_timing import without_garbage_collection
 from zbpp.benchmark.split.contestants import Contestant
 from zbpp.benchmark.split.report import Line
 from zbpp.benchmark.split.stages import Microbatch, Settings, llama_stage, step, x_and_dy
@@ -66,7 +66,7 @@ def interleaved(
     names = list(contestants)
     for number in range(rounds):
         turn = number % len(names)
-        with no_collection():
+        with without_garbage_collection():
             for name in (*names[turn:], *names[:turn]):
                 if steps > 1:
                     step(contestants[name], stage, x, dy)

@@ -1,28 +1,27 @@
-"""How long a rank must idle, since memory fills up or the chain of a microbatch takes its time.
+"""How long a rank must idle, because memory fills up or because a microbatch takes its time to come back.
 
-A rank's first action is an F of microbatch 0 on its lowest stage; its first B is that of microbatch
-0 on its highest stage; its last F belongs to the highest stage, its last B to the lowest: messages
-leave no other way, and microbatches ascend.
+A rank's first action is an F of microbatch 0 on its lowest stage; its first B is that of microbatch 0 on
+its highest stage. Its last F is on its highest stage, its last B on its lowest: a microbatch passes the
+rank's stages in ascending order, and microbatches ascend.
 
     |F F F F ....|B  F  B  W  B  W F|B W B W ....B|W W
      head: only F's                  tail: no F's  after
 
-**Head.** Until its first B a rank can only run F's, and none of what they hold is freed: at most as
-many as the memory holds. It idles for what is left of `until_first_b`.
+**Head.** Until its first B a rank can only run F's. Nothing that they hold is freed, so it runs at most as
+many as memory holds. It idles for the rest of `until_first_b`.
 
-**Tail.** From its last F to its last B it can only run B's and W's: of microbatches held
-when the last F ended. Let a of them wait for B and x for W, within memory. Up to the end
-of the last B it runs a B's and the W's, but for the y that come after. It idles for what is left
-of `after_last_f`.
+**Tail.** From its last F to its last B a rank can only run B's and W's of microbatches that were held when
+the last F ended. Let `a` of these microbatches wait for B and `x` for W, within memory. Up to the end of
+the last B the rank runs `a` B's, and all W's but `y` that come after. It idles for the rest of
+`after_last_f`.
 
-**After.** The y W's that are left take time Y, at least that of one W. Something else may have to
-follow the last B that takes time X, such as the B's of the stages below; then X - Y more is lost.
-Large Y fills that, but leaves the tail empty, so the bound takes the best y: it is the least of
-tail(y) + max(0, X - Y).
+**After.** The `y` W's that are left take a time Y, at least that of one W. Something else may have to follow
+the last B and take a time X, such as the B's of the stages below. Then X - Y more is lost. A large Y fills
+that time but leaves the tail empty, so the bound is the least of tail(y) + max(0, X - Y) over all y.
 
-Head and tail don't overlap if the first B comes before the last F. If memory lets a rank run all
-its F's first, that is the other case, where only the larger of the two idles counts; the
-bound is the smaller case.
+Head and tail don't overlap if the first B comes before the last F. The other case is that a rank runs all
+its F's first, if memory lets it. Then only the larger of the two idle times counts. The bound is the smaller
+of the two cases.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from zbpp.planning.bounds.relaxed import ROUNDING, Relaxed, StageTerms
+from zbpp.planning.bounds.relaxation import Relaxation, StageTerms
 
 Counts = npt.NDArray[np.int64]
 
@@ -41,20 +40,22 @@ Counts = npt.NDArray[np.int64]
 class Idle:
     """The idle times of one rank, given the time X that must follow its last B."""
 
-    def __init__(self, problem: Relaxed, rank: int, follows: float) -> None:
-        self.rank = rank
-        self.number, self.limit = problem.num_microbatches, problem.limits[rank] * (1 + ROUNDING)
-        self.stages = [problem.stages[stage] for stage in problem.owned[rank]]
-        self.alike = problem.alike(rank)
+    def __init__(self, relaxation: Relaxation, rank: int, follows: float) -> None:
+        problem = relaxation.problem
+        self.rank, self.follows = rank, follows
+        self.number, self.limit = problem.num_microbatches, problem.ceilings[rank]
+        self.stages = relaxation.stages_on(rank)
+        self.alike = len(set(self.stages)) == 1  # then its actions are merely counted
         self.count = self.number * len(self.stages)  # of F's
         self.forward_work = self.number * sum(stage.f for stage in self.stages)
-        self.until_first_b, self.after_last_f = problem.until_first_b(rank), problem.after_last_f(rank)
-        self.follows = follows
+        self.until_first_b = relaxation.until_first_b(rank)
+        self.after_last_f = relaxation.after_last_f(rank)
         held = self.number * sum(stage.saved for stage in self.stages)
         self.may_run_all_forwards = held <= self.limit
         self.most_forwards = self._most_forwards()
-        first, last = problem.first(rank), problem.last(rank)
-        forwards_last = problem.down[last] - problem.down[first] + self.number * self.stages[-1].f
+        lowest, highest = relaxation.lowest(rank), relaxation.highest(rank)
+        until_highest = relaxation.f_start[highest] - relaxation.f_start[lowest]
+        forwards_last = until_highest + self.number * self.stages[-1].f
         self.idle_among_forwards = max(0.0, forwards_last - self.forward_work)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""`lower_bound` and `certificate`: the doors to all bounds."""
+"""`lower_bound`: the largest of all bounds; `certificate`: how far a plan is from it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import dataclass
 
 from zbpp.planning.bounds.first_backward_bound import late_first_b
 from zbpp.planning.bounds.idle_bound import Idle
-from zbpp.planning.bounds.relaxed import ROUNDING, Relaxed
+from zbpp.planning.bounds.relaxation import Relaxation
 from zbpp.planning.bounds.round_trip_bound import round_trips
+from zbpp.planning.memory_limit import MemoryLimit, check_fits
+from zbpp.planning.objective import MAKESPAN, objective_value
+from zbpp.planning.problem import Problem
+from zbpp.planning.tolerance import EQUAL, ROUNDING
 from zbpp.schedule.costs import Costs
-from zbpp.schedule.simulate import Timeline, simulate
+from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timetable import Op, PlanError, Timetable
-
-MAKESPAN, SPAN = "makespan", "span"
-PROVED = 1e-8  # relative; bounds give way by up to ROUNDING
 
 
 @dataclass(frozen=True)
@@ -43,64 +44,61 @@ def lower_bound(
     rank_of: Sequence[int],
     num_microbatches: int,
     costs: Costs = Costs(),
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: MemoryLimit = None,
     splits: bool = True,
 ) -> Bound:
     """The largest of all lower bounds on a plan's "makespan" or "span" (the largest span of a rank).
 
-    Holds for every timetable with the placement rank_of[stage] that keeps each rank's memory, after
-    every action, within memory_limit (in the unit of costs.saved, per rank or one per rank; None:
-    no limit); with backwards split, whole or both, or without splits whole ones only.
+    It holds for every timetable with the placement rank_of[stage] that keeps each rank's memory, after
+    every action, within memory_limit (in the unit of costs.saved, per rank or one number per rank; None:
+    no limit), whether backwards are split, whole or both. splits=False: for whole backwards only.
     Raises PlanError for an unknown objective, and for a limit that can't hold one microbatch.
     """
-    if objective not in (MAKESPAN, SPAN):
-        raise PlanError(f"objective={objective!r}: write 'makespan' or 'span'")
-    problem = Relaxed(rank_of, num_microbatches, costs, memory_limit, splits)
-    follows = what_follows(problem, objective)
-    idles = [Idle(problem, rank, after) for rank, after in enumerate(follows)]
-    bounds = [
-        bound for rank in range(problem.num_ranks) for bound in _of_rank(problem, idles[rank], objective)
-    ]
+    return bound_of(Problem(tuple(rank_of), num_microbatches, costs, memory_limit, objective), splits)
+
+
+def bound_of(problem: Problem, splits: bool = True) -> Bound:
+    """`lower_bound` of a problem."""
+    relaxation = Relaxation(problem, splits)
+    follows = after_last_b(relaxation, problem.objective)
+    idles = [Idle(relaxation, rank, after) for rank, after in enumerate(follows)]
+    bounds = [bound for idle in idles for bound in _of_rank(relaxation, idle)]
     best = max(bounds, key=lambda bound: bound.value)
-    late = late_first_b(problem, idles, objective, best.value)
-    return Bound(late, "first B's are late") if late > best.value * (1 + 1e-12) else best
+    late = late_first_b(relaxation, idles, problem.objective, best.value)
+    return Bound(late, "first B's are late") if late > best.value * (1 + ROUNDING) else best
 
 
-def _of_rank(problem: Relaxed, idle: Idle, objective: str) -> list[Bound]:
-    """What rank r, whose first F starts `lead` after the clock, proves by itself.
-
-    Its actions take their time, it idles as in idle.py or turns over as in turnover.py, and
-    then what follows its last B takes its own.
-    """
+def _of_rank(relaxation: Relaxation, idle: Idle) -> list[Bound]:
+    """Two bounds on one rank: its work and its least idle time; round trips, and what follows its last B."""
     rank = idle.rank
-    lead = problem.down[problem.first(rank)] if objective == MAKESPAN else 0.0
-    turnover = round_trips(problem, rank)
+    before = relaxation.first_f(rank) if relaxation.problem.objective == MAKESPAN else 0.0
+    trips = round_trips(relaxation, rank)
     return [
-        Bound(lead + problem.work(rank) + idle.least, f"work and forced idle time of rank {rank}"),
-        Bound(lead + turnover + idle.follows, f"round trips through the memory of rank {rank}"),
+        Bound(before + relaxation.work(rank) + idle.least, f"work and forced idle time of rank {rank}"),
+        Bound(before + trips + idle.follows, f"round trips through the memory of rank {rank}"),
     ]
 
 
-def what_follows(problem: Relaxed, objective: str) -> list[float]:
+def after_last_b(relaxation: Relaxation, objective: str) -> list[float]:
     """Per rank, the time X (ms) that must pass from the end of its last B to the end of the clock.
 
     Its last B is that of the last microbatch on its lowest stage s. That microbatch's B's follow on
     s-1, ..., 0. Each stage j <= s ends with a W, so for the makespan
 
-        X = max over j <= s of (up[s] - up[j]) + w[j].
+        X = max over j <= s of (from the end of B(s) to the end of W(j))
 
-    The span of the rank i that owns j counts from i's own first F, which on stage `first(i)` <= j
-    comes at least down[s] - down[first(i)] before that of rank r: this lead counts for X, too.
-    (If j = s, then X is r's own last W.) So the bound on r's work and idle time plus X
-    bounds the span of some rank, whichever j attains the maximum.
+    The span of the rank i that owns j counts from i's own first F, which starts before that of rank r:
+    rank i's first F is on stage `lowest(i)` <= j, and the time between the two counts for X, too.
+    (If j = s, X is r's own last W.) So the bound on r's work and idle time plus X bounds the span of
+    some rank, whichever j attains the maximum.
     """
-    most, follows = -math.inf, [0.0] * problem.num_ranks
+    problem = relaxation.problem
+    latest, follows = -math.inf, [0.0] * problem.num_ranks
     for stage, rank in enumerate(problem.rank_of):
-        first = problem.first(rank)
-        lead = 0.0 if objective == MAKESPAN else problem.down[first]
-        most = max(most, problem.stages[stage].w - problem.up[stage] - lead)
-        if stage == first:
-            follows[rank] = problem.up[stage] + lead + most
+        clock = 0.0 if objective == MAKESPAN else relaxation.first_f(rank)
+        latest = max(latest, relaxation.w_end[stage] - clock)
+        if stage == relaxation.lowest(rank):
+            follows[rank] = max(0.0, latest - (relaxation.b_end[stage] - clock))
     return follows
 
 
@@ -108,35 +106,20 @@ def certificate(
     timetable: Timetable,
     costs: Costs = Costs(),
     objective: str = MAKESPAN,
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: MemoryLimit = None,
 ) -> Certificate:
     """How far a timetable is from the best with its placement under the memory limit.
 
-    proved_optimal: value and bound agree to 1e-8. The bound allows splits even if the
+    proved_optimal: value and bound agree (see `tolerance`). The bound allows splits even if the
     timetable makes none. Raises PlanError as `simulate` and `lower_bound` do, and for a timetable
-    that exceeds the limit or is of F's alone.
+    that exceeds the limit or has no backwards.
     """
-    bound = lower_bound(
-        objective,
-        rank_of=timetable.rank_of,
-        num_microbatches=timetable.num_microbatches,
-        costs=costs,
-        memory_limit=memory_limit,
-    )
+    problem = Problem(timetable.rank_of, timetable.num_microbatches, costs, memory_limit, objective)
+    bound = bound_of(problem)
     timeline = simulate(timetable, costs)
-    _check_within(timeline, memory_limit)
-    value = timeline.makespan if objective == MAKESPAN else timeline.max_span
-    gap = value / bound.value - 1 if bound.value > 0 else (math.inf if value > 0 else 0.0)
-    return Certificate(value, bound.value, bound.argument, gap, proved_optimal=gap <= PROVED)
-
-
-def _check_within(timeline: Timeline, memory_limit: float | Sequence[float] | None) -> None:
-    if all((row.ops == Op.F).all() for row in timeline.timetable.rows):
+    if all((row.ops == Op.F).all() for row in timetable.rows):
         raise PlanError("the timetable has no backward: bounds are for training steps")
-    if memory_limit is None:
-        return
-    peaks = timeline.peak_memory
-    limits = memory_limit if isinstance(memory_limit, Sequence) else [memory_limit] * len(peaks)
-    for rank, (peak, allowed) in enumerate(zip(peaks, limits, strict=True)):
-        if not peak <= allowed * (1 + ROUNDING):
-            raise PlanError(f"the timetable needs {peak:g} on rank {rank}, memory_limit allows {allowed:g}")
+    check_fits("the timetable", timeline.peak_memory, problem.limits, costs.memory_unit)
+    value = objective_value(timeline, objective)
+    gap = value / bound.value - 1 if bound.value > 0 else (math.inf if value > 0 else 0.0)
+    return Certificate(value, bound.value, bound.argument, gap, proved_optimal=gap <= EQUAL)

@@ -1,14 +1,14 @@
-"""The case in the terms of OR-tools CP-SAT.
+"""A problem in the terms of OR-tools CP-SAT.
 
-One interval per action. Intervals of a rank don't overlap; an F or B starts when its
-message has arrived; each stage's microbatches ascend, op by op. Memory is a stack of intervals:
-`saved` from the start of F to the end of B, `deferred` from there to the end of W, never above the
-limit (while an F or a B runs, this counts the level after it). Where a whole BW is cheaper than
-B + W, or needs less memory, each backward has the choice.
+One interval per action. Intervals of a rank don't overlap. An action starts after all that it waits for by
+the data-flow table, plus the message if that ran on another rank. Each stage's microbatches ascend, op by op.
+Memory is a stack of intervals: `saved` from the start of F to the end of B, `deferred` from there to the end
+of W, never above the limit (while an F or a B runs, this counts the level after it). Where a BW can pay, each
+backward has the choice: a BW is a B of BW's length, followed at once by a W without length.
 
 CP-SAT counts in whole numbers. Times and memory are read as the decimals that they print as
-(18.522 is 18522/1000) and multiplied by the common denominator: exact. Only where that would pass
-2**45 are they rounded, down, to a grid that fine: then the bound still holds, since no plan gets
+(18.522 is 18522/1000) and multiplied by the common denominator, which is exact. Where a sum would pass
+2**45, they are rounded down to a grid that fine. The bound still holds then, since no plan gets
 slower by shorter actions. `value` always comes from `simulate` with the costs as given.
 """
 
@@ -19,7 +19,10 @@ from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import Any
 
-from zbpp.planning.exact.case import TOLERANCE, Case
+from zbpp.planning.objective import SPAN
+from zbpp.planning.problem import Problem
+from zbpp.planning.tolerance import EQUAL
+from zbpp.schedule.dataflow_arrays import op_of, producers, stage_of
 from zbpp.schedule.simulate import Timeline
 from zbpp.schedule.timetable import Action, Op, PlanError, Timetable
 
@@ -50,28 +53,30 @@ class Grid:
 
 
 class Model:
-    """The case in CP-SAT's terms. Keys are (stage, microbatch)."""
+    """The problem in CP-SAT's terms. Keys are (stage, microbatch)."""
 
-    def __init__(self, case: Case, cp: Any) -> None:
-        self.case, self.cp, self.model = case, cp, cp.CpModel()
-        time, comm = case.stage_costs.duration, case.stage_costs.comm
-        serial = case.num_microbatches * (sum(map(sum, time.values())) + 2 * sum(comm))
-        stages = range(case.num_stages)
-        apart = {(op, stage): time[op][stage] for op in (Op.F, Op.B, Op.W) for stage in stages}
-        whole = {(Op.BW, stage): time[Op.BW][stage] for stage in stages if case.may_be_whole(stage)}
-        self.grid = Grid([*apart.values(), *whole.values(), *comm], serial)
+    def __init__(self, problem: Problem, cp: Any) -> None:
+        self.problem, self.cp, self.model = problem, cp, cp.CpModel()
+        time, comm = problem.stage_costs.duration, problem.stage_costs.comm
+        serial = problem.num_microbatches * (sum(map(sum, time.values())) + 2 * sum(comm))
+        stages = range(problem.num_stages)
+        split = {(op, stage): time[op][stage] for op in (Op.F, Op.B, Op.W) for stage in stages}
+        whole = {(Op.BW, stage): time[Op.BW][stage] for stage in stages if problem.whole_pays[stage]}
+        self.grid = Grid([*split.values(), *whole.values(), *comm], serial)
         self.horizon = self.grid(serial)
         self.time = {op: [self.grid(each) for each in per_stage] for op, per_stage in time.items()}
-        self.keys = [(s, k) for s in range(case.num_stages) for k in range(case.num_microbatches)]
+        self.keys = [(s, k) for s in stages for k in range(problem.num_microbatches)]
         self.whole = {key: self._whole(key) for key in self.keys}
         self.start = {
             (op, *key): self._moment(f"{op}{key}") for op in (Op.F, Op.B, Op.W) for key in self.keys
         }
         self.b_end = {key: self._moment(f"b_end{key}") for key in self.keys}
         self.end = {key: self._moment(f"end{key}") for key in self.keys}  # of W or BW
-        self._order()
-        self._messages()
-        for rank in range(case.num_ranks):
+        for key in self.keys:
+            self._lengths(key)
+            self._microbatches_ascend(*key)
+        self._dependencies()
+        for rank in range(problem.num_ranks):
             self._one_at_a_time(rank)
             self._memory(rank)
         self.model.minimize(self._objective())
@@ -80,55 +85,65 @@ class Model:
         return self.model.new_int_var(0, self.horizon, name)
 
     def _whole(self, key: tuple[int, int]) -> Any:
-        choice = self.case.may_be_whole(key[0])
+        choice = self.problem.whole_pays[key[0]]
         return self.model.new_bool_var(f"whole{key}") if choice else self.model.new_constant(0)
 
     def _b_length(self, key: tuple[int, int]) -> Any:
         split, whole = self.time[Op.B][key[0]], self.time[Op.BW][key[0]]
         return split + (whole - split) * self.whole[key]
 
-    def _order(self) -> None:
-        """F < B < W of a microbatch, and microbatches in their order."""
-        for stage, k in self.keys:
-            f, b, w = (self.start[op, stage, k] for op in (Op.F, Op.B, Op.W))
-            end, whole = self.end[stage, k], self.whole[stage, k]
-            self.model.add(b >= f + self.time[Op.F][stage])
-            self.model.add(self.b_end[stage, k] == b + self._b_length((stage, k)))
-            self.model.add(w >= self.b_end[stage, k])
-            # A BW's W has no time of its own: it is where B ends.
-            self.model.add(w == self.b_end[stage, k]).only_enforce_if(whole)
-            self.model.add(end == w + self.time[Op.W][stage] * (1 - whole))
-            if k == 0:
-                continue
-            self.model.add(f >= self.start[Op.F, stage, k - 1] + self.time[Op.F][stage])
-            self.model.add(b >= self.b_end[stage, k - 1])
-            self.model.add(w >= self.end[stage, k - 1]).only_enforce_if(whole.negated())
-            self.model.add(b >= self.end[stage, k - 1]).only_enforce_if(whole)
+    def _lengths(self, key: tuple[int, int]) -> None:
+        w, whole = self.start[Op.W, *key], self.whole[key]
+        self.model.add(self.b_end[key] == self.start[Op.B, *key] + self._b_length(key))
+        self.model.add(w == self.b_end[key]).only_enforce_if(whole)
+        self.model.add(self.end[key] == w + self.time[Op.W][key[0]] * (1 - whole))
 
-    def _messages(self) -> None:
-        for stage, k in self.keys:
-            if stage == 0:
-                continue
-            x, g = (self._latency(a, b) for a, b in ((stage - 1, stage), (stage, stage - 1)))
-            sent = self.start[Op.F, stage - 1, k] + self.time[Op.F][stage - 1]
-            self.model.add(self.start[Op.F, stage, k] >= sent + x)
-            self.model.add(self.start[Op.B, stage - 1, k] >= self.b_end[stage, k] + g)
-            if k == 0 and self._opens(stage):
-                self.model.add(self.start[Op.F, stage, k] == sent + x)
-        self.model.add(self.start[Op.F, 0, 0] == 0)
+    def _microbatches_ascend(self, stage: int, k: int) -> None:
+        if k == 0:
+            return
+        f, b, w = (self.start[op, stage, k] for op in (Op.F, Op.B, Op.W))
+        before, whole = (stage, k - 1), self.whole[stage, k]
+        self.model.add(f >= self._end_of(Op.F, *before))
+        self.model.add(b >= self.b_end[before])
+        self.model.add(w >= self.end[before]).only_enforce_if(whole.negated())
+        self.model.add(b >= self.end[before]).only_enforce_if(whole)
 
-    def _latency(self, source: int, target: int) -> int:
-        same = self.case.rank_of[source] == self.case.rank_of[target]
-        return 0 if same else self.grid(self.case.stage_costs.comm[source])
+    def _dependencies(self) -> None:
+        """An action starts when all that it consumes has arrived; a rank's first action starts just then.
+
+        BW consumes what B does, and B's start stands for both.
+        """
+        for kind, needed in enumerate(producers(self.problem.num_stages)):
+            stage, op = stage_of(kind), Op(op_of(kind))
+            if op == Op.BW:
+                continue
+            for k in range(self.problem.num_microbatches):
+                arrivals = [self._arrival(made_by[0], stage, k) for made_by in needed]
+                for arrival in arrivals:
+                    self.model.add(self.start[op, stage, k] >= arrival)
+                if op == Op.F and k == 0 and self._opens(stage):
+                    self.model.add_max_equality(self.start[op, stage, k], [0, *arrivals])
+
+    def _arrival(self, producer: int, stage: int, k: int) -> Any:
+        """When a value that one of this kind makes is there. Of B or BW, B's end is that of both."""
+        source = stage_of(producer)
+        latency = self.grid(self.problem.message(source, stage))
+        return self._end_of(Op(op_of(producer)), source, k) + latency
+
+    def _end_of(self, op: Op, stage: int, k: int) -> Any:
+        """The end of F, of B (or BW in its place), of W (or BW in its place)."""
+        if op == Op.F:
+            return self.start[Op.F, stage, k] + self.time[Op.F][stage]
+        return self.end[stage, k] if op == Op.W else self.b_end[stage, k]
 
     def _opens(self, stage: int) -> bool:
         """A rank's first action can't wait by choice: a timetable says nothing that comes before it."""
-        return stage == min(self.case.stages_of(self.case.rank_of[stage]))
+        return stage == self.problem.stages_of[self.problem.rank_of[stage]][0]
 
     def _one_at_a_time(self, rank: int) -> None:
         busy = []
         for stage, k in self.keys:
-            if self.case.rank_of[stage] != rank:
+            if self.problem.rank_of[stage] != rank:
                 continue
             f, b, w = (self.start[op, stage, k] for op in (Op.F, Op.B, Op.W))
             end, length = self.b_end[stage, k], self.time[Op.W][stage]
@@ -139,10 +154,10 @@ class Model:
         self.model.add_no_overlap(busy)
 
     def _memory(self, rank: int) -> None:
-        limit, memory = self.case.limits[rank], self.case.stage_costs.memory
+        limit, memory = self.problem.ceilings[rank], self.problem.stage_costs.memory
         if math.isinf(limit):
             return
-        stages = self.case.stages_of(rank)
+        stages = self.problem.stages_of[rank]
         saved = {stage: memory[Op.F][stage] for stage in stages}
         deferred = {stage: -memory[Op.W][stage] for stage in stages}
         grid = Grid([*saved.values(), *deferred.values()], max(limit, 1e-300))
@@ -156,13 +171,13 @@ class Model:
             held.append(self.model.new_interval_var(f, first, b_end, ""))
             held.append(self.model.new_optional_interval_var(b_end, second, w_end, split, ""))
             amounts += [grid(saved[stage]), grid(deferred[stage])]
-        self.model.add_cumulative(held, amounts, grid(limit * (1 + TOLERANCE)))
+        self.model.add_cumulative(held, amounts, grid(limit))
 
     def _objective(self) -> Any:
-        value, last = self._moment("value"), self.case.num_microbatches - 1
-        for stage, rank in enumerate(self.case.rank_of):
-            opening = self.start[Op.F, min(self.case.stages_of(rank)), 0]
-            first = opening if self.case.objective == "span" else 0
+        value, last = self._moment("value"), self.problem.num_microbatches - 1
+        for stage, rank in enumerate(self.problem.rank_of):
+            opening = self.start[Op.F, self.problem.stages_of[rank][0], 0]
+            first = opening if self.problem.objective == SPAN else 0
             self.model.add(value >= self.end[stage, last] - first)
         return value
 
@@ -176,7 +191,7 @@ class Model:
                     self.model.add_hint(self.start[Op.W, stage, k], at + self.time[Op.B][stage])
                 else:
                     self.model.add_hint(self.start[op, stage, k], at)
-                if op in (Op.B, Op.BW) and self.case.may_be_whole(stage):
+                if op in (Op.B, Op.BW) and self.problem.whole_pays[stage]:
                     self.model.add_hint(self.whole[stage, k], op == Op.BW)
 
     def solve(
@@ -192,16 +207,16 @@ class Model:
         def improved(spent: float, value: float, bound: float) -> bool:
             if progress is not None:
                 progress(min(1.0, spent / time_limit), value / per_ms, max(bound / per_ms, enough))
-            return value / per_ms <= enough * (1 + TOLERANCE)
+            return value / per_ms <= enough * (1 + EQUAL)
 
         status = solver.solve(self.model, _watcher(self.cp, improved))
         found = status in (self.cp.OPTIMAL, self.cp.FEASIBLE)
         return ([self._timetable(solver)] if found else []), solver.best_objective_bound / per_ms
 
     def _timetable(self, solver: Any) -> Timetable:
-        rows: list[list[tuple[int, int, Action]]] = [[] for _ in range(self.case.num_ranks)]
+        rows: list[list[tuple[int, int, Action]]] = [[] for _ in range(self.problem.num_ranks)]
         for stage, k in self.keys:
-            row, whole = rows[self.case.rank_of[stage]], solver.value(self.whole[stage, k])
+            row, whole = rows[self.problem.rank_of[stage]], solver.value(self.whole[stage, k])
             for op in (Op.F, Op.BW) if whole else (Op.F, Op.B, Op.W):
                 at = solver.value(self.start[Op.B if op == Op.BW else op, stage, k])
                 row.append((at, at + self.time[op][stage], Action(stage, op, k)))

@@ -1,19 +1,24 @@
-"""`optimal` and `solve`: the doors to exact planning."""
+"""`optimal` and `solve`: the best timetable of a small problem, with its proof."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from zbpp.planning.bounds import lower_bound
-from zbpp.planning.exact.case import TOLERANCE, Case
+from zbpp.planning.bounds import bound_of
 from zbpp.planning.exact.model import Model, Progress, import_solver
-from zbpp.planning.problem import pose
+from zbpp.planning.memory_limit import MemoryLimit, check_fits
+from zbpp.planning.problem import Problem, one_by_one
 from zbpp.planning.search import zb_auto
+from zbpp.planning.tolerance import EQUAL
 from zbpp.schedule.costs import Costs
-from zbpp.schedule.timetable import Timetable
+from zbpp.schedule.simulate import Timeline, simulate
+from zbpp.schedule.timetable import Op, PlanError, Timetable
 
+MOST_RANKS = 4
+MOST_ACTIONS = 400
 _SHARE_OF_SEARCH = 0.3  # of the time, for a plan to begin with
 
 
@@ -32,7 +37,7 @@ def optimal(
     num_microbatches: int,
     *,
     costs: Costs = Costs(),
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: MemoryLimit = None,
     placement: str | None = None,
     stages_per_rank: int | None = None,
     objective: str = "makespan",
@@ -49,30 +54,26 @@ def optimal(
     """
     began = time.monotonic()
     import_solver()
-    shape = pose(num_ranks, num_microbatches, costs, memory_limit, placement, stages_per_rank, objective)
-    case = Case(shape.rank_of, num_microbatches, costs, memory_limit, objective)
+    options: dict[str, Any] = {
+        "costs": costs,
+        "memory_limit": memory_limit,
+        "placement": placement,
+        "stages_per_rank": stages_per_rank,
+        "objective": objective,
+    }
+    problem = Problem.placed(num_ranks, num_microbatches, **options)
+    _check_solvable(problem)
     start = zb_auto(
         num_ranks,
         num_microbatches,
-        costs=costs,
-        memory_limit=memory_limit,
-        placement=placement,
-        stages_per_rank=stages_per_rank,
-        objective=objective,
+        **options,
         time_limit=_SHARE_OF_SEARCH * time_limit,
         seed=seed,
         progress=progress and _part(progress, 0.0, _SHARE_OF_SEARCH),
     )
-    known = lower_bound(
-        objective,
-        rank_of=shape.rank_of,
-        num_microbatches=num_microbatches,
-        costs=costs,
-        memory_limit=memory_limit,
-    )
     left = max(0.0, time_limit - (time.monotonic() - began))
     rest = progress and _part(progress, _SHARE_OF_SEARCH, 1.0)
-    return _solved(case, left, seed, start, known.value, rest).timetable
+    return _solved(problem, left, seed, start, bound_of(problem).value, rest).timetable
 
 
 def solve(
@@ -80,7 +81,7 @@ def solve(
     num_microbatches: int,
     *,
     costs: Costs = Costs(),
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: MemoryLimit = None,
     objective: str = "makespan",
     time_limit: float = 10.0,
     seed: int = 0,
@@ -96,12 +97,26 @@ def solve(
     Raises PlanError without OR-tools, above 4 ranks or 400 actions, for a limit that can't
     hold one microbatch, for actions that take no time, and for a start that doesn't fit.
     """
-    case = Case(tuple(rank_of), num_microbatches, costs, memory_limit, objective)
-    return _solved(case, time_limit, seed, start, known_bound, progress)
+    problem = Problem(tuple(rank_of), num_microbatches, costs, memory_limit, objective)
+    _check_solvable(problem)
+    return _solved(problem, time_limit, seed, start, known_bound, progress)
+
+
+def _check_solvable(problem: Problem) -> None:
+    """Raises PlanError for a problem that is too large for the solver, or has actions of no time."""
+    actions = 3 * problem.num_stages * problem.num_microbatches
+    if problem.num_ranks > MOST_RANKS or actions > MOST_ACTIONS:
+        raise PlanError(
+            f"`optimal` is for {MOST_RANKS} ranks and {MOST_ACTIONS} actions at most, this has "
+            f"{problem.num_ranks} and {actions}: use `zb_auto`, whose gap to the bound is known too"
+        )
+    for op in (Op.F, Op.B, Op.BW):
+        if min(problem.stage_costs.duration[op]) <= 0:
+            raise PlanError(f"`optimal` needs actions that take time: {op} takes 0 ms on some stage")
 
 
 def _solved(
-    case: Case,
+    problem: Problem,
     time_limit: float,
     seed: int,
     start: Timetable | None,
@@ -109,18 +124,27 @@ def _solved(
     progress: Progress | None,
 ) -> Exact:
     solver = import_solver()
-    first = case.one_by_one() if start is None else start
-    timeline = case.checked(first)
-    value = case.value(timeline)
-    if start is not None and value <= known_bound * (1 + TOLERANCE):
+    first = problem.timetable_of(one_by_one(problem)) if start is None else start
+    timeline = _timeline_of_start(problem, first)
+    value = problem.value_of(timeline)
+    if start is not None and value <= known_bound * (1 + EQUAL):
         return Exact(first, value, min(known_bound, value), proved=True)
-    model = Model(case, solver)
+    model = Model(problem, solver)
     model.hint(timeline)
     found, bound = model.solve(time_limit, seed, known_bound, progress)
-    candidates = [timeline, *(case.timeline(each) for each in found)]
-    best = min(candidates, key=case.value)
-    value, bound = case.value(best), max(bound, known_bound)
-    return Exact(best.timetable, value, min(bound, value), proved=value <= bound * (1 + TOLERANCE))
+    candidates = [timeline, *(simulate(each, problem.costs) for each in found)]
+    best = min(candidates, key=problem.value_of)
+    value, bound = problem.value_of(best), max(bound, known_bound)
+    return Exact(best.timetable, value, min(bound, value), proved=value <= bound * (1 + EQUAL))
+
+
+def _timeline_of_start(problem: Problem, start: Timetable) -> Timeline:
+    """Raises PlanError for a timetable that is no plan for the problem."""
+    if start.rank_of != problem.rank_of or start.num_microbatches != problem.num_microbatches:
+        raise PlanError("the timetable to start with has another placement or number of microbatches")
+    timeline = simulate(start, problem.costs)
+    check_fits("the timetable to start with", timeline.peak_memory, problem.limits, problem.costs.memory_unit)
+    return timeline
 
 
 def _part(progress: Progress, begin: float, end: float) -> Progress:

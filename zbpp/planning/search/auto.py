@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zbpp.planning.problem import pose
+from zbpp.planning.problem import Problem
 from zbpp.planning.search.deadline import Deadline
 from zbpp.planning.search.local_search import Hunt, Progress
 from zbpp.planning.search.paper_planner import paper_plan
@@ -46,7 +46,15 @@ def zb_auto(
     rank), for arguments out of range, and for a placement that contradicts stages_per_rank or, with
     search=False, is not "one".
     """
-    problem = pose(num_ranks, num_microbatches, costs, memory_limit, placement, stages_per_rank, objective)
+    problem = Problem.placed(
+        num_ranks,
+        num_microbatches,
+        costs=costs,
+        memory_limit=memory_limit,
+        placement=placement,
+        stages_per_rank=stages_per_rank,
+        objective=objective,
+    )
     if not time_limit >= 0:  # NaN too
         raise PlanError(f"time_limit={time_limit!r}: write seconds, 0 or more")
     if search:

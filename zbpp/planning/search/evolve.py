@@ -77,7 +77,7 @@ class Population:
 
 def spare_times(problem: Problem, target: float) -> list[float]:
     """Per rank, how long it may wait if it is to meet a target: less its work and its idle tail."""
-    times, number = problem.costs.duration, problem.num_microbatches
+    times, number = problem.stage_costs.duration, problem.num_microbatches
     spare = []
     for rank in range(problem.num_ranks):
         work = number * (times[Op.F][rank] + times[Op.B][rank] + times[Op.W][rank])
@@ -92,7 +92,7 @@ def _idle_tail(problem: Problem, rank: int) -> float:
     That is what is in flight then, a microbatches with B and W to run and x with W alone, as far as
     memory can hold them.
     """
-    times, memory, number = problem.costs.duration, problem.costs.memory, problem.num_microbatches
+    times, memory, number = problem.stage_costs.duration, problem.stage_costs.memory, problem.num_microbatches
     way = sum(problem.latency[rank:]) + sum(problem.backward_latency[rank:])
     way += sum(times[op][below] for op in (Op.F, Op.B) for below in range(rank + 1, problem.num_ranks))
     saved, deferred, limit = memory[Op.F][rank], -memory[Op.W][rank], problem.ceilings[rank]
@@ -122,7 +122,7 @@ def _presets(problem: Problem) -> Iterator[Genes]:
 
 def _late_from(problem: Problem, rank: int) -> int:
     """F's from here on are still in flight when the last one is done."""
-    saved, limit = problem.costs.memory[Op.F][rank], problem.limits[rank]
+    saved, limit = problem.stage_costs.memory[Op.F][rank], problem.limits[rank]
     held = limit / saved if saved > 0 else math.inf
     return max(0, problem.num_microbatches - int(min(held, problem.num_microbatches)))
 

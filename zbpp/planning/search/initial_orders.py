@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from zbpp.families import FAMILIES
-from zbpp.planning.problem import Plan, Problem, placed
+from zbpp.planning.placement import place_stages
+from zbpp.planning.problem import Plan, Problem, one_by_one
 from zbpp.planning.search.deadline import Deadline
 from zbpp.planning.search.insert_weight_grads import weave
 from zbpp.planning.search.paper_planner import paper_plan
@@ -65,18 +66,6 @@ def _tried(problem: Problem, deadline: Deadline) -> list[tuple[float, float, Ord
     return sorted(found, key=lambda each: each[0])
 
 
-def one_by_one(problem: Problem) -> Plan:
-    """Each microbatch alone, backwards whole: slow, but it needs only what any plan needs."""
-    stages = range(problem.num_stages)
-    plan: Plan = [[] for _ in range(problem.num_ranks)]
-    for k in range(problem.num_microbatches):
-        for stage in stages:
-            plan[problem.rank_of[stage]].append(problem.id_of(stage, Op.F, k))
-        for stage in reversed(stages):
-            plan[problem.rank_of[stage]].append(problem.id_of(stage, Op.BW, k))
-    return plan
-
-
 def planned(problem: Problem) -> list[Plan]:
     """The paper's planner, where it applies."""
     if problem.placement != "one":
@@ -107,7 +96,7 @@ def _own_families(problem: Problem) -> Iterator[Callable[..., Timetable]]:
     """The families with this placement, as one rank or two show it, cheaply."""
     per_rank = problem.num_stages // problem.num_ranks
     num_ranks = min(problem.num_ranks, 2)  # on one rank a V is a loop, too
-    own = placed(num_ranks, problem.placement, per_rank)
+    own = place_stages(num_ranks, problem.placement, per_rank)
     for family in FAMILIES.values():
         if "stages_per_rank" in inspect.signature(family).parameters:
             family = partial(family, stages_per_rank=per_rank)

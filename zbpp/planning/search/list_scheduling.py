@@ -51,8 +51,8 @@ def aimed_plan(
     """
     last, number = problem.num_ranks - 1, problem.num_microbatches
     limits = problem.ceilings
-    time_f, time_b, time_w, time_bw = (problem.costs.duration[op] for op in Op)
-    held, freed, kept, cleared = (problem.costs.memory[op] for op in Op)
+    time_f, time_b, time_w, time_bw = (problem.stage_costs.duration[op] for op in Op)
+    held, freed, kept, cleared = (problem.stage_costs.memory[op] for op in Op)
     latency, backward_latency = problem.latency, problem.backward_latency
     ranks = range(last + 1)
     knobs, later = (

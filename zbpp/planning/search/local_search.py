@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 
-from zbpp.planning.bounds import lower_bound
+from zbpp.planning.bounds import bound_of
 from zbpp.planning.problem import Plan, Problem
 from zbpp.planning.search.anneal import anneal
 from zbpp.planning.search.deadline import Deadline
@@ -42,13 +42,7 @@ class Hunt:
         self.problem, self.deadline, self.progress, self.seed = problem, deadline, progress, seed
         if progress:
             deadline.watch = self._report
-        self.bound = lower_bound(
-            problem.objective,
-            rank_of=problem.rank_of,
-            num_microbatches=problem.num_microbatches,
-            costs=problem.given,
-            memory_limit=problem.limits,
-        ).value
+        self.bound = bound_of(problem).value
         self.goal = self.bound + problem.tolerance
         self.rng = random.Random(seed)
         self.pool: list[tuple[float, Plan]] = []

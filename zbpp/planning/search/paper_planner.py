@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 
-from zbpp.planning.problem import Plan, Problem, pose
+from zbpp.planning.problem import Plan, Problem
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.timetable import Op, Timetable
 
@@ -49,7 +49,7 @@ def memory_of_1f1b(costs: Costs, num_ranks: int) -> float:
 
 def _within(multiple: int, num_ranks: int, num_microbatches: int, costs: Costs) -> Timetable:
     limit = multiple * memory_of_1f1b(costs, num_ranks)
-    problem = pose(num_ranks, num_microbatches, costs, limit, "one", None, "span")
+    problem = Problem.placed(num_ranks, num_microbatches, costs=costs, memory_limit=limit, objective="span")
     return problem.timetable_of(paper_plan(problem))
 
 
@@ -58,7 +58,7 @@ def paper_plan(problem: Problem) -> Plan:
 
     Raises PlanError if B's need more memory than a rank has: this planner knows no whole backward.
     """
-    memory = problem.costs.memory
+    memory = problem.stage_costs.memory
     floor = [max(held, held + memory[Op.B][rank]) for rank, held in enumerate(memory[Op.F])]
     problem.require(floor)
     runs = [_Line(problem, *choices).run() for choices in itertools.product((False, True), repeat=3)]
@@ -73,8 +73,8 @@ class _Line:
         self.early, self.backward, self.lazy = early, backward, lazy
         ranks = range(problem.num_ranks)
         self.last, self.number = problem.num_ranks - 1, problem.num_microbatches
-        self.time = [[problem.costs.duration[op][rank] for rank in ranks] for op in (Op.F, Op.B, Op.W)]
-        self.change = [[problem.costs.memory[op][rank] for rank in ranks] for op in (Op.F, Op.B, Op.W)]
+        self.time = [[problem.stage_costs.duration[op][rank] for rank in ranks] for op in (Op.F, Op.B, Op.W)]
+        self.change = [[problem.stage_costs.memory[op][rank] for rank in ranks] for op in (Op.F, Op.B, Op.W)]
         most, of_b = problem.ceilings, self.change[B]
         after_f = [level - max(0.0, more) for level, more in zip(most, of_b, strict=True)]
         self.most = [after_f, most]  # the level after F leaves room for what a B may add, after B

@@ -24,11 +24,11 @@ class Drawing {
   measure() {
     const { ranks, changes } = this.timeline;
     const least = clamp(1800 / ranks.length, 4, 14);
-    const roomy = Math.round(clamp(440 / ranks.length, least, this.view.theme.tallest));
-    const memory = this.view.memory && changes && roomy >= 10;
-    this.box = Math.ceil(0.48 * roomy);
-    this.strip = memory ? Math.floor(0.36 * roomy) : 0;
-    this.lane = memory ? roomy : Math.ceil(0.58 * roomy);
+    const tall = Math.round(clamp(440 / ranks.length, least, this.view.theme.tallest));
+    const memory = this.view.memory && changes && tall >= 10;
+    this.box = Math.ceil(0.48 * tall);
+    this.strip = memory ? Math.floor(0.36 * tall) : 0;
+    this.lane = memory ? tall : Math.ceil(0.58 * tall);
     this.width = this.canvas.clientWidth;
     this.height = PLOT.top + this.lane * ranks.length + PLOT.bottom;
     this.plot = this.width - PLOT.left - PLOT.right;

@@ -21,9 +21,9 @@ let chosen = null; // {drawing, rank, index}: what the tip tells about
 // ---------------------------------------------------------------- the visible range
 
 function look(from, width) {
-  const room = clamp(width, CLOSEST * HORIZON, HORIZON);
-  view.from = clamp(from, 0, HORIZON - room);
-  view.to = view.from + room;
+  const shown = clamp(width, CLOSEST * HORIZON, HORIZON);
+  view.from = clamp(from, 0, HORIZON - shown);
+  view.to = view.from + shown;
   repaint();
 }
 
@@ -88,7 +88,7 @@ function point(drawing, event) {
 
 // ---------------------------------------------------------------- keys
 
-/** To an action that may lie outside of the visible range. */
+/** Choose an action; move the visible range to it if it lies outside. */
 function goTo(drawing, rank, index) {
   const { starts, ends } = drawing.timeline.ranks[rank];
   const middle = (starts[index] + ends[index]) / 2;
@@ -97,7 +97,7 @@ function goTo(drawing, rank, index) {
   choose(drawing, { rank, index }, left + drawing.x(middle), top + drawing.y(rank) + drawing.box);
 }
 
-/** So many ranks down, to the action at the same time; or so many actions on. */
+/** Choose the action at the same time on another rank, or the next action on this rank. */
 function move(drawing, ranks, actions) {
   const { rank, index } = chosen?.drawing === drawing ? chosen : { rank: 0, index: 0 };
   const { ranks: all } = drawing.timeline;

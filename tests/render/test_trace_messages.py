@@ -1,0 +1,41 @@
+"""A trace shows the messages between ranks, in lanes of the sender and of the receiver."""
+
+from zbpp.planning import plan
+from zbpp.render import chrome_trace
+from zbpp.schedule import Costs, Timetable, simulate
+
+
+def lanes(trace):
+    """{(process, lane): [(name, start, duration)]} in ms, the actions left out."""
+    names = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in trace["traceEvents"]
+        if event["name"] == "thread_name"
+    }
+    found = {}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X" and event["tid"] > 0:
+            lane = event["pid"], names[event["pid"], event["tid"]]
+            found.setdefault(lane, []).append((event["name"], event["ts"] / 1e3, event["dur"] / 1e3))
+    return found
+
+
+def test_a_trace_shows_each_message_with_its_sender_and_its_receiver():
+    """x(1,1) is sent while x(1,0) is on its way, and a link delivers in order."""
+    timetable = Timetable.parse("0F0 0F1 0BW0 0BW1\n1F0 1BW0 1F1 1BW1")
+    found = lanes(chrome_trace({"a": simulate(timetable, Costs(f=2, bw=5, comm=3))}))
+    there = [("x(1,0)", 2.0, 3.0), ("x(1,1)", 5.0, 2.0)]
+    back = [("g(0,0)", 12.0, 3.0), ("g(0,1)", 19.0, 3.0)]
+    assert found == {
+        (0, "send to 1"): there,
+        (1, "receive from 0"): there,
+        (1, "send to 0"): back,
+        (0, "receive from 1"): back,
+    }
+
+
+def test_each_pair_of_ranks_has_lanes_of_its_own():
+    found = lanes(chrome_trace({"a": simulate(plan("interleaved_1f1b", 3, 6), Costs(comm=0.5))}))
+    assert {lane for process, lane in found if process == 1} == {
+        "send to 0", "receive from 0", "send to 2", "receive from 2",
+    }  # fmt: skip

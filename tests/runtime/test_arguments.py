@@ -1,0 +1,208 @@
+"""What a Pipeline may be given: stages or a model that builds them, a timetable or a schedule's name."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from helpers.processes import run_ranks
+from zbpp import Pipeline, plan
+from zbpp.models.mlp import Mlp
+
+M, SIZE = 4, 6
+
+
+def mlp():
+    return Mlp(in_features=SIZE, hidden_size=SIZE, out_features=SIZE, num_layers=4)
+
+
+def module():
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    x, target = (torch.randn(2 * M, SIZE, generator=generator) for _ in range(2))
+    return x, target
+
+
+def trained(pipeline):
+    """Losses of one step, and the gradients by name."""
+    x, target = batch()
+    losses = [loss.item() for loss in pipeline.step(x, target=target)]
+    return losses, {name: parameter.grad for name, parameter in pipeline.named_parameters()}
+
+
+# ---------------------------------------------------------------- a model in place of stages
+
+
+def by_model_and_by_hand(rank, num_ranks, schedules):
+    """Per schedule, what a step gives with a model, and with the stages that the timetable says."""
+    found = []
+    for schedule in schedules:
+        model, timetable = mlp(), plan(schedule, num_ranks, M)
+        stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(rank)}
+        with Pipeline(stages, timetable, model.loss) as by_hand:
+            expected = trained(by_hand)
+        with Pipeline(mlp(), schedule, num_microbatches=M) as by_model:
+            found.append((trained(by_model), expected))
+            assert list(by_model.stages) == timetable.stages_of(rank)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_model_trains_as_the_stages_that_it_builds_given_by_hand(num_ranks):
+    schedules = ["zb_h1", "zb_v", "interleaved_1f1b"]
+    for of_rank in run_ranks(by_model_and_by_hand, num_ranks, num_ranks, schedules):
+        for (losses, grads), (expected_losses, expected_grads) in of_rank:
+            assert losses == expected_losses
+            assert grads.keys() == expected_grads.keys()
+            assert len(grads) > 0
+            assert all(torch.equal(grads[name], expected_grads[name]) for name in grads)
+
+
+def test_an_optimizer_of_a_models_pipeline_updates_the_stages_that_it_built():
+    pipeline = Pipeline(mlp(), "zb_v", num_microbatches=M)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+    x, target = batch()
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        losses.append(sum(map(float, pipeline.step(x, target=target))))
+        optimizer.step()
+    assert losses[-1] < losses[0]
+
+
+def test_a_loss_fn_stands_in_place_of_the_models_loss():
+    x, target = batch()
+    losses = Pipeline(mlp(), "zb_h1", F.l1_loss, num_microbatches=M).step(x, target=target)
+    expected = F.l1_loss(mlp().build_stage(0, 1)(x[:2]), target[:2])
+    assert losses[0].item() == pytest.approx(expected.item())
+
+
+def test_a_models_stages_are_moved_to_the_device():
+    pipeline = Pipeline(mlp(), "zb_h1", num_microbatches=M, device="meta")
+    assert pipeline.device.type == "meta"
+    assert {parameter.device.type for parameter in pipeline.parameters()} == {"meta"}
+
+
+def test_a_device_for_given_stages_is_refused():
+    with pytest.raises(ValueError, match="device='cuda' is for the stages that a model builds: move given"):
+        Pipeline({0: module()}, "zb_h1", num_microbatches=M, device="cuda")
+
+
+class NoLoss:
+    def build_stage(self, index, num_stages):
+        return nn.Linear(SIZE, SIZE)
+
+
+class Forgetful(NoLoss):
+    loss = staticmethod(F.mse_loss)
+
+    def build_stage(self, index, num_stages):
+        super().build_stage(index, num_stages)
+
+
+def test_a_class_is_not_a_model():
+    with pytest.raises(ValueError, match=r"stages is the class Mlp, not an instance: write Pipeline\(Mlp\("):
+        Pipeline(Mlp, "zb_h1", num_microbatches=M)
+
+
+def test_a_model_that_lacks_a_method_or_returns_no_module_is_named():
+    with pytest.raises(ValueError, match=r"stages is a NoLoss: .* it lacks loss\(output, target\)"):
+        Pipeline(NoLoss(), "zb_h1", num_microbatches=M)
+    with pytest.raises(ValueError, match=r"build_stage\(0, 1\) of Forgetful returned a NoneType, not a"):
+        Pipeline(Forgetful(), "zb_h1", num_microbatches=M)
+
+
+class TwoLayers:
+    """Can't be cut into more than two stages, as stage 2 finds out."""
+
+    loss = staticmethod(F.mse_loss)
+
+    def build_stage(self, index, num_stages):
+        return [nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)][index]
+
+
+class Tied:
+    """Stages that share one parameter, without declaring it."""
+
+    loss = staticmethod(F.mse_loss)
+
+    def __init__(self):
+        self.weight = nn.Parameter(torch.ones(SIZE, SIZE))
+
+    def build_stage(self, index, num_stages):
+        stage = nn.Linear(SIZE, SIZE)
+        stage.weight = self.weight
+        return stage
+
+
+def told(rank, schedule, models):
+    """What making a Pipeline of each model says on this rank."""
+    texts = []
+    for model in models:
+        try:
+            Pipeline(model(), schedule, num_microbatches=M)
+        except ValueError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_a_stage_that_one_rank_cannot_build_is_an_error_on_every_rank():
+    text = "rank 2: build_stage(2, 3) of TwoLayers raised IndexError: list index out of range"
+    assert run_ranks(told, 3, "1f1b", [TwoLayers]) == [[text]] * 3
+
+
+def test_a_model_whose_stages_share_a_parameter_across_ranks_is_refused():
+    for (text,) in run_ranks(told, 2, "1f1b", [Tied]):
+        assert text.startswith("weight of stage 0 and weight of stage 1 are one parameter, but ranks 0 and 1")
+
+
+# ---------------------------------------------------------------- neither stages nor a model
+
+
+@pytest.mark.parametrize("given, kind", [(module, "Sequential"), (lambda: [module()], "list")])
+def test_a_module_or_a_list_in_place_of_stages_says_what_to_write(given, kind):
+    expected = rf"stages is a {kind}: write Pipeline\(\{{stage index: module\}}.*; or give a model with "
+    with pytest.raises(ValueError, match=expected):
+        Pipeline(given(), plan("zb_h1", 1, 2))
+
+
+def test_stages_that_are_no_mapping_from_index_to_module_are_named():
+    with pytest.raises(ValueError, match=r"stages has '0': Sequential; a key is a stage's index, an int"):
+        Pipeline({"0": module()}, plan("zb_h1", 1, 2))
+    with pytest.raises(ValueError, match=r"stages has 0: function; .* its value a torch.nn.Module"):
+        Pipeline({0: F.relu}, plan("zb_h1", 1, 2))
+
+
+# ---------------------------------------------------------------- a schedule's name in place of a timetable
+
+
+def test_a_schedules_name_is_planned():
+    x = torch.ones(8, 4)
+    pipeline = Pipeline({0: module()}, "zb_h1", num_microbatches=4, loss_fn=F.mse_loss)
+    assert pipeline.timetable == plan("zb_h1", 1, 4)
+    assert len(pipeline.step(x, target=x)) == 4
+
+
+def test_a_timetable_that_is_missing_or_contradicted_says_what_to_write():
+    with pytest.raises(TypeError, match=r"needs a timetable, no timetable was given: write Pipeline"):
+        Pipeline(module())
+    with pytest.raises(
+        ValueError, match=r'Pipeline\(stages, "zb_h1"\) does not say num_microbatches: add num'
+    ):
+        Pipeline({0: module()}, "zb_h1")
+    with pytest.raises(ValueError, match="num_microbatches=8, but the timetable has 4: leave"):
+        Pipeline({0: module()}, plan("zb_h1", 1, 4), num_microbatches=8)
+    with pytest.raises(TypeError, match="needs a timetable, got int"):
+        Pipeline({0: module()}, 4)
+
+
+def by_name(rank):
+    pipeline = Pipeline({rank: module()}, "1f1b", F.mse_loss, num_microbatches=4)
+    return str(pipeline.timetable)
+
+
+def test_a_name_is_planned_for_the_groups_ranks():
+    assert run_ranks(by_name, 2) == [str(plan("1f1b", 2, 4))] * 2

@@ -1,0 +1,115 @@
+"""Ranks that call step and evaluate in different orders, or give different numbers of rows."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from helpers.processes import run_ranks
+from zbpp import Pipeline, plan
+from zbpp.runtime import AgreementError
+from zbpp.runtime.call_order import CallOrder
+
+M, SIZE = 2, 3
+
+
+def two_ranks():
+    store, cpu = dist.HashStore(), torch.device("cpu")
+    return [CallOrder(store, rank, {1 - rank}, cpu) for rank in range(2)]
+
+
+def test_a_rank_that_is_a_call_behind_or_ahead_is_no_disagreement():
+    first, second = two_ranks()
+    for kind in ("step", "evaluate", "evaluate", "step"):
+        first.begin(kind, None)
+        second.begin(kind, 8)
+    for _ in range(3):  # as a rank on CUDA may be
+        first.begin("step", 8)
+    for _ in range(3):
+        second.begin("step", None)
+
+
+@pytest.mark.parametrize("first_comes_later", [True, False])
+def test_of_two_ranks_in_different_calls_the_later_is_told_at_once_and_the_earlier_by_check(
+    first_comes_later,
+):
+    ranks = two_ranks()
+    later, earlier = ranks if first_comes_later else ranks[::-1]
+    for each in ranks:
+        each.begin("step", None)
+    earlier.begin("evaluate", None)
+    with pytest.raises(
+        AgreementError, match=r"is in evaluate\(\) while rank \d is in step\(\): every rank must"
+    ):
+        later.begin("step", None)
+    with pytest.raises(AgreementError, match=r"is in step\(\) while rank \d is in evaluate\(\)"):
+        earlier.check()
+
+
+def test_a_batch_of_other_rows_than_the_neighbours_is_seen():
+    first, second = two_ranks()
+    first.begin("step", 8)
+    with pytest.raises(AgreementError, match=r"step\(\) got 4 rows on rank 1 and 8 on rank 0"):
+        second.begin("step", 4)
+
+
+CASES = {
+    "other first call": (("evaluate", "step"), ("step", "evaluate")),
+    "other later call": (("step", "step", "evaluate", "step"), ("step", "step", "step", "evaluate")),
+    "other rows": (("step", "step"), ("step", "short")),
+}
+
+
+def with_a_short_target(rank):
+    """Of three ranks the first and the last have no link."""
+    pipeline = Pipeline({rank: nn.Linear(SIZE, SIZE)}, plan("1f1b", 3, M), F.mse_loss, timeout=600.0)
+    try:
+        pipeline.step(torch.ones(2 * M, SIZE), target=torch.ones(M, SIZE))
+    except Exception as error:
+        return type(error).__name__
+
+
+def test_a_target_with_other_rows_than_the_inputs_of_another_rank_is_refused():
+    first, middle, last = run_ranks(with_a_short_target, 3)
+    assert "AgreementError" in (first, last)
+    assert {first, middle, last} <= {"AgreementError", "CommunicationError"}
+
+
+def out_of_order(rank):
+    """Per case: the calls that went through, what the one that didn't raised, and how long it took."""
+    found = {}
+    for name, orders in CASES.items():
+        pipeline = Pipeline({rank: nn.Linear(SIZE, SIZE)}, plan("zb_h1", 2, M), F.mse_loss, timeout=600.0)
+        done, start = 0, time.monotonic()
+        try:
+            for call in orders[rank]:
+                x = torch.ones(M if call == "short" else 2 * M, SIZE)
+                arguments = {"target": x} if rank == 1 else {}
+                method = pipeline.evaluate if call == "evaluate" else pipeline.step
+                method(*([x] if rank == 0 else []), **arguments)
+                done += 1
+        except Exception as error:
+            found[name] = done, f"{type(error).__name__}: {error}", time.monotonic() - start
+    return found
+
+
+def test_ranks_that_call_in_different_orders_are_told_at_once():
+    """Rank 0: evaluate, step; rank 1: step, evaluate. Both say so at once; the links' timeout is 600 s."""
+    of_both = run_ranks(out_of_order, 2)
+    for name, orders in CASES.items():
+        num_good = sum(a == b for a, b in zip(*orders, strict=True)) if name != "other first call" else 0
+        for rank, found in enumerate(of_both):
+            done, told, seconds = found[name]
+            assert done == num_good
+            assert seconds < 20
+            if name == "other rows":
+                assert told.startswith("AgreementError: step() got ")
+            else:
+                mine, others = orders[rank][done], orders[1 - rank][done]
+                expected = (
+                    f"AgreementError: rank {1 - rank} is in {others}() while rank {rank} is in {mine}(): "
+                )
+                assert told.startswith(expected)

@@ -1,0 +1,87 @@
+"""Pipeline.recording and timeline; Pipeline.with_timetable."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from helpers.processes import run_ranks
+from zbpp import Pipeline, plan
+
+M, SIZE = 4, 4
+
+
+def pipeline_of(schedule, rank=0, num_ranks=1):
+    torch.manual_seed(0)
+    timetable = plan(schedule, num_ranks, M)
+    everything = [nn.Sequential(nn.Linear(SIZE, SIZE), nn.Dropout(0.3)) for _ in range(timetable.num_stages)]
+    return Pipeline({stage: everything[stage] for stage in timetable.stages_of(rank)}, timetable, F.mse_loss)
+
+
+def step(pipeline):
+    return pipeline.step(torch.ones(2 * M, SIZE), target=torch.zeros(2 * M, SIZE))
+
+
+def test_a_timeline_is_of_the_last_step_inside_recording():
+    pipeline = pipeline_of("zb_v")
+    with pipeline.recording():
+        step(pipeline)
+        first = pipeline.timeline()
+        step(pipeline)
+    second = pipeline.timeline()
+    step(pipeline)
+    assert first.timetable == pipeline.timetable
+    assert [len(starts) for starts in first.starts] == [len(pipeline.timetable.rows[0])]
+    assert second.starts[0].tolist() != first.starts[0].tolist()
+    assert pipeline.timeline().starts[0].tolist() == second.starts[0].tolist()
+
+
+def test_without_a_recorded_step_there_is_no_timeline():
+    pipeline = pipeline_of("zb_h1")
+    step(pipeline)
+    with pipeline.recording():
+        pass
+    with pytest.raises(RuntimeError, match="no step was recorded: run one inside `with pipeline.recording"):
+        pipeline.timeline()
+
+
+def test_recording_ends_with_its_block_also_after_an_error():
+    pipeline = pipeline_of("zb_h1")
+    with pytest.raises(ValueError, match="pass the batch's inputs"), pipeline.recording():
+        pipeline.step()
+    step(pipeline)
+    with pytest.raises(RuntimeError, match="no step was recorded"):
+        pipeline.timeline()
+
+
+# ---------------------------------------------------------------- with_timetable
+
+
+def change_after_one_step(rank):
+    """Losses and gradients of two steps: under 1f1b and then zb_h1, and both under zb_h1."""
+    changed, same = pipeline_of("1f1b", rank, 2), pipeline_of("zb_h1", rank, 2)
+    losses = step(changed)
+    old, changed = changed, changed.with_timetable(plan("zb_h1", 2, M))
+    losses += step(changed)
+    with pytest.raises(RuntimeError, match="the pipeline was closed: make a new Pipeline"):
+        step(old)
+    expected = step(same) + step(same)
+    assert (changed.num_steps, changed.timetable) == (2, same.timetable)
+    for mine, theirs in zip(changed.parameters(), same.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+    return [loss.item() for loss in losses], [loss.item() for loss in expected]
+
+
+def test_another_timetable_goes_on_with_the_same_dropout_and_stages():
+    (_, _), (losses, expected) = run_ranks(change_after_one_step, 2)
+    assert len(losses) == 2 * M
+    assert losses == expected
+
+
+def test_a_timetable_that_places_stages_elsewhere_is_refused_and_closes_nothing():
+    pipeline = pipeline_of("zb_v")
+    with pytest.raises(
+        ValueError, match=r"on other ranks than this pipeline's: rank_of \[0\] instead of \[0, 0\]"
+    ):
+        pipeline.with_timetable(plan("zb_h1", 1, M))
+    assert len(step(pipeline)) == M

@@ -1,0 +1,29 @@
+"""The batches from their config node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zbpp.config import ConfigError, instantiate_node, naming
+from zbpp.training.data import Data
+from zbpp.training.loader import loaded_data
+
+
+def build_data(node: dict[str, Any], batch_size: int, seed: int) -> Data:
+    """The data that the node's `_target_` makes, see `loaded_data`. Raises ConfigError."""
+    given = instantiate_node("data", node, batch_size=batch_size, seed=seed)
+    if isinstance(given, Data):
+        return given
+    with naming(f"data ({node['_target_']})"):
+        return loaded_data(given, batch_size=batch_size, seed=seed)
+
+
+def limit_evaluation(data: Data, evaluate_every: int, most_batches: int) -> Data:
+    """The data with at most so many held-out batches. Raises ConfigError if there are none to evaluate on."""
+    num_batches = min(most_batches, data.num_evaluation_batches)
+    if evaluate_every and not num_batches:
+        raise ConfigError(
+            f"less data is held out than a batch ({data.items_per_batch} {data.unit}), but "
+            "evaluate_every > 0: write evaluate_every=0, or hold out more (of text: data.held_out=0.05)"
+        )
+    return data._replace(num_evaluation_batches=num_batches)

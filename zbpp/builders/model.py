@@ -1,0 +1,98 @@
+"""The user's model from its config node, and this rank's stages of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.config import ConfigError, instantiate_node, naming
+from zbpp.schedule import Timetable
+from zbpp.stage_api import PipelineModel
+
+
+def build_model(node: dict[str, Any], seed: int = 0) -> Any:
+    """The model that the node's `_target_` names.
+
+    The model gets `seed` if it takes a seed and the node gives none. Raises ConfigError.
+    """
+    model = instantiate_node("model", node, **({} if "seed" in node else {"seed": seed}))
+    if not isinstance(model, PipelineModel):
+        raise ConfigError(
+            f"model: {type(model).__name__} has no build_stage(index, num_stages) and loss(output, target); "
+            "see zbpp/stage_api.py"
+        )
+    return model
+
+
+def build_stages(model: PipelineModel, timetable: Timetable, rank: int) -> dict[int, nn.Module]:
+    """{stage index: module} of this rank, on the CPU. Raises ConfigError."""
+    num_stages = timetable.num_stages
+    with naming("model"):
+        stages = {index: model.build_stage(index, num_stages) for index in timetable.stages_of(rank)}
+    for index, stage in stages.items():
+        if not isinstance(stage, nn.Module):
+            raise ConfigError(
+                f"model: build_stage({index}, {num_stages}) returned a {type(stage).__name__}, not "
+                "a torch.nn.Module: is a return missing?"
+            )
+    return stages
+
+
+def layers_per_stage(model: Any, num_stages: int) -> list[int] | None:
+    """How many layers each stage gets; None if the model can't say. Raises ConfigError for too few layers."""
+    if not hasattr(model, "layer_counts"):
+        return None
+    with naming("model"):
+        counts: list[int] = model.layer_counts(num_stages)
+    return counts
+
+
+def metrics_of(model: Any) -> Callable[[Any, Any], Mapping[str, float | Tensor]] | None:
+    """The model's own metrics(output, target), if it has any; see zbpp/stage_api.py."""
+    found = getattr(model, "metrics", None)
+    return found if callable(found) else None
+
+
+# ---------------------------------------------------------------- do the data fit the model?
+
+
+def check_data_fit(stages: Mapping[int, nn.Module], microbatch: Sequence[Any]) -> None:
+    """Run stage 0, if this rank has it, on its inputs of one microbatch. Raises ConfigError.
+
+    In eval mode and without a graph, on the device of both.
+    """
+    if 0 not in stages:
+        return
+    modes = {module: module.training for module in stages[0].modules()}
+    inputs = ", ".join(map(_type_and_shape, microbatch))
+    try:
+        with explained_as_data(f"stage 0 was given {inputs}"), torch.no_grad():
+            stages[0].eval()(*microbatch)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
+def explained_as_data(where: str) -> Iterator[None]:
+    """Turn an error of a forward, which data of a wrong type or shape cause, into a ConfigError."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"the data do not fit the model: {where}: {first_line}; write another data=, or see its keys "
+            "(ZBPP_TRACEBACK=1 shows where)"
+        ) from error
+
+
+def _type_and_shape(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

@@ -1,0 +1,42 @@
+"""The timetable that a run begins with, and what the run is called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from zbpp.builders.model import layers_per_stage
+from zbpp.config import NUM_MICROBATCHES, ConfigError, ScheduleConfig
+from zbpp.planning import canonical_name, takes_costs
+from zbpp.schedule import Timetable
+from zbpp.training.initial_plan import plan_by_name, plan_from_file
+from zbpp.training.summary import Title
+
+
+def build_timetable(schedule: ScheduleConfig, num_ranks: int, num_microbatches: int | None) -> Timetable:
+    """Plan by the schedule's name, or read its file. Raises PlanError or ConfigError."""
+    options = {**schedule.options, "costs": schedule.costs}
+    try:
+        if schedule.timetable is not None:
+            return plan_from_file(schedule.timetable, num_ranks, num_microbatches, **options)
+        return plan_by_name(schedule.name, num_ranks, num_microbatches or NUM_MICROBATCHES, **options)
+    except OSError as error:
+        raise ConfigError(f"schedule: {error}; name a file that zbpp plan or zbpp measure wrote") from error
+
+
+def check_plan(schedule: ScheduleConfig, num_ranks: int, num_microbatches: int | None) -> None:
+    """Raise PlanError or ConfigError for a plan that can't be made, without searching for one."""
+    if schedule.timetable is not None or not takes_costs(schedule.name):
+        build_timetable(schedule, num_ranks, num_microbatches)
+
+
+def check_layers(model: Any, schedule: ScheduleConfig, num_ranks: int) -> None:
+    """Raise ConfigError for more stages than the model has layers: planning for thousands takes minutes."""
+    if schedule.stages_per_rank is not None:
+        layers_per_stage(model, num_ranks * schedule.stages_per_rank)
+
+
+def title_of(schedule: ScheduleConfig, *, is_replanned: bool = False) -> Title:
+    """What a run is called: by its schedule's name, or by the name of its plan's file."""
+    first = canonical_name(schedule.name) if schedule.timetable is None else Path(schedule.timetable).stem
+    return Title(str(schedule.replan), replanned_from=first) if is_replanned else Title(first)

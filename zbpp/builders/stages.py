@@ -1,0 +1,60 @@
+"""What is done to this rank's stages before the first step: device and dtype, recompute, compile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import nn
+
+from zbpp.autograd import recompute
+from zbpp.config import ConfigError
+
+
+def move_stages(stages: Mapping[int, nn.Module], device: torch.device, dtype: str) -> None:
+    """Move the stages to a device; floating-point parameters and buffers get the dtype."""
+    for stage in stages.values():
+        stage.to(device, getattr(torch, dtype))
+
+
+def recompute_stages(stages: Mapping[int, nn.Module], what: str) -> None:
+    """Have B run forward again: what = "none", "block" (each block by itself) or "stage"."""
+    for stage in stages.values():
+        modules = {"none": [], "block": list(_blocks(stage)), "stage": [stage]}[what]
+        for module in modules:
+            recompute(module)
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The children of a module; of a ModuleList or ModuleDict, which is never called, its own children."""
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _blocks(child)
+        else:
+            yield child
+
+
+def compile_stages(stages: Mapping[int, nn.Module], what: str, budget: float) -> None:
+    """Have the stages ("stage") or each of their layers ("layer") compiled in their first F; "none": no.
+
+    Layers that are alike are compiled once. budget: the share of the activations to keep between F
+    and B. Raises ConfigError where compiling is not possible here.
+    """
+    if what == "none":
+        return
+    from zbpp.autograd.compiled import SplitCache, compile_stage  # imports the compiler: seconds
+
+    cache: SplitCache = {}
+    for index, stage in stages.items():
+        try:
+            compile_stage(
+                stage,
+                whole=what == "stage",
+                budget=budget,
+                name=f"stage {index}",
+                cache=cache,
+                say=partial(print, flush=True),
+            )
+        except RuntimeError as error:
+            raise ConfigError(f"compile={what}: {error}") from error

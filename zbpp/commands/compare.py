@@ -1,0 +1,76 @@
+"""Compare finished runs: are their losses equal to the last bit, and what did each run measure?
+
+    zbpp compare runs/demo/1f1b runs/demo/zb_h1
+
+Ends with exit status 1 if the losses differ in any bit, or if the last loss is not below the unigram entropy
+of the corpus.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `zbpp compare`; the exit status."""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="zbpp compare", description=__doc__, formatter_class=layout)
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders of zbpp train")
+    folders = parser.parse_args(arguments).runs
+    for folder in folders:
+        if not (folder / "summary.json").is_file():
+            parser.exit(
+                1, f"error: {folder} holds no summary.json: name the run_dir of a finished zbpp train\n"
+            )
+    losses = [_losses(folder / "metrics.jsonl") for folder in folders]
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
+    print(_table(folders, summaries))
+    are_equal = all(each == losses[0] for each in losses)
+    outcome = "are equal to the last bit" if are_equal else "DIFFER"
+    print(f"losses of all {len(losses[0])} steps {outcome}")
+    has_learned = _check_learning(summaries[0])
+    print("(with more ranks than cores, a run's own bubble says little about the schedule)")
+    return 0 if are_equal and has_learned else 1
+
+
+def _table(folders: list[Path], summaries: list[dict[str, Any]]) -> str:
+    """A row per run, called by its folder."""
+    head = ("run", "schedule", "last loss", "held-out", "speed", "bubble: predicted", "measured")
+    rows = [head, *(_row(folder, summary) for folder, summary in zip(folders, summaries, strict=True))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _row(folder: Path, summary: dict[str, Any]) -> tuple[str, ...]:
+    first, held_out = summary.get("replanned_from"), summary.get("evaluation_loss")
+    unit = "tokens" if "tokens_per_second" in summary else "rows"
+    return (
+        str(folder),
+        f"{summary['schedule']} (began as {first})" if first else summary["schedule"],
+        "-" if summary["loss"] is None else f"{summary['loss']:.16g}",  # None: the loss was not finite
+        "-" if held_out is None else f"{held_out:.4f}",
+        f"{summary[f'{unit}_per_second']:,.0f} {unit}/s",
+        f"{summary['predicted_bubble_rate']:.3f}",
+        f"{summary['measured_bubble_rate']:.3f}",
+    )
+
+
+def _losses(path: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
+
+
+def _check_learning(summary: dict[str, Any]) -> bool:
+    """Whether the last loss is below the unigram entropy; True for data that are no tokens."""
+    entropy, loss = summary["unigram_entropy"], summary["loss"]
+    if entropy is None:
+        return True
+    if loss is None:
+        return False
+    print(f"last loss {loss:.3f}, unigram entropy of the corpus {entropy:.3f} nats per token")
+    return bool(loss < entropy)

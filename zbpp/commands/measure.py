@@ -1,0 +1,58 @@
+"""Measure what the stages of a model and the messages between them cost on this machine.
+
+    zbpp measure -n 2 model=gpt_tiny data=stdlib run_dir=runs/costs
+    zbpp plan zb_auto --ranks 2 --microbatches 8 --costs runs/costs/costs.json
+
+Writes costs.json: f, b, w, bw, comm in ms, saved and deferred in bytes, one number per stage; and under
+"about" where they were measured and how fast each link is. Starts its own ranks, without torchrun. -n N is
+short for num_ranks=N. The schedule decides how many stages the model is cut into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from zbpp.commands import command_line
+from zbpp.config import Composed, MeasureConfig
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run `zbpp measure`; arguments None: those of this process."""
+    command_line.run(_measure, "measure", __doc__, arguments)
+
+
+def _measure(composed: Composed) -> None:
+    from zbpp.builders.model import build_model
+    from zbpp.builders.plan import check_layers
+    from zbpp.launch import on_ranks
+    from zbpp.planning import plan
+    from zbpp.training.run_folder import check_free
+
+    config: MeasureConfig = composed.tree
+    schedule = config.schedule
+    # Before any rank starts: a folder, a cut and a schedule that can't be used.
+    check_free(config.run_dir, overwrite=config.overwrite)
+    check_layers(build_model(config.model, config.seed), schedule, config.num_ranks)
+    plan(schedule.name, config.num_ranks, config.num_microbatches, **schedule.options, time_limit=0)
+    print(_table(on_ranks(config.num_ranks, measure_on_rank, config)))
+    print(f"written to {config.run_dir}/costs.json")
+
+
+def measure_on_rank(config: MeasureConfig) -> dict[str, Any]:
+    """What each rank does; importable, since it is pickled."""
+    from zbpp.benchmark import jobs
+
+    return jobs.measure(config)
+
+
+def _table(costs: dict[str, Any]) -> str:
+    """A row per stage, then a line per pair of ranks."""
+    columns = [name for name, numbers in costs.items() if isinstance(numbers, list)]
+    lines = ["", "stage" + "".join(f"{name:>12}" for name in columns) + "   (ms; saved, deferred: bytes)"]
+    for stage, numbers in enumerate(zip(*(costs[name] for name in columns), strict=True)):
+        lines.append(f"{stage:>5}" + "".join(f"{number:>12.4g}" for number in numbers))
+    for link in costs["about"]["links"]:
+        (first, second), latency, speed = link["ranks"], link["latency_ms"], link["gigabytes_per_second"]
+        lines.append(f"ranks {first} and {second}: {latency:.3f} ms, {speed:.2f} GB/s")
+    return "\n".join(lines)

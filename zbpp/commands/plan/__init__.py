@@ -1,0 +1,51 @@
+"""`zbpp plan`: choose, print, compare and draw timetables. Needs numpy (matplotlib for --picture), no torch.
+
+arguments.py  the options, and the costs and the memory limit that they give
+schedules.py  named schedules, or a timetable from a file: staircase, table, text, program
+choice.py     --choose: which schedule to use, and the commands that train with it
+layers.py     --layers: which layers belong on which stage
+drawing.py    --picture, --html and --trace
+progress.py   the bar that a long search shows
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from zbpp.commands.plan.arguments import Inputs, make_parser
+from zbpp.commands.plan.choice import advice
+from zbpp.commands.plan.layers import cuts
+from zbpp.commands.plan.schedules import show
+from zbpp.schedule import PlanError
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "zbpp plan", scripts: str = "") -> int:
+    """Run the command line; return the exit status, which is 2 for a plan or a file that won't do.
+
+    argv: without the command's own name; None: the process's. prog: the command's name in the help text.
+    scripts: the folder of plan.py and train.py, if plan.py was called instead of the installed command.
+    """
+    parser = make_parser(prog)
+    options = parser.parse_args(argv)
+    options.schedules += options.compare
+    wanted = (bool(options.schedules), options.timetable is not None, options.choose, bool(options.layers))
+    if sum(wanted) != 1:
+        parser.error("name at least one schedule, or give --timetable FILE (not both), --choose or --layers")
+    try:
+        print(_answer(options, scripts), flush=True)
+    except BrokenPipeError:  # `zbpp plan ... | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (PlanError, OSError, UnicodeDecodeError, ModuleNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _answer(options: argparse.Namespace, scripts: str) -> str:
+    if options.layers:
+        return cuts(options)
+    inputs = Inputs.read(options)
+    return advice(options, inputs, scripts) if options.choose else show(options, inputs)

@@ -1,0 +1,48 @@
+"""Train a model in a pipeline.
+
+    zbpp train -n 4 schedule=zb_h1 model=gpt_tiny steps=50
+    torchrun --standalone --nproc-per-node 4 -m zbpp.train schedule=zb_h1 model=gpt_tiny steps=50
+
+The first starts its ranks on this machine; torchrun also restarts ranks, and reaches other machines.
+-n N is short for parallel.num_ranks=N.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+from zbpp.commands import command_line
+from zbpp.config import Composed
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run `zbpp train`; arguments None: those of this process."""
+    command_line.run(_train, "train", __doc__, arguments)
+
+
+def _train(config: Composed) -> None:
+    num_ranks = config.tree.parallel.num_ranks or 1
+    if "RANK" not in os.environ and num_ranks > 1:
+        from zbpp.app import check_before_start
+        from zbpp.launch import on_ranks
+
+        check_before_start(config.tree, num_ranks)
+        on_ranks(num_ranks, train_on_rank, config)
+    else:
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        record(train_on_rank)(config)  # inside Hydra: outside, Hydra would hide the root cause from torchrun
+
+
+def train_on_rank(config: Composed) -> None:
+    """What each rank does; importable, since it is pickled."""
+    from zbpp import app
+    from zbpp.runtime import CommunicationError
+
+    try:
+        app.train(config.tree, config.settings, config.yaml)
+    except CommunicationError:
+        time.sleep(command_line.GRACE)  # another rank died first: its traceback says why
+        raise

@@ -1,0 +1,55 @@
+"""The config: its typed tree, composing it from YAML files and a command line, and objects from its nodes.
+
+Hydra and OmegaConf are known in this folder only. Plain objects leave it.
+"""
+
+from zbpp.config.compose import (
+    Composed,
+    as_yaml,
+    command,
+    composition_error,
+    config_folder,
+    flat,
+    register,
+    typed,
+)
+from zbpp.config.instantiate import instantiate_node, naming
+from zbpp.config.tree import (
+    NUM_MICROBATCHES,
+    BenchConfig,
+    ExplainConfig,
+    JobConfig,
+    LoggerConfig,
+    MeasureConfig,
+    MemoryConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+from zbpp.ranges import ConfigError
+
+__all__ = [
+    "NUM_MICROBATCHES",
+    "BenchConfig",
+    "Composed",
+    "ConfigError",
+    "ExplainConfig",
+    "JobConfig",
+    "LoggerConfig",
+    "MeasureConfig",
+    "MemoryConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "ScheduleConfig",
+    "TrainConfig",
+    "as_yaml",
+    "command",
+    "composition_error",
+    "config_folder",
+    "flat",
+    "instantiate_node",
+    "naming",
+    "register",
+    "typed",
+]

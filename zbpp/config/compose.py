@@ -1,0 +1,155 @@
+"""From YAML files and a command line to one checked config, by Hydra.
+
+A YAML file under configs/ is one choice. What Hydra or OmegaConf says of a mistake becomes one line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
+
+from zbpp.config import tree
+from zbpp.ranges import ConfigError
+
+_TYPES = {
+    "train_types": tree.TrainConfig,
+    "bench_types": tree.BenchConfig,
+    "measure_types": tree.MeasureConfig,
+    "explain_types": tree.ExplainConfig,
+}
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A config in three forms. tree: a TrainConfig, BenchConfig, ... settings: values by dotted key."""
+
+    tree: Any
+    settings: dict[str, Any]
+    yaml: str
+
+
+def command(
+    main: Callable[[Composed], None],
+    name: str,
+    guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Callable[[], None]:
+    """A function that composes configs/NAME.yaml with sys.argv and calls `main` with the checked config.
+
+    guard: entered around both, inside Hydra, which would announce an error in a line of its own.
+    """
+    register()
+
+    def checked(config: DictConfig) -> None:
+        with guard():
+            main(Composed(typed(config), flat(config), as_yaml(config)))
+
+    decorated: Callable[[], None] = hydra.main(str(config_folder()), name, version_base="1.3")(checked)
+    return decorated
+
+
+def register() -> None:
+    """Tell Hydra the types of our configs: configs/train.yaml and its like build on them."""
+    store = ConfigStore.instance()
+    for name, kind in _TYPES.items():
+        store.store(name=name, node=kind)
+    OmegaConf.register_new_resolver("sweep_number", _sweep_number, replace=True)
+
+
+def _sweep_number() -> str:
+    """`-0`, `-1`, ... for the jobs of a sweep (-m), which all start at the same time; else nothing."""
+    job = HydraConfig.get() if HydraConfig.initialized() else None
+    return f"-{job.job.num}" if job is not None and job.mode is RunMode.MULTIRUN else ""
+
+
+def config_folder() -> Path:
+    """configs/ of the repository if there is one, else the copy inside the installed package."""
+    package = Path(__file__).resolve().parents[1]
+    in_repository = package.parent / "configs"
+    return in_repository if (in_repository / "train.yaml").is_file() else package / "configs"
+
+
+# ---------------------------------------------------------------- the forms of a composed config
+
+
+def typed(config: DictConfig) -> Any:
+    """The composed config as the dataclass that it was composed from. Raises ConfigError."""
+    try:
+        _check_keys(config)
+        return OmegaConf.to_object(config)
+    except ConfigError:
+        raise
+    except Exception as error:  # OmegaConf wraps what __post_init__ raises in types of its own
+        key, text = getattr(error, "full_key", None), str(error).partition("\n")[0]
+        if isinstance(error, InterpolationKeyError):
+            text += f": write it, or choose another {str(key).partition('.')[0]}="
+        raise ConfigError(f"{key}: {text}" if key else text) from error
+
+
+def flat(config: DictConfig) -> dict[str, Any]:
+    """Resolved values by dotted key: what the ranks of one job must agree on."""
+    return dict(_leaves("", OmegaConf.to_container(config, resolve=True)))
+
+
+def _leaves(prefix: str, node: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from _leaves(f"{prefix}.{key}" if prefix else str(key), value)
+    else:
+        yield prefix, node
+
+
+def as_yaml(config: DictConfig) -> str:
+    """The resolved config."""
+    return OmegaConf.to_yaml(config, resolve=True)
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+def _check_keys(config: DictConfig, prefix: str = "") -> None:
+    """Refuse a key that is no field: Hydra's `+step=2` adds one, and nothing would read it."""
+    kind: Any = OmegaConf.get_type(config)
+    if not is_dataclass(kind):
+        return  # the node of a model or of data: its class knows its own arguments
+    names = [field.name for field in fields(kind)]
+    for name in map(str, config):
+        if name not in names:
+            raise ConfigError(f"{prefix}{name}: there is no such key{_did_you_mean(name, names)}")
+        if not OmegaConf.is_missing(config, name) and OmegaConf.is_dict(config[name]):
+            _check_keys(config[name], f"{prefix}{name}.")
+
+
+def _did_you_mean(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def composition_error(error: object) -> ConfigError | None:
+    """An error of Hydra or OmegaConf as a ConfigError of one line; None for any other error."""
+    if not isinstance(error, HydraException | OmegaConfBaseException):
+        return None
+    text, hint = str(error).partition("Config search path")[0], ""
+    if error.__cause__ is not None and str(error.__cause__) not in text:
+        text += f"\n{error.__cause__}"
+    unknown = re.search(r"Key '(\w+)' not in '(\w+)'", text)
+    if unknown and is_dataclass(kind := getattr(tree, unknown[2], None)):
+        # Hydra advises to add the key by a +, where nothing would read it.
+        text = re.sub(r"To append to your config use \S+", "", text)
+        hint = _did_you_mean(unknown[1], [field.name for field in fields(kind)])
+    lines = [line.strip() for line in text.splitlines()]
+    # full_key and object_type are OmegaConf's own terms, of no use to a user.
+    useful = [line for line in lines if line and not line.startswith(("full_key", "object_type"))]
+    return ConfigError(" ".join(useful) + hint)

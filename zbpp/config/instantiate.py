@@ -1,0 +1,53 @@
+"""The objects that config nodes name by `_target_`: a user's mistake in a node becomes one line."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hydra.errors import HydraException, InstantiationException
+from hydra.utils import instantiate
+
+from zbpp.ranges import ConfigError
+
+
+def instantiate_node(part: str, node: dict[str, Any], **extra: Any) -> Any:
+    """Call what the node's `_target_` names, with the node's other keys.
+
+    part: how errors call the node, "model" or "data". extra: further arguments; those that the target does
+    not take are left out. Raises ConfigError.
+    """
+    if "_target_" not in node:
+        raise ConfigError(f"{part} names no _target_: write the class, such as _target_: my_package.MyModel")
+    try:
+        return instantiate(node, **_accepted(node, extra), _convert_="all")
+    except InstantiationException as error:
+        cause = error.__cause__ or error
+        if not isinstance(cause, ValueError | OSError | TypeError | ImportError | HydraException):
+            raise  # a bug in the class's own code: its traceback says where
+        message = " ".join(str(cause).split())
+        raise ConfigError(f"{part} ({node['_target_']}): {message}") from cause
+
+
+def _accepted(node: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """The arguments in `extra` that the node's target takes: a torch Dataset takes no batch_size."""
+    try:
+        parameters = inspect.signature(pkgutil.resolve_name(node["_target_"])).parameters
+    except Exception:  # there is no such target, or its file can't be imported: instantiate says so
+        return extra
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in extra.items() if takes_any or name in parameters}
+
+
+@contextmanager
+def naming(part: str) -> Iterator[None]:
+    """Turn a ValueError or OSError raised inside into a ConfigError that names the part of the config."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{part}: {error}") from error

@@ -1,0 +1,213 @@
+"""The typed config tree: a class per group of configs/ and one per command, each field with its range.
+
+Wrong types and unknown keys fail while Hydra composes; ranges (zbpp/ranges.py) stand beside the fields.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from omegaconf import MISSING
+
+from zbpp.ranges import Checked, ConfigError, filled, one_of, ranged
+
+NUM_MICROBATCHES = 8  # where neither the config nor a plan's file says how many
+
+_LONGEST = 1e7  # s, four months: torch's timeouts overflow somewhere above
+_LARGEST_SEED = 2**63 - 1
+_DTYPES = ("float32", "float64", "bfloat16")
+_COMPILE = ("none", "stage", "layer")
+
+
+# ---------------------------------------------------------------- groups
+
+
+@dataclass(kw_only=True)
+class ScheduleConfig(Checked):
+    """Which plan a run executes; null: the schedule's own choice."""
+
+    prefix: ClassVar[str] = "schedule."
+    name: str = MISSING
+    timetable: str | None = None  # a file that `zbpp plan` wrote: the plan itself, instead of the name
+    costs: str | None = None  # a file that `zbpp measure` wrote, for schedules that are planned for costs
+    stages_per_rank: int | None = ranged(None, least=1)
+    placement: str | None = None  # one, looped or v
+    # What each rank may hold, in activations; where the costs are in bytes, with a unit: 12GiB
+    memory_limit: int | float | str | None = None
+    # The schedule to continue with after the first steps, planned for the costs that they had.
+    replan: str | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of `plan` that stand in the config, apart from the name and the costs."""
+        names = ("stages_per_rank", "placement", "memory_limit")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig(Checked):
+    """AdamW with linear warm-up, then a cosine down to min_ratio of the learning rate."""
+
+    prefix: ClassVar[str] = "optimizer."
+    learning_rate: float = ranged(1e-3, above=0)
+    beta1: float = ranged(0.9, below=1)
+    beta2: float = ranged(0.95, below=1)
+    eps: float = ranged(1e-8)
+    weight_decay: float = ranged(0.1)
+    warmup_steps: int = ranged(10)
+    min_ratio: float = ranged(0.1, most=1)
+    # The largest norm that the gradients of all stages together may have; null: no clipping.
+    clip_norm: float | None = ranged(1.0, above=0)
+
+
+@dataclass(kw_only=True)
+class ParallelConfig(Checked):
+    """num_ranks: how many ranks `zbpp train` starts; under torchrun null, or as many as torchrun starts."""
+
+    prefix: ClassVar[str] = "parallel."
+    num_ranks: int | None = ranged(None, least=1)
+    device: str = one_of("auto", "cpu", "cuda")
+    timeout: float = ranged(600.0, above=0, most=_LONGEST, unit="seconds")  # of every wait for another rank
+    dynamic_shapes: bool = False  # true: microbatches may differ in shape; every message has more latency
+
+
+@dataclass(kw_only=True)
+class MemoryConfig(Checked):
+    """How much a rank holds between F, B and W.
+
+    recompute: what runs forward again in B: nothing, each block by itself, or the whole stage.
+    budget: the share of the activations that compiled stages keep between F and B.
+    limit: GiB that each rank may hold under the schedule of schedule.replan; null: as much as before.
+    """
+
+    prefix: ClassVar[str] = "memory."
+    recompute: str = one_of("none", "block", "stage")
+    budget: float = ranged(1.0, most=1)
+    limit: float | None = ranged(None, above=0, unit="GiB")
+
+
+@dataclass(kw_only=True)
+class LoggerConfig(Checked):
+    """project and mode are wandb's."""
+
+    prefix: ClassVar[str] = "logger."
+    name: str = one_of("jsonl", "wandb")
+    project: str = "zbpp"
+    mode: str = one_of("online", "offline", "disabled")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.name == "wandb" and importlib.util.find_spec("wandb") is None:
+            raise ConfigError("logger=wandb, but the package is not installed: pip install 'zbpp[wandb]'")
+
+
+# ---------------------------------------------------------------- commands
+
+
+@dataclass(kw_only=True)
+class _WorkConfig(Checked):
+    """What every command computes with. model and data are config nodes with a `_target_`."""
+
+    model: dict[str, Any] = MISSING
+    data: dict[str, Any] = MISSING
+    microbatch_size: int = ranged(4, least=1)  # rows
+    seed: int = ranged(0, most=_LARGEST_SEED)
+    dtype: str = one_of(*_DTYPES)
+
+
+@dataclass(kw_only=True)
+class _RunConfig(_WorkConfig):
+    """The commands that write into a folder."""
+
+    run_dir: str = filled(MISSING, "write a folder, such as runs/first")
+    overwrite: bool = False  # true: the files of an earlier run in run_dir are replaced
+
+
+@dataclass(kw_only=True)
+class TrainConfig(_RunConfig):
+    """`zbpp train`. The batch has num_microbatches * microbatch_size rows."""
+
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    steps: int = ranged(100, least=1)
+    num_microbatches: int | None = ranged(None, least=1)  # null: as many as schedule.timetable has, or 8
+    compile: str = one_of(*_COMPILE)  # F, B and W of no stage, of each whole stage, or of each layer
+    evaluate_every: int = ranged(50)  # steps; 0: never
+    evaluation_batches: int = ranged(2, least=1)
+    print_every: int = ranged(10, least=1)  # steps, where no progress bar can be drawn
+    save_weights: bool = True  # at the end, a file per stage
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        budget, recompute = self.memory.budget, self.memory.recompute
+        if self.compile == "none" and budget != 1:
+            raise ConfigError(
+                f"memory.budget={budget}: it is for compile=stage or layer; write memory.recompute=block"
+            )
+        if self.compile != "none" and recompute != "none":
+            raise ConfigError(
+                f"memory.recompute={recompute}: with compile={self.compile} write memory.budget=0 to 1"
+            )
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a whole batch."""
+        return (self.num_microbatches or NUM_MICROBATCHES) * self.microbatch_size
+
+
+@dataclass(kw_only=True)
+class JobConfig(_RunConfig):
+    """What `zbpp bench` and `zbpp measure` share. repeats: measured steps."""
+
+    num_ranks: int = ranged(4, least=1)
+    num_microbatches: int = ranged(12, least=1)
+    repeats: int = ranged(5, least=1)
+    device: str = one_of("auto", "cpu", "cuda")
+    timeout: float = ranged(120.0, above=0, most=_LONGEST, unit="seconds")
+    # The least time that each message takes: EMULATED links, on gloo only.
+    comm: float = ranged(0.0, unit="milliseconds")
+
+
+@dataclass(kw_only=True)
+class BenchConfig(JobConfig):
+    """`zbpp bench`: one model under several schedules and both runtimes, in one job."""
+
+    schedules: list[str] = MISSING
+    compare: str = one_of("torch", "none")  # torch.distributed.pipelining beside zbpp; none: zbpp alone
+    # Of zb_auto and of the tuned interleaved 1F1B, in activations of a rank's share of the model.
+    memory_limit: float | None = ranged(None, above=0)
+    time_limit: float = ranged(10.0, unit="seconds")  # of each search for a plan
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.schedules:
+            raise ConfigError("schedules=[]: write at least one, as [1f1b,zb_h1]")
+
+
+@dataclass(kw_only=True)
+class MeasureConfig(JobConfig):
+    """`zbpp measure`. schedule: the one whose stages are measured."""
+
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+
+
+@dataclass(kw_only=True)
+class ExplainConfig(_WorkConfig):
+    """`zbpp explain`. compile: as in TrainConfig."""
+
+    stage: int = ranged(0)
+    num_stages: int = ranged(4, least=1)
+    compile: str = one_of(*_COMPILE)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stage >= self.num_stages:
+            raise ConfigError(
+                f"stage={self.stage} does not exist with num_stages={self.num_stages}: "
+                f"write 0 to {self.num_stages - 1}"
+            )

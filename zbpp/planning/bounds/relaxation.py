@@ -1,0 +1,96 @@
+"""The relaxation of a problem that the bounds are about: no action is longer, nothing is held longer.
+
+A bound must hold for plans that split every backward, none, or some. One relaxation covers them all: each
+backward is a B of `min(b, bw)` and a W of the rest of `min(b + w, bw)`. Any plan becomes a plan of the
+relaxation: shorten each action at its end, and cut a BW into B and W. No span gets longer by that.
+Memory never rises either if what B leaves counts as `min(deferred, saved)`. Without splits, B is the whole
+BW and W is empty.
+
+F's and B's of one microbatch follow each other through all stages, with a message wherever the rank changes:
+
+    F(0) -> F(1) -> ... -> F(S-1) -> B(S-1) -> ... -> B(1) -> B(0)
+
+This chain comes from the data-flow table, see `earliest_starts`. Since it is one chain, at least the
+difference of their earliest starts lies between any two of its actions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from zbpp.planning.earliest_starts import earliest_starts
+from zbpp.planning.problem import Problem
+from zbpp.schedule.dataflow_arrays import kind_of
+from zbpp.schedule.timetable import Op
+
+
+class StageTerms(NamedTuple):
+    """One stage, relaxed. Times in ms, memory in the unit of the costs."""
+
+    f: float
+    b: float
+    w: float
+    saved: float
+    deferred: float
+
+    @property
+    def work(self) -> float:
+        return self.f + self.b + self.w
+
+
+class Relaxation:
+    """A problem with relaxed costs; per stage, when F, B and W of a lone microbatch start or end."""
+
+    def __init__(self, problem: Problem, splits: bool = True) -> None:
+        """splits=False: of plans whose backwards are all whole."""
+        self.problem = problem
+        self.stages = [_terms(problem, stage, splits) for stage in range(problem.num_stages)]
+        duration = [time for stage in self.stages for time in (stage.f, stage.b, stage.w, stage.b + stage.w)]
+        starts = earliest_starts(problem.num_stages, duration, problem.message)
+        self.f_start, self.b_start, self.w_start = (
+            [starts[kind_of(stage, op)] for stage in range(problem.num_stages)] for op in (Op.F, Op.B, Op.W)
+        )
+        self.f_end = [start + stage.f for start, stage in zip(self.f_start, self.stages, strict=True)]
+        self.b_end = [start + stage.b for start, stage in zip(self.b_start, self.stages, strict=True)]
+        self.w_end = [start + stage.w for start, stage in zip(self.w_start, self.stages, strict=True)]
+
+    def stages_on(self, rank: int) -> list[StageTerms]:
+        return [self.stages[stage] for stage in self.problem.stages_of[rank]]
+
+    def lowest(self, rank: int) -> int:
+        """The stage of a rank's first F, and of its last B."""
+        return self.problem.stages_of[rank][0]
+
+    def highest(self, rank: int) -> int:
+        """The stage of a rank's first B, and of its last F."""
+        return self.problem.stages_of[rank][-1]
+
+    def first_f(self, rank: int) -> float:
+        """From the start of stage 0's first F to the start of a rank's first F, the least."""
+        return self.f_start[self.lowest(rank)]
+
+    def work(self, rank: int) -> float:
+        """What a rank runs in all (ms)."""
+        return self.problem.num_microbatches * sum(stage.work for stage in self.stages_on(rank))
+
+    def until_first_b(self, rank: int) -> float:
+        """From the start of a rank's first F to the start of its first B, the least."""
+        return self.b_start[self.highest(rank)] - self.f_start[self.lowest(rank)]
+
+    def after_last_f(self, rank: int) -> float:
+        """From the end of a rank's last F to the end of its last B, the least."""
+        return self.b_end[self.lowest(rank)] - self.f_end[self.highest(rank)]
+
+    def round_trip(self, stage: int) -> float:
+        """From the start of a stage's F to the end of its B of the same microbatch, the least."""
+        return self.b_end[stage] - self.f_start[stage]
+
+
+def _terms(problem: Problem, stage: int, splits: bool) -> StageTerms:
+    time, _, memory = problem.stage_costs
+    f, b, w, whole = (time[op][stage] for op in (Op.F, Op.B, Op.W, Op.BW))
+    saved, deferred = memory[Op.F][stage], -memory[Op.W][stage]
+    if not splits:
+        return StageTerms(f, whole, 0.0, saved, 0.0)
+    b = min(b, whole)
+    return StageTerms(f, b, max(0.0, min(w, whole - b)), saved, min(deferred, saved))

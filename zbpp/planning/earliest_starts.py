@@ -1,0 +1,40 @@
+"""One microbatch alone in the pipeline: in which order its actions can run, and how soon.
+
+What waits for what comes from the data-flow table. A kind is a stage and an op, see `dataflow_arrays`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from graphlib import TopologicalSorter
+
+from zbpp.schedule.dataflow_arrays import producers, stage_of
+
+
+def dependency_order(num_stages: int) -> list[int]:
+    """All kinds, each after the kinds that it waits for."""
+    waits_for = {kind: itertools.chain(*values) for kind, values in enumerate(producers(num_stages))}
+    return list(TopologicalSorter(waits_for).static_order())
+
+
+def earliest_starts(
+    num_stages: int, duration: Sequence[float], message: Callable[[int, int], float]
+) -> list[float]:
+    """By kind, when it can start at the earliest: the longest path to it (ms).
+
+    duration: by kind. message(source stage, target stage): what a message between them takes.
+    A value that B or BW makes is there as soon as the faster of the two has made it.
+    """
+    needed = producers(num_stages)
+    starts = [0.0] * len(needed)
+
+    def arrival(made_by: tuple[int, ...], kind: int) -> float:
+        return min(
+            starts[source] + duration[source] + message(stage_of(source), stage_of(kind))
+            for source in made_by
+        )
+
+    for kind in dependency_order(num_stages):
+        starts[kind] = max((arrival(made_by, kind) for made_by in needed[kind]), default=0.0)
+    return starts

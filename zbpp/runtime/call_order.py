@@ -1,0 +1,83 @@
+"""Whether neighbouring ranks call `step` and `evaluate` in the same order, and with batches of one size.
+
+    rank 0   evaluate()  step()
+    rank 1   step()      evaluate()    without this check: trains on the evaluation batch
+
+Calls are numbered. Before a rank sends or receives anything in a call, it writes into the job's store which
+call it makes, then reads what its neighbours wrote. Of two neighbours, the one that reads last reads after
+both have written: that rank sees a difference, sends nothing, and raises. A check of tags would not do, since
+NCCL ignores them. It costs a write and a read of each neighbour per call, and nothing per message.
+
+On CUDA a rank may be several calls ahead of its neighbour. Where the kind of call changes, the rank waits for
+its device first: then its neighbours have made all earlier calls, and only later ones are compared with what
+it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+import torch
+
+from zbpp.runtime.groups import Store
+from zbpp.runtime.world import AgreementError, communicating
+from zbpp.schedule import Timetable
+
+
+class _Call(NamedTuple):
+    number: int
+    first: int  # the number of the first call in the unbroken row of calls of this kind
+    kind: str
+    rows: int | None  # of the batch; None if this rank was given no part of it
+
+
+class CallOrder:
+    """The calls of one rank. store: shared by the ranks; neighbours: whose calls must be the same."""
+
+    def __init__(self, store: Store, rank: int, neighbours: Collection[int], device: torch.device) -> None:
+        self._store, self._rank, self._neighbours, self._device = store, rank, sorted(neighbours), device
+        self._current = _Call(-1, -1, "nothing", None)
+        self._write()
+
+    def begin(self, kind: str, rows: int | None) -> None:
+        """Announce the next call. Raises AgreementError if a neighbour makes another one in its place."""
+        number, first, previous, _ = self._current
+        if kind != previous:
+            first = number + 1
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+        self._current = _Call(number + 1, first, kind, rows)
+        self._write()
+        self.check()
+
+    def check(self) -> None:
+        """Raise AgreementError if a neighbour is known to make another call than this rank's current one."""
+        mine = self._current
+        for rank in self._neighbours:
+            with communicating(f"rank {self._rank}, looking up the call of rank {rank}"):
+                number, first, kind, rows = self._store.get(str(rank)).decode().split()
+            # If the neighbour is not yet at this call, it compares when it gets there.
+            if int(number) >= mine.number >= int(first) and kind != mine.kind:
+                raise AgreementError(
+                    f"rank {rank} is in {kind}() while rank {self._rank} is in {mine.kind}(): every rank "
+                    "must make the same calls of a pipeline in the same order"
+                )
+            if int(number) == mine.number and mine.rows is not None and rows not in ("None", str(mine.rows)):
+                raise AgreementError(
+                    f"{mine.kind}() got {mine.rows} rows on rank {self._rank} and {rows} on rank {rank}: "
+                    "what is split along dim 0 is one batch"
+                )
+
+    def _write(self) -> None:
+        self._store.set(str(self._rank), " ".join(map(str, self._current)))
+
+
+def neighbours_of(rank: int, links: Iterable[tuple[int, int]], timetable: Timetable) -> set[int]:
+    """The ranks that must make the same calls as `rank`.
+
+    Those that have a link with it; besides, the owners of the first and the last stage are neighbours, since
+    inputs and targets belong to one batch.
+    """
+    pairs = [*links, (timetable.rank_of[0], timetable.rank_of[-1])]
+    return {each for pair in pairs if rank in pair for each in pair} - {rank}

@@ -1,0 +1,144 @@
+"""Runs one rank's part of `step` and `evaluate`, and ends the pipeline when a call fails.
+
+When a rank fails in a call:
+1. It drops what is left of the call and closes its links (`_fail`, `end`).
+2. A rank that waits for it gets a CommunicationError that names rank, instruction, value and peer: at once on
+   gloo, where closing a link closes its connection; at the timeout on NCCL. That rank fails, too, and so the
+   failure reaches every rank, link by link.
+3. Every later call raises RuntimeError with the first reason (`over`): make a new Pipeline on every rank.
+
+A process that dies closes its connections: the other ranks go on from point 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zbpp.runtime.call_order import CallOrder, neighbours_of
+from zbpp.runtime.executor import Executor, StageMethod
+from zbpp.runtime.feed import Call
+from zbpp.runtime.groups import close_groups, job_store, link_groups
+from zbpp.runtime.measure import Recorder
+from zbpp.runtime.microbatch import Cutter
+from zbpp.runtime.restored import GradientsBefore
+from zbpp.runtime.stage import StageWorker
+from zbpp.runtime.world import CommunicationError
+from zbpp.schedule import Op, Timetable, lower
+
+_METHODS: dict[str, dict[Op, StageMethod]] = {
+    "step": {
+        Op.F: StageWorker.forward,
+        Op.B: StageWorker.backward_input,
+        Op.W: StageWorker.backward_weight,
+        Op.BW: StageWorker.backward,
+    },
+    "evaluate": {Op.F: StageWorker.evaluate},
+}
+
+
+class Engine:
+    """The stages and links of one rank, with a program for `step` and one for `evaluate`.
+
+    over: why no call may follow; empty until then.
+    trained(): the parameters that a step may add gradients to. group: of the pipeline, None for the default
+    one. key: begins the names that this pipeline uses in the job's store.
+    """
+
+    def __init__(
+        self,
+        timetable: Timetable,
+        rank: int,
+        workers: Mapping[int, StageWorker],
+        trained: Callable[[], Iterable[nn.Parameter]],
+        device: torch.device,
+        *,
+        group: dist.ProcessGroup | None,
+        key: str,
+        timeout: float,
+        dynamic_shapes: bool,
+    ) -> None:
+        self.over = ""
+        self._timetable, self._workers, self._trained = timetable, workers, trained
+        self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._call_order: CallOrder | None = None
+        programs = {"step": lower(timetable), "evaluate": lower(timetable.forward_only())}
+        pairs = programs["step"].links
+        if pairs:
+            neighbours = neighbours_of(rank, pairs, timetable)
+            self._call_order = CallOrder(job_store(key), rank, neighbours, device)
+            self._links = link_groups(group, pairs, timeout, device)
+        self._executors = {
+            name: Executor(
+                lowered[rank],
+                workers,
+                _METHODS[name],
+                timetable.num_stages,
+                self._links,
+                device,
+                dynamic_shapes=dynamic_shapes,
+            )
+            for name, lowered in programs.items()
+        }
+
+    def step(self, call: Call, seeds: Mapping[int, int], recorder: Recorder | None) -> list[Tensor]:
+        """Train on one batch; returns the losses. seeds: per stage, of its microbatch 0."""
+        return self._run("step", call, seeds, recorder)
+
+    def evaluate(self, call: Call, seeds: Mapping[int, int]) -> list[Tensor]:
+        """Forward of one batch, whose shapes may be others than the last one's; returns the losses."""
+        self._executors["evaluate"].forget_layouts()
+        return self._run("evaluate", call, seeds, None)
+
+    def _run(
+        self, name: str, call: Call, seeds: Mapping[int, int], recorder: Recorder | None
+    ) -> list[Tensor]:
+        if self.over:
+            raise RuntimeError(f"{self.over}: make a new Pipeline")
+        before: GradientsBefore | None = None
+        try:
+            cutter = Cutter(self._timetable.num_microbatches)
+            feeds = call.feeds(cutter, seeds, last_stage=self._timetable.num_stages - 1)
+            if self._call_order is not None:
+                self._call_order.begin(name, cutter.rows)
+            if name == "step":
+                before = GradientsBefore(self._trained())
+            for stage, worker in self._workers.items():
+                worker.begin(feeds[stage])
+            self._executors[name].run(recorder)
+            losses = [loss for worker in self._workers.values() for loss in worker.end()]
+            cutter.backward()
+        except BaseException as error:
+            self._fail(error, before)
+            raise
+        return losses
+
+    def _fail(self, error: BaseException, before: GradientsBefore | None) -> None:
+        """Drop all that is left of a call; with several ranks, the pipeline ends."""
+        for worker in self._workers.values():
+            worker.abandon()
+        left = "" if before is None else before.restore()
+        if left:
+            error.add_note(left)
+        if self._timetable.num_ranks > 1:
+            self.end(f"an earlier step failed ({error_text(error)}), and messages of it are lost")
+        if isinstance(error, CommunicationError) and self._call_order is not None:
+            with suppress(CommunicationError):  # the store may be gone, too
+                self._call_order.check()  # a rank in another call closes its links: then raise why
+
+    def end(self, why: str) -> None:
+        """Close the links for good: on gloo, ranks that wait for a message of this rank stop waiting."""
+        self.over = why
+        for executor in self._executors.values():
+            executor.close()
+        close_groups(self._links.values())
+        self._links.clear()
+
+
+def error_text(error: BaseException) -> str:
+    """`ValueError: what is wrong`."""
+    return f"{type(error).__name__}: {error}"

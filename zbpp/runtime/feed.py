@@ -1,0 +1,55 @@
+"""What one call of `Pipeline.step` or `evaluate` gives to the stages of a rank, microbatch by microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from zbpp.runtime.microbatch import Cutter
+
+Observe = Callable[[Any, Any], None]  # (output, target)
+
+
+class Feed(NamedTuple):
+    """What one stage is given from outside the pipeline. Each sequence has one entry per microbatch."""
+
+    args: Sequence[tuple[Any, ...]]  # empty for a stage whose inputs come from the stage before it
+    kwargs: Sequence[dict[str, Any]]
+    targets: Sequence[Any] | None
+    seeds: Sequence[int]  # of the random numbers that F draws
+    observe: Observe | None = None  # in an evaluation: is called with what the last stage returns
+
+
+NO_FEED = Feed((), (), None, ())
+
+
+class Call(NamedTuple):
+    """The arguments of one call of `step` or `evaluate` on this rank."""
+
+    args: tuple[Any, ...]
+    target: Any
+    kwargs: Mapping[str, Any]
+    observe: Observe | None = None
+
+    def feeds(self, cutter: Cutter, seeds: Mapping[int, int], last_stage: int) -> dict[int, Feed]:
+        """{stage: its feed} for each stage of this rank.
+
+        seeds: per stage of this rank, the seed of its microbatch 0. Raises ValueError for arguments that
+        don't split into microbatches, and if this rank owns stage 0 but got no inputs.
+        """
+        if 0 in seeds and not (self.args or self.kwargs):
+            raise ValueError("this rank owns stage 0: pass the batch's inputs to step()")
+        inputs = cutter.cut_arguments(self.args) if 0 in seeds else []
+        keywords = cutter.cut_keywords(self.kwargs)
+        has_targets = self.target is not None and last_stage in seeds
+        targets = cutter.cut("target", self.target) if has_targets else None
+        return {
+            stage: Feed(
+                args=inputs if stage == 0 else (),
+                kwargs=keywords,
+                targets=targets,
+                seeds=range(seed, seed + cutter.num_microbatches),
+                observe=self.observe,
+            )
+            for stage, seed in seeds.items()
+        }

@@ -1,0 +1,116 @@
+"""Process groups: one for each link between two ranks.
+
+Made when a pipeline is made, closed with it. Names in the job's store are never used twice, since a closed
+group leaves its addresses there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import Store as Store  # for others to name
+from torch.distributed import distributed_c10d as c10d
+
+from zbpp.runtime.world import broadcast
+
+
+def link_groups(
+    group: dist.ProcessGroup | None, links: Iterable[tuple[int, int]], timeout: float, device: torch.device
+) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """A process group for each link that this rank is an end of: {(sender, receiver): its group}. Collective.
+
+    links: (sender, receiver), as ranks of `group`, in the same order on every rank.
+    Each link has a group of its own, since NCCL runs everything that shares a communicator in one order: a
+    receive that is posted ahead would hold up a send.
+    """
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    prefix = broadcast(unique_name(), group)
+    # If all ranks of the job are here, all take part: then NCCL may split a communicator off the job's own.
+    make = _group_by_all if len(ranks) == dist.get_world_size() else _group_by_its_ranks
+    groups = {}
+    for link in links:
+        sender, receiver = (ranks[end] for end in link)
+        name = f"{prefix}/{link[0]}_to_{link[1]}"
+        made = make(sorted([sender, receiver]), name, timedelta(seconds=timeout))
+        if made is not None:
+            groups[link] = made
+            _connect(made, sender, receiver, device=device)
+    return groups
+
+
+def close_groups(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Leave groups that this module made. Messages under way are lost: wait for all ranks before.
+
+    On gloo, ranks that wait for this one stop at once, provided that nothing refers to a pending send or
+    receive any more: only then do the sockets close. On NCCL they stop at the timeout, or when this process
+    ends.
+    """
+    if not dist.is_initialized():
+        return
+    for group in groups:
+        group.abort()
+        dist.destroy_process_group(group)
+
+
+def job_store(prefix: str) -> Store:
+    """The job's store, where every key gets `prefix` in front."""
+    _, store = c10d._world.pg_map[c10d._get_default_group()]
+    return PrefixStore(prefix, store)
+
+
+def group_of_this_process() -> dist.ProcessGroup | None:
+    """A group of this process only, for a pipeline of one rank in a larger job; None in a job of one rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return _group_by_its_ranks([dist.get_rank()], f"{unique_name()}/alone", timedelta(minutes=10))
+
+
+def unique_name() -> str:
+    """The beginning of a name that nothing else in the job ever had."""
+    return f"zbpp/{uuid4().hex}"
+
+
+def _group_by_all(ranks: list[int], name: str, timeout: timedelta) -> dist.ProcessGroup | None:
+    """A process group of these ranks, None on the others; called by every rank of the job."""
+    made = dist.new_group(ranks, timeout=timeout, group_desc=name)
+    return made if dist.get_rank() in ranks else None
+
+
+def _group_by_its_ranks(ranks: list[int], name: str, timeout: timedelta) -> dist.ProcessGroup | None:
+    """The same, but only these ranks need to call it, not all ranks of the job.
+
+    This is `dist.new_group(use_local_synchronization=True)` with a unique name. torch's name is the number of
+    open groups: after some were closed a name comes again, and a new group would find the addresses of the
+    earlier one in the store.
+    """
+    if dist.get_rank() not in ranks:
+        return None
+    places = {rank: place for place, rank in enumerate(ranks)}
+    backend, store = c10d._world.pg_map[c10d._get_default_group()]
+    made: dist.ProcessGroup
+    made, _ = c10d._new_process_group_helper(
+        len(ranks),
+        places[dist.get_rank()],
+        ranks,
+        backend,
+        store,
+        name,  # type: ignore[arg-type]  # a NewType of str, which not every torch has
+        timeout=timeout,
+        group_desc=name,
+    )
+    c10d._world.pg_group_ranks[made] = places
+    return made
+
+
+def _connect(group: dist.ProcessGroup, sender: int, receiver: int, *, device: torch.device) -> None:
+    """Send one element: NCCL makes a link's communicator at first use, and waits there for both ends."""
+    element = torch.zeros(1, device=device)
+    if dist.get_rank() == sender:
+        dist.send(element, dst=receiver, group=group)
+    else:
+        dist.recv(element, src=sender, group=group)

@@ -1,0 +1,6 @@
+"""`zbpp train` for torchrun: torchrun --nproc-per-node 4 -m zbpp.train schedule=zb_h1 ..."""
+
+from zbpp.commands.train import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""What a finished run was like: its last losses, its speed, its bubble predicted and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from zbpp.runtime import measured_costs
+from zbpp.runtime.world import World, gather
+from zbpp.schedule import Timeline, simulate
+from zbpp.training.metrics import machine, median, model_flops_utilisation, peak_flops
+from zbpp.training.optimizer import parameters_of
+from zbpp.training.trainer import Trainer
+
+
+class Title(NamedTuple):
+    """The schedule that a run ended with, and the one that it began with if that was another."""
+
+    schedule: str
+    replanned_from: str | None = None
+
+    def __str__(self) -> str:
+        first = self.replanned_from
+        return self.schedule if first is None else f"{self.schedule}, replanned from {first}"
+
+
+class Summary(NamedTuple):
+    """figures: as summary.json has them. predicted: from the measured costs."""
+
+    figures: dict[str, Any]
+    measured: Timeline
+    predicted: Timeline
+
+
+def summarise(
+    title: Title, trainer: Trainer, history: Sequence[Mapping[str, Any]], here: World, dtype: torch.dtype
+) -> Summary:
+    """Sum up a run. history: the metrics of its steps. Collective."""
+    pipeline, data, last = trainer.pipeline, trainer.data, history[-1]
+    measured = _with_median_makespan(trainer.timelines)
+    predicted = simulate(measured.timetable, measured_costs(*trainer.timelines))
+    items_per_second = data.items_per_batch / median([metrics["step_seconds"] for metrics in history])
+    num_parameters = sum(gather(sum(p.numel() for p in parameters_of(pipeline.stages))))
+    figures = {
+        **title._asdict(),
+        "num_ranks": here.size,
+        "num_stages": pipeline.timetable.num_stages,
+        "num_microbatches": pipeline.timetable.num_microbatches,
+        "num_parameters": num_parameters,
+        "steps": len(history),
+        **{name: last[name] for name in last if name == "loss" or name.startswith("evaluation_")},
+        "unigram_entropy": data.unigram_entropy,
+        "predicted_bubble_rate": predicted.bubble_rate,
+        "measured_bubble_rate": measured.bubble_rate,
+        "predicted_makespan_ms": predicted.makespan,
+        "measured_makespan_ms": measured.makespan,
+        f"{data.unit}_per_second": items_per_second,
+        "model_flops_utilisation": model_flops_utilisation(
+            num_parameters,
+            items_per_second if data.unit == "tokens" else None,
+            here.size,
+            peak_flops(here.device, dtype),
+        ),
+        "peak_memory_bytes": [int(peak) for peak in measured.peak_memory],
+        **machine(here.device),
+    }
+    return Summary(figures, measured, predicted)
+
+
+def _with_median_makespan(timelines: Sequence[Timeline]) -> Timeline:
+    return sorted(timelines, key=lambda timeline: timeline.makespan)[len(timelines) // 2]
