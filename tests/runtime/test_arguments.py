@@ -199,6 +199,15 @@ def test_a_timetable_that_is_missing_or_contradicted_says_what_to_write():
         Pipeline({0: module()}, 4)
 
 
+def test_a_name_without_a_process_group_is_refused_under_torchrun(monkeypatch):
+    """Each process would train the whole model by itself."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="torchrun started 2 processes, but there is no process group"):
+        Pipeline(mlp(), "zb_h1", num_microbatches=4)
+    timetable = plan("zb_h1", 1, 4)
+    assert Pipeline({0: module()}, timetable, F.mse_loss).timetable == timetable
+
+
 def by_name(rank):
     pipeline = Pipeline({rank: module()}, "1f1b", F.mse_loss, num_microbatches=4)
     return str(pipeline.timetable)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from functools import partial
 
@@ -18,7 +19,10 @@ from zbpp.stage_api import PipelineModel
 def timetable_of(
     timetable: Timetable | str | None, num_microbatches: int | None, group: dist.ProcessGroup | None
 ) -> Timetable:
-    """The timetable itself, or the plan of that name for the group's ranks."""
+    """The timetable itself, or the plan of that name for the group's ranks.
+
+    Raises TypeError or ValueError for arguments that don't say which, PlanError if there is no such plan.
+    """
     if isinstance(timetable, Timetable):
         if num_microbatches not in (None, timetable.num_microbatches):
             raise ValueError(
@@ -35,6 +39,12 @@ def timetable_of(
     if num_microbatches is None:
         raise ValueError(
             f'Pipeline(stages, "{timetable}") does not say num_microbatches: add num_microbatches=8'
+        )
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            f"torchrun started {os.environ['WORLD_SIZE']} processes, but there is no process group, so each "
+            "would train by itself: call torch.distributed.init_process_group first, or give a timetable "
+            "for one rank"
         )
     num_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
     return planned_by_rank_0(partial(plan, timetable, num_ranks, num_microbatches), group)

@@ -12,7 +12,7 @@ A process that dies closes its connections: the other ranks go on from point 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 import torch
@@ -26,7 +26,7 @@ from zbpp.runtime.groups import close_groups, job_store, link_groups
 from zbpp.runtime.measure import Recorder
 from zbpp.runtime.microbatch import Cutter
 from zbpp.runtime.restored import GradientsBefore
-from zbpp.runtime.stage import StageWorker
+from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.world import CommunicationError
 from zbpp.schedule import Op, Timetable, lower
 
@@ -45,16 +45,15 @@ class Engine:
     """The stages and links of one rank, with a program for `step` and one for `evaluate`.
 
     over: why no call may follow; empty until then.
-    trained(): the parameters that a step may add gradients to. group: of the pipeline, None for the default
-    one. key: begins the names that this pipeline uses in the job's store.
+    key: begins the names that this pipeline uses in the job's store; the other arguments are Pipeline's.
     """
 
     def __init__(
         self,
         timetable: Timetable,
         rank: int,
-        workers: Mapping[int, StageWorker],
-        trained: Callable[[], Iterable[nn.Parameter]],
+        stages: Mapping[int, nn.Module],
+        loss_fn: Loss | None,
         device: torch.device,
         *,
         group: dist.ProcessGroup | None,
@@ -63,7 +62,12 @@ class Engine:
         dynamic_shapes: bool,
     ) -> None:
         self.over = ""
-        self._timetable, self._workers, self._trained = timetable, workers, trained
+        self._timetable, self._loss_fn = timetable, loss_fn
+        last = timetable.num_stages - 1
+        self._workers = {
+            stage: StageWorker(stage, module, is_last=stage == last, loss_fn=loss_fn, device=device)
+            for stage, module in stages.items()
+        }
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._call_order: CallOrder | None = None
         programs = {"step": lower(timetable), "evaluate": lower(timetable.forward_only())}
@@ -75,7 +79,7 @@ class Engine:
         self._executors = {
             name: Executor(
                 lowered[rank],
-                workers,
+                self._workers,
                 _METHODS[name],
                 timetable.num_stages,
                 self._links,
@@ -116,6 +120,13 @@ class Engine:
             self._fail(error, before)
             raise
         return losses
+
+    def _trained(self) -> Iterable[nn.Parameter]:
+        """The parameters that a step of this rank may add gradients to, each once."""
+        modules = [worker.module for worker in self._workers.values()]
+        if isinstance(self._loss_fn, nn.Module):
+            modules.append(self._loss_fn)
+        return dict.fromkeys(parameter for module in modules for parameter in module.parameters())
 
     def _fail(self, error: BaseException, before: GradientsBefore | None) -> None:
         """Drop all that is left of a call; with several ranks, the pipeline ends."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from itertools import chain
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,7 +26,7 @@ from zbpp.runtime.measure import Recorder, measured_timeline
 from zbpp.runtime.outputs import Metrics, Outputs
 from zbpp.runtime.parameters import StageParameters
 from zbpp.runtime.restored import eval_mode, restored_generators
-from zbpp.runtime.stage import Loss, StageWorker
+from zbpp.runtime.stage import Loss
 from zbpp.runtime.world import gather
 from zbpp.schedule import Timeline, Timetable
 from zbpp.seeding import seed_of
@@ -87,18 +85,11 @@ class Pipeline:
         self.stages = dict(sorted(agreed.stages.items()))
         self._parameters = StageParameters(self.stages, agreed.names)
         self.device = device_of(self.stages.values(), self.group)
-        last = timetable.num_stages - 1
-        workers = {
-            stage: StageWorker(
-                stage, module, is_last=stage == last, loss_fn=self._loss_fn, device=self.device
-            )
-            for stage, module in self.stages.items()
-        }
         self._engine = Engine(
             timetable,
             self.rank,
-            workers,
-            partial(_trained, self._parameters, self._loss_fn),
+            self.stages,
+            self._loss_fn,
             self.device,
             group=group,
             key=agreed.key,
@@ -270,9 +261,3 @@ class Pipeline:
     def _seeds(self) -> dict[int, int]:
         """Per stage, the seed of its microbatch 0 in the next step."""
         return {stage: seed_of(self.seed, self.num_steps, stage) for stage in self.stages}
-
-
-def _trained(parameters: StageParameters, loss_fn: Loss | None) -> Iterator[nn.Parameter]:
-    """The parameters that a step of this rank may add gradients to."""
-    of_loss = loss_fn.parameters() if isinstance(loss_fn, nn.Module) else ()
-    return chain((parameter for _, parameter in parameters.named()), of_loss)
