@@ -58,7 +58,7 @@ def test_every_family_plans_any_number_of_microbatches_or_says_no(name, p):
 
 @settings(max_examples=60)
 @given(st.sampled_from(sorted(FAMILIES)), st.integers(1, 12), st.integers(1, 40))
-def test_any_timetable_of_any_family_is_whole(name, p, m):
+def test_any_timetable_of_any_family_has_all_actions_and_runs(name, p, m):
     if refuses(name, p, m):
         m = 2 * p * (1 + m % 3)
     check_whole(plan(name, p, m), p, m)
@@ -72,7 +72,7 @@ def test_looped_families_take_any_number_of_stages(name, p, v, rounds):
     assert timetable.rank_of == tuple(range(p)) * v
 
 
-def test_with_one_stage_per_rank_the_looped_families_are_well_known():
+def test_with_one_stage_per_rank_the_looped_families_are_zb_h1_and_gpipe():
     for p, m in [(1, 1), (3, 2), (4, 4), (4, 12), (5, 10)]:
         assert plan("interleaved_zb", p, m, stages_per_rank=1) == plan("zb_h1", p, m)
         assert plan("looped_bfs", p, m, stages_per_rank=1) == plan("gpipe", p, m)

@@ -145,7 +145,7 @@ def test_peak_memory(p, extra):
         (RankCosts(f=10, b=16, w=8, comm=2), (1162, 998, 952, 995, 979)),
     ],
 )
-def test_makespans_of_a_synchronous_step(costs, makespans):
+def test_makespans_of_one_model_under_five_schedules(costs, makespans):
     """p = 8, m = 24, the same model for all: with two stages per rank a stage is half as long."""
     names = ("1f1b", "zb_h1", "zb_v", "interleaved_1f1b", "dualpipe_v")
     makespans = dict(zip(names, makespans, strict=True))

@@ -12,13 +12,13 @@ TABLE = json.loads((Path(__file__).parent.parent / "data" / "zb_paper_table.json
 ROWS = [dict(zip(TABLE["columns"], row, strict=True)) for row in TABLE["rows"]]
 
 
-def test_the_table_is_whole():
+def test_the_table_has_the_papers_twelve_rows():
     assert len(ROWS) == 12
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "zb_h2"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['model']}-m{row['m']}")
-def test_bubble_rate_is_the_papers(name, row):
+def test_the_bubble_rate_is_the_one_in_the_paper(name, row):
     costs = Costs(f=row["F"], b=row["B"], w=row["W"], comm=row["comm"])
     timeline = simulate(plan(name, row["p"], row["m"]), costs)
     rate = 1 - row["m"] * (row["F"] + row["B"] + row["W"]) / timeline.max_span

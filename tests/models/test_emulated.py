@@ -26,7 +26,7 @@ def stage(index=0, num_stages=1, f=1, b=2, w=3, num_layers=None):
     return Emulated(num_layers=num_layers or num_stages, f=f, b=b, w=w).build_stage(index, num_stages)
 
 
-def test_emulated_says_so():
+def test_an_emulated_model_is_marked_as_emulated():
     assert Emulated.emulated is True
     assert "EMULATED" in Emulated.__doc__
     assert isinstance(Emulated(num_layers=1, f=1, b=1, w=1), PipelineModel)

@@ -187,7 +187,7 @@ def test_every_memory_strip_has_its_scale(page):
             assert y == pytest.approx(base - 4 * unit, abs=5)
 
 
-def test_memory_in_bytes_is_told_in_gib(tabs):
+def test_memory_in_bytes_is_shown_in_gib(tabs):
     costs = COSTS.in_bytes(saved=2**31, deferred=2**30)
     browser = tabs(render_page({"a": simulate(plan("zb_h1", 2, 4), costs)}, costs=costs))
     assert hover(browser, 0, 0, 1.0)[-1] == "memory after it: 2 GiB"
@@ -346,7 +346,7 @@ def test_dark_screens_get_a_dark_page_and_paper_a_light_one(page):
 # ---------------------------------------------------------------- other pages
 
 
-def test_titles_and_notes_are_text(tabs):
+def test_titles_and_notes_are_never_run_as_html(tabs):
     evil = "</script><script>window.hit = 1</script><img src=x onerror='window.hit = 1'>\"'&amp;"
     timelines = {evil: simulate(plan("zb_h1", 2, 3))}
     browser = tabs(render_page(timelines, title=evil, notes=[evil, f"two\n  {evil}"], costs=Costs()))
@@ -384,7 +384,7 @@ def test_a_script_that_is_not_the_pages_own_does_not_run(tabs):
         ({"many": simulate(plan("zb_h1", 130, 2))}, {"costs": Costs(), "memory_limit": float("inf")}),
     ],
 )
-def test_extremes_are_drawn(tabs, timelines, options):
+def test_pages_of_nothing_and_of_130_ranks_are_drawn(tabs, timelines, options):
     browser = tabs(render_page(timelines, **options))
     expected = sum(len(row) + 1 for each in timelines.values() for row in each.timetable.rows)
     assert len(painted(browser, "fillRect")) == expected  # the actions, and a bubble per rank
@@ -445,14 +445,14 @@ def test_a_measured_clock_may_begin_anywhere():
     assert render_page({"a": later}) == render_page({"a": timeline})
 
 
-def test_costs_and_limits_must_fit():
+def test_costs_and_limits_that_do_not_fit_are_refused():
     with pytest.raises(PlanError, match="memory_limit has 3 numbers for 4 ranks"):
         render_page(TIMELINES, memory_limit=[1, 2, 3])
     with pytest.raises(PlanError, match="f has 3 numbers for 4 stages"):
         render_page(TIMELINES, costs=Costs(f=[1, 2, 3]))
 
 
-def test_numbers_are_short():
+def test_times_in_the_page_have_no_rounding_errors():
     """Sums of floats end in 1e-15: nobody sees them, and they would double the file."""
     text = render_page({"a": simulate(plan("1f1b", 3, 40), Costs(f=0.1, b=0.2, w=0.1))})
     data = text[text.index('"ranks":[') : text.index("</script>")]

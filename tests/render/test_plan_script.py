@@ -56,7 +56,7 @@ def test_one_schedule_prints_staircase_and_figures():
     assert "largest    27       3      11.11 %                 4\nmakespan 27 ms\n" in text
 
 
-def test_costs_by_flag_and_by_file(tmp_path):
+def test_a_flag_wins_over_the_costs_file(tmp_path):
     file = tmp_path / "costs.json"
     file.write_text(json.dumps({"f": 3, "b": [1, 2], "comm": 9}))
     text = output("1f1b", "--ranks", 2, "--costs", file, "--comm", 0.5, "--w", "4,5")
@@ -184,7 +184,7 @@ def test_names_are_typed_in_any_case_and_in_torchs_spelling(main, capsys, given)
     assert capsys.readouterr().out.splitlines()[1].split()[0] == canonical_name(given)
 
 
-def test_a_limit_in_gib_for_costs_in_bytes(main, capsys, tmp_path):
+def test_a_memory_limit_has_the_unit_of_the_costs(main, capsys, tmp_path):
     costs = {"saved": 2**30, "deferred": 2**29, "memory_unit": "bytes"}
     (tmp_path / "costs.json").write_text(json.dumps(costs))
     arguments = ["zb_h1", "--costs", str(tmp_path / "costs.json"), "--memory-limit"]
@@ -203,7 +203,7 @@ def test_a_limit_in_gib_for_costs_in_bytes(main, capsys, tmp_path):
     assert foreign.startswith("error: memory limit '4GiB': the costs are in activations of one rank's share")
 
 
-def test_costs_say_where_they_were_measured(tmp_path):
+def test_the_output_says_where_the_costs_were_measured(tmp_path):
     """Two stages per rank were measured: for one stage per rank they are joined."""
     about = {"device": "2 CPU cores", "num_ranks": 2, "links": [{"ms": 1}]}
     file = tmp_path / "costs.json"
@@ -220,7 +220,7 @@ def test_a_search_takes_placement_objective_and_seed():
     assert Timetable.parse(output("zb_auto", *flags, "--text")) == plan("zb_auto", 4, 8, **options)
 
 
-def test_layers_by_number_by_costs_and_by_sizes():
+def test_layers_are_given_by_number_by_costs_and_by_sizes():
     assert output("--layers", 16, "--head", 3.5, "--embedding", 0.1) == (
         render_cuts([1.0] * 16, 4, first=0.1, last=3.5) + "\n"
     )
@@ -230,7 +230,7 @@ def test_layers_by_number_by_costs_and_by_sizes():
     assert output("--layers", 16, *sizes) == render_cuts([1.0] * 16, 4, last=head) + "\n"
 
 
-def test_layers_by_measured_costs(tmp_path):
+def test_layers_are_cut_by_measured_costs(tmp_path):
     about = {"layers_per_stage": [2, 2, 2, 1]}
     stages = {"f": [3, 2, 2, 6], "b": [2, 2, 2, 1], "w": [2, 2, 2, 1]}
     (tmp_path / "costs.json").write_text(json.dumps({**stages, "about": about}))
@@ -261,12 +261,12 @@ def read_terminal(terminal):
             yield os.read(terminal, 4096).decode(errors="replace")
 
 
-def test_program_of_a_rank():
+def test_program_prints_what_a_rank_executes():
     lines = output("zb_h1", "--ranks", 2, "--microbatches", 2, "--program", 1).splitlines()
     assert lines[:3] == ["Recv x(1,0) from 0", "1F0", "1B0"]
 
 
-def test_picture_and_trace(tmp_path):
+def test_picture_and_trace_leave_out_a_schedule_that_refuses(tmp_path):
     output(
         "1f1b", "zb_h2", "zb_v", "--picture", "a.png", "--trace", "a.json", "--microbatches", 3, cwd=tmp_path
     )

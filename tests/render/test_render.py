@@ -26,7 +26,7 @@ def rows(timeline, **options):
     return [line[len("rank 0  ") :] for line in drawing(timeline, **options).splitlines()[1:]]
 
 
-def test_staircase_of_zb_h1():
+def test_the_staircase_of_zb_h1_reads_as_written_here():
     assert render_text(simulate(plan("zb_h1", 3, 4))).splitlines() == [
         "ms      0              5              10",
         "rank 0  F0 F1 F2 ..... B0 W0 F3 B1 W1 B2 W2 B3 W3",
@@ -57,7 +57,7 @@ def test_every_action_begins_at_its_times_column():
             assert line[column : column + 2] == f"{action.op.name}{action.microbatch}"
 
 
-def test_lengths_are_to_scale():
+def test_actions_are_drawn_to_scale():
     """The shortest op decides: W0 gets three columns, F and B twice as many."""
     timeline = simulate(Timetable.parse("0F0 0B0 0W0 0F1 0B1 0W1"), Costs(f=10, b=10, w=5))
     assert rows(timeline) == ["F0--- B0--- W0 F1--- B1--- W1"]
@@ -80,17 +80,17 @@ def test_a_measured_clock_may_begin_anywhere():
 
 
 @pytest.mark.parametrize("width", [1, 20, 40, 80, 1000])
-def test_width_is_a_limit(width):
+def test_no_line_is_longer_than_the_width(width):
     timeline = simulate(plan("zb_v", 4, 16), Costs(f=3, b=2, w=1, comm=0.1))
     assert all(len(line) <= max(width, 9) for line in rows(timeline, width=width))
 
 
-def test_what_is_too_narrow_keeps_its_letter():
+def test_an_action_that_is_too_narrow_keeps_its_letter():
     timeline = simulate(plan("1f1b", 2, 3))
     assert rows(timeline, width=8 + 12) == ["FF. BWFBW.BW", " FBWFBWFBW"]
 
 
-def test_costs_of_zero_are_drawn_as_nothing():
+def test_actions_without_duration_are_not_drawn():
     assert rows(simulate(plan("1f1b", 2, 2), Costs(f=0, b=0, w=0))) == ["", ""]
 
 
@@ -168,7 +168,7 @@ def test_picture_shows_every_op_in_its_colour(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
-def test_picture_formats(tmp_path, suffix):
+def test_a_picture_is_written_as_png_svg_and_pdf(tmp_path, suffix):
     path = tmp_path / f"a.{suffix}"
     render_picture([("one rank", simulate(plan("zb_h1", 1, 2)))], path)
     assert path.stat().st_size > 1000
@@ -229,13 +229,13 @@ def test_times_of_one_table_have_the_same_decimals():
     assert cells == [["3004.6", "3004.6", "1001.5"], ["9.0", "9.0", "3.0"]]
 
 
-def test_picture_of_32_ranks_and_256_microbatches(tmp_path):
+def test_a_picture_of_32_ranks_and_256_microbatches_is_drawn(tmp_path):
     timeline = simulate(plan("zb_h1", 32, 256))
     render_picture({"predicted": timeline, "measured": timeline}, tmp_path / "large.png")
     assert pixels(tmp_path / "large.png").std() > 0.1
 
 
-def test_pictures_of_nothing_that_takes_time(tmp_path):
+def test_a_picture_of_a_timeline_without_duration_is_drawn(tmp_path):
     render_picture({"idle": simulate(plan("1f1b", 2, 2), Costs(f=0, b=0, w=0))}, tmp_path / "a.png")
 
 

@@ -58,7 +58,7 @@ def test_no_text_ends_with_a_line_break():
         "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0WAIT_SEND_F0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0RESHARD\n1RECV_F0,1F0,1B0,1SEND_B0",
     ],
 )
-def test_what_is_no_computation_is_left_out(text):
+def test_cells_without_computation_are_left_out(text):
     assert from_csv(text) == Timetable.parse("0F0 0BW0\n1F0 1BW0")
 
 
@@ -88,13 +88,13 @@ def test_an_overlapped_pair_is_its_two_actions_in_order():
         (f"0F0\n{'1' * 200_000}", "line 2 is no CSV: field larger than field limit"),
     ],
 )  # fmt: skip
-def test_what_a_csv_is_refused_for(text, message):
+def test_a_wrong_csv_is_refused_with_its_place(text, message):
     with pytest.raises(PlanError) as caught:
         from_csv(text)
     assert str(caught.value).startswith(message)
 
 
-def test_a_rank_that_cannot_proceed_is_for_simulate_to_find():
+def test_from_csv_leaves_it_to_simulate_to_find_a_rank_that_cannot_proceed():
     timetable = from_csv("0B0,0F0")
     with pytest.raises(PlanError, match="rank 0 waits in 0BW0 for"):
         simulate(timetable)

@@ -116,7 +116,7 @@ def test_lower_any_timetable(part, first_seed):
             raise AssertionError(f"random timetable of seed {seed}: {error}") from error
 
 
-def test_lower_forward_only(first_seed):
+def test_lower_forward_only_sends_no_gradients(first_seed):
     """Evaluation: no g travels; activations and losses alone remain."""
     for seed in range(first_seed, first_seed + 200):
         rng = random.Random(seed)
@@ -131,7 +131,7 @@ def test_lower_forward_only(first_seed):
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_lower_every_family(name, num_ranks):
+def test_programs_of_every_family_run(name, num_ranks):
     check(plan(name, num_ranks, 8), random.Random(0), bounded=True)
 
 
@@ -164,7 +164,7 @@ def test_the_drawing_of_a_link_in_the_docstring_is_what_lower_does():
     assert f"right   {'  '.join(str(step).removesuffix(' from 0') for step in received)}\n" in drawing
 
 
-def test_the_programs_of_two_ranks():
+def test_the_programs_of_two_ranks_read_as_written_here():
     """Messages stand where they must."""
     programs = lower(plan("zb_h1", 2, 2))
     assert str(programs[0]).splitlines() == [

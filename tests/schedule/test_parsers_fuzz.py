@@ -61,21 +61,21 @@ def mutated(text: str, rng: random.Random) -> str:
 @pytest.mark.parametrize("form", FORMS)
 @EXAMPLES
 @given(text=st.text())
-def test_any_characters(form, text):
+def test_any_characters_give_a_timetable_or_a_place(form, text):
     check(form, text)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @EXAMPLES
 @given(pieces=st.lists(st.sampled_from(PIECES)))
-def test_any_pieces_of_the_grammars(form, pieces):
+def test_any_pieces_of_the_grammars_give_a_timetable_or_a_place(form, pieces):
     check(form, "".join(pieces))
 
 
 @pytest.mark.parametrize("form", FORMS)
 @EXAMPLES
 @given(seed=st.integers(0, 2**32))
-def test_valid_texts_with_a_few_changes(form, seed):
+def test_valid_texts_with_a_few_changes_give_a_timetable_or_a_place(form, seed):
     rng = random.Random(seed)
     check(form, mutated(FORMS[form][0](random_timetable(rng, most_microbatches=3)), rng))
 
@@ -136,7 +136,7 @@ def test_a_planted_word_is_the_one_that_is_named(seed, wrong):
     entry=st.sampled_from(["f", "bw", "comm", "saved", "memory_unit", "about", "\x1b[2J"]),
     value=values | st.text(),
 )
-def test_any_value_in_any_entry_of_a_costs_file(tmp_path_factory, entry, value):
+def test_any_value_in_any_entry_of_a_costs_file_gives_costs_or_a_refusal(tmp_path_factory, entry, value):
     path = tmp_path_factory.getbasetemp() / "costs.json"
     path.write_text(json.dumps({"f": 1, entry: value}))
     try:
@@ -152,7 +152,7 @@ def test_any_value_in_any_entry_of_a_costs_file(tmp_path_factory, entry, value):
 
 @EXAMPLES
 @given(text=st.text() | st.from_regex(r"[0-9.e+,-]{0,8} ?[kMGT]?i?B?", fullmatch=True))
-def test_any_text_as_a_memory_limit(text):
+def test_any_text_as_a_memory_limit_gives_a_number_or_a_refusal(text):
     for costs in (Costs(), CostsInBytes()):
         try:
             limit = read_memory_limit(text, costs)

@@ -66,7 +66,7 @@ def test_simulate_agrees_with_a_naive_fixpoint(first_seed):
             assert mine.tolist() == naive, f"seed {seed}"
 
 
-def test_figures_of_a_timeline_by_hand():
+def test_the_figures_of_a_timeline_are_those_drawn_by_hand():
     """
     rank 0   F0 .. .. BW0-
     rank 1      F0 BW0         with a message of half a ms each way
@@ -79,7 +79,7 @@ def test_figures_of_a_timeline_by_hand():
     assert (timeline.bubble, timeline.bubble_rate) == (3, 3 / 5)
 
 
-def test_actions_of_no_duration_have_no_bubble_rate_to_divide_by():
+def test_actions_without_duration_have_a_bubble_rate_of_zero():
     timeline = simulate(plan("1f1b", 2, 2), Costs(f=0, b=0, w=0))
     assert (timeline.makespan, timeline.bubble_rate) == (0, 0)
 
@@ -94,7 +94,7 @@ def test_forward_only_can_be_simulated():
     assert timeline.peak_memory == (6, 6)
 
 
-def test_peak_memory_by_hand():
+def test_the_peak_memory_is_the_highest_level_after_an_action():
     """F +saved, B -saved +deferred, W -deferred, BW -saved; the highest level after an action."""
     timetable = Timetable.parse("0F0 0F1 0B0 0B1 0W0 0F2 0W1 0BW2")
     #                level:       4   8   7   6   3   7   4   0
@@ -180,7 +180,7 @@ def test_bw_takes_b_and_w_unless_it_is_given():
     assert simulate(timetable, Costs(f=0, b=[1, 2], w=[3, 4], bw=1)).makespan == 2
 
 
-def test_a_large_timetable_takes_a_second():
+def test_a_timetable_of_64_ranks_and_1024_microbatches_can_be_simulated():
     """64 ranks with 1024 microbatches; p=512 with m=4096 is 32 times as many actions."""
     timeline = simulate(plan("zb_h1", 64, 1024))
     assert timeline.makespan == 3 * 1024 + 63

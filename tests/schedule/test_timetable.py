@@ -20,7 +20,7 @@ def test_an_actions_text_round_trips(action):
 
 
 @pytest.mark.parametrize("word", ["", "F0", "0F", "0f0", "0X0", "0WB0", " 0F0", "0F-1", "0F0,", "٣F0"])
-def test_other_words_are_no_actions(word):
+def test_a_word_that_is_no_action_is_refused(word):
     with pytest.raises(
         PlanError, match="is no action; an action is stage, F|B|W|BW, microbatch, such as 2F5"
     ):
@@ -28,7 +28,7 @@ def test_other_words_are_no_actions(word):
 
 
 @pytest.mark.parametrize("word", ["0F2147483648", "99999999999F0", f"0F{'1' * 5000}"])
-def test_indices_fit_32_bits(word):
+def test_an_index_above_32_bits_is_refused(word):
     with pytest.raises(PlanError, match="names an index above 2147483647"):
         Action.parse(word)
 
@@ -44,7 +44,7 @@ def test_a_timetables_text_round_trips(seed):
     assert (again.rank_of, again.num_stages) == (timetable.rank_of, timetable.num_stages)
 
 
-def test_blank_lines_and_blanks_around_words_are_nothing():
+def test_blank_lines_and_blanks_around_words_are_ignored():
     assert Timetable.parse("\n  0F0\t0BW0 \n\n1F0   1BW0\n") == Timetable.parse("0F0 0BW0\n1F0 1BW0")
 
 
@@ -73,7 +73,7 @@ def test_without_a_text_an_error_names_rank_and_action():
         Timetable([[Action(0, Op.F, 0)], [Action(1, Op.F, 0), Action(0, Op.F, 1)]])
 
 
-def test_a_word_in_an_error_is_never_a_page_long():
+def test_a_long_word_is_shortened_in_an_error():
     with pytest.raises(PlanError) as caught:
         Timetable.parse("x" * 100_000)
     assert len(str(caught.value)) < 200

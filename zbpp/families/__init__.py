@@ -1,4 +1,13 @@
-"""The schedules of the field: one file per family, pure functions of num_ranks and num_microbatches.
+"""The schedules of the field: pure functions of num_ranks and num_microbatches, one file per family.
+
+gpipe.py            all forwards, then all backwards
+one_f_one_b.py      1F1B: alternates forwards and whole backwards
+interleaved.py      several stages per rank in a loop, with whole backwards (1F1B) or split ones (zero bubble)
+looped_bfs.py       a loop, too: all microbatches on one stage, then all on the next
+zb_h.py             ZB-H1 and ZB-H2: split backwards; W's fill the bubble
+zb_v.py             ZB-V: two stages per rank in a V, no bubble at F = B = W
+building_blocks.py  V-Half and V-Min: a V with less memory
+dualpipe_v.py       DualPipeV, one action at a time
 
 Further choices, such as stages_per_rank, are keyword-only parameters with the names that `plan` gives them.
 Each docstring shows a small timetable, one line per rank; a test compares it with the real one.

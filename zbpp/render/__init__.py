@@ -1,4 +1,15 @@
-"""Answers and timelines as text, picture, page, table and trace: pure functions, nothing is printed here."""
+"""Timelines and answers of the planner in forms that people read. Functions return text or write a file.
+
+text.py        the staircase: one line of letters per rank
+table.py       figures of one timeline, or of several schedules beside each other
+picture.py     PNG, SVG or PDF, with matplotlib
+page.py, web/  an HTML page to zoom into, with memory curves
+trace.py       Chrome's trace format, for Perfetto
+style.py       what the drawings share: colours, the words for ops and figures
+statements.py  conclusions from an answer of `choose`, with their proofs
+advice.py      the whole answer as text: which schedule to use, and why
+cuts.py        which layers belong on which stage
+"""
 
 from zbpp.render.advice import render_advice
 from zbpp.render.cuts import render_cuts
