@@ -99,7 +99,7 @@ def test_without_a_placement_the_lightest_cuts_best_for_a_v_is_taken():
         (16, 8, 3.8, [1, 2, 2, 2, 3, 3, 3, 0]),  # the head alone; stage 0 shares its rank in a V
     ],
 )
-def test_cuts_to_read(num_layers, num_stages, head, expected):
+def test_small_cuts_are_those_found_by_hand(num_layers, num_stages, head, expected):
     assert partition([1.0] * num_layers, num_stages, last=head) == expected
 
 

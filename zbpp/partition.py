@@ -1,14 +1,17 @@
 """Which layers go to which stage: contiguous, the heaviest load as light as possible.
 
-A step takes about m times the heaviest RANK, whose stages share one processor; what the pipeline
-needs to fill and drain grows with the heaviest STAGE. So where the placement is known, ranks come
-first and stages second. But runs under schedules with as many stages should give the same numbers,
-and dropout is seeded by stage: without a placement the cut depends on the number of stages alone.
-Then stages come first; of the cuts that are equal there, the one that suits a V best (stage s beside
-S - 1 - s), then a loop (s beside s + S/2). So 32 layers and a head as heavy as 3.2 of them, on 16
-stages, end with the head alone, and stage 0, its neighbour in a V, gets one layer.
+A step takes about m times as long as the heaviest RANK, whose stages share one processor. The time that the
+pipeline needs to fill and drain grows with the heaviest STAGE. So where the placement is known, ranks count
+first and stages second.
 
-Loads are compared heaviest first, then the next, and so on. What is still equal: more to earlier stages.
+Without a placement the cut depends on the number of stages alone. All schedules with as many stages then give
+the same numbers, although dropout is seeded by stage. Stages count first there. Of the cuts that are equally
+good, the one that suits a V best is taken (stages s and S - 1 - s on one rank), then the one that suits a
+loop best (stages s and s + S/2). For example, 32 layers and a head as heavy as 3.2 of them, on 16 stages: the
+head is alone on the last stage, and stage 0, its neighbour in a V, gets one layer.
+
+Loads are compared heaviest first, then the second heaviest, and so on. Of cuts that are still equal, the one
+with more layers on earlier stages is taken.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from itertools import accumulate, pairwise, permutations
 import numpy as np
 import numpy.typing as npt
 
-_DIGITS = 9  # loads are sums of floats: closer than this, as a share of the model, they are equal
+_DIGITS = 9  # of a load, as a share of the model: loads are sums of floats, and these digits are exact
 
 Key = list[list[float]]
 
@@ -35,24 +38,26 @@ def partition(
 ) -> list[int]:
     """How many layers each stage gets. Costs in any unit.
 
-    layers: per layer. first, last: what the first and the last stage do besides (embedding, head); such
-    a stage may go without layers, every other one has at least one.
+    layers: the cost of each layer. first, last: the cost of what the first and the last stage do besides
+    their layers (embedding, head); such a stage may have no layer, every other stage has at least one.
     rank_of[stage]: the placement; None for a cut that serves all schedules with so many stages.
-    Without a placement no cut has a lighter heaviest stage; with one, and layers of equal cost, none has
-    a lighter heaviest rank. Raises ValueError for too few layers, or a cost that is negative or not finite.
+    Without a placement, no cut has a lighter heaviest stage. With a placement and layers of equal cost, no
+    cut has a lighter heaviest rank.
+    Raises ValueError for too few layers, or a cost that is negative or not finite.
     """
     model = _Model(layers, num_stages, first, last)
     if rank_of is not None and len(rank_of) != num_stages:
         raise ValueError(f"rank_of has {len(rank_of)} stages, not {num_stages}")
-    folds = _folds(num_stages) if rank_of is None else [rank_of]
+    placements = _two_stage_placements(num_stages) if rank_of is None else [rank_of]
 
     def key(counts: list[int]) -> Key:
         stages = model.loads(counts)
-        ranks = [_falling(_sums(stages, fold)) for fold in folds]
+        ranks = [_falling(_rank_loads(stages, placement)) for placement in placements]
+        heaviest_stage = [[max(stages)]] if rank_of is None else []
         early = [-float(count) for count in counts]
-        return [*([[max(stages)]] if rank_of is None else []), *ranks, _falling(stages), early]
+        return [*heaviest_stage, *ranks, _falling(stages), early]
 
-    return _descended(model, model.lightest(), key)
+    return _improved(model, model.lightest(), key)
 
 
 def split_layers(
@@ -64,9 +69,9 @@ def split_layers(
 ) -> list[range]:
     """The layers of each stage, contiguous and in order.
 
-    By default the heaviest stage is as light as can be, see `partition`; what doesn't come out
-    even goes to EARLIER stages: 7 layers on 3 stages are 3, 2, 2. last_cost: what the last stage does
-    besides its layers, in layers; if there is such a thing, it may have none.
+    By default the heaviest stage is as light as can be, see `partition`; layers that can't be divided evenly
+    go to EARLIER stages: 7 layers on 3 stages are 3, 2, 2. last_cost: the cost of what the last stage does
+    besides its layers, in layers; if it is above 0, the last stage may have no layer.
     Raises ValueError if a stage would be empty, or `layers_per_stage` doesn't fit.
     """
     if num_stages < 1:
@@ -85,7 +90,7 @@ def split_layers(
 
 
 def check_counts(counts: list[int], num_layers: int, num_stages: int, least_of_last: int = 1) -> None:
-    """Raises ValueError unless `counts` is `num_stages` numbers, none too small, `num_layers` in all."""
+    """Raises ValueError unless `counts` are `num_stages` numbers, none too small, that add up right."""
     given = f"layers_per_stage={counts}"
     if len(counts) != num_stages:
         raise ValueError(f"{given} is for {len(counts)} stages: write {num_stages} numbers, one per stage")
@@ -99,7 +104,7 @@ def check_counts(counts: list[int], num_layers: int, num_stages: int, least_of_l
 def loads(
     counts: Sequence[int], layers: Sequence[float], *, first: float = 0.0, last: float = 0.0
 ) -> list[float]:
-    """What each stage costs, in the unit of the layers."""
+    """The cost of each stage, in the unit of the layers."""
     bounds = pairwise(accumulate(counts, initial=0))
     costs = [math.fsum(layers[start:stop]) for start, stop in bounds]
     costs[0] += first
@@ -108,11 +113,11 @@ def loads(
 
 
 def layers_of(stages: Sequence[float], counts: Sequence[int]) -> tuple[list[float], float, float]:
-    """(layers, first, last) for `partition`, from the cost that each stage of some cut was measured to have.
+    """(layers, first, last) for `partition`, from the measured cost of each stage of some cut.
 
-    counts: the layers that each stage had. A layer costs as much as on the stages between, on average;
-    what the first and the last stage cost beyond their layers is what they do besides.
-    Raises ValueError if no stage between has a layer.
+    counts: the layers that each stage had. A layer's cost is the average over the stages between the first
+    and the last; what those two cost beyond their layers is `first` and `last`.
+    Raises ValueError if no stage between them has a layer.
     """
     if len(stages) != len(counts) or sum(counts[1:-1]) < 1:
         raise ValueError(
@@ -125,7 +130,11 @@ def layers_of(stages: Sequence[float], counts: Sequence[int]) -> tuple[list[floa
 
 
 class _Model:
-    """Layers with their costs, as shares of the whole, and the stages that they are for."""
+    """The layers' costs as shares of the whole model, and the stages that they are cut into.
+
+    least: per stage, the fewest layers. until[i]: the cost of the first i layers. extra: per stage, the cost
+    of what it does besides its layers.
+    """
 
     def __init__(self, layers: Sequence[float], num_stages: int, first: float, last: float) -> None:
         for cost in (*layers, first, last):
@@ -135,8 +144,10 @@ class _Model:
             raise ValueError(f"num_stages={num_stages}: write 1 or more")
         self.num_stages = num_stages
         self.least = [1] * num_stages
-        self.least[0] -= first > 0
-        self.least[-1] -= last > 0 and num_stages > 1
+        if first > 0:
+            self.least[0] = 0
+        if last > 0 and num_stages > 1:
+            self.least[-1] = 0
         if sum(self.least) > len(layers):
             raise ValueError(
                 f"{len(layers)} layers are too few for {num_stages} stages: {sum(self.least)} is the least"
@@ -148,7 +159,7 @@ class _Model:
         self.extra[-1] += last / scale
 
     def loads(self, counts: list[int]) -> list[float]:
-        """Per stage, rounded so that equal ones compare equal."""
+        """The cost per stage, rounded so that equal loads compare equal."""
         marks = [self.until[bound] for bound in accumulate(counts, initial=0)]
         return [
             round(stop - start + extra, _DIGITS)
@@ -156,9 +167,9 @@ class _Model:
         ]
 
     def lightest(self) -> list[int]:
-        """A cut whose heaviest stage is as light as that of any.
+        """A cut whose heaviest stage is as light as in any cut, by dynamic programming over the stages.
 
-        heaviest[j]: of the stages so far, if they have the first j layers, in the best of cuts.
+        heaviest[j]: the heaviest stage so far in the best cut of the first j layers.
         """
         until = np.array(self.until)
         between = until[None, :] - until[:, None]  # [start, stop]
@@ -175,13 +186,13 @@ class _Model:
         return [stop - start for start, stop in pairwise(reversed(bounds))]
 
 
-def _folds(num_stages: int) -> list[Sequence[int]]:
-    """The placements with two stages per rank, if that comes out even."""
-    there = list(range(num_stages // 2))
-    return [] if num_stages % 2 else [there + there[::-1], there + there]
+def _two_stage_placements(num_stages: int) -> list[Sequence[int]]:
+    """A V and a loop; none if the number of stages is odd."""
+    down = list(range(num_stages // 2))
+    return [] if num_stages % 2 else [down + down[::-1], down + down]
 
 
-def _sums(stages: list[float], rank_of: Sequence[int]) -> list[float]:
+def _rank_loads(stages: list[float], rank_of: Sequence[int]) -> list[float]:
     ranks = [0.0] * (max(rank_of) + 1)
     for load, rank in zip(stages, rank_of, strict=True):
         ranks[rank] += load
@@ -192,8 +203,8 @@ def _falling(numbers: list[float]) -> list[float]:
     return sorted(numbers, reverse=True)
 
 
-def _descended(model: _Model, counts: list[int], key: Callable[[list[int]], Key]) -> list[int]:
-    """One layer less on one stage, one more on another, those between move along: while it helps."""
+def _improved(model: _Model, counts: list[int], key: Callable[[list[int]], Key]) -> list[int]:
+    """Local search: one layer less on one stage and one more on another, while that lowers the key."""
     best, improved = key(counts), True
     while improved:
         improved = False

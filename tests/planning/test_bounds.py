@@ -68,7 +68,7 @@ def test_zb_h1_is_optimal_at_the_memory_of_1f1b(row):
         (None, (755, 738, 865)),
     ],
 )
-def test_makespan_bounds_of_a_v(limit, values):
+def test_the_makespan_bounds_of_a_v_are_the_recorded_ones(limit, values):
     """p = 8, m = 24, limits in activations of a rank: half of one per stage."""
     for column, value in zip(COLUMNS, values, strict=True):
         in_stages = None if limit is None else 2 * limit
@@ -82,7 +82,7 @@ def test_makespan_bounds_of_a_v(limit, values):
         assert math.isclose(bound.value, value)
 
 
-def test_makespan_bounds_of_one_stage_per_rank():
+def test_the_makespan_bound_of_one_stage_per_rank_is_its_closed_form():
     """(p - 1)(F + c) + m(F + B + W) or (m + p - 1)(F + B) + 2(p - 1)c + W; at 1.0p what ZB-H1 takes."""
     for column, free, at_1p in zip(COLUMNS, (790, 773, 900), (790, 829, 998), strict=True):
         f, b, w, comm = column
@@ -109,7 +109,7 @@ def test_makespan_bounds_of_one_stage_per_rank():
         ("14.6B", 48, ".0498"),
     ],
 )
-def test_max_span_bounds_of_a_v_at_the_memory_of_1f1b(model, m, rate):
+def test_the_max_span_bounds_of_a_v_at_the_memory_of_1f1b_are_the_recorded_ones(model, m, rate):
     row = PROFILED[model, m]
     costs = two_stages(row["F"], row["B"], row["W"], row["comm"])
     bound = lower_bound(
@@ -119,7 +119,7 @@ def test_max_span_bounds_of_a_v_at_the_memory_of_1f1b(model, m, rate):
 
 
 @given(st.integers(2, 12), st.integers(1, 30), st.data())
-def test_makespan_of_a_v_of_unit_passes(p, more, data):
+def test_the_makespan_bound_of_a_v_of_unit_passes_is_its_closed_form(p, more, data):
     """n microbatches, k stage-activations: 6n + 6p - 3k - 1, or from 1.5 p on 6n + 3p - k - 1."""
     k, n = data.draw(st.integers((2 * p + 2) // 3 + 1, 2 * p)), 2 * p + more
     bound = lower_bound("makespan", rank_of=v_shape(p), num_microbatches=n, memory_limit=k)
@@ -259,7 +259,7 @@ FIRST, SECOND, THIRD = (Costs(f=f, b=b, w=w, comm=c) for f, b, w, c in COLUMNS)
         ("makespan", LOOPED, 4, two_stages(*COLUMNS[1]), 6),
     ],
 )
-def test_where_bounds_are_tight(objective, rank_of, m, costs, limit):
+def test_these_bounds_are_attained(objective, rank_of, m, costs, limit):
     pytest.importorskip("ortools")
     from zbpp.planning.exact import solve
 
@@ -276,7 +276,7 @@ def test_where_bounds_are_tight(objective, rank_of, m, costs, limit):
     assert math.isclose(best.value, bound.value)
 
 
-def test_a_bound_that_is_not_tight():
+def test_with_w_above_b_the_bound_may_be_below_the_optimum():
     """W > B at 1.0p: the least bubble is 34.308, the bound says 32.968 (SCHEDULES, section 3)."""
     pytest.importorskip("ortools")
     from zbpp.planning.exact import solve
@@ -292,7 +292,7 @@ def test_a_bound_that_is_not_tight():
 # ---------------------------------------------------------------- arguments by hand
 
 
-def test_the_chain_of_a_single_microbatch():
+def test_the_bound_of_a_single_microbatch_is_its_chain():
     """F's down, B's up, W on stage 0, messages between ranks only; one rank runs the other W's, too."""
     costs = Costs(f=[1, 2, 3, 4], b=[5, 6, 7, 8], w=1, comm=0.5)
     for rank_of, messages in (((0, 1, 2, 3), 6), ((0, 1, 1, 0), 4), ((0, 0, 0, 0), None)):
@@ -322,7 +322,7 @@ def test_without_splits_1f1b_is_optimal_and_with_them_it_is_not():
     assert lower_bound("makespan", rank_of=range(4), num_microbatches=8).value < 33
 
 
-def test_relay_through_the_memory_of_one_microbatch():
+def test_in_the_memory_of_one_microbatch_the_bound_adds_up_round_trips():
     """Room for one: F, B there and back, and W, one microbatch after the other; the last W is rank 0's."""
     costs = Costs(f=2, b=3, w=1, comm=4)
     bound = lower_bound("makespan", rank_of=[0, 1], num_microbatches=5, costs=costs, memory_limit=1)
@@ -362,13 +362,13 @@ def one_at_a_time(rank_of):
 # ---------------------------------------------------------------- certificates and errors
 
 
-def test_certificate_of_an_optimal_plan():
+def test_a_plan_that_attains_the_bound_is_certified_optimal():
     seen = certificate(plan("zb_v", 8, 24), two_stages(*COLUMNS[0]), memory_limit=16)
     assert (seen.value, seen.bound, seen.gap, seen.proved_optimal) == (755, 755, 0, True)
     assert seen.argument == "work and forced idle time of rank 7"
 
 
-def test_certificate_of_a_plan_with_a_gap():
+def test_a_plan_above_the_bound_gets_its_gap():
     seen = certificate(plan("1f1b", 8, 24), Costs(f=10, b=10, w=10), "span", 8)
     assert (seen.value, seen.bound, seen.proved_optimal) == (930, 790, False)
     assert math.isclose(seen.gap, 930 / 790 - 1)

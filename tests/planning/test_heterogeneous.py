@@ -1,6 +1,6 @@
 """zb_auto on uneven pipelines: against every family.
 
-The instances are those of `scripts/heterogeneous.py`; its table of 100 takes minutes.
+The instances are those of `scripts/dev/heterogeneous.py`; its table of 100 takes minutes.
 """
 
 import math
@@ -10,17 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.heterogeneous import draw, judge
+from scripts.dev.heterogeneous import draw, judge
 from zbpp.planning import plan
 from zbpp.planning.bounds import certificate
+from zbpp.planning.objective import OBJECTIVES, objective_value
 from zbpp.schedule import Costs, PlanError, simulate
-
-OBJECTIVES = ("makespan", "span")
 
 
 def value_of(timetable, costs, objective):
-    timeline = simulate(timetable, costs)
-    return timeline.makespan if objective == "makespan" else timeline.max_span
+    return objective_value(simulate(timetable, costs), objective)
 
 
 def check_within(timetable, instance):

@@ -206,6 +206,6 @@ def test_on_one_rank_two_stages_are_a_v_and_a_loop():
         assert plan("interleaved_zb", 1, 2, placement=placement) == plan("interleaved_zb", 1, 2)
 
 
-def test_a_placement_of_no_known_shape():
+def test_a_placement_of_no_known_shape_is_other():
     assert placement_of(Timetable.parse("1F0 1BW0\n0F0 0BW0")) == "other"
     assert placement_of(plan("looped_bfs", 2, 2, stages_per_rank=3)) == "looped"

@@ -7,6 +7,7 @@ import pytest
 
 from zbpp.families import FAMILIES
 from zbpp.planning import plan
+from zbpp.planning.objective import OBJECTIVES, objective_value
 from zbpp.schedule import Costs, PlanError, simulate
 
 DATA = Path(__file__).parent.parent / "data"
@@ -49,11 +50,10 @@ def test_in_a_v_it_is_at_least_as_good_as_zb_v(f, b, w, comm, most):
     assert max(simulate(found, costs).peak_memory) <= 16.0
 
 
-@pytest.mark.parametrize("objective", ["makespan", "span"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_it_is_never_worse_than_a_family_with_the_same_placement(objective):
     def worth(timetable):
-        timeline = simulate(timetable, UNEVEN)
-        return timeline.makespan if objective == "makespan" else timeline.max_span
+        return objective_value(simulate(timetable, UNEVEN), objective)
 
     found = plan("zb_auto", 4, 10, costs=UNEVEN, memory_limit=4.0, objective=objective, time_limit=1.0)
     assert max(simulate(found, UNEVEN).peak_memory) <= 4.0

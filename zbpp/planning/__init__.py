@@ -1,12 +1,14 @@
 """Which plan to run: by name or by search, with bounds on how good a plan can be. Pure Python and numpy."""
 
+from zbpp.planning.answer import Answer
 from zbpp.planning.bounds import Bound, Certificate, certificate, lower_bound
-from zbpp.planning.choose import Answer, PlanningRequest, choose
+from zbpp.planning.choose import choose
 from zbpp.planning.compare import compare
 from zbpp.planning.costs_file import About, about_in_words, measured_layers, read_costs
 from zbpp.planning.memory_limit import read_memory_limit
 from zbpp.planning.plan import SCHEDULES, canonical_name, placement_of, plan, takes_costs
 from zbpp.planning.rank_costs import RankCosts
+from zbpp.planning.request import PlanningRequest
 
 __all__ = [
     "SCHEDULES",

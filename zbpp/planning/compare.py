@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from zbpp.planning.plan import canonical_name, plan
-from zbpp.planning.rank_costs import RankCosts
+from zbpp.planning.rank_costs import RankCosts, check_rank_costs
 from zbpp.schedule.simulate import Timeline, simulate
 from zbpp.schedule.timetable import PlanError
 
@@ -26,22 +26,25 @@ def compare(
     The names in the answer are those of `SCHEDULES`. Raises PlanError for an unknown name.
     """
 
+    costs = RankCosts() if costs is None else costs
+    check_rank_costs(costs)
+
     def outcome(name: str, num_stages: int) -> Timeline | PlanError:
         try:
-            own = (costs or RankCosts()).per_stage(num_stages, num_ranks)
+            own = costs.per_stage(num_stages, num_ranks)
             timetable = plan(name, num_ranks, num_microbatches, costs=own, **options)
             return simulate(timetable, own)
         except PlanError as error:
             return error
 
     shape = {key: options.get(key) for key in ("placement", "stages_per_rank")}
-    num_stages = {name: num_ranks * stages_per_rank(name, **shape) for name in map(canonical_name, names)}
-    return {name: outcome(name, number) for name, number in num_stages.items()}
+    per_rank = {name: _stages_per_rank(name, shape) for name in map(canonical_name, names)}
+    return {name: outcome(name, num_ranks * number) for name, number in per_rank.items()}
 
 
-def stages_per_rank(name: str, placement: str | None = None, stages_per_rank: int | None = None) -> int:
+def _stages_per_rank(name: str, shape: dict[str, Any]) -> int:
     """How many stages a schedule puts on each rank: its smallest timetable shows it."""
     try:
-        return plan(name, 1, 2, placement=placement, stages_per_rank=stages_per_rank).num_stages
-    except PlanError:  # it has another shape than the one asked for
+        return plan(name, 1, 2, **shape).num_stages
+    except PlanError:  # `outcome` meets the same error: the schedule has another shape than the one asked for
         return plan(name, 1, 2).num_stages

@@ -14,7 +14,7 @@ from zbpp.schedule.interchange import naming
 from zbpp.schedule.timetable import Op, PlanError, printable, shown
 
 About = dict[str, Any]
-"""What was measured, where and how: any keys."""
+"""What was measured, where and how. A file may hold any keys."""
 
 _UNITS = (ACTIVATIONS, BYTES)
 _LONGEST = 80  # characters of an entry of `about` that are shown
@@ -41,7 +41,7 @@ def read_costs(path: str | os.PathLike[str]) -> tuple[RankCosts, About]:
 
 
 def about_in_words(about: About) -> str:
-    """One line, empty without anything to say; what is a table itself stays in the file."""
+    """One line with the plain entries of `about` (no lists, no tables); empty if there are none."""
     plain = {key: str(value) for key, value in about.items() if not isinstance(value, dict | list)}
     words = "; ".join(f"{key.replace('_', ' ')} {value}"[:_LONGEST] for key, value in plain.items())
     return f"costs measured: {printable(words)}" if words else ""
@@ -50,8 +50,8 @@ def about_in_words(about: About) -> str:
 def measured_layers(costs: RankCosts, about: About, num_layers: int) -> tuple[list[float], float, float]:
     """(layers, first, last) as `zbpp.partition.partition` takes them, in ms of F, B and W together.
 
-    about["layers_per_stage"] says how many layers each measured stage had. Raises PlanError if it
-    doesn't, or for another number of layers.
+    about["layers_per_stage"]: how many layers each measured stage had. Raises PlanError if it is missing, or
+    adds up to another number of layers.
     """
     counts: Any = about.get("layers_per_stage")
     if not _are_counts(counts) or sum(counts) != num_layers:
@@ -59,7 +59,8 @@ def measured_layers(costs: RankCosts, about: About, num_layers: int) -> tuple[li
             f"these costs were measured with layers_per_stage={shown(counts)}, not with {num_layers} layers: "
             "give that model's number, or give --head instead of --costs"
         )
-    times = Costs(**costs.numbers).per_stage(len(counts)).duration
+    measured = Costs(**costs.numbers)  # lists, with one number per measured stage
+    times = measured.per_stage(len(counts)).duration
     stages = [sum(times[op][stage] for op in (Op.F, Op.B, Op.W)) for stage in range(len(counts))]
     try:
         return layers_of(stages, counts)

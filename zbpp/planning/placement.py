@@ -35,7 +35,7 @@ def place_stages(num_ranks: int, placement: str, stages_per_rank: int | None = N
     stages_per_rank None: 1 for "one", else 2.
     """
     if placement not in PLACEMENTS:
-        raise PlanError(f"placement={placement!r}: write one of {', '.join(PLACEMENTS)}")
+        raise PlanError(f"placement={placement!r}: write {' or '.join(PLACEMENTS)}")
     allowed = _STAGES_PER_RANK[placement]
     per_rank = allowed.default if stages_per_rank is None else stages_per_rank
     if not (isinstance(per_rank, int) and allowed.least <= per_rank <= allowed.most):

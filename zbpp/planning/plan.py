@@ -20,7 +20,7 @@ from zbpp.planning.memory_limit import MemoryLimit, check_fits, limits_per_rank
 from zbpp.planning.objective import MAKESPAN, OBJECTIVES
 from zbpp.planning.placement import PLACEMENTS, has_placement, place_stages, placement_name
 from zbpp.planning.search import zb_1p, zb_2p, zb_auto
-from zbpp.planning.size_limit import BYTES_PER_ACTION, BYTES_PER_SEARCHED_ACTION, check_size
+from zbpp.planning.size_limit import BYTES_PER_ACTION, BYTES_PER_SEARCHED_ACTION, check_size, is_count
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timetable import PlanError, Timetable, shown
@@ -33,7 +33,7 @@ SCHEDULES: dict[str, Callable[..., Timetable]] = {
     "optimal": optimal,
 }
 
-# Names in torch.distributed.pipelining that are not ours in another spelling.
+# Names in torch.distributed.pipelining that differ from ours in more than their spelling.
 _NAMES_IN_TORCH = {"ZBVZeroBubble": "zb_v", "InterleavedZeroBubble": "interleaved_zb"}
 
 
@@ -59,10 +59,10 @@ def plan(
 
     For zb_auto and optimal, which search:
     objective: "makespan", or "span", the largest span of a rank. search: see zb_auto.
-    time_limit: in s; the first look at the families is not cut short. seed: the same one gives the
+    time_limit: in s; the first look at the families is not cut short. seed: the same seed gives the
     same timetable, unless the time ran out.
     progress(share of the time spent, best objective so far, lower bound; ms) is called about ten times a
-    second, and at the end with a share of 1. What it raises ends the search.
+    second, and at the end with a share of 1. An exception in it ends the search.
 
     Raises PlanError for an unknown name, an argument out of range (infinity and NaN among them), more
     actions than 8 GiB can plan, lists of another length than there are stages or ranks, a value that
@@ -130,10 +130,6 @@ def placement_of(timetable: Timetable) -> str:
     return placement_name(timetable.rank_of)
 
 
-def _is_whole(value: object, least: float = 1) -> bool:
-    return not isinstance(value, bool) and isinstance(value, int) and value >= least
-
-
 def _is_real(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
@@ -157,13 +153,13 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "placement": (lambda value: value in (None, *PLACEMENTS), f"write {' or '.join(PLACEMENTS)}"),
     "stages_per_rank": (
-        lambda value: value is None or _is_whole(value),
+        lambda value: value is None or is_count(value),
         "write a whole number, 1 or more",
     ),
     "objective": (lambda value: value in OBJECTIVES, f"write {' or '.join(OBJECTIVES)}"),
     "search": (lambda value: isinstance(value, bool), "write True or False"),
     "time_limit": (_is_real, "write seconds, 0 or more"),
-    "seed": (lambda value: _is_whole(value, least=-math.inf), "write a whole number"),
+    "seed": (lambda value: isinstance(value, int) and not isinstance(value, bool), "write a whole number"),
     "progress": (lambda value: value is None or callable(value), "write a function, or None"),
 }
 

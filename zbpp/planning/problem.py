@@ -23,6 +23,7 @@ from zbpp.planning.memory_limit import (
     fits,
     limits_per_rank,
 )
+from zbpp.planning.messages import Messages, messages_between
 from zbpp.planning.objective import MAKESPAN, SPAN, check_objective, objective_value
 from zbpp.planning.placement import place_stages, placement_name
 from zbpp.planning.size_limit import BYTES_PER_SEARCHED_ACTION, check_count, check_size
@@ -129,14 +130,9 @@ class Problem:
         return 0.0 if self.rank_of[source] == self.rank_of[target] else self.stage_costs.comm[source]
 
     @cached_property
-    def latency(self) -> list[float]:
-        """Per stage s, the time of a message from stage s to s + 1."""
-        return [self.message(stage, stage + 1) for stage in range(self.num_stages - 1)]
-
-    @cached_property
-    def backward_latency(self) -> list[float]:
-        """Per stage s, the time of a message from stage s + 1 back to s."""
-        return [self.message(stage + 1, stage) for stage in range(self.num_stages - 1)]
+    def messages(self) -> Messages:
+        """The messages that actions wait for, by kind; from the data-flow table."""
+        return messages_between(self.num_stages, self.message)
 
     @cached_property
     def whole_pays(self) -> list[bool]:
@@ -211,9 +207,6 @@ class Problem:
 
     # -- plans --------------------------------------------------------------------------------
 
-    def id_of(self, stage: int, op: int, microbatch: int) -> int:
-        return kind_of(stage, op) * self.num_microbatches + microbatch
-
     def plan_of(self, timetable: Timetable) -> Plan:
         """A timetable as ids."""
         return [self._ids_of(row) for row in timetable.rows]
@@ -243,10 +236,8 @@ class Problem:
 
 def one_by_one(problem: Problem) -> Plan:
     """Microbatch after microbatch with whole backwards: slow, but no plan needs less memory."""
-    order = [kind for kind in dependency_order(problem.num_stages) if op_of(kind) in (Op.F, Op.BW)]
-    plan: Plan = [[] for _ in range(problem.num_ranks)]
-    for microbatch in range(problem.num_microbatches):
-        for kind in order:
-            rank = problem.rank_of[stage_of(kind)]
-            plan[rank].append(problem.id_of(stage_of(kind), op_of(kind), microbatch))
-    return plan
+    rows: list[list[int]] = [[] for _ in range(problem.num_ranks)]
+    for kind in dependency_order(problem.num_stages):
+        if op_of(kind) in (Op.F, Op.BW):
+            rows[problem.rank_of[stage_of(kind)]].append(kind)
+    return problem.numbered(row * problem.num_microbatches for row in rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zbpp.schedule.costs import ACTIVATIONS, BYTES, CostNumbers, Costs, CostsInBytes, PerStage
-from zbpp.schedule.timetable import PlanError
+from zbpp.schedule.timetable import PlanError, shown
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,14 @@ class RankCosts(CostNumbers):
             for name, value in self.numbers.items()
         }
         return (CostsInBytes if self.memory_unit == BYTES else Costs)(**fitted)
+
+
+def check_rank_costs(costs: object) -> None:
+    """Raises PlanError for anything else than `RankCosts`: `Costs` are per stage, of one placement only."""
+    if not isinstance(costs, RankCosts):
+        raise PlanError(
+            f"costs={shown(costs)}: write RankCosts(f=..., b=..., w=...), for one rank's share of the model"
+        )
 
 
 def _fitted(value: PerStage, num_stages: int, num_ranks: int, is_message: bool) -> PerStage:

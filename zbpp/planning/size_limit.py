@@ -11,9 +11,14 @@ _MOST_BYTES = 8 * 2**30
 _LEAST_PER_STAGE = 2  # actions of a microbatch: F and BW
 
 
+def is_count(value: object) -> bool:
+    """Whether it is a whole number, 1 or more."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def check_count(name: str, count: object) -> None:
     """Raises PlanError unless `count` is a whole number, 1 or more."""
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+    if not is_count(count):
         raise PlanError(f"{name}={count!r}: write a whole number, 1 or more")
 
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from textwrap import fill
 from typing import NamedTuple
 
-from zbpp.planning.choose import SWEEP_PLACEMENTS, Answer, Choice, num_messages
+from zbpp.planning.answer import Answer, Choice, num_messages
 from zbpp.planning.memory_limit import memory_text
+from zbpp.planning.request import SWEEP_PLACEMENTS
 from zbpp.render.statements import SHAPES, limit_text, statements
 from zbpp.render.style import peak_text
 from zbpp.render.table import aligned, decimals_of, digits, percent

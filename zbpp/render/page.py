@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from zbpp.planning.memory_limit import MemoryLimit, limits_per_rank
 from zbpp.render.style import (
     COLOURS,
     MEANING,
@@ -34,7 +35,7 @@ from zbpp.schedule.costs import BYTES, Costs
 from zbpp.schedule.dataflow import VALUE_NAMES
 from zbpp.schedule.dataflow_arrays import Values, kinds_of
 from zbpp.schedule.simulate import Floats, Timeline
-from zbpp.schedule.timetable import Op, PlanError, Timetable
+from zbpp.schedule.timetable import Op, Timetable
 
 _SCRIPTS = ("timeline.js", "drawing.js", "page.js")  # a script uses those before it
 _DIGITS = 9  # of the makespan; further digits are rounding errors of sums
@@ -50,7 +51,7 @@ def render_page(
     table: Sequence[Sequence[str]] | None = None,
     more: str = "",
     costs: Costs | Mapping[str, Costs] | None = None,
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: MemoryLimit = None,
 ) -> str:
     """An HTML page with a panel per timeline, one above the other over one time axis in ms from 0.
 
@@ -98,9 +99,7 @@ def _hash(script: str) -> str:
 # ---------------------------------------------------------------- data that the scripts draw
 
 
-def _data(
-    timeline: Timeline, costs: Costs | None, memory_limit: float | Sequence[float] | None
-) -> dict[str, Any]:
+def _data(timeline: Timeline, costs: Costs | None, memory_limit: MemoryLimit) -> dict[str, Any]:
     """One timeline for the scripts. The lists marked "by kind" have one entry per stage and op."""
     timetable = timeline.timetable
     values = Values(timetable.num_stages, timetable.num_microbatches)
@@ -145,12 +144,10 @@ def _costs(costs: Costs | None, num_stages: int) -> dict[str, list[float] | None
     return {"comm": own.comm, "changes": [own.memory[op][stage] for stage in range(num_stages) for op in Op]}
 
 
-def _limits(memory_limit: float | Sequence[float] | None, num_ranks: int) -> list[float | None]:
+def _limits(memory_limit: MemoryLimit, num_ranks: int) -> list[float | None]:
     """The limit of each rank, None without a limit."""
-    limits = memory_limit if isinstance(memory_limit, Sequence) else [memory_limit] * num_ranks
-    if len(limits) != num_ranks:
-        raise PlanError(f"memory_limit has {len(limits)} numbers for {num_ranks} ranks")
-    return [float(limit) if limit is not None and math.isfinite(limit) else None for limit in limits]
+    limits = limits_per_rank(memory_limit, num_ranks)
+    return [limit if math.isfinite(limit) else None for limit in limits]
 
 
 def _fills(timetable: Timetable) -> list[str]:

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zbpp.families import FAMILIES
-from zbpp.planning.choose import SWEEP_PLACEMENTS, Answer, Choice
+from zbpp.planning.answer import Answer, Choice
 from zbpp.planning.memory_limit import MemoryLimit, memory_text
 from zbpp.planning.placement import PLACEMENTS
+from zbpp.planning.request import SWEEP_PLACEMENTS
 from zbpp.planning.tolerance import EQUAL
 from zbpp.render.table import digits
 

@@ -1,4 +1,7 @@
-"""What actions, messages and held tensors cost, per stage."""
+"""What actions, messages and held tensors cost, per stage.
+
+Costs for one rank's share of a model are another type: `zbpp.planning.RankCosts`.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ from zbpp.schedule.timetable import Op, PlanError, shown
 
 PerStage = float | Sequence[float]
 
-_LARGEST = 1e100  # sums of so many must be finite, too
+_LARGEST = 1e100  # of a cost, so that sums are finite, too
 ACTIVATIONS, BYTES = "activations", "bytes"
 
 
 class StageCosts(NamedTuple):
-    """Costs resolved for a number of stages: each entry a list with one number per stage."""
+    """`Costs` resolved for a number of stages: lists with one number per stage."""
 
     duration: dict[Op, list[float]]  # ms
     comm: list[float]  # ms, of a message that leaves the stage
@@ -25,10 +28,7 @@ class StageCosts(NamedTuple):
 
 @dataclass(frozen=True)
 class CostNumbers:
-    """The seven costs, each a number or a list of numbers. Subclasses say what a number is for.
-
-    Raises PlanError for a value that is no number, and for a number that is negative or not finite.
-    """
+    """The seven costs, each a number or a list of numbers. Subclasses say what a number is for."""
 
     f: PerStage = 1.0
     b: PerStage = 1.0
@@ -56,13 +56,13 @@ COST_NAMES = tuple(field.name for field in fields(CostNumbers))
 
 
 class Costs(CostNumbers):
-    """What one stage costs: durations in ms, memory in any unit; each a number, or one number per stage.
+    """Costs of a stage: durations in ms, memory in any unit; each a number, or a list with one per stage.
 
     f, b, w: durations of F, B, W; bw: of BW, None for b + w.
     comm: time of a message that leaves the stage; it occupies no rank.
     saved: held from F until B or BW; deferred: held from B until W.
-    memory_unit: what the unit is taken for: activations here, bytes in `CostsInBytes`.
-    Raises PlanError for what is no number, and for one that is negative or not finite.
+    memory_unit: the unit that memory is printed in: activations here, bytes in `CostsInBytes`.
+    Raises PlanError for a value that is no number, and for a number that is negative or not finite.
     """
 
     memory_unit: ClassVar[str] = ACTIVATIONS

@@ -71,7 +71,10 @@ def _heads(relaxation: Relaxation, idles: Sequence[Idle], objective: str) -> lis
 
 
 def _neighbours(relaxation: Relaxation, order: list[int], index: int) -> list[int]:
-    """The nearest ranks that start later and get their first g earlier; delays of others pass these."""
+    """The nearest ranks that start later and get their first g earlier, as places in `order`.
+
+    The delay of a rank further away has reached one of these.
+    """
     found, bar = [], math.inf
     for above in range(index - 1, -1, -1):
         lowest = relaxation.lowest(order[above])

@@ -38,9 +38,10 @@ Counts = npt.NDArray[np.int64]
 
 
 class Idle:
-    """The idle times of one rank, given the time X that must follow its last B."""
+    """The least idle times of one rank."""
 
     def __init__(self, relaxation: Relaxation, rank: int, follows: float) -> None:
+        """follows: the time X (ms) that must pass after the rank's last B."""
         problem = relaxation.problem
         self.rank, self.follows = rank, follows
         self.number, self.limit = problem.num_microbatches, problem.ceilings[rank]
@@ -60,7 +61,7 @@ class Idle:
 
     @cached_property
     def least(self) -> float:
-        """Idle time of the rank up to its last B, plus what it loses after it."""
+        """Idle time of the rank up to its last B, plus what it loses after that B."""
         if self.number == 1:  # the last F comes before the first B
             return self.all_forwards_first
         mixed = self.head + self.rest
@@ -68,45 +69,45 @@ class Idle:
 
     @cached_property
     def head(self) -> float:
-        """Idle time before the first B, at least one F being left for later."""
+        """Idle time before the first B, if an F comes after that B."""
         return max(0.0, self.until_first_b - self.forwards_before_b)
 
     @cached_property
     def rest(self) -> float:
-        """Idle time in the tail plus what is lost after it, if the first B precedes the last F."""
+        """Idle time in the tail plus what is lost after it, if an F comes after the first B."""
         if not self.alike:
             return max(0.0, self.after_last_f - self._most_backward_work() + self.follows)
         waiting = np.arange(1, max(2, self.most_forwards + 1))
         return self._rest_alike(waiting)
 
     def _most_forwards(self) -> int:
-        """How many F's fit before the first B, one being left for later (stages alike)."""
+        """How many F's memory holds before the first B, if an F comes after that B (stages alike)."""
         saved = self.stages[0].saved
         fit = math.floor(self.limit / saved) if saved * self.count > self.limit else self.count
         return min(fit, self.count - 1)
 
     @cached_property
     def forwards_before_b(self) -> float:
-        """The most time that F's can take before the first B, one being left for later.
+        """The most time that F's can take before the first B, if an F comes after that B.
 
-        Stages that differ: microbatch 0 has run on all of them. Of the others as if F's could
-        be cut; a stage has run no more than the stages of the rank below it.
+        Where stages differ, microbatch 0 has run on all of them. The other F's count as if they could be cut,
+        and a stage has run no more F's than the rank's stages below it.
         """
         if self.alike:
             return self.most_forwards * self.stages[0].f
-        certain, room = sum(stage.f for stage in self.stages), self._room_for_others()
+        certain, memory_left = sum(stage.f for stage in self.stages), self._beside_the_first()
         blocks = [(memory, work, self.number - 1) for memory, work in self._forward_blocks()]
-        return min(certain + _best_fill(blocks, room), self.forward_work - self.stages[-1].f)
+        return min(certain + _best_fill(blocks, memory_left), self.forward_work - self.stages[-1].f)
 
-    def _room_for_others(self) -> float:
-        """Memory beside microbatch 0; where all stages hold the same, whole units of it."""
+    def _beside_the_first(self) -> float:
+        """Memory beside microbatch 0. Where all stages hold the same amount, a multiple of this amount."""
         held = [stage.saved for stage in self.stages]
         unit = held[0] if min(held) == max(held) > 0 and not math.isinf(self.limit) else 0.0
         limit = math.floor(self.limit / unit) * unit if unit else self.limit
         return max(0.0, limit - sum(held))
 
     def _forward_blocks(self) -> list[tuple[float, float]]:
-        """(memory, work) of F's on stages in a row, joined while a later one gives more per memory."""
+        """(memory, work) of F's on consecutive stages, joined while a later one has more work per memory."""
         blocks: list[tuple[float, float]] = []
         for stage in self.stages:
             memory, work = stage.saved, stage.f
@@ -117,7 +118,7 @@ class Idle:
         return blocks
 
     def _rest_alike(self, waiting: Counts) -> float:
-        """The least over y of tail(y) + max(0, X - y w), over all that can wait for B and for W."""
+        """The least of tail(y) + max(0, X - y w) over y and over all that can wait for B and for W."""
         stage = self.stages[0]
         deferred = self._fit_deferred(waiting)
         backwards = waiting + deferred  # W's that are left
@@ -133,28 +134,29 @@ class Idle:
         return float((tail + np.maximum(0.0, self.follows - after * stage.w)).min())
 
     def _fit_deferred(self, waiting: Counts) -> Counts:
+        """For each number of microbatches that wait for B, how many more can wait for W."""
         stage = self.stages[0]
-        room = self.count - waiting
+        others = self.count - waiting
         if stage.deferred * self.count <= 0 or math.isinf(self.limit):
-            return room
+            return others
         fit = np.floor(np.maximum(0.0, self.limit - waiting * stage.saved) / stage.deferred)
-        fitted: Counts = np.minimum(room, fit).astype(np.int64)
+        fitted: Counts = np.minimum(others, fit).astype(np.int64)
         return fitted
 
     def _most_backward_work(self) -> float:
-        """The most time of B's and W's that memory can hold at the last F, stages that differ.
+        """The most time of the B's and W's that memory can hold at the last F, where stages differ.
 
-        One microbatch per stage certainly waits for its B. Of the others each may wait for
-        W (memory `deferred`, work w) or for B (`saved`, b + w); as if they could be cut.
+        One microbatch per stage certainly waits for its B. Each of the others may wait for W (memory
+        `deferred`, work w) or for B (`saved`, b + w), and counts as if it could be cut.
         """
         certain = sum(stage.b + stage.w for stage in self.stages)
-        room = max(0.0, self.limit - sum(stage.saved for stage in self.stages))
+        memory_left = max(0.0, self.limit - sum(stage.saved for stage in self.stages))
         pieces = [piece for stage in self.stages for piece in _steps(stage, self.number - 1)]
-        return certain + _best_fill(pieces, room)
+        return certain + _best_fill(pieces, memory_left)
 
     @cached_property
     def all_forwards_first(self) -> float:
-        """As head + rest, if all F's come before the first B: head and tail overlap."""
+        """Instead of head + rest, if all F's come before the first B: then head and tail overlap."""
         before = self.until_first_b - self.forward_work
         backward = self.number * sum(stage.b + stage.w for stage in self.stages)
         weights = self.number * sum(stage.w for stage in self.stages)
@@ -164,19 +166,19 @@ class Idle:
 
 def _steps(stage: StageTerms, number: int) -> list[tuple[float, float, int]]:
     """(memory, work, how many) of the best ways to fill memory: the concave hull of the choices."""
-    dearer = stage.saved - stage.deferred
-    if stage.w * dearer > stage.b * stage.deferred:
-        return [(stage.deferred, stage.w, number), (dearer, stage.b, number)]
+    more_for_b = stage.saved - stage.deferred
+    if stage.w * more_for_b > stage.b * stage.deferred:
+        return [(stage.deferred, stage.w, number), (more_for_b, stage.b, number)]
     return [(stage.saved, stage.b + stage.w, number)]
 
 
-def _best_fill(pieces: list[tuple[float, float, int]], room: float) -> float:
-    """The most work in the room, pieces of (memory, work, how many) cut as one likes."""
+def _best_fill(pieces: list[tuple[float, float, int]], memory_left: float) -> float:
+    """The most work that fits: a fractional knapsack of pieces (memory, work, how many)."""
     total = 0.0
     for memory, work, number in sorted(
         pieces, key=lambda piece: piece[1] / (piece[0] or 1e-300), reverse=True
     ):
-        taken = min(float(number), room / memory) if memory > 0 else float(number)
+        taken = min(float(number), memory_left / memory) if memory > 0 else float(number)
         total += taken * work
-        room -= taken * memory if memory > 0 else 0.0
+        memory_left -= taken * memory if memory > 0 else 0.0
     return total

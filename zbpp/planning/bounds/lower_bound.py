@@ -26,10 +26,16 @@ class Bound:
     value: float
     argument: str
 
+    def gap(self, value: float) -> float:
+        """How far a plan's time (ms) is above the bound, relative."""
+        if self.value > 0:
+            return value / self.value - 1
+        return math.inf if value > 0 else 0.0
+
 
 @dataclass(frozen=True)
 class Certificate:
-    """What a plan takes (ms), what no plan can undercut (ms), and gap = value / bound - 1."""
+    """The time of a plan (ms), the time that no plan can undercut (ms), and gap = value / bound - 1."""
 
     value: float
     bound: float
@@ -82,15 +88,15 @@ def _of_rank(relaxation: Relaxation, idle: Idle) -> list[Bound]:
 def after_last_b(relaxation: Relaxation, objective: str) -> list[float]:
     """Per rank, the time X (ms) that must pass from the end of its last B to the end of the clock.
 
-    Its last B is that of the last microbatch on its lowest stage s. That microbatch's B's follow on
+    Rank r's last B is that of the last microbatch on r's lowest stage s. That microbatch's B's follow on
     s-1, ..., 0. Each stage j <= s ends with a W, so for the makespan
 
         X = max over j <= s of (from the end of B(s) to the end of W(j))
 
-    The span of the rank i that owns j counts from i's own first F, which starts before that of rank r:
-    rank i's first F is on stage `lowest(i)` <= j, and the time between the two counts for X, too.
-    (If j = s, X is r's own last W.) So the bound on r's work and idle time plus X bounds the span of
-    some rank, whichever j attains the maximum.
+    For the span, stage j belongs to some rank i, whose span counts from its own first F. That F starts before
+    r's first F, and the time between the two counts for X, too. (If j = s, i is r itself, and X is the time
+    of its last W.) So the bound on r's work and idle time plus X bounds the span of some rank, whichever j
+    attains the maximum.
     """
     problem = relaxation.problem
     latest, follows = -math.inf, [0.0] * problem.num_ranks
@@ -121,5 +127,5 @@ def certificate(
         raise PlanError("the timetable has no backward: bounds are for training steps")
     check_fits("the timetable", timeline.peak_memory, problem.limits, costs.memory_unit)
     value = objective_value(timeline, objective)
-    gap = value / bound.value - 1 if bound.value > 0 else (math.inf if value > 0 else 0.0)
+    gap = bound.gap(value)
     return Certificate(value, bound.value, bound.argument, gap, proved_optimal=gap <= EQUAL)

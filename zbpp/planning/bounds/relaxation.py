@@ -1,4 +1,4 @@
-"""The relaxation of a problem that the bounds are about: no action is longer, nothing is held longer.
+"""The relaxation of a problem, which the bounds are about: no action is longer, nothing is held longer.
 
 A bound must hold for plans that split every backward, none, or some. One relaxation covers them all: each
 backward is a B of `min(b, bw)` and a W of the rest of `min(b + w, bw)`. Any plan becomes a plan of the
@@ -10,8 +10,8 @@ F's and B's of one microbatch follow each other through all stages, with a messa
 
     F(0) -> F(1) -> ... -> F(S-1) -> B(S-1) -> ... -> B(1) -> B(0)
 
-This chain comes from the data-flow table, see `earliest_starts`. Since it is one chain, at least the
-difference of their earliest starts lies between any two of its actions.
+This chain comes from the data-flow table, see `earliest_starts`. Since it is one chain, two of its actions
+start at least as far apart as their earliest starts are.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Relaxation:
     """A problem with relaxed costs; per stage, when F, B and W of a lone microbatch start or end."""
 
     def __init__(self, problem: Problem, splits: bool = True) -> None:
-        """splits=False: of plans whose backwards are all whole."""
+        """splits=False: only plans whose backwards are all whole count."""
         self.problem = problem
         self.stages = [_terms(problem, stage, splits) for stage in range(problem.num_stages)]
         duration = [time for stage in self.stages for time in (stage.f, stage.b, stage.w, stage.b + stage.w)]

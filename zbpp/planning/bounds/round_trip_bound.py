@@ -47,30 +47,35 @@ def round_trips(relaxation: Relaxation, rank: int) -> float:
     by_count = _little(stages, number, math.floor(limit / least), sum(trips))
     if len(stages) == 1 and problem.num_ranks * number <= _MOST_STEPS:
         return max(by_count, _relay(stages[0], number, limit, trips[0]))
-    weighed = sum(stage.saved * trip for stage, trip in zip(stages, trips, strict=True))
-    return max(by_count, number * weighed / limit)
+    return max(by_count, _by_memory(stages, number, limit, trips))
 
 
-def _little(stages: list[StageTerms], number: int, most: int, held: float) -> float:
+def _by_memory(stages: list[StageTerms], number: int, limit: float, trips: list[float]) -> float:
+    return number * sum(stage.saved * trip for stage, trip in zip(stages, trips, strict=True)) / limit
+
+
+def _little(stages: list[StageTerms], number: int, most: int, trips: float) -> float:
+    """Little's law. most: how many are held at most; trips: the sum of round trips over the stages."""
     ramps = most * (most - 1) / 2 * (min(stage.f for stage in stages) + min(stage.b for stage in stages))
-    return (number * held + ramps) / most
+    return (number * trips + ramps) / most
 
 
-def _relay(stage: StageTerms, number: int, limit: float, held: float) -> float:
+def _relay(stage: StageTerms, number: int, limit: float, trip: float) -> float:
+    """The end of the last B, F by F. trip: the stage's round trip."""
     ways = _ways(stage, limit)
     b_ends: list[float] = []
     w_ends: list[float] = []
     start = -stage.f
     for j in range(number):
-        room = (_room(stage, j, j - most, waiting, b_ends, w_ends) for most, waiting in ways)
-        start = max(start + stage.f, min(room))
-        b_ends.append(max(start + held, b_ends[-1] + stage.b if j else 0.0))
+        ready = (_ready(stage, j, j - most, waiting, b_ends, w_ends) for most, waiting in ways)
+        start = max(start + stage.f, min(ready))
+        b_ends.append(max(start + trip, b_ends[-1] + stage.b if j else 0.0))
         w_ends.append(max(b_ends[-1], w_ends[-1] if j else 0.0) + stage.w)
     return b_ends[-1]
 
 
 def _ways(stage: StageTerms, limit: float) -> list[tuple[int, int | None]]:
-    """(how many may be held, F's included; how many W's may wait then, None: any) per way."""
+    """The ways to make room: (how many may be held, F's included; how many W's may wait then, None: any)."""
     most = math.floor(limit / stage.saved)
     ways: list[tuple[int, int | None]] = []
     for i in range(min(_WAYS, most)):
@@ -79,10 +84,10 @@ def _ways(stage: StageTerms, limit: float) -> list[tuple[int, int | None]]:
     return ways if most <= _WAYS else [*ways[:-1], (ways[-1][0], None)]
 
 
-def _room(
+def _ready(
     stage: StageTerms, j: int, b: int, waiting: int | None, b_ends: list[float], w_ends: list[float]
 ) -> float:
-    """When F(j) can start, in the way that asks for B(b) and W(b - waiting)."""
+    """When F(j) can start, in the way that waits for B(b) and W(b - waiting)."""
     w = -1 if waiting is None else b - waiting
     moment = j * stage.f + max(0, b + 1) * stage.b + max(0, w + 1) * stage.w
     if b >= 0:

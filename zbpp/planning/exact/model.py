@@ -109,9 +109,9 @@ class Model:
         self.model.add(b >= self.end[before]).only_enforce_if(whole)
 
     def _dependencies(self) -> None:
-        """An action starts when all that it consumes has arrived; a rank's first action starts just then.
+        """An action starts when all its values have arrived or later; a rank's first action starts just then.
 
-        BW consumes what B does, and B's start stands for both.
+        B's start stands for BW's, too: BW consumes the same values.
         """
         for kind, needed in enumerate(producers(self.problem.num_stages)):
             stage, op = stage_of(kind), Op(op_of(kind))
@@ -125,7 +125,7 @@ class Model:
                     self.model.add_max_equality(self.start[op, stage, k], [0, *arrivals])
 
     def _arrival(self, producer: int, stage: int, k: int) -> Any:
-        """When a value that one of this kind makes is there. Of B or BW, B's end is that of both."""
+        """When a value from this producer is there. Where B or BW makes it, the producer is B."""
         source = stage_of(producer)
         latency = self.grid(self.problem.message(source, stage))
         return self._end_of(Op(op_of(producer)), source, k) + latency
@@ -137,7 +137,7 @@ class Model:
         return self.end[stage, k] if op == Op.W else self.b_end[stage, k]
 
     def _opens(self, stage: int) -> bool:
-        """A rank's first action can't wait by choice: a timetable says nothing that comes before it."""
+        """Whether a stage's first F is the first action of its rank, which no timetable can delay."""
         return stage == self.problem.stages_of[self.problem.rank_of[stage]][0]
 
     def _one_at_a_time(self, rank: int) -> None:
@@ -178,11 +178,12 @@ class Model:
         for stage, rank in enumerate(self.problem.rank_of):
             opening = self.start[Op.F, self.problem.stages_of[rank][0], 0]
             first = opening if self.problem.objective == SPAN else 0
-            self.model.add(value >= self.end[stage, last] - first)
+            for end in (self.b_end[stage, last], self.end[stage, last]):
+                self.model.add(value >= end - first)
         return value
 
     def hint(self, timeline: Timeline) -> None:
-        """Begin at a timeline; a BW of a stage without the choice is a B and its W at once."""
+        """Let the solver begin at a timeline. Where BW can't pay, a BW becomes B and, at once, its W."""
         for row, starts in zip(timeline.timetable.rows, timeline.starts, strict=True):
             for (stage, op, k), moment in zip(row, starts.tolist(), strict=True):
                 at = self.grid(moment)
@@ -197,7 +198,7 @@ class Model:
     def solve(
         self, time_limit: float, seed: int, enough: float, progress: Progress | None
     ) -> tuple[list[Timetable], float]:
-        """The best timetable found, if any, and a lower bound in ms; stops at a value of `enough`."""
+        """The best timetable found, if any, and a lower bound (ms). A value of `enough` ends the search."""
         solver = self.cp.CpSolver()
         solver.parameters.max_time_in_seconds = time_limit
         solver.parameters.random_seed = seed

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from zbpp.planning.bounds import bound_of
 from zbpp.planning.exact.model import Model, Progress, import_solver
 from zbpp.planning.memory_limit import MemoryLimit, check_fits
+from zbpp.planning.objective import MAKESPAN
 from zbpp.planning.problem import Problem, one_by_one
-from zbpp.planning.search import zb_auto
+from zbpp.planning.search.deadline import Deadline
+from zbpp.planning.search.local_search import LocalSearch
 from zbpp.planning.tolerance import EQUAL
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.simulate import Timeline, simulate
@@ -24,7 +25,7 @@ _SHARE_OF_SEARCH = 0.3  # of the time, for a plan to begin with
 
 @dataclass(frozen=True)
 class Exact:
-    """A timetable, what it takes (ms), and what none can undercut (ms); proved: the two agree."""
+    """A timetable, its time (ms), and the time that no timetable can undercut (ms); proved: they agree."""
 
     timetable: Timetable
     value: float
@@ -40,7 +41,7 @@ def optimal(
     memory_limit: MemoryLimit = None,
     placement: str | None = None,
     stages_per_rank: int | None = None,
-    objective: str = "makespan",
+    objective: str = MAKESPAN,
     time_limit: float = 10.0,
     seed: int = 0,
     progress: Progress | None = None,
@@ -49,28 +50,24 @@ def optimal(
 
     placement: "one" (None), "looped" or "v"; stages_per_rank: None for one, else two.
     memory_limit: in the unit of costs.saved, per rank or one per rank.
-    Begins with what `zb_auto` finds in part of the time, and is done at once where that attains
+    It begins with the plan that the search finds in part of the time, and returns this plan if it attains
     the lower bound. `certificate` or `solve` say whether the result is proved; errors as in `solve`.
     """
     began = time.monotonic()
     import_solver()
-    options: dict[str, Any] = {
-        "costs": costs,
-        "memory_limit": memory_limit,
-        "placement": placement,
-        "stages_per_rank": stages_per_rank,
-        "objective": objective,
-    }
-    problem = Problem.placed(num_ranks, num_microbatches, **options)
-    _check_solvable(problem)
-    start = zb_auto(
+    problem = Problem.placed(
         num_ranks,
         num_microbatches,
-        **options,
-        time_limit=_SHARE_OF_SEARCH * time_limit,
-        seed=seed,
-        progress=progress and _part(progress, 0.0, _SHARE_OF_SEARCH),
+        costs=costs,
+        memory_limit=memory_limit,
+        placement=placement,
+        stages_per_rank=stages_per_rank,
+        objective=objective,
     )
+    _check_solvable(problem)
+    searching = progress and _part(progress, 0.0, _SHARE_OF_SEARCH)
+    search = LocalSearch(problem, Deadline(_SHARE_OF_SEARCH * time_limit), seed, searching)
+    start = problem.timetable_of(search.run())
     left = max(0.0, time_limit - (time.monotonic() - began))
     rest = progress and _part(progress, _SHARE_OF_SEARCH, 1.0)
     return _solved(problem, left, seed, start, bound_of(problem).value, rest).timetable
@@ -82,7 +79,7 @@ def solve(
     *,
     costs: Costs = Costs(),
     memory_limit: MemoryLimit = None,
-    objective: str = "makespan",
+    objective: str = MAKESPAN,
     time_limit: float = 10.0,
     seed: int = 0,
     start: Timetable | None = None,
@@ -91,9 +88,9 @@ def solve(
 ) -> Exact:
     """The best timetable for a placement, rank_of[stage], with its proof status.
 
-    start: a timetable to begin with (of this placement, within the limit); the result is never
-    worse. known_bound: a lower bound in ms that the caller vouches for: who attains it is done.
-    progress(share of the time that is spent, best value, bound) is called at each better one.
+    start: a timetable to begin with (of this placement, within the limit); the result is never worse.
+    known_bound: a lower bound (ms) that the caller vouches for; a plan that attains it ends the search.
+    progress(share of the time that is spent, best value, bound) is called for each better timetable.
     Raises PlanError without OR-tools, above 4 ranks or 400 actions, for a limit that can't
     hold one microbatch, for actions that take no time, and for a start that doesn't fit.
     """

@@ -1,62 +1,71 @@
-"""Random moves along the critical path, the longer plan accepted now and then."""
+"""Simulated annealing: random moves along the critical path, the longer plan accepted now and then."""
 
 from __future__ import annotations
 
 import random
 
 from zbpp.planning.search.deadline import Deadline
-from zbpp.planning.search.fuse_backward import foldable, toggle
-from zbpp.planning.search.incremental_timing import Board
+from zbpp.planning.search.fuse_backward import fuse_or_split, fusible
+from zbpp.planning.search.incremental_timing import IncrementalTiming
 
-_REACH = 24  # places; further moves are hardly ever kept
-_CRITICAL = 0.9  # of the moves start on a longest path: no other can shorten it
-_TOGGLES = 0.05  # of the moves split a BW or join a B and its W, where that can pay,
-_TOGGLED = 20  # but fewer on large boards: each costs a pass over the plan
+_LONGEST_MOVE = 24  # places; longer moves are hardly ever kept
+_CRITICAL = 0.9  # share of the moves that start on a longest path: no other move can shorten it
+_FUSIONS = 0.05  # share of the moves that fuse or split a backward, where that can pay;
+_FUSED_ACTIONS = 20  # at most this / number of actions, since each of these moves takes a pass over the plan
+_REFRESH_INTERVAL = 20  # kept moves after which `order` is sorted again
 
 
 def anneal(
-    board: Board, rng: random.Random, moves: int, warmth: float, deadline: Deadline, goal: float
+    timing: IncrementalTiming,
+    rng: random.Random,
+    num_moves: int,
+    temperature: float,
+    deadline: Deadline,
+    goal: float,
 ) -> None:
-    """Try so many moves; the board is left at the best plan met.
+    """Try `num_moves` moves; `timing` is left at the best plan met. Stops at `goal`.
 
-    The limit of a move is drawn before it is timed, so that the timing can stop early: `warmth` (ms,
-    falling to 0 over the moves) times an exponential variable above the present objective. Moves
-    that change nothing are kept too: from plans of equal length, different ones can be shortened.
-    Stops at `goal`.
+    A move is accepted up to a limit: the present objective plus an exponential variable times the
+    temperature (ms), which falls to 0 over the moves. The limit is drawn before the move is timed, so
+    that timing can stop early. Moves that change nothing are kept, too: of two plans of equal length,
+    one may be possible to shorten and the other not.
     """
-    tolerance = board.problem.tolerance
-    best, best_rows = board.value, [list(row) for row in board.rows]
-    folds = foldable(board)
-    toggles = min(_TOGGLES, _TOGGLED / len(board.order)) if folds else 0.0
-    kept = 0
-    for step in range(moves):
+    tolerance = timing.problem.tolerance
+    best, best_rows = timing.value, [list(row) for row in timing.rows]
+    forwards = fusible(timing)
+    share_of_fusions = min(_FUSIONS, _FUSED_ACTIONS / len(timing.order)) if forwards else 0.0
+    num_kept = 0
+    for step in range(num_moves):
         if best <= goal or deadline.over:
             break
-        slack = warmth * (1 - step / moves) * rng.expovariate(1.0) + tolerance
-        if toggles and rng.random() < toggles:
-            if not toggle(board, rng.choice(folds), rng, board.value + slack):
-                continue
-        elif not _move(board, rng, board.value + slack):
+        slack = temperature * (1 - step / num_moves) * rng.expovariate(1.0) + tolerance
+        limit = timing.value + slack
+        if forwards and rng.random() < share_of_fusions:
+            kept = fuse_or_split(timing, rng.choice(forwards), rng, limit)
+        else:
+            kept = _move(timing, rng, limit)
+        if not kept:
             continue
-        kept += 1
-        if kept % 20 == 0:
-            board.refresh()
-        if board.value < best - tolerance:
-            best, best_rows = board.value, [list(row) for row in board.rows]
-    if board.value > best + tolerance:
-        board.rows = best_rows
-        board.link()
+        num_kept += 1
+        if num_kept % _REFRESH_INTERVAL == 0:
+            timing.refresh()
+        if timing.value < best - tolerance:
+            best, best_rows = timing.value, [list(row) for row in timing.rows]
+    if timing.value > best + tolerance:
+        timing.rows = best_rows
+        timing.rebuild()
 
 
-def _move(board: Board, rng: random.Random, limit: float) -> bool:
-    order, everywhere = board.order, rng.random() >= _CRITICAL
-    a = rng.choice(order)
-    while not (everywhere or board.is_critical(a)):
-        a = rng.choice(order)
-    at = board.index[a]
-    low, high = board.room(a)
-    low, high = max(low, at - _REACH), min(high, at + _REACH)
+def _move(timing: IncrementalTiming, rng: random.Random, limit: float) -> bool:
+    """Move a random action, on a longest path more often than not, to a random place that is near."""
+    must_be_critical = rng.random() < _CRITICAL
+    a = rng.choice(timing.order)
+    while must_be_critical and not timing.is_critical(a):
+        a = rng.choice(timing.order)
+    at = timing.index[a]
+    low, high = timing.feasible_range(a)
+    low, high = max(low, at - _LONGEST_MOVE), min(high, at + _LONGEST_MOVE)
     if low == high:
         return False
-    to = rng.randrange(low, high)
-    return board.move(a, to + (to >= at), limit)
+    other = rng.randrange(low, high)  # one of the places but `at`
+    return timing.move(a, other if other < at else other + 1, limit)

@@ -1,12 +1,11 @@
-"""`zb_auto`: the door to the search."""
+"""`zb_auto`: the entry to the search."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from zbpp.planning.memory_limit import MemoryLimit
 from zbpp.planning.problem import Problem
 from zbpp.planning.search.deadline import Deadline
-from zbpp.planning.search.local_search import Hunt, Progress
+from zbpp.planning.search.local_search import LocalSearch, Progress
 from zbpp.planning.search.paper_planner import paper_plan
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.timetable import PlanError, Timetable
@@ -17,7 +16,7 @@ def zb_auto(
     num_microbatches: int,
     *,
     costs: Costs = Costs(),
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: MemoryLimit = None,
     placement: str | None = None,
     stages_per_rank: int | None = None,
     objective: str = "makespan",
@@ -58,7 +57,7 @@ def zb_auto(
     if not time_limit >= 0:  # NaN too
         raise PlanError(f"time_limit={time_limit!r}: write seconds, 0 or more")
     if search:
-        return problem.timetable_of(Hunt(problem, Deadline(time_limit), seed, progress).run())
+        return problem.timetable_of(LocalSearch(problem, Deadline(time_limit), seed, progress).run())
     if problem.placement != "one":
         raise PlanError(f"the paper's planner (search=False) has one stage per rank, not {placement!r}")
     return problem.timetable_of(paper_plan(problem))

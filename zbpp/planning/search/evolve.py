@@ -1,100 +1,96 @@
-"""Which knobs suit these costs: a small population of settings for `aimed_plan`, mutated and selected."""
+"""Which priority rules suit these costs: a small population of them, mutated and selected."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
+from zbpp.planning.earliest_starts import earliest_starts
 from zbpp.planning.problem import Problem
 from zbpp.planning.search.deadline import Deadline
-from zbpp.planning.search.list_scheduling import Knobs, aimed_plan
+from zbpp.planning.search.list_scheduling import PriorityRules, list_schedule
+from zbpp.schedule.dataflow_arrays import kind_of
 from zbpp.schedule.timetable import Op
 
 _PATIENCE = (0.0, 0.1, 0.3, 0.6, 1.0)
-_BUDGET = (0.0, 0.3, 0.6, 0.8, 1.0, 1.2, 2.0)
-_NAMES = ("forward", "cap", "strict", "frees", "patience", "budget", "whole")
+_IDLE_SHARE = (0.0, 0.3, 0.6, 0.8, 1.0, 1.2, 2.0)
 _POPULATION = 8
-_ALIKE = 3  # most members of one objective: they are mostly the same plan
+_MOST_EQUAL = 3  # candidates of one objective: they are mostly the same plan
 
 
-class Genes(NamedTuple):
-    """Settings of all ranks: for the first F's, for the late ones, and where those begin."""
+class Candidate(NamedTuple):
+    """Rules, the objective of the plan that they give, and per rank the kinds of that plan in order."""
 
-    early: list[Knobs]
-    late: list[Knobs]
-    turn: list[int]
-
-
-class Member(NamedTuple):
     value: float
     born: int
-    genes: Genes
-    words: list[list[int]]
+    rules: PriorityRules
+    kinds: list[list[int]]
 
 
 class Population:
-    """The best settings so far, best first; of equals the youngest first, so that they drift."""
+    """The best rules so far, best first; of equals the youngest first, so that the population drifts."""
 
     def __init__(self, problem: Problem, target: float, rng: random.Random) -> None:
         self.problem, self.rng = problem, rng
-        self.spare = spare_times(problem, target)
-        self.members: list[Member] = []
-        self.born = 0
-        self._first = _presets(problem)
+        self.spare_times = spare_times(problem, target)
+        self.candidates: list[Candidate] = []
+        self.num_born = 0
+        self._first = first_rules(problem)
 
     @property
-    def best(self) -> Member:
-        return self.members[0]
+    def best(self) -> Candidate:
+        return self.candidates[0]
 
-    def advance(self, runs: int, deadline: Deadline, goal: float) -> None:
-        """So many runs: the presets first, then children."""
-        for _ in range(runs):
-            if deadline.over or (self.members and self.best.value <= goal):
+    def advance(self, num_runs: int, deadline: Deadline, goal: float) -> None:
+        """Try rules for so many runs: the fixed ones first, then children."""
+        for _ in range(num_runs):
+            if deadline.over or (self.candidates and self.best.value <= goal):
                 return
-            self._try(next(self._first, None) or self._child())
+            first = next(self._first, None)
+            self._try(self._child() if first is None else first)
 
-    def _child(self) -> Genes:
-        parent = min(int(self.rng.expovariate(0.5)), len(self.members) - 1)
-        return _mutated(self.members[parent].genes, self.rng)
+    def _child(self) -> PriorityRules:
+        parent = min(int(self.rng.expovariate(0.5)), len(self.candidates) - 1)
+        return _mutated(self.candidates[parent].rules, self.rng)
 
-    def _try(self, genes: Genes) -> None:
-        value, words = aimed_plan(self.problem, self.spare, *genes)
-        self.born += 1
-        if self.members and value == math.inf:
+    def _try(self, rules: PriorityRules) -> None:
+        value, kinds = list_schedule(self.problem, self.spare_times, rules)
+        self.num_born += 1
+        if self.candidates and value == math.inf:
             return
-        members = self.members
-        members.append(Member(value, self.born, genes, words))
-        members.sort(key=lambda member: (member.value, -member.born))
-        alike = [each for each in members if abs(each.value - value) <= self.problem.tolerance]
-        if len(alike) > _ALIKE:
-            members.remove(alike[-1])
-        del members[_POPULATION:]
+        candidates = self.candidates
+        candidates.append(Candidate(value, self.num_born, rules, kinds))
+        candidates.sort(key=lambda each: (each.value, -each.born))
+        equal = [each for each in candidates if abs(each.value - value) <= self.problem.tolerance]
+        if len(equal) > _MOST_EQUAL:
+            candidates.remove(equal[-1])
+        del candidates[_POPULATION:]
 
 
 def spare_times(problem: Problem, target: float) -> list[float]:
-    """Per rank, how long it may wait if it is to meet a target: less its work and its idle tail."""
+    """Per rank, how long it may wait if it is to meet the target (ms): without its work and its idle tail."""
     times, number = problem.stage_costs.duration, problem.num_microbatches
+    starts = earliest_starts(problem.num_stages, problem.duration, problem.message)
     spare = []
     for rank in range(problem.num_ranks):
-        work = number * (times[Op.F][rank] + times[Op.B][rank] + times[Op.W][rank])
+        time_f, time_b, time_w = (times[op][rank] for op in (Op.F, Op.B, Op.W))
+        work = number * (time_f + time_b + time_w)
         begin = problem.fill[rank] - problem.offsets[rank]
-        spare.append(max(0.0, target - begin - work - _idle_tail(problem, rank)))
+        down_and_back = starts[kind_of(rank, Op.B)] - starts[kind_of(rank, Op.F)] - time_f
+        idle_tail = max(0.0, down_and_back - _work_in_flight(problem, rank))
+        spare.append(max(0.0, target - begin - work - idle_tail))
     return spare
 
 
-def _idle_tail(problem: Problem, rank: int) -> float:
-    """The least wait between a rank's last F and last B: the way down and back, less what can fill it.
+def _work_in_flight(problem: Problem, rank: int) -> float:
+    """The most work (ms) that a rank may have left between its last F and its last B, as memory allows.
 
-    That is what is in flight then, a microbatches with B and W to run and x with W alone, as far as
-    memory can hold them.
+    `a` microbatches wait for B and W, one of them for the last B; `x` wait for W alone.
     """
     times, memory, number = problem.stage_costs.duration, problem.stage_costs.memory, problem.num_microbatches
-    way = sum(problem.latency[rank:]) + sum(problem.backward_latency[rank:])
-    way += sum(times[op][below] for op in (Op.F, Op.B) for below in range(rank + 1, problem.num_ranks))
+    time_b, time_w = times[Op.B][rank], times[Op.W][rank]
     saved, deferred, limit = memory[Op.F][rank], -memory[Op.W][rank], problem.ceilings[rank]
     most = 0.0
     for a in range(1, number + 1):
@@ -102,58 +98,27 @@ def _idle_tail(problem: Problem, rank: int) -> float:
             break
         x = number - a if deferred <= 0 or limit == math.inf else int((limit - a * saved) / deferred)
         x = min(x, number - a)
-        most = max(most, (a - 1) * (times[Op.B][rank] + times[Op.W][rank]) + x * times[Op.W][rank])
-    return max(0.0, way - most)
+        most = max(most, (a - 1) * (time_b + time_w) + x * time_w)
+    return most
 
 
-def _presets(problem: Problem) -> Iterator[Genes]:
-    """The same for all ranks, each way: with the cap at which F's and B's meet halfway."""
-    turn = [_late_from(problem, rank) for rank in range(problem.num_ranks)]
-    caps = [2 * (problem.num_ranks - rank) - 1 for rank in range(problem.num_ranks)]
-    flags = (True, False)
-    for forward, strict, frees, patience in itertools.product(flags, flags, flags, _PATIENCE):
-        if forward or not strict:
-            knobs = [
-                Knobs(forward, cap, strict, frees, patience, 1.0, pays)
-                for cap, pays in zip(caps, problem.whole_pays, strict=True)
-            ]
-            yield Genes(knobs, knobs, turn)
+def first_rules(problem: Problem) -> Iterator[PriorityRules]:
+    """Each patience, with all of the spare time for all ranks."""
+    for patience in _PATIENCE:
+        yield PriorityRules(patience, [1.0] * problem.num_ranks)
 
 
-def _late_from(problem: Problem, rank: int) -> int:
-    """F's from here on are still in flight when the last one is done."""
-    saved, limit = problem.stage_costs.memory[Op.F][rank], problem.limits[rank]
-    held = limit / saved if saved > 0 else math.inf
-    return max(0, problem.num_microbatches - int(min(held, problem.num_microbatches)))
-
-
-def _mutated(genes: Genes, rng: random.Random) -> Genes:
-    """One to three changes, each the same one on a stretch of neighbouring ranks."""
-    early, late, turn = list(genes.early), list(genes.late), list(genes.turn)
-    ranks = len(turn)
+def _mutated(rules: PriorityRules, rng: random.Random) -> PriorityRules:
+    """One to three changes; each gives neighbouring ranks the same share of their spare time."""
+    shares = list(rules.idle_shares)
     for _ in range(rng.choice((1, 1, 2, 3))):
-        first = rng.randrange(ranks)
-        stretch = range(first, rng.choice((first + 1, first + 1, ranks, rng.randint(first + 1, ranks))))
-        what = rng.choice(("early", "late", "both", "turn"))
-        if what == "turn":
-            step = rng.choice((-2, -1, 1, 2))
-            for rank in stretch:
-                turn[rank] = max(0, turn[rank] + step)
-            continue
-        name, draw = rng.choice(_NAMES), rng.random()
-        for knobs in [early] * (what != "late") + [late] * (what != "early"):
-            for rank in stretch:
-                knobs[rank] = _changed(knobs[rank], name, draw)
-    return Genes(early, late, turn)
+        share = rng.choice(_IDLE_SHARE)
+        for rank in _neighbours(len(shares), rng):
+            shares[rank] = share
+    return PriorityRules(rules.patience, shares)
 
 
-def _changed(knobs: Knobs, name: str, draw: float) -> Knobs:
-    match name:
-        case "cap":
-            return replace(knobs, cap=max(1, knobs.cap + (-2, -1, 1, 2)[int(draw * 4)]))
-        case "patience":
-            return replace(knobs, patience=_PATIENCE[int(draw * len(_PATIENCE))])
-        case "budget":
-            return replace(knobs, budget=_BUDGET[int(draw * len(_BUDGET))])
-        case _:
-            return replace(knobs, **{name: not getattr(knobs, name)})
+def _neighbours(num_ranks: int, rng: random.Random) -> range:
+    """One rank, all from one on, or some in a row."""
+    first = rng.randrange(num_ranks)
+    return range(first, rng.choice((first + 1, first + 1, num_ranks, rng.randint(first + 1, num_ranks))))

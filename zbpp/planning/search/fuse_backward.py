@@ -1,79 +1,77 @@
-"""B and W of a microbatch joined to one BW, or split again, on a board.
+"""Fuse B and W of a microbatch to one BW, or split a BW, in a timed plan.
 
-Of a B and its W side by side it is known what a BW does instead: it sends its gradient later, by
-what it takes longer than B, and leaves its rank sooner, by what it takes less than both. Neither
-changes what comes after, so `tail` tells how long the plan will be, without trying.
+Where B and W stand side by side, a BW in their place changes two times: its gradient is sent later,
+by what BW takes longer than B, and its rank is free sooner, by what BW takes less than B and W. All
+that follows stays as it is, so the paths to the end tell how long the plan will be before it changes.
 """
 
 from __future__ import annotations
 
+import math
 import random
 
 from zbpp.planning.search.deadline import Deadline
-from zbpp.planning.search.incremental_timing import Board
+from zbpp.planning.search.incremental_timing import IncrementalTiming
 from zbpp.schedule.timetable import Op
 
 B, W, BW = map(int, (Op.B, Op.W, Op.BW))
 
 
-def join(board: Board, deadline: Deadline) -> None:
-    """Every B and W that can be one, where that pays and the plan gets no longer."""
-    for f in foldable(board):
-        if board.backward[f] != board.weight[f]:
-            limit = board.value + board.problem.tolerance
-            _join(board, f, board.weight[f], limit) or _join(board, f, board.backward[f], limit)
+def fuse_all(timing: IncrementalTiming, deadline: Deadline) -> None:
+    """Fuse each B and W for which that can pay, if the plan gets no longer."""
+    for f in fusible(timing):
+        b, w = timing.backward[f], timing.weight[f]
+        if b != w:
+            limit = timing.value + timing.problem.tolerance
+            _fuse(timing, f, w, limit) or _fuse(timing, f, b, limit)
         if deadline.over:
             return
 
 
-def foldable(board: Board) -> list[int]:
-    """The F's of those stages where a BW can pay, in order of time."""
-    problem, kinds = board.problem, 4 * board.problem.num_microbatches
+def fusible(timing: IncrementalTiming) -> list[int]:
+    """The F's on stages where a BW can pay, in order of time."""
+    problem, per_stage = timing.problem, 4 * timing.problem.num_microbatches
     if not any(problem.whole_pays):
         return []
-    is_first = [a for a in board.order if a % kinds < problem.num_microbatches]
-    return [f for f in is_first if problem.whole_pays[f // kinds]]
+    forwards = [a for a in timing.order if a % per_stage < problem.num_microbatches]
+    return [f for f in forwards if problem.whole_pays[f // per_stage]]
 
 
-def toggle(board: Board, f: int, rng: random.Random, limit: float) -> bool:
-    """Split or join the backward of F `f`; False, and all as before, if the plan gets too long."""
-    if board.backward[f] == board.weight[f]:
-        return _split(board, f, limit)
-    return _join(board, f, rng.choice((board.backward[f], board.weight[f])), limit)
+def fuse_or_split(timing: IncrementalTiming, f: int, rng: random.Random, limit: float) -> bool:
+    """Change the backward of F `f`; False, and nothing has changed, if the plan gets too long."""
+    if timing.backward[f] == timing.weight[f]:
+        return _split(timing, f, limit)
+    return _fuse(timing, f, rng.choice((timing.backward[f], timing.weight[f])), limit)
 
 
-def _split(board: Board, f: int, limit: float) -> bool:
-    number, rank, bw = board.problem.num_microbatches, board.owner[f], board.backward[f]
+def _split(timing: IncrementalTiming, f: int, limit: float) -> bool:
+    number, rank, bw = timing.problem.num_microbatches, timing.rank_of[f], timing.backward[f]
     b, w = f + B * number, f + W * number
-    level = board.levels[rank][board.index[bw] - 1] + board.memory[b]
-    start = board.end[bw] - board.duration[bw]
-    rest = _after(board, board.after[bw])
-    if level > board.problem.ceilings[rank] or start + board.duration[b] + board.duration[w] + rest > limit:
+    level = timing.levels[rank][timing.index[bw] - 1] + timing.memory[b]
+    end = timing.start(bw) + timing.duration[b] + timing.duration[w]
+    following = timing.to_end.neighbour[bw]
+    if level > timing.problem.ceilings[rank] or end + timing.to_end.length[following] > limit:
         return False
-    board.replace(f, [b, w])
+    timing.replace_backward(f, [b, w])
     return True
 
 
-def _join(board: Board, f: int, mover: int, limit: float) -> bool:
-    """B and W to one; the mover goes to where the other stands."""
-    b, w, bw = board.backward[f], board.weight[f], f + BW * board.problem.num_microbatches
-    was, to = board.index[mover], board.index[b] + 1 if mover == w else board.index[w] - 1
-    low, high = board.room(mover)
+def _fuse(timing: IncrementalTiming, f: int, mover: int, limit: float) -> bool:
+    """B and W to one; the mover, one of them, goes to where the other stands."""
+    duration, to_end = timing.duration, timing.to_end
+    b, w, bw = timing.backward[f], timing.weight[f], f + BW * timing.problem.num_microbatches
+    at, to = timing.index[mover], timing.index[b] + 1 if mover == w else timing.index[w] - 1
+    low, high = timing.feasible_range(mover)
     if not low <= to <= high:
         return False
-    gain = board.duration[b] + board.duration[w] - board.duration[bw]
-    if was != to and not board.move(mover, to, limit + max(gain, 0.0)):
+    gain = duration[b] + duration[w] - duration[bw]
+    if at != to and not timing.move(mover, to, limit + max(gain, 0.0)):
         return False
-    start = board.end[b] - board.duration[b]
-    rest = max(_after(board, board.after[w]), board.away[b] + _after(board, board.target[b]))
-    if start + board.duration[bw] + rest > limit:
-        if was != to:
-            board.move(mover, was, float("inf"))
+    after_rank = to_end.length[to_end.neighbour[w]]
+    after_message = to_end.latency[b] + to_end.length[to_end.partner[b]]
+    if timing.start(b) + duration[bw] + max(after_rank, after_message) > limit:
+        if at != to:
+            timing.move(mover, at, math.inf)
         return False
-    board.replace(f, [bw])
+    timing.replace_backward(f, [bw])
     return True
-
-
-def _after(board: Board, a: int) -> float:
-    """From the start of an action to the end of the plan."""
-    return board.duration[a] + board.tail[a]

@@ -11,21 +11,23 @@ from zbpp.families import FAMILIES
 from zbpp.planning.placement import place_stages
 from zbpp.planning.problem import Plan, Problem, one_by_one
 from zbpp.planning.search.deadline import Deadline
-from zbpp.planning.search.insert_weight_grads import weave
+from zbpp.planning.search.insert_weight_grads import insert_weight_grads
 from zbpp.planning.search.paper_planner import paper_plan
 from zbpp.planning.search.periodic_blocks import blocks, unrolled
+from zbpp.schedule.dataflow_arrays import op_of
 from zbpp.schedule.timetable import Op, PlanError, Timetable
 
-Order = Callable[[Problem], list[list[int]]]  # F's and B's per rank, for any number of microbatches
+# Gives F's and B's in order, per rank; empty if the family can't have these numbers.
+MakeOrder = Callable[[Problem], list[list[int]]]
 
-_EAGERNESS = (1.0, 0.5, 0.0)
-_STARTS = 12
-_SHARE = 0.25  # of the time, at most, for trying patterns
+_LEAST_WAITS = (1.0, 0.5, 0.0)  # see insert_weight_grads
+_MOST_REBUILT = 12  # plans
+_MOST_TIME = 0.25  # share of the time for trying orders
 
 
-def fitting(problem: Problem) -> Iterator[tuple[float, Plan]]:
-    """Whole plans within memory, with their objective; one at least."""
-    for plan in [one_by_one(problem), *planned(problem), *families(problem)]:
+def initial_plans(problem: Problem) -> Iterator[tuple[float, Plan]]:
+    """Whole plans within memory, with their objective; at least one."""
+    for plan in [one_by_one(problem), *_by_paper_planner(problem), *_by_families(problem)]:
         apart = split(problem, plan)
         for each in [plan] if apart == plan else [plan, apart]:
             value = problem.timed(each)
@@ -33,41 +35,43 @@ def fitting(problem: Problem) -> Iterator[tuple[float, Plan]]:
                 yield value, each
 
 
-def starts(problem: Problem, deadline: Deadline) -> list[Plan]:
-    """Orders of families and patterns with their W's put in anew: the best dozen, best first."""
+def rebuilt_plans(problem: Problem, deadline: Deadline) -> list[Plan]:
+    """Orders of families and patterns with their W's inserted anew: the best dozen, best first."""
     plans: list[Plan] = []
     seen: set[float] = set()
-    for small_value, eagerness, make in _tried(problem, deadline):
-        if len(plans) == _STARTS or deadline.over:
+    for small_value, least_wait, make_order in _ranked(problem, deadline):
+        if len(plans) == _MOST_REBUILT or deadline.over:
             break
         if small_value in seen:
             continue
         seen.add(small_value)
-        order = make(problem)
-        value, plan = weave(problem, order, eagerness) if order else (math.inf, [])
+        order = make_order(problem)
+        value, plan = insert_weight_grads(problem, order, least_wait) if order else (math.inf, [])
         if value < math.inf:
             plans.append(plan)
     return plans
 
 
-def _tried(problem: Problem, deadline: Deadline) -> list[tuple[float, float, Order]]:
-    """(objective for few microbatches, eagerness, order) of what fits, best first."""
+def _ranked(problem: Problem, deadline: Deadline) -> list[tuple[float, float, MakeOrder]]:
+    """(objective for few microbatches, least wait, order) of what fits, best first."""
     small = problem.with_microbatches(min(problem.num_microbatches, 3 * problem.num_ranks))
-    found: list[tuple[float, float, Order]] = []
+    found: list[tuple[float, float, MakeOrder]] = []
     met: list[list[list[int]]] = [[]]  # many patterns come to the same order
-    for make in orders(problem):
-        order = make(small)
+    for make_order in orders(problem):
+        order = make_order(small)
         if order not in met:
             met.append(order)
-            values = ((weave(small, order, eagerness)[0], eagerness) for eagerness in _EAGERNESS)
-            found += [(value, eagerness, make) for value, eagerness in values if value < math.inf]
-        if deadline.over or deadline.fraction > _SHARE:
+            for least_wait in _LEAST_WAITS:
+                value, _ = insert_weight_grads(small, order, least_wait)
+                if value < math.inf:
+                    found.append((value, least_wait, make_order))
+        if deadline.over or deadline.fraction > _MOST_TIME:
             break
     return sorted(found, key=lambda each: each[0])
 
 
-def planned(problem: Problem) -> list[Plan]:
-    """The paper's planner, where it applies."""
+def _by_paper_planner(problem: Problem) -> list[Plan]:
+    """Empty where the paper's planner does not apply."""
     if problem.placement != "one":
         return []
     try:
@@ -76,7 +80,7 @@ def planned(problem: Problem) -> list[Plan]:
         return []  # it has no whole backwards, which need less
 
 
-def families(problem: Problem) -> Iterator[Plan]:
+def _by_families(problem: Problem) -> Iterator[Plan]:
     """What the families of this placement plan, whether it fits the memory or not."""
     for family in _own_families(problem):
         plan = _family_plan(family, problem)
@@ -84,12 +88,13 @@ def families(problem: Problem) -> Iterator[Plan]:
             yield plan
 
 
-def orders(problem: Problem) -> Iterator[Order]:
+def orders(problem: Problem) -> Iterator[MakeOrder]:
     """Of the families of this placement, and of repeated patterns if it is a V."""
     for family in _own_families(problem):
         yield partial(_family_order, family)
     if problem.placement == "v":
-        yield from (partial(unrolled, slots) for slots in blocks(problem.num_ranks))
+        for slots in blocks(problem.num_ranks):
+            yield partial(unrolled, slots)
 
 
 def _own_families(problem: Problem) -> Iterator[Callable[..., Timetable]]:
@@ -105,7 +110,7 @@ def _own_families(problem: Problem) -> Iterator[Callable[..., Timetable]]:
 
 
 def _family_plan(family: Callable[..., Timetable], problem: Problem) -> Plan:
-    """Empty if the family can't do these counts."""
+    """Empty if the family can't have these numbers of ranks and microbatches."""
     try:
         return problem.plan_of(family(problem.num_ranks, problem.num_microbatches))
     except PlanError:
@@ -114,13 +119,17 @@ def _family_plan(family: Callable[..., Timetable], problem: Problem) -> Plan:
 
 def _family_order(family: Callable[..., Timetable], problem: Problem) -> list[list[int]]:
     plan = split(problem, _family_plan(family, problem))
-    return [[a for a in row if a // problem.num_microbatches & 3 != Op.W] for row in plan]
+    return [[a for a in row if op_of(a // problem.num_microbatches) != Op.W] for row in plan]
 
 
 def split(problem: Problem, plan: Plan) -> Plan:
     """Each BW as B and W, one after the other."""
-    number, bw = problem.num_microbatches, int(Op.BW)
-    return [
-        [part for a in row for part in ((a - 2 * number, a - number) if a // number & 3 == bw else (a,))]
-        for row in plan
-    ]
+    number = problem.num_microbatches
+    rows: Plan = []
+    for row in plan:
+        rows.append([])
+        for a in row:
+            f = a - op_of(a // number) * number
+            is_whole = op_of(a // number) == Op.BW
+            rows[-1] += (f + Op.B * number, f + Op.W * number) if is_whole else (a,)
+    return rows

@@ -1,4 +1,4 @@
-"""W's put into a given order of F's and B's while it runs: where a rank would wait, or needs room."""
+"""Insert W's into a given order of F's and B's, event by event: into waits, and to free memory."""
 
 from __future__ import annotations
 
@@ -6,37 +6,44 @@ import math
 from heapq import heappop, heappush
 
 from zbpp.planning.problem import Plan, Problem
+from zbpp.schedule.dataflow_arrays import op_of
 from zbpp.schedule.timetable import Op
 
 F, B, W, BW = map(int, Op)
 
 
-def weave(problem: Problem, orders: list[list[int]], eagerness: float) -> tuple[float, Plan]:
+def insert_weight_grads(problem: Problem, orders: list[list[int]], least_wait: float) -> tuple[float, Plan]:
     """F's and B's (as ids) in the order given per rank, W's added: objective and plan.
 
-    A rank whose next action has no room runs a W. A rank that must wait runs one if the wait is at
-    least `eagerness` times as long: at 0 no wait is left idle, at 1 no W delays anything. While the
-    sender has not started, the wait is at least its time and the message's.
-    The objective is inf if the order can't run, or not within memory.
+    A rank without memory for its next action runs a W. A rank that must wait runs a W if the wait is
+    at least `least_wait` times as long as the W: with 0 no wait stays idle while there is a W, with
+    1 no W delays anything. While the sender of a message has not started, the wait is taken for the
+    sender's time and the message's. The objective is inf if the order can't run, or not within memory.
     """
-    loom = _Loom(problem, orders, eagerness)
-    return loom.run(), loom.plan
+    insertion = _Insertion(problem, orders, least_wait)
+    return insertion.run(), insertion.plan
 
 
-class _Loom:
-    """Events in order of time: a rank is free, or what it waits for arrives."""
+class _Insertion:
+    """Events in order of time: a rank is free, or the message that a rank waits for arrives."""
 
-    def __init__(self, problem: Problem, orders: list[list[int]], eagerness: float) -> None:
-        self.problem, self.orders, self.eagerness = problem, orders, eagerness
+    def __init__(self, problem: Problem, orders: list[list[int]], least_wait: float) -> None:
+        self.problem, self.orders, self.least_wait = problem, orders, least_wait
         self.number = problem.num_microbatches
+        messages = problem.messages
+        # A backward comes from B or BW and goes to B or BW: orders hold B's only, and these stand first.
+        self.sender, self.receiver = (
+            [kinds[0] if kinds else None for kinds in each] for each in (messages.senders, messages.receivers)
+        )
+        self.latency = messages.latency
         ranks = range(problem.num_ranks)
         self.plan: Plan = [[] for _ in ranks]
-        self.reached = [0 for _ in ranks]
-        self.level = [0.0 for _ in ranks]
-        self.free = [0.0 for _ in ranks]
+        self.reached = [0 for _ in ranks]  # place in the order
+        self.level = [0.0 for _ in ranks]  # of memory
+        self.free = [0.0 for _ in ranks]  # end of the last action
         self.pending: list[list[int]] = [[] for _ in ranks]  # W's, the oldest last
-        self.arrival: dict[int, float] = {}
-        self.waiting: dict[int, int] = {}
+        self.arrival: dict[int, float] = {}  # of the message for an action, if its sender has started
+        self.waiting: dict[int, int] = {}  # action whose sender has not started -> its rank
         self.events: list[tuple[float, int]] = [(0.0, rank) for rank in ranks]
 
     def run(self) -> float:
@@ -47,8 +54,8 @@ class _Loom:
         return max(end - offset for end, offset in zip(self.free, self.problem.offsets, strict=True))
 
     def _step(self, now: float, rank: int) -> None:
-        order, at = self.orders[rank], self.reached[rank]
-        pending = self.pending[rank]
+        """A rank may choose its next action."""
+        order, at, pending = self.orders[rank], self.reached[rank], self.pending[rank]
         if at == len(order):
             if pending:
                 self._run_w(now, rank)
@@ -59,59 +66,47 @@ class _Loom:
             if pending:
                 self._run_w(now, rank)
             return  # with nothing to free, the plan ends here
-        arrival = self._arrival(action, kind)
+        arrival = 0.0 if self.sender[kind] is None else self.arrival.get(action, math.inf)
         if arrival <= now:
-            self._run(now, rank, action, kind)
-        elif pending and self._gap(now, arrival, kind) >= self.eagerness * self._next_w(rank):
+            self._run_next(now, rank, action, kind)
+        elif pending and self._wait(now, arrival, kind) >= self.least_wait * self._next_w(rank):
             self._run_w(now, rank)
         elif arrival < math.inf:
             heappush(self.events, (arrival, rank))
         else:
             self.waiting[action] = rank
 
-    def _arrival(self, action: int, kind: int) -> float:
-        """When an action's message is there; inf while its sender hasn't started."""
-        if kind == F or (kind & 3 and kind >> 2 == self.problem.num_stages - 1):
-            return 0.0  # no message; the last stage's F stands before its B
-        return self.arrival.get(action, math.inf)
-
-    def _gap(self, now: float, arrival: float, kind: int) -> float:
+    def _wait(self, now: float, arrival: float, kind: int) -> float:
+        """How long the message for a kind is still on its way, at least."""
         if arrival < math.inf:
             return arrival - now
-        stage, problem = kind >> 2, self.problem
-        if kind & 3 == F:
-            return problem.duration[kind - 4] + problem.latency[stage - 1]
-        return problem.duration[(stage + 1) * 4 + B] + problem.backward_latency[stage]
+        sender = self.sender[kind]
+        return self.latency[kind] + (0.0 if sender is None else self.problem.duration[sender])
 
     def _next_w(self, rank: int) -> float:
         return self.problem.duration[self.pending[rank][-1] // self.number]
 
-    def _run(self, now: float, rank: int, action: int, kind: int) -> None:
-        number, problem, stage = self.number, self.problem, kind >> 2
-        end = self._append(now, rank, action, kind)
+    def _run_next(self, now: float, rank: int, action: int, kind: int) -> None:
+        self._run(now, rank, action, kind)
         self.reached[rank] += 1
-        if kind & 3 == F:
-            if stage < problem.num_stages - 1:
-                self._send(now, action + 4 * number, end + problem.latency[stage])
-            return
-        if stage:
-            self._send(now, action - 4 * number, end + problem.backward_latency[stage - 1])
-        self.pending[rank].insert(0, action + number)
+        if op_of(kind) == B:
+            self.pending[rank].insert(0, action + (W - B) * self.number)
 
     def _run_w(self, now: float, rank: int) -> None:
         action = self.pending[rank].pop()
-        self._append(now, rank, action, action // self.number)
+        self._run(now, rank, action, action // self.number)
 
-    def _append(self, now: float, rank: int, action: int, kind: int) -> float:
-        end = now + self.problem.duration[kind]
+    def _run(self, now: float, rank: int, action: int, kind: int) -> None:
+        self.free[rank] = end = now + self.problem.duration[kind]
         self.level[rank] += self.problem.memory[kind]
         self.plan[rank].append(action)
-        self.free[rank] = end
         heappush(self.events, (end, rank))
-        return end
+        receiver = self.receiver[kind]
+        if receiver is not None:
+            self._send(now, action + (receiver - kind) * self.number, end + self.latency[receiver])
 
     def _send(self, now: float, target: int, arrival: float) -> None:
-        """From the sender's start on the arrival is known: who waits for it may choose again."""
+        """From the sender's start on the arrival is known: the rank that waits for it may choose again."""
         self.arrival[target] = arrival
         if target in self.waiting:
             heappush(self.events, (now, self.waiting.pop(target)))

@@ -1,66 +1,59 @@
-"""Pushing actions into the gaps of a plan, all to the left and then all to the right.
+"""Justification: push actions into the gaps of a plan, all to the left and then all to the right.
 
 Known from project scheduling as forward-backward improvement. Timed as early as possible, a plan
-has gaps where ranks wait for messages; an F or W from further on that fits into one may go there.
-Timed as late as possible it has other gaps, and the same in mirror image. Neither makes the plan
-longer, and a few rounds of both close far more than single moves find: what an early F at one rank
-is good for shows only when all ranks have moved theirs.
+has gaps where ranks wait for messages; an F or W from further on that fits into a gap may go there.
+Timed as late as possible the plan has other gaps, and the same is done in mirror image. Neither makes
+the plan longer. A few rounds of both close far more gaps than single moves do: an early F on one rank
+pays only when the other ranks have moved theirs, too.
 """
 
 from __future__ import annotations
 
 from zbpp.planning.search.deadline import Deadline
-from zbpp.planning.search.incremental_timing import Board
+from zbpp.planning.search.incremental_timing import IncrementalTiming
+from zbpp.planning.search.plan_graph import Paths
+
+_LEFT, _RIGHT = -1, 1
 
 
-def justify(board: Board, deadline: Deadline, most_rounds: int = 6) -> None:
-    """Left and right in turn while the objective falls, and once more."""
+def justify(timing: IncrementalTiming, deadline: Deadline, most_rounds: int = 6) -> None:
+    """Push left and right in turn while the objective falls, and once more."""
     for _ in range(most_rounds):
-        before = board.value
-        push_left(board, deadline)
-        push_right(board, deadline)
-        if board.value >= before - board.problem.tolerance or deadline.over:
+        before = timing.value
+        push(timing, timing.from_start, _LEFT, deadline)
+        push(timing, timing.to_end, _RIGHT, deadline)
+        if timing.value >= before - timing.problem.tolerance or deadline.over:
             return
 
 
-def push_left(board: Board, deadline: Deadline) -> None:
-    """Each action, in order of time, to the first gap that can hold it."""
-    end, duration, tolerance = board.end, board.duration, board.problem.tolerance
-    for a in list(board.order):
-        ready, time = end[board.source[a]] + board.lag[a], duration[a]
-        if ready + time > end[a] - tolerance:
-            continue  # it starts when its message arrives
-        row, at = board.rows[board.owner[a]], board.index[a]
-        low, first = board.room(a)[0], at
-        while first > low and end[row[first - 1]] - duration[row[first - 1]] >= ready + time - tolerance:
-            first -= 1
-        for to in range(first, at):
-            opens = max(end[board.before[row[to]]], ready)
-            closes = end[row[to]] - duration[row[to]]
-            if opens + time <= closes + tolerance and board.move(a, to, board.value + tolerance):
+def push(timing: IncrementalTiming, paths: Paths, step: int, deadline: Deadline) -> None:
+    """Move each action to the gap furthest to the left (paths from the start, step -1) that can hold it.
+
+    To the right, with paths to the end and step 1, all words are meant in mirror image: an action
+    "ends" at its distance from the end of the plan, and the last actions are moved first.
+    """
+    length, neighbour, partner, latency = paths
+    duration, tolerance = timing.duration, timing.problem.tolerance
+    for a in sorted(timing.order, key=lambda a: length[a] - duration[a]):
+        ready = length[partner[a]] + latency[a]  # when its message is there
+        if ready + duration[a] > length[a] - tolerance:
+            continue  # it starts as soon as its message is there
+        row, at = timing.rows[timing.rank_of[a]], timing.index[a]
+        furthest = timing.feasible_range(a)[0 if step == _LEFT else 1]
+        to = at
+        while to != furthest and _start(timing, length, row[to + step]) >= ready + duration[a] - tolerance:
+            to += step
+        while to != at:
+            opens = max(length[neighbour[row[to]]], ready)
+            closes = _start(timing, length, row[to])
+            fits = opens + duration[a] <= closes + tolerance
+            if fits and timing.move(a, to, timing.value + tolerance):
                 break
+            to -= step
         if deadline.over:
             break
-    board.refresh()
+    timing.refresh()
 
 
-def push_right(board: Board, deadline: Deadline) -> None:
-    """Each action, from the end back, to the last gap that can hold it if all run as late as they may."""
-    tail, duration, tolerance = board.tail, board.duration, board.problem.tolerance
-    for a in sorted(board.order, key=tail.__getitem__):
-        target, time = board.target[a], duration[a]
-        follows = board.away[a] + duration[target] + tail[target]
-        if follows + time > tail[a] + time - tolerance:
-            continue
-        row, at = board.rows[board.owner[a]], board.index[a]
-        high, last = board.room(a)[1], at
-        while last < high and tail[row[last + 1]] >= follows + time - tolerance:
-            last += 1
-        for to in range(last, at, -1):
-            after = board.after[row[to]]
-            closes = max(tail[after] + duration[after], follows)
-            if closes + time <= tail[row[to]] + tolerance and board.move(a, to, board.value + tolerance):
-                break
-        if deadline.over:
-            break
-    board.refresh()
+def _start(timing: IncrementalTiming, length: list[float], a: int) -> float:
+    return length[a] - timing.duration[a]

@@ -1,152 +1,159 @@
-"""List scheduling that aims at a target: one stage per rank, each rank allowed to wait.
+"""List scheduling that aims at a target, for one stage per rank: each rank is allowed to wait.
 
 A greedy planner never waits while it has a W to run, and so delays an F or a B that is about to
 arrive, and with it every rank after. But a rank that is to finish at a target X has time to spare:
-X, less its work, less the wait that no plan avoids at its end. Here it may spend that budget where
-waiting pays, and only when it is used up is it made to run whatever it has.
+X less its work, less the waiting time at its end that no plan avoids. Here a rank may spend this time
+where waiting pays. Only when it is used up, the rank must run whatever it has.
 
-What a rank prefers is set by `Knobs`; none is best everywhere, so many settings are drawn.
+With an F and a B both there, a rank runs the F, as long as fewer than 2(p - rank) - 1 microbatches are
+in flight: then F's and B's meet halfway. An F for which there is no memory lets a W run first. Where a
+BW can pay, it runs instead of a B when no W is left over. How long ranks wait is set by `PriorityRules`;
+none are best everywhere (evolve.py tries many).
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heapreplace
+from math import inf
+from typing import NamedTuple
 
 from zbpp.planning.problem import Problem
+from zbpp.schedule.dataflow_arrays import kind_of, op_of, stage_of
 from zbpp.schedule.timetable import Op
 
 F, B, W, BW = map(int, Op)
+_WAIT = -1
 
 
-@dataclass(frozen=True)
-class Knobs:
-    """What one rank does when there is a choice.
+class PriorityRules(NamedTuple):
+    """How long ranks wait instead of running an F or a W that is there.
 
-    forward: with an F and a B both there, take the F, as long as fewer than `cap` are in flight.
-    strict: at the cap, take no F even if only an F is there.
-    frees: with an F there and no room for it, run a W at once, even if a B is there or about to be.
-    patience: with only an F there, wait for a B that arrives within this many times F.
-    budget: how much of its spare time the rank may wait.
-    whole: with no W left over, run a BW instead of a B.
+    patience: with only an F there, for a B that arrives within this many times the F's duration.
+    idle_shares: per rank, how much of its spare time it may wait in all.
     """
 
-    forward: bool
-    cap: int
-    strict: bool
-    frees: bool
     patience: float
-    budget: float
-    whole: bool
+    idle_shares: list[float]
 
 
-def aimed_plan(
-    problem: Problem, spare: list[float], early: list[Knobs], late: list[Knobs], turn: list[int]
+def list_schedule(
+    problem: Problem, spare_times: list[float], rules: PriorityRules
 ) -> tuple[float, list[list[int]]]:
-    """One run: its objective, and per rank the kinds in order.
+    """One run: its objective (inf if it got stuck), and per rank the kinds in order.
 
-    spare: per rank, how long it may wait if it is to meet the target.
-    early, late: per rank, its knobs for the first `turn` F's, and from then on.
+    spare_times: per rank, how long it may wait if it is to meet the target (ms).
     """
-    last, number = problem.num_ranks - 1, problem.num_microbatches
-    limits = problem.ceilings
-    time_f, time_b, time_w, time_bw = (problem.stage_costs.duration[op] for op in Op)
-    held, freed, kept, cleared = (problem.stage_costs.memory[op] for op in Op)
-    latency, backward_latency = problem.latency, problem.backward_latency
-    ranks = range(last + 1)
-    knobs, later = (
-        [
-            (k.forward, k.cap, k.strict, k.frees, k.patience * f, k.budget * time, k.whole)
-            for k, f, time in zip(each, time_f, spare, strict=True)
-        ]
-        for each in (early, late)
-    )
-    inputs: list[list[float]] = [[] for _ in ranks]
-    gradients: list[list[float]] = [[] for _ in ranks]
-    inputs[0] = [0.0] * number
-    done_f, done_b, done_w = ([0 for _ in ranks] for _ in range(3))
-    level, free, waited = ([0.0 for _ in ranks] for _ in range(3))
-    asleep = [False for _ in ranks]
-    words: list[list[int]] = [[] for _ in ranks]
-    events = [(0.0, rank) for rank in ranks]
+    most_idle = [share * time for share, time in zip(rules.idle_shares, spare_times, strict=True)]
+    ranks = [_Rank(problem, index, rules.patience, most) for index, most in enumerate(most_idle)]
+    _connect(problem, ranks)
+    events = [(0.0, index) for index in range(problem.num_ranks)]
     while events:
-        now, rank = heappop(events)
-        asleep[rank] = False
-        f, b, w = done_f[rank], done_b[rank], done_w[rank]
-        arrived = inputs[rank]
-        next_f = arrived[f] if f < len(arrived) else math.inf
-        arrived = gradients[rank]
-        next_b = arrived[b] if b < len(arrived) else math.inf
-        if f == turn[rank]:
-            knobs[rank] = later[rank]
-        forward, cap, strict, frees, patience, budget, whole = knobs[rank]
-        room = level[rank] + held[rank] <= limits[rank]
-        below = f - b < cap
-        op = -1
+        now, index = events[0]
+        rank = ranks[index]
+        op = rank.choose(now)
+        if op != _WAIT:
+            receiver = rank.run(op, now)
+            heapreplace(events, (rank.free, index))
+            if receiver and receiver.asleep:
+                receiver.asleep = False
+                heappush(events, (now, receiver.index))
+        elif rank.wake < inf:
+            heapreplace(events, (rank.wake, index))
+        else:
+            heappop(events)
+            rank.asleep = True
+    complete = all(rank.num_w == problem.num_microbatches for rank in ranks)
+    value = max(rank.free - offset for rank, offset in zip(ranks, problem.offsets, strict=True))
+    return value if complete else inf, [[kind_of(rank.index, op) for op in rank.ops] for rank in ranks]
+
+
+class _Rank:
+    """One rank while the plan is made: its costs, its waits, and what it has done so far.
+
+    A search calls its methods a million times: hence slots, few calls, and ceilings subtracted beforehand.
+    """
+
+    __slots__ = (
+        *("index", "time", "memory", "most_before_f", "most_before_b"),
+        *("cap", "fuse", "least_wait", "most_idle"),
+        *("for_f", "for_b", "outlets"),
+        *("num_f", "num_b", "num_w", "level", "free", "idle", "wake", "asleep", "ops"),
+    )
+
+    def __init__(self, problem: Problem, index: int, patience: float, most_idle: float) -> None:
+        self.index = index
+        self.time = [problem.stage_costs.duration[op][index] for op in Op]
+        self.memory = [problem.stage_costs.memory[op][index] for op in Op]
+        self.most_before_f = problem.ceilings[index] - self.memory[F]  # of the memory level
+        self.most_before_b = problem.ceilings[index] - self.memory[B]
+        self.cap = 2 * (problem.num_ranks - index) - 1  # of microbatches in flight
+        self.fuse = problem.whole_pays[index]
+        self.least_wait, self.most_idle = patience * self.time[F], most_idle
+        self.for_f: list[float] = []  # when messages for F's, and
+        self.for_b: list[float] = []  # for B's and BW's arrive
+        self.outlets: list[tuple[_Rank, list[float], float] | None] = [None] * len(Op)
+        self.num_f = self.num_b = self.num_w = 0
+        self.level = self.free = self.idle = self.wake = 0.0
+        self.asleep = False
+        self.ops: list[int] = []
+
+    def choose(self, now: float) -> int:
+        """The op to run now; or _WAIT, and `wake` is when to choose again (inf: when a message is sent)."""
+        for_f, for_b, num_f, num_b = self.for_f, self.for_b, self.num_f, self.num_b
+        next_f = for_f[num_f] if num_f < len(for_f) else inf
+        next_b = for_b[num_b] if num_b < len(for_b) else inf
+        fits, has_w = self.level <= self.most_before_f, self.num_w < num_b
         if next_b <= now:
-            if next_f <= now and forward and below and (room or (frees and w < b)):
-                op = F if room else W
-            else:
-                op = BW if whole and w == b else B
-                if op == B and level[rank] + freed[rank] > limits[rank]:
-                    op = W if w < b else BW
-        else:
-            allowed = room and (below or not strict)
-            if next_f <= now and allowed:
-                wait = next_b - now
-                if wait >= patience or waited[rank] + next_b - free[rank] > budget:
-                    op = F
-                else:
-                    wake = next_b
-            else:
-                wake = next_f if allowed and next_f < next_b else next_b
-                if w < b and (
-                    wake - now >= time_w[rank]
-                    or waited[rank] + wake - free[rank] > budget
-                    or (frees and not room and next_f <= now)
-                ):
-                    op = W
-            if op == -1:
-                if wake < math.inf:
-                    heappush(events, (wake, rank))
-                else:
-                    asleep[rank] = True
-                continue
-        if f:
-            waited[rank] += now - free[rank]
-        words[rank].append(rank * 4 + op)
+            if next_f <= now and num_f - num_b < self.cap and (fits or has_w):
+                return F if fits else W
+            if not has_w and (self.fuse or self.level > self.most_before_b):
+                return BW
+            return B if self.level <= self.most_before_b else W
+        wait_ends = self.free - self.idle + self.most_idle  # by then the rank has used up its spare time
+        if next_f <= now and fits:
+            self.wake = next_b
+            return F if next_b - now >= self.least_wait or next_b > wait_ends else _WAIT
+        self.wake = wake = next_f if fits and next_f < next_b else next_b
+        if has_w and (next_f <= now or wake - now >= self.time[W] or wake > wait_ends):
+            return W
+        return _WAIT
+
+    def run(self, op: int, now: float) -> _Rank | None:
+        """Run an op; return the rank that gets its result."""
+        if self.num_f:
+            self.idle += now - self.free
+        self.free = end = now + self.time[op]
+        self.level += self.memory[op]
+        self.ops.append(op)
         if op == F:
-            end = now + time_f[rank]
-            level[rank] += held[rank]
-            done_f[rank] = f + 1
-            if rank == last:
-                gradients[rank].append(end)
-            else:
-                inputs[rank + 1].append(end + latency[rank])
-                if asleep[rank + 1]:
-                    asleep[rank + 1] = False
-                    heappush(events, (now, rank + 1))
+            self.num_f += 1
         elif op == W:
-            end = now + time_w[rank]
-            level[rank] += kept[rank]
-            done_w[rank] = w + 1
+            self.num_w += 1
         else:
-            if op == B:
-                end = now + time_b[rank]
-                level[rank] += freed[rank]
-            else:
-                end = now + time_bw[rank]
-                level[rank] += cleared[rank]
-                done_w[rank] = w + 1
-            done_b[rank] = b + 1
-            if rank:
-                gradients[rank - 1].append(end + backward_latency[rank - 1])
-                if asleep[rank - 1]:
-                    asleep[rank - 1] = False
-                    heappush(events, (now, rank - 1))
-        free[rank] = end
-        heappush(events, (end, rank))
-    complete = min(done_w) == number
-    value = max(end - offset for end, offset in zip(free, problem.offsets, strict=True))
-    return value if complete else math.inf, words
+            self.num_b += 1
+            self.num_w += 1 if op == BW else 0
+        outlet = self.outlets[op]
+        if outlet is None:
+            return None
+        receiver, arrivals, latency = outlet
+        arrivals.append(end + latency)
+        return receiver
+
+
+def _connect(problem: Problem, ranks: list[_Rank]) -> None:
+    """Give each op its outlet: the rank that gets its result, the arrival times there, and the latency.
+
+    Stage r is on rank r, and the results of an op all go to one rank.
+    """
+    messages = problem.messages
+    for rank in ranks:
+        for op in Op:
+            receivers = messages.receivers[kind_of(rank.index, op)]
+            if receivers:
+                receiver = ranks[stage_of(receivers[0])]
+                arrivals = receiver.for_f if op_of(receivers[0]) == F else receiver.for_b
+                rank.outlets[op] = receiver, arrivals, messages.latency[receivers[0]]
+        if not messages.senders[kind_of(rank.index, F)]:
+            rank.for_f.extend([0.0] * problem.num_microbatches)
+        if not messages.senders[kind_of(rank.index, B)]:  # the last stage: its own F's let its B's start
+            rank.outlets[F] = rank, rank.for_b, 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 
@@ -10,29 +11,29 @@ from zbpp.planning.problem import Plan, Problem
 from zbpp.planning.search.anneal import anneal
 from zbpp.planning.search.deadline import Deadline
 from zbpp.planning.search.evolve import Population
-from zbpp.planning.search.fuse_backward import join
-from zbpp.planning.search.incremental_timing import Board
-from zbpp.planning.search.initial_orders import fitting, starts
+from zbpp.planning.search.fuse_backward import fuse_all
+from zbpp.planning.search.incremental_timing import IncrementalTiming
+from zbpp.planning.search.initial_orders import initial_plans, rebuilt_plans
 from zbpp.planning.search.justify import justify
-from zbpp.planning.search.repeat_steady_state import stretched
+from zbpp.planning.search.repeat_steady_state import repeat_steady_state
 
 Progress = Callable[[float, float, float], None]
 
 _POOL = 6  # plans that are worked on
-_PLACED = 400_000  # actions placed by list scheduling in a round,
-_MOVES = 4000  # and moves of annealing
-_WARMTH = (0.0, 0.02, 0.1, 0.3)  # of annealing, in average action times,
-_SMALL = 200  # actions: a smaller board is gone through so often that it bears more
-_STALE = 8  # rounds without a better setting: a population begins anew
-_SHARE = 0.3  # of the time, at most, for what the search starts from
-_FEW = 3  # microbatches per rank: enough for a steady part
-_QUIET = 80  # rounds without a better plan: give up
+_SCHEDULED = 400_000  # actions placed by list scheduling in a round
+_MOVES = 4000  # of annealing in a round
+_TEMPERATURES = (0.0, 0.02, 0.1, 0.3)  # of annealing, in average durations of an action;
+_FEW_ACTIONS = 200  # below this the temperature rises: so small a plan is soon searched through
+_MOST_STALE = 8  # rounds of list scheduling without a better setting, then a new population
+_SHARE_OF_STARTS = 0.3  # of the time, at most, for improving what the search starts from
+_STEADY = 3  # microbatches per rank: enough for a steady state
+_MOST_QUIET = 80  # rounds without a better plan, then the search ends
 
 
-class Hunt:
+class LocalSearch:
     """A pool of plans, best first, and what improves them.
 
-    A round takes one plan of the pool, the best most often, anneals and justifies it, and puts the
+    A round takes a plan of the pool, the best one most often, anneals and justifies it, and puts the
     result back. With one stage per rank it also lets a population of list schedulers advance.
     """
 
@@ -46,10 +47,9 @@ class Hunt:
         self.goal = self.bound + problem.tolerance
         self.rng = random.Random(seed)
         self.pool: list[tuple[float, Plan]] = []
-        self.pause = sum(problem.duration) / len(problem.duration)
-        self.evolves = problem.placement == "one"
+        self.uses_list_scheduling = problem.placement == "one"
         self.population: Population | None = None
-        self.stale = 0
+        self.num_stale = 0
 
     @property
     def best(self) -> float:
@@ -57,18 +57,18 @@ class Hunt:
 
     def run(self) -> Plan:
         """The best plan found; never worse than the best family that fits."""
-        for value, plan in fitting(self.problem):
-            self._offer(value, plan)
-        if self.evolves and not self._finished:
-            self._evolve()
-        self._justify_starts()
-        if not self.evolves and not self._finished:
-            self._stretch()
-        quiet = 0
-        while not self._finished and quiet < _QUIET:
+        for value, plan in initial_plans(self.problem):
+            self._add(value, plan)
+        if self.uses_list_scheduling and not self._finished:
+            self._schedule_lists()
+        self._improve_starts()
+        if not self.uses_list_scheduling and not self._finished:
+            self._search_fewer_microbatches()
+        num_quiet = 0
+        while not self._finished and num_quiet < _MOST_QUIET:
             before = self.best
             self._round()
-            quiet = 0 if self.best < before - self.problem.tolerance else quiet + 1
+            num_quiet = 0 if self.best < before - self.problem.tolerance else num_quiet + 1
         if self.progress:
             self.progress(1.0, self.best, self.bound)
         return self.pool[0][1]
@@ -81,68 +81,73 @@ class Hunt:
         if self.progress:
             self.progress(self.deadline.fraction, self.best, self.bound)
 
-    def _offer(self, value: float, plan: Plan) -> None:
-        """Into the pool; of plans with equal objective the newest stays, so that the pool drifts."""
+    def _add(self, value: float, plan: Plan) -> None:
+        """To the pool. Of plans with equal objective the newest stays, so that the pool drifts."""
         tolerance = self.problem.tolerance
         self.pool = [each for each in self.pool if abs(each[0] - value) > tolerance]
         self.pool.append((value, plan))
         self.pool.sort(key=lambda each: each[0])
         del self.pool[_POOL:]
 
-    def _justify_starts(self) -> None:
-        for plan in self._starts():
-            if self._finished or self.deadline.fraction > _SHARE:
-                return
-            self._settle(Board(self.problem, plan))
+    def _improve(self, timing: IncrementalTiming) -> None:
+        """Improve a plan by what costs little and never makes it longer; then add it to the pool."""
+        fuse_all(timing, self.deadline)
+        justify(timing, self.deadline)
+        self._add(timing.value, timing.rows)
 
-    def _settle(self, board: Board) -> None:
-        """What costs little and never hurts; then into the pool."""
-        join(board, self.deadline)
-        justify(board, self.deadline)
-        self._offer(board.value, board.rows)
+    def _improve_starts(self) -> None:
+        for plan in self._starts():
+            if self._finished or self.deadline.fraction > _SHARE_OF_STARTS:
+                return
+            self._improve(IncrementalTiming(self.problem, plan))
 
     def _starts(self) -> Iterator[Plan]:
         yield from [plan for _, plan in self.pool]
-        yield from starts(self.problem, self.deadline)
+        yield from rebuilt_plans(self.problem, self.deadline)
 
-    def _stretch(self) -> None:
-        """Plans for fewer microbatches, found in half of the time left, with their middle repeated."""
-        few = _FEW * self.problem.num_ranks
+    def _search_fewer_microbatches(self) -> None:
+        """Spend half of the time left on fewer microbatches; repeat the steady state of the plans found."""
+        few = _STEADY * self.problem.num_ranks
         if self.problem.num_microbatches <= few + self.problem.num_ranks:
             return
         small = self.problem.with_microbatches(few)
-        hunt = Hunt(small, self.deadline.part(0.5), self.seed)
-        hunt.run()
-        for _, plan in hunt.pool:
-            board = stretched(small, plan, self.problem, self.deadline)
-            if board:
-                self._settle(board)
+        search = LocalSearch(small, self.deadline.part(0.5), self.seed)
+        search.run()
+        for _, plan in search.pool:
+            timing = repeat_steady_state(small, plan, self.problem, self.deadline)
+            if timing:
+                self._improve(timing)
             if self._finished:
                 return
 
     def _round(self) -> None:
-        if self.evolves:
-            self._evolve()
+        if self.uses_list_scheduling:
+            self._schedule_lists()
         if self._finished:
             return
         _, plan = self.pool[min(int(self.rng.expovariate(0.7)), len(self.pool) - 1)]
-        board = Board(self.problem, plan)
-        warmth = self.rng.choice(_WARMTH) * self.pause * max(1.0, _SMALL / len(board.order))
-        anneal(board, self.rng, _MOVES, warmth, self.deadline, self.goal)
-        self._settle(board)
+        timing = IncrementalTiming(self.problem, plan)
+        anneal(timing, self.rng, _MOVES, self._temperature(timing), self.deadline, self.goal)
+        self._improve(timing)
 
-    def _evolve(self) -> None:
-        if self.population is None or self.stale >= _STALE:
-            self.population, self.stale = Population(self.problem, self.bound, self.rng), 0
+    def _temperature(self, timing: IncrementalTiming) -> float:
+        """A temperature for this round, in ms."""
+        average = sum(self.problem.duration) / len(self.problem.duration)
+        return self.rng.choice(_TEMPERATURES) * average * max(1.0, _FEW_ACTIONS / len(timing.order))
+
+    def _schedule_lists(self) -> None:
+        """Let the population of list schedulers advance; improve its best plan if that is a new one."""
+        if self.population is None or self.num_stale >= _MOST_STALE:
+            self.population, self.num_stale = Population(self.problem, self.bound, self.rng), 0
         population = self.population
-        before = population.members[0].value if population.members else float("inf")
-        runs = _PLACED // (3 * self.problem.num_stages * self.problem.num_microbatches)
-        population.advance(max(runs, 10), self.deadline, self.goal)
-        if not population.members:
+        before = population.best.value if population.candidates else math.inf
+        num_runs = _SCHEDULED // (3 * self.problem.num_stages * self.problem.num_microbatches)
+        population.advance(max(num_runs, 10), self.deadline, self.goal)
+        if not population.candidates:
             return
         best = population.best
         if best.value < before - self.problem.tolerance:
-            self.stale = 0
-            self._settle(Board(self.problem, self.problem.numbered(best.words)))
+            self.num_stale = 0
+            self._improve(IncrementalTiming(self.problem, self.problem.numbered(best.kinds)))
         else:
-            self.stale += 1
+            self.num_stale += 1

@@ -1,12 +1,12 @@
 """The planner of Zero Bubble (arXiv:2401.10241, section 3.1): memory-limited, one stage per rank.
 
-A line of ranks is filled microbatch by microbatch: F's travel down, B's come back up, and W's go
-where a rank would wait, or where memory is short. Three of its choices can go either way, and none
+The plan grows microbatch by microbatch: its F's go down the ranks, its B's come back up, and W's go
+where a rank would wait, or where memory is short. Three choices can go either way, and neither way
 is always right, so all eight combinations run and the smallest max span wins:
 
-    early    before the first B, take an F even if B could already start when that F ends
-    backward when an F and a B compete, let the F wait unless it costs B nothing
-    lazy     leave a short wait idle, if some rank has lost more already, instead of putting a W in it
+    early    before the first B, run an F even if the B could start before that F ends
+    backward when an F and a B compete, let the F wait unless the B is not delayed
+    lazy     leave a short wait idle, if some rank has waited longer in all, instead of running a W
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import itertools
 
 from zbpp.planning.problem import Plan, Problem
 from zbpp.schedule.costs import Costs
+from zbpp.schedule.dataflow_arrays import kind_of, op_of, stage_of
 from zbpp.schedule.timetable import Op, Timetable
 
 F, B, W = int(Op.F), int(Op.B), int(Op.W)
@@ -43,7 +44,7 @@ def zb_2p(num_ranks: int, num_microbatches: int, *, costs: Costs = Costs()) -> T
 
 
 def memory_of_1f1b(costs: Costs, num_ranks: int) -> float:
-    """1.0p: the activations of p microbatches, of the rank where they are largest. costs: per rank."""
+    """1.0p, what 1F1B holds: `saved` of p microbatches, where it is largest. costs: one stage per rank."""
     return num_ranks * max(costs.per_stage(num_ranks).memory[Op.F])
 
 
@@ -56,17 +57,16 @@ def _within(multiple: int, num_ranks: int, num_microbatches: int, costs: Costs) 
 def paper_plan(problem: Problem) -> Plan:
     """The best of the planner's eight runs by max span, as in the paper's ZB-1p and ZB-2p columns.
 
-    Raises PlanError if B's need more memory than a rank has: this planner knows no whole backward.
+    Raises PlanError if an F and its B need more memory than a rank has: this planner has no BW.
     """
     memory = problem.stage_costs.memory
-    floor = [max(held, held + memory[Op.B][rank]) for rank, held in enumerate(memory[Op.F])]
-    problem.require(floor)
-    runs = [_Line(problem, *choices).run() for choices in itertools.product((False, True), repeat=3)]
+    problem.require([held + max(0.0, memory[Op.B][rank]) for rank, held in enumerate(memory[Op.F])])
+    runs = [_Run(problem, *choices).run() for choices in itertools.product((False, True), repeat=3)]
     return min(runs, key=lambda run: run.max_span).plan()
 
 
-class _Line:
-    """One run. Per rank: how many F, B, W are placed, the clock, the memory level, the wait so far."""
+class _Run:
+    """One run. Lists by rank: actions done, when the last one ends, memory level, time waited."""
 
     def __init__(self, problem: Problem, early: bool, backward: bool, lazy: bool) -> None:
         self.problem = problem
@@ -75,30 +75,30 @@ class _Line:
         self.last, self.number = problem.num_ranks - 1, problem.num_microbatches
         self.time = [[problem.stage_costs.duration[op][rank] for rank in ranks] for op in (Op.F, Op.B, Op.W)]
         self.change = [[problem.stage_costs.memory[op][rank] for rank in ranks] for op in (Op.F, Op.B, Op.W)]
-        most, of_b = problem.ceilings, self.change[B]
-        after_f = [level - max(0.0, more) for level, more in zip(most, of_b, strict=True)]
-        self.most = [after_f, most]  # the level after F leaves room for what a B may add, after B
+        after_b = problem.ceilings
+        after_f = [most - max(0.0, added) for most, added in zip(after_b, self.change[B], strict=True)]
+        self.most = [after_f, after_b]  # the highest memory level: after an F a B must still fit
         self.done = [[0 for _ in ranks] for _ in range(3)]
         self.ends: list[list[list[float]]] = [[[] for _ in ranks] for _ in range(2)]  # of F's, of B's
         self.clock, self.level, self.waited = ([0.0 for _ in ranks] for _ in range(3))
         self.longest_wait = 0.0
-        self.words: list[list[int]] = [[] for _ in ranks]
+        self.kinds: list[list[int]] = [[] for _ in ranks]
 
-    def run(self) -> _Line:
+    def run(self) -> _Run:
         self._warm_up()
         for microbatch in range(1, self.number):
             for rank in self._forwards_wanted():
-                self._make_room(rank, F)
+                self._free_memory(rank, F)
                 self._fill_wait(rank, self._arrival(F, rank))
-                self._put(rank, F)
+                self._append(rank, F)
             for rank in range(self.last, -1, -1):
-                self._make_room(rank, B)
+                self._free_memory(rank, B)
                 self._fill_wait(rank, self._arrival(B, rank))
                 if rank == 0 and self.done[F][0] == self.number:
-                    self._flush(0, microbatch)
-                self._put(rank, B)
+                    self._append_ws(0, microbatch)
+                self._append(rank, B)
         for rank in range(self.last + 1):
-            self._flush(rank, self.number)
+            self._append_ws(rank, self.number)
         return self
 
     @property
@@ -106,18 +106,21 @@ class _Line:
         return max(end - first for end, first in zip(self.clock, self.problem.fill, strict=True))
 
     def plan(self) -> Plan:
-        return self.problem.numbered(self.words)
+        return self.problem.numbered(self.kinds)
 
     def _arrival(self, op: int, rank: int) -> float:
-        """When the input of a rank's next F or B is there."""
-        microbatch = self.done[op][rank]
-        if op == F:
-            return self.ends[F][rank - 1][microbatch] + self.problem.latency[rank - 1] if rank else 0.0
-        if rank == self.last:
+        """When the message for a rank's next F or B is there."""
+        kind, messages = kind_of(rank, op), self.problem.messages
+        if not messages.senders[kind]:
             return 0.0
-        return self.ends[B][rank + 1][microbatch] + self.problem.backward_latency[rank]
+        sender = messages.senders[kind][0]  # of B and BW the B: this planner has no BW
+        return self.ends[op_of(sender)][stage_of(sender)][self.done[op][rank]] + messages.latency[kind]
 
-    def _put(self, rank: int, op: int) -> None:
+    def _latency_of_b(self, rank: int) -> float:
+        """Of the message that a rank's B's wait for."""
+        return self.problem.messages.latency[kind_of(rank, B)]
+
+    def _append(self, rank: int, op: int) -> None:
         start = self.clock[rank] if op == W else max(self.clock[rank], self._arrival(op, rank))
         if self.done[F][rank]:
             self.waited[rank] += start - self.clock[rank]
@@ -127,33 +130,34 @@ class _Line:
         if op != W:
             self.ends[op][rank].append(self.clock[rank])
         self.done[op][rank] += 1
-        self.words[rank].append(rank * 4 + op)
+        self.kinds[rank].append(kind_of(rank, op))
 
     # -- until the first B ------------------------------------------------------------------
 
     def _warm_up(self) -> None:
         for rank in range(self.last + 1):
-            self._put(rank, F)
+            self._append(rank, F)
         for rank, more in enumerate(self._warm_up_sizes()):
             for _ in range(more):
-                self._put(rank, F)
+                self._append(rank, F)
         for rank in range(self.last, -1, -1):
-            self._put(rank, B)
+            self._append(rank, B)
 
     def _warm_up_sizes(self) -> list[int]:
-        """F's that each rank takes beyond its first while it waits for the first B."""
+        """How many F's each rank runs beyond its first while it waits for the first B."""
         sizes = [0] * (self.last + 1)
-        first_b = self.clock[self.last] + self.time[B][self.last]  # its end, one rank down the line
+        first_b = self.clock[self.last] + self.time[B][self.last]  # end of the first B on the next rank
         for rank in range(self.last - 1, -1, -1):
-            arrival = first_b + self.problem.backward_latency[rank]
+            arrival = first_b + self._latency_of_b(rank)
             sizes[rank], clock = self._fitting(rank, arrival)
             first_b = max(clock, arrival) + self.time[B][rank]
-        for rank in range(1, self.last + 1):  # a rank can't be as far as the one that feeds it
-            fed = sizes[rank - 1]
-            sizes[rank] = min(sizes[rank], fed if 1 + fed == self.number else max(fed - 1, 0))
+        for rank in range(1, self.last + 1):  # a rank runs fewer than the rank before it, unless that has all
+            before = sizes[rank - 1]
+            sizes[rank] = min(sizes[rank], before if 1 + before == self.number else max(before - 1, 0))
         return sizes
 
     def _fitting(self, rank: int, arrival: float) -> tuple[int, float]:
+        """How many more F's a rank runs before its first B arrives, and when the last of them ends."""
         clock, level, taken = self.clock[rank], self.level[rank], 0
         while 1 + taken < self.number and level + self.change[F][rank] <= self.most[F][rank]:
             too_late = clock >= arrival if self.early else clock + self.time[F][rank] > arrival
@@ -165,7 +169,7 @@ class _Line:
     # -- one microbatch further -------------------------------------------------------------
 
     def _forwards_wanted(self) -> list[int]:
-        """The ranks that run an F before their next B. A rank that does feeds all after it."""
+        """The ranks that run an F before their next B: if a rank does, so do all ranks after it."""
         wanted = [self._wants_forward(rank) for rank in range(self.last + 1)]
         for rank in range(self.last - 1, -1, -1):
             wanted[rank] = wanted[rank] and wanted[rank + 1]
@@ -179,12 +183,7 @@ class _Line:
         if not (self.backward and ahead):
             return True
         after = rank + 1
-        next_b = (
-            self.clock[after]
-            + self.time[F][after]
-            + self.time[B][after]
-            + self.problem.backward_latency[rank]
-        )
+        next_b = self.clock[after] + self.time[F][after] + self.time[B][after] + self._latency_of_b(rank)
         if self.clock[rank] >= next_b:
             return False
         if self.clock[rank] + self._time_of_forward(rank) <= next_b:
@@ -192,7 +191,7 @@ class _Line:
         return next_b - self.clock[rank] > self.longest_wait - self.waited[rank]
 
     def _time_of_forward(self, rank: int) -> float:
-        """An F, and the W's that must make room for it."""
+        """The time of an F and of the W's that must free memory for it."""
         time, level = self.time[F][rank], self.level[rank] + self.change[F][rank]
         for _ in range(self.done[B][rank] - self.done[W][rank]):
             if level <= self.most[F][rank]:
@@ -200,23 +199,24 @@ class _Line:
             time, level = time + self.time[W][rank], level + self.change[W][rank]
         return time
 
-    def _make_room(self, rank: int, op: int) -> None:
+    def _free_memory(self, rank: int, op: int) -> None:
         while self.level[rank] + self.change[op][rank] > self.most[op][rank]:
-            self._put(rank, W)
+            self._append(rank, W)
 
     def _fill_wait(self, rank: int, arrival: float) -> None:
-        """W's into the wait for an input: whole ones, then one that delays it a little."""
+        """Run W's while a rank waits: all that fit, then one more that delays the next action a little."""
         while self._has_w(rank) and self.clock[rank] + self.time[W][rank] <= arrival:
-            self._put(rank, W)
+            self._append(rank, W)
         wait = arrival - self.clock[rank]
         if self._has_w(rank) and wait > 0:
-            hidden = wait <= self.longest_wait - self.waited[rank]
-            if not (hidden and self.lazy):
-                self._put(rank, W)
+            costs_nothing = wait <= self.longest_wait - self.waited[rank]  # another rank waits longer
+            if not (costs_nothing and self.lazy):
+                self._append(rank, W)
 
     def _has_w(self, rank: int) -> bool:
         return self.done[W][rank] < self.done[B][rank]
 
-    def _flush(self, rank: int, number: int) -> None:
+    def _append_ws(self, rank: int, number: int) -> None:
+        """Run the rank's W's up to this number."""
         while self.done[W][rank] < number:
-            self._put(rank, W)
+            self._append(rank, W)

@@ -1,14 +1,13 @@
-"""Repeated patterns for a V: every block of F0, F1, B1, B0 without collision, tried on the real costs.
+"""Repeated patterns for a V: every block of F0, F1, B1, B0 without collision.
 
 A microbatch goes down the V (F0), back up (F1), down (B1), up (B0); here 0 and 1 name a rank's first
-and second stage. Cut time into slots, begin a microbatch every six of them (six actions a rank and
-microbatch), and let each leg take a fixed number of slots per hop. Such a pattern is given by the
-four steps and the three gaps where the legs turn. If on every rank the four starts fall into
-different slots modulo six, microbatches never collide, and W's have two slots in six to go to.
-ZB-V, V-Half and V-Min (arXiv:2405.15362) are members of this family; the smaller the steps, the
-sooner a microbatch is through, and the less is held.
+and second stage. Cut time into slots, and let a microbatch begin every six slots (a rank has six
+actions per microbatch). Each of the four legs takes a fixed number of slots from rank to rank, its
+step; three gaps lie between the legs. If on every rank the four start slots differ modulo six,
+microbatches never collide, and two slots in six are left for W's. ZB-V, V-Half and V-Min
+(arXiv:2405.15362) are such patterns. Smaller steps bring a microbatch through sooner, so less is held.
 
-The slots only order F's and B's; how long things really take is for the simulation to say.
+The slots only give an order of F's and B's; the real durations decide which order is best.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import itertools
 from collections.abc import Iterator
 
 from zbpp.planning.problem import Problem
+from zbpp.schedule.dataflow_arrays import kind_of
 from zbpp.schedule.timetable import Op
 
 _PERIOD = 6
@@ -26,9 +26,9 @@ Slots = list[list[int]]  # per rank, the start slots of F0, F1, B1, B0 of microb
 
 
 def blocks(num_ranks: int) -> Iterator[Slots]:
-    """All patterns with one kind of step of 1: down or up."""
-    long = range(1, _MOST_STEP + 1)
-    steps = {step for k, j in itertools.product(long, long) for step in ((1, k, 1, j), (k, 1, j, 1))}
+    """All patterns with steps of 1 down (F0 and B1) or up (F1 and B0)."""
+    lengths = range(1, _MOST_STEP + 1)
+    steps = {step for k, j in itertools.product(lengths, lengths) for step in ((1, k, 1, j), (k, 1, j, 1))}
     for step in sorted(steps):
         for gaps in itertools.product(range(1, _PERIOD + 1), repeat=3):
             slots = _slots(num_ranks, step, gaps)
@@ -38,12 +38,14 @@ def blocks(num_ranks: int) -> Iterator[Slots]:
 
 def _slots(num_ranks: int, step: tuple[int, ...], gaps: tuple[int, ...]) -> Slots:
     last = num_ranks - 1
-    top = [0]  # where a leg begins: rank 0 or the last, in turn
-    for k, gap in zip(step, gaps, strict=False):
-        top.append(top[-1] + last * k + gap)
+    begins = [0]  # of the legs, on rank 0 and on the last rank in turn
+    for k, gap in zip(step[:-1], gaps, strict=True):
+        begins.append(begins[-1] + last * k + gap)
+    down, up = range(num_ranks), range(last, -1, -1)  # how far a rank is from where the leg begins
+    distances = zip(down, up, down, up, strict=True)
     return [
-        [top[leg] + step[leg] * (rank if leg % 2 == 0 else last - rank) for leg in range(4)]
-        for rank in range(num_ranks)
+        [begin + k * distance for begin, k, distance in zip(begins, step, row, strict=True)]
+        for row in distances
     ]
 
 
@@ -52,8 +54,8 @@ def unrolled(slots: Slots, problem: Problem) -> list[list[int]]:
     number, last = problem.num_microbatches, problem.num_stages - 1
     orders = []
     for rank, row in enumerate(slots):
-        up = last - rank
-        kinds = (rank * 4 + Op.F, up * 4 + Op.F, up * 4 + Op.B, rank * 4 + Op.B)
+        second = last - rank
+        kinds = (kind_of(rank, Op.F), kind_of(second, Op.F), kind_of(second, Op.B), kind_of(rank, Op.B))
         timed = [
             (slot + _PERIOD * k, kind * number + k)
             for slot, kind in zip(row, kinds, strict=True)

@@ -21,12 +21,13 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.progress import track
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from zbpp.planning import certificate, plan
+from zbpp.planning.problem import Problem
 from zbpp.schedule import Costs, Timeline, simulate
 
-DATA = Path(__file__).resolve().parent.parent / "tests/data"
+DATA = Path(__file__).resolve().parent.parent.parent / "tests/data"
 COLUMNS = ((10, 10, 10, 0), (10, 12, 7, 1), (10, 16, 8, 2))  # F, B, W, message; ms
 # (microbatches, memory in p, what each column is to reach; None: within .6 % of the bound)
 V_MARKS = (
@@ -88,6 +89,17 @@ def in_a_v() -> Iterator[Cell]:
             name = f"F={f} B={b} W={w} c={comm} m={num_microbatches} {limit:g}p"
             target = marks[column] if marks else None
             yield Cell(name, 8, num_microbatches, costs, limit * 8, "v", "makespan", target)
+
+
+def problem_of(cell: Cell) -> Problem:
+    return Problem.placed(
+        cell.num_ranks,
+        cell.num_microbatches,
+        costs=cell.costs,
+        memory_limit=cell.memory,
+        placement=cell.placement,
+        objective=cell.objective,
+    )
 
 
 def solve(cell: Cell, time_limit: float, seed: int) -> Found:

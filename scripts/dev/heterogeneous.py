@@ -19,12 +19,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from zbpp.families import FAMILIES
 from zbpp.planning import SCHEDULES, plan
 from zbpp.planning.bounds import certificate
 from zbpp.planning.exact import solve
+from zbpp.planning.objective import objective_value
+from zbpp.planning.problem import Problem
 from zbpp.schedule import Costs, PlanError, Timetable, simulate
 
 TOLERANCE = 1e-9  # relative: what sums of floats may be off by
@@ -65,7 +67,7 @@ class Instance:
                 timeline = simulate(self.planned(name), self.costs)
             except PlanError:
                 continue
-            found[name] = timeline.makespan if objective == "makespan" else timeline.max_span
+            found[name] = objective_value(timeline, objective)
         return found
 
 
@@ -132,6 +134,23 @@ def _limit(rng: random.Random, unlimited: Instance) -> list[float] | None:
         return None
     needed = simulate(unlimited.planned(rng.choice(frugal or fitting)), unlimited.costs).peak_memory
     return [float(round(peak * rng.uniform(1, 1.3))) for peak in needed]
+
+
+def problem_of(instance: Instance) -> Problem:
+    return Problem.placed(
+        instance.num_ranks,
+        instance.num_microbatches,
+        costs=instance.costs,
+        memory_limit=instance.memory_limit,
+        placement=instance.placement,
+        stages_per_rank=instance.stages_per_rank,
+    )
+
+
+def with_little_memory(instance: Instance) -> Instance:
+    """The instance with 1.5 times what one microbatch needs, on each rank."""
+    least = problem_of(replace(instance, memory_limit=None)).least_memory
+    return replace(instance, memory_limit=[1.5 * each for each in least])
 
 
 def judge(instance: Instance, time_limit: float, seed: int = 0) -> Outcome:

@@ -1,0 +1,131 @@
+"""What `choose` has found: all plans, which one is best under which limit, and how far from a lower bound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zbpp.planning.bounds import Bound
+from zbpp.planning.memory_limit import MemoryLimit, fits, limits_per_rank
+from zbpp.planning.objective import objective_value
+from zbpp.planning.placement import PLACEMENTS
+from zbpp.planning.plan import placement_of, takes_costs
+from zbpp.planning.request import PlanningRequest
+from zbpp.planning.tolerance import EQUAL
+from zbpp.schedule.dataflow_arrays import op_of, producers, stage_of
+from zbpp.schedule.simulate import Timeline
+from zbpp.schedule.timetable import Op, PlanError, Timetable
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan, and the name under which `plan` makes it."""
+
+    name: str
+    timeline: Timeline
+
+    @property
+    def placement(self) -> str:
+        return placement_of(self.timeline.timetable)
+
+    @property
+    def title(self) -> str:
+        """The arguments with which scripts/plan.py makes the plan: its name, and zb_auto's placement."""
+        return f"{self.name} --placement {self.placement}" if self.name == "zb_auto" else self.name
+
+    def value(self, objective: str) -> float:
+        return objective_value(self.timeline, objective)
+
+    def fits(self, limit: MemoryLimit) -> bool:
+        peaks = self.timeline.peak_memory
+        return fits(peaks, limits_per_rank(limit, len(peaks)))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A candidate under a memory limit, and a bound on all plans with its placement under that limit."""
+
+    candidate: Candidate
+    objective: str
+    bound: Bound
+
+    @property
+    def value(self) -> float:
+        return self.candidate.value(self.objective)
+
+    @property
+    def gap(self) -> float:
+        return self.bound.gap(self.value)
+
+    @property
+    def proved_optimal(self) -> bool:
+        return self.gap <= EQUAL
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All plans found for a request; refused: why a schedule has none, by its name."""
+
+    request: PlanningRequest
+    candidates: list[Candidate]
+    refused: dict[str, PlanError]
+
+    @property
+    def ranked(self) -> list[Choice]:
+        """The plans that fit the request's limit, best first: each family, zb_auto's best per placement."""
+        limit, objective = self.request.memory_limit, self.request.objective
+        fitting = [each for each in self.candidates if each.fits(limit)]
+        searched = [
+            min(own, key=lambda each: each.value(objective))
+            for placement in PLACEMENTS
+            if (own := [each for each in fitting if each.name == "zb_auto" and each.placement == placement])
+        ]
+        shown = [each for each in fitting if each.name != "zb_auto"] + searched
+        return sorted(map(self._choice, shown), key=_worth)
+
+    @property
+    def too_large(self) -> list[Candidate]:
+        """The families' plans that don't fit, the least memory first."""
+        limit = self.request.memory_limit
+        rest = [each for each in self.candidates if each.name != "zb_auto" and not each.fits(limit)]
+        return sorted(rest, key=lambda each: max(each.timeline.peak_memory))
+
+    def best(self, placement: str, limit: MemoryLimit, objective: str | None = None) -> Choice | None:
+        """The best plan with this placement that fits; None if there is none."""
+        objective = objective or self.request.objective
+        bound = self.request.bound(placement, limit, objective)
+        fitting = [each for each in self.candidates if each.placement == placement and each.fits(limit)]
+        if bound is None or not fitting:
+            return None
+        return Choice(min(fitting, key=lambda each: each.value(objective)), objective, bound)
+
+    def best_of_all(self, limit: MemoryLimit, objective: str | None = None) -> Choice | None:
+        """The best plan that fits, whatever its placement."""
+        found = [self.best(placement, limit, objective) for placement in PLACEMENTS]
+        return min(filter(None, found), key=lambda choice: choice.value, default=None)
+
+    def named(self, name: str) -> Candidate | None:
+        return next((each for each in self.candidates if each.name == name), None)
+
+    def _choice(self, candidate: Candidate) -> Choice:
+        bound = self.request.bound(candidate.placement, self.request.memory_limit)
+        assert bound is not None  # the candidate fits
+        return Choice(candidate, self.request.objective, bound)
+
+
+def _worth(choice: Choice) -> tuple[float, bool, int]:
+    """By time; of equal plans, one that needs no costs comes first, then the one with fewer messages."""
+    name, timetable = choice.candidate.name, choice.candidate.timeline.timetable
+    return float(f"{choice.value:.9g}"), takes_costs(name), num_messages(timetable)
+
+
+def num_messages(timetable: Timetable) -> int:
+    """Messages of a step: one per microbatch for each value that another rank makes."""
+    rank_of = timetable.rank_of
+    consumed = [
+        (stage_of(kind), made_by[0])
+        for kind, values in enumerate(producers(timetable.num_stages))
+        for made_by in values
+        if op_of(kind) != Op.BW  # a plan has BW or B, which consume the same values
+    ]
+    remote = [stage for stage, producer in consumed if rank_of[stage] != rank_of[stage_of(producer)]]
+    return len(remote) * timetable.num_microbatches
