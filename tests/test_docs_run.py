@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from helpers.pages import ROOT, blocks, run_command
 
 TRAINING = "docs/training.md"

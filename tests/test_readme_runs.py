@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from helpers.pages import ROOT, blocks, run_command
 
 README = "README.md"
