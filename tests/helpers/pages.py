@@ -16,7 +16,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def run_command(command: str, folder: Path) -> str:
-    """Run a shell command in `folder` as a user does; return what it prints. Fails if the command fails."""
+    """Run a shell command in `folder` as a user does; returns what it prints. Fails if the command fails."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "ZBPP": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -38,7 +38,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 def compile_stages(stages: Mapping[int, nn.Module], what: str, budget: float) -> None:
     """Have the stages ("stage") or each of their layers ("layer") compiled in their first F; "none": no.
 
-    Layers that are alike share one compiled program. budget: the share of the activations to keep between F
+    Layers that are alike are compiled once. budget: the share of the activations to keep between F
     and B. Raises ConfigError where compiling is not possible here.
     """
     if what == "none":
