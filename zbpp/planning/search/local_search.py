@@ -20,7 +20,7 @@ from zbpp.planning.search.repeat_steady_state import repeat_steady_state
 Progress = Callable[[float, float, float], None]
 
 _POOL = 6  # plans that are worked on
-_SCHEDULED = 400_000  # actions placed by list scheduling in a round
+_SCHEDULED = 40_000  # actions placed by list scheduling in a round
 _MOVES = 4000  # of annealing in a round
 _TEMPERATURES = (0.0, 0.02, 0.1, 0.3)  # of annealing, in average durations of an action;
 _FEW_ACTIONS = 200  # below this the temperature rises: so small a plan is soon searched through
