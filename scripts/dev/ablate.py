@@ -41,7 +41,6 @@ from scripts.dev import heterogeneous, targets
 from scripts.dev.ablate_bounds import Component, ablate_bounds
 from zbpp.planning.bounds import bound_of
 from zbpp.planning.search import (
-    anneal,
     deadline,
     evolve,
     fuse_backward,
@@ -51,6 +50,7 @@ from zbpp.planning.search import (
     list_scheduling,
     local_search,
     periodic_blocks,
+    random_moves,
     repeat_steady_state,
 )
 from zbpp.schedule import simulate
@@ -90,9 +90,8 @@ def components() -> list[Component]:
         Component("least waits of 0.5 and 0", [(orders, "_LEAST_WAITS", (1.0,))], (), anywhere),
         Component("justify", [(local_search, "justify", _nothing)], (justify,), anywhere),
         Component("justify to the right", [(justify, "push", _left_only)], (), anywhere),
-        Component("annealing", [(local_search, "anneal", _nothing)], (anneal,), anywhere),
-        Component("temperatures above 0", [(local_search, "_TEMPERATURES", (0.0,))], (), anywhere),
-        Component("moves from the critical path", [(anneal, "_CRITICAL", 0.0)], (), anywhere),
+        Component("random moves", [(local_search, "move_at_random", _nothing)], (random_moves,), anywhere),
+        Component("moves from the critical path", [(random_moves, "_CRITICAL", 0.0)], (), anywhere),
         Component("a pool of 6 plans instead of 1", [(local_search, "_POOL", 1)], (), anywhere),
         Component(
             "repeating the steady state",
@@ -102,7 +101,7 @@ def components() -> list[Component]:
         ),
         Component(
             "fusing and splitting BW",
-            [(local_search, "fuse_all", _nothing), (anneal, "fusible", _empty)],
+            [(local_search, "fuse_all", _nothing), (random_moves, "fusible", _empty)],
             (fuse_backward,),
             anywhere,
         ),

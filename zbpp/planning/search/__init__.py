@@ -8,7 +8,7 @@ paper_planner         the Zero Bubble paper's planner: zb_1p, zb_2p
 list_scheduling       towards a target, one stage per rank; evolve: which priority rules suit the costs
 plan_graph            a plan as a graph of actions
 incremental_timing    a plan that is timed again in microseconds after a move
-anneal                random moves on the critical path
+random_moves          random moves on the critical path
 justify               everything to the left, then everything to the right
 fuse_backward         B and W to one BW, or a BW split
 repeat_steady_state   a plan for few microbatches, repeated for many

@@ -33,11 +33,6 @@ class IncrementalTiming(PlanGraph):
         self.position = [-1] * len(self.index)
         self.refresh()
 
-    def rebuild(self) -> None:
-        """Link and time everything anew from `rows`. Raises PlanError if the plan can't run."""
-        self.order = self.link()
-        self.refresh()
-
     # -- times ------------------------------------------------------------------------------------
 
     def refresh(self) -> None:

@@ -8,22 +8,20 @@ from collections.abc import Callable, Iterator
 
 from zbpp.planning.bounds import bound_of
 from zbpp.planning.problem import Plan, Problem
-from zbpp.planning.search.anneal import anneal
 from zbpp.planning.search.deadline import Deadline
 from zbpp.planning.search.evolve import Population
 from zbpp.planning.search.fuse_backward import fuse_all
 from zbpp.planning.search.incremental_timing import IncrementalTiming
 from zbpp.planning.search.initial_orders import initial_plans, rebuilt_plans
 from zbpp.planning.search.justify import justify
+from zbpp.planning.search.random_moves import move_at_random
 from zbpp.planning.search.repeat_steady_state import repeat_steady_state
 
 Progress = Callable[[float, float, float], None]
 
 _POOL = 6  # plans that are worked on
-_SCHEDULED = 400_000  # actions placed by list scheduling in a round
-_MOVES = 4000  # of annealing in a round
-_TEMPERATURES = (0.0, 0.02, 0.1, 0.3)  # of annealing, in average durations of an action;
-_FEW_ACTIONS = 200  # below this the temperature rises: so small a plan is soon searched through
+_SCHEDULED = 40_000  # actions placed by list scheduling in a round
+_MOVES = 4000  # at random in a round
 _MOST_STALE = 8  # rounds of list scheduling without a better setting, then a new population
 _SHARE_OF_STARTS = 0.3  # of the time, at most, for improving what the search starts from
 _STEADY = 3  # microbatches per rank: enough for a steady state
@@ -33,8 +31,8 @@ _MOST_QUIET = 80  # rounds without a better plan, then the search ends
 class LocalSearch:
     """A pool of plans, best first, and what improves them.
 
-    A round takes a plan of the pool, the best one most often, anneals and justifies it, and puts the
-    result back. With one stage per rank it also lets a population of list schedulers advance.
+    A round takes a plan of the pool, the best one most often, moves actions at random, justifies it, and
+    puts the result back. With one stage per rank it also lets a population of list schedulers advance.
     """
 
     def __init__(
@@ -127,13 +125,8 @@ class LocalSearch:
             return
         _, plan = self.pool[min(int(self.rng.expovariate(0.7)), len(self.pool) - 1)]
         timing = IncrementalTiming(self.problem, plan)
-        anneal(timing, self.rng, _MOVES, self._temperature(timing), self.deadline, self.goal)
+        move_at_random(timing, self.rng, _MOVES, self.deadline, self.goal)
         self._improve(timing)
-
-    def _temperature(self, timing: IncrementalTiming) -> float:
-        """A temperature for this round, in ms."""
-        average = sum(self.problem.duration) / len(self.problem.duration)
-        return self.rng.choice(_TEMPERATURES) * average * max(1.0, _FEW_ACTIONS / len(timing.order))
 
     def _schedule_lists(self) -> None:
         """Let the population of list schedulers advance; improve its best plan if that is a new one."""

@@ -62,18 +62,17 @@ class PlanGraph:
         # Per op, what ascends together with it: BW counts as B and as W.
         self.ascending = ([list(range(none))], [self.backward], [self.weight], [self.backward, self.weight])
         self.levels: list[list[float]] = [[] for _ in plan]  # memory after each action of a row
-        self.order = self.link()
+        self.order = self._link()
 
     def fits(self) -> bool:
         """Whether every rank stays within its memory."""
         return all(max(row) <= most for row, most in zip(self.levels, self.problem.ceilings, strict=True))
 
-    def link(self) -> list[int]:
-        """Link everything anew from `rows`, and return the actions in an order in which they can run.
+    def _link(self) -> list[int]:
+        """Link all actions, and return them in an order in which they can run.
 
         Raises PlanError if there is none.
         """
-        self.index = [-1] * len(self.index)
         for rank in range(len(self.rows)):
             self._link_row(rank)
         for row in self.rows:

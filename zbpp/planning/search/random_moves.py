@@ -1,4 +1,4 @@
-"""Simulated annealing: random moves along the critical path, the longer plan accepted now and then."""
+"""Random moves along the critical path; a move that makes the plan no longer is kept."""
 
 from __future__ import annotations
 
@@ -15,31 +15,23 @@ _FUSED_ACTIONS = 20  # at most this / number of actions, since each of these mov
 _REFRESH_INTERVAL = 20  # kept moves after which `order` is sorted again
 
 
-def anneal(
-    timing: IncrementalTiming,
-    rng: random.Random,
-    num_moves: int,
-    temperature: float,
-    deadline: Deadline,
-    goal: float,
+def move_at_random(
+    timing: IncrementalTiming, rng: random.Random, num_moves: int, deadline: Deadline, goal: float
 ) -> None:
-    """Try `num_moves` moves; `timing` is left at the best plan met. Stops at `goal`.
+    """Try `num_moves` moves, and stop at `goal`.
 
-    A move is accepted up to a limit: the present objective plus an exponential variable times the
-    temperature (ms), which falls to 0 over the moves. The limit is drawn before the move is timed, so
-    that timing can stop early. Moves that change nothing are kept, too: of two plans of equal length,
-    one may be possible to shorten and the other not.
+    Moves that change nothing are kept, too: of two plans of equal length, one may be possible to shorten
+    and the other not. (Accepting a longer plan now and then, as in annealing, moved nothing.)
     """
     tolerance = timing.problem.tolerance
-    best, best_rows = timing.value, [list(row) for row in timing.rows]
+    best = timing.value
     forwards = fusible(timing)
     share_of_fusions = min(_FUSIONS, _FUSED_ACTIONS / len(timing.order)) if forwards else 0.0
     num_kept = 0
-    for step in range(num_moves):
+    for _ in range(num_moves):
         if best <= goal or deadline.over:
-            break
-        slack = temperature * (1 - step / num_moves) * rng.expovariate(1.0) + tolerance
-        limit = timing.value + slack
+            return
+        limit = best + tolerance
         if forwards and rng.random() < share_of_fusions:
             kept = fuse_or_split(timing, rng.choice(forwards), rng, limit)
         else:
@@ -49,11 +41,7 @@ def anneal(
         num_kept += 1
         if num_kept % _REFRESH_INTERVAL == 0:
             timing.refresh()
-        if timing.value < best - tolerance:
-            best, best_rows = timing.value, [list(row) for row in timing.rows]
-    if timing.value > best + tolerance:
-        timing.rows = best_rows
-        timing.rebuild()
+        best = min(best, timing.value)
 
 
 def _move(timing: IncrementalTiming, rng: random.Random, limit: float) -> bool:
