@@ -508,7 +508,7 @@ def test_stages_that_do_not_chain_are_named_with_their_shapes():
         "RuntimeError: "
     )
     assert "shapes cannot be multiplied (2x7 and 8x1)" in lines[1]  # torch 2.15 says addmm before
-    assert lines[0].startswith("zbpp.runtime.world.CommunicationError: rank 0, step ")
+    assert lines[0].startswith("zbpp.runtime.world.CommunicationError: rank 0, instruction ")
 
 
 def step_with_another_batch_size(rank):
@@ -561,7 +561,7 @@ def test_a_peer_that_leaves_ends_the_wait_at_once():
     start = time.monotonic()
     lines = failures(step_with_a_peer_that_leaves, 2)
     assert lines[1] == "KeyError: 'rank 1 leaves'"
-    assert lines[0].startswith("zbpp.runtime.world.CommunicationError: rank 0, step ")
+    assert lines[0].startswith("zbpp.runtime.world.CommunicationError: rank 0, instruction ")
     assert time.monotonic() - start < 20  # the group's timeout is 30 s
 
 
