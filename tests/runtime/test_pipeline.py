@@ -508,7 +508,7 @@ def test_stages_that_do_not_chain_are_named_with_their_shapes():
         "RuntimeError: "
     )
     assert "shapes cannot be multiplied (2x7 and 8x1)" in lines[1]  # torch 2.15 says addmm before
-    assert lines[0].startswith("zbpp.runtime.world.CommunicationError: rank 0, step ")
+    assert lines[0].startswith("zbpp.runtime.world.CommunicationError: rank 0, instruction ")
 
 
 def step_with_another_batch_size(rank):
@@ -543,7 +543,7 @@ def test_a_wait_past_its_timeout_names_rank_step_value_and_peer():
     line = failures(step_with_a_sleeper, 2)[0]
     # rank 0's program: 0F0 Send 0F1 Send Recv ...
     assert line.startswith(
-        "zbpp.runtime.world.CommunicationError: rank 0, step 4 of its program (Recv g(0,0) from 1): "
+        "zbpp.runtime.world.CommunicationError: rank 0, instruction 4 of its program (Recv g(0,0) from 1): "
     )
     assert "imed out" in line or "imeout" in line
 
@@ -561,14 +561,14 @@ def test_a_peer_that_leaves_ends_the_wait_at_once():
     start = time.monotonic()
     lines = failures(step_with_a_peer_that_leaves, 2)
     assert lines[1] == "KeyError: 'rank 1 leaves'"
-    assert lines[0].startswith("zbpp.runtime.world.CommunicationError: rank 0, step ")
+    assert lines[0].startswith("zbpp.runtime.world.CommunicationError: rank 0, instruction ")
     assert time.monotonic() - start < 20  # the group's timeout is 30 s
 
 
 @pytest.mark.parametrize(
     ("args", "keywords", "message"),
     [
-        ((), {"target": drawn(8, SIZE)}, "this rank owns stage 0: pass the batch's inputs to step"),
+        ((), {"target": drawn(8, SIZE)}, "this rank owns stage 0: pass the batch's inputs"),
         ((drawn(8, SIZE),), {}, "the last stage needs target="),
         (
             (drawn(7, SIZE),),

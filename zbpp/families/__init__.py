@@ -10,7 +10,13 @@ building_blocks.py  V-Half and V-Min: a V with less memory
 dualpipe_v.py       DualPipeV, one action at a time
 
 Further choices, such as stages_per_rank, are keyword-only parameters with the names that `plan` gives them.
-Each docstring shows a small timetable, one line per rank; a test compares it with the real one.
+Each docstring shows a small timetable, one line per rank; tests/families/test_golden.py compares it with the
+real one.
+
+To add a schedule: a file here, an entry in FAMILIES, and configs/schedule/NAME.yaml; an entry in SCHEDULES of
+benchmark/torch_runner.py if torch has it. A choice that `plan` does not know yet becomes an option of `plan`.
+The schedule should plan 4 microbatches on one rank and on two: the search learns its placement from these
+plans, and does not use a schedule that refuses them.
 """
 
 from collections.abc import Callable
