@@ -1,4 +1,4 @@
-"""Which plan to run: by name or by search, with bounds on how good a plan can be. Pure Python and numpy."""
+"""Makes plans, by name or by search, and bounds on how good any plan can be. Pure Python and numpy."""
 
 from zbpp.planning.answer import Answer
 from zbpp.planning.bounds import Bound, Certificate, certificate, lower_bound

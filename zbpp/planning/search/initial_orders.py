@@ -30,7 +30,7 @@ def initial_plans(problem: Problem) -> Iterator[tuple[float, Plan]]:
     for plan in [one_by_one(problem), *_by_paper_planner(problem), *_by_families(problem)]:
         apart = split(problem, plan)
         for each in [plan] if apart == plan else [plan, apart]:
-            value = problem.timed(each)
+            value = problem.value_of_plan(each)
             if value < math.inf:
                 yield value, each
 
@@ -98,23 +98,30 @@ def orders(problem: Problem) -> Iterator[MakeOrder]:
 
 
 def _own_families(problem: Problem) -> Iterator[Callable[..., Timetable]]:
-    """The families with this placement, as one rank or two show it, cheaply."""
+    """The families with this placement, as a small timetable shows, and those that refuse the small one."""
     per_rank = problem.num_stages // problem.num_ranks
     num_ranks = min(problem.num_ranks, 2)  # on one rank a V is a loop, too
     own = place_stages(num_ranks, problem.placement, per_rank)
     for family in FAMILIES.values():
         if "stages_per_rank" in inspect.signature(family).parameters:
             family = partial(family, stages_per_rank=per_rank)
-        if family(num_ranks, 4).rank_of == own:
+        small = _timetable(family, num_ranks, 4)
+        if small is None or small.rank_of == own:
             yield family
 
 
-def _family_plan(family: Callable[..., Timetable], problem: Problem) -> Plan:
-    """Empty if the family can't have these numbers of ranks and microbatches."""
+def _timetable(family: Callable[..., Timetable], num_ranks: int, num_microbatches: int) -> Timetable | None:
+    """None if the family can't have these numbers of ranks and microbatches."""
     try:
-        return problem.plan_of(family(problem.num_ranks, problem.num_microbatches))
+        return family(num_ranks, num_microbatches)
     except PlanError:
-        return []
+        return None
+
+
+def _family_plan(family: Callable[..., Timetable], problem: Problem) -> Plan:
+    """Empty if the family can't have the problem's counts or its placement."""
+    timetable = _timetable(family, problem.num_ranks, problem.num_microbatches)
+    return problem.plan_of(timetable) if timetable and timetable.rank_of == problem.rank_of else []
 
 
 def _family_order(family: Callable[..., Timetable], problem: Problem) -> list[list[int]]:
