@@ -50,23 +50,6 @@ def test_in_a_v_it_is_at_least_as_good_as_zb_v(f, b, w, comm, most):
     assert max(simulate(found, costs).peak_memory) <= 16.0
 
 
-def test_a_family_that_refuses_four_microbatches_does_not_stop_the_search(monkeypatch):
-    """The search learns a family's placement from 4 microbatches; it must still begin with this family's plan."""
-    asked = []
-
-    def zb_h1_from_six_on(num_ranks, num_microbatches):
-        asked.append(num_microbatches)
-        if num_microbatches < 6:
-            raise PlanError("too few")
-        return FAMILIES["zb_h1"](num_ranks, num_microbatches)
-
-    monkeypatch.setitem(FAMILIES, "zb_h1_from_six_on", zb_h1_from_six_on)
-    for placement in ("one", "v"):
-        asked.clear()
-        assert plan("zb_auto", 2, 6, placement=placement, time_limit=0).num_microbatches == 6
-        assert {4, 6} <= set(asked)
-
-
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_it_is_never_worse_than_a_family_with_the_same_placement(objective):
     def worth(timetable):

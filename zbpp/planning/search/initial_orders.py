@@ -98,30 +98,23 @@ def orders(problem: Problem) -> Iterator[MakeOrder]:
 
 
 def _own_families(problem: Problem) -> Iterator[Callable[..., Timetable]]:
-    """The families with this placement, as a small timetable shows, and those that refuse the small one."""
+    """The families with this placement, as one rank or two show it, cheaply."""
     per_rank = problem.num_stages // problem.num_ranks
     num_ranks = min(problem.num_ranks, 2)  # on one rank a V is a loop, too
     own = place_stages(num_ranks, problem.placement, per_rank)
     for family in FAMILIES.values():
         if "stages_per_rank" in inspect.signature(family).parameters:
             family = partial(family, stages_per_rank=per_rank)
-        small = _timetable(family, num_ranks, 4)
-        if small is None or small.rank_of == own:
+        if family(num_ranks, 4).rank_of == own:
             yield family
 
 
-def _timetable(family: Callable[..., Timetable], num_ranks: int, num_microbatches: int) -> Timetable | None:
-    """None if the family can't have these numbers of ranks and microbatches."""
-    try:
-        return family(num_ranks, num_microbatches)
-    except PlanError:
-        return None
-
-
 def _family_plan(family: Callable[..., Timetable], problem: Problem) -> Plan:
-    """Empty if the family can't have the problem's counts or its placement."""
-    timetable = _timetable(family, problem.num_ranks, problem.num_microbatches)
-    return problem.plan_of(timetable) if timetable and timetable.rank_of == problem.rank_of else []
+    """Empty if the family can't have these numbers of ranks and microbatches."""
+    try:
+        return problem.plan_of(family(problem.num_ranks, problem.num_microbatches))
+    except PlanError:
+        return []
 
 
 def _family_order(family: Callable[..., Timetable], problem: Problem) -> list[list[int]]:
