@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 
 from zbpp.families import FAMILIES
@@ -105,8 +106,9 @@ def _own_families(problem: Problem) -> Iterator[Callable[..., Timetable]]:
     for family in FAMILIES.values():
         if "stages_per_rank" in inspect.signature(family).parameters:
             family = partial(family, stages_per_rank=per_rank)
-        if family(num_ranks, 4).rank_of == own:
-            yield family
+        with suppress(PlanError):  # a family that refuses these numbers is left out
+            if family(num_ranks, 4).rank_of == own:
+                yield family
 
 
 def _family_plan(family: Callable[..., Timetable], problem: Problem) -> Plan:
