@@ -17,6 +17,7 @@ from zbpp.schedule.timetable import Op, Row
 
 StageOp = tuple[int, Op]
 
+# The last entry that has an op decides its number: a BW is numbered among the backwards.
 _COUNTED_TOGETHER = ((Op.F,), (Op.W, Op.BW), (Op.B, Op.BW))
 
 
