@@ -2,8 +2,8 @@
 
 Each rank owns two stages, and the stages lie in a V, as in ZB-V. DualPipe runs an F and a backward at the
 same time on one rank, so that one computes while the other waits for an all-to-all. Here the two run one
-after the other. Run so, DualPipeV is slower than ZB-V at F = B = W and needs more memory: it serves to compare
-with torch. The order is that of torch's ScheduleDualPipeV, with the F of each overlapped pair first.
+after the other. Run so, DualPipeV is slower than ZB-V at F = B = W and needs more memory: it serves to
+compare with torch. The order is that of torch's ScheduleDualPipeV, with the F of each overlapped pair first.
 """
 
 from __future__ import annotations
