@@ -1,16 +1,16 @@
-"""Which plan to run: by name or by search, with bounds on how good a plan can be. Pure Python and numpy.
+"""Makes plans, by name or by search, and bounds on how good any plan can be. Pure Python and numpy.
 
 Entries:
 
     plan             `plan`: a schedule by name
     choose           `choose`: every family and the search at the same costs
-    request          what `choose` is asked
+    request          the question that `choose` answers
     answer           what `choose` has found
-    compare          what several schedules would cost for one model
+    compare          the timeline of each of several schedules, for one model
 
 Plans and their limits:
 
-    problem          the one statement of what is to be planned, for search, bounds and exact
+    problem          what is to be planned: the search, the bounds and the exact planner all take it
     search/          zb_auto, zb_1p, zb_2p: plans for given costs within memory
     exact/           the best timetable there is, for small cases
     bounds/          how good a plan can be at best
@@ -18,11 +18,11 @@ Plans and their limits:
 What they use:
 
     placement        placements by name: which rank owns which stage
-    objective        what a plan is judged by
+    objective        what a plan is judged by: makespan or span
     memory_limit     memory limits: read, resolved per rank, checked
-    size_limit       how large a plan may be
+    size_limit       refuses plans that are too large
     tolerance        the two tolerances of planning
-    messages         the messages between stages, by kind of action
+    messages         the values that pass from stage to stage, by kind of action
     earliest_starts  how soon the actions of one microbatch can run
     rank_costs       costs of a model that is not cut yet
     costs_file       costs as `zbpp measure` writes them

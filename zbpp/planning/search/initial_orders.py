@@ -31,7 +31,7 @@ def initial_plans(problem: Problem) -> Iterator[tuple[float, Plan]]:
     for plan in [one_by_one(problem), *_by_paper_planner(problem), *_by_families(problem)]:
         apart = split(problem, plan)
         for each in [plan] if apart == plan else [plan, apart]:
-            value = problem.timed(each)
+            value = problem.value_of_plan(each)
             if value < math.inf:
                 yield value, each
 
