@@ -128,9 +128,9 @@ def test_post_validation_pays_with_memory():
     asked = request(UNEVEN, memory_limit=16)
     answer = known(asked, *to_the_bound(asked, [16]), *to_the_bound(asked, [16], objective="span"))
     assert texts(answer, "post-validation pays") == [
-        "post-validation, which zbpp does not have yet, would pay at 16 (2.00p): a step would cost its "
-        "largest span, 714 ms (one stage per rank); now it costs its makespan, 773 ms, 738 ms or more with "
-        "these placements"
+        "with post-validation (arXiv:2401.10241, section 4; not in zbpp) a step at 16 (2.00p) would cost its "
+        "largest span, 714 ms (one stage per rank), instead of its makespan, 773 ms; no plan with these "
+        "placements has a makespan below 738 ms"
     ]
 
 
