@@ -153,10 +153,10 @@ def test_unknown_keys_wrong_types_and_unknown_choices_are_named(override, words)
         ("optimizer.clip_norm=0", "optimizer.clip_norm=0.0: write a number, above 0, or null"),
         ("compile=all", "compile=all: write none, stage or layer"),
         ("memory.budget=2", "memory.budget=2.0: write a number, 0 to 1"),
-        ("memory.budget=0.5", "memory.budget=0.5: it is for compile=stage or layer"),
+        ("memory.budget=0.5", "memory.budget=0.5 works with compile=stage or layer only"),
         (
             "compile=stage memory.recompute=block",
-            "memory.recompute=block: with compile=stage write memory.budget",
+            "memory.recompute=block doesn't go with compile=stage: write memory.recompute=none",
         ),
         ("memory.limit=0", "memory.limit=0.0: write GiB, above 0, or null"),
         ("parallel.device=tpu", "parallel.device=tpu: write auto, cpu or cuda"),

@@ -87,7 +87,10 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
 
 
 def check_before_start(config: TrainConfig, num_ranks: int) -> None:
-    """Raise what rank 0 would raise of the folder, the model and the plan, before any rank is started."""
+    """Raise what rank 0 would raise because of folder, model or plan, before any rank is started.
+
+    A schedule that is planned for costs is not tried, see `check_plan`.
+    """
     check_free(config.run_dir, overwrite=config.overwrite)
     check_layers(build_model(config.model, config.seed), config.schedule, num_ranks)
     check_plan(config.schedule, num_ranks, config.num_microbatches)

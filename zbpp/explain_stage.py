@@ -21,7 +21,8 @@ def explain_stage(config: ExplainConfig) -> Explanation:
     """Run one microbatch of F through one stage and explain what its B will do.
 
     The stages before it run first, without a graph, for an input of the right shape; the last stage's F ends
-    with the loss. With compile=stage or layer, what is not compiled is also logged. Raises ConfigError.
+    with the loss. With compile=stage or layer, a warning names each part that can't be compiled, with the
+    reason. Raises ConfigError.
     """
     model = build_model(config.model, config.seed)
     data = build_data(config.data, config.microbatch_size, config.seed)

@@ -1,7 +1,8 @@
 """Start a job's ranks on this machine, without torchrun; if the job fails, find the error that began it.
 
-All errors of a job follow from its first one, by the clock. A mistake of the user is reported in one line, a
-bug with the traceback of the rank that raised it.
+The error that began it is a rank's death by a signal, else the error with the earliest time; the others
+followed from it. A mistake of the user is reported in one line, a bug with the traceback of the rank that
+raised it.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def on_ranks(num_ranks: int, function: Callable[[Any], Any], argument: Any) -> A
 
 @contextmanager
 def _without_torchs_log() -> Iterator[None]:
-    """Silence torch's log of each rank that failed and of each that it ended: our error says it once."""
+    """Silence torch's log lines about ranks that failed or that torch ended: our error reports it, once."""
     prefixes = ("torch.distributed.elastic", "torch.multiprocessing")
     names = [name for name in logging.root.manager.loggerDict if name.startswith(prefixes)]
     loggers = [logging.getLogger(name) for name in names]  # each has a level of its own

@@ -1,11 +1,11 @@
 """Which layers go to which stage: contiguous, the heaviest load as light as possible.
 
-A step takes about m times as long as the heaviest RANK, whose stages share one processor. The time that the
-pipeline needs to fill and drain grows with the heaviest STAGE. So where the placement is known, ranks count
-first and stages second.
+With m microbatches a step takes about m times as long as the heaviest RANK works on one of them; the stages
+of a rank share one processor. The time that the pipeline needs to fill and drain grows with the heaviest
+STAGE. So where the placement is known, ranks count first and stages second.
 
-Without a placement the cut depends on the number of stages alone. All schedules with as many stages then give
-the same numbers, although dropout is seeded by stage. Stages count first there. Of the cuts that are equally
+Without a placement the cut depends on the number of stages alone. All schedules with as many stages then have
+the same losses, although dropout is seeded by stage. Stages count first there. Of the cuts that are equally
 good, the one that suits a V best is taken (stages s and S - 1 - s on one rank), then the one that suits a
 loop best (stages s and s + S/2). For example, 32 layers and a head as heavy as 3.2 of them, on 16 stages: the
 head is alone on the last stage, and stage 0, its neighbour in a V, gets one layer.
@@ -23,7 +23,9 @@ from itertools import accumulate, pairwise, permutations
 import numpy as np
 import numpy.typing as npt
 
-_DIGITS = 9  # of a load, as a share of the model: loads are sums of floats, and these digits are exact
+# Decimals to which loads (shares of the model) are rounded: enough to tell loads apart, and few enough to
+# hide the rounding errors of sums.
+_DIGITS = 9
 
 Key = list[list[float]]
 
@@ -160,14 +162,14 @@ class _Model:
 
     def loads(self, counts: list[int]) -> list[float]:
         """The cost per stage, rounded so that equal loads compare equal."""
-        marks = [self.until[bound] for bound in accumulate(counts, initial=0)]
+        ends = [self.until[bound] for bound in accumulate(counts, initial=0)]
         return [
             round(stop - start + extra, _DIGITS)
-            for (start, stop), extra in zip(pairwise(marks), self.extra, strict=True)
+            for (start, stop), extra in zip(pairwise(ends), self.extra, strict=True)
         ]
 
     def lightest(self) -> list[int]:
-        """A cut whose heaviest stage is as light as in any cut, by dynamic programming over the stages.
+        """A cut with the lightest heaviest stage that is possible, by dynamic programming over the stages.
 
         heaviest[j]: the heaviest stage so far in the best cut of the first j layers.
         """

@@ -13,7 +13,7 @@ no process ever holds the whole model. Both `Pipeline(model, ...)` and the train
 Stages may share a Parameter if they are on one rank (zb_v: the first and the last). Across ranks that is
 refused. Stages that share one Parameter object are found by building all of them on the meta device. A stage
 that makes a copy of its own must declare it: `stage.tied_parameters = {"head.weight": "embedding.weight"}`,
-its own name and the other stage's.
+the parameter's name in this stage and its name in the other one.
 
 Random numbers that forward draws (dropout) are seeded by (seed, step, stage, microbatch): they are the same
 under every schedule and in every recompute, but not with another number of stages. So a model with dropout

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zbpp.families import FAMILIES
-from zbpp.planning import Answer, PlanningRequest, RankCosts, choose, plan
+from zbpp.planning import SCHEDULES, Answer, PlanningRequest, RankCosts, choose, plan
 from zbpp.planning.answer import Candidate, num_messages
 from zbpp.planning.placement import PLACEMENTS
 from zbpp.planning.tolerance import EQUAL
@@ -128,9 +128,9 @@ def test_post_validation_pays_with_memory():
     asked = request(UNEVEN, memory_limit=16)
     answer = known(asked, *to_the_bound(asked, [16]), *to_the_bound(asked, [16], objective="span"))
     assert texts(answer, "post-validation pays") == [
-        "post-validation, which zbpp does not have yet, would pay at 16 (2.00p): a step would cost its "
-        "largest span, 714 ms (one stage per rank); now it costs its makespan, 773 ms, 738 ms or more with "
-        "these placements"
+        "with post-validation (arXiv:2401.10241, section 4; not in zbpp) a step at 16 (2.00p) would cost its "
+        "largest span, 714 ms (one stage per rank), instead of its makespan, 773 ms; no plan with these "
+        "placements has a makespan below 738 ms"
     ]
 
 
@@ -218,6 +218,18 @@ def test_more_memory_is_never_worse(answers):
     for placement in ("one", "v"):
         values = [answer.best(placement, limit).value for limit in answer.request.limits]
         assert all(one >= other for one, other in pairwise(values))
+
+
+def test_a_placement_without_a_name_is_ranked_with_a_bound_of_its_own(monkeypatch):
+    """Stages 0 and 1 on rank 0, 2 and 3 on rank 1: neither a loop nor a V."""
+    monkeypatch.setitem(SCHEDULES, "blocked", lambda num_ranks, num_microbatches: timetable)
+    timetable = Timetable.parse("0F0 1F0 1B0 0B0 1W0 0W0\n2F0 3F0 3B0 2B0 3W0 2W0")
+    asked = PlanningRequest(num_ranks=2, num_microbatches=1, costs=UNEVEN)
+    answer = known(asked, ("blocked", timetable), ("1f1b", plan("1f1b", 2, 1)))
+    choices = {choice.candidate.name: choice for choice in answer.ranked}
+    assert choices["blocked"].candidate.placement == "other"
+    assert choices["blocked"].proved_optimal
+    assert "blocked" in str(render_advice(answer))
 
 
 def test_the_other_objective_can_be_asked_for():

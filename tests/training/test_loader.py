@@ -184,11 +184,11 @@ def numbers():
     ("target", "message"),
     [
         ("iterator", "a list_iterator ends after one epoch"),
-        ("ragged", "an epoch of the DataLoader to train on ends with 4 rows: give it drop_last=True"),
-        ("small", "batch 0 to train on has 3 rows, but num_microbatches . microbatch_size is 16: "),
-        ("short_at_the_end", "batch 2 to train on has 5 rows"),
-        ("held_out_by_another_size", "batch 0 held out has 10 rows, .* batch_size=16, drop_last=True"),
-        ("numbers", "batch 0 to train on has no rows"),
+        ("ragged", "an epoch of the training DataLoader ends with 4 rows: give it drop_last=True"),
+        ("small", "training batch 0 has 3 rows, but num_microbatches . microbatch_size is 16: "),
+        ("short_at_the_end", "training batch 2 has 5 rows"),
+        ("held_out_by_another_size", "held-out batch 0 has 10 rows, .* batch_size=16, drop_last=True"),
+        ("numbers", "training batch 0 has no rows"),
         ("BATCH", "a int yields no batches: give a torch Dataset, a DataLoader"),
     ],
 )

@@ -96,9 +96,10 @@ def _in_torch(workload: Workload, ours: TimedRunner) -> list[TimedRunner]:
 
 
 def tune_interleaved_1f1b(workload: Workload, deferred: float, limit: float) -> TimedRunner | None:
-    """The interleaved 1F1B within `limit` that its own measured costs predict to be fastest.
+    """The fastest interleaved 1F1B within `limit`: each is simulated with the costs measured under it.
 
-    If none is within it: the one that holds least. None: the model or the microbatches allow none at all.
+    If none is within `limit`: the one that holds least. Returns None if the model or
+    the microbatches allow none at all.
     """
     candidates = list(_candidates(workload))
     if not candidates:

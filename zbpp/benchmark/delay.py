@@ -21,7 +21,7 @@ _FIRST_STAMP_TAG = 2**30  # the messages that carry the clock have tags from her
 
 @contextmanager
 def delayed_messages(milliseconds: float) -> Iterator[None]:
-    """Inside, a message between two ranks arrives at least so late; 0: messages are not delayed."""
+    """Inside, no message between two ranks arrives earlier than this after it was sent; 0: no delay."""
     if not milliseconds:
         yield
         return

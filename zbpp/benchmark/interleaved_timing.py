@@ -60,14 +60,20 @@ class TimedRunner:
 
 
 def start(name: str, workload: Workload, timetable: Timetable) -> TimedRunner:
-    """zbpp under a timetable, after two steps: to agree on shapes, and for the peak memory. Collective."""
+    """Start zbpp under a timetable and run two steps: the ranks agree on shapes, then the peak is measured.
+
+    Collective.
+    """
     made: list[Runner] = []
     peak = _start_and_measure_peak(workload, timetable, lambda: ZbppRunner(workload, timetable), made)
     return TimedRunner(name, ZbppRunner.runtime, timetable, made[0], peak_bytes=gather(peak))
 
 
 def try_to_start(timed: TimedRunner, workload: Workload, make: Callable[[], Runner]) -> TimedRunner:
-    """As `start`, for a runner that may fail: `timed` then says why, on every rank. Collective."""
+    """As `start`, for a runner that may fail: if it fails on any rank, timed.failure says why, on every rank.
+
+    Collective.
+    """
     made: list[Runner] = []
     peak, problem = 0, None
     try:

@@ -21,8 +21,8 @@ from zbpp.planning import plan
 from zbpp.runtime.microbatch import into_microbatches
 from zbpp.runtime.world import world
 from zbpp.schedule import Timetable
-from zbpp.training.metrics import machine
 from zbpp.training.run_folder import RunFolder, claimed
+from zbpp.training.speed import machine
 
 Summary = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""The costs of a model's stages on this machine: times, messages, memory."""
+"""Measure the costs of a model's stages on this machine: times, messages, memory."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ def _row(timed: TimedRunner, items_per_batch: int, unit: str) -> Row:
 
 
 _HEAD = (
-    "schedule", "runtime", "stages/rank", "makespan", "predicted", "ratio", "bubble", "predicted",
-    "peak memory",
+    "schedule", "runtime", "stages/rank", "makespan", "predicted", "ratio", "bubble",
+    "predicted bubble", "peak memory",
 )  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def _or_dash(number: float | None, form: str) -> str:
 
 
 def speed_comparisons(rows: Sequence[Row]) -> list[str]:
-    """zbpp's speed over torch's, a line each: per schedule, of the best, and of the best in 1F1B's memory.
+    """Lines on how much faster zbpp is than torch: per schedule, the best of each, the best in 1F1B's memory.
 
     Two amounts of memory are equal if the table prints them alike.
     """
@@ -115,7 +115,10 @@ def speed_comparisons(rows: Sequence[Row]) -> list[str]:
 
 
 def _in_the_memory_of(one: Row, ours: Iterable[Row], their_best: Row) -> list[str]:
-    """The best of zbpp that needs no more memory than torch's 1F1B: over that 1F1B, and over torch's best."""
+    """How much faster zbpp's best schedule is among those that need no more memory than torch's 1F1B.
+
+    Faster than that 1F1B, and than torch's best.
+    """
     memory = _bytes(_peak(one))
     fitting = [row for row in ours if _peak(row) <= _peak(one) or _bytes(_peak(row)) == memory]
     if not fitting:
@@ -176,5 +179,6 @@ def describe(about: Row) -> str:
         f"{sizes}, {about['model']} ({kind}){late}\n"
         f"{about['device']}, torch {about['torch']}, load {about['load_average']:.1f}; median of "
         f"{about['repeats']} interleaved steps\n"
-        "makespan in ms; bubble: the largest rate of a rank; peak memory: the largest of a rank, with weights"
+        "makespan in ms; bubble: idle share of the rank that idles most; peak memory: of the rank that needs "
+        "most, weights included"
     )

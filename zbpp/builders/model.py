@@ -63,7 +63,7 @@ def metrics_of(model: Any) -> Callable[[Any, Any], Mapping[str, float | Tensor]]
 def check_data_fit(stages: Mapping[int, nn.Module], microbatch: Sequence[Any]) -> None:
     """Run stage 0, if this rank has it, on its inputs of one microbatch. Raises ConfigError.
 
-    In eval mode and without a graph, on the device of both.
+    In eval mode and without a graph, on the device that the stage and the inputs are on.
     """
     if 0 not in stages:
         return

@@ -25,13 +25,19 @@ def build_timetable(schedule: ScheduleConfig, num_ranks: int, num_microbatches: 
 
 
 def check_plan(schedule: ScheduleConfig, num_ranks: int, num_microbatches: int | None) -> None:
-    """Raise PlanError or ConfigError for a plan that can't be made, without searching for one."""
+    """Make the plan once, so that PlanError or ConfigError is raised if it can't be made.
+
+    A schedule that is planned for costs is not tried: that may take a search.
+    """
     if schedule.timetable is not None or not takes_costs(schedule.name):
         build_timetable(schedule, num_ranks, num_microbatches)
 
 
 def check_layers(model: Any, schedule: ScheduleConfig, num_ranks: int) -> None:
-    """Raise ConfigError for more stages than the model has layers: planning for thousands takes minutes."""
+    """Raise ConfigError if schedule.stages_per_rank asks for more stages than the model has layers.
+
+    Checked before planning, which takes minutes for thousands of stages.
+    """
     if schedule.stages_per_rank is not None:
         layers_per_stage(model, num_ranks * schedule.stages_per_rank)
 

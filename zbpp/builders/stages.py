@@ -19,7 +19,7 @@ def move_stages(stages: Mapping[int, nn.Module], device: torch.device, dtype: st
 
 
 def recompute_stages(stages: Mapping[int, nn.Module], what: str) -> None:
-    """Have B run forward again: what = "none", "block" (each block by itself) or "stage"."""
+    """Let B recompute activations. `what`: "none", "block" (each block by itself) or "stage"."""
     for stage in stages.values():
         modules = {"none": [], "block": list(_blocks(stage)), "stage": [stage]}[what]
         for module in modules:
@@ -36,7 +36,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def compile_stages(stages: Mapping[int, nn.Module], what: str, budget: float) -> None:
-    """Have the stages ("stage") or each of their layers ("layer") compiled in their first F; "none": no.
+    """Let the stages be compiled in their first F. `what`: "none", "stage" or "layer" (each layer by itself).
 
     Layers that are alike are compiled once. budget: the share of the activations to keep between F
     and B. Raises ConfigError where compiling is not possible here.

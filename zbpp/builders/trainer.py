@@ -58,7 +58,7 @@ def build_replan(
     loss_fn: Callable[..., Any],
     stages: Stages,
 ) -> Replan | None:
-    """What plans schedule `name` for the same cut after the first steps; None if there is no such name.
+    """The Replan that plans schedule `name` for the same cut after the first steps; None if name is None.
 
     limit: GiB that each rank may hold; None: as much as under `timetable`.
     """

@@ -72,9 +72,10 @@ def _ended_in_order() -> Iterator[None]:
 def arguments(given: Sequence[str], name: str = "train") -> list[str]:
     """Hydra's arguments for this process.
 
-    `-n 4` becomes the command's key for the number of ranks. A model or data named by `_target_` alone has no
-    keys but its own. Schedules may be spelled as in torch. Of torchrun's ranks only rank 0 logs. Raises
-    Refusal for a sweep (-m) inside torchrun, whose ranks would sweep each by itself.
+    `-n 4` becomes the command's key for the number of ranks. Where the model or the data is named by
+    `_target_` alone, the keys of the default choice are dropped. Schedules may be spelled as in torch. Of
+    torchrun's ranks only rank 0 logs. Raises Refusal for a sweep (-m) inside torchrun: each rank would sweep
+    by itself.
     """
     overrides, flags = _sorted_apart(_with_num_ranks(list(given), name))
     for group in _NAMED_BY_TARGET:
@@ -184,12 +185,13 @@ def help_text(name: str, description: str, given: Sequence[str] = ()) -> str:
                 for group, choice, comment in groups
             ),
             "",
-            "Values (key=value; those of a choice, too: group.key=value):",
+            "Values (key=value; a value inside a choice is group.key=value):",
             "",
             values,
             "",
             "--config-dir FOLDER adds choices of yours: FOLDER/model/mine.yaml for model=mine.",
-            "--cfg job prints the resulting config, -m runs key=a,b for a and for b; see --hydra-help.",
+            "--cfg job prints the resulting config; -m key=a,b runs the command with key=a, then with key=b.",
+            "--hydra-help shows more options.",
         ]
     )
 
@@ -214,9 +216,9 @@ def _config_dirs(given: Sequence[str]) -> Iterator[str]:
 def _end_with(mistake: str) -> None:
     """Print the mistake, once for all ranks, and end the process.
 
-    torchrun shows a traceback of its own in any case, about 35 lines, and in it the text that rank 0 left as
-    its error file. The other ranks wait: where rank 0 refuses too, they end in silence, else with a line of
-    their own.
+    torchrun prints a traceback of its own, about 35 lines, that includes the text which rank 0 leaves in its
+    error file. The other ranks wait for GRACE seconds: if rank 0 refuses, too, torchrun ends them in that
+    time, in silence; else each prints its own line.
     """
     if os.environ.get("RANK", "0") != "0":
         # torchrun sends SIGTERM once rank 0 has ended.

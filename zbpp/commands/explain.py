@@ -1,11 +1,11 @@
-"""Print what the split backward does with each weight of one stage: W or B, why, and with how many bytes.
+"""Print for each weight of one stage whether W or B makes its gradient, why, and how many bytes wait for W.
 
     zbpp explain model=llama_tiny num_stages=4 stage=1
     zbpp explain model=mlp data=regression num_stages=2 stage=0
     zbpp explain model=gpt_tiny stage=1 compile=stage
 
-Builds the stage and those before it and runs one microbatch forward; needs no GPU and no torchrun. With
-compile=stage or layer as in `zbpp train`: what can't be compiled is named, with the reason.
+Builds the stage and the stages before it, and runs one microbatch forward; needs no GPU and no torchrun.
+compile=stage and compile=layer work as in `zbpp train`; what can't be compiled is named, with the reason.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ def command(
 ) -> Callable[[], None]:
     """A function that composes configs/NAME.yaml with sys.argv and calls `main` with the checked config.
 
-    guard: entered around both, inside Hydra, which would announce an error in a line of its own.
+    guard: a context around the check and the call of `main`. It is entered inside Hydra, which would announce
+    an error in a line of its own.
     """
     register()
 

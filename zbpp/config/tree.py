@@ -26,7 +26,7 @@ _COMPILE = ("none", "stage", "layer")
 
 @dataclass(kw_only=True)
 class ScheduleConfig(Checked):
-    """Which plan a run executes; null: the schedule's own choice."""
+    """Which plan a run executes. The schedule decides on stages_per_rank and placement that are null."""
 
     prefix: ClassVar[str] = "schedule."
     name: str = MISSING
@@ -69,7 +69,8 @@ class ParallelConfig(Checked):
     prefix: ClassVar[str] = "parallel."
     num_ranks: int | None = ranged(None, least=1)
     device: str = one_of("auto", "cpu", "cuda")
-    timeout: float = ranged(600.0, above=0, most=_LONGEST, unit="seconds")  # of every wait for another rank
+    # The longest time that a rank waits for another one.
+    timeout: float = ranged(600.0, above=0, most=_LONGEST, unit="seconds")
     dynamic_shapes: bool = False  # true: microbatches may differ in shape; every message has more latency
 
 
@@ -79,7 +80,7 @@ class MemoryConfig(Checked):
 
     recompute: what runs forward again in B: nothing, each block by itself, or the whole stage.
     budget: the share of the activations that compiled stages keep between F and B.
-    limit: GiB that each rank may hold under the schedule of schedule.replan; null: as much as before.
+    limit: GiB that each rank may hold after replanning, see schedule.replan; null: as much as before it.
     """
 
     prefix: ClassVar[str] = "memory."
@@ -136,7 +137,7 @@ class TrainConfig(_RunConfig):
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     steps: int = ranged(100, least=1)
     num_microbatches: int | None = ranged(None, least=1)  # null: as many as schedule.timetable has, or 8
-    compile: str = one_of(*_COMPILE)  # F, B and W of no stage, of each whole stage, or of each layer
+    compile: str = one_of(*_COMPILE)  # F, B, W of: no stage, each stage as a whole, each layer
     evaluate_every: int = ranged(50)  # steps; 0: never
     evaluation_batches: int = ranged(2, least=1)
     print_every: int = ranged(10, least=1)  # steps, where no progress bar can be drawn
@@ -147,11 +148,13 @@ class TrainConfig(_RunConfig):
         budget, recompute = self.memory.budget, self.memory.recompute
         if self.compile == "none" and budget != 1:
             raise ConfigError(
-                f"memory.budget={budget}: it is for compile=stage or layer; write memory.recompute=block"
+                f"memory.budget={budget} works with compile=stage or layer only: leave it at 1, or write "
+                "memory.recompute=block to hold less"
             )
         if self.compile != "none" and recompute != "none":
             raise ConfigError(
-                f"memory.recompute={recompute}: with compile={self.compile} write memory.budget=0 to 1"
+                f"memory.recompute={recompute} doesn't go with compile={self.compile}: write "
+                "memory.recompute=none, and a memory.budget below 1 to hold less"
             )
 
     @property
@@ -179,7 +182,8 @@ class BenchConfig(JobConfig):
 
     schedules: list[str] = MISSING
     compare: str = one_of("torch", "none")  # torch.distributed.pipelining beside zbpp; none: zbpp alone
-    # Of zb_auto and of the tuned interleaved 1F1B, in activations of a rank's share of the model.
+    # The memory limit of schedules that are planned for costs and of the tuned interleaved 1F1B, in
+    # activations of a rank's share of the model; null: the most that any other schedule of the list holds.
     memory_limit: float | None = ranged(None, above=0)
     time_limit: float = ranged(10.0, unit="seconds")  # of each search for a plan
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zbpp.planning.bounds import Bound
+from zbpp.planning.bounds import Bound, bound_of
 from zbpp.planning.memory_limit import MemoryLimit, fits, limits_per_rank
 from zbpp.planning.objective import objective_value
 from zbpp.planning.placement import PLACEMENTS
 from zbpp.planning.plan import placement_of, takes_costs
+from zbpp.planning.problem import Problem
 from zbpp.planning.request import PlanningRequest
 from zbpp.planning.tolerance import EQUAL
 from zbpp.schedule.dataflow_arrays import op_of, producers, stage_of
@@ -107,9 +108,13 @@ class Answer:
         return next((each for each in self.candidates if each.name == name), None)
 
     def _choice(self, candidate: Candidate) -> Choice:
-        bound = self.request.bound(candidate.placement, self.request.memory_limit)
-        assert bound is not None  # the candidate fits
-        return Choice(candidate, self.request.objective, bound)
+        """The bound is for the timetable's own rank_of: a placement without a name has one, too."""
+        request, timetable = self.request, candidate.timeline.timetable
+        costs, objective = request.costs_for(timetable.num_stages), request.objective
+        problem = Problem(
+            timetable.rank_of, timetable.num_microbatches, costs, request.memory_limit, objective
+        )
+        return Choice(candidate, objective, bound_of(problem))
 
 
 def _worth(choice: Choice) -> tuple[float, bool, int]:

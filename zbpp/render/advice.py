@@ -49,7 +49,7 @@ def _question(answer: Answer) -> str:
     return (
         f"{request.num_ranks} ranks, {request.num_microbatches} microbatches, {most}; times in ms, best "
         f"{request.objective} first.\n1.00p is 1F1B's memory, {_amount(answer, request.memory_of_1f1b)}.\n"
-        "Bound: no plan with the row's placement takes less."
+        "Bound: no plan with the row's placement and within the memory limit takes less."
     )
 
 

@@ -38,7 +38,10 @@ def render_cuts(layers: Sequence[float], num_ranks: int, *, first: float = 0.0, 
 
 
 def _cuts(layers: Sequence[float], rank_of: Sequence[int], first: float, last: float) -> dict[str, list[int]]:
-    """The cuts by name, without those as heavy as the default; no cut if there are too few layers."""
+    """The cuts by name; none if there are too few layers.
+
+    A cut whose heaviest rank and stage are as heavy as the default's is left out.
+    """
     num_stages = len(rank_of)
     quotient, remainder = divmod(len(layers), num_stages)
     try:

@@ -36,7 +36,7 @@ _TITLE_LENGTH = 130  # characters in a line of a title
 _MUTED = "#444444"
 _BOX = 0.84  # of a rank's height
 _SMALLEST_FONT = 4.5  # points
-_MOST_NUMBERS = 3000  # text is slow to draw, and a figure with more is not read by number
+_MOST_NUMBERS = 3000  # with more actions no numbers are drawn: slow to draw, and too small to read
 
 
 def render_picture(timelines: Timelines, path: str | os.PathLike[str]) -> None:

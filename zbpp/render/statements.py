@@ -18,7 +18,7 @@ from zbpp.planning.tolerance import EQUAL
 from zbpp.render.table import digits
 
 SHAPES = {"one": "one stage per rank", "looped": "a loop of two stages per rank", "v": "a V"}
-_NEARLY = 0.01  # a memory limit is worth a sentence if a higher one can gain at most this share
+_NEARLY = 0.01  # more memory brings nearly nothing if it can shorten the step by this share at most
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,10 @@ def _beaten_placements(answer: Answer) -> Iterator[Statement]:
 
 
 def _twice_the_memory(answer: Answer) -> Iterator[Statement]:
-    """The smallest limit at which a V beats all plans with one stage per rank at 2p, or at least zb_2p."""
+    """The smallest limit below 2p, twice 1F1B's memory, at which a V beats zb_2p.
+
+    Proved if the V beats every plan with one stage per rank at 2p.
+    """
     request = answer.request
     twice, paper = 2 * request.memory_of_1f1b, answer.named("zb_2p")
     bound = request.bound("one", twice)
@@ -165,8 +168,9 @@ def _post_validation(answer: Answer) -> Iterator[Statement]:
         if span and makespan and span.value < makespan.value * (1 - EQUAL):
             shape = SHAPES[span.candidate.placement]
             text = (
-                f"post-validation, which zbpp does not have yet, would pay at {limit_text(answer, limit)}: "
-                f"a step would cost its largest span, {_ms(span.value)} ({shape}); now it costs its "
-                f"makespan, {_ms(makespan.value)}, {_ms(least)} or more with these placements"
+                f"with post-validation (arXiv:2401.10241, section 4; not in zbpp) a step at "
+                f"{limit_text(answer, limit)} would cost its largest span, {_ms(span.value)} ({shape}), "
+                f"instead of its makespan, {_ms(makespan.value)}; no plan with these placements has a "
+                f"makespan below {_ms(least)}"
             )
             yield Statement("post-validation pays", text, proved=span.value < least * (1 - EQUAL))

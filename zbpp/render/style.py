@@ -44,7 +44,7 @@ def peak_name(timeline: Timeline) -> str:
 def peak_text(timeline: Timeline, rank: int | None = None) -> str:
     """The peak of one rank; by default the largest of all ranks. Empty for a measured timeline.
 
-    There the peaks are those of whole processes, and compare with no plan's.
+    A measured timeline has the peaks of whole processes, which can't be compared with a plan's.
     """
     if timeline.measured:
         return ""

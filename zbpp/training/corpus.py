@@ -33,7 +33,7 @@ BINARY_STARTS = {
     b"\xfd7zXZ": "xz",
     b"\x93NUMPY": "NumPy",
 }
-STANDARD_LIBRARY_BYTES = 4 * 2**20  # a third of it: enough for a demo, read in 0.1 s
+STANDARD_LIBRARY_BYTES = 4 * 2**20  # about a third of its sources: enough for a demo, read in 0.1 s
 _BLOCK = 2**22  # tokens counted at once: a mapped file may be larger than the memory
 
 
@@ -131,8 +131,9 @@ def corpus_files(path: str | os.PathLike[str] | None, pattern: str | None) -> tu
 def find_files(folder: Path, pattern: str, skip: frozenset[str] = frozenset()) -> list[Path]:
     """The files below `folder` whose names match, in an order that only their relative paths decide.
 
-    The order is by hash, not by name: where reading stops early, and in the held-out end, there is
-    then a sample of all files, not the last letters of the alphabet. Raises ValueError if none match.
+    The order is by hash, not by name. So what is read if reading stops early, and what is held out at the
+    end, are samples of all files, not the first or last letters of the alphabet. Raises ValueError if none
+    match.
     """
     names = sorted(relative_paths(folder, skip))
     matching = [name for name in names if fnmatch(os.path.basename(name), pattern)]

@@ -28,8 +28,8 @@ class Batches:
     """Batches of (inputs, targets) from a sequence of tokens, cut into windows that don't overlap.
 
     Each epoch takes every window once, in an order drawn from (seed, epoch); with `seed` None in the order of
-    the text, for evaluation. Tokens at the end that don't fill a window are not used. `name`: how errors call
-    the tokens. Raises ValueError for fewer tokens than a window has.
+    the text, for evaluation. Tokens at the end that don't fill a window are not used. `name`: what error
+    messages call the tokens. Raises ValueError for fewer tokens than a window has.
     """
 
     def __init__(

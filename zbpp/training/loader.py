@@ -1,9 +1,9 @@
 """A user's own data: a torch Dataset or DataLoader, or anything else that yields batches again and again.
 
-Every rank makes its own loader, and all must see the same global batches; the trainer compares the first
-batches. `shuffle=True` gives the same order on every rank: while a batch is made, torch's random numbers are
-seeded by the batch's number. Code that draws from `random` or numpy, or in worker processes, has to seed
-itself alike on every rank.
+Every rank makes its own loader, and all must see the same global batches; `zbpp train` compares the ranks'
+fingerprints of the first batch. `shuffle=True` gives the same order on every rank: while a batch is made,
+torch's random numbers are seeded by the batch's number. Code that draws from `random` or numpy, or in worker
+processes, has to seed itself alike on every rank.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ _ENDLESS = 2**40  # batches of a source that doesn't say how many it has
 class Loaded:
     """Batches by number from something that can be iterated over again; each iteration is an epoch.
 
-    Numbers should ascend: a smaller one starts again from the first epoch. Raises ValueError for a batch
-    without `batch_size` rows.
+    Ask for batches in ascending order: a smaller number than the last one starts again from the first epoch.
+    name: which batches these are, for error messages. Raises ValueError for a batch without `batch_size`
+    rows.
     """
 
-    def __init__(
-        self, batches: Iterable[Any], *, batch_size: int, seed: int, name: str = "to train on"
-    ) -> None:
+    def __init__(self, batches: Iterable[Any], *, batch_size: int, seed: int, name: str = "training") -> None:
         self._batches, self._batch_size, self._seed, self._name = batches, batch_size, seed, name
         self._number, self._current = -1, None
         self._iterator: Iterator[Any] = iter(())
@@ -65,7 +64,7 @@ class Loaded:
         if rows != self._batch_size:
             given = "no tensor" if rows is None else f"{rows} rows"
             raise ValueError(
-                f"batch {number} {self._name} has {given}, but num_microbatches * microbatch_size is "
+                f"{self._name} batch {number} has {given}, but num_microbatches * microbatch_size is "
                 f"{self._batch_size}: give every batch so many (a DataLoader: batch_size={self._batch_size}, "
                 "drop_last=True)"
             )
@@ -82,8 +81,8 @@ def loaded_data(given: Any, *, batch_size: int, seed: int) -> Data:
     ValueError for anything else, and for first batches that don't fit.
     """
     pair = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
-    train = _loaded(pair[0], batch_size, seed, "to train on", shuffle=True)
-    held_out = None if pair[1] is None else _loaded(pair[1], batch_size, seed, "held out", shuffle=False)
+    train = _loaded(pair[0], batch_size, seed, "training", shuffle=True)
+    held_out = None if pair[1] is None else _loaded(pair[1], batch_size, seed, "held-out", shuffle=False)
     first = train.batch(0)
     if held_out is not None and held_out.num_batches:
         parts_of(held_out.batch(0))
@@ -112,12 +111,12 @@ def _loaded(given: Any, batch_size: int, seed: int, name: str, *, shuffle: bool)
         rest = len(batches.dataset) % (batches.batch_size or 1)
         if rest:
             raise ValueError(
-                f"an epoch of the DataLoader {name} ends with {rest} rows: give it drop_last=True"
+                f"an epoch of the {name} DataLoader ends with {rest} rows: give it drop_last=True"
             )
     for number, batch in enumerate(batches if isinstance(batches, Sequence) else ()):
         if num_rows(batch) != batch_size:
             raise ValueError(
-                f"batch {number} {name} has {num_rows(batch) or 'no'} rows, but num_microbatches * "
+                f"{name} batch {number} has {num_rows(batch) or 'no'} rows, but num_microbatches * "
                 f"microbatch_size is {batch_size}: leave it out, or write microbatches that fit"
             )
     if isinstance(batches, Iterator):

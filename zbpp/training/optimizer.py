@@ -33,7 +33,10 @@ def parameters_of(stages: Mapping[int, nn.Module]) -> list[nn.Parameter]:
 
 
 def warmup_cosine(step: int, *, num_steps: int, warmup_steps: int, min_ratio: float) -> float:
-    """The factor on the learning rate at a step: linear from 0 in the warm-up, then a cosine to min_ratio."""
+    """The factor on the learning rate at a step.
+
+    It rises linearly from 1/warmup_steps to 1 in the warm-up, then falls along a cosine to min_ratio.
+    """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, num_steps - 1 - warmup_steps)

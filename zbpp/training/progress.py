@@ -54,5 +54,5 @@ def brief(metrics: Mapping[str, Any]) -> str:
     ]
     if "expected_makespan_ms" in metrics:
         measured, expected = metrics["measured_makespan_ms"], metrics["expected_makespan_ms"]
-        words.append(f"measured makespan {measured:.1f} ms, replanned for {expected:.1f} ms")
+        words.append(f"measured makespan {measured:.1f} ms, predicted for the new plan {expected:.1f} ms")
     return "  ".join(words)

@@ -31,7 +31,9 @@ Metrics = dict[str, Any]
 
 @dataclass(kw_only=True)
 class Replan:
-    """Replaces a Trainer's pipeline after its first steps; made before the first step.
+    """Replaces a Trainer's pipeline after its first steps.
+
+    Make this object before the first step: it records the inputs of each stage.
 
     plan(costs, limits): a timetable of the same cut; costs in ms and bytes, limits in bytes per rank.
     stages: this rank's. memory_limit: bytes that each rank may hold between F, B and W; None: as many as

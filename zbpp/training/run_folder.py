@@ -1,4 +1,6 @@
-"""A run's folder: one job at a time, and nothing of an earlier run replaced or mixed in silence.
+"""The folder of a run: one job at a time may use it.
+
+Files of an earlier run are replaced only if the user asked for it, and are never mixed with new ones.
 
 `.lock` exists while a job uses the folder; the lock on it ends with the process, however the process ends.
 `job.json` says which job made the run. A job that was started again (torchrun's restart, Slurm's requeue)
@@ -71,7 +73,9 @@ def check_free(path: str | os.PathLike[str], *, overwrite: bool = False) -> None
 
 @contextmanager
 def claimed(path: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[RunFolder]:
-    """A run's folder, this job's alone inside; made if it is not there. For one rank of the job.
+    """The folder of a run, made if need be; inside the with block no other job can claim it.
+
+    Only one rank of a job calls this.
 
     Raises FolderError if another job is using it, or if it holds an earlier run and `overwrite` is False.
     A folder made for a job that never began its run is removed again.

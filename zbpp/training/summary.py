@@ -10,8 +10,8 @@ import torch
 from zbpp.runtime import measured_costs
 from zbpp.runtime.world import World, gather
 from zbpp.schedule import Timeline, simulate
-from zbpp.training.metrics import machine, median, model_flops_utilisation, peak_flops
 from zbpp.training.optimizer import parameters_of
+from zbpp.training.speed import machine, median, model_flops_utilisation, peak_flops
 from zbpp.training.trainer import Trainer
 
 

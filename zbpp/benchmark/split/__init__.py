@@ -1,6 +1,7 @@
 """The split backward measured beside plain backward and torch's own split, in one process.
 
-Stages are blocks of zbpp.models.llama. Each line of the table has zbpp's mark and whether it was met.
+Stages are blocks of zbpp.models.llama. A line of the table may have a mark: the value that zbpp's figure (in
+section compiled: the compiled split's) must not exceed; "met" or "MISSED" stands beside it.
 Parameters have a .grad before F, as from the second microbatch on. x arrives in F and dy in B; both are
 dropped as soon as the contestant allows it. Python's garbage collection is off.
 

@@ -13,7 +13,10 @@ from zbpp.autograd.compiled import compile_stage
 
 
 class Contestant(Protocol):
-    """F, B and W of one stage. `enter` makes an input of the stage; `b` returns all that is kept for W."""
+    """F, B and W of one stage.
+
+    enter(x): x as the stage takes it; it requires grad. b runs B and returns all that is kept for W.
+    """
 
     def enter(self, x: Tensor) -> Tensor: ...
     def f(self, stage: nn.Module, x: Tensor) -> Tensor: ...

@@ -56,7 +56,7 @@ def products(contestants: Mapping[str, Contestant], settings: Settings) -> Itera
     )
     off = {name: _difference(each, gradients["plain"]) for name, each in gradients.items()}
     exact = 8 * torch.finfo(getattr(torch, settings.dtype)).eps
-    figure = "gradients off plain's, relative"
+    figure = "largest difference from plain's gradients, relative"
     yield Line(section="products", figure=figure, values=off, form=".0e", limit=exact)
 
 
@@ -86,12 +86,12 @@ def recompute(contestants: Mapping[str, Contestant], settings: Settings) -> Iter
     torchs = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
     own = {name: checkpoint if name == "zbpp" else torchs for name in contestants}
     for figure, how in (
-        ("zbpp.checkpoint; the others torch's", own),
-        ("torch's checkpoint", dict.fromkeys(contestants, torchs)),
+        ("zbpp under zbpp.checkpoint, the others under torch's", own),
+        ("all under torch's checkpoint", dict.fromkeys(contestants, torchs)),
     ):
         forwards = {name: float(_forwards(each, how[name], settings)) for name, each in contestants.items()}
         yield Line(
-            section="recompute", figure=f"forwards of a block: {figure}", values=forwards, form=".0f", limit=1
+            section="recompute", figure=f"forwards of a block, {figure}", values=forwards, form=".0f", limit=1
         )
 
 

@@ -15,9 +15,10 @@ from zbpp.benchmark.split.stages import Settings
 
 @dataclass(kw_only=True)
 class Line:
-    """One line of the table. values: by contestant. limit: the mark for the contestant `marked`, or None.
+    """One line of the table. values: by contestant. form: how values are written.
 
-    form: how values are written. noise: how far above the limit the value may be. met: whether the mark is.
+    limit: what the value of the contestant `marked` must not exceed, by more than `noise`; None: no limit.
+    met: whether it does not. mark: the limit as the table shows it.
     """
 
     section: str

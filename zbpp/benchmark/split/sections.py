@@ -48,7 +48,8 @@ def measure(
     """The lines of these sections, and remarks. say: is called with the name of what was measured."""
     sections, lines = list(sections), []
     if "host" in sections:
-        # Before torch's split: it makes hooks, and from then on B looks for hooks at every site.
+        # Before torch's split is used: it registers hooks, and once there are any, zbpp's B looks for them
+        # at every site.
         lines += _run("host", {"plain": Plain(), "zbpp": Zbpp()}, settings, say)
     contestants, remarks = available_contestants(settings)
     for section in sections:

@@ -78,7 +78,8 @@ def interleaved(
 def ratios(found: Rounds, part: Callable[[Times], float]) -> tuple[dict[str, float], float]:
     """Each contestant's median ratio to plain backward of the same round, and the uncertainty of zbpp's.
 
-    The uncertainty is the notch of a box plot, about the 95 % interval of a median.
+    The uncertainty is 1.57 IQR / sqrt(n), about half of the 95 % interval of the median (the notch of a box
+    plot; IQR: upper less lower quartile).
     """
     by_round = {
         name: [part(ours) / part(plain) for ours, plain in zip(times, found["plain"], strict=True)]

@@ -19,7 +19,7 @@ schedules, in any case and in torch's spelling, too: {schedules}
 
 costs: a single number is for one rank's share of the model; a schedule with two stages per rank
 gets half of it per stage, so that all run the same model. A comma list is per stage; for another
-number of stages its entries are halved or joined. --costs reads the file that measuring writes.
+number of stages its entries are divided or added up. --costs reads the file that measuring writes.
 
 examples:
   {prog} zb_h1 --ranks 4 --microbatches 8           the staircase and its figures
@@ -48,7 +48,7 @@ COST_OPTIONS = {
 
 
 class Inputs(NamedTuple):
-    """The costs, what their file says of itself, and the memory limit in the unit of costs.saved."""
+    """The costs, where they were measured, and the memory limit in the unit of costs.saved."""
 
     costs: RankCosts
     about: About
@@ -79,20 +79,27 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     )
     _add_subject(parser.add_argument_group("what to plan"))
     _add_search(parser.add_argument_group("searching (zb_auto, optimal, --choose)"))
-    _add_costs(parser.add_argument_group("costs (a number per rank, or N,N,... per stage)"))
-    _add_layers(parser.add_argument_group("splitting layers over stages"))
+    what = "costs (one number: for a rank's share of the model; N,N,...: one per stage)"
+    _add_costs(parser.add_argument_group(what))
+    _add_layers(parser.add_argument_group("cutting layers into stages"))
     _add_outputs(parser.add_argument_group("output"))
     return parser
 
 
 def _add_subject(group: argparse._ArgumentGroup) -> None:
     group.add_argument("schedules", nargs="*", metavar="SCHEDULE", help="a name, several, or 'all'")
-    group.add_argument("--compare", nargs="+", default=[], metavar="SCHEDULE", help="the same, as a table")
-    group.add_argument("--choose", action="store_true", help="rank them all; what would more memory bring?")
-    group.add_argument("--timetable", metavar="FILE", help="read one: text ('-': stdin), or torch's .csv")
+    table = "schedules to compare, in one table"
+    group.add_argument("--compare", nargs="+", default=[], metavar="SCHEDULE", help=table)
+    best = "sort all schedules, best first; show what more memory would bring"
+    group.add_argument("--choose", action="store_true", help=best)
+    read = "read a timetable: text ('-': stdin), or torch's .csv"
+    group.add_argument("--timetable", metavar="FILE", help=read)
     group.add_argument("--ranks", type=int, default=4, metavar="P", help="default 4")
     group.add_argument("--microbatches", type=int, default=8, metavar="M", help="default 8")
-    limit = "most that a rank may hold: 8 activations, 12GiB if the costs are in bytes; N,N,... per rank"
+    limit = (
+        "the most memory that a rank may hold, such as 8 (activations) or, with costs in bytes, 12GiB; "
+        "N,N,...: one per rank"
+    )
     group.add_argument("--memory-limit", metavar="N", help=limit)
 
 
@@ -100,7 +107,7 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--placement", choices=("one", "looped", "v"), help="of stages (default one)")
     objective = "makespan (default), or the largest span of a rank"
     group.add_argument("--objective", choices=("makespan", "span"), default="makespan", help=objective)
-    seconds = f"seconds of a search ({SEARCH_SECONDS:g}); with --choose of all together ({CHOICE_SECONDS:g})"
+    seconds = f"seconds for a search (default {SEARCH_SECONDS:g}), or for --choose ({CHOICE_SECONDS:g})"
     group.add_argument("--time-limit", type=float, metavar="S", help=seconds)
     group.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
 
@@ -115,8 +122,10 @@ def _add_costs(group: argparse._ArgumentGroup) -> None:
 
 def _add_layers(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--layers", type=_layers, metavar="N", help="how many, or their costs N,N,...")
-    group.add_argument("--embedding", type=float, default=0.0, metavar="N", help="its cost, same unit (0)")
-    group.add_argument("--head", type=float, metavar="N", help="its cost (default: from sizes; else 0)")
+    embedding = "cost of the embedding, in the unit of --layers (default 0)"
+    group.add_argument("--embedding", type=float, default=0.0, metavar="N", help=embedding)
+    head = "cost of the head, in the same unit (default: from the sizes below, else 0)"
+    group.add_argument("--head", type=float, metavar="N", help=head)
     for name, text in {
         "hidden": "hidden size",
         "vocab": "tokens in the vocabulary",
@@ -129,14 +138,14 @@ def _add_layers(group: argparse._ArgumentGroup) -> None:
 def _add_outputs(group: argparse._ArgumentGroup) -> None:
     for name, text in {
         "text": "the raw timetable, as --timetable reads it",
-        "csv": "the same as torch's CSV",
+        "csv": "the timetable as torch's CSV",
     }.items():
         group.add_argument(f"--{name}", action="store_const", const=name, dest="form", help=text)
     group.add_argument("--program", type=int, metavar="RANK", help="what a rank executes, with its messages")
     group.add_argument("--picture", type=_picture, metavar="FILE", help="draw to FILE (.png, .pdf, .svg)")
     group.add_argument("--html", metavar="FILE", help="draw to a page for the browser, with memory curves")
     group.add_argument("--trace", metavar="FILE", help="write a Chrome trace (.json) for ui.perfetto.dev")
-    width = "most columns of the staircase (the terminal's)"
+    width = "most columns of the staircase (default: the terminal's width)"
     group.add_argument("--width", type=int, metavar="N", help=width)
 
 

@@ -1,4 +1,11 @@
-"""Lower bounds on makespan and max span, and certificates: how far a plan is from the best."""
+"""Lower bounds on makespan and max span, and certificates: how far a plan is from the best.
+
+relaxation            what the bounds are about: no action longer, nothing held longer; read this first
+idle_bound            a rank must idle, because memory fills up or a microbatch takes its time to come back
+first_backward_bound  sharper: a rank runs whole F's, and a late B makes other ranks late
+round_trip_bound      few microbatches in memory, each held for a whole round trip
+lower_bound           the largest of all these bounds, and certificates
+"""
 
 from zbpp.planning.bounds.lower_bound import Bound, Certificate, bound_of, certificate, lower_bound
 

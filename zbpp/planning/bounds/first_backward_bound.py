@@ -10,10 +10,11 @@ much later, which delays the arrival on the ranks below:
     rank 2          F F . B           k = 2, h = 1: L = 2.5 is within [2, 3]
     rank 1      F F F . . | B         k = 3, L = 4.5 is in no interval if memory holds 3: T fails
 
-A span counts from the rank's own first F: a delay passes from rank j to rank i if i starts before j (its
-lowest stage is lower) and gets its first g after j. The makespan counts from the first start of all, so that
-a delay reaches every rank below. If no rank fails, T may be attainable. The largest T that fails is the
-bound. With more idle time no rank fails sooner, so bisection finds it.
+A span counts from the rank's own first F. So a delay of rank j counts for rank i only if i starts before j
+(its lowest stage is lower) and gets its first g after j (its highest stage is lower). The makespan counts
+from the first start of all, so that a delay reaches every rank below. If no rank fails, T may be attainable.
+The largest T that fails is the bound. A rank that does not fail at T does not fail at a larger T, so
+bisection finds it.
 """
 
 from __future__ import annotations
@@ -27,37 +28,37 @@ from zbpp.planning.bounds.relaxation import Relaxation
 from zbpp.planning.objective import MAKESPAN
 from zbpp.planning.tolerance import ROUNDING
 
-_STEPS = 60
+_BISECTIONS = 60
 
 
-class _Head(NamedTuple):
+class _WarmUp(NamedTuple):
     """What decides when a rank's first B starts. Times count from the start of the objective's clock."""
 
-    fixed: float  # idle time before the first F, and work: the rest of the target T may be lost
+    fixed: float  # what the target must hold in any case: the time before the first F, and the work
     opening: float  # when its first F starts, at the earliest
     arrival: float  # when its first g arrives, at the earliest
     idle: Idle
-    above: list[int]  # the heads whose delay reaches this rank, as places in the list of heads
+    above: list[int]  # the warm-ups whose delay reaches this rank, as places in the list
 
 
 def late_first_b(relaxation: Relaxation, idles: Sequence[Idle], objective: str, floor: float) -> float:
     """The largest target that fails (ms), or `floor` if every target above it may be attainable."""
-    heads = _heads(relaxation, idles, objective)
-    if _attainable(heads, floor):
+    warm_ups = _warm_ups(relaxation, idles, objective)
+    if _attainable(warm_ups, floor):
         return floor
-    low, high = floor, floor * (1 + ROUNDING) + sum(head.arrival for head in heads)
-    while not _attainable(heads, high):
+    low, high = floor, floor * (1 + ROUNDING) + sum(warm_up.arrival for warm_up in warm_ups)
+    while not _attainable(warm_ups, high):
         high += high - low
-    for _ in range(_STEPS):
+    for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        low, high = (low, middle) if _attainable(heads, middle) else (middle, high)
+        low, high = (low, middle) if _attainable(warm_ups, middle) else (middle, high)
     return low
 
 
-def _heads(relaxation: Relaxation, idles: Sequence[Idle], objective: str) -> list[_Head]:
-    """The heads, that of the rank with the highest stage first: delays travel in this order."""
+def _warm_ups(relaxation: Relaxation, idles: Sequence[Idle], objective: str) -> list[_WarmUp]:
+    """The warm-ups, that of the rank with the highest stage first: delays travel in this order."""
     order = sorted(range(relaxation.problem.num_ranks), key=relaxation.highest, reverse=True)
-    heads = []
+    warm_ups = []
     for index, rank in enumerate(order):
         first_f, first_b = relaxation.first_f(rank), relaxation.b_start[relaxation.highest(rank)]
         if objective == MAKESPAN:
@@ -66,14 +67,14 @@ def _heads(relaxation: Relaxation, idles: Sequence[Idle], objective: str) -> lis
         else:
             fixed, opening, arrival = relaxation.work(rank), 0.0, first_b - first_f
             above = _neighbours(relaxation, order, index)
-        heads.append(_Head(fixed, opening, arrival, idles[rank], above))
-    return heads
+        warm_ups.append(_WarmUp(fixed, opening, arrival, idles[rank], above))
+    return warm_ups
 
 
 def _neighbours(relaxation: Relaxation, order: list[int], index: int) -> list[int]:
     """The nearest ranks that start later and get their first g earlier, as places in `order`.
 
-    The delay of a rank further away has reached one of these.
+    No other rank need be looked at: its delay has already delayed one of these.
     """
     found, bar = [], math.inf
     for above in range(index - 1, -1, -1):
@@ -84,27 +85,27 @@ def _neighbours(relaxation: Relaxation, order: list[int], index: int) -> list[in
     return found
 
 
-def _attainable(heads: list[_Head], target: float) -> bool:
+def _attainable(warm_ups: list[_WarmUp], target: float) -> bool:
     delays: list[float] = []  # of each first B, beyond the arrival of its g
-    for head in heads:
-        delay = max([0.0, *(delays[above] for above in head.above)])
-        start = _first_b(head, head.arrival + delay, target - head.fixed)
+    for warm_up in warm_ups:
+        delay = max([0.0, *(delays[above] for above in warm_up.above)])
+        start = _first_b(warm_up, warm_up.arrival + delay, target - warm_up.fixed)
         if start is None:
             return False
-        delays.append(start - head.arrival)
+        delays.append(start - warm_up.arrival)
     return True
 
 
-def _first_b(head: _Head, arrival: float, spare: float) -> float | None:
+def _first_b(warm_up: _WarmUp, arrival: float, spare: float) -> float | None:
     """The earliest start of the first B from `arrival` on if the rank may idle for `spare`; else None."""
-    idle = head.idle
+    idle = warm_up.idle
     starts = []
     if idle.number > 1:
-        starts.append(_between_forwards(idle, arrival - head.opening, spare - idle.rest))
+        starts.append(_between_forwards(idle, arrival - warm_up.opening, spare - idle.rest))
     if idle.may_run_all_forwards and idle.all_forwards_first <= spare:
-        before = max(arrival - head.opening, idle.forward_work)
+        before = max(arrival - warm_up.opening, idle.forward_work)
         starts.append(before if before - idle.forward_work <= spare else None)
-    return min((head.opening + start for start in starts if start is not None), default=None)
+    return min((warm_up.opening + start for start in starts if start is not None), default=None)
 
 
 def _between_forwards(idle: Idle, arrival: float, spare: float) -> float | None:

@@ -8,12 +8,14 @@ rank's stages in ascending order, and microbatches ascend.
      head: only F's                  tail: no F's  after
 
 **Head.** Until its first B a rank can only run F's. Nothing that they hold is freed, so it runs at most as
-many as memory holds. It idles for the rest of `until_first_b`.
+many as memory holds. From the start of its first F to the start of its first B passes `until_first_b` at
+least; what the F's don't fill is idle time.
 
 **Tail.** From its last F to its last B a rank can only run B's and W's of microbatches that were held when
 the last F ended. Let `a` of these microbatches wait for B and `x` for W, within memory. Up to the end of
-the last B the rank runs `a` B's, and all W's but `y` that come after. It idles for the rest of
-`after_last_f`.
+the last B the rank runs `a` B's, and the W's of these a + x microbatches except `y`, which it runs after that
+B. From the end of its last F to the end of its last B passes `after_last_f` at least; what the B's and W's
+don't fill is idle time.
 
 **After.** The `y` W's that are left take a time Y, at least that of one W. Something else may have to follow
 the last B and take a time X, such as the B's of the stages below. Then X - Y more is lost. A large Y fills
@@ -46,7 +48,7 @@ class Idle:
         self.rank, self.follows = rank, follows
         self.number, self.limit = problem.num_microbatches, problem.ceilings[rank]
         self.stages = relaxation.stages_on(rank)
-        self.alike = len(set(self.stages)) == 1  # then its actions are merely counted
+        self.alike = len(set(self.stages)) == 1  # then only the number of actions matters
         self.count = self.number * len(self.stages)  # of F's
         self.forward_work = self.number * sum(stage.f for stage in self.stages)
         self.until_first_b = relaxation.until_first_b(rank)
@@ -90,8 +92,8 @@ class Idle:
     def forwards_before_b(self) -> float:
         """The most time that F's can take before the first B, if an F comes after that B.
 
-        Where stages differ, microbatch 0 has run on all of them. The other F's count as if they could be cut,
-        and a stage has run no more F's than the rank's stages below it.
+        Where stages differ, microbatch 0 has run on all of them. The other F's count as if they could be cut
+        in parts, but no stage is ahead of a lower stage of the rank.
         """
         if self.alike:
             return self.most_forwards * self.stages[0].f
@@ -151,12 +153,12 @@ class Idle:
         """
         certain = sum(stage.b + stage.w for stage in self.stages)
         memory_left = max(0.0, self.limit - sum(stage.saved for stage in self.stages))
-        pieces = [piece for stage in self.stages for piece in _steps(stage, self.number - 1)]
+        pieces = [piece for stage in self.stages for piece in _pieces(stage, self.number - 1)]
         return certain + _best_fill(pieces, memory_left)
 
     @cached_property
     def all_forwards_first(self) -> float:
-        """Instead of head + rest, if all F's come before the first B: then head and tail overlap."""
+        """`least`, if all F's come before the first B: head and tail overlap then."""
         before = self.until_first_b - self.forward_work
         backward = self.number * sum(stage.b + stage.w for stage in self.stages)
         weights = self.number * sum(stage.w for stage in self.stages)
@@ -164,7 +166,7 @@ class Idle:
         return max(before, self.idle_among_forwards + tail, before + self.follows - weights)
 
 
-def _steps(stage: StageTerms, number: int) -> list[tuple[float, float, int]]:
+def _pieces(stage: StageTerms, number: int) -> list[tuple[float, float, int]]:
     """(memory, work, how many) of the best ways to fill memory: the concave hull of the choices."""
     more_for_b = stage.saved - stage.deferred
     if stage.w * more_for_b > stage.b * stage.deferred:

@@ -21,7 +21,7 @@ from zbpp.schedule.timetable import Op, PlanError, Timetable
 
 @dataclass(frozen=True)
 class Bound:
-    """No plan takes less than `value` ms; argument: which of the proofs gives it."""
+    """No plan takes less than `value` ms. argument: the proof that gives this value, in words."""
 
     value: float
     argument: str
@@ -55,9 +55,10 @@ def lower_bound(
 ) -> Bound:
     """The largest of all lower bounds on a plan's "makespan" or "span" (the largest span of a rank).
 
-    It holds for every timetable with the placement rank_of[stage] that keeps each rank's memory, after
-    every action, within memory_limit (in the unit of costs.saved, per rank or one number per rank; None:
-    no limit), whether backwards are split, whole or both. splits=False: for whole backwards only.
+    It holds for every timetable with the placement rank_of[stage] whose memory is within memory_limit after
+    every action, whether backwards are split, whole or both. memory_limit: in the unit of costs.saved, one
+    number for all ranks, or a list with one number per rank; None: no limit. splits=False: for whole
+    backwards only.
     Raises PlanError for an unknown objective, and for a limit that can't hold one microbatch.
     """
     return bound_of(Problem(tuple(rank_of), num_microbatches, costs, memory_limit, objective), splits)
@@ -95,8 +96,8 @@ def after_last_b(relaxation: Relaxation, objective: str) -> list[float]:
 
     For the span, stage j belongs to some rank i, whose span counts from its own first F. That F starts before
     r's first F, and the time between the two counts for X, too. (If j = s, i is r itself, and X is the time
-    of its last W.) So the bound on r's work and idle time plus X bounds the span of some rank, whichever j
-    attains the maximum.
+    of its last W.) Whichever j attains the maximum, the bound on r's work and idle time, plus X, is no
+    more than the span of rank i, and so no more than the largest span.
     """
     problem = relaxation.problem
     latest, follows = -math.inf, [0.0] * problem.num_ranks

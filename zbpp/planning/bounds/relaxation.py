@@ -3,8 +3,8 @@
 A bound must hold for plans that split every backward, none, or some. One relaxation covers them all: each
 backward is a B of `min(b, bw)` and a W of the rest of `min(b + w, bw)`. Any plan becomes a plan of the
 relaxation: shorten each action at its end, and cut a BW into B and W. No span gets longer by that.
-Memory never rises either if what B leaves counts as `min(deferred, saved)`. Without splits, B is the whole
-BW and W is empty.
+Its memory is nowhere higher, either, provided that what is held after B counts as `min(deferred, saved)`.
+Without splits, B is the whole BW and W is empty.
 
 F's and B's of one microbatch follow each other through all stages, with a message wherever the rank changes:
 

@@ -1,9 +1,9 @@
 """Few microbatches in memory, each held for a whole round trip: what that means for all m of them.
 
 On stage s a microbatch is held from the start of its F to the end of its B: at least for the round trip from
-F(s) up to the last stage and back to B(s). (While F runs, the level that its end will have is within the
-limit already.) `idle_bound` counts the first and the last of these round trips, this file counts all.
-It binds where memory is far below that of 1F1B, or messages are slow.
+F(s) up to the last stage and back to B(s). (Memory counts from the start of F: F may start only if the
+level after it is within the limit.) `idle_bound` counts the first and the last of these round trips, this
+file counts all. It binds where memory is far below that of 1F1B, or messages are slow.
 
 **Relay** (a rank with one stage). At most K = floor(limit / saved) are held, so F(j) waits for the
 end of B(j-K). The W's that wait need memory, too. So F(j) waits, for some i >= 0, for both
@@ -13,8 +13,8 @@ end of B(j-K). The W's that wait need memory, too. So F(j) waits, for some i >= 
 
 Each i is a way to make room; the least over i bounds the start of F(j). F(j) also comes after j F's and after
 the B's and W's named. From F(j) follows the end of B(j), and from that the end of W(j), so the bound runs
-up to the last B by induction. (Of the ways from i = 3 on only B(j-K+3) is asked for, which is less than any
-of them asks for.)
+up to the last B by induction. (The ways with i >= 3 are replaced by one condition that is weaker than each
+of them: B(j-K+3) has ended.)
 
 **Little's law** (any rank). At most K stage-microbatches are held, K = floor(limit / least saved), so
 
@@ -75,7 +75,10 @@ def _relay(stage: StageTerms, number: int, limit: float, trip: float) -> float:
 
 
 def _ways(stage: StageTerms, limit: float) -> list[tuple[int, int | None]]:
-    """The ways to make room: (how many may be held, F's included; how many W's may wait then, None: any)."""
+    """The ways to make room, each as (how many may be held, how many W's may wait then).
+
+    The new F counts as held. None: any number of W's may wait.
+    """
     most = math.floor(limit / stage.saved)
     ways: list[tuple[int, int | None]] = []
     for i in range(min(_WAYS, most)):

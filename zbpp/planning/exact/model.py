@@ -3,13 +3,14 @@
 One interval per action. Intervals of a rank don't overlap. An action starts after all that it waits for by
 the data-flow table, plus the message if that ran on another rank. Each stage's microbatches ascend, op by op.
 Memory is a stack of intervals: `saved` from the start of F to the end of B, `deferred` from there to the end
-of W, never above the limit (while an F or a B runs, this counts the level after it). Where a BW can pay, each
-backward has the choice: a BW is a B of BW's length, followed at once by a W without length.
+of W. Its height is never above the limit: while an F runs, it is the level after the F; while a B or W runs,
+the level before it. Where a BW can pay, each backward has the choice: a BW is a B of BW's length, followed at
+once by a W without length.
 
 CP-SAT counts in whole numbers. Times and memory are read as the decimals that they print as
-(18.522 is 18522/1000) and multiplied by the common denominator, which is exact. Where a sum would pass
-2**45, they are rounded down to a grid that fine. The bound still holds then, since no plan gets
-slower by shorter actions. `value` always comes from `simulate` with the costs as given.
+(18.522 is 18522/1000) and multiplied by the common denominator, which is exact. Where the largest sum would
+pass 2**45, they are rounded down to multiples of a unit that makes this sum 2**45. The bound still holds,
+since no plan gets slower by shorter actions. `value` always comes from `simulate` with the costs as given.
 """
 
 from __future__ import annotations
@@ -109,7 +110,9 @@ class Model:
         self.model.add(b >= self.end[before]).only_enforce_if(whole)
 
     def _dependencies(self) -> None:
-        """An action starts when all its values have arrived or later; a rank's first action starts just then.
+        """An action starts no earlier than its values arrive.
+
+        A rank's first action starts exactly when they have arrived: no timetable can delay it.
 
         B's start stands for BW's, too: BW consumes the same values.
         """
@@ -137,7 +140,7 @@ class Model:
         return self.end[stage, k] if op == Op.W else self.b_end[stage, k]
 
     def _opens(self, stage: int) -> bool:
-        """Whether a stage's first F is the first action of its rank, which no timetable can delay."""
+        """Whether this stage's first F is its rank's first action: then no timetable can delay it."""
         return stage == self.problem.stages_of[self.problem.rank_of[stage]][0]
 
     def _one_at_a_time(self, rank: int) -> None:

@@ -25,7 +25,7 @@ _SHARE_OF_SEARCH = 0.3  # of the time, for a plan to begin with
 
 @dataclass(frozen=True)
 class Exact:
-    """A timetable, its time (ms), and the time that no timetable can undercut (ms); proved: they agree."""
+    """A timetable and its time, `value` (ms). None takes less than `bound` (ms); proved: the two agree."""
 
     timetable: Timetable
     value: float
@@ -49,7 +49,7 @@ def optimal(
     """The timetable with the smallest makespan or max span, as far as the time (s) allows.
 
     placement: "one" (None), "looped" or "v"; stages_per_rank: None for one, else two.
-    memory_limit: in the unit of costs.saved, per rank or one per rank.
+    memory_limit: in the unit of costs.saved, one number for all ranks, or a list with one number per rank.
     It begins with the plan that the search finds in part of the time, and returns this plan if it attains
     the lower bound. `certificate` or `solve` say whether the result is proved; errors as in `solve`.
     """
@@ -90,7 +90,7 @@ def solve(
 
     start: a timetable to begin with (of this placement, within the limit); the result is never worse.
     known_bound: a lower bound (ms) that the caller vouches for; a plan that attains it ends the search.
-    progress(share of the time that is spent, best value, bound) is called for each better timetable.
+    progress(share of the time that is spent, best value, bound; ms) is called at each better timetable only.
     Raises PlanError without OR-tools, above 4 ranks or 400 actions, for a limit that can't
     hold one microbatch, for actions that take no time, and for a start that doesn't fit.
     """
@@ -105,7 +105,8 @@ def _check_solvable(problem: Problem) -> None:
     if problem.num_ranks > MOST_RANKS or actions > MOST_ACTIONS:
         raise PlanError(
             f"`optimal` is for {MOST_RANKS} ranks and {MOST_ACTIONS} actions at most, this has "
-            f"{problem.num_ranks} and {actions}: use `zb_auto`, whose gap to the bound is known too"
+            f"{problem.num_ranks} and {actions}: use `zb_auto`; `certificate` tells how far its plan is "
+            "from the bound"
         )
     for op in (Op.F, Op.B, Op.BW):
         if min(problem.stage_costs.duration[op]) <= 0:

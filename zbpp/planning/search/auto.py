@@ -25,7 +25,7 @@ def zb_auto(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Timetable:
-    """The best timetable found within `time_limit` (s) for costs and memory as they are.
+    """The best timetable found within `time_limit` (s) for the given costs and memory limit.
 
     placement: "one" (None), "v" or "looped" (stages_per_rank stages, None: 2).
     memory_limit: in the unit of costs.saved, for each rank or one per rank; None: no limit.
@@ -38,8 +38,8 @@ def zb_auto(
     about ten times a second, and at the end with a share of 1.
 
     search=False: the planner of Zero Bubble (arXiv:2401.10241, section 3.1) and nothing else; one
-    stage per rank, smallest max span. Without a memory limit it takes as many F's as fit before the
-    first B can arrive, no more, so its memory ends near 2p.
+    stage per rank, smallest max span. Without a memory limit each rank runs as many F's as there is
+    time for before its first B can arrive, no more, so its memory ends near 2p.
 
     Raises PlanError for a limit that can't hold one microbatch (with the least that works, per
     rank), for arguments out of range, and for a placement that contradicts stages_per_rank or, with

@@ -70,7 +70,10 @@ class Population:
 
 
 def spare_times(problem: Problem, target: float) -> list[float]:
-    """Per rank, how long it may wait if it is to meet the target (ms): without its work and its idle tail."""
+    """Per rank, how long it may wait and still meet the target (ms).
+
+    That is the target less the rank's start, its work, and the idle time at its end.
+    """
     times, number = problem.stage_costs.duration, problem.num_microbatches
     starts = earliest_starts(problem.num_stages, problem.duration, problem.message)
     spare = []
@@ -87,7 +90,8 @@ def spare_times(problem: Problem, target: float) -> list[float]:
 def _work_in_flight(problem: Problem, rank: int) -> float:
     """The most work (ms) that a rank may have left between its last F and its last B, as memory allows.
 
-    `a` microbatches wait for B and W, one of them for the last B; `x` wait for W alone.
+    When the last F ends, `a` microbatches wait for B. Before the last of their B's the rank can run the other
+    a - 1 with their W's, and the W's of `x` more microbatches.
     """
     times, memory, number = problem.stage_costs.duration, problem.stage_costs.memory, problem.num_microbatches
     time_b, time_w = times[Op.B][rank], times[Op.W][rank]
@@ -103,7 +107,7 @@ def _work_in_flight(problem: Problem, rank: int) -> float:
 
 
 def first_rules(problem: Problem) -> Iterator[PriorityRules]:
-    """Each patience, with all of the spare time for all ranks."""
+    """A set of rules per patience, in which every rank may use all of its spare time."""
     for patience in _PATIENCE:
         yield PriorityRules(patience, [1.0] * problem.num_ranks)
 

@@ -1,4 +1,4 @@
-"""Fuse B and W of a microbatch to one BW, or split a BW, in a timed plan.
+"""Fuse B and W of a microbatch into one BW, or split a BW, in a timed plan.
 
 Where B and W stand side by side, a BW in their place changes two times: its gradient is sent later,
 by what BW takes longer than B, and its rank is free sooner, by what BW takes less than B and W. All
@@ -22,8 +22,8 @@ def fuse_all(timing: IncrementalTiming, deadline: Deadline) -> None:
     for f in fusible(timing):
         b, w = timing.backward[f], timing.weight[f]
         if b != w:
-            limit = timing.value + timing.problem.tolerance
-            _fuse(timing, f, w, limit) or _fuse(timing, f, b, limit)
+            max_value = timing.value + timing.problem.tolerance
+            _fuse(timing, f, w, max_value) or _fuse(timing, f, b, max_value)
         if deadline.over:
             return
 
@@ -37,27 +37,27 @@ def fusible(timing: IncrementalTiming) -> list[int]:
     return [f for f in forwards if problem.whole_pays[f // per_stage]]
 
 
-def fuse_or_split(timing: IncrementalTiming, f: int, rng: random.Random, limit: float) -> bool:
+def fuse_or_split(timing: IncrementalTiming, f: int, rng: random.Random, max_value: float) -> bool:
     """Change the backward of F `f`; False, and nothing has changed, if the plan gets too long."""
     if timing.backward[f] == timing.weight[f]:
-        return _split(timing, f, limit)
-    return _fuse(timing, f, rng.choice((timing.backward[f], timing.weight[f])), limit)
+        return _split(timing, f, max_value)
+    return _fuse(timing, f, rng.choice((timing.backward[f], timing.weight[f])), max_value)
 
 
-def _split(timing: IncrementalTiming, f: int, limit: float) -> bool:
-    number, rank, bw = timing.problem.num_microbatches, timing.rank_of[f], timing.backward[f]
+def _split(timing: IncrementalTiming, f: int, max_value: float) -> bool:
+    number, rank, bw = timing.problem.num_microbatches, timing.rank_of_action[f], timing.backward[f]
     b, w = f + B * number, f + W * number
     level = timing.levels[rank][timing.index[bw] - 1] + timing.memory[b]
     end = timing.start(bw) + timing.duration[b] + timing.duration[w]
     following = timing.to_end.neighbour[bw]
-    if level > timing.problem.ceilings[rank] or end + timing.to_end.length[following] > limit:
+    if level > timing.problem.ceilings[rank] or end + timing.to_end.length[following] > max_value:
         return False
     timing.replace_backward(f, [b, w])
     return True
 
 
-def _fuse(timing: IncrementalTiming, f: int, mover: int, limit: float) -> bool:
-    """B and W to one; the mover, one of them, goes to where the other stands."""
+def _fuse(timing: IncrementalTiming, f: int, mover: int, max_value: float) -> bool:
+    """Replace B and W by a BW. `mover` is one of the two (an id): it is moved beside the other first."""
     duration, to_end = timing.duration, timing.to_end
     b, w, bw = timing.backward[f], timing.weight[f], f + BW * timing.problem.num_microbatches
     at, to = timing.index[mover], timing.index[b] + 1 if mover == w else timing.index[w] - 1
@@ -65,11 +65,11 @@ def _fuse(timing: IncrementalTiming, f: int, mover: int, limit: float) -> bool:
     if not low <= to <= high:
         return False
     gain = duration[b] + duration[w] - duration[bw]
-    if at != to and not timing.move(mover, to, limit + max(gain, 0.0)):
+    if at != to and not timing.move(mover, to, max_value + max(gain, 0.0)):
         return False
     after_rank = to_end.length[to_end.neighbour[w]]
     after_message = to_end.latency[b] + to_end.length[to_end.partner[b]]
-    if timing.start(b) + duration[bw] + max(after_rank, after_message) > limit:
+    if timing.start(b) + duration[bw] + max(after_rank, after_message) > max_value:
         if at != to:
             timing.move(mover, at, math.inf)
         return False

@@ -3,16 +3,17 @@
 As usual in job-shop scheduling, two longest paths through an action say everything about it:
 
     from_start   from the start of the plan to the end of the action: when the action ends
-    to_end       from the start of the action to the end of the plan, less the rank's offset
+    to_end       from the start of the action to the end of a rank's row, less the offset of that rank
 
+The offset is 0 for the makespan; for the span it is the time at which the rank's first F can start.
 The two paths overlap in the action itself, so the longest path through an action is from_start +
 to_end - duration. The objective is the largest of these; actions that attain it are critical.
 
 `order` lists all actions by start time. That is a topological order of the graph. A move takes one
 action a few places along its rank, and changes only a window of `order`: the part between the
-action's old and new neighbours. Two passes over the window give all longest paths through it. If one
-of them is above the limit, the window is restored, and nothing else was touched. If not, the changes
-are propagated to the actions outside that they reach.
+action's old and new neighbours. Two passes over the window give the longest path through each of its actions.
+If one of these paths is longer than allowed, the window is restored, and nothing else was touched.
+If not, the changes are propagated to the actions outside the window that they reach.
 """
 
 from __future__ import annotations
@@ -69,12 +70,12 @@ class IncrementalTiming(PlanGraph):
 
     # -- moves ------------------------------------------------------------------------------------
 
-    def move(self, a: int, to: int, limit: float) -> bool:
-        """Take an action to another index in its feasible range, if the objective stays within a limit.
+    def move(self, a: int, to: int, max_value: float) -> bool:
+        """Take an action to another index in its feasible range, if the objective stays within `max_value`.
 
-        False, and nothing has changed, if it would be longer, exceed the memory, or never end.
+        False, and nothing has changed, if the plan would be longer, exceed the memory, or never end.
         """
-        rank, at = self.rank_of[a], self.index[a]
+        rank, at = self.rank_of_action[a], self.index[a]
         row = self.rows[rank]
         low, high = (at, to) if to > at else (to, at)
         old = row[low : high + 1]
@@ -87,7 +88,7 @@ class IncrementalTiming(PlanGraph):
         begin, stop = self.position[old[0]], self.position[old[-1]] + 1
         self._link_neighbours(previous, new, following)
         window = self._reordered(a, self.order[begin:stop], later=to > at)
-        changed = self._time_window(window, begin, limit) if window else None
+        changed = self._time_window(window, begin, max_value) if window else None
         if changed is None:
             self._link_neighbours(previous, old, following)
             return False
@@ -102,11 +103,11 @@ class IncrementalTiming(PlanGraph):
         return True
 
     def replace_backward(self, f: int, new: list[int]) -> None:
-        """Give an F another backward where its own stands: [BW] for B and W side by side, or [B, W] for BW.
+        """Replace the backward of an F in place: B and W side by side by [BW], or BW by [B, W].
 
         The caller sees to it that this fits the memory.
         """
-        number, rank = self.problem.num_microbatches, self.rank_of[f]
+        number, rank = self.problem.num_microbatches, self.rank_of_action[f]
         old = list(dict.fromkeys((self.backward[f], self.weight[f])))
         at, position = self.index[old[0]], self.position[old[0]]
         self.rows[rank][at : at + len(old)] = new
@@ -123,11 +124,11 @@ class IncrementalTiming(PlanGraph):
         self.refresh()
 
     def _reordered(self, a: int, window: list[int], later: bool) -> list[int]:
-        """The window with `a` at its end (later) or its begin, links being those after the move.
+        """The window's actions in an order that fits the links after the move.
 
-        If `a` goes to the end, the actions that wait for `a` go behind it. If `a` goes to the begin,
-        the actions that it waits for go before it. Empty if the links have a circle: `a` waits for
-        an action that waits for `a` by way of other ranks.
+        `a` goes to the end (later), and the actions that wait for `a` behind it; or `a` goes to the
+        beginning, and the actions that it waits for before it. Empty if the links have a circle: `a`
+        waits for an action that waits for `a` by way of other ranks.
         """
         paths = self.from_start if later else self.to_end
         neighbour, partner = paths.neighbour, paths.partner
@@ -143,8 +144,10 @@ class IncrementalTiming(PlanGraph):
         new = [*others, a, *taken_along]
         return new if later else new[::-1]
 
-    def _time_window(self, window: list[int], begin: int, limit: float) -> tuple[list[int], list[int]] | None:
-        """Time the window in its new order; None, and all as before, if a path in it is above the limit.
+    def _time_window(
+        self, window: list[int], begin: int, max_value: float
+    ) -> tuple[list[int], list[int]] | None:
+        """Time the window in its new order; None, and all as before, if a path in it exceeds max_value.
 
         Returns the actions whose path from the start changed, and those whose path to the end did.
         """
@@ -158,7 +161,7 @@ class IncrementalTiming(PlanGraph):
             free, arrival = rests[neighbour[a]], rests[partner[a]] + latency[a]
             longest = free if free >= arrival else arrival
             rests[a] = longest + duration[a]
-            if lengths[a] + longest > limit:
+            if lengths[a] + longest > max_value:
                 for x, end, rest in zip(window, ends, old_rests, strict=True):
                     lengths[x], rests[x] = end, rest
                 return None
@@ -173,9 +176,10 @@ class IncrementalTiming(PlanGraph):
     def _propagate(
         self, paths: Paths, mirrored: Paths, changed: list[int], first: int, outside: range
     ) -> None:
-        """Time again, at the positions outside the window, what the changed actions reach, and `first`.
+        """Recompute the paths of `first`, and of every action outside the window that a change reaches.
 
-        paths: in the direction of `outside`; mirrored: in the other, where the links lead onwards.
+        changed: the actions of the window whose paths changed. outside: the positions to go through.
+        paths: those that are recomputed; mirrored: those of the other direction, whose links lead on.
         """
         length, neighbour, partner, latency = paths
         next_neighbour, next_partner = mirrored.neighbour, mirrored.partner

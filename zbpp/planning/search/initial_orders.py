@@ -18,7 +18,7 @@ from zbpp.planning.search.periodic_blocks import blocks, unrolled
 from zbpp.schedule.dataflow_arrays import op_of
 from zbpp.schedule.timetable import Op, PlanError, Timetable
 
-# Gives F's and B's in order, per rank; empty if the family can't have these numbers.
+# Gives F's and B's in order, per rank; empty if the family can't have so many ranks and microbatches.
 MakeOrder = Callable[[Problem], list[list[int]]]
 
 _LEAST_WAITS = (1.0, 0.5, 0.0)  # see insert_weight_grads

@@ -17,8 +17,9 @@ def insert_weight_grads(problem: Problem, orders: list[list[int]], least_wait: f
 
     A rank without memory for its next action runs a W. A rank that must wait runs a W if the wait is
     at least `least_wait` times as long as the W: with 0 no wait stays idle while there is a W, with
-    1 no W delays anything. While the sender of a message has not started, the wait is taken for the
-    sender's time and the message's. The objective is inf if the order can't run, or not within memory.
+    1 no W delays anything. While the sender of a message has not started, the wait is estimated
+    as the sender's duration plus the message's. The objective is inf if the order can't run, or not
+    within memory.
     """
     insertion = _Insertion(problem, orders, least_wait)
     return insertion.run(), insertion.plan
@@ -31,7 +32,7 @@ class _Insertion:
         self.problem, self.orders, self.least_wait = problem, orders, least_wait
         self.number = problem.num_microbatches
         messages = problem.messages
-        # A backward comes from B or BW and goes to B or BW: orders hold B's only, and these stand first.
+        # A gradient may come from a B or a BW, and go to either. Orders hold B's only; B stands first here.
         self.sender, self.receiver = (
             [kinds[0] if kinds else None for kinds in each] for each in (messages.senders, messages.receivers)
         )

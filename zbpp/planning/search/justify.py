@@ -17,7 +17,7 @@ _LEFT, _RIGHT = -1, 1
 
 
 def justify(timing: IncrementalTiming, deadline: Deadline, most_rounds: int = 6) -> None:
-    """Push left and right in turn while the objective falls, and once more."""
+    """Push left, then right, until a round does not lower the objective, at most `most_rounds` times."""
     for _ in range(most_rounds):
         before = timing.value
         push(timing, timing.from_start, _LEFT, deadline)
@@ -26,11 +26,11 @@ def justify(timing: IncrementalTiming, deadline: Deadline, most_rounds: int = 6)
             return
 
 
-def push(timing: IncrementalTiming, paths: Paths, step: int, deadline: Deadline) -> None:
-    """Move each action to the gap furthest to the left (paths from the start, step -1) that can hold it.
+def push(timing: IncrementalTiming, paths: Paths, direction: int, deadline: Deadline) -> None:
+    """Move each action to the gap furthest to the left that can hold it, or to the right.
 
-    To the right, with paths to the end and step 1, all words are meant in mirror image: an action
-    "ends" at its distance from the end of the plan, and the last actions are moved first.
+    To the left: paths from the start, direction -1. To the right (paths to the end, direction 1) the same is
+    done as seen from the end of the plan: times are distances from the end, and the last actions come first.
     """
     length, neighbour, partner, latency = paths
     duration, tolerance = timing.duration, timing.problem.tolerance
@@ -38,18 +38,19 @@ def push(timing: IncrementalTiming, paths: Paths, step: int, deadline: Deadline)
         ready = length[partner[a]] + latency[a]  # when its message is there
         if ready + duration[a] > length[a] - tolerance:
             continue  # it starts as soon as its message is there
-        row, at = timing.rows[timing.rank_of[a]], timing.index[a]
-        furthest = timing.feasible_range(a)[0 if step == _LEFT else 1]
+        row, at = timing.rows[timing.rank_of_action[a]], timing.index[a]
+        furthest = timing.feasible_range(a)[0 if direction == _LEFT else 1]
         to = at
-        while to != furthest and _start(timing, length, row[to + step]) >= ready + duration[a] - tolerance:
-            to += step
+        ends = ready + duration[a] - tolerance  # of the action, at the earliest
+        while to != furthest and _start(timing, length, row[to + direction]) >= ends:
+            to += direction
         while to != at:
             opens = max(length[neighbour[row[to]]], ready)
             closes = _start(timing, length, row[to])
             fits = opens + duration[a] <= closes + tolerance
             if fits and timing.move(a, to, timing.value + tolerance):
                 break
-            to -= step
+            to -= direction
         if deadline.over:
             break
     timing.refresh()

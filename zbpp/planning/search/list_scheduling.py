@@ -28,7 +28,8 @@ _WAIT = -1
 class PriorityRules(NamedTuple):
     """How long ranks wait instead of running an F or a W that is there.
 
-    patience: with only an F there, for a B that arrives within this many times the F's duration.
+    patience: a rank that could run an F, but no B, waits for a B that arrives in less than this many times
+    the F's duration.
     idle_shares: per rank, how much of its spare time it may wait in all.
     """
 
@@ -89,8 +90,8 @@ class _Rank:
         self.cap = 2 * (problem.num_ranks - index) - 1  # of microbatches in flight
         self.fuse = problem.whole_pays[index]
         self.least_wait, self.most_idle = patience * self.time[F], most_idle
-        self.for_f: list[float] = []  # when messages for F's, and
-        self.for_b: list[float] = []  # for B's and BW's arrive
+        self.for_f: list[float] = []  # when the messages for F's arrive
+        self.for_b: list[float] = []  # when the messages for B's and BW's arrive
         self.outlets: list[tuple[_Rank, list[float], float] | None] = [None] * len(Op)
         self.num_f = self.num_b = self.num_w = 0
         self.level = self.free = self.idle = self.wake = 0.0
@@ -98,7 +99,7 @@ class _Rank:
         self.ops: list[int] = []
 
     def choose(self, now: float) -> int:
-        """The op to run now; or _WAIT, and `wake` is when to choose again (inf: when a message is sent)."""
+        """The op to run now, or _WAIT: then `wake` is when to choose again (inf: once a message is sent)."""
         for_f, for_b, num_f, num_b = self.for_f, self.for_b, self.num_f, self.num_b
         next_f = for_f[num_f] if num_f < len(for_f) else inf
         next_b = for_b[num_b] if num_b < len(for_b) else inf

@@ -51,6 +51,7 @@ class LocalSearch:
 
     @property
     def best(self) -> float:
+        """The objective (ms) of the best plan so far."""
         return self.pool[0][0]
 
     def run(self) -> Plan:

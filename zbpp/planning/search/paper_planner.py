@@ -5,7 +5,8 @@ where a rank would wait, or where memory is short. Three choices can go either w
 is always right, so all eight combinations run and the smallest max span wins:
 
     early    before the first B, run an F even if the B could start before that F ends
-    backward when an F and a B compete, let the F wait unless the B is not delayed
+    backward where a rank is two F's ahead of the next one, let its F wait for the B, unless the F ends before
+             the B can start, or the wait would make this the rank that has waited longest in all
     lazy     leave a short wait idle, if some rank has waited longer in all, instead of running a W
 """
 
@@ -44,7 +45,7 @@ def zb_2p(num_ranks: int, num_microbatches: int, *, costs: Costs = Costs()) -> T
 
 
 def memory_of_1f1b(costs: Costs, num_ranks: int) -> float:
-    """1.0p, what 1F1B holds: `saved` of p microbatches, where it is largest. costs: one stage per rank."""
+    """1.0p, what 1F1B holds: p times the largest `saved` of a stage. costs: one stage per rank."""
     return num_ranks * max(costs.per_stage(num_ranks).memory[Op.F])
 
 

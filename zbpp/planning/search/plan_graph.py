@@ -50,7 +50,7 @@ class PlanGraph:
         size = none + 1 + problem.num_ranks
         self.duration = [time for time in problem.duration for _ in range(number)] + [0.0] * (size - none)
         self.memory = [change for change in problem.memory for _ in range(number)]
-        self.rank_of = [rank for rank in problem.rank_of for _ in range(len(Op) * number)] + [-1]
+        self.rank_of_action = [rank for rank in problem.rank_of for _ in range(len(Op) * number)] + [-1]
         self.index = [-1] * size
         self.from_start, self.to_end = (
             Paths([0.0] * size, [none] * size, [none] * size, [0.0] * size) for _ in range(2)
@@ -147,7 +147,7 @@ class PlanGraph:
         Microbatches ascend; F, B, W of one microbatch stay in order; so do the two ends of a message
         that stays on the rank. (A move may still be impossible by way of other ranks.)
         """
-        number, index, rank = self.problem.num_microbatches, self.index, self.rank_of[a]
+        number, index, rank = self.problem.num_microbatches, self.index, self.rank_of_action[a]
         kind, microbatch = divmod(a, number)
         op = op_of(kind)
         f = a - op * number
@@ -162,9 +162,9 @@ class PlanGraph:
             if microbatch < number - 1:
                 later.append(of_forward[f + 1])
         sender, receiver = self.from_start.partner[a], self.to_end.partner[a]
-        if self.rank_of[sender] == rank:
+        if self.rank_of_action[sender] == rank:
             earlier.append(sender)
-        if self.rank_of[receiver] == rank:
+        if self.rank_of_action[receiver] == rank:
             later.append(receiver)
         low = max([index[b] for b in earlier], default=-1) + 1
         return low, min([index[b] for b in later], default=len(self.rows[rank])) - 1

@@ -10,8 +10,10 @@ from zbpp.planning.search.incremental_timing import IncrementalTiming
 
 _LONGEST_MOVE = 24  # places; longer moves are hardly ever kept
 _CRITICAL = 0.9  # share of the moves that start on a longest path: no other move can shorten it
-_FUSIONS = 0.05  # share of the moves that fuse or split a backward, where that can pay;
-_FUSED_ACTIONS = 20  # at most this / number of actions, since each of these moves takes a pass over the plan
+# The share of the moves that fuse or split a backward, where that can pay. Each of these moves takes a pass
+# over the plan, so in a plan of n actions their share is _FUSED_ACTIONS / n at most.
+_FUSIONS = 0.05
+_FUSED_ACTIONS = 20
 _REFRESH_INTERVAL = 20  # kept moves after which `order` is sorted again
 
 
@@ -31,11 +33,11 @@ def move_at_random(
     for _ in range(num_moves):
         if best <= goal or deadline.over:
             return
-        limit = best + tolerance
+        max_value = best + tolerance
         if forwards and rng.random() < share_of_fusions:
-            kept = fuse_or_split(timing, rng.choice(forwards), rng, limit)
+            kept = fuse_or_split(timing, rng.choice(forwards), rng, max_value)
         else:
-            kept = _move(timing, rng, limit)
+            kept = _move(timing, rng, max_value)
         if not kept:
             continue
         num_kept += 1
@@ -44,7 +46,7 @@ def move_at_random(
         best = min(best, timing.value)
 
 
-def _move(timing: IncrementalTiming, rng: random.Random, limit: float) -> bool:
+def _move(timing: IncrementalTiming, rng: random.Random, max_value: float) -> bool:
     """Move a random action, on a longest path more often than not, to a random place that is near."""
     must_be_critical = rng.random() < _CRITICAL
     a = rng.choice(timing.order)
@@ -56,4 +58,4 @@ def _move(timing: IncrementalTiming, rng: random.Random, limit: float) -> bool:
     if low == high:
         return False
     other = rng.randrange(low, high)  # one of the places but `at`
-    return timing.move(a, other if other < at else other + 1, limit)
+    return timing.move(a, other if other < at else other + 1, max_value)

@@ -1,11 +1,11 @@
 """A plan for few microbatches, made longer by repeating its steady state.
 
 Between warm-up and cool-down a good plan repeats the same actions over and over. So a plan found for
-few microbatches, where moves are cheap, is good for any number of them. Each rank is cut near one
-moment, at a place where its next actions contain every op of every stage once (or twice: a period of
-two microbatches). These actions are repeated. As many microbatches are in flight after them as
-before, so the memory needed stays the same. Only the timing tells which cut is best, so all moments
-around the middle are tried.
+few microbatches, where moves are cheap, is good for any number of them. Each rank's row is cut
+near one moment, at a place where its next actions are exactly one F, one B and one W of each of its
+stages (or two of each: a period of two microbatches; a BW counts as B and W). These actions are
+repeated. As many microbatches are in flight after them as before, so the memory needed
+stays the same. Only the timing tells which cut is best, so all moments around the middle are tried.
 """
 
 from __future__ import annotations
