@@ -1,5 +1,24 @@
 """zbpp: zero-bubble pipeline parallelism for PyTorch.
 
+    schedule     what a plan is: timetables, costs, simulation, programs
+    families     the schedules of the field, a file each
+    planning     which plan to run: by name or by search, with bounds
+    autograd     the split backward: B and W
+    runtime      one rank's life inside one step: Pipeline
+    cutting      an existing module cut into stages
+    models       models that are built one stage at a time
+    render       timelines and answers of the planner as text, pictures and pages
+    training     everything around the step: data, optimizer, checkpoints, trainer
+    config       the config: its typed tree, and composing it
+    builders     objects from their parts of the config
+    benchmark    measuring costs; timing schedules and runtimes
+    commands     the command line, a file for each command
+
+    partition    which layers go to which stage
+    stage_api    the contract between zbpp and a user's model
+    app          builds the parts of a training run and runs them
+    launch       starts a job's ranks on this machine
+
 The public names are loaded when they are first used: `import zbpp` imports no torch.
 """
 

@@ -123,7 +123,7 @@ def change(block):
         (
             lambda block: block.down.requires_grad_(False),
             lambda block: block.down.requires_grad_(True),
-            r"Linear.weight of shape \(4, 8\) was frozen, and is no more",
+            r"Linear.weight of shape \(4, 8\) was unfrozen",
         ),
     ],
     ids=["replaced", "a bias changed", "thawed"],

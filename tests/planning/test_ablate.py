@@ -22,7 +22,7 @@ def test_the_search_runs_without_a_component(component):
         assert all(getattr(owner, name) is other for owner, name, other in component.replaced)
         for problem in (ONE, V):
             search = LocalSearch(problem, Deadline(0.1), seed=0)
-            assert problem.timed(search.run()) <= search.best + problem.tolerance
+            assert problem.value_of_plan(search.run()) <= search.best + problem.tolerance
     assert originals == [getattr(owner, name) for owner, name, _ in component.replaced]
 
 

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from zbpp.planning import plan
+from zbpp.planning import lower_bound, plan
 from zbpp.planning.exact import optimal, solve
+from zbpp.planning.tolerance import EQUAL
 from zbpp.schedule import Action, Costs, Op, PlanError, Timetable, simulate
 
 F, B, W, BW = Op.F, Op.B, Op.W, Op.BW
@@ -104,6 +105,21 @@ def test_the_optimum_is_that_of_brute_force(rank_of, m, seed):
 
 
 # ---------------------------------------------------------------- proof, memory, start
+
+
+@needs_solver
+@pytest.mark.parametrize("rank_of", [(0, 0, 1), (0, 1, 1), (0, 0, 1, 1), (0, 0, 1, 0)])
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+def test_the_bound_holds_where_a_rank_owns_neighbouring_stages(rank_of, objective):
+    """A rank may then start later than it could, which shortens its span but must not pass the bound."""
+    for costs in (Costs(), Costs(f=2, b=1, w=1, comm=1), Costs(f=[1, 3, 1, 2][: len(rank_of)], b=2, w=1)):
+        for limit in (None, 3):
+            best = solve(rank_of, 2, costs=costs, memory_limit=limit, objective=objective)
+            bound = lower_bound(
+                objective, rank_of=rank_of, num_microbatches=2, costs=costs, memory_limit=limit
+            )
+            assert best.proved
+            assert bound.value <= best.value * (1 + EQUAL)
 
 
 @needs_solver

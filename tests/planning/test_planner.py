@@ -95,6 +95,7 @@ def test_a_generator_that_ignores_the_limit_is_caught(generator):
         ),
         ({"placement": "one", "stages_per_rank": 2}, "placement='one' and stages_per_rank=2 contradict"),
         ({"placement": "v"}, "zb_h1 places its stages as 'one', not 'v': leave placement out"),
+        ({"placement": "looped"}, "zb_h1 places its stages as 'one', not 'looped': leave placement out"),
         ({"stages_per_rank": 2}, "zb_h1 has 1 stage(s) per rank, not 2: leave stages_per_rank out"),
         ({"memory_limit": 1.5}, "zb_h1 needs 2 on rank 0, memory_limit allows 1.5"),
         ({"memory_limit": [3, 1]}, "zb_h1 needs 1.5 on rank 1, memory_limit allows 1"),
@@ -204,6 +205,15 @@ def test_on_one_rank_two_stages_are_a_v_and_a_loop():
     assert placement_of(plan("zb_v", 1, 2)) == "v"
     for placement in ("v", "looped"):
         assert plan("interleaved_zb", 1, 2, placement=placement) == plan("interleaved_zb", 1, 2)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_one_stage_per_rank_is_not_accepted_as_a_loop(num_ranks):
+    for name in ("1f1b", "zb_h1"):
+        with pytest.raises(PlanError, match=f"{name} places its stages as 'one', not 'looped'"):
+            plan(name, num_ranks, 5, placement="looped")
+    with pytest.raises(PlanError, match="stages_per_rank must be 2 or more"):
+        plan("interleaved_zb", num_ranks, 6, placement="looped", stages_per_rank=1)
 
 
 def test_a_placement_of_no_known_shape_is_other():

@@ -45,9 +45,9 @@ def test_a_plan_as_ids_is_the_timetable_again(first_seed):
 
 def test_a_plan_that_cannot_run_or_does_not_fit_takes_for_ever():
     problem = Problem((0,), 2, memory_limit=1)
-    assert problem.timed(one_by_one(problem)) == 6
-    assert problem.timed([[0, 1, 6, 7]]) == math.inf  # both F's first: 2 activations
-    assert problem.timed([[6, 0, 1, 7]]) == math.inf  # 0BW0 before 0F0
+    assert problem.value_of_plan(one_by_one(problem)) == 6
+    assert problem.value_of_plan([[0, 1, 6, 7]]) == math.inf  # both F's first: 2 activations
+    assert problem.value_of_plan([[6, 0, 1, 7]]) == math.inf  # 0BW0 before 0F0
 
 
 def test_the_first_start_on_a_rank_comes_after_the_forwards_below():

@@ -7,12 +7,13 @@ from itertools import pairwise
 import pytest
 
 from helpers.timetables import makes, needs, random_placement
+from zbpp import families as all_families
 from zbpp.planning import plan
 from zbpp.planning.problem import Problem, one_by_one
 from zbpp.planning.search.deadline import Deadline
 from zbpp.planning.search.evolve import first_rules, spare_times
 from zbpp.planning.search.incremental_timing import IncrementalTiming
-from zbpp.planning.search.initial_orders import split
+from zbpp.planning.search.initial_orders import orders, split
 from zbpp.planning.search.insert_weight_grads import insert_weight_grads
 from zbpp.planning.search.list_scheduling import list_schedule
 from zbpp.planning.search.paper_planner import _Run
@@ -77,6 +78,19 @@ def must_precede(problem, a, b):
     together = ({Op.F}, {Op.B, Op.BW}, {Op.W, Op.BW})
     same = any({op_of(kind), op_of(other)} <= ops for ops in together)
     return stage_of(kind) == stage_of(other) and same and microbatch < next_microbatch
+
+
+# ---------------------------------------------------------------- first orders
+
+
+def test_a_family_that_refuses_four_microbatches_is_left_out(monkeypatch):
+    def refusing(num_ranks, num_microbatches):
+        raise PlanError("too few microbatches")
+
+    problem = problem_of(plan("1f1b", 2, 6))
+    without = len(list(orders(problem)))
+    monkeypatch.setitem(all_families.FAMILIES, "refusing", refusing)
+    assert len(list(orders(problem))) == without > 0
 
 
 # ---------------------------------------------------------------- its own timing

@@ -184,7 +184,7 @@ def test_an_error_inside_with_ends_the_pipeline_on_all_ranks_at_once(tmp_path):
     (noticed, first, groups), (also, second, others) = run_ranks(left_by_an_error, 2, str(tmp_path))
     assert noticed
     assert also
-    assert first.startswith("an earlier step failed (CommunicationError: rank 0, ")
+    assert first.startswith("an earlier call failed (CommunicationError: rank 0, ")
     assert second == "an error ended the pipeline (KeyError: 'planted'): make a new Pipeline"
     assert (groups, others) == (1, 1)
 

@@ -128,5 +128,5 @@ def test_the_rank_that_fails_says_why_and_the_others_stop_with_a_communication_e
             assert first.startswith(expected)
         else:
             assert first.startswith(f"CommunicationError: rank {rank}, ")
-        assert second.startswith("RuntimeError: an earlier step failed (")
+        assert second.startswith("RuntimeError: an earlier call failed (")
         assert second.endswith("make a new Pipeline")

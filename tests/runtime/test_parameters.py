@@ -82,7 +82,9 @@ def stepped_and_clipped(rank, error_if_nonfinite=True):
     with torch.no_grad():
         for p in pipeline.parameters():
             p.zero_()
-    with pytest.raises(RuntimeError, match=r"missing \['.*, of no stage \['more'\]; strict=False loads"):
+    with pytest.raises(
+        RuntimeError, match=r"missing here: \['.*; belonging to no stage: \['more'\]. strict=False loads"
+    ):
         pipeline.load_state_dict({"more": torch.zeros(1)})
     pipeline.load_state_dict({"more": torch.zeros(1)}, strict=False)
     pipeline.load_state_dict(whole().state_dict())  # of which each rank takes its part

@@ -543,7 +543,7 @@ def test_a_wait_past_its_timeout_names_rank_step_value_and_peer():
     line = failures(step_with_a_sleeper, 2)[0]
     # rank 0's program: 0F0 Send 0F1 Send Recv ...
     assert line.startswith(
-        "zbpp.runtime.world.CommunicationError: rank 0, step 4 of its program (Recv g(0,0) from 1): "
+        "zbpp.runtime.world.CommunicationError: rank 0, instruction 4 of its program (Recv g(0,0) from 1): "
     )
     assert "imed out" in line or "imeout" in line
 
@@ -568,7 +568,7 @@ def test_a_peer_that_leaves_ends_the_wait_at_once():
 @pytest.mark.parametrize(
     ("args", "keywords", "message"),
     [
-        ((), {"target": drawn(8, SIZE)}, "this rank owns stage 0: pass the batch's inputs to step"),
+        ((), {"target": drawn(8, SIZE)}, "this rank owns stage 0: pass the batch's inputs"),
         ((drawn(8, SIZE),), {}, "the last stage needs target="),
         (
             (drawn(7, SIZE),),

@@ -140,7 +140,7 @@ def test_work_left_over_at_the_end_of_a_step_is_an_error_that_names_it(order, le
         op, microbatch = word[:-1], int(word[-1])
         work = {"F": worker.forward, "B": worker.backward_input, "BW": worker.backward}[op]
         work(microbatch, (data[microbatch][0 if op == "F" else 1],))
-    with pytest.raises(RuntimeError, match=f"a step ended with work left over: {left}"):
+    with pytest.raises(RuntimeError, match=f"a call ended with work left over: {left}"):
         worker.end()
 
 

@@ -53,7 +53,7 @@ def refusal(read, path):
         ),
         ('{"memory_unit": ["bytes"]}', "memory_unit is ['bytes']; write activations or bytes"),
         (json.dumps({"about": ESCAPE}), r"about is '\x1b[2J\x1b]0;owned\x07'; an object is expected"),
-        (b'{"f": \xff}', "no JSON that can be read: byte 6 is no UTF-8 text"),
+        (b'{"f": \xff}', "no JSON that can be read: not UTF-8 text, at byte 6"),
         ("[1]", "[1] is no object with any of f, b, w"),
         ("{f: 1}", "line 1, column 2 is no JSON: "),
     ],
@@ -95,7 +95,7 @@ def test_a_plan_in_a_file_is_read_by_its_suffix(tmp_path, name, form):
     [
         ("a.txt", "0F0 0G0", "line 1, word 2: '0G0' is no action"),
         ("a.txt", f"\n0F0 {ESCAPE}0B0", r"line 2, word 2: '\x1b[2J\x1b]0;owned\x070B0' is no action"),
-        ("a.txt", b"0F0 \xff", "byte 4 is no UTF-8 text"),
+        ("a.txt", b"0F0 \xff", "not UTF-8 text, at byte 4"),
         ("a.txt", "0F0 0W0 0B0", "the timetable cannot proceed: rank 0 waits in 0W0"),
         ("a.txt", "0F2147483647 0BW2147483647", "0F0 is missing: a stage has one F per microbatch"),
         ("a.csv", f"0F0,{ESCAPE}", r"line 1, cell 2: '\x1b[2J\x1b]0;owned\x07' is no action"),

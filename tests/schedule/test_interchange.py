@@ -83,7 +83,7 @@ def test_an_overlapped_pair_is_its_two_actions_in_order():
         ("0F0,0SEND_F", "line 1, cell 2: '0SEND_F' is no action"),
         ("0F0,0I99999999999", "line 1, cell 2: '0I99999999999' names an index above 2147483647"),
         ("0F0,0B0\n,,\n", "line 2 has no actions; every rank owns at least one stage"),
-        ("0F0,,0B0\n,,0F1", "line 2, cell 3: '0F1': stage 0 is on rank 0 and on rank 1; it has one owner"),
+        ("0F0,,0B0\n,,0F1", "line 2, cell 3: '0F1': stage 0 is on rank 0 and on rank 1; "),
         ("0F0,(0F1;3B0)OVERLAP_F_B", "line 1, cell 2: '3B0': stages must be 0..S-1 without a gap; found "),
         (f"0F0\n{'1' * 200_000}", "line 2 is no CSV: field larger than field limit"),
     ],

@@ -133,17 +133,18 @@ def test_peak_memory_adds_the_stages_of_a_rank():
         ("0F2000000000", "0F0 is missing: a stage has one F per microbatch"),
         (
             "0F1 0F0 0BW0 0BW1",
-            "0F0 comes after 0F1: F of a stage must ascend in microbatch, so that its sums have one order",
+            "0F0 comes after 0F1: F of a stage must ascend in microbatch, "
+            "so that gradients are always summed in the same order",
         ),
         (
             "0F0 0F1 0B1 0BW0 0W1",
             "0B0 comes after 0B1: B or BW of a stage must ascend in microbatch, "
-            "so that its sums have one order",
+            "so that gradients are always summed in the same order",
         ),
         (
             "0F0 0F1 0B0 0BW1 0W0",
             "0W0 comes after 0W1: W or BW of a stage must ascend in microbatch, "
-            "so that its sums have one order",
+            "so that gradients are always summed in the same order",
         ),
         ("0F0 0BW0\n1F0", "stage 1 has no backward, but stage 0 has one"),
     ],

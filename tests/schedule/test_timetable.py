@@ -57,7 +57,10 @@ def test_an_error_in_a_text_names_line_and_word():
     "text, message",
     [
         ("", "a timetable needs at least one rank"),
-        ("0F0\n0BW0", "line 2, word 1: '0BW0': stage 0 is on rank 0 and on rank 1; it has one owner"),
+        (
+            "0F0\n0BW0",
+            "line 2, word 1: '0BW0': stage 0 is on rank 0 and on rank 1; a stage can be on one rank only",
+        ),
         ("0F0\n2F0", "line 2, word 1: '2F0': stages must be 0..S-1 without a gap; found 0, 2"),
         ("1F0", "line 1, word 1: '1F0': stages must be 0..S-1 without a gap; found 1"),
     ],

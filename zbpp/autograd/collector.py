@@ -30,8 +30,8 @@ class Collector:
     def __init__(self, inputs: tuple[Any, ...], wanted: set[int] | None, is_hooked: bool) -> None:
         self.inputs, self.wanted, self.is_hooked = inputs, wanted, is_hooked
         self.tasks: list[Task] = []
-        # A checkpoint's function may close over a tensor that was computed from the inputs. Its own B then
-        # finds gradients of the inputs, too, which are added to those of this B.
+        # A checkpoint's function may close over a tensor that was computed from the inputs. The split of its
+        # recompute then finds gradients of these inputs, too, which are added to those of this B.
         self.input_grads: list[Gradients] = []
 
     def may_defer(self, leaf: Tensor) -> bool:

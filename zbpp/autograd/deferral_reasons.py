@@ -24,7 +24,7 @@ SiteUse = tuple[Node, WeightUse]
 
 
 class _LeafUse(NamedTuple):
-    """One use of a leaf: the node that computes with it, and the nodes of one edge between the two."""
+    """One use of a leaf: the node that computes with it, and the chain of nodes between the two."""
 
     node: Node | None  # None: the leaf, or a function of the leaf alone, is an output
     operand: int
@@ -58,7 +58,7 @@ class ReversedGraph:
                     pending.append(below)
 
     def uses_of(self, node: Node, through: tuple[Node, ...] = ()) -> Iterator[_LeafUse]:
-        """Go up from a leaf, through nodes of one edge, to the nodes that compute with it."""
+        """Go up from a leaf, through nodes that each have one edge, to the nodes that compute with it."""
         for user, operand in self.users.get(node, ()):
             if user is None or rule_of(node_name(user)) or _has_several_edges(user):
                 yield _LeafUse(user, operand, through)
@@ -84,7 +84,7 @@ def why_computed_in_b(graph: ReversedGraph, leaf: Node, tensor: Tensor) -> str:
     uses = list(graph.uses_of(leaf))
     obstacles = [obstacle for use in uses if (obstacle := _obstacle(graph, use))]
     if not obstacles:
-        return "its uses share part of the way, so they can't be told apart: all in B"
+        return "its uses pass through the same nodes, so they can't be told apart: all in B"
     if len(obstacles) < len(uses):
         return f"also {_counted(obstacles)}, so all its uses are in B"
     return _counted(obstacles)
@@ -115,7 +115,7 @@ def _obstacle(graph: ReversedGraph, use: _LeafUse) -> str | None:
     if operand in rule.along:
         return None if node in graph.sites else f"added in {name}, whose weight does not wait"
     if operand not in rule.weights:
-        return f"used by {name} as an operand that its rule takes for no weight"
+        return f"used by {name} in a place where its rule expects no weight"
     if num_hooks_made() > 0 and has_node_hooks(node):
         return f"used by {name}, a node with hooks of its own"
     if rule.capture(node, operand) is None:

@@ -39,7 +39,10 @@ class Explanation(NamedTuple):
 
     @property
     def held_bytes(self) -> int:
-        """`WeightGrads.held_bytes` will be equal; less if gradients share memory, more if they are views."""
+        """What `WeightGrads.held_bytes` will be after B.
+
+        That is less where gradients share memory, and more where they are views of larger storages.
+        """
         return self.x_bytes + self.dy_bytes + self.gradient_bytes + self.compiled_bytes
 
     def __str__(self) -> str:

@@ -87,7 +87,7 @@ class _Watched(NamedTuple):
             return "was replaced"
         if version(self.tensor) != self.version:
             return "was changed in place"
-        return "was frozen, and is no more," if self.tensor.requires_grad > self.was_trainable else None
+        return "was unfrozen" if self.tensor.requires_grad > self.was_trainable else None
 
 
 class ForwardState:

@@ -28,8 +28,8 @@ class GradientGuard:
                 leaf._backward_hooks = OrderedDict()
             leaf._backward_hooks[self] = self._note
         # A node's prehooks run only if the node runs, and the pass may stop at a site. Tensor hooks run in
-        # both cases. They are a dictionary that a tensor hands to its node: here the tensor `output` stands
-        # for the output of every site.
+        # both cases. A tensor keeps its hooks in a dictionary and registers that at its node: so one empty
+        # tensor, `output`, registers the same dictionary at every site.
         self._noting: dict[Any, Any] = {self: self._note}
         output = torch.empty(0)
         output._backward_hooks = self._noting

@@ -11,8 +11,10 @@ through a CHAIN of nodes with one edge each:
 
 A leaf waits only if ALL its uses are at sites. Every other trainable leaf is computed in B.
 
-This file is on the hot path of every B. The walk visits each node once, and the loop that touches all nodes
-does nothing that could be done for the few nodes with a role.
+BELOW a node is what it was computed from.
+
+This file is on the hot path of every B. The walk visits each node once. What concerns only the few nodes with
+a role is done outside the loop over all nodes.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ class Survey(NamedTuple):
 
 
 Candidate = tuple[Any, Rule, tuple[int, ...]]
-"""A node with its rule, and the operands of which at most one may wait."""
+"""A node, its rule, and operands of the node; at most one of these operands is deferred."""
 
 
 def survey(
@@ -116,8 +118,8 @@ def survey(
 def _walk(roots: Iterable[Edge], stops: frozenset[Edge]) -> tuple[list[tuple[Any, Any]], list[Any]]:
     """The nodes below the roots that have a role, each with its role; and the nodes that were revisited.
 
-    A node is listed among the revisited once for each further edge that leads to it. Roots count as edges.
-    Apart from the pass itself, the loop over all nodes is what B costs.
+    A node is listed among the revisited once for each further edge that leads to it. Being a root counts as
+    the first edge. Apart from the pass itself, the loop over all nodes is what B costs.
     """
     nodes: list[Any] = []
     seen: set[Any] = {None}
@@ -229,8 +231,9 @@ def _are_all_uses(leaf: Node, pairs: list[tuple[Node, WeightUse]], revisited: li
     nodes = {leaf}
     for _, use in pairs:
         nodes.update([node for node, _ in use.chain])
-    # Edges into these nodes: len(nodes) first visits and the revisits. len(nodes) - 1 of them lie within the
-    # chains, so revisits + 1 come from outside. They are all ours if there are as many as uses.
+    # The walk met len(nodes) + revisits edges into these nodes. Of these edges len(nodes) - 1 lead from one
+    # of the nodes to the next, towards the leaf. The other revisits + 1 come from outside: if that is the
+    # number of uses, each of them belongs to a use.
     return sum([each in nodes for each in revisited]) == len(pairs) - 1
 
 
@@ -249,8 +252,8 @@ _NO_LEAF: _Path = None, (), None, False
 def _follow(edge: Any, stops: frozenset[Edge], revisited: set[Any]) -> _Path:
     """The chain that starts with an edge, and the leaf at its end.
 
-    A chain never passes a node that has a rule: on stage 0 an activation, too, may lead to nothing but
-    parameters (Embedding -> Linear).
+    A chain never passes a node that has a rule. Otherwise, where no input needs grad (stage 0), the
+    activation between Embedding and Linear would pass for a chain to the embedding's weight.
     """
     chain: tuple[Edge, ...] = ()
     views: Views = ()

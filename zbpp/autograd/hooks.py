@@ -37,7 +37,9 @@ def capture_after_hooks(targets: list[GradientEdge], first: int) -> dict[int, tu
 
     The sites are targets[first:]. dy is the gradient after the tensor hooks on the site's output.
 
-    Autograd captures a node's gradient before the node's hooks if the node runs, after them if it does not.
+    If the pass stops at a site, autograd itself captures dy after these hooks. If the site's node runs,
+    autograd captures dy before them: there a prehook of the node takes dy, since prehooks run after tensor
+    hooks.
     """
     dys: dict[int, tuple[Tensor | None, ...]] = {}
     for position in range(first, len(targets)):

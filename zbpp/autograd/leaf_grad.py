@@ -17,8 +17,8 @@ def add_to_grad(leaf: Tensor, gradient: Tensor) -> None:
     total = total_of(leaf)
     if total is None:
         # The first gradient is copied, in the parameter's layout (a sparse one stays sparse). A captured
-        # gradient may be the same tensor as another one, as dy, or as the gradient that the next stage sent;
-        # or it may have stride 0.
+        # gradient may share its memory with another one, with dy or with the gradient that the next stage
+        # sent, or be expanded (stride 0).
         leaf.grad = gradient.clone() if gradient.is_sparse else new_gradient(leaf).copy_(gradient)
     elif total.is_sparse and not gradient.is_sparse:
         leaf.grad = gradient + total

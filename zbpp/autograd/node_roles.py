@@ -52,7 +52,7 @@ def _function_nodes_live() -> bool:
 
 
 FUNCTION_NODES_LIVE = _function_nodes_live()
-"""W runs a chain that begins with a Function's node after the graph is gone: that node must still live."""
+"""A chain may begin with a Function's node. W runs it when the graph is gone: the node must still live."""
 
 
 def node_name(node: Node) -> str:

@@ -31,33 +31,37 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     the gradients of fn's parameters straight to `.grad`: torch.autograd.grad finds none.
 
     Pass a tensor that was computed outside to fn as an argument. If fn closes over such a tensor, this
-    backward also goes through the graph above the tensor, and two checkpoints that close over the same one
-    raise RuntimeError.
+    backward also goes through the graph that the tensor was computed by, and two checkpoints that close over
+    the same tensor raise RuntimeError.
 
     Raises RuntimeError if fn changes an argument in place. The backward raises RuntimeError if a parameter or
-    a buffer above 64 KiB was changed since the forward. Checked are the modules and tensors that fn is, is a
-    method of, has in its closure, or is given.
+    a buffer above 64 KiB was changed since the forward. Checked are the arguments, and the modules and
+    tensors that fn refers to: fn itself, the object whose method it is, its closure, defaults, bound
+    arguments and globals (`references` in forward_state.py says which exactly).
     """
-    leaves, spec = tree_flatten((args, kwargs))
+    given, spec = tree_flatten((args, kwargs))
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     # On stage 0 no input needs grad: the dummy makes autograd call this Function's backward all the same.
     dummy = torch.empty(0, requires_grad=True)
-    call = _Call(fn, spec, leaves)
-    return _Checkpoint.apply(dummy, call, *leaves, *call.hooked)  # type: ignore[no-untyped-call]  # torch's
+    call = _RepeatedCall(fn, spec, given)
+    return _Checkpoint.apply(dummy, call, *given, *call.hooked)  # type: ignore[no-untyped-call]  # torch's
 
 
-class _Call:
-    """A call that will be repeated: the function, its arguments but for tensors, and the state it ran in."""
+class _RepeatedCall:
+    """A call that will be repeated: the function, its arguments but for tensors, and the state it ran in.
 
-    def __init__(self, fn: Callable[..., Any], spec: TreeSpec, leaves: list[Any]) -> None:
+    given: the arguments, flattened; spec: their structure.
+    """
+
+    def __init__(self, fn: Callable[..., Any], spec: TreeSpec, given: list[Any]) -> None:
         self.fn, self.spec = fn, spec
-        self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.constants = [None if isinstance(each, Tensor) else each for each in given]
         self.state = ForwardState((fn, self.constants))
-        given = {id(leaf) for leaf in leaves}
+        given_ids = {id(each) for each in given}
         # Autograd must know that these leaves are used here: it fires their hooks after their last use.
-        self.hooked = [leaf for leaf in self.state.hooked() if id(leaf) not in given]
-        devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cuda}
+        self.hooked = [leaf for leaf in self.state.hooked() if id(leaf) not in given_ids]
+        devices = {each.device for each in given if isinstance(each, Tensor) and each.is_cuda}
         self.cuda_states = {device: torch.cuda.get_rng_state(device) for device in devices}
         self.cpu_state = torch.get_rng_state()
         kinds = ("cpu", "cuda") if devices else ("cpu",)
@@ -67,8 +71,8 @@ class _Call:
 
     def run(self, tensors: list[Tensor | None]) -> Any:
         pairs = zip(self.constants, tensors, strict=True)
-        leaves = [constant if tensor is None else tensor for constant, tensor in pairs]
-        args, kwargs = tree_unflatten(leaves, self.spec)
+        given = [constant if tensor is None else tensor for constant, tensor in pairs]
+        args, kwargs = tree_unflatten(given, self.spec)
         return self.fn(*args, **kwargs)
 
     @contextmanager
@@ -86,8 +90,8 @@ class _Call:
 
 class _Checkpoint(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dummy: Tensor, call: _Call, *inputs: Any) -> Any:
-        tensors = [leaf if isinstance(leaf, Tensor) else None for leaf in inputs[: len(call.constants)]]
+    def forward(ctx: Any, dummy: Tensor, call: _RepeatedCall, *inputs: Any) -> Any:
+        tensors = [each if isinstance(each, Tensor) else None for each in inputs[: len(call.constants)]]
         ctx.call = call
         ctx.is_tensor = [tensor is not None for tensor in tensors]
         saved = [tensor for tensor in tensors if tensor is not None]

@@ -76,7 +76,7 @@ def _refuse_part_of_graph(edges: dict[int, Edge], wanted: set[int] | None) -> No
 def _has_graph_below(node: Node) -> bool:
     """Whether a plain backward would go on below this input and change a `.grad` there.
 
-    An input that is one step from an untrained leaf does no harm.
+    An input that was computed in one operation from plain tensors, not from Parameters, does no harm.
     """
     return not is_leaf(node) and any(
         below is not None and not (is_leaf(below) and type(leaf_tensor(below)) is Tensor)

@@ -43,7 +43,8 @@ class DirectCapture(NamedTuple):
     """A Capture described as data: one tensor that the node saved, and how to add the gradient.
 
     The walk is on the hot path: it reads the attributes of the node itself instead of calling the rule.
-    add_transposed: adds to the gradient of a leaf whose transpose the operand is.
+    add_transposed: the same where the operand is the transpose of a leaf: adds to the gradient of the leaf
+    itself.
     """
 
     name: str  # of the saved tensor: "mat2"
@@ -120,11 +121,11 @@ def name_of(rule: Rule) -> str:
 
 
 def saved(node: Node, name: str) -> Tensor | Packed | None:
-    """A tensor that a node has saved, detached: a saved activation carries the graph above it.
+    """A tensor that a node has saved, detached: a saved activation carries the graph it was computed by.
 
     A tensor that save_on_cpu packed is returned packed, and W unpacks it. Returns None for tensors that other
     hooks packed, because unpacking a checkpoint's tensor in the walk would recompute too early. Returns None
-    for sparse tensors, whose products only autograd knows.
+    for sparse tensors: their products are left to autograd.
     """
     raw = getattr(node, "_raw_saved_" + name)
     hook = raw.unpack_hook
@@ -191,7 +192,7 @@ def _add_widened(target: Tensor, left: Tensor, right: Tensor, fresh: bool) -> No
     """A product of bf16 factors added to a float32 target: rounded once, at the end."""
     if left.is_cuda and target.dim() == 2:
         product = torch.mm(left, right, out_dtype=target.dtype)
-    else:  # that kernel exists on CUDA only
+    else:  # mm takes an out_dtype only on CUDA, and only for matrices
         product = left.to(target.dtype) @ right.to(target.dtype)
     add_or_copy(target, product, fresh)
 
@@ -217,7 +218,8 @@ def _add_right_product_transposed(target: Tensor, held: HeldTensors, dy: Tensor,
 def _product_rule(name: str, left: str, right: str, *, plus: bool = False) -> None:
     """Register the rule of a product. left, right: the names under which the node saves the two factors.
 
-    plus: the node adds the product to another operand, a bias, which comes first and must be unscaled.
+    plus: the node adds the product to a bias, its first operand. The rule holds only if neither the bias nor
+    the product is scaled (alpha = beta = 1).
     """
 
     def capture(node: Any, operand: int) -> Capture | None:

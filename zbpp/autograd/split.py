@@ -9,8 +9,9 @@ How B and W are split. B is ONE ordinary backward pass, in which some gradients 
    are computed here.
 4. W computes `weight.grad.addmm_(dy.T, x)` for each site, then drops x and dy (weight_grads.py).
 
-What lives between B and W. Only the x and dy of each site, and the gradients that B computed for the other
-leaves: WeightGrads holds them. Nothing else is kept, because autograd frees every saved tensor as soon as
+What lives between B and W. WeightGrads holds the x and dy of each site, the gradients that B computed for the
+other leaves, and what Functions put off with `defer` (collector.py) or as compiled calls (which choose what
+they hold: compiled/__init__.py). Nothing else is kept, because autograd frees every saved tensor as soon as
 its node has run, no node runs twice, and nothing that WeightGrads holds refers to the graph (but for the few
 nodes of a weight's own chain, see graph.py). torch's own split (torch.distributed.pipelining) keeps the whole
 graph until W.
@@ -65,10 +66,10 @@ def backward_input(
     parameters: leaves. None stands for every trainable leaf that the graph reaches, inputs excluded. The walk
     stops at each input: with inputs=[x, h], h computed from x, a weight between x and h gets no gradient.
 
-    Tensor hooks run, on leaves and on tensors that were computed from inputs. Two kinds don't: hooks on
-    views of a deferred weight (`w.t()`), and hooks on the nodes of such views. If an input lies in the middle
-    of a graph, a parameter used both above and below it may get the gradient of both uses, as from
-    torch.autograd.grad.
+    Tensor hooks run, on leaves and on tensors that were computed from inputs. Two kinds don't: hooks on views
+    of a deferred weight (`w.t()`), and hooks on the nodes of such views. If an input lies in the middle of a
+    graph, a parameter that is used both before and after that input may get the gradient of both uses, as
+    from torch.autograd.grad.
 
     Returns (gradients, one per input, None where none flows; WeightGrads). No `.grad` changes until
     `WeightGrads.accumulate()`. The graph's saved tensors are freed, as by backward(). A graph that holds a
@@ -151,9 +152,8 @@ def _refuse_changed(changed: list[Tensor], functions: list[Any]) -> None:
         names = sorted({node_name(function).removesuffix("Backward") for function in functions})
         by = f"the backward of {' or '.join(names)}, or a hook," if names else "a hook"
         raise ChangedInPlace(
-            f"{by} changes in place a gradient of shape {tuple(changed[0].shape)} that another layer was "
-            "given, too, whose weight gradient W is to compute from it: return a new tensor (grad * 0.1, "
-            "not grad.mul_(0.1))"
+            f"{by} changes a gradient of shape {tuple(changed[0].shape)} in place. Another layer got the "
+            "same tensor, and W needs it unchanged: return a new tensor (grad * 0.1, not grad.mul_(0.1))"
         )
 
 
@@ -196,11 +196,11 @@ def _run(roots: Sequence[Root], root_grads: list[Tensor], targets: list[Gradient
 
 
 def _in_our_words(error: RuntimeError) -> Exception:
-    """The error to raise instead: for a freed graph or a hook that B can't serve our own text."""
+    """The error itself, or one with our own text for a freed graph or a hook that B can't serve."""
     if "backward through the graph a second time" not in str(error):
         return multi_grad_hook_error(error)
     return RuntimeError(
-        "this graph has been gone through before, and B keeps nothing of it: run the forward again; pass "
-        "all outputs and their gradients to one backward_input; pass to zbpp.checkpoint as an argument what "
-        "its function closes over and was computed outside"
+        "this graph has been gone through before, and B keeps nothing of it. One of these helps: run the "
+        "forward again; give all outputs and their gradients to one backward_input; if the function of a "
+        "zbpp.checkpoint uses a tensor that was computed outside, pass that tensor as an argument"
     )

@@ -1,8 +1,9 @@
 """W: compute the weight gradients that B put off, and add them to `.grad`.
 
-WeightGrads holds a list of tasks, each for one leaf. A task knows the tensors it needs (x and dy) and adds a
-gradient to the leaf's `.grad`. A parameter that has a `main_grad` (a float32 tensor of the parameter's shape,
-say, beside bf16 weights) gets its gradients added there; its `.grad` is left alone.
+WeightGrads holds a list of tasks, each for one leaf (a compiled call's task: for several). A task knows the
+tensors it needs (x and dy) and adds a gradient to the leaf's `.grad`. A parameter that has a `main_grad` (a
+float32 tensor of the parameter's shape, say, beside bf16 weights) gets its gradients added there; its `.grad`
+is left alone.
 
 W reads tensors that may share memory with others: x with a buffer that the next forward writes into, dy with
 a gradient that the caller passed in or got back. They are guarded as autograd guards its saved tensors:
@@ -27,7 +28,7 @@ from zbpp.autograd.rules import name_of, version_of
 
 
 class Task(Protocol):
-    """What W has to do for one leaf."""
+    """What W has to do for one leaf; for a compiled call, `leaf` is the first of several."""
 
     @property
     def leaf(self) -> Tensor: ...
@@ -92,8 +93,7 @@ class UseTask(NamedTuple):
             leaf,
             f"the input that {node} saved",
             held[0],
-            "clone it before the layer, or let each forward write into new memory, not with out= or an "
-            "in-place operation into a tensor that is kept",
+            "clone it before the layer, or do not write into its memory (out=, in-place operations) before W",
         )
 
     def add_to(self, total: Tensor, fresh: bool) -> None:
@@ -198,7 +198,7 @@ def _like_output(edge: Edge) -> Tensor:
 
 
 class ComputedTask(NamedTuple):
-    """A leaf whose gradient B has computed, running the leaf's tensor hooks: W only adds it to `.grad`."""
+    """A leaf whose gradient B has computed. B has also run its tensor hooks: W only adds to `.grad`."""
 
     leaf: Tensor
     gradient: Tensor

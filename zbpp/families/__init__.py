@@ -1,16 +1,31 @@
-"""The schedules of the field: pure functions of num_ranks and num_microbatches, one file per family.
+"""The known schedules that need no costs: pure functions of num_ranks and num_microbatches.
+
+FAMILIES has every schedule by its name, and a schedule in it is called a family. A file holds one family, or
+two that follow one pattern:
 
 gpipe.py            all forwards, then all backwards
 one_f_one_b.py      1F1B: alternates forwards and whole backwards
 interleaved.py      several stages per rank in a loop, with whole backwards (1F1B) or split ones (zero bubble)
-looped_bfs.py       a loop, too: all microbatches on one stage, then all on the next
+looped_bfs.py       stages in a loop, too; a rank runs all microbatches on one stage, then all on its next
 zb_h.py             ZB-H1 and ZB-H2: split backwards; W's fill the bubble
 zb_v.py             ZB-V: two stages per rank in a V, no bubble at F = B = W
 building_blocks.py  V-Half and V-Min: a V with less memory
-dualpipe_v.py       DualPipeV, one action at a time
+dualpipe_v.py       DualPipeV, without its overlap of an F and a backward
 
-Further choices, such as stages_per_rank, are keyword-only parameters with the names that `plan` gives them.
-Each docstring shows a small timetable, one line per rank; a test compares it with the real one.
+stages_per_rank, where a family offers the choice, is a keyword-only parameter with the name that `plan` gives
+it. Each docstring shows a small timetable, one line per rank; tests/families/test_golden.py compares it with
+the real one.
+
+In the docstrings p is num_ranks, m is num_microbatches, v is stages_per_rank, r is a rank (0..p-1). In a
+formula F, B and W stand for the times of these actions on one stage. A stage-activation is what an F of one
+stage saves. The bubble is `Timeline.bubble`: the largest idle time of a rank within its own span, from its
+first action to its last. Formulas hold for stages with equal times, messages that take no time, BW = B + W.
+
+To add a schedule: a file here, an entry in FAMILIES, and configs/schedule/NAME.yaml; an entry in SCHEDULES of
+benchmark/torch_runner.py if torch has it. A choice that `plan` does not know yet becomes an option of `plan`.
+On each stage F's, B's with BW's, and W's with BW's must ascend in microbatch. The schedule must plan 2
+microbatches on one rank, which `compare` asks for. It should plan 4 microbatches on one rank and on two: the
+search learns its placement from these plans, and does not use a schedule that refuses them.
 """
 
 from collections.abc import Callable

@@ -10,15 +10,17 @@ block says in which slots the F's and B's of one microbatch run. V-Min's block f
 The next microbatch's block begins 6 slots later, and each W takes the first slot that is free after its B.
 A block that is shorter holds its activations for a shorter time, so the schedule needs less memory.
 
-Blocks alone leave slots empty at the beginning and the end of a step. So the order of actions that they
-give is then run through once more, one action per rank and slot. A rank whose next action has to wait takes a
-later one: the first action in its order that has its inputs, provided that the actions which it overtakes
-will fit into the memory, too. In every slot the next action of some rank can run, so this ends. It is done
-twice, with W's in their turn and with W's only where neither F nor B can run; the shorter timetable is taken.
+Blocks alone leave slots empty at the beginning and the end of a step. So a small simulation executes the
+order of actions that they give, one action per rank and slot. A rank whose next action has to wait takes a
+later one: the first action in its order that has its inputs. An F may overtake other actions only if these
+still fit into the memory when they run after it. Of all actions that have not run, the one with the earliest
+slot can always run, so the simulation ends with all of them run. It runs twice: once with the W's where the
+order has them, once with W's only where neither F nor B can run. The timetable with the smaller `max_span` is
+taken.
 
-Where every action takes one unit of time, the bubble is then 6p - 3k - 1 at a peak of k stage-activations.
-That is the least possible: for V-Half at every p > 2; for V-Min at every p but 11, 14, 17, ..., where the
-bubble is a few units longer.
+Where every action takes one unit of time and p > 2, the bubble is then 6p - 3k - 1 at a peak of k
+stage-activations. That is the least possible: for V-Half at every p > 2; for V-Min at every p > 2 but 11, 14,
+17, ..., where the bubble is a few units longer.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from collections import deque
 from collections.abc import Callable
 
 from zbpp.schedule.dataflow_arrays import Values
-from zbpp.schedule.numbering import Kind
+from zbpp.schedule.numbering import StageOp
 from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timetable import Action, Op, Timetable
 
@@ -40,9 +42,9 @@ _MEMORY_CHANGE = {Op.F: 2, Op.B: -1, Op.W: -1}  # in halves of a stage-activatio
 
 
 def v_half(num_ranks: int, num_microbatches: int) -> Timetable:
-    """About half of 1F1B's memory: (p + 2)//2 microbatches, in activations of a rank.
+    """About half of 1F1B's memory: at most 2((p + 2)//2) stage-activations, where 1F1B's would be 2p.
 
-    The bubble at F = B = W is 3p - 7 actions long, 3p - 4 at odd p. The steady phase has none while
+    For p > 2 the bubble at F = B = W is 3p - 7 actions long, 3p - 4 at odd p. The steady phase has none while
     W + 2B >= 2F and W + 2F >= 2B.
 
     p=2, m=3:
@@ -53,10 +55,10 @@ def v_half(num_ranks: int, num_microbatches: int) -> Timetable:
 
 
 def v_min(num_ranks: int, num_microbatches: int) -> Timetable:
-    """About a third of 1F1B's memory: (p + 4)//3 microbatches.
+    """About a third of 1F1B's memory: at most 2((p + 4)//3) stage-activations, where 1F1B's would be 2p.
 
-    The bubble at F = B = W is at most 4p - 5 actions long. Where the times differ, every microbatch of the
-    steady phase adds to the bubble: V-Half is the safe choice.
+    For p > 1 the bubble at F = B = W is at most 4p - 5 actions long. Where the times differ, every microbatch
+    of the steady phase adds to the bubble: V-Half is the safe choice.
 
     p=2, m=3:
         0F0 0F1 0F2 3F0 3B0 3W0 3F1 0B0 3B1 0W0 3W1 0B1 3F2 3B2 0W1 3W2 0B2 0W2
@@ -67,20 +69,25 @@ def v_min(num_ranks: int, num_microbatches: int) -> Timetable:
 
 def v_half_block(num_ranks: int, rank: int) -> Block:
     """The forward goes down the V in two slots per rank and back up in one; so does the backward."""
-    turn = 3 * num_ranks + (3 if num_ranks % 2 == 0 else 0)  # later by 3 where two actions would share a slot
+    # At even p the backward begins 3 slots later: otherwise two actions of a rank would share a slot.
+    turn = 3 * num_ranks + (3 if num_ranks % 2 == 0 else 0)
     return 2 * rank, 3 * num_ranks - rank - 2, turn + 2 * rank - 1, turn + 3 * num_ranks - rank - 2
 
 
 def v_min_block(num_ranks: int, rank: int) -> Block:
     """The forward goes down the V and back up in one slot per rank; so does the backward."""
-    turn = 2 * num_ranks + (2 if num_ranks % 3 == 0 else 0)  # later by 2 where two actions would share a slot
+    # If 3 divides p the backward begins 2 slots later: otherwise two actions of a rank would share a slot.
+    turn = 2 * num_ranks + (2 if num_ranks % 3 == 0 else 0)
     return rank, 2 * num_ranks - rank - 1, turn + rank, turn + 2 * num_ranks - rank - 1
 
 
 def _squeezed(
     num_ranks: int, num_microbatches: int, block: Callable[[int, int], Block], limit: int
 ) -> Timetable:
-    """The blocks of all microbatches without the empty slots; limit: microbatches in a rank's memory."""
+    """The timetable made of all microbatches' blocks, without empty slots.
+
+    limit: how many microbatches' activations, of both stages, a rank may hold.
+    """
     orders = [
         _order((rank, 2 * num_ranks - 1 - rank), block(num_ranks, rank), num_microbatches)
         for rank in range(num_ranks)
@@ -94,10 +101,10 @@ def _squeezed(
 def _order(stages: tuple[int, int], block: Block, num_microbatches: int) -> list[Action]:
     """The actions of a rank in the order of their slots."""
     first, second = stages
-    kinds = ((first, Op.F), (second, Op.F), (second, Op.B), (first, Op.B))
+    block_ops = ((first, Op.F), (second, Op.F), (second, Op.B), (first, Op.B))
     slots = {
-        start + _PERIOD * microbatch: Action(*kind, microbatch)
-        for kind, start in zip(kinds, block, strict=True)
+        start + _PERIOD * microbatch: Action(stage, op, microbatch)
+        for (stage, op), start in zip(block_ops, block, strict=True)
         for microbatch in range(num_microbatches)
     }
     order: list[Action] = []
@@ -128,7 +135,7 @@ def _run(orders: list[list[Action]], values: Values, most: int, *, w_last: bool)
 
 
 class _Queue:
-    """The actions of one rank that have not run yet, in their order.
+    """One rank's actions in order, and which of them have run.
 
     most: the memory that the rank may hold, in halves of a stage-activation.
     """
@@ -139,7 +146,7 @@ class _Queue:
         self.head = 0  # position of the first action that has not run
         self.memory = 0
         self.forwards_left = sum(action.op == Op.F for action in order)
-        self.positions: dict[Kind, deque[int]] = {}  # of the actions of each kind that have not run
+        self.positions: dict[StageOp, deque[int]] = {}  # of the actions that have not run
         for position, (stage, op, _) in enumerate(order):
             self.positions.setdefault((stage, op), deque()).append(position)
         self.taken: list[Action] = []
@@ -154,9 +161,10 @@ class _Queue:
         return None
 
     def _candidates(self) -> list[int]:
-        """The position of the next action of each kind, in order.
+        """The position of the next action of each stage and op, in order.
 
-        W's come last where w_last says so, and once no F is left, for which a W would free memory.
+        W's come last if w_last. They also come last once no F is left, since then no action needs the memory
+        that a W frees.
         """
         next_up = [(op, positions[0]) for (_, op), positions in self.positions.items() if positions]
         if self.w_last or not self.forwards_left:

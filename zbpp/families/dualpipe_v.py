@@ -2,13 +2,13 @@
 
 Each rank owns two stages, and the stages lie in a V, as in ZB-V. DualPipe runs an F and a backward at the
 same time on one rank, so that one computes while the other waits for an all-to-all. Here the two run one
-after the other; ZB-V is then at least as fast and needs less memory. The order is that of torch's
-ScheduleDualPipeV, with the F of each overlapped pair first.
+after the other. Run so, DualPipeV is slower than ZB-V at F = B = W and needs more memory: it serves to
+compare with torch. The order is that of torch's ScheduleDualPipeV, with the F of each overlapped pair first.
 """
 
 from __future__ import annotations
 
-from zbpp.schedule.numbering import Kind, numbered
+from zbpp.schedule.numbering import StageOp, numbered
 from zbpp.schedule.timetable import Op, PlanError, Timetable
 
 
@@ -24,13 +24,13 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Timetable:
     """
     if num_microbatches < 2 * num_ranks:
         raise PlanError(
-            f"dualpipe_v needs num_microbatches >= 2 * num_ranks = {2 * num_ranks} to fill its V both ways, "
-            f"got {num_microbatches}; zb_v runs with any number"
+            f"dualpipe_v needs num_microbatches >= 2 * num_ranks = {2 * num_ranks}, got {num_microbatches}; "
+            "zb_v runs with any number"
         )
     return Timetable(numbered(_order(num_ranks, rank, num_microbatches)) for rank in range(num_ranks))
 
 
-def _order(num_ranks: int, rank: int, num_microbatches: int) -> list[Kind]:
+def _order(num_ranks: int, rank: int, num_microbatches: int) -> list[StageOp]:
     """The ops of one rank; f0, b0, w0, bw0 are those of its first stage, f1, b1, w1, bw1 of its second."""
     (f0, b0, w0, bw0), (f1, b1, w1, bw1) = (
         [(stage, op) for op in (Op.F, Op.B, Op.W, Op.BW)] for stage in (rank, 2 * num_ranks - 1 - rank)
@@ -43,9 +43,10 @@ def _order(num_ranks: int, rank: int, num_microbatches: int) -> list[Kind]:
     # Steady phase; then no f0 is left.
     order += [f0, bw1, f1, bw0] * (num_microbatches - 2 * num_ranks + rank + 1)
     order += [bw1, f1, bw0] * ranks_below
-    # End: 2(rank + 1) backwards of both stages in turn. The first half are whole, the second half split.
-    both_stages = [(bw1, b1, w1), (bw0, b0, w0)] * (rank + 1)
-    whole, split = both_stages[: rank + 1], both_stages[rank + 1 :]
+    # End: 2(rank + 1) backwards, second stage and first stage in turn. The first half are whole, the second
+    # half split.
+    turns = [(bw1, b1, w1), (bw0, b0, w0)] * (rank + 1)
+    whole, split = turns[: rank + 1], turns[rank + 1 :]
     order += [bw for bw, _, _ in whole]
     order += [b for _, b, _ in split]
     # W's in the order of their B's: one before each b0 that is left, then the rest.

@@ -3,7 +3,8 @@
 Rank r owns stages r, r + p, r + 2p, ..., so a microbatch passes every rank v times. Microbatches go in
 rounds of n = min(p, m): a rank runs n of them on its first stage, the same n on its second stage, and so on.
 Backwards go in the same rounds, from the rank's last stage to its first. After the warm-up a backward
-follows each forward. A stage is a v-th of a rank's share of the model, and so the bubble is a v-th of 1F1B's.
+follows each forward. A stage is a v-th of a rank's share of the model, and so the bubble is a v-th of the
+bubble with one stage per rank: of 1F1B's, and for interleaved zero bubble of ZB-H1's.
 
 Both orders are those of torch's ScheduleInterleaved1F1B and ScheduleInterleavedZeroBubble.
 """
@@ -13,15 +14,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from zbpp.schedule.numbering import Kind, numbered
+from zbpp.schedule.numbering import StageOp, numbered
 from zbpp.schedule.timetable import Op, PlanError, Timetable
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 2) -> Timetable:
-    """Warm-up of (v - 1)n + 2(p - 1 - r) forwards on rank r; backwards are whole.
+    """Rank r begins with (v - 1)n + 2(p - 1 - r) forwards, where n = min(p, m); backwards are whole.
 
-    The bubble is (p - 1)(F + B + W), with F, B, W of one stage. Rank r holds up to (v + 1)p - 1 - 2r
-    stage-activations. Raises PlanError unless p divides m, or m < p (one short round).
+    The bubble is (p - 1)(F + B + W). Rank r holds up to (v + 1)p - 1 - 2r stage-activations. Raises PlanError
+    unless p divides m, or m < p (one short round).
 
     p=2, m=4:
         0F0 0F1 2F0 2F1 0F2 2BW0 0F3 2BW1 2F2 0BW0 2F3 0BW1 2BW2 2BW3 0BW2 0BW3
@@ -37,10 +38,11 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, stages_per_rank: 
 
 
 def interleaved_zb(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 2) -> Timetable:
-    """Warm-up of (v - 1)n + p - 1 - r forwards on rank r; a W runs r B's after its own B.
+    """Rank r begins with (v - 1)n + p - 1 - r forwards, where n = min(p, m).
 
-    The bubble is (p - 1)(F + B - W), with F, B, W of one stage: with one stage per rank this is ZB-H1. A rank
-    holds vp stage-activations. Raises PlanError unless p divides m, or m < p (one short round).
+    On rank r each W waits until r more B's have run. The bubble is (p - 1)(F + B - W). A rank holds vp
+    stage-activations. With one stage per rank the timetable is ZB-H1's. Raises PlanError unless p divides m,
+    or m < p (one short round).
 
     p=2, m=4:
         0F0 0F1 2F0 2F1 2B0 2W0 0F2 2B1 2W1 0F3 0B0 0W0 2F2 0B1 0W1 2F3 2B2 2W2 2B3 2W3 0B2 0W2 0B3 0W3
@@ -56,13 +58,13 @@ def interleaved_zb(num_ranks: int, num_microbatches: int, *, stages_per_rank: in
 
 def _order(
     num_ranks: int, rank: int, num_microbatches: int, stages_per_rank: int, backward: Op, extra_warm_up: int
-) -> list[Kind]:
+) -> list[StageOp]:
     """The forwards and backwards of one rank; its warm-up is (v - 1)n + extra_warm_up forwards."""
     in_round = min(num_ranks, num_microbatches)
     rounds = num_microbatches // in_round
     stages = range(rank, num_ranks * stages_per_rank, num_ranks)
-    forwards: list[Kind] = [(stage, Op.F) for stage in stages for _ in range(in_round)] * rounds
-    backwards: list[Kind] = [
+    forwards: list[StageOp] = [(stage, Op.F) for stage in stages for _ in range(in_round)] * rounds
+    backwards: list[StageOp] = [
         (stage, backward) for stage in reversed(stages) for _ in range(in_round)
     ] * rounds
     warm_up = (stages_per_rank - 1) * in_round + extra_warm_up
@@ -72,9 +74,9 @@ def _order(
     return order + backwards[len(rest) :]
 
 
-def _with_w(order: Iterable[Kind], delay: int) -> Iterator[Kind]:
+def _with_w(order: Iterable[StageOp], delay: int) -> Iterator[StageOp]:
     """Insert each W `delay` B's after its own B; the W's that are left then come at the end."""
-    waiting: deque[Kind] = deque()
+    waiting: deque[StageOp] = deque()
     for stage, op in order:
         yield stage, op
         if op == Op.B:

@@ -10,9 +10,8 @@ def looped_bfs(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 
     """Rank r owns stages r, r + p, ...; it runs all forwards of one stage, then all of its next stage.
 
     The backwards are whole and go through the rank's stages in reverse. Every rank holds the activations of
-    all microbatches at once, as in GPipe. With v stages per rank and m >= p the bubble is
-    (p - 1)(F + B + W)/v, where F, B, W are those of all stages of a rank together. A stage's parameters are
-    needed in two stretches of time per step, one for F and one for BW, which suits sharded weights.
+    all microbatches at once, as in GPipe. For m >= p the bubble is (p - 1)(F + B + W). A stage's parameters
+    are needed in two stretches of time per step, one for F and one for BW, which suits sharded weights.
 
     The paper and torch run a stage's backwards from the last microbatch to the first; here they ascend, as in
     every timetable.

@@ -1,4 +1,4 @@
-"""1F1B, PipeDream-Flush (arXiv:2006.09503): a microbatch's backward runs as soon as its gradient arrives."""
+"""1F1B, PipeDream-Flush (arXiv:2006.09503): after a warm-up a rank runs F and BW in turns."""
 
 from zbpp.schedule.timetable import Action, Op, Timetable
 

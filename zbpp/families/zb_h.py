@@ -1,11 +1,11 @@
 """ZB-H1 and ZB-H2, the handcrafted schedules of Zero Bubble (arXiv:2401.10241, section 2).
 
-Both follow one pattern. Time is cut into slots. In slot k a rank runs these three actions, as far as their
-microbatches exist:
+Both follow one pattern. A rank's row is a sequence of groups. Group k holds these three actions, as far as
+their microbatches exist:
 
     F of microbatch k,   B of microbatch k - warm_up,   W of microbatch k - warm_up - delay
 
-The warm-up is the number of slots until the first gradient arrives. The delay moves W's from the steady
+The warm-up is the number of groups before the first one that has a B. The delay moves W's from the steady
 phase into the bubble at the end.
 """
 
@@ -17,7 +17,7 @@ from zbpp.schedule.timetable import Op, PlanError, Row, Timetable
 def zb_h1(num_ranks: int, num_microbatches: int) -> Timetable:
     """One stage per rank, the memory of 1F1B. On rank r the warm-up is p - 1 - r, the delay r.
 
-    The bubble is (p - 1)(F + B - W): at F = B = W a third of 1F1B's.
+    The bubble is (p - 1)(F + B - W): at F = B = W it is (p - 1)F, where 1F1B's is 3(p - 1)F.
 
     p=3, m=4:
         0F0 0F1 0F2 0B0 0W0 0F3 0B1 0W1 0B2 0W2 0B3 0W3
@@ -53,10 +53,10 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Timetable:
 
 
 def _row(stage: int, warm_up: int, *, delay: int, num_microbatches: int) -> Row:
-    """All actions of a stage, sorted by their slots; within a slot F, B, W."""
+    """All actions of a stage, sorted by their groups; within a group F, B, W."""
     microbatches = np.arange(num_microbatches, dtype=np.int32)
-    first_slot = {Op.F: 0, Op.B: warm_up, Op.W: warm_up + delay}
-    slots = np.concatenate([slot + microbatches for slot in first_slot.values()])
-    ops = np.repeat(np.array(list(first_slot), dtype=np.int32), num_microbatches)
-    order = np.lexsort((ops, slots))
-    return Row(np.full_like(ops, stage), ops[order], np.tile(microbatches, len(first_slot))[order])
+    first_group = {Op.F: 0, Op.B: warm_up, Op.W: warm_up + delay}
+    groups = np.concatenate([first + microbatches for first in first_group.values()])
+    ops = np.repeat(np.array(list(first_group), dtype=np.int32), num_microbatches)
+    order = np.lexsort((ops, groups))
+    return Row(np.full_like(ops, stage), ops[order], np.tile(microbatches, len(first_group))[order])

@@ -11,15 +11,15 @@ So the last rank runs the middle of the model, and rank 0 has both the first sta
 backward begins.
 """
 
-from zbpp.schedule.numbering import Kind, numbered
+from zbpp.schedule.numbering import StageOp, numbered
 from zbpp.schedule.timetable import Op, Timetable
 
 
 def zb_v(num_ranks: int, num_microbatches: int) -> Timetable:
     """Rank r owns stages r and 2p - 1 - r; every rank holds 2p stage-activations, the memory of 1F1B.
 
-    No rank has a bubble within its span at F = B = W. With fewer than 2p - 1 microbatches the timetable is
-    that of 2p - 1, without the actions of microbatches that do not exist.
+    The bubble is 0 at F = B = W if m >= 2p - 1. With fewer microbatches the timetable is the one for 2p - 1
+    microbatches, without the actions of the surplus ones.
 
     p=2, m=3:
         0F0 0F1 0F2 3F0 3B0 3W0 3F1 3B1 3W1 0B0 0W0 3F2 3B2 3W2 0B1 0W1 0B2 0W2
@@ -30,7 +30,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Timetable:
     return Timetable(row.select(row.microbatches < num_microbatches) for row in rows)
 
 
-def _order(num_ranks: int, rank: int, num_microbatches: int) -> list[Kind]:
+def _order(num_ranks: int, rank: int, num_microbatches: int) -> list[StageOp]:
     """The ops of one rank; f0, b0, w0 are those of its first stage, f1, b1, w1 of its second."""
     (f0, b0, w0), (f1, b1, w1) = (
         [(stage, op) for op in (Op.F, Op.B, Op.W)] for stage in (rank, 2 * num_ranks - 1 - rank)
@@ -39,8 +39,8 @@ def _order(num_ranks: int, rank: int, num_microbatches: int) -> list[Kind]:
     order = [f0] * (2 * (num_ranks - rank) - 1)
     order += [f1, f0] * rank
     order += [f1, b1, w1] * (num_ranks - rank)
-    # Steady phase: one microbatch on each stage in turn. It holds more f0 than there are microbatches;
-    # `zb_v` drops those.
+    # Steady phase: one microbatch on each stage in turn. With it the order has p - 1 - rank f0's too many;
+    # `zb_v` drops them.
     order += [f0, b0, w0, f1, b1, w1] * (num_microbatches - order.count(f1))
     # End: the backwards that other ranks wait for come first, then the W's that are left.
     order += [b0, b1] * rank

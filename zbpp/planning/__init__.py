@@ -1,4 +1,32 @@
-"""Which plan to run: by name or by search, with bounds on how good a plan can be. Pure Python and numpy."""
+"""Makes plans, by name or by search, and bounds on how good any plan can be. Pure Python and numpy.
+
+Entries:
+
+    plan             `plan`: a schedule by name
+    choose           `choose`: every family and the search at the same costs
+    request          the question that `choose` answers
+    answer           what `choose` has found
+    compare          the timeline of each of several schedules, for one model
+
+Plans and their limits:
+
+    problem          what is to be planned: the search, the bounds and the exact planner all take it
+    search/          zb_auto, zb_1p, zb_2p: plans for given costs within memory
+    exact/           the best timetable there is, for small cases
+    bounds/          how good a plan can be at best
+
+What they use:
+
+    placement        placements by name: which rank owns which stage
+    objective        what a plan is judged by: makespan or span
+    memory_limit     memory limits: read, resolved per rank, checked
+    size_limit       refuses plans that are too large
+    tolerance        the two tolerances of planning
+    messages         the values that pass from stage to stage, by kind of action
+    earliest_starts  how soon the actions of one microbatch can run
+    rank_costs       costs of a model that is not cut yet
+    costs_file       costs as `zbpp measure` writes them
+"""
 
 from zbpp.planning.answer import Answer
 from zbpp.planning.bounds import Bound, Certificate, certificate, lower_bound

@@ -1,4 +1,4 @@
-"""What `choose` has found: all plans, which one is best under which limit, and how far from a lower bound."""
+"""What `choose` has found: all plans, which is best under which limit, how far each is from a lower bound."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Candidate:
 
     @property
     def title(self) -> str:
-        """The arguments with which scripts/plan.py makes the plan: its name, and zb_auto's placement."""
+        """What to type after `zbpp plan` for this plan: its name; for zb_auto its placement, too."""
         return f"{self.name} --placement {self.placement}" if self.name == "zb_auto" else self.name
 
     def value(self, objective: str) -> float:
@@ -43,7 +43,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """A candidate under a memory limit, and a bound on all plans with its placement under that limit."""
+    """A candidate, and the lower bound for its placement and a memory limit."""
 
     candidate: Candidate
     objective: str
@@ -72,20 +72,20 @@ class Answer:
 
     @property
     def ranked(self) -> list[Choice]:
-        """The plans that fit the request's limit, best first: each family, zb_auto's best per placement."""
+        """The plans that fit the request's limit, best first; of zb_auto's only the best per placement."""
         limit, objective = self.request.memory_limit, self.request.objective
         fitting = [each for each in self.candidates if each.fits(limit)]
         searched = [
-            min(own, key=lambda each: each.value(objective))
+            min(found, key=lambda each: each.value(objective))
             for placement in PLACEMENTS
-            if (own := [each for each in fitting if each.name == "zb_auto" and each.placement == placement])
+            if (found := [each for each in fitting if each.name == "zb_auto" and each.placement == placement])
         ]
         shown = [each for each in fitting if each.name != "zb_auto"] + searched
         return sorted(map(self._choice, shown), key=_worth)
 
     @property
     def too_large(self) -> list[Candidate]:
-        """The families' plans that don't fit, the least memory first."""
+        """The plans that don't fit, without zb_auto's, the least memory first."""
         limit = self.request.memory_limit
         rest = [each for each in self.candidates if each.name != "zb_auto" and not each.fits(limit)]
         return sorted(rest, key=lambda each: max(each.timeline.peak_memory))
@@ -118,13 +118,13 @@ class Answer:
 
 
 def _worth(choice: Choice) -> tuple[float, bool, int]:
-    """By time; of equal plans, one that needs no costs comes first, then the one with fewer messages."""
+    """By time; of equal plans one that does not depend on costs comes first, then one with fewer messages."""
     name, timetable = choice.candidate.name, choice.candidate.timeline.timetable
     return float(f"{choice.value:.9g}"), takes_costs(name), num_messages(timetable)
 
 
 def num_messages(timetable: Timetable) -> int:
-    """Messages of a step: one per microbatch for each value that another rank makes."""
+    """Messages of a step: one per microbatch for each value that one rank makes and another consumes."""
     rank_of = timetable.rank_of
     consumed = [
         (stage_of(kind), made_by[0])

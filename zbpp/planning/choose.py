@@ -1,4 +1,6 @@
-"""Which schedule to use: every family and the search at the same costs, and what more memory would bring.
+"""Plans by every family and every placement's search, at the same costs and under several memory limits.
+
+A user then chooses: which schedule is best, and what would more memory bring?
 
 `choose` plans and searches for a `PlanningRequest`; its `Answer` holds all plans found.
 `zbpp.render.statements` draws conclusions from it.
@@ -24,10 +26,12 @@ Progress = Callable[[float, str], None]
 
 
 def choose(request: PlanningRequest, progress: Progress | None = None) -> Answer:
-    """Plan every family; search every placement under the request's limit, and the memory sweep.
+    """Plan every family and the paper's planner (zb_1p, zb_2p), then search.
 
-    progress(share done, what is being searched) is called often. A schedule that raises PlanError becomes
-    part of the answer.
+    Every placement is searched under the request's limit. The placements in SWEEP_PLACEMENTS are searched
+    under every limit of the memory sweep, too. answer.refused says why a schedule has no plan; for zb_auto,
+    why it has none under the request's limit.
+    progress(share done, what is being searched) is called often.
     """
     answer = Answer(request, [], {})
     for name, make in _planned(request):
@@ -50,9 +54,9 @@ def _planned(request: PlanningRequest) -> Iterator[tuple[str, Callable[[], Timet
     counts = request.num_ranks, request.num_microbatches
     for name in FAMILIES:
         yield name, partial(plan, name, *counts)
-    own = request.costs_for(request.num_ranks)
+    costs = request.costs_for(request.num_ranks)
     for name in ("zb_1p", "zb_2p"):
-        yield name, partial(plan, name, *counts, costs=own)
+        yield name, partial(plan, name, *counts, costs=costs)
 
 
 def _candidate(request: PlanningRequest, name: str, timetable: Timetable) -> Candidate:
@@ -72,11 +76,11 @@ class _Search(NamedTuple):
 
 
 def _searches(request: PlanningRequest) -> list[_Search]:
-    """Placements that are soon done come first; the given limit comes before the memory sweep."""
-    own, objective = request.memory_limit, request.objective
-    others = [limit for limit in request.limits if limit not in (None, own)]
+    """First the given limit, then the other objective under span_limits, then the memory sweep."""
+    given, objective = request.memory_limit, request.objective
+    others = [limit for limit in request.limits if limit not in (None, given)]
     return [
-        *(_Search(placement, own, objective) for placement in PLACEMENTS),
+        *(_Search(placement, given, objective) for placement in PLACEMENTS),
         *(
             _Search(placement, limit, request.other_objective)
             for limit in request.span_limits
@@ -94,12 +98,13 @@ def _overall(progress: Progress, number: int, total: int, search: _Search) -> Ca
 def _search(answer: Answer, search: _Search, seconds: float, progress: Callable[..., None] | None) -> None:
     """Add the plan that zb_auto finds, unless a known plan is optimal already.
 
-    Under the request's own limit and objective zb_auto always searches: it has a row of its own.
+    Under the request's limit and objective zb_auto always searches: the answer lists zb_auto beside the
+    families, so its plan must be there.
     """
     request, (placement, limit, objective) = answer.request, search
     known = answer.best(placement, limit, objective)
-    own = (limit, objective) == (request.memory_limit, request.objective)
-    if known and known.proved_optimal and not own:
+    is_listed = (limit, objective) == (request.memory_limit, request.objective)
+    if known and known.proved_optimal and not is_listed:
         return
     num_stages = len(place_stages(request.num_ranks, placement))
     try:
@@ -117,5 +122,5 @@ def _search(answer: Answer, search: _Search, seconds: float, progress: Callable[
         )
         answer.candidates.append(_candidate(request, "zb_auto", timetable))
     except PlanError as error:
-        if own:
+        if is_listed:
             answer.refused[f"zb_auto {placement}"] = error

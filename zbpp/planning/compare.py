@@ -1,4 +1,4 @@
-"""Several schedules for the same model: what each would cost."""
+"""Several schedules for the same model: the timeline of each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def compare(
 
     costs: for one rank's share of the model, so that all schedules run the same model.
     options: as `plan` takes them, for each schedule.
-    The names in the answer are those of `SCHEDULES`. Raises PlanError for an unknown name.
+    The keys are the names in `SCHEDULES`. Raises PlanError for an unknown name.
     """
 
     costs = RankCosts() if costs is None else costs
@@ -31,9 +31,9 @@ def compare(
 
     def outcome(name: str, num_stages: int) -> Timeline | PlanError:
         try:
-            own = costs.per_stage(num_stages, num_ranks)
-            timetable = plan(name, num_ranks, num_microbatches, costs=own, **options)
-            return simulate(timetable, own)
+            per_stage = costs.per_stage(num_stages, num_ranks)
+            timetable = plan(name, num_ranks, num_microbatches, costs=per_stage, **options)
+            return simulate(timetable, per_stage)
         except PlanError as error:
             return error
 
@@ -43,8 +43,8 @@ def compare(
 
 
 def _stages_per_rank(name: str, shape: dict[str, Any]) -> int:
-    """How many stages a schedule puts on each rank: its smallest timetable shows it."""
+    """How many stages a schedule puts on each rank, as its plan for 1 rank and 2 microbatches shows."""
     try:
         return plan(name, 1, 2, **shape).num_stages
-    except PlanError:  # `outcome` meets the same error: the schedule has another shape than the one asked for
+    except PlanError:  # The schedule can't have this shape. So plan its own; `outcome` will raise the error.
         return plan(name, 1, 2).num_stages

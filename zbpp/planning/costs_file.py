@@ -14,7 +14,7 @@ from zbpp.schedule.interchange import naming
 from zbpp.schedule.timetable import Op, PlanError, printable, shown
 
 About = dict[str, Any]
-"""What was measured, where and how. A file may hold any keys."""
+"""What was measured, where and how. Any keys are allowed."""
 
 _UNITS = (ACTIVATIONS, BYTES)
 _LONGEST = 80  # characters of an entry of `about` that are shown
@@ -23,7 +23,7 @@ _LONGEST = 80  # characters of an entry of `about` that are shown
 def read_costs(path: str | os.PathLike[str]) -> tuple[RankCosts, About]:
     """The costs in a file, and what the file says about them.
 
-    Raises PlanError that names the file, and OSError.
+    Raises OSError, or PlanError that names the file.
     """
     with naming(path):
         given = _read_json(Path(path).read_bytes())
@@ -50,14 +50,14 @@ def about_in_words(about: About) -> str:
 def measured_layers(costs: RankCosts, about: About, num_layers: int) -> tuple[list[float], float, float]:
     """(layers, first, last) as `zbpp.partition.partition` takes them, in ms of F, B and W together.
 
-    about["layers_per_stage"]: how many layers each measured stage had. Raises PlanError if it is missing, or
-    adds up to another number of layers.
+    about["layers_per_stage"]: how many layers each measured stage had. Raises PlanError if the entry is
+    missing, or its sum is not num_layers.
     """
     counts: Any = about.get("layers_per_stage")
     if not _are_counts(counts) or sum(counts) != num_layers:
         raise PlanError(
             f"these costs were measured with layers_per_stage={shown(counts)}, not with {num_layers} layers: "
-            "give that model's number, or give --head instead of --costs"
+            "give --layers as many as were measured, or --head in place of --costs"
         )
     measured = Costs(**costs.numbers)  # lists, with one number per measured stage
     times = measured.per_stage(len(counts)).duration
@@ -79,7 +79,7 @@ def _read_json(text: str | bytes) -> object:
     except json.JSONDecodeError as error:
         raise PlanError(f"line {error.lineno}, column {error.colno} is no JSON: {error.msg}") from None
     except UnicodeDecodeError as error:
-        raise PlanError(f"no JSON that can be read: byte {error.start} is no UTF-8 text") from None
+        raise PlanError(f"no JSON that can be read: not UTF-8 text, at byte {error.start}") from None
     except RecursionError:
         raise PlanError("no JSON that can be read: it is nested too deep") from None
     except ValueError:  # Python's guard of int()

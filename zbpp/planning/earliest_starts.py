@@ -1,6 +1,7 @@
 """One microbatch alone in the pipeline: in which order its actions can run, and how soon.
 
-What waits for what comes from the data-flow table. A kind is a stage and an op, see `dataflow_arrays`.
+An action waits for its inputs alone: no rank is busy with anything else. The inputs come from the data-flow
+table. A kind is a stage and an op as one number, see `dataflow_arrays`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def earliest_starts(
     """By kind, when it can start at the earliest: the longest path to it (ms).
 
     duration: by kind. message(source stage, target stage): what a message between them takes.
-    A value that B or BW makes is there as soon as the faster of the two has made it.
+    A value that B or BW makes counts as made by the faster of the two, so that no plan can be earlier.
     """
     needed = producers(num_stages)
     starts = [0.0] * len(needed)

@@ -1,4 +1,4 @@
-"""Memory limits: read as people write them, resolved per rank, and held against what a plan needs.
+"""Memory limits: read as people write them, resolved per rank, and compared with what a plan needs.
 
 People write `8` (activations), or `12GiB` where the costs are in bytes.
 """
@@ -67,7 +67,7 @@ def limits_per_rank(memory_limit: MemoryLimit, num_ranks: int) -> tuple[float, .
 
 
 def ceiling(limit: float) -> float:
-    """The highest sum of floats that counts as within the limit."""
+    """The limit plus what the rounding of a sum may add."""
     return limit * (1 + ROUNDING)
 
 
@@ -84,7 +84,8 @@ def check_fits(plan: str, peaks: Sequence[float], limits: Sequence[float], unit:
     rank = excess.index(max(excess))
     raise PlanError(
         f"{plan} needs {memory_text(peaks[rank], unit)} on rank {rank}, "
-        f"memory_limit allows {memory_text(limits[rank], unit)}; {_least_that_works(peaks, unit)}"
+        f"memory_limit allows {memory_text(limits[rank], unit)}; "
+        f"this plan needs, per rank: {_as_limits(peaks, unit)}"
     )
 
 
@@ -94,14 +95,13 @@ def check_holds_one_microbatch(least: Sequence[float], limits: Sequence[float], 
         if not needed <= ceiling(limit):  # NaN too
             raise PlanError(
                 f"memory_limit {memory_text(limit, unit)} on rank {rank} can't hold one microbatch; "
-                + _least_that_works(least, unit)
+                f"the least that works, per rank: {_as_limits(least, unit)}"
             )
 
 
-def _least_that_works(memory: Iterable[float], unit: str) -> str:
-    """What each rank needs, so that it can be typed as a limit."""
-    needs = [f"{math.ceil(each)}B" if unit == BYTES else f"{each:.12g}" for each in memory]
-    return f"the least that works, per rank: {', '.join(needs)}"
+def _as_limits(memory: Iterable[float], unit: str) -> str:
+    """What each rank needs, as it can be typed for memory_limit."""
+    return ", ".join(f"{math.ceil(each)}B" if unit == BYTES else f"{each:.12g}" for each in memory)
 
 
 # ---------------------------------------------------------------- as text

@@ -1,8 +1,9 @@
-"""The messages between stages, by kind of action: the data-flow table as planners use it.
+"""The values that pass from stage to stage, by kind of action: the data-flow table as planners use it.
 
-A kind is a stage and an op (`zbpp.schedule.dataflow_arrays`). In the table an action waits for at most
-one value that another stage makes. The values that its own stage makes need no message: every plan
-keeps F, B and W of one microbatch on one stage in this order.
+A kind is a stage and an op as one number (`zbpp.schedule.dataflow_arrays`). In the table an action waits for
+at most one value that another stage makes; here this value is called its message. If both stages are on the
+same rank nothing is sent, and the latency is 0. The values that an action's own stage makes need no wait:
+every plan runs the F, B and W of a microbatch on a stage in this order.
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from zbpp.schedule.dataflow_arrays import producers, stage_of
-from zbpp.schedule.timetable import PlanError
+from zbpp.schedule.dataflow_arrays import op_of, producers, stage_of
+from zbpp.schedule.timetable import Op, PlanError
 
 
 class Messages(NamedTuple):
     """Lists by kind.
 
-    senders: the kinds on another stage one of which sends the kind its message (B or BW, whichever the
-        plan contains; B stands first); () if the kind waits for no message.
-    receivers: the kinds that wait for the message of this one; () if there are none.
-    latency: time of the message that the kind waits for (ms); 0 on one rank.
+    senders[kind]: the kinds that may make the message of `kind`: F alone, or first B and then BW, of which a
+        plan contains one; () if the kind waits for no message.
+    receivers[kind]: the kinds whose message `kind` may make; () if there are none.
+    latency[kind]: how long the message of `kind` takes (ms); 0 if both stages are on the same rank.
     """
 
     senders: list[tuple[int, ...]]
@@ -29,7 +30,7 @@ class Messages(NamedTuple):
 
 
 def messages_between(num_stages: int, message: Callable[[int, int], float]) -> Messages:
-    """message: the time of a message from one stage to another (ms), 0 on one rank.
+    """message: the time of a message from one stage to another (ms), 0 if both are on the same rank.
 
     Raises PlanError if the data-flow table has an action that waits for several other stages.
     """
@@ -47,5 +48,6 @@ def _senders(kind: int, values: list[tuple[int, ...]]) -> tuple[int, ...]:
     """Of the values that a kind consumes, the producers of the one that another stage makes."""
     remote = [kinds for kinds in values if stage_of(kinds[0]) != stage_of(kind)]
     if len(remote) > 1:
-        raise PlanError(f"planners time one message per action; kind {kind} waits for {len(remote)}")
+        action = f"{Op(op_of(kind))} on stage {stage_of(kind)}"
+        raise PlanError(f"planners time one message per action; {action} waits for {len(remote)}")
     return remote[0] if remote else ()

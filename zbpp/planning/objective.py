@@ -16,5 +16,5 @@ def check_objective(objective: str) -> None:
 
 
 def objective_value(timeline: Timeline, objective: str) -> float:
-    """The makespan of a timeline or, for "span", the largest span of a rank; ms."""
+    """The makespan of a timeline or, for "span", the longest of the ranks' spans; ms."""
     return timeline.makespan if objective == MAKESPAN else timeline.max_span

@@ -47,14 +47,15 @@ def place_stages(num_ranks: int, placement: str, stages_per_rank: int | None = N
 
 
 def has_placement(rank_of: Sequence[int], placement: str) -> bool:
-    """Whether the stages are placed so. On one rank, two stages are looped and a V."""
+    """Whether the stages are placed so. Two stages on one rank are both a loop and a V."""
     num_ranks = max(rank_of) + 1
-    per_rank = 1 if placement == "one" else len(rank_of) // num_ranks
-    return tuple(rank_of) == _owners(num_ranks, placement, per_rank)
+    per_rank, allowed = len(rank_of) // num_ranks, _STAGES_PER_RANK[placement]
+    fits = allowed.least <= per_rank <= allowed.most
+    return fits and tuple(rank_of) == _owners(num_ranks, placement, per_rank)
 
 
 def placement_name(rank_of: Sequence[int]) -> str:
-    """The placement that rank_of[stage] has: "one", "v", "looped", or "other"."""
+    """The placement of rank_of[stage]: "one", "v" (also for two stages on one rank), "looped" or "other"."""
     return next((name for name in ("one", "v", "looped") if has_placement(rank_of, name)), "other")
 
 

@@ -1,8 +1,9 @@
 """`plan`: the one entry to every schedule.
 
-A generator is called as `generator(num_ranks, num_microbatches, **options)`, with just those of plan's
-options that it declares as keyword-only parameters. `plan` then checks the timetable against all options,
-so that an option which a generator doesn't know can't be lost in silence.
+The function behind a name is called with num_ranks, num_microbatches and those of plan's options that it
+declares as keyword-only parameters. `plan` then checks the timetable against placement, stages_per_rank,
+memory_limit and the lengths of the costs' lists, whether the function knows these options or not. The options
+of a search (objective, search, time_limit, seed, progress) have no effect on a schedule that does not search.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SCHEDULES: dict[str, Callable[..., Timetable]] = {
     "optimal": optimal,
 }
 
-# Names in torch.distributed.pipelining that differ from ours in more than their spelling.
+# Names in torch.distributed.pipelining that `_letters` does not map to ours.
 _NAMES_IN_TORCH = {"ZBVZeroBubble": "zb_v", "InterleavedZeroBubble": "interleaved_zb"}
 
 
@@ -55,19 +56,19 @@ def plan(
     """The timetable of a schedule in `SCHEDULES`, whose name may be spelled as `canonical_name` allows.
 
     memory_limit: in the unit of costs.saved, for each rank or one per rank; None: no limit.
-    placement ("one" | "looped" | "v") and stages_per_rank: None for the family's own.
+    placement ("one" | "looped" | "v"), stages_per_rank: None for the schedule's own (zb_auto, optimal: one).
 
     For zb_auto and optimal, which search:
-    objective: "makespan", or "span", the largest span of a rank. search: see zb_auto.
-    time_limit: in s; the first look at the families is not cut short. seed: the same seed gives the
-    same timetable, unless the time ran out.
-    progress(share of the time spent, best objective so far, lower bound; ms) is called about ten times a
-    second, and at the end with a share of 1. An exception in it ends the search.
+    objective: "makespan", or "span", the longest of the ranks' spans. search: see zb_auto.
+    time_limit: in s; the search begins with the families' plans, and makes these even if the time is over.
+    seed: the same seed gives the same timetable, unless the time ran out.
+    progress(share of time_limit that is spent, best objective so far in ms, lower bound in ms) is called
+    about ten times a second, and at the end with a share of 1. An exception in it ends the search.
 
     Raises PlanError for an unknown name, an argument out of range (infinity and NaN among them), more
-    actions than 8 GiB can plan, lists of another length than there are stages or ranks, a value that
-    contradicts the family, microbatches that don't fit it, and a memory limit that is too low (the message
-    says what is needed, per rank).
+    actions than can be planned in about 8 GiB, lists of another length than there are stages or ranks, a
+    placement or stages_per_rank that the schedule doesn't have, a number of microbatches that it can't run,
+    and a memory limit that is too low (the message says what is needed, per rank).
     """
     name = canonical_name(name)
     options = {
@@ -116,7 +117,7 @@ def canonical_name(name: str) -> str:
 
 
 def takes_costs(name: str) -> bool:
-    """Whether a schedule is planned for its costs: then the same name is another plan for other costs."""
+    """Whether the schedule's plan depends on the costs."""
     return "costs" in inspect.signature(SCHEDULES[canonical_name(name)]).parameters
 
 
@@ -135,7 +136,7 @@ def _is_real(value: object) -> bool:
         return False
     try:
         return 0 <= float(value) < math.inf  # NaN is not
-    except OverflowError:  # an int that no float is as large as
+    except OverflowError:  # an int too large for a float
         return False
 
 

@@ -1,9 +1,10 @@
 """What is to be planned: placement, counts, costs, memory limit and objective.
 
-This is the one statement of the problem. The search, the bounds and the exact planner all take a `Problem`.
+The search, the bounds and the exact planner all take a `Problem`, and no statement of the problem beside it.
 
 Inside planning an action is one integer, its id: kind * num_microbatches + microbatch, where the kind is a
-stage and an op (see `dataflow_arrays`). A plan is, per rank, the list of its ids in order.
+stage and an op as one number (see `dataflow_arrays`). A `Plan` is a timetable in this form: per rank, the
+list of its ids in order.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class Problem:
     """Which timetables are allowed, and how they are compared.
 
     rank_of[stage]: the placement. memory_limit: in the unit of costs.saved, for each rank or one number
-    per rank; None: no limit. objective: "makespan" (last end of all ranks) or "span" (the largest span
-    of a rank).
+    per rank; None: no limit. objective: "makespan" (last end of all ranks) or "span" (the longest of the
+    ranks' spans).
     Raises PlanError for what is out of range, and for a limit that can't hold one microbatch (with the
     least that works, per rank).
     """
@@ -122,11 +123,11 @@ class Problem:
 
     @cached_property
     def memory(self) -> list[float]:
-        """Change of the memory level by kind."""
+        """By kind, what the action adds to its rank's memory level once it has ended."""
         return [self.stage_costs.memory[op][stage] for stage in range(self.num_stages) for op in Op]
 
     def message(self, source: int, target: int) -> float:
-        """The time (ms) of a message from one stage to another: 0 on one rank."""
+        """The time (ms) of a message from one stage to another: 0 if both are on the same rank."""
         return 0.0 if self.rank_of[source] == self.rank_of[target] else self.stage_costs.comm[source]
 
     @cached_property
@@ -136,7 +137,10 @@ class Problem:
 
     @cached_property
     def whole_pays(self) -> list[bool]:
-        """Per stage, whether BW can ever beat B followed by W: it is shorter, or it holds less."""
+        """Per stage, whether BW can ever beat B followed by W.
+
+        It can if it is shorter, or if B alone would raise the memory level (deferred > saved).
+        """
         times, memory = self.stage_costs.duration, self.stage_costs.memory
         return [
             times[Op.BW][s] < times[Op.B][s] + times[Op.W][s] or memory[Op.B][s] > 0
@@ -152,7 +156,7 @@ class Problem:
 
     @cached_property
     def ceilings(self) -> list[float]:
-        """Per rank, the highest level that counts as within the limit: a level is a sum of floats."""
+        """Per rank, the limit plus what the rounding of a level, a sum of floats, may add."""
         return [ceiling(limit) for limit in self.limits]
 
     @cached_property
@@ -176,7 +180,7 @@ class Problem:
             return math.inf
         return objective_value(timeline, self.objective)
 
-    def timed(self, plan: Plan) -> float:
+    def value_of_plan(self, plan: Plan) -> float:
         """The objective of a plan (ms); infinity if it can't run, or needs more memory than allowed."""
         try:
             return self.value_of(simulate(self.timetable_of(plan), self.costs))
@@ -185,21 +189,27 @@ class Problem:
 
     @cached_property
     def fill(self) -> list[float]:
-        """Per rank, when its first action starts (ms): in every plan that is F0 of its lowest stage.
+        """Per rank, when its first action can start (ms).
 
-        Nothing on a rank can run before that F, and the F0's that it waits for have nothing to wait for.
+        In every plan this action is F of microbatch 0 on the rank's lowest stage. If each of the first p
+        stages has a rank of its own (as in the placements one, looped and v), it starts at this time in every
+        plan. If not, it may start later: for rank_of=(0, 0, 1) rank 0 may run 0F1 before 1F0, and rank 1
+        waits for 1F0.
         """
         starts = earliest_starts(self.num_stages, self.duration, self.message)
         return [starts[kind_of(stages[0], Op.F)] for stages in self.stages_of]
 
     @cached_property
     def offsets(self) -> list[float]:
-        """Per rank, what is subtracted from its last end: the objective is the largest difference."""
+        """Per rank, what is subtracted from its last end: the objective is the largest difference.
+
+        So the span of a rank that starts later than `fill` is overestimated; see there.
+        """
         return self.fill if self.objective == SPAN else [0.0] * self.num_ranks
 
     @cached_property
     def tolerance(self) -> float:
-        """Times (ms) that differ by no more are equal: ROUNDING of what the busiest rank has to run."""
+        """Times that differ by no more count as equal: the busiest rank's work, times ROUNDING (ms)."""
         times = self.stage_costs.duration
         per_stage = [sum(times[op][s] for op in (Op.F, Op.B, Op.W)) for s in range(self.num_stages)]
         busiest = max(sum(per_stage[stage] for stage in stages) for stages in self.stages_of)
@@ -223,8 +233,8 @@ class Problem:
     def numbered(self, rows: Iterable[Sequence[int]]) -> Plan:
         """Ids from kinds in order: the k-th F of a stage is its microbatch k, and so for B and W.
 
-        BW counts as the B and the W of its microbatch, so the caller sees to it that all earlier
-        B's of the stage have had their W by then.
+        BW counts as the B and the W of its microbatch, so the caller must have put the W of every earlier B
+        of the stage before it.
         """
         return [self._ids_of(numbered((stage_of(kind), Op(op_of(kind))) for kind in kinds)) for kinds in rows]
 

@@ -10,10 +10,11 @@ from zbpp.schedule.timetable import PlanError, shown
 
 @dataclass(frozen=True)
 class RankCosts(CostNumbers):
-    """The same names as `Costs`; a number is for one rank's share of the model, whatever its stages.
+    """The same names as `Costs`; a number is for one rank's share of the model, however many stages that is.
 
-    So schedules with one stage per rank and with several run the same model, see `per_stage`. A list has
-    one number per stage of some cut, in model order. memory_unit: "activations" or "bytes".
+    So schedules with one stage per rank and with several run the same model, see `per_stage`. A list has one
+    number per part of the model, in model order, for any number of parts that num_ranks divides.
+    memory_unit: "activations" or "bytes".
     Raises PlanError as `Costs` does.
     """
 
@@ -24,7 +25,8 @@ class RankCosts(CostNumbers):
 
         A number is divided evenly among a rank's stages. A list whose length is a multiple of num_ranks
         is made finer (a stage falls into equal parts) or coarser (neighbours become one stage). A message
-        is as large as before. Raises PlanError for less than one rank.
+        takes as long as before; of neighbours that become one stage, the longest message counts. Raises
+        PlanError for less than one rank.
         """
         if num_ranks < 1:
             raise PlanError(f"num_ranks={num_ranks}: write a whole number, 1 or more")
@@ -36,7 +38,7 @@ class RankCosts(CostNumbers):
 
 
 def check_rank_costs(costs: object) -> None:
-    """Raises PlanError for anything else than `RankCosts`: `Costs` are per stage, of one placement only."""
+    """Raises PlanError for anything else than `RankCosts`: `Costs` fit one number of stages only."""
     if not isinstance(costs, RankCosts):
         raise PlanError(
             f"costs={shown(costs)}: write RankCosts(f=..., b=..., w=...), for one rank's share of the model"

@@ -1,4 +1,4 @@
-"""What a schedule is to be chosen for: the costs of a model, and the limits and placements that are tried."""
+"""The question that `choose` answers: counts, costs, memory limit, and the limits and placements to try."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zbpp.planning.size_limit import BYTES_PER_SEARCHED_ACTION, check_size
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.timetable import PlanError
 
-# The memory sweep: limits in 1F1B's memory, and the placements that are searched under each.
+# The memory sweep: limits in multiples of 1F1B's memory, and the placements that are searched under each.
 SWEEP_MULTIPLES = (1.0, 1.25, 1.5, 1.75, 2.0)
 SWEEP_PLACEMENTS = ("one", "v")
 
@@ -54,14 +54,14 @@ class PlanningRequest:
 
     @cached_property
     def memory_of_1f1b(self) -> float:
-        """The activations of as many microbatches as there are ranks: 1.00p in tables."""
+        """The activations of as many microbatches as there are ranks (printed as 1.00p)."""
         return memory_of_1f1b(self.costs_for(self.num_ranks), self.num_ranks)
 
     @cached_property
     def limits(self) -> list[MemoryLimit]:
-        """The limits of the memory sweep, ascending, and the given limit among them; None comes last.
+        """The limits of the memory sweep, ascending; None comes last.
 
-        A limit that differs between ranks comes first.
+        The given limit is sorted in, or stands first if it is a list with one number per rank.
         """
         sweep = {multiple * self.memory_of_1f1b for multiple in SWEEP_MULTIPLES}
         if self.memory_limit is None:
@@ -88,7 +88,7 @@ class PlanningRequest:
     def bound(
         self, placement: str, limit: MemoryLimit, objective: str | None = None, splits: bool = True
     ) -> Bound | None:
-        """What no plan undercuts (ms); None if no plan fits. splits=False: no plan with whole backwards."""
+        """The lower bound (ms); None if no plan fits. splits=False: for plans with whole backwards only."""
         try:
             return bound_of(self.problem(placement, limit, objective or self.objective), splits)
         except PlanError:

@@ -1,14 +1,15 @@
-"""How large a plan may be: refused by its counts, before anything is allocated."""
+"""Refuses plans that are too large, judging by their counts, before anything is allocated."""
 
 from __future__ import annotations
 
 from zbpp.schedule.timetable import PlanError
 
-# Measured: a family takes 110 to 230 bytes per action to plan and simulate, a search 500 to 650.
+# Measured: a family takes 110 to 230 bytes per action to plan and simulate, a search 500 to 650. So the check
+# is an estimate: a plan that passes may take up to three times 8 GiB, if its backwards are split.
 BYTES_PER_ACTION = 128
 BYTES_PER_SEARCHED_ACTION = 640
 _MOST_BYTES = 8 * 2**30
-_LEAST_PER_STAGE = 2  # actions of a microbatch: F and BW
+_LEAST_PER_STAGE = 2  # the fewest actions per microbatch and stage: F and BW (F, B and W are three)
 
 
 def is_count(value: object) -> bool:
@@ -25,7 +26,7 @@ def check_count(name: str, count: object) -> None:
 def check_size(
     num_ranks: int, num_microbatches: int, stages_per_rank: int = 1, bytes_per_action: int = BYTES_PER_ACTION
 ) -> None:
-    """Raises PlanError for counts below 1, and for a plan that would take more than 8 GiB to make."""
+    """Raises PlanError for counts below 1, and for a plan whose estimate is above 8 GiB."""
     counts = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
     for name, count in counts.items():
         check_count(name, count)

@@ -1,6 +1,6 @@
 """One rank's life inside one step.
 
-What a step does, in reading order:
+From `Pipeline(...)` to the end of a step, in reading order:
 
     pipeline      Pipeline: what a user calls
     arguments     a schedule's name becomes a timetable, a model becomes stages
@@ -30,8 +30,8 @@ Beside the step:
     measure       timelines and costs of measured steps
     memory        bytes that one microbatch leaves on a stage
 
-WHERE A W GOES is decided by the timetable alone: a schedule (zbpp/families) or the planner (zbpp/planning)
-puts it there, and the executor runs it there.
+WHERE A W GOES is decided by the timetable alone: a schedule (zbpp/families) or the search
+(zbpp/planning/search/insert_weight_grads.py, then its moves) puts it there, and the executor runs it there.
 """
 
 from zbpp.runtime.boundary import BoundaryError

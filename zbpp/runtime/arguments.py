@@ -1,4 +1,4 @@
-"""What a Pipeline is given, as it needs it: a schedule's name becomes a timetable, a model becomes stages."""
+"""Makes what a Pipeline needs of what it is given: a timetable of a schedule's name, stages of a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def timetable_of(
 ) -> Timetable:
     """The timetable itself, or the plan of that name for the group's ranks.
 
-    Raises TypeError or ValueError for arguments that don't say which, PlanError if there is no such plan.
+    Raises TypeError or ValueError for arguments that don't determine a timetable, PlanError if there is no
+    such plan.
     """
     if isinstance(timetable, Timetable):
         if num_microbatches not in (None, timetable.num_microbatches):

@@ -23,7 +23,7 @@ from zbpp.runtime.layout import Message
 
 
 class BoundaryError(ValueError):
-    """A stage returned something that can't pass to the next stage, or that the next stage fails on."""
+    """A stage returned something that can't pass to the next stage, or the next stage failed on it."""
 
 
 def checked_outputs(stage: int, output: Any) -> tuple[Tensor | None, ...]:
@@ -44,7 +44,10 @@ def checked_outputs(stage: int, output: Any) -> tuple[Tensor | None, ...]:
 
 
 def _refuse_unsendable(stage: int, output: Tensor) -> None:
-    """Refused also where both stages are on one rank: a stage must fit every placement."""
+    """Raise BoundaryError for a nested or sparse tensor.
+
+    Also between two stages of one rank, since a stage must fit every placement.
+    """
     if output.is_nested:
         what, instead = "a nested tensor", "torch.nested.to_padded_tensor(y, 0.0)"
     elif output.layout is not torch.strided:
@@ -128,7 +131,7 @@ def gradient_edge(value: Any) -> GradientEdge | None:
     node = value.grad_fn
     if node is None:  # a leaf
         return get_gradient_edge(value)
-    # The node of a custom autograd Function lives as long as its outputs, or as another node that refers to
-    # it. B outlives the outputs, so a view's node is kept beside it.
+    # The node of a custom autograd Function lives only as long as its outputs, or as another node that refers
+    # to it. The outputs may be gone when B runs. The node of a view of `value` refers to it, and is kept.
     keeper = value.view_as(value).grad_fn if issubclass(type(node), BackwardCFunction) else None
     return GradientEdge(node, value.output_nr, keeper)

@@ -6,11 +6,12 @@
 Calls are numbered. Before a rank sends or receives anything in a call, it writes into the job's store which
 call it makes, then reads what its neighbours wrote. Of two neighbours, the one that reads last reads after
 both have written: that rank sees a difference, sends nothing, and raises. A check of tags would not do, since
-NCCL ignores them. It costs a write and a read of each neighbour per call, and nothing per message.
+NCCL ignores them. The check through the store costs one write per call and one read per neighbour and call,
+and nothing per message.
 
-On CUDA a rank may be several calls ahead of its neighbour. Where the kind of call changes, the rank waits for
-its device first: then its neighbours have made all earlier calls, and only later ones are compared with what
-it writes.
+On CUDA a rank may be several calls ahead of its neighbour. Before its first call of another kind, a rank
+waits for its device. By then its neighbours have made all earlier calls, so what the rank writes is compared
+only with their later calls.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from zbpp.runtime.world import AgreementError, communicating
 from zbpp.schedule import Timetable
 
 
-class _Call(NamedTuple):
+class _Announced(NamedTuple):
+    """A rank's current call, as the rank writes it into the store."""
+
     number: int
-    first: int  # the number of the first call in the unbroken row of calls of this kind
+    first: int  # the number of the first of the consecutive calls of this kind
     kind: str
     rows: int | None  # of the batch; None if this rank was given no part of it
 
@@ -37,7 +40,7 @@ class CallOrder:
 
     def __init__(self, store: Store, rank: int, neighbours: Collection[int], device: torch.device) -> None:
         self._store, self._rank, self._neighbours, self._device = store, rank, sorted(neighbours), device
-        self._current = _Call(-1, -1, "nothing", None)
+        self._current = _Announced(-1, -1, "nothing", None)
         self._write()
 
     def begin(self, kind: str, rows: int | None) -> None:
@@ -47,7 +50,7 @@ class CallOrder:
             first = number + 1
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-        self._current = _Call(number + 1, first, kind, rows)
+        self._current = _Announced(number + 1, first, kind, rows)
         self._write()
         self.check()
 

@@ -56,7 +56,7 @@ class _Report:
 
 
 def check_ranks_agree(timetable: Timetable, dynamic_shapes: bool, group: dist.ProcessGroup | None) -> None:
-    """Raise AgreementError on every rank unless all were given the same."""
+    """Raise AgreementError on every rank unless all ranks have the same timetable and dynamic_shapes."""
     digest = hashlib.sha256(str(timetable).encode()).hexdigest()[:16]
     check_agreement("pipelines", {"dynamic_shapes": dynamic_shapes, "timetable (by hash)": digest}, group)
 

@@ -2,12 +2,19 @@
 
 When a rank fails in a call:
 1. It drops what is left of the call and closes its links (`_fail`, `end`).
-2. A rank that waits for it gets a CommunicationError that names rank, instruction, value and peer: at once on
-   gloo, where closing a link closes its connection; at the timeout on NCCL. That rank fails, too, and so the
-   failure reaches every rank, link by link.
+2. On gloo, closing a link closes its connection. A rank that waits for a message of the failed rank gets a
+   CommunicationError at once, with rank, instruction, value and peer. It fails, too, and so the failure goes
+   on, link by link. On NCCL a rank can't see that the other end of a link is closed, and the device waits for
+   the message, not the program: at the timeout torch's watchdog ends the waiting process.
 3. Every later call raises RuntimeError with the first reason (`over`): make a new Pipeline on every rank.
 
-A process that dies closes its connections: the other ranks go on from point 2.
+If a process dies, its connections close with it on gloo, and the other ranks fail as in point 2. On NCCL they
+wait until the timeout.
+
+A rank that waits for no message of a failed rank does not notice the failure. Such a rank may have finished
+the call, and wait for all ranks in the `gather` of `clip_grad_norm_`, `timeline` or `close`. The `gather`
+runs on the group that the caller gave, which a failed rank does not close. If the failed rank's process stays
+alive, the other rank waits there until that group's timeout.
 """
 
 from __future__ import annotations
@@ -45,7 +52,7 @@ class Engine:
     """The stages and links of one rank, with a program for `step` and one for `evaluate`.
 
     over: why no call may follow; empty until then.
-    key: begins the names that this pipeline uses in the job's store; the other arguments are Pipeline's.
+    key: the prefix of this pipeline's names in the job's store; the other arguments are Pipeline's.
     """
 
     def __init__(
@@ -136,10 +143,11 @@ class Engine:
         if left:
             error.add_note(left)
         if self._timetable.num_ranks > 1:
-            self.end(f"an earlier step failed ({error_text(error)}), and messages of it are lost")
+            self.end(f"an earlier call failed ({error_text(error)}), and its messages are lost")
         if isinstance(error, CommunicationError) and self._call_order is not None:
             with suppress(CommunicationError):  # the store may be gone, too
-                self._call_order.check()  # a rank in another call closes its links: then raise why
+                # The peer may have closed its links because it is in another call: then raise that error.
+                self._call_order.check()
 
     def end(self, why: str) -> None:
         """Close the links for good: on gloo, ranks that wait for a message of this rank stop waiting."""

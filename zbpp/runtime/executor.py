@@ -1,9 +1,9 @@
 """One rank's program: resolved once into functions, which every step calls in turn.
 
 An instruction takes at most one message and gives at most one. A message waits in a slot, from the
-instruction that gives it to the instruction that takes it. Resolved, an instruction is a function of one
-message, the slot that the message comes from, and the slot that the result goes to. So a step looks nothing
-up and decides nothing:
+instruction that gives it to the instruction that takes it. Resolved, an instruction is a triple: a function
+of one message; the slot that the message comes from; the slot that the result goes to. So a step looks
+nothing up and decides nothing:
 
     instruction          function                      takes from -> gives to
     0F0                  worker.forward(0, .)          slot 0 -> slot 2
@@ -83,8 +83,8 @@ class Executor:
     def run(self, recorder: Recorder | None = None) -> None:
         """Run the program once. Afterwards slots and links are empty.
 
-        Raises what a stage raises, and CommunicationError with rank, step of the program, value and peer
-        where a message fails.
+        Raises what a stage raises; where a message fails, CommunicationError with the rank, the instruction
+        and its number, the value and the peer.
         """
         mark = None if recorder is None else recorder.begin(self._instructions)
         slots = [_NO_MESSAGE] * (_FIRST_SLOT + len(self._slots))
@@ -103,7 +103,7 @@ class Executor:
             raise
         if any(slots[_FIRST_SLOT:]):
             left = [str(value) for value, slot in self._slots.items() if slots[slot]]
-            raise RuntimeError(f"a step ended with values left over: {', '.join(left)}")
+            raise RuntimeError(f"a call ended with values left over: {', '.join(left)}")
 
     def forget_layouts(self) -> None:
         """Let shapes change: each channel's next message has a header again, and old receive buffers go."""
@@ -163,7 +163,7 @@ class Executor:
         if isinstance(error, RuntimeError):
             number = position - len(self._inboxes)
             if instruction is not None:
-                place = f"step {number} of its program ({instruction})"
+                place = f"instruction {number} of its program ({instruction})"
             else:
                 place = "its first receives" if number < 0 else "its last sends"
             raise CommunicationError.at(f"rank {rank}, {place}", error) from error

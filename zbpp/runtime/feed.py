@@ -17,7 +17,7 @@ class Feed(NamedTuple):
     kwargs: Sequence[dict[str, Any]]
     targets: Sequence[Any] | None
     seeds: Sequence[int]  # of the random numbers that F draws
-    observe: Observe | None = None  # in an evaluation: is called with what the last stage returns
+    observe: Observe | None = None  # in an evaluation: called by the last stage
 
 
 NO_FEED = Feed((), (), None, ())
@@ -38,7 +38,7 @@ class Call(NamedTuple):
         don't split into microbatches, and if this rank owns stage 0 but got no inputs.
         """
         if 0 in seeds and not (self.args or self.kwargs):
-            raise ValueError("this rank owns stage 0: pass the batch's inputs to step()")
+            raise ValueError("this rank owns stage 0: pass the batch's inputs")
         inputs = cutter.cut_arguments(self.args) if 0 in seeds else []
         keywords = cutter.cut_keywords(self.kwargs)
         has_targets = self.target is not None and last_stage in seeds

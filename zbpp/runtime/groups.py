@@ -13,7 +13,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
-from torch._C._distributed_c10d import Store as Store  # for others to name
+from torch._C._distributed_c10d import Store as Store  # re-exported: call_order.py names the type
 from torch.distributed import distributed_c10d as c10d
 
 from zbpp.runtime.world import broadcast
@@ -47,8 +47,8 @@ def close_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     """Leave groups that this module made. Messages under way are lost: wait for all ranks before.
 
     On gloo, ranks that wait for this one stop at once, provided that nothing refers to a pending send or
-    receive any more: only then do the sockets close. On NCCL they stop at the timeout, or when this process
-    ends.
+    receive any more: only then do the sockets close. On NCCL they can't see it, and torch's watchdog ends
+    their processes at the timeout.
     """
     if not dist.is_initialized():
         return
@@ -82,7 +82,7 @@ def _group_by_all(ranks: list[int], name: str, timeout: timedelta) -> dist.Proce
 
 
 def _group_by_its_ranks(ranks: list[int], name: str, timeout: timedelta) -> dist.ProcessGroup | None:
-    """The same, but only these ranks need to call it, not all ranks of the job.
+    """A process group of these ranks, None on the others; only these ranks need to call it.
 
     This is `dist.new_group(use_local_synchronization=True)` with a unique name. torch's name is the number of
     open groups: after some were closed a name comes again, and a new group would find the addresses of the

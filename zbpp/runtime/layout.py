@@ -60,7 +60,11 @@ def describe_change(layout: Layout, known: Layout) -> str:
 
 
 def encode(layout: Layout) -> Tensor:
-    """A layout as int64[256]: number of tensors; of each dtype (-1: None), requires_grad, dims, sizes."""
+    """A layout as int64[256].
+
+    The number of tensors; then for each one its dtype's index, requires_grad, number of dims and sizes, or -1
+    alone for None.
+    """
     numbers = [len(layout)]
     for each in layout:
         if each is None:

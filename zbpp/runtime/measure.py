@@ -152,11 +152,11 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def measured_costs(*timelines: Timeline) -> Costs:
-    """Per-stage median durations and message times of measured steps of one cut, as Costs in ms.
+    """Per-stage median durations and message times of measured steps with the same stages, as Costs in ms.
 
-    Timetables may differ. An op that none of them has is filled in: BW as B + W; B and W as half of BW each.
-    A message's time is the delay from the end of its producer to the start of a consumer that was idle and
-    waited for it. A stage without such a message gets the median of all stages.
+    Their timetables may differ. An op that none of them has is filled in: BW as B + W; B and W as half of BW
+    each. A message's time is the delay from the end of its producer to the start of a consumer that was idle
+    and waited for it. A stage without such a message gets the median of all stages.
     """
     durations: dict[tuple[int, Op], list[float]] = defaultdict(list)
     delays: dict[int, list[float]] = defaultdict(list)

@@ -1,7 +1,7 @@
 """Bytes of live tensors: how many a run needs at most, and how many one microbatch leaves on a stage.
 
-CUDA's allocator counts them. The CPU's doesn't, but torch's profiler records every allocation and every
-release: after a run under the profiler, they are added up.
+CUDA's allocator counts them. The CPU's allocator does not, but torch's profiler records every allocation and
+every release: after a run under the profiler, they are added up.
 """
 
 from __future__ import annotations

@@ -61,15 +61,16 @@ class Cutter:
 
     def __init__(self, num_microbatches: int) -> None:
         self.num_microbatches = num_microbatches
-        self.rows: int | None = None  # which all tensors that are split have; None before the first one
+        self.rows: int | None = None  # dim 0 of every tensor that is split; None before the first one
         self._first = ""  # the name of the first tensor that was split
         self._leaves: list[tuple[Tensor, Tensor]] = []  # (tensor of the caller's graph, its leaf)
 
     def cut(self, name: str, value: Any) -> list[Any]:
-        """One piece per microbatch. Pieces of a tensor are views; a value without tensors is every piece.
+        """One piece per microbatch: views of a tensor; a value without tensors goes whole to each microbatch.
 
-        Raises ValueError, which begins with `name`, if dim 0 doesn't divide, or differs from an earlier
-        value's; if a `per_microbatch` has another number of values; and where tensors can't be reached.
+        Raises ValueError, which begins with `name`, if dim 0 is not a multiple of num_microbatches, or
+        differs from an earlier value's; if a `per_microbatch` has another number of values; and where tensors
+        can't be reached.
         """
         if isinstance(value, Tensor):
             return list(map(self._of_one_microbatch, self._pieces(name, value)))
@@ -139,9 +140,9 @@ class Cutter:
         return tensor.split(rows // self.num_microbatches)
 
     def _of_one_microbatch(self, piece: Tensor) -> Tensor:
-        """A piece that counts in-place changes by itself, since a stage may change its input in place.
+        """The piece with its own count of in-place changes, since a stage may change its input in place.
 
-        Views of one batch share that count: a change of one piece would look to autograd like a change of
+        Views of one batch share one count: a change of one piece would look to autograd like a change of
         what F of another microbatch has saved.
         """
         leaf: Tensor = self._leaf(piece)

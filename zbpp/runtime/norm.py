@@ -1,7 +1,8 @@
 """The norm of all ranks' gradients, and clipping by it.
 
 Each parameter's squared norm is computed where the parameter is, in float64; the sum over the model is exact
-(`math.fsum` rounds once). So the norm is the same to the last bit on every rank and for every cut.
+(`math.fsum` rounds once). So the norm is the same to the last bit on every rank, however the model is cut
+into stages.
 """
 
 from __future__ import annotations

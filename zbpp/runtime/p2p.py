@@ -13,7 +13,7 @@ one more latency, and on CUDA a wait of the host.
 
 The life of a receive buffer:
 1. `Inbox._post` takes it from the BufferPool and starts the receive.
-2. `Inbox.receive` waits for the message and returns the buffer, as the input of an F, B or BW.
+2. `Inbox.receive` waits for the message and returns the buffer, as the message that an F, B or BW takes.
 3. Nothing hands it back. B and W may keep it: the x that W needs can BE the buffer. `BufferPool.take` gives
    it out again once nothing refers to its memory any more, which is often after W.
 
@@ -22,8 +22,9 @@ instruction of the program, waits until it has been received and drops it.
 
 Each link has a process group of its own: NCCL runs everything that shares a communicator in one order, so a
 receive posted ahead would hold up a send. On NCCL `wait` makes the current stream wait, not the host. That is
-enough for both lives: a send's memory is kept until that wait, and a buffer is given out again only to a
-receive that starts on the current stream behind the buffer's readers. (Not run on several GPUs.)
+enough for receive buffers and for sent tensors: a sent tensor is kept until that wait, and a buffer is given
+out again only to a receive that starts on the current stream behind the buffer's readers. (This has not been
+tested on several GPUs.)
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ _TAG_LIMIT = 2**30
 class BufferPool:
     """Receive buffers, each given out again once nothing else refers to its memory.
 
-    Users don't return a buffer, since they can't know: W's x may BE the received x. The reference count of
-    the buffer's storage tells. The pool grows to the most buffers that the plan has in use at once.
+    Users don't return a buffer, since they can't know when it is free: W's x may BE the received x. The
+    reference count of the buffer's storage tells. The pool grows to the most buffers that the plan has in use
+    at once.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -54,8 +54,8 @@ class StageParameters:
         unknown = [name for name in state if name not in self._known]
         if strict and (missing or unknown):
             raise RuntimeError(
-                f"the state dict does not fit this pipeline: missing {missing or 'nothing'}, of no stage "
-                f"{unknown or 'nothing'}; strict=False loads the rest"
+                f"the state dict does not fit this pipeline: missing here: {missing or 'nothing'}; belonging "
+                f"to no stage: {unknown or 'nothing'}. strict=False loads the rest"
             )
         for index, names in mine.items():
             length = len(self._prefix(index))

@@ -40,7 +40,8 @@ class Pipeline:
     zbpp/stage_api.py), which then builds them. Stages of one rank may share parameters. A stage whose
     parameter is tied to another stage's may declare it, in names of the whole model:
     `tied_parameters = {"head.weight": "embedding.weight"}`.
-    timetable: or the name of a schedule, planned for the ranks of the group and num_microbatches.
+    timetable: a Timetable; or the name of a schedule, which is then planned for the ranks of the group and
+    num_microbatches.
     loss_fn(output, target) -> scalar. None: the model's loss; without a model, the last stage's module
     returns the loss.
     group: the pipeline's process group (None: the default one); a pipeline of one rank needs none.
@@ -134,14 +135,15 @@ class Pipeline:
         what it was computed from, which frees that graph. It is the gradient through this rank's stages; a
         tensor that several ranks pass as a keyword has its gradient in parts, one on each.
 
-        An error on one of several ranks ends the pipeline on all of them: the others stop with a
-        CommunicationError, and every later call raises RuntimeError, as it does after `close`. Raises
-        AgreementError if another rank is in `evaluate`, or was given another number of rows.
+        An error on one of several ranks ends the pipeline on all of them. Where another rank waits for a
+        message that can't come any more, it stops: on gloo with a CommunicationError at once; on NCCL torch's
+        watchdog ends its process at the timeout. Every later call raises RuntimeError, as it does after
+        `close`. Raises AgreementError if another rank is in `evaluate`, or was given another number of rows.
 
-        After an error num_steps is what it was, and on each rank that was still in the step, a `.grad` that
-        was None is None again. A `.grad` that existed may hold a part of the failed step: the error says so,
-        and step refuses until that gradient is zeroed or dropped. Changes that forward made to buffers
-        (BatchNorm's statistics), and all changes by hooks, are not undone.
+        A rank that had finished the step keeps its gradients. On each other rank, after an error, num_steps
+        is what it was, and a `.grad` that was None is None again. A `.grad` that existed may hold a part of
+        the failed step: the error says so, and step refuses until that gradient is zeroed or dropped. Changes
+        that forward made to buffers (BatchNorm's statistics), and all changes by hooks, are not undone.
         """
         with restored_generators(self.device):
             recorder = self._recorder if self._is_recording else None
@@ -160,7 +162,8 @@ class Pipeline:
         """The forward of one batch in eval mode, without gradients; shapes may differ from step's.
 
         Returns losses as `step` does; (losses, outputs) with return_outputs, (losses, metrics) with metrics,
-        (losses, outputs, metrics) with both, which then need no target: without one there are no losses.
+        (losses, outputs, metrics) with both. With either of them the target may be left out: a loss_fn then
+        gives no losses, and metrics gets None as the target.
         outputs: what the last stage returned, microbatches concatenated along dim 0; None on other ranks.
         metrics(output, target) -> {name: number}, called per microbatch; the means over all rows, {} on other
         ranks.

@@ -8,15 +8,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-# Attribute of a gradient that holds a part of a failed step: the gradient's _version at that time.
-_MARK = "zbpp_partial"
+# A gradient that holds a part of a failed step has this attribute: the gradient's _version at that time.
+_PARTIAL = "zbpp_partial"
 
 
 class GradientsBefore:
     """The gradients as they are before a step. Raises RuntimeError if one holds a part of a failed step.
 
     Nothing is copied. So a gradient that was there before the step and was added to can't be restored: it is
-    marked, and steps are refused until it is dropped or changed in place (`zero_grad` does one or the other).
+    flagged, and steps are refused until it is dropped or changed in place (`zero_grad` does one or the
+    other).
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -24,19 +25,19 @@ class GradientsBefore:
         totals = [getattr(parameter, "main_grad", None) for parameter, _ in self._grads]
         totals += [grad for _, grad in self._grads]
         self._versions = [(total, total._version) for total in totals if total is not None]
-        if any(getattr(total, _MARK, None) == version for total, version in self._versions):
+        if any(getattr(total, _PARTIAL, None) == version for total, version in self._versions):
             raise RuntimeError(
                 "gradients hold a part of a step that failed: zero or drop them on every rank "
                 "(optimizer.zero_grad()), then begin the batch again with its first step"
             )
 
     def restore(self) -> str:
-        """Drop gradients that are new since then. Returns a text about those that it can't restore, or ""."""
+        """Drop gradients that the step has made. Returns a text about those that can't be restored, or ""."""
         for parameter, grad in self._grads:
             parameter.grad = grad
         changed = [total for total, version in self._versions if total._version != version]
         for total in changed:
-            _mark(total)
+            _flag_as_partial(total)
         if not changed:
             return ""
         return (
@@ -45,8 +46,8 @@ class GradientsBefore:
         )
 
 
-def _mark(total: Tensor) -> None:
-    setattr(total, _MARK, total._version)
+def _flag_as_partial(total: Tensor) -> None:
+    setattr(total, _PARTIAL, total._version)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
     F   module forward; keeps where gradients enter and leave its graph   -> saved
     B   one backward pass through that graph, which frees it              -> gradient of the input, deferred
-    W   adds the weights' gradients that B deferred to `.grad`
+    W   adds to `.grad` the weight gradients that B deferred
     BW  B and at once its W
 
 A StageWorker knows its module and what it keeps for each microbatch between these calls. It knows no rank, no
@@ -74,25 +74,25 @@ class StageWorker:
         self.losses: list[Tensor] = []
 
     def begin(self, feed: Feed) -> None:
-        """Take what the caller gave for a step. Raises ValueError if the target is missing."""
+        """Take what the caller gave for one call. Raises ValueError if a target is needed and missing."""
         if feed.targets is None and self._is_last and self._loss_fn is not None and feed.observe is None:
             raise ValueError("the last stage needs target=...: there is a loss_fn")
         self._feed, self._loss_grad, self.losses = feed, (), []
 
     def abandon(self) -> None:
-        """Drop all that is left of a step that failed."""
+        """Drop all that is left of a call that failed."""
         self._feed, self._loss_grad, self.losses = NO_FEED, (), []
         self._saved.clear()
         self._deferred.clear()
 
     def end(self) -> list[Tensor]:
-        """Return the step's losses and drop its batch. Raises RuntimeError if anything else is left over."""
+        """Return the call's losses and drop its batch. Raises RuntimeError if anything else is left over."""
         losses, self.losses = self.losses, []
         self._feed, self._loss_grad = NO_FEED, ()
         left = [f"saved({self.index},{microbatch})" for microbatch in self._saved]
         left += [f"deferred({self.index},{microbatch})" for microbatch in self._deferred]
         if left:
-            raise RuntimeError(f"a step ended with work left over: {', '.join(left)}")
+            raise RuntimeError(f"a call ended with work left over: {', '.join(left)}")
         return losses
 
     def forward(self, microbatch: int, message: Message) -> Message:
@@ -137,7 +137,7 @@ class StageWorker:
         return grads
 
     def backward_weight(self, microbatch: int, message: Message = ()) -> Message:
-        """W: add the gradients that B deferred to `.grad`."""
+        """W: add to `.grad` the weight gradients that B deferred."""
         weight_grads = self._deferred.pop(microbatch, None)
         if weight_grads is not None:
             self._accumulate(microbatch, weight_grads)

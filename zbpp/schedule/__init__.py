@@ -1,14 +1,19 @@
-"""What a plan is. Pure Python and numpy; imports no other folder of this package.
+"""What a plan is, and what it takes. Pure Python and numpy; imports no other folder of this package.
 
-In the order in which to read them:
+schedule    a name, such as zb_h1, and the rule behind it (in `zbpp.families` or `zbpp.planning`)
+timetable   what the rule makes for given counts: each rank's actions in order; also called a plan
+timeline    a timetable with times: `simulate` predicts them, the runtime measures them
+program     what one rank executes: its row of the timetable, with sends and receives; made by `lower`
 
-timetable.py        for each rank its actions in order, and the text form in which plans travel
+The files, in the order in which to read them:
+
+timetable.py        ops, actions (an op on one stage for one microbatch), timetables, and their text form
 dataflow.py         which values an action needs and makes: the only statement of dependencies
 costs.py            how long actions and messages take, and how much memory is held between actions
 simulate.py         timetable and costs -> timeline: when each action runs; refuses what can never finish
 lower.py            timetable -> one program per rank: the actions with their sends and receives
 dataflow_arrays.py  the table of dataflow.py as arrays of numbers, for plans with millions of actions
-numbering.py        from an order of ops to a row of actions: how most families write their plans
+numbering.py        gives each op of an order its microbatch; used by families and by the search
 transfers.py        a timeline's messages: when each one was sent and when it arrived
 interchange.py      timetables in files: text, and the CSV of torch.distributed.pipelining
 """

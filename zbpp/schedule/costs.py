@@ -14,7 +14,7 @@ from zbpp.schedule.timetable import Op, PlanError, shown
 
 PerStage = float | Sequence[float]
 
-_LARGEST = 1e100  # of a cost, so that sums are finite, too
+_LARGEST = 1e100  # the largest cost allowed: sums of such costs are still finite
 ACTIVATIONS, BYTES = "activations", "bytes"
 
 
@@ -23,12 +23,15 @@ class StageCosts(NamedTuple):
 
     duration: dict[Op, list[float]]  # ms
     comm: list[float]  # ms, of a message that leaves the stage
-    memory: dict[Op, list[float]]  # change of the level after an action
+    memory: dict[Op, list[float]]  # what an action adds to the memory that its rank holds; < 0 if it frees
 
 
 @dataclass(frozen=True)
 class CostNumbers:
-    """The seven costs, each a number or a list of numbers. Subclasses say what a number is for."""
+    """The seven costs, each a number or a list of numbers.
+
+    A number is for a stage in `Costs`, and for a rank's share of the model in `zbpp.planning.RankCosts`.
+    """
 
     f: PerStage = 1.0
     b: PerStage = 1.0
@@ -60,7 +63,7 @@ class Costs(CostNumbers):
 
     f, b, w: durations of F, B, W; bw: of BW, None for b + w.
     comm: time of a message that leaves the stage; it occupies no rank.
-    saved: held from F until B or BW; deferred: held from B until W.
+    saved: held from F until the end of B or BW; deferred: held from B until the end of W.
     memory_unit: the unit that memory is printed in: activations here, bytes in `CostsInBytes`.
     Raises PlanError for a value that is no number, and for a number that is negative or not finite.
     """
@@ -82,15 +85,15 @@ class Costs(CostNumbers):
 
         b, w, saved, deferred = spread("b"), spread("w"), spread("saved"), spread("deferred")
         whole = [x + y for x, y in zip(b, w, strict=True)] if self.bw is None else spread("bw")
-        freed_in_b = [held - kept for held, kept in zip(deferred, saved, strict=True)]
+        change_in_b = [after - before for after, before in zip(deferred, saved, strict=True)]
         return StageCosts(
             duration={Op.F: spread("f"), Op.B: b, Op.W: w, Op.BW: whole},
             comm=spread("comm"),
             memory={
                 Op.F: saved,
-                Op.B: freed_in_b,
-                Op.W: [-held for held in deferred],
-                Op.BW: [-held for held in saved],
+                Op.B: change_in_b,
+                Op.W: [-freed for freed in deferred],
+                Op.BW: [-freed for freed in saved],
             },
         )
 

@@ -1,16 +1,17 @@
 """What an action consumes and produces: the ONLY statement of dependencies.
 
-| action  | consumes          | produces                                     |
-|---------|-------------------|----------------------------------------------|
-| F(s,m)  | x(s,m)            | x(s+1,m), on the last stage g(s,m); saved(s,m) |
-| B(s,m)  | g(s,m), saved(s,m)| g(s-1,m); deferred(s,m)                      |
-| W(s,m)  | deferred(s,m)     | done(s,m)                                    |
-| BW(s,m) | g(s,m), saved(s,m)| g(s-1,m); done(s,m)                          |
+| action  | consumes           | produces                                                 |
+|---------|--------------------|----------------------------------------------------------|
+| F(s,m)  | x(s,m)             | x(s+1,m) (on the last stage g(s,m) instead); saved(s,m)  |
+| B(s,m)  | g(s,m), saved(s,m) | g(s-1,m); deferred(s,m)                                  |
+| W(s,m)  | deferred(s,m)      | done(s,m)                                                |
+| BW(s,m) | g(s,m), saved(s,m) | g(s-1,m); done(s,m)                                      |
 
 Stage 0 consumes no x (it reads the batch) and produces no g. A value is consumed on the stage that it
-names: x(1,5) by an action on stage 1, for microbatch 5. So a value has to be sent exactly when another rank
-owns that stage. Whoever needs a dependency asks here, or asks `dataflow_arrays`, which has this table over
-arrays. The executor stores values under the same names.
+names: x(1,5) by an action on stage 1, for microbatch 5. No action consumes `done`. So a value has to be sent
+if, and only if, the stage that it names is on another rank than its producer. Code that needs a dependency
+asks here, or asks `dataflow_arrays`, which has this table over arrays. The executor stores values under the
+same names.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from zbpp.schedule.timetable import Action, Op
 
 
 class Value(NamedTuple):
-    """What one action makes and another consumes; `x(3,0)` is consumed on stage 3, for microbatch 0."""
+    """What an action makes, mostly for another one; `x(3,0)` is consumed on stage 3, for microbatch 0."""
 
     name: str
     stage: int
@@ -49,13 +50,13 @@ _PRODUCES = {
 
 
 def consumes(action: Action) -> tuple[Value, ...]:
-    """The values that must have arrived before `action` can start."""
+    """The values that must be there before `action` can start."""
     values = (Value(name, action.stage + offset, action.microbatch) for name, offset in _CONSUMES[action.op])
     return tuple(value for value in values if value[:2] != ("x", 0))
 
 
 def produces(action: Action, num_stages: int) -> tuple[Value, ...]:
-    """The values that exist once `action` has ended."""
+    """The values that `action` makes."""
     values = (Value(name, action.stage + offset, action.microbatch) for name, offset in _PRODUCES[action.op])
     return tuple(_at_the_ends(value, num_stages) for value in values if value.stage >= 0)
 

@@ -1,4 +1,6 @@
-"""The data-flow table over arrays: values as numbers, consecutive in the microbatch.
+"""The data-flow table over arrays: each value is a number.
+
+The value with the same name and stage, for the next microbatch, has the next number.
 
 A timetable of 512 ranks and 4096 microbatches has 12 million actions: asking `consumes` and
 `produces` for each would take minutes. They are asked once per stage and op, for microbatch 0.
@@ -6,6 +8,7 @@ A timetable of 512 ranks and 4096 microbatches has 12 million actions: asking `c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,7 +21,10 @@ Numbers = npt.NDArray[np.int64]
 
 
 class Values:
-    """The values of all actions on `num_stages` stages for `num_microbatches` microbatches."""
+    """The values of all actions on `num_stages` stages for `num_microbatches` microbatches.
+
+    consumed[kind], produced[kind]: the numbers of an action's values at microbatch 0; add the microbatch.
+    """
 
     def __init__(self, num_stages: int, num_microbatches: int) -> None:
         self._shape = (len(VALUE_NAMES), num_stages, num_microbatches)
@@ -28,13 +34,12 @@ class Values:
         self._consumed, self._produced = _padded(self.consumed), _padded(self.produced)
 
     def __len__(self) -> int:
-        kinds, num_stages, num_microbatches = self._shape
-        return kinds * num_stages * num_microbatches
+        return math.prod(self._shape)
 
     def number(self, value: Value) -> int:
         _, num_stages, num_microbatches = self._shape
-        kind = VALUE_NAMES.index(value.name)
-        return (kind * num_stages + value.stage) * num_microbatches + value.microbatch
+        name_index = VALUE_NAMES.index(value.name)
+        return (name_index * num_stages + value.stage) * num_microbatches + value.microbatch
 
     def stages(self, numbers: Numbers) -> Numbers:
         """The stage on which each value is consumed."""
@@ -43,9 +48,9 @@ class Values:
 
     def named(self, numbers: Numbers) -> list[Value]:
         """The values with these numbers."""
-        kinds, stages, microbatches = np.unravel_index(numbers, self._shape)
-        columns = (kinds.tolist(), stages.tolist(), microbatches.tolist())
-        return [Value(VALUE_NAMES[kind], *place) for kind, *place in zip(*columns, strict=True)]
+        names, stages, microbatches = np.unravel_index(numbers, self._shape)
+        columns = (names.tolist(), stages.tolist(), microbatches.tolist())
+        return [Value(VALUE_NAMES[name], *place) for name, *place in zip(*columns, strict=True)]
 
     def consumed_in(self, row: Row) -> tuple[Numbers, Numbers]:
         """(position in the row, number) of each value that the row's actions consume, in the row's order."""
@@ -57,7 +62,7 @@ class Values:
 
 
 # A kind is a stage and an op as one number: F, B, W, BW of stage 0 are 0 to 3, those of stage 1 are 4 to 7.
-_NUM_OPS = len(Op)  # len(Op) itself takes longer than all the rest of these functions
+_NUM_OPS = len(Op)  # a constant, since len(Op) takes longer than all else in the four functions below
 
 
 def kinds_of(row: Row) -> npt.NDArray[np.int32]:
@@ -93,7 +98,7 @@ def producers(num_stages: int) -> list[list[tuple[int, ...]]]:
 
 
 def _padded(lists: Sequence[Sequence[int]]) -> Numbers:
-    """[stage and op, place in the list] -> number at microbatch 0, -1 where the list is shorter."""
+    """table[kind, i]: the i-th number of lists[kind]; -1 past the end of the list."""
     longest = max(map(len, lists))
     return np.array([[*each, *[-1] * (longest - len(each))] for each in lists], dtype=np.int64)
 

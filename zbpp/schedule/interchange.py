@@ -15,7 +15,7 @@ The letters differ, and B means two things:
 | gradients of its weights       | W         | W     |
 | both gradients in one piece    | BW        | B     |
 
-Neither text ends with a line break: torch takes an empty line for one more rank.
+The CSV does not end with a line break: torch would take the empty line for one more rank.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ def from_csv(text: str) -> Timetable:
     """Read `to_csv`'s text and what torch dumps, "compute_only" or "compute_comms".
 
     An OVERLAP_F_B cell becomes its two actions in their order, as torch's runtime executes it. Sends,
-    receives, waits for sends, unsharding and gradient reduction are left out, since a timetable implies
-    them. Blank lines are skipped. Raises PlanError with line and cell.
+    receives and waits for sends are left out, since `lower` makes them. Unsharding and gradient reduction are
+    left out, since they belong to data parallelism. Blank lines are skipped. Raises PlanError with line and
+    cell.
     """
     lines = [(number, list(_words(cells))) for number, cells in _read_csv(text) if cells]
     for number, words in lines:
@@ -95,7 +96,7 @@ def read_timetable(path: str | os.PathLike[str]) -> Timetable:
         try:
             text = Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise PlanError(f"byte {error.start} is no UTF-8 text") from None
+            raise PlanError(f"not UTF-8 text, at byte {error.start}") from None
         timetable = from_csv(text) if Path(path).suffix == ".csv" else Timetable.parse(text)
         simulate(timetable)
         return timetable

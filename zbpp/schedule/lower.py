@@ -11,10 +11,11 @@ rank that needs a value first receives what the link carries before that value. 
 
 A sent tensor must stay in memory until it has been received, and a sender must not run ahead of its
 receiver without end. So a program also has Release instructions; each waits until an earlier value has been
-received. Let d be the most values that the link holds at a time, sent and not yet consumed, if every action
-takes one unit of time. When value k + d + 1 is sent in that timeline, value k has been consumed: there the
-Release of value k stands. Whatever an instruction waits for lies earlier in that timeline, so the waits
-cannot form a circle.
+received. Where the Release of a link's value k stands follows from one timeline: F, B and W take one unit of
+time, BW takes two, messages take none. Let d be the most values that the link holds at a time in that
+timeline, sent and not yet consumed. Then value k is consumed by the time value k + d + 1 is sent, and value k
+is released right after that send. Whatever an instruction waits for lies earlier in that timeline, so the
+waits cannot form a circle.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ Instruction = Action | Send | Recv | Release
 class Program(NamedTuple):
     """What one rank executes, in order.
 
-    in_flight[peer]: the most values that the link from `peer` holds at a time, if every action takes one unit
-    of time. Posting more receives than that in advance gains nothing.
+    in_flight[peer]: the most values that the link from `peer` holds at a time, if F, B and W take one unit of
+    time, BW takes two, and messages take none. The runtime posts as many receives in advance.
     """
 
     rank: int
@@ -127,7 +128,8 @@ class _Link:
     """The messages from one rank to another, in the order of their sends.
 
     sent_at: for each message the position, in the sender's row, of the action after which it is sent.
-    received_at: the position, in the receiver's row, of the action before which it is received.
+    received_at: the position, in the receiver's row, of the action before which it is received: the consumer
+        of the message, or that of a later message of the link, if this one runs first.
     """
 
     def __init__(self, timeline: Timeline, values: Values, sender: int, receiver: int) -> None:
@@ -149,7 +151,7 @@ class _Link:
 
 
 def _connected(timetable: Timetable) -> set[tuple[int, int]]:
-    """(sender, receiver) of every two ranks that send a value, one to the other."""
+    """(sender, receiver) wherever the first rank makes a value that the second one consumes."""
     pairs = (
         (owner, timetable.rank_of[value.stage])
         for stage, owner in enumerate(timetable.rank_of)

@@ -1,4 +1,4 @@
-"""When each action of a timetable runs, given its costs. The simulator is also what checks timetables."""
+"""When each action of a timetable runs, given its costs. Simulating a timetable also checks it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from zbpp.schedule.timetable import Op, PlanError, Row, Timetable
 
 Floats = npt.NDArray[np.float64]
 
-_NONE = -1  # in place of a value's number: there is no value
+_NONE = -1  # stands for "no value" where the number of a value is expected
 
 
 class Transfer(NamedTuple):
-    """A message between two ranks: when its sender had made the value, and when it had arrived, in ms."""
+    """A message between two ranks.
+
+    sent: when the sender had made the value; arrived: when the receiver could use it; in ms.
+    """
 
     value: Value
     sender: int
@@ -34,8 +37,9 @@ class Transfer(NamedTuple):
 class Timeline:
     """When each action ran, predicted or measured: for each rank the times in ms, in the row's order.
 
-    peak_memory: for each rank the most memory that it holds after an action, in memory_unit, which is that of
-    the costs. In a measured timeline: the most bytes that the rank's process has held since it started.
+    peak_memory: for each rank. Predicted: the most that the rank holds after an action, in memory_unit, the
+    unit of the costs. Measured: the most bytes that its process has held since it started, in earlier steps
+    too.
     message_ms: for each stage the time of a message that leaves it; empty in a measured timeline.
     transfers: the messages of a measured timeline; `transfers_of` also knows those of a predicted one.
     """
@@ -69,7 +73,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The largest idle time of a rank within its own span."""
+        """The largest idle time (ms) of a rank within its own span."""
         return max(map(self.idle, self._ranks))
 
     @property
@@ -107,7 +111,7 @@ def simulate(timetable: Timetable, costs: Costs | None = None) -> Timeline:
 
 
 def _check_row(row: Row, num_microbatches: int) -> None:
-    """On each stage every microbatch has one F, one B or BW, and one W or BW; each of the three ascends."""
+    """On each stage every microbatch has one F, one B or BW, and one W or BW; all three ascend."""
     for stage in np.unique(row.stages).tolist():
         own = row.select(row.stages == stage)
         if (own.ops == Op.F).all():
@@ -135,7 +139,7 @@ def _check_ascending(
     late = int(np.flatnonzero(np.diff(microbatches) < 0)[0])
     raise PlanError(
         f"{stage}{name}{microbatches[late + 1]} comes after {stage}{name}{microbatches[late]}: "
-        f"{names} of a stage must ascend in microbatch, so that its sums have one order"
+        f"{names} of a stage must ascend in microbatch, so that gradients are always summed in the same order"
     )
 
 
@@ -156,7 +160,8 @@ class _RankRun:
     earlier in the row. A value from another rank has to be waited for. By the data-flow table an action
     consumes at most one value from another rank, and makes at most one for another rank.
 
-    stops_at: the position of the first action that stands before the producer of its input.
+    stops_at: the position of the first action that stands before the producer of its input; the length of the
+    row if there is none.
     awaited, given: for each action the number of the value from, and for, another rank; or _NONE.
     """
 
@@ -238,7 +243,7 @@ def _run(timetable: Timetable, costs: StageCosts) -> list[_RankRun]:
 
 
 def _peak(row: Row, costs: StageCosts) -> float:
-    """The most memory that the row holds after any of its actions."""
+    """The most memory that the rank holds after any action of its row."""
     change = np.zeros(len(row))
     for op, per_stage in costs.memory.items():
         chosen = row.ops == op

@@ -1,7 +1,7 @@
-"""For each rank its actions in order, and the text form of that.
+"""For each rank its actions in order, and their text form.
 
-A timetable holds no times and no messages. Plans are stored and sent as its text, which has one line per rank
-and one action per word:
+A timetable holds no times and no messages. It is stored and sent as a text with one line per rank and one
+action per word:
 
     0F0 0F1 0B0 0W0 0B1 0W1
     1F0 1B0 1W0 1F1 1B1 1W1
@@ -28,7 +28,7 @@ Where = Callable[[int, int], str]
 
 
 class PlanError(ValueError):
-    """A plan that can't be made, or a timetable that can't run."""
+    """A plan that can't be made, a timetable that can't run, or costs, limits or files that can't be used."""
 
 
 class Op(IntEnum):
@@ -136,7 +136,7 @@ class Timetable:
     __slots__ = ("num_microbatches", "num_stages", "rank_of", "rows")
 
     def __init__(self, rows: Iterable[Iterable[Action]], where: Where | None = None) -> None:
-        """where: how errors name the place of an action; needed by functions that read a text."""
+        """where: how errors name the place of an action; None: `rank 1, action 2`."""
         self.rows = tuple(row if isinstance(row, Row) else Row.of(row) for row in rows)
         self.rank_of = _placement(self.rows, where or _where)
         self.num_stages = len(self.rank_of)
@@ -217,7 +217,8 @@ def _placement(rows: tuple[Row, ...], where: Where) -> tuple[int, ...]:
             if owner.setdefault(stage, rank) != rank:
                 raise PlanError(
                     f"{where(rank, _first(row, stage))}: "
-                    f"stage {stage} is on rank {owner[stage]} and on rank {rank}; it has one owner"
+                    f"stage {stage} is on rank {owner[stage]} and on rank {rank}; "
+                    "a stage can be on one rank only"
                 )
     stages = sorted(owner)
     misplaced = next((stage for expected, stage in enumerate(stages) if stage != expected), None)

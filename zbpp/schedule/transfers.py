@@ -12,7 +12,7 @@ from zbpp.schedule.simulate import Timeline, Transfer
 
 def transfers_of(timeline: Timeline) -> list[Transfer]:
     """A timeline's messages: for each sending rank in turn, in the order of its sends."""
-    if timeline.transfers or not timeline.message_ms:
+    if timeline.transfers or not timeline.message_ms:  # measured, with messages or without
         return list(timeline.transfers)
     ranks = range(timeline.timetable.num_ranks)
     return [transfer for rank in ranks for transfer in _predicted(timeline, rank)]

@@ -46,10 +46,11 @@ class Joint(NamedTuple):
 def capture(
     module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], budget: float
 ) -> tuple[Joint, Guards]:
-    """The graphs of call(*args, **kwargs), and guards that say for which other calls they hold.
+    """The graphs of call(*args, **kwargs), and guards that say which other calls they fit.
 
-    Random operations stay in the graphs and draw from torch's generator. budget: of the memory between F and
-    B, from 1 (only cheap operations are repeated in B) to 0 (only inputs are kept). Raises CaptureError.
+    Random operations stay in the graphs and draw from torch's generator. budget: the share of the memory
+    between F and B that may be used, from 1 (B repeats only cheap operations) to 0 (F keeps only inputs).
+    Raises CaptureError.
     """
     with settings(), _kept_for_backward(budget), ExitStack() as stack:
         try:
@@ -71,7 +72,10 @@ def _kept_for_backward(budget: float) -> Iterator[None]:
 
 
 class _Fresh(nn.Module):
-    """The module with copies of outputs that are inputs, views or repeated: those would get no gradient."""
+    """Wraps a module. An output that is a view, an input or the same as another output is copied.
+
+    Such an output would get no gradient.
+    """
 
     def __init__(self, inner: Callable[..., Any]) -> None:
         super().__init__()

@@ -11,7 +11,14 @@ from zbpp.autograd.compiled.accumulate_in_place import add_in_place
 from zbpp.autograd.compiled.aot_autograd import Joint, Source
 from zbpp.autograd.compiled.compiled_split import BGraph, CompiledSplit, FGraph, WGraph
 from zbpp.autograd.compiled.dynamo import CaptureError
-from zbpp.autograd.compiled.fx_graphs import above, bytes_of, extract, is_random, placeholders, results
+from zbpp.autograd.compiled.fx_graphs import (
+    bytes_of,
+    extract,
+    is_random,
+    needed_by,
+    placeholders,
+    results,
+)
 from zbpp.autograd.compiled.inductor import Backend, build
 from zbpp.autograd.compiled.min_cut import BackwardCut, cut_backward, is_held, separate_convolutions
 
@@ -86,7 +93,8 @@ def _w_graph(
     add_in_place(cut.w, [by_name[name] for name in to_weights])
     number = names.tensors.index
     return WGraph(
-        # trusted: W's inputs come from B, or F has taken them already.
+        # trusted: guards check the strides of arguments and of the module's tensors, F and B make the other
+        # values, and `_in_layout` and `_can_add_to` see to the gradients.
         run=build(cut.w, backend, trusted=True),
         tensors=tensors,
         trained=tuple(map(number, to_weights)),
@@ -161,7 +169,7 @@ def _forward(joint: Joint, computed: list[str]) -> GraphModule:
     nodes = {node.name: node for node in joint.forward.graph.nodes}
     outputs = results(joint.forward)[: len(joint.mutated) + joint.num_outputs]
     outputs += [nodes[name] for name in computed]
-    used = above(node for node in outputs if isinstance(node, Node))
+    used = needed_by(node for node in outputs if isinstance(node, Node))
     if any(is_random(node) and node not in used for node in joint.forward.graph.nodes):
         raise CaptureError("forward draws random numbers that nothing is computed from: leave them out")
     return extract(joint.forward, [node for node in placeholders(joint.forward) if node in used], outputs)

@@ -1,6 +1,6 @@
 """Keys of the cache of CompiledSplits: layers that repeat are compiled once.
 
-Layers of the same class, with tensors of the same structure, share a CompiledSplit if Dynamo's guards hold
+Layers of the same class, with tensors of the same structure, share a CompiledSplit if Dynamo's guards pass
 for both: then the second layer is not even traced. Other layers may turn out to have the same graphs after
 they were traced: then these graphs are not compiled again.
 """

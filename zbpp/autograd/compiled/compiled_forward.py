@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class GuardedSplit(NamedTuple):
-    """A CompiledSplit, and guards that say for which calls it holds."""
+    """A CompiledSplit, and guards that say which calls it fits."""
 
     guards: Guards
     split: CompiledSplit
@@ -51,8 +51,9 @@ def compile_stage(
 
     whole: compile the module as one; if false, compile each of its layers by itself, and layers with the same
     graphs once. backend: "eager" runs the three graphs without compiling them. budget: the share of the
-    values for B that F may keep, from 1 down to 0; B computes the others again. cache: what was compiled so
-    far, to be shared between stages. say: is called with a text when something is being compiled.
+    memory between F and B that may be used, from 1 (B repeats only cheap operations) to 0 (F keeps only
+    inputs). cache: what was compiled so far, to be shared between stages. say: is called with a text when
+    something is being compiled.
 
     Compilation happens in the first F. It happens again for inputs of another shape, and when something has
     changed that the Python code depends on: an attribute, a submodule, a hook, a global, autocast (each F
@@ -136,7 +137,7 @@ class _Compiler(NamedTuple):
         known = self.cache.setdefault(key, [])
         variables = call.variables(args, kwargs) if known else {}
         for each in known:
-            if each.guards.hold(variables):
+            if each.guards.fit(variables):
                 return each
         known.append(self._compile(name, module, call, args, kwargs))
         return known[-1]
@@ -169,7 +170,7 @@ class CompiledForward:
         self.module, self.name, self.compiler = module, name, compiler
         self.before = module.__dict__.get("forward")
         self.call: Call | None = None
-        # By the structure and the signatures of the arguments; None: such calls run eager.
+        # A key: structure and signatures of the arguments. A value of None: such calls run eager.
         self.bound: dict[Hashable, list[_Bound] | None] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -195,14 +196,14 @@ class CompiledForward:
         return other
 
     def _bound(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Bound | None:
-        """The latest CompiledSplit whose guards hold, compiled now if there is none; None to run eager."""
+        """The latest CompiledSplit whose guards pass, compiled now if there is none; None to run eager."""
         known = self.bound.setdefault(key, [])
         if known is None:
             return None
         if known and self.call is not None:
             variables = self.call.variables(args, kwargs)
             for bound in reversed(known):
-                if bound.guards.hold(variables):
+                if bound.guards.fit(variables):
                     return bound
         try:
             known.append(self._bind(args, kwargs))

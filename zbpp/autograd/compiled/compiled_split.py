@@ -1,8 +1,10 @@
 """F, B and W of one module call as three callables, and the autograd Function that runs them.
 
 For autograd the call is one node. The node's backward runs B. W is put off as `zbpp.checkpoint` puts off its
-own: through the collector that `backward_input` hands to Functions. Nothing else in zbpp.autograd knows that
-a module is compiled.
+own: through the collector that `backward_input` hands to Functions. In the rest of zbpp.autograd only
+`explain` knows that a module is compiled.
+
+F KEEPS values for B; B HOLDS values for W.
 
 Values are found by their places in a list, the POOL. The pool of F holds the module's tensors (their names
 are CompiledSplit.tensors), then the arguments of the call. The pool of B holds the module's tensors, then the
@@ -60,10 +62,10 @@ class WGraph(NamedTuple):
     tensors: tuple[int, ...]
     trained: tuple[int, ...]  # parameters among the module's tensors
     computed_in_b: frozenset[int]  # of these: the parameters whose gradients B computes, and W only adds
-    # The inputs of W that other code may hold, too, as places among CompiledSplit.names: values of B's pool,
-    # gradients that B returns, and the module's tensors.
+    # The inputs of W that other code may change in place, so that their versions are checked: values of B's
+    # pool, gradients that B returns, and the module's tensors. As places in CompiledSplit.names.
     shared: tuple[int, ...]
-    returned: tuple[int, ...]  # of B's results: the input gradients that W takes, too
+    returned: tuple[int, ...]  # places in B's results: input gradients that W needs as well
 
 
 class CompiledSplit(NamedTuple):

@@ -1,7 +1,7 @@
 """All that compiled stages need of Dynamo: a module's forward as a graph, and the guards of that graph.
 
 Dynamo reads the Python code of one call. Its guards check all that the code depended on: types, attributes,
-hooks, globals, closures, shapes, autocast. While the guards hold, Dynamo would read another call as the same
+hooks, globals, closures, shapes, autocast. While the guards pass, Dynamo would read another call as the same
 graph.
 """
 
@@ -67,7 +67,7 @@ class Call:
 
 
 class Guards:
-    """Check whether a graph holds for a call: of the module that was read, or one with the same code."""
+    """Check whether a graph fits a call: of the module that was read, or one with the same code."""
 
     def __init__(self, graph: GraphModule, module: nn.Module, code: CodeType) -> None:
         from torch._dynamo.utils import dynamo_timed, get_metrics_context
@@ -78,7 +78,7 @@ class Guards:
         kinds: set[Any] = set(map(type, module.modules()))
         self._forwards = [(kind, kind.forward) for kind in kinds]
 
-    def hold(self, variables: dict[str, Any]) -> bool:
+    def fit(self, variables: dict[str, Any]) -> bool:
         if any(kind.forward is not forward for kind, forward in self._forwards):
             return False
         # The manager is read at each call: Dynamo replaces it when an object that it watches is gone.

@@ -19,7 +19,7 @@ def results(graph: GraphModule) -> list[Any]:
     return list(graph.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
-def above(nodes: Iterable[Node], stops: Iterable[Node] = ()) -> set[Node]:
+def needed_by(nodes: Iterable[Node], stops: Iterable[Node] = ()) -> set[Node]:
     """The nodes and all nodes that they are computed from; the search ends at `stops` and leaves them out."""
     found, stopped = set[Node](), set(stops)
     pending = list(nodes)
@@ -36,7 +36,7 @@ def extract(whole: GraphModule, inputs: Sequence[Node], outputs: Sequence[Any]) 
     for node in inputs:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
-    needed = above((node for node in outputs if isinstance(node, Node)), stops=inputs)
+    needed = needed_by((node for node in outputs if isinstance(node, Node)), stops=inputs)
     for node in whole.graph.nodes:
         if node in needed:
             copies[node] = graph.node_copy(node, copies.__getitem__)

@@ -1,15 +1,16 @@
 """Cut a backward graph in two: B, which the previous stage waits for, and W.
 
-W gets the products whose results are gradients of weights, and the operations that only they feed. All other
-expensive operations go to B. A cheap operation goes to B, to W or to both, so that the fewest bytes are held
-from B to W. This is the minimum cut of a network in which holding a value of B costs its bytes.
+W gets the products whose results are gradients of weights, or terms of these gradients. B gets the expensive
+operations that the input gradients and the inputs of W's products are computed from. Every other operation
+goes to B, to W or to both, so that the fewest bytes are held from B to W. This is the minimum cut of a
+network in which holding a value of B costs its bytes.
 
     saved, dy --> [ B: mm mul mm ... ] --held--> [ W: mul | mm -> dW ]
                           |
                      input gradients
 
-Parameters cost nothing, since they stay in memory anyway. Of several cuts with the same price the last one is
-taken: an operation that B can do without holding more is not left to W.
+Parameters cost nothing, since they stay in memory anyway. Of several cuts with the same price the one nearest
+to the weight gradients is taken: an operation that B can do without holding more is not left to W.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import networkx  # type: ignore[import-untyped]  # torch brings it along
 import torch
 from torch.fx import GraphModule, Node
 
-from zbpp.autograd.compiled.fx_graphs import above, extract, is_random, placeholders, tensor_of
+from zbpp.autograd.compiled.fx_graphs import extract, is_random, needed_by, placeholders, tensor_of
 
 aten = torch.ops.aten
 
@@ -73,12 +74,12 @@ def cut_backward(
 
 def _used(graph: GraphModule, nodes: Iterable[Node], stops: Iterable[Node] = ()) -> list[Node]:
     """The placeholders that the nodes are computed from."""
-    needed = above(nodes, stops)
+    needed = needed_by(nodes, stops)
     return [node for node in placeholders(graph) if node in needed]
 
 
 def is_held(gradient: Node, held: Iterable[Node]) -> bool:
-    """Whether this gradient, but for views of it, is among the held values: W has nothing to compute."""
+    """Whether this gradient, or the tensor that it is only a view of, is held: W has nothing to compute."""
     return _base(gradient) in set(held)
 
 
@@ -136,7 +137,7 @@ def _held(
 ) -> list[Node]:
     if not wanted:
         return []
-    needed = above(input_gradients)
+    needed = needed_by(input_gradients)
     products = {
         term
         for gradient in wanted
@@ -144,7 +145,7 @@ def _held(
         if _origin(term).target in PRODUCTS and term not in needed
     }
     products |= {_origin(term) for term in products}
-    network = _network(backward, wanted, products, needed | above(_inputs(products)), free)
+    network = _network(backward, wanted, products, needed | needed_by(_inputs(products)), free)
     _, (before, _) = networkx.minimum_cut(network, "source", "sink")
     chosen = [node for node in backward.graph.nodes if (node, "in") in before and (node, "out") not in before]
     held = [node for node in dict.fromkeys(map(_base, chosen)) if node not in free]
@@ -216,10 +217,10 @@ def _is_cheap(node: Node) -> bool:
 
 
 def _base(node: Node) -> Node:
-    """The tensor of which this node is a view of all elements: W makes the view again at no cost."""
+    """The node itself, or the tensor that it shows whole, as a view: W makes the view again at no cost."""
     while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
-        below = node.all_input_nodes[0]
-        if tensor_of(below) is None or tensor_of(below).numel() != tensor_of(node).numel():  # type: ignore[union-attr]
+        viewed = node.all_input_nodes[0]
+        if tensor_of(viewed) is None or tensor_of(viewed).numel() != tensor_of(node).numel():  # type: ignore[union-attr]
             break
-        node = below
+        node = viewed
     return node

@@ -29,13 +29,13 @@ def zb_auto(
 
     placement: "one" (None), "v" or "looped" (stages_per_rank stages, None: 2).
     memory_limit: in the unit of costs.saved, for each rank or one per rank; None: no limit.
-    objective: "makespan", or "span", the largest span of a rank.
+    objective: "makespan", or "span", the longest of the ranks' spans.
     Never worse than the best family of this placement that fits, even with a time_limit of 0; stops at
     the lower bound, and when a long stretch of rounds brought nothing. The same arguments and seed
     give the same timetable, unless the time ran out.
     Where BW is shorter than B and W, or holds less, each backward is split or whole as it pays.
-    progress(share of the time spent, best objective so far, lower bound; ms) is called about ten times
-    a second, and at the end with a share of 1.
+    progress(share of time_limit that is spent, best objective so far in ms, lower bound in ms) is called
+    about ten times a second, and at the end with a share of 1.
 
     search=False: the planner of Zero Bubble (arXiv:2401.10241, section 3.1) and nothing else; one
     stage per rank, smallest max span. Without a memory limit each rank runs as many F's as there is

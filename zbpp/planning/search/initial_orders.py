@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 
 from zbpp.families import FAMILIES
@@ -30,7 +31,7 @@ def initial_plans(problem: Problem) -> Iterator[tuple[float, Plan]]:
     for plan in [one_by_one(problem), *_by_paper_planner(problem), *_by_families(problem)]:
         apart = split(problem, plan)
         for each in [plan] if apart == plan else [plan, apart]:
-            value = problem.timed(each)
+            value = problem.value_of_plan(each)
             if value < math.inf:
                 yield value, each
 
@@ -105,8 +106,9 @@ def _own_families(problem: Problem) -> Iterator[Callable[..., Timetable]]:
     for family in FAMILIES.values():
         if "stages_per_rank" in inspect.signature(family).parameters:
             family = partial(family, stages_per_rank=per_rank)
-        if family(num_ranks, 4).rank_of == own:
-            yield family
+        with suppress(PlanError):  # a family that refuses these numbers is left out
+            if family(num_ranks, 4).rank_of == own:
+                yield family
 
 
 def _family_plan(family: Callable[..., Timetable], problem: Problem) -> Plan:
