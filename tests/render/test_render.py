@@ -205,6 +205,12 @@ def test_numbers_that_do_not_fit_into_their_boxes_are_left_out(tmp_path):
     assert [words.count("10") for words in written] == [3, 2]  # a tick of the axis among them
 
 
+def test_the_legends_light_shade_has_a_swatch(tmp_path):
+    words_of({"": simulate(plan("zb_v", 2, 2))}, tmp_path / "a.svg")
+    drawn = (tmp_path / "a.svg").read_text().count("#dcbde8")  # BW's light colour; there is no BW
+    assert drawn > 0
+
+
 def test_every_panel_has_its_axis_with_gridlines(tmp_path):
     timelines = {"one": simulate(plan("1f1b", 2, 4)), "other": simulate(plan("zb_h1", 2, 4))}
     words = words_of(timelines, tmp_path / "a.svg")
