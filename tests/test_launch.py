@@ -577,6 +577,26 @@ def test_compare_calls_runs_by_their_folders_and_shows_what_was_measured(monkeyp
     ]
 
 
+def test_compare_of_one_run_is_refused(tmp_path, capsys):
+    """It said that the losses are equal to the last bit."""
+    with pytest.raises(SystemExit):
+        compare.main([str(tmp_path)])
+    assert capsys.readouterr().err == (
+        f"error: {tmp_path} is one run: name two run folders or more to compare\n"
+    )
+
+
+@pytest.mark.parametrize(("num_ranks", "is_said"), [(2, False), (3, True)])
+def test_compare_speaks_of_more_ranks_than_cores_only_where_there_are(tmp_path, capsys, num_ranks, is_said):
+    figures = {"loss": 0.5, "rows_per_second": 1, "predicted_bubble_rate": 0, "measured_bubble_rate": 0}
+    place = {"device": "2 CPU cores", "num_ranks": num_ranks}
+    summary = {"schedule": "zb_h1", "unigram_entropy": None, **figures, **place}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    (tmp_path / "metrics.jsonl").write_text('{"loss": 0.5}\n')
+    assert compare.main([str(tmp_path), str(tmp_path)]) == 0
+    assert ("more ranks than cores" in capsys.readouterr().out) == is_said
+
+
 # ---------------------------------------------------------------- one process, and bench
 
 

@@ -311,6 +311,10 @@ def test_the_advice_has_its_sections(answers):
     assert (
         lines[0] == "8 ranks, 24 microbatches, at most 8 (1.00p) per rank; times in ms, best makespan first."
     )
+    assert lines[1] == (
+        "1.00p is 8 times the activations of the largest stage, 8 activations of one rank's share of the "
+        "model; with equal stages 1F1B holds as much."
+    )
     row = next(line for line in lines if line.startswith("zb_h1"))
     assert row.split() == [
         "zb_h1", "one", "829.0", "829.0", "16.04", "%", "829.0", "0.00", "%", "336", "8",

@@ -214,6 +214,30 @@ def test_the_output_says_where_the_costs_were_measured(tmp_path):
     assert f"makespan {expected.makespan:g} ms" in text
 
 
+def test_costs_of_two_ranks_for_four_say_what_to_do(main, capsys, tmp_path):
+    """It was `Costs: b has 2 numbers for 4 stages`."""
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"f": 1, "b": [1, 2], "about": {"num_ranks": 2}}))
+    assert main(["1f1b", "--costs", str(file), "--ranks", "4"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: --costs {file}: b has 2 numbers, one per stage, which can't be divided among 4 ranks: write "
+        "--ranks 2, or measure with zbpp measure -n 4\n"
+    )
+    assert main(["1f1b", "--costs", str(file), "-n", "2"]) == 0
+
+
+def test_a_costs_file_that_is_not_there_is_one_clear_line(main, capsys):
+    assert main(["1f1b", "--costs", "nowhere.json"]) == 2
+    assert capsys.readouterr().err == (
+        "error: --costs nowhere.json: there is no such file; zbpp measure writes one\n"
+    )
+
+
+def test_n_is_short_for_ranks(main, capsys):
+    assert main(["1f1b", "-n", "2", "--text"]) == 0
+    assert Timetable.parse(capsys.readouterr().out).num_ranks == 2
+
+
 def test_a_search_takes_placement_objective_and_seed():
     options = {"placement": "v", "objective": "span", "seed": 3, "time_limit": 5.0}
     flags = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]

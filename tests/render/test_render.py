@@ -90,6 +90,17 @@ def test_an_action_that_is_too_narrow_keeps_its_letter():
     assert rows(timeline, width=8 + 12) == ["FF. BWFBW.BW", " FBWFBWFBW"]
 
 
+def test_a_narrow_b_beside_a_narrow_w_does_not_read_as_a_whole_backward():
+    """`BW0` stood for B1 and W0."""
+    text = render_text(simulate(plan("zb_h1", 4, 8), Costs(f=[10, 12, 12, 9])))
+    assert "BW" not in text
+    assert "|W0" in text
+    assert "; without a number: too narrow for it; | : a narrow B before a W; dots: bubble" in text
+    whole = render_text(simulate(plan("1f1b", 4, 4), Costs(f=10)), width=90)
+    assert "BW" in whole.partition("\n\n")[0]
+    assert "|" not in whole
+
+
 def test_actions_without_duration_are_not_drawn():
     assert rows(simulate(plan("1f1b", 2, 2), Costs(f=0, b=0, w=0))) == ["", ""]
 
@@ -192,6 +203,12 @@ def test_numbers_that_do_not_fit_into_their_boxes_are_left_out(tmp_path):
     written = [words_of({"": each}, tmp_path / "a.svg") for each in (usual, measured)]
     assert [words.count("11") for words in written] == [2, 2]
     assert [words.count("10") for words in written] == [3, 2]  # a tick of the axis among them
+
+
+def test_the_legends_light_shade_has_a_swatch(tmp_path):
+    words_of({"": simulate(plan("zb_v", 2, 2))}, tmp_path / "a.svg")
+    drawn = (tmp_path / "a.svg").read_text().count("#dcbde8")  # BW's light colour; there is no BW
+    assert drawn > 0
 
 
 def test_every_panel_has_its_axis_with_gridlines(tmp_path):

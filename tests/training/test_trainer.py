@@ -10,9 +10,12 @@ from torch import nn
 
 from zbpp import Pipeline, plan
 from zbpp.models.mlp import Mlp
+from zbpp.planning import compare
+from zbpp.runtime.world import World
 from zbpp.training.data import regression_data
 from zbpp.training.optimizer import adamw, warmup_cosine
 from zbpp.training.progress import brief
+from zbpp.training.summary import Title, summarise
 from zbpp.training.trainer import Trainer
 
 M, BATCH, STEPS = 4, 8, 20
@@ -90,6 +93,16 @@ def test_every_step_has_its_metrics():
     )
     assert all(metrics["rows_per_second"] > 0 for metrics in history)
     assert [metrics["step"] for metrics in history if "evaluation_loss" in metrics] == [2, 4, 5]
+
+
+def test_the_predicted_peak_of_a_run_has_the_unit_of_zbpp_plan():
+    """With two stages per rank timeline.png showed twice what `zbpp plan` says."""
+    trainer = trainer_of()
+    history = list(trainer.run(3))
+    here = World(0, 1, torch.device("cpu"))
+    predicted = summarise(Title("zb_v"), trainer, history, here, torch.float64).predicted
+    assert predicted.timetable.num_stages == 2
+    assert predicted.peak_memory == compare(["zb_v"], 1, M)["zb_v"].peak_memory
 
 
 def test_evaluation_is_the_mean_loss_over_the_held_out_batches_and_changes_nothing():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="zbpp compare", description=__doc__, formatter_class=layout)
     parser.add_argument("runs", nargs="+", type=Path, help="run folders of zbpp train")
     folders = parser.parse_args(arguments).runs
+    if len(folders) < 2:
+        parser.exit(1, f"error: {folders[0]} is one run: name two run folders or more to compare\n")
     for folder in folders:
         if not (folder / "summary.json").is_file():
             parser.exit(
@@ -33,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outcome = "are equal to the last bit" if are_equal else "DIFFER"
     print(f"losses of all {len(losses[0])} steps {outcome}")
     has_learned = _check_learning(summaries[0])
-    print("(with more ranks than cores, a run's own bubble says little about the schedule)")
+    if any(map(_shares_cores, summaries)):
+        print("(with more ranks than cores, a run's own bubble says little about the schedule)")
     return 0 if are_equal and has_learned else 1
 
 
@@ -59,6 +63,12 @@ def _row(folder: Path, summary: dict[str, Any]) -> tuple[str, ...]:
         f"{summary['predicted_bubble_rate']:.3f}",
         f"{summary['measured_bubble_rate']:.3f}",
     )
+
+
+def _shares_cores(summary: dict[str, Any]) -> bool:
+    """Whether a run on CPUs had more ranks than the machine has cores."""
+    cores = re.fullmatch(r"(\d+) CPU cores", summary.get("device", ""))
+    return cores is not None and summary["num_ranks"] > int(cores[1])
 
 
 def _losses(path: Path) -> list[float]:

@@ -54,7 +54,10 @@ class PlanningRequest:
 
     @cached_property
     def memory_of_1f1b(self) -> float:
-        """The activations of as many microbatches as there are ranks (printed as 1.00p)."""
+        """num_ranks times the activations of the largest stage (printed as 1.00p).
+
+        1F1B holds as much on rank 0 if all stages are equal, and less if a later stage is the largest.
+        """
         return memory_of_1f1b(self.costs_for(self.num_ranks), self.num_ranks)
 
     @cached_property

@@ -48,7 +48,9 @@ def _question(answer: Answer) -> str:
     most = "no memory limit" if limit is None else f"at most {limit_text(answer, limit)} per rank"
     return (
         f"{request.num_ranks} ranks, {request.num_microbatches} microbatches, {most}; times in ms, best "
-        f"{request.objective} first.\n1.00p is 1F1B's memory, {_amount(answer, request.memory_of_1f1b)}.\n"
+        f"{request.objective} first.\n"
+        f"1.00p is {request.num_ranks} times the activations of the largest stage, "
+        f"{_amount(answer, request.memory_of_1f1b)}; with equal stages 1F1B holds as much.\n"
         "Bound: no plan with the row's placement and within the memory limit takes less."
     )
 

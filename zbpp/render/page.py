@@ -38,6 +38,7 @@ from zbpp.schedule.simulate import Floats, Timeline
 from zbpp.schedule.timetable import Op, Timetable
 
 _SCRIPTS = ("timeline.js", "drawing.js", "page.js")  # a script uses those before it
+_LIGHT = f"--first:{COLOURS[Op.F][1]};--later:{COLOURS[Op.B][1]}"  # a swatch of two light colours
 _DIGITS = 9  # of the makespan; further digits are rounding errors of sums
 
 Panels = Sequence[tuple[str, Timeline]]
@@ -255,7 +256,7 @@ def _legend(panels: Panels, *, level: bool, limit: bool) -> str:
         _swatch("bubble", "bubble"),
         *([_swatch("memory", "level")] if level else []),
         *([_swatch("limit", "limit")] if limit else []),
-        *(["<li>light: a rank’s later stage</li>"] if several else []),
+        *([_swatch("light: a rank’s later stage", "op", _LIGHT)] if several else []),
     ]
     return f'<ul class="legend">{"".join(items)}</ul>'
 

@@ -194,7 +194,7 @@ def _legend(figure: Figure, timelines: list[Timeline]) -> None:
     handles["bubble"] = Patch(color=_BUBBLE)
     handles["makespan"] = Line2D([], [], color=_MUTED, linewidth=0.8, linestyle="--")
     if several:
-        handles["light: a rank's later stages"] = Line2D([], [], linestyle="none")
+        handles["light: a rank's later stages"] = tuple(Patch(color=light) for _, light in COLOURS.values())
     figure.legend(
         list(handles.values()),
         list(handles),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,6 +12,8 @@ from zbpp.render.style import MEANING, first_start, index_on_rank
 from zbpp.schedule.simulate import Timeline
 from zbpp.schedule.timetable import Op, Timetable
 
+_B_BEFORE_W = "|"
+_HAS_NO_NUMBER = re.compile(r"[FBW](?![\dW])", re.IGNORECASE).search
 _LONGEST_STRETCH = 4  # an op is drawn at most this many times as wide as its label needs
 
 
@@ -21,7 +24,8 @@ def render_text(timeline: Timeline, *, width: int | None = None) -> str:
     owns more than two stages it is shown with its stage (`2F5`). Dots are the bubble: idle time within the
     rank's span.
     width: the most characters per line; None: as many as the labels need. An action that is too narrow for
-    its label keeps the letter alone.
+    its label is shown as its op alone. A B of one column directly before a W is shown as `|`: B and W side by
+    side would read as BW, the whole backward.
     """
     margin = len(f"rank {timeline.timetable.num_ranks - 1}  ")
     labels = _labels(timeline.timetable)
@@ -31,7 +35,7 @@ def render_text(timeline: Timeline, *, width: int | None = None) -> str:
     lines = [_line(timeline, rank, labels[rank], scale) for rank in range(timeline.timetable.num_ranks)]
     ruler = _ruler(timeline.makespan, scale)
     drawing = [f"{'ms':{margin}}{ruler}", *(f"{f'rank {i}':{margin}}{line}" for i, line in enumerate(lines))]
-    return "\n".join([*(line.rstrip() for line in drawing), "", _legend(timeline.timetable)])
+    return "\n".join([*(line.rstrip() for line in drawing), "", _legend(timeline.timetable, lines)])
 
 
 def _labels(timetable: Timetable) -> list[list[str]]:
@@ -72,7 +76,10 @@ def _line(timeline: Timeline, rank: int, labels: list[str], scale: float) -> str
     spans = zip(timeline.starts[rank] - first, timeline.ends[rank] - first, labels, strict=True)
     for start, end, label in spans:
         line += _idle(_column(start, scale) - len(line))
-        line += _cell(label, _column(end, scale) - len(line))
+        cell = _cell(label, _column(end, scale) - len(line))
+        if cell[:1] + line[-1:] in ("WB", "wb"):
+            line = line[:-1] + _B_BEFORE_W
+        line += cell
     return line
 
 
@@ -81,7 +88,7 @@ def _idle(columns: int) -> str:
 
 
 def _cell(label: str, columns: int) -> str:
-    """`F5`, `F5-- `; or, where the label is too long, `F-` or `F`."""
+    """`F5`, `F5-- `; or, where the label is too long, `F ` or `F`."""
     if columns < len(label):
         label = label.strip("0123456789")
     return f"{label:-<{columns - 1}} " if columns > len(label) else label[: max(columns, 0)]
@@ -103,9 +110,11 @@ def _ticks(makespan: float, scale: float) -> Iterator[float]:
         yield count * step
 
 
-def _legend(timetable: Timetable) -> str:
+def _legend(timetable: Timetable, lines: list[str]) -> str:
     present = np.unique(np.concatenate([np.unique(row.ops) for row in timetable.rows])).tolist()
     ops = ", ".join(f"{Op(op).name} {MEANING[Op(op)]}" for op in present)
     most = max(index_on_rank(timetable))
     later_stages = ("", "; lower case: the rank's second stage", "; stage before the letter")[min(most, 2)]
-    return f"{ops}, each with its microbatch{later_stages}; dots: bubble"
+    narrow = "; without a number: too narrow for it" if any(map(_HAS_NO_NUMBER, lines)) else ""
+    bars = f"; {_B_BEFORE_W} : a narrow B before a W" if any(_B_BEFORE_W in line for line in lines) else ""
+    return f"{ops}, each with its microbatch{later_stages}{narrow}{bars}; dots: bubble"

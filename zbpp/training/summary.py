@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
+from zbpp.planning import RankCosts
 from zbpp.runtime import measured_costs
 from zbpp.runtime.world import World, gather
-from zbpp.schedule import Timeline, simulate
+from zbpp.schedule import Costs, Timeline, simulate
 from zbpp.training.optimizer import parameters_of
 from zbpp.training.speed import machine, median, model_flops_utilisation, peak_flops
 from zbpp.training.trainer import Trainer
@@ -40,7 +42,9 @@ def summarise(
     """Sum up a run. history: the metrics of its steps. Collective."""
     pipeline, data, last = trainer.pipeline, trainer.data, history[-1]
     measured = _with_median_makespan(trainer.timelines)
-    predicted = simulate(measured.timetable, measured_costs(*trainer.timelines))
+    predicted = simulate(
+        measured.timetable, _with_usual_memory(measured_costs(*trainer.timelines), here.size)
+    )
     items_per_second = data.items_per_batch / median([metrics["step_seconds"] for metrics in history])
     num_parameters = sum(gather(sum(p.numel() for p in parameters_of(pipeline.stages))))
     figures = {
@@ -67,6 +71,12 @@ def summarise(
         **machine(here.device),
     }
     return Summary(figures, measured, predicted)
+
+
+def _with_usual_memory(costs: Costs, num_ranks: int) -> Costs:
+    """The costs with memory in activations of one rank's share of the model, the unit of `zbpp plan`."""
+    usual = RankCosts().per_stage(len(costs.numbers["f"]), num_ranks)
+    return replace(costs, saved=usual.saved, deferred=usual.deferred)
 
 
 def _with_median_makespan(timelines: Sequence[Timeline]) -> Timeline:

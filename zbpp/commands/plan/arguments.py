@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from zbpp.planning import SCHEDULES, About, RankCosts, about_in_words, read_costs, read_memory_limit
+from zbpp.schedule import PlanError
 
 SEARCH_SECONDS, CHOICE_SECONDS = 10.0, 45.0  # of one search; of all searches of --choose together
 _MOST_LAYERS = 4096  # the split over stages makes a table of all pairs of layers
@@ -57,7 +59,7 @@ class Inputs(NamedTuple):
     @classmethod
     def read(cls, options: argparse.Namespace) -> Self:
         """The file's costs with those of the command line over them. Raises PlanError and OSError."""
-        costs, about = read_costs(options.costs) if options.costs else (RankCosts(), {})
+        costs, about = _read_costs(options) if options.costs else (RankCosts(), {})
         flags = {name: getattr(options, name) for name in COST_OPTIONS}
         costs = replace(costs, **{name: value for name, value in flags.items() if value is not None})
         return cls(costs, about, read_memory_limit(options.memory_limit, costs))
@@ -66,6 +68,28 @@ class Inputs(NamedTuple):
     def notes(self) -> list[str]:
         """Where the costs were measured, in one line; nothing if they were not."""
         return [text for text in [about_in_words(self.about)] if text]
+
+
+def _read_costs(options: argparse.Namespace) -> tuple[RankCosts, About]:
+    """The file of --costs. Raises PlanError if there is none, or if its lists don't fit --ranks."""
+    try:
+        costs, about = read_costs(options.costs)
+    except FileNotFoundError:
+        raise PlanError(f"--costs {options.costs}: there is no such file; zbpp measure writes one") from None
+    if options.timetable is None and not options.layers:
+        _check_ranks(costs, about, options)
+    return costs, about
+
+
+def _check_ranks(costs: RankCosts, about: About, options: argparse.Namespace) -> None:
+    for name, value in costs.numbers.items():
+        length = len(value) if isinstance(value, Sequence) else 1
+        if length > 1 and options.ranks > 0 and length % options.ranks:
+            raise PlanError(
+                f"--costs {options.costs}: {name} has {length} numbers, one per stage, which can't be "
+                f"divided among {options.ranks} ranks: write --ranks {about.get('num_ranks', length)}, or measure "
+                f"with zbpp measure -n {options.ranks}"
+            )
 
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
@@ -94,7 +118,7 @@ def _add_subject(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--choose", action="store_true", help=best)
     read = "read a timetable: text ('-': stdin), or torch's .csv"
     group.add_argument("--timetable", metavar="FILE", help=read)
-    group.add_argument("--ranks", type=int, default=4, metavar="P", help="default 4")
+    group.add_argument("-n", "--ranks", type=int, default=4, metavar="P", help="default 4")
     group.add_argument("--microbatches", type=int, default=8, metavar="M", help="default 8")
     limit = (
         "the most memory that a rank may hold, such as 8 (activations) or, with costs in bytes, 12GiB; "
