@@ -130,6 +130,13 @@ def test_help_shows_every_value_of_the_command(command):
     [
         ("model=gpt_tony", "Could not find 'model/gpt_tony' Available options in 'model': custom emulated"),
         ("stepz=3", "Could not override 'stepz'. Key 'stepz' not in 'TrainConfig'; did you mean steps"),
+        ("lr=1e-3", "Key 'lr' not in 'TrainConfig'; did you mean optimizer.learning_rate?"),
+        (
+            "learning_rat=1e-3",
+            "Key 'learning_rat' not in 'TrainConfig'; did you mean optimizer.learning_rate?",
+        ),
+        ("device=cpu", "Key 'device' not in 'TrainConfig'; did you mean parallel.device?"),
+        ("optimizer.lr=1e-3", "Key 'lr' not in 'OptimizerConfig'; did you mean learning_rate?"),
         ("steps=many", "Value 'many' of type 'str' could not be converted to Integer"),
         ("steps=[3", "no viable alternative at input '[3'"),
     ],
@@ -152,7 +159,8 @@ def test_what_hydra_says_of_a_mistake_is_one_line(given, words):
         ),
         ("+parallel.ranks=2", "parallel.ranks: there is no such key; did you mean num_ranks?"),
         ("+schedule.nmae=gpipe", "schedule.nmae: there is no such key; did you mean name?"),
-        ("+lr=.5", "lr: there is no such key"),
+        ("+lr=.5", "lr: there is no such key; did you mean optimizer.learning_rate?"),
+        ("+frobnicate=1", "frobnicate: there is no such key"),
     ],
 )
 def test_a_key_added_with_a_plus_is_refused_if_nothing_reads_it(given, message):
@@ -175,6 +183,34 @@ def test_a_flag_that_is_not_known_is_refused_in_a_line(given, name, message):
     """Hydra printed 20 lines of its own options."""
     with pytest.raises(Refusal, match=re.escape(message)):
         command_line.arguments(given, name)
+
+
+def test_data_that_need_a_key_which_the_model_has_not_are_refused_with_what_to_write():
+    """It was `Interpolation key 'model.vocab_size' not found: write it`."""
+    with pytest.raises(configs.ConfigError) as caught:
+        configs.typed(composed("model._target_=my_file.Tower"))
+    assert str(caught.value).endswith(
+        ": the model has no vocab_size, so this choice of data does not fit it: write data.vocab_size=..., "
+        "choose another data=, or name data of yours, data._target_=my_file.my_data"
+    )
+
+
+def test_a_class_given_as_a_choice_is_refused_with_the_key_that_names_a_class():
+    with pytest.raises(Refusal) as caught:
+        command_line.arguments(["model=mymodel.MyLM"])
+    assert str(caught.value) == (
+        "model=mymodel.MyLM: there is no such choice; a class is named by model._target_=mymodel.MyLM"
+    )
+
+
+def test_a_typo_in_a_classs_name_names_the_module_and_what_it_has(tmp_path, monkeypatch):
+    (tmp_path / "my_typo_file.py").write_text("import json\n\nclass MyModel: ...\n\ndef my_data(): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(configs.ConfigError) as caught:
+        configs.instantiate_node("model", {"_target_": "my_typo_file.MyModle"})
+    assert str(caught.value) == (
+        "model (my_typo_file.MyModle): my_typo_file has no MyModle; it has MyModel, my_data"
+    )
 
 
 def test_the_choices_of_a_users_folder_are_listed_beside_ours(tmp_path):

@@ -167,8 +167,14 @@ _NO_FILE_NAME = r"(?i:null|true|false|)|[-+]?[\d.]+(e[-+]?\d+)?"
 
 
 def _check_choice(argument: str, flags: Sequence[str]) -> None:
-    """Refuse `optimizer=null` and `optimizer=3`: no file has such a name, and Hydra ends in a traceback."""
+    """Refuse `model=my_file.MyModel`, a class, and `optimizer=null` and `optimizer=3`.
+
+    No file is called null or 3, and Hydra ends in a traceback.
+    """
     group, _, choice = argument.partition("=")
+    is_class = re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", choice) is not None
+    if group in _NAMED_BY_TARGET and is_class and choice not in _choices(group, flags):
+        raise Refusal(f"{argument}: there is no such choice; a class is named by {group}._target_={choice}")
     if group.isidentifier() and (config_folder() / group).is_dir() and re.fullmatch(_NO_FILE_NAME, choice):
         raise Refusal(f"{argument}: choose one of {', '.join(_choices(group, flags))}")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -95,8 +95,19 @@ def typed(config: DictConfig) -> Any:
     except Exception as error:  # OmegaConf wraps what __post_init__ raises in types of its own
         key, text = getattr(error, "full_key", None), str(error).partition("\n")[0]
         if isinstance(error, InterpolationKeyError):
-            text += f": write it, or choose another {str(key).partition('.')[0]}="
+            text += _remedy(str(key), text)
         raise ConfigError(f"{key}: {text}" if key else text) from error
+
+
+def _remedy(key: str, text: str) -> str:
+    """What to write where a key refers to another key that is not there."""
+    group, missing = key.partition(".")[0], re.search(r"'model\.(\w+)'", text)
+    if group == "data" and missing:
+        return (
+            f": the model has no {missing[1]}, so this choice of data does not fit it: write {key}=..., "
+            "choose another data=, or name data of yours, data._target_=my_file.my_data"
+        )
+    return f": write it, or choose another {group}="
 
 
 def flat(config: DictConfig) -> dict[str, Any]:
@@ -128,14 +139,30 @@ def _check_keys(config: DictConfig, prefix: str = "") -> None:
     names = [field.name for field in fields(kind)]
     for name in map(str, config):
         if name not in names:
-            raise ConfigError(f"{prefix}{name}: there is no such key{_did_you_mean(name, names)}")
+            raise ConfigError(f"{prefix}{name}: there is no such key{_did_you_mean(name, kind)}")
         if not OmegaConf.is_missing(config, name) and OmegaConf.is_dict(config[name]):
             _check_keys(config[name], f"{prefix}{name}.")
 
 
-def _did_you_mean(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+def _did_you_mean(name: str, kind: Any) -> str:
+    """The key of the config class, or of a class inside it, that is called nearly so: `lr`, learning_rate."""
+    keys: dict[str, str] = {}
+    for key in _keys(kind):
+        keys.setdefault(key.rpartition(".")[2], key)
+    initials = {"".join(word[0] for word in last.split("_")): last for last in keys if "_" in last}
+    close = [name] if name in keys else difflib.get_close_matches(name, keys, n=1)
+    close = close or [initials[each] for each in [name] if each in initials]
+    return f"; did you mean {keys[close[0]]}?" if close else ""
+
+
+def _keys(kind: Any) -> Iterator[str]:
+    """The dotted keys of a config class: its own first, then those of the classes inside it."""
+    hints = get_type_hints(kind)
+    own = [field.name for field in fields(kind)]
+    yield from own
+    for name in own:
+        if is_dataclass(hints[name]):
+            yield from (f"{name}.{key}" for key in _keys(hints[name]))
 
 
 def composition_error(error: object) -> ConfigError | None:
@@ -149,8 +176,10 @@ def composition_error(error: object) -> ConfigError | None:
     if unknown and is_dataclass(kind := getattr(tree, unknown[2], None)):
         # Hydra advises to add the key by a +, where nothing would read it.
         text = re.sub(r"To append to your config use \S+", "", text)
-        hint = _did_you_mean(unknown[1], [field.name for field in fields(kind)])
+        hint = _did_you_mean(unknown[1], kind)
     lines = [line.strip() for line in text.splitlines()]
-    # full_key and object_type are OmegaConf's own terms, of no use to a user.
-    useful = [line for line in lines if line and not line.startswith(("full_key", "object_type"))]
+    # These three are OmegaConf's own terms, of no use to a user.
+    useful = [
+        line for line in lines if line and not line.startswith(("full_key", "object_type", "reference_type"))
+    ]
     return ConfigError(" ".join(useful) + hint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,8 +29,22 @@ def instantiate_node(part: str, node: dict[str, Any], **extra: Any) -> Any:
         cause = error.__cause__ or error
         if not isinstance(cause, ValueError | OSError | TypeError | ImportError | HydraException):
             raise  # a bug in the class's own code: its traceback says where
-        message = " ".join(str(cause).split())
+        message = _missing_name(str(node["_target_"])) or " ".join(str(cause).split())
         raise ConfigError(f"{part} ({node['_target_']}): {message}") from cause
+
+
+def _missing_name(target: str) -> str:
+    """`my_file has no MyModle; it has MyModel`; nothing if the module was not imported or has the name."""
+    module_name, _, name = target.rpartition(".")
+    module = sys.modules.get(module_name)  # imported by now, if it can be
+    if module is None or hasattr(module, name):
+        return ""
+    own = sorted(
+        key
+        for key, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", "") == module_name and not key.startswith("_")
+    )
+    return f"{module_name} has no {name}" + (f"; it has {', '.join(own)}" if own else "")
 
 
 def _accepted(node: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:

@@ -42,9 +42,9 @@ def summarise(
     """Sum up a run. history: the metrics of its steps. Collective."""
     pipeline, data, last = trainer.pipeline, trainer.data, history[-1]
     measured = _with_median_makespan(trainer.timelines)
-    predicted = simulate(
-        measured.timetable, _with_usual_memory(measured_costs(*trainer.timelines), here.size)
-    )
+    times = measured_costs(*trainer.timelines)
+    costs = _with_usual_memory(times, pipeline.timetable.num_stages, here.size)
+    predicted = simulate(measured.timetable, costs)
     items_per_second = data.items_per_batch / median([metrics["step_seconds"] for metrics in history])
     num_parameters = sum(gather(sum(p.numel() for p in parameters_of(pipeline.stages))))
     figures = {
@@ -73,9 +73,9 @@ def summarise(
     return Summary(figures, measured, predicted)
 
 
-def _with_usual_memory(costs: Costs, num_ranks: int) -> Costs:
+def _with_usual_memory(costs: Costs, num_stages: int, num_ranks: int) -> Costs:
     """The costs with memory in activations of one rank's share of the model, the unit of `zbpp plan`."""
-    usual = RankCosts().per_stage(len(costs.numbers["f"]), num_ranks)
+    usual = RankCosts().per_stage(num_stages, num_ranks)
     return replace(costs, saved=usual.saved, deferred=usual.deferred)
 
 

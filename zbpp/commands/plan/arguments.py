@@ -82,13 +82,14 @@ def _read_costs(options: argparse.Namespace) -> tuple[RankCosts, About]:
 
 
 def _check_ranks(costs: RankCosts, about: About, options: argparse.Namespace) -> None:
+    ranks = options.ranks
     for name, value in costs.numbers.items():
         length = len(value) if isinstance(value, Sequence) else 1
-        if length > 1 and options.ranks > 0 and length % options.ranks:
+        if length > 1 and ranks > 0 and length % ranks:
             raise PlanError(
                 f"--costs {options.costs}: {name} has {length} numbers, one per stage, which can't be "
-                f"divided among {options.ranks} ranks: write --ranks {about.get('num_ranks', length)}, or measure "
-                f"with zbpp measure -n {options.ranks}"
+                f"divided among {ranks} ranks: write --ranks {about.get('num_ranks', length)}, or measure "
+                f"with zbpp measure -n {ranks}"
             )
 
 
