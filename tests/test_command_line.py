@@ -84,6 +84,11 @@ def test_n_is_short_for_the_number_of_ranks(flags):
     assert command_line.arguments(flags, "bench") == ["num_ranks=4"]
 
 
+def test_n_beside_the_key_that_it_is_short_for_is_refused():
+    with pytest.raises(Refusal, match="-n 2 is short for parallel.num_ranks=2: leave one of the two out"):
+        command_line.arguments(["-n", "2", "parallel.num_ranks=3"], "train")
+
+
 def test_flags_may_stand_between_values():
     """Hydra refused whatever stood behind a flag that stood behind a value."""
     given = ["steps=3", "--config-dir", "conf", "seed=1", "-m", "dtype=float64", "--cfg", "job"]
@@ -261,3 +266,12 @@ def test_a_sweep_inside_torchrun_is_refused(monkeypatch, flag):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(Refusal, match="-m sweeps inside one torchrun job can't work"):
         command_line.arguments([flag, "seed=1,2"])
+
+
+def test_an_interrupt_ends_in_one_line(monkeypatch, capsys):
+    """Ctrl-C in a run of one process printed 83 lines."""
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as ended, command_line._ended_in_order():
+        raise KeyboardInterrupt
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "stopped by SIGINT\n"

@@ -485,6 +485,7 @@ def test_a_mistake_that_a_rank_finds_is_one_line(tmp_path, installed, given, lin
             ["-n", "2", "schedule=interleaved_1f1b", "schedule.stages_per_rank=10000"],
             "error: model: num_layers=8 is fewer than the 20000 stages",
         ),
+        ("train", ["-n", "100"], "error: model: num_layers=8 is fewer than the 100 stages"),
         ("measure", ["schedule.name=zb_h9"], f"error: unknown schedule 'zb_h9'; known: {KNOWN}"),
         ("bench", ["schedules=[zb_h9]"], f"error: unknown schedule 'zb_h9'; known: {KNOWN}"),
     ],

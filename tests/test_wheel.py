@@ -69,3 +69,12 @@ def test_explain_shows_a_stage_of_a_packaged_model(wheel, tmp_path):
     done = wheel.start(tmp_path, wheel.zbpp("explain", *given))
     assert done.rc == 0, done.text
     assert "computed in W: 8 of 8 parameters" in done.text
+
+
+def test_ranks_run_the_installed_package_beside_a_file_of_its_name(wheel, tmp_path):
+    """The current folder stands first in sys.path, for a user's classes: ranks imported its zbpp."""
+    (tmp_path / "zbpp.py").write_text("raise SystemExit(3)\n")
+    given = ["train", "-n", "2", "model=mlp", "data=regression", "steps=1", "run_dir=run"]
+    done = wheel.start(tmp_path, [f"{wheel.python.parent}/zbpp", *given])
+    assert done.rc == 0, done.text
+    assert (tmp_path / "run/summary.json").is_file()

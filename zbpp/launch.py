@@ -82,7 +82,7 @@ def on_ranks(num_ranks: int, function: Callable[[Any], Any], argument: Any) -> A
 
 @contextmanager
 def _same_package() -> Iterator[None]:
-    """New processes import zbpp from where this one did, not from a folder or file zbpp of the current folder.
+    """New processes import zbpp from where this one did, not a zbpp that lies in the current folder.
 
     A new process gets this one's sys.path, in which the current folder stands first, for the user's classes.
     """

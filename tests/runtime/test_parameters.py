@@ -253,3 +253,30 @@ def test_the_norm_is_one_number_however_the_parameters_are_spread():
     squares = squared_norms(grads)
     norms = {global_norm([squares[:k], squares[k:]]) for k in range(len(squares))}
     assert norms == {global_norm([squares[::-1]])}
+
+
+def test_a_loss_with_parameters_of_its_own_is_trained_clipped_and_saved():
+    """They were in no list: an optimizer over `pipeline.parameters()` left them as they were."""
+
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+        def forward(self, output, target):
+            return self.scale * F.mse_loss(output, target)
+
+    layer, loss_fn = nn.Linear(SIZE, SIZE).double(), Weighted()
+    pipeline = Pipeline({0: layer}, plan("1f1b", 1, M), loss_fn)
+    assert [name for name, _ in pipeline.named_parameters()] == ["weight", "bias", "loss.scale"]
+    x, target = torch.randn(2, 2 * M, SIZE, dtype=torch.float64)
+    pipeline.step(x, target=target)
+    expected = torch.nn.utils.get_total_norm([p.grad for p in (*layer.parameters(), loss_fn.scale)])
+    torch.testing.assert_close(clip_grad_norm_(pipeline, 1.0), expected)
+    state = {name: value.clone() for name, value in pipeline.state_dict().items()}
+    with torch.no_grad():
+        loss_fn.scale.zero_()
+    pipeline.load_state_dict(state)
+    assert loss_fn.scale.item() == 2.0
+    with pytest.raises(RuntimeError, match="missing here: .'loss.scale'.;"):
+        pipeline.load_state_dict({name: value for name, value in state.items() if name != "loss.scale"})

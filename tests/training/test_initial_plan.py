@@ -40,6 +40,13 @@ def test_a_plan_that_does_not_fit_the_job_is_refused(tmp_path, arguments, option
         plan_from_file(str(file), *arguments, **options)
 
 
+def test_a_plan_of_forwards_alone_is_refused(tmp_path):
+    file = tmp_path / "plan.txt"
+    file.write_text("0F0 0F1\n1F0 1F1\n")
+    with pytest.raises(PlanError, match="is no plan to train by: a rank has no W and no BW"):
+        plan_from_file(str(file), 2, None)
+
+
 @pytest.fixture
 def costs(tmp_path):
     about = {"memory": "bytes"}

@@ -40,7 +40,9 @@ def check_layers(model: Any, schedule: ScheduleConfig, num_ranks: int) -> None:
     Checked before planning and before ranks start, which take minutes for thousands of stages and ranks.
     """
     if schedule.timetable is None:
-        per_rank = stages_per_rank(schedule.name, schedule.placement, schedule.stages_per_rank)
+        per_rank = stages_per_rank(
+            schedule.name, placement=schedule.placement, stages_per_rank=schedule.stages_per_rank
+        )
         layers_per_stage(model, num_ranks * per_rank)
 
 

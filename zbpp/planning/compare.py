@@ -38,13 +38,13 @@ def compare(
             return error
 
     shape = {key: options.get(key) for key in ("placement", "stages_per_rank")}
-    per_rank = {name: _stages_per_rank(name, shape) for name in map(canonical_name, names)}
+    per_rank = {name: stages_per_rank(name, **shape) for name in map(canonical_name, names)}
     return {name: outcome(name, num_ranks * number) for name, number in per_rank.items()}
 
 
-def _stages_per_rank(name: str, shape: dict[str, Any]) -> int:
+def stages_per_rank(name: str, *, placement: str | None = None, stages_per_rank: int | None = None) -> int:
     """How many stages a schedule puts on each rank, as its plan for 1 rank and 2 microbatches shows."""
     try:
-        return plan(name, 1, 2, **shape).num_stages
+        return plan(name, 1, 2, placement=placement, stages_per_rank=stages_per_rank).num_stages
     except PlanError:  # The schedule can't have this shape. So plan its own; `outcome` will raise the error.
         return plan(name, 1, 2).num_stages

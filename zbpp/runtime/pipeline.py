@@ -103,7 +103,7 @@ class Pipeline:
         self._is_recording, self._recorder = False, Recorder(self.device)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank's stages, and of a loss that is a module, each once: for its optimizer."""
+        """The parameters of this rank's stages and of a loss that is a module, each once: for optimizers."""
         return (parameter for _, parameter in self._parameters.named())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
