@@ -198,7 +198,7 @@ def test_a_memory_limit_has_the_unit_of_the_costs(main, capsys, tmp_path):
         == 2
     )
     short, bare, foreign = capsys.readouterr().err.splitlines()
-    assert short.startswith("error: zb_h1 needs 4 GiB on rank 0, memory_limit allows 3.5 GiB; the least")
+    assert short.startswith("error: zb_h1 needs 4 GiB on rank 0, memory_limit allows 3.5 GiB; this plan")
     assert bare == "error: memory limit '4': the costs are in bytes; write a unit, such as 12GiB"
     assert foreign.startswith("error: memory limit '4GiB': the costs are in activations of one rank's share")
 
