@@ -71,13 +71,27 @@ def on_ranks(num_ranks: int, function: Callable[[Any], Any], argument: Any) -> A
         max_restarts=0,
         run_id=uuid4().hex,
     )
-    with TemporaryDirectory(prefix="zbpp-") as folder, _without_torchs_log():
+    with TemporaryDirectory(prefix="zbpp-") as folder, _without_torchs_log(), _same_package():
         try:
             return elastic_launch(launch, _run_rank)(function, argument, folder)[0]
         except ChildFailedError as failed:
             raise _first_error(Path(folder), failed.failures) from None
         except SignalException as stopped:
             raise Refusal(f"stopped by {stopped.sigval.name}") from None
+
+
+@contextmanager
+def _same_package() -> Iterator[None]:
+    """New processes import zbpp from where this one did, not from a folder or file zbpp of the current folder.
+
+    A new process gets this one's sys.path, in which the current folder stands first, for the user's classes.
+    """
+    home = str(Path(__file__).parents[1])
+    sys.path.insert(0, home)
+    try:
+        yield
+    finally:
+        sys.path.remove(home)
 
 
 @contextmanager

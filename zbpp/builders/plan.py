@@ -8,6 +8,7 @@ from typing import Any
 from zbpp.builders.model import layers_per_stage
 from zbpp.config import NUM_MICROBATCHES, ConfigError, ScheduleConfig
 from zbpp.planning import canonical_name, takes_costs
+from zbpp.planning.compare import stages_per_rank
 from zbpp.schedule import Timetable
 from zbpp.training.initial_plan import plan_by_name, plan_from_file
 from zbpp.training.summary import Title
@@ -34,12 +35,13 @@ def check_plan(schedule: ScheduleConfig, num_ranks: int, num_microbatches: int |
 
 
 def check_layers(model: Any, schedule: ScheduleConfig, num_ranks: int) -> None:
-    """Raise ConfigError if schedule.stages_per_rank asks for more stages than the model has layers.
+    """Raise ConfigError if the schedule has more stages on so many ranks than the model has layers.
 
-    Checked before planning, which takes minutes for thousands of stages.
+    Checked before planning and before ranks start, which take minutes for thousands of stages and ranks.
     """
-    if schedule.stages_per_rank is not None:
-        layers_per_stage(model, num_ranks * schedule.stages_per_rank)
+    if schedule.timetable is None:
+        per_rank = stages_per_rank(schedule.name, schedule.placement, schedule.stages_per_rank)
+        layers_per_stage(model, num_ranks * per_rank)
 
 
 def title_of(schedule: ScheduleConfig, *, is_replanned: bool = False) -> Title:

@@ -59,6 +59,11 @@ def _ended_in_order() -> Iterator[None]:
     except BrokenPipeError:  # `zbpp train ... | head`
         discard_output()
         sys.exit(_BROKEN_PIPE)
+    except KeyboardInterrupt:
+        if "RANK" in os.environ or wants_traceback():  # torchrun says what stopped its ranks
+            raise
+        print("stopped by SIGINT", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     except Exception as error:
         mistake = composition_error(error) or error
         if wants_traceback() or not isinstance(mistake, (RankError, *refusals())):
@@ -122,6 +127,8 @@ def _with_num_ranks(given: list[str], name: str) -> list[str]:
     value, rest = given[place].removeprefix("-n"), given[place + 1 :]
     if not value and rest:
         value, *rest = rest
+    if any(each.startswith(f"{_NUM_RANKS[name]}=") for each in given):
+        raise Refusal(f"-n {value} is short for {_NUM_RANKS[name]}={value}: leave one of the two out")
     if not value.isdecimal():
         raise Refusal(f"-n {value}: write how many ranks to start, such as -n 4")
     return [*given[:place], f"{_NUM_RANKS[name]}={value}", *rest]

@@ -1,4 +1,4 @@
-"""Costs as scripts/measure.py writes them: a JSON object with the fields of `RankCosts`, and `about`."""
+"""Costs as `zbpp measure` writes them: a JSON object with the fields of `RankCosts`, and `about`."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 _ADVICE = {
     BYTES: "the costs are in bytes; write a unit, such as 12GiB",
     ACTIVATIONS: "the costs are in activations of one rank's share of the model; write how many, such as 8, "
-    "or give costs in bytes, as scripts/measure.py writes them",
+    "or give costs in bytes, as zbpp measure writes them",
 }
 
 

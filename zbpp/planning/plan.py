@@ -55,7 +55,8 @@ def plan(
 ) -> Timetable:
     """The timetable of a schedule in `SCHEDULES`, whose name may be spelled as `canonical_name` allows.
 
-    memory_limit: in the unit of costs.saved, for each rank or one per rank; None: no limit.
+    memory_limit: in the unit of costs.saved, one number for all ranks, or a list with one per rank;
+    None: no limit.
     placement ("one" | "looped" | "v"), stages_per_rank: None for the schedule's own (zb_auto, optimal: one).
 
     For zb_auto and optimal, which search:

@@ -42,9 +42,9 @@ Plan = list[list[int]]
 class Problem:
     """Which timetables are allowed, and how they are compared.
 
-    rank_of[stage]: the placement. memory_limit: in the unit of costs.saved, for each rank or one number
-    per rank; None: no limit. objective: "makespan" (last end of all ranks) or "span" (the longest of the
-    ranks' spans).
+    rank_of[stage]: the placement. memory_limit: in the unit of costs.saved, one number for all
+    ranks, or a list with one per rank; None: no limit.
+    objective: "makespan" (last end of all ranks) or "span" (the longest of the ranks' spans).
     Raises PlanError for what is out of range, and for a limit that can't hold one microbatch (with the
     least that works, per rank).
     """

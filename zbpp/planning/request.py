@@ -27,8 +27,8 @@ SWEEP_PLACEMENTS = ("one", "v")
 class PlanningRequest:
     """The pipeline that a schedule is to be chosen for.
 
-    costs: for one rank's share of the model. memory_limit: in the unit of costs.saved, for each rank or one
-    number per rank. time_limit: seconds of all searches together.
+    costs: for one rank's share of the model. memory_limit: in the unit of costs.saved, one number for all
+    ranks, or a list with one per rank. time_limit: seconds of all searches together.
     Raises PlanError for what is out of range, and for a limit that can't hold one microbatch (with the
     least that works).
     """

@@ -8,20 +8,28 @@ from typing import Any
 
 from torch import Tensor, nn
 
+_LOSS = "loss."
+
 
 class StageParameters:
     """Parameters and state of this rank's stages.
 
     A stage uses the names of the whole model (see zbpp/stage_api.py), and they are kept here. If two stages
-    of the pipeline use one name for different tensors, every name gets `stages.{index}.` in front.
+    of the pipeline use one name for different tensors, every name gets `stages.{index}.` in front. The names
+    of a loss that is a module get `loss.` in front.
 
-    stages: this rank's. all_names: per rank, `names_of` its stages.
+    stages: this rank's. all_names: per rank, `names_of` its stages. loss: the loss function, on the rank that
+    computes the loss.
     """
 
     def __init__(
-        self, stages: Mapping[int, nn.Module], all_names: Sequence[Mapping[int, Iterable[str]]]
+        self,
+        stages: Mapping[int, nn.Module],
+        all_names: Sequence[Mapping[int, Iterable[str]]],
+        loss: object = None,
     ) -> None:
         self._stages = dict(sorted(stages.items()))
+        self._loss = loss if isinstance(loss, nn.Module) else nn.Module()
         everyone = [(index, name) for names in all_names for index in names for name in names[index]]
         counts = Counter(name for _, name in everyone)
         self._is_prefixed = any(count > 1 for count in counts.values())
@@ -35,13 +43,16 @@ class StageParameters:
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield f"{self._prefix(index)}{name}", parameter
+        for name, parameter in self._loss.named_parameters():
+            if id(parameter) not in seen:
+                yield f"{_LOSS}{name}", parameter
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters and persistent buffers, as `nn.Module.state_dict` gives them."""
         state: dict[str, Any] = {}
         for index, stage in self._stages.items():
             state |= stage.state_dict(prefix=self._prefix(index))
-        return state
+        return state | self._loss.state_dict(prefix=_LOSS)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Load this rank's part of `state`, which may be the whole model's.
@@ -50,8 +61,9 @@ class StageParameters:
         no stage of the pipeline has; strict=False loads what is there.
         """
         mine = {index: stage.state_dict(prefix=self._prefix(index)) for index, stage in self._stages.items()}
-        missing = [name for names in mine.values() for name in names if name not in state]
-        unknown = [name for name in state if name not in self._known]
+        of_loss = self._loss.state_dict(prefix=_LOSS)
+        missing = [name for names in (*mine.values(), of_loss) for name in names if name not in state]
+        unknown = [name for name in state if name not in self._known and not name.startswith(_LOSS)]
         if strict and (missing or unknown):
             raise RuntimeError(
                 f"the state dict does not fit this pipeline: missing here: {missing or 'nothing'}; belonging "
@@ -61,6 +73,8 @@ class StageParameters:
             length = len(self._prefix(index))
             part = {name[length:]: state[name] for name in names if name in state}
             self._stages[index].load_state_dict(part, strict=strict)
+        part = {name.removeprefix(_LOSS): state[name] for name in of_loss if name in state}
+        self._loss.load_state_dict(part, strict=strict)
 
     def _prefix(self, index: int) -> str:
         return f"stages.{index}." if self._is_prefixed else ""

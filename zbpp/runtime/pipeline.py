@@ -84,7 +84,10 @@ class Pipeline:
         model = model_of(stages)
         self._loss_fn = model.loss if loss_fn is None and model is not None else loss_fn
         self.stages = dict(sorted(agreed.stages.items()))
-        self._parameters = StageParameters(self.stages, agreed.names)
+        computes_loss = timetable.rank_of[-1] == self.rank
+        self._parameters = StageParameters(
+            self.stages, agreed.names, self._loss_fn if computes_loss else None
+        )
         self.device = device_of(self.stages.values(), self.group)
         self._engine = Engine(
             timetable,
@@ -100,7 +103,7 @@ class Pipeline:
         self._is_recording, self._recorder = False, Recorder(self.device)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank's stages, each once: what its optimizer takes."""
+        """The parameters of this rank's stages, and of a loss that is a module, each once: for its optimizer."""
         return (parameter for _, parameter in self._parameters.named())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -209,6 +212,8 @@ class Pipeline:
         num_steps goes on, too: losses and gradients are those that this pipeline would have had. Collective.
         Raises ValueError, and closes nothing, if the timetable places the stages on other ranks.
         """
+        if not isinstance(timetable, Timetable):
+            raise TypeError(f"with_timetable takes a Timetable, not {timetable!r}: write zbpp.plan(...)")
         if timetable.rank_of != self.timetable.rank_of:
             raise ValueError(
                 "the timetable places the stages on other ranks than this pipeline's: rank_of "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from zbpp.planning import RankCosts, compare, read_costs, read_memory_limit
-from zbpp.schedule import PlanError, Timetable, read_timetable
+from zbpp.schedule import Op, PlanError, Timetable, read_timetable
 
 
 def plan_by_name(
@@ -46,6 +48,8 @@ def plan_from_file(file: str, num_ranks: int, num_microbatches: int | None, **op
         if value is not None:
             raise PlanError(f"{file} is a plan already: leave schedule.{option}={value} out")
     timetable = read_timetable(file)
+    if not all(np.isin(row.ops, (Op.W, Op.BW)).any() for row in timetable.rows):
+        raise PlanError(f"{file} is no plan to train by: a rank has no W and no BW")
     if timetable.num_ranks != num_ranks:
         raise PlanError(
             f"{file} is a plan for {timetable.num_ranks} ranks, not for {num_ranks}: write "

@@ -28,7 +28,8 @@ def zb_auto(
     """The best timetable found within `time_limit` (s) for the given costs and memory limit.
 
     placement: "one" (None), "v" or "looped" (stages_per_rank stages, None: 2).
-    memory_limit: in the unit of costs.saved, for each rank or one per rank; None: no limit.
+    memory_limit: in the unit of costs.saved, one number for all ranks, or a list with one per rank;
+    None: no limit.
     objective: "makespan", or "span", the longest of the ranks' spans.
     Never worse than the best family of this placement that fits, even with a time_limit of 0; stops at
     the lower bound, and when a long stretch of rounds brought nothing. The same arguments and seed
