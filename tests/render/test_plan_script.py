@@ -372,7 +372,7 @@ def test_errors_are_one_line_and_no_traceback(tmp_path, arguments, message):
         ([], "name at least one schedule, or give --timetable FILE"),
         (["zb_h1", "--timetable", "x"], "name at least one schedule, or give --timetable FILE (not both)"),
         (["zb_h1", "--f", "fast"], "argument --f: 'fast' is neither a number nor a comma list of numbers"),
-        (["zb_h1", "--ranks", "four"], "argument --ranks: invalid int value: 'four'"),
+        (["zb_h1", "--ranks", "four"], "argument -n/--ranks: invalid int value: 'four'"),
         (["zb_h1", "--picture", "a.jpeg"], "'a.jpeg' must end in .png, .pdf or .svg"),
         (["zb_h1", "--colour"], "unrecognized arguments: --colour"),
         (
