@@ -198,7 +198,7 @@ def test_a_memory_limit_has_the_unit_of_the_costs(main, capsys, tmp_path):
         == 2
     )
     short, bare, foreign = capsys.readouterr().err.splitlines()
-    assert short.startswith("error: zb_h1 needs 4 GiB on rank 0, memory_limit allows 3.5 GiB; the least")
+    assert short.startswith("error: zb_h1 needs 4 GiB on rank 0, memory_limit allows 3.5 GiB; this plan")
     assert bare == "error: memory limit '4': the costs are in bytes; write a unit, such as 12GiB"
     assert foreign.startswith("error: memory limit '4GiB': the costs are in activations of one rank's share")
 
@@ -372,7 +372,7 @@ def test_errors_are_one_line_and_no_traceback(tmp_path, arguments, message):
         ([], "name at least one schedule, or give --timetable FILE"),
         (["zb_h1", "--timetable", "x"], "name at least one schedule, or give --timetable FILE (not both)"),
         (["zb_h1", "--f", "fast"], "argument --f: 'fast' is neither a number nor a comma list of numbers"),
-        (["zb_h1", "--ranks", "four"], "argument --ranks: invalid int value: 'four'"),
+        (["zb_h1", "--ranks", "four"], "argument -n/--ranks: invalid int value: 'four'"),
         (["zb_h1", "--picture", "a.jpeg"], "'a.jpeg' must end in .png, .pdf or .svg"),
         (["zb_h1", "--colour"], "unrecognized arguments: --colour"),
         (

@@ -207,8 +207,9 @@ def test_numbers_that_do_not_fit_into_their_boxes_are_left_out(tmp_path):
 
 def test_the_legends_light_shade_has_a_swatch(tmp_path):
     words_of({"": simulate(plan("zb_v", 2, 2))}, tmp_path / "a.svg")
-    drawn = (tmp_path / "a.svg").read_text().count("#dcbde8")  # BW's light colour; there is no BW
-    assert drawn > 0
+    legend = (tmp_path / "a.svg").read_text().partition('<g id="legend_1">')[2]
+    light = [legend.count(colour) for colour in ("#a9cdf0", "#fbc592", "#b4dfbf", "#dcbde8")]
+    assert light == [4, 4, 4, 0]  # edge and face, beside the op and beside the words; there is no BW
 
 
 def test_every_panel_has_its_axis_with_gridlines(tmp_path):

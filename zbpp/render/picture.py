@@ -186,15 +186,14 @@ def _legend(figure: Figure, timelines: list[Timeline]) -> None:
 
     several = any(max(index_on_rank(timeline.timetable)) > 0 for timeline in timelines)
     shades = 2 if several else 1
+    ops = [op for op in Op if any(op in _ops(timeline) for timeline in timelines)]
     handles: dict[str, Any] = {
-        f"{op} {MEANING[op]}": tuple(Patch(color=colour) for colour in COLOURS[op][:shades])
-        for op in Op
-        if any(op in _ops(timeline) for timeline in timelines)
+        f"{op} {MEANING[op]}": tuple(Patch(color=colour) for colour in COLOURS[op][:shades]) for op in ops
     }
     handles["bubble"] = Patch(color=_BUBBLE)
     handles["makespan"] = Line2D([], [], color=_MUTED, linewidth=0.8, linestyle="--")
     if several:
-        handles["light: a rank's later stages"] = tuple(Patch(color=light) for _, light in COLOURS.values())
+        handles["light: a rank's later stages"] = tuple(Patch(color=COLOURS[op][1]) for op in ops)
     figure.legend(
         list(handles.values()),
         list(handles),
