@@ -50,8 +50,8 @@ class _Job(NamedTuple):
 def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> dict[str, Any]:
     """Train as `config` says; called by every rank of a job. Returns the figures of summary.json.
 
-    settings: the config as values by dotted key, compared between the ranks. Raises ConfigError, PlanError,
-    FolderError or AgreementError before any work starts.
+    settings: the config as values by dotted key; all but run_dir must be the same on all ranks. Raises
+    ConfigError, PlanError, FolderError or AgreementError before any work starts.
     """
     # Rank 0 alone plans, and finds what is wrong with the config before it joins the others: they wait for
     # its plan. So the ranks can't disagree, and a mistake is reported once.

@@ -3,18 +3,20 @@
 A SITE is a node that has a rule (a linear layer's, say) and one of whose operands leads to a trainable leaf
 through a CHAIN of nodes with one edge each:
 
-                           dy captured here
+       dy, the output's gradient, is captured here
                                |
     outputs ... <- GeluBackward <- AddmmBackward <- ... <- inputs
                                      |   |
                            bias leaf +   +- TBackward <- weight leaf      (the chain)
 
-A leaf waits only if ALL its uses are at sites. Every other trainable leaf is computed in B.
+A leaf waits only if ALL its uses are at sites. The gradient of every other trainable leaf is computed in B.
+A chain COMPUTES if it is more than views of the leaf (views.py): a cast, say. W then runs it by autograd.
 
 BELOW a node is what it was computed from.
 
-This file is on the hot path of every B. The walk visits each node once. What concerns only the few nodes with
-a role is done outside the loop over all nodes.
+This file is on the hot path of every B. The walk visits each node once. A node has a ROLE if it
+is a leaf, belongs to a Python autograd Function, or has a rule: what concerns only these few nodes is done
+outside the loop over all nodes.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class WeightUse(NamedTuple):
     held: HeldTensors
     add: Add
     chain: tuple[Edge, ...]  # from the operand's edge down to the leaf, the leaf excluded
-    views: tuple[View, ...] | None  # W adds to this view of the leaf's gradient; None: the chain computes
+    views: tuple[View, ...] | None  # W adds to this view of the leaf's gradient; None: a COMPUTING chain
     version: int  # sum of the versions of `held` when B captured them: see weight_grads.py
     rule: Rule
 
@@ -65,8 +67,8 @@ class WeightUse(NamedTuple):
 class Survey(NamedTuple):
     """What the walk found, in the order of the walk. Leaves are AccumulateGrad nodes."""
 
-    sites: list[Node]  # the nodes whose dy is to be captured
-    uses: list[WeightUse]  # one per site; the uses of one leaf stand side by side
+    sites: list[Node]  # the nodes whose dy is to be captured; a node with two uses stands here twice
+    uses: list[WeightUse]  # one per entry of `sites`; the uses of one leaf stand side by side
     has_sums: bool  # whether a leaf has several uses, or a chain that computes
     computed_in_b: dict[Any, Tensor]  # the other leaves, with their tensors
     functions: list[Any]  # nodes of Python autograd Functions; such a node is the Function's ctx
@@ -102,7 +104,7 @@ def survey(
             for operand in role.along:
                 biases.append((node, role, (operand,)))
     if wanted is not None:
-        # An empty leaf is a checkpoint's dummy: a wanted leaf may lie inside the checkpoint.
+        # An empty leaf may be the dummy of a checkpoint or compiled call, inside which a wanted leaf may lie.
         leaves = {leaf: each for leaf, each in leaves.items() if id(each) in wanted or not each.numel()}
     sites: list[Node] = []
     uses: list[WeightUse] = []
@@ -116,10 +118,11 @@ def survey(
 
 
 def _walk(roots: Iterable[Edge], stops: frozenset[Edge]) -> tuple[list[tuple[Any, Any]], list[Any]]:
-    """The nodes below the roots that have a role, each with its role; and the nodes that were revisited.
+    """Of the roots and all nodes below them: those with a role, each with it; and those that were revisited.
 
     A node is listed among the revisited once for each further edge that leads to it. Being a root counts as
-    the first edge. Apart from the pass itself, the loop over all nodes is what B costs.
+    the first edge; an edge in `stops` always counts as a further one. Apart from the pass itself, the loop
+    over all nodes is what B costs.
     """
     nodes: list[Any] = []
     seen: set[Any] = {None}
@@ -136,7 +139,7 @@ def _walk(roots: Iterable[Edge], stops: frozenset[Edge]) -> tuple[list[tuple[Any
             if below not in seen:
                 seen.add(below)
                 nodes.append(below)
-            elif below in stopped and edge not in stops:  # another output of a stopped node leads here
+            elif below in stopped and edge not in stops:  # the edge is to another output of this node
                 stopped.remove(below)
                 nodes.append(below)
             else:
@@ -154,8 +157,9 @@ def _defer(
 ) -> bool:
     """Move each leaf that can wait from `leaves` to `sites` and `uses`. Returns Survey.has_sums.
 
-    A leaf can wait if all its uses are among the candidates. Of each candidate the first operand that leads
-    to such a leaf is taken. walked: the stops, the revisited nodes as a list and as a set.
+    A leaf can wait if all its uses are captured. Of each candidate one operand is captured: the first that
+    leads to one of `leaves` and that its rule doesn't decline. walked: the stops, the revisited nodes as a
+    list and as a set.
     """
     stops, revisited, revisited_set = walked
     shared: dict[Any, list[tuple[Node, WeightUse]]] = {}

@@ -4,7 +4,7 @@ A rule is one function. It looks at a node BEFORE the backward pass runs, while 
 still there. For one operand it says which tensors to keep, and how to add the operand's gradient to a target
 once dy, the gradient of the node's output, is known. For y = a @ b:
 
-    @rule("MmBackward0", weights=(1, 0))
+    @rule("MmBackward0", weights=(1,))
     def mm(node, operand):
         return keep(saved(node, "self"), add_left_product)      # d b = a.H @ dy
 
@@ -42,7 +42,7 @@ class Capture(NamedTuple):
 class DirectCapture(NamedTuple):
     """A Capture described as data: one tensor that the node saved, and how to add the gradient.
 
-    The walk is on the hot path: it reads the attributes of the node itself instead of calling the rule.
+    The walk is on the hot path: instead of calling the rule, it reads these attributes of the node.
     add_transposed: the same where the operand is the transpose of a leaf: adds to the gradient of the leaf
     itself.
     """
@@ -174,7 +174,8 @@ def add_or_copy(target: Tensor, gradient: Tensor, fresh: bool) -> None:
 
 
 # ---- Products: y = a @ b, so d b = a.H @ dy and d a = dy @ b.H; of real numbers a.H is a.T.
-# The product is accumulated straight into the target: no temporary of the weight's size is made.
+# The product is accumulated straight into the target, without a temporary of the weight's size, unless the
+# target has another dtype.
 
 
 def _add_product(target: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:

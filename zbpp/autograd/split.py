@@ -5,16 +5,16 @@ How B and W are split. B is ONE ordinary backward pass, in which some gradients 
 1. Walk the graph and find the SITES, nodes whose weight gradient can wait, such as linear layers (graph.py).
 2. Take from each site the tensors that W will need, its saved input x above all, detached (rules.py).
 3. Run autograd once, without retaining the graph. The targets of this pass are the inputs; the output of each
-   site, where the pass stops for the weight and captures dy; and all other trainable leaves, whose gradients
-   are computed here.
+   site, where the pass captures its gradient dy but computes no weight gradient from it; and all other
+   trainable leaves, whose gradients are computed here.
 4. W computes `weight.grad.addmm_(dy.T, x)` for each site, then drops x and dy (weight_grads.py).
 
 What lives between B and W. WeightGrads holds the x and dy of each site, the gradients that B computed for the
-other leaves, and what Functions put off with `defer` (collector.py) or as compiled calls (which choose what
-they hold: compiled/__init__.py). Nothing else is kept, because autograd frees every saved tensor as soon as
-its node has run, no node runs twice, and nothing that WeightGrads holds refers to the graph (but for the few
-nodes of a weight's own chain, see graph.py). torch's own split (torch.distributed.pipelining) keeps the whole
-graph until W.
+other leaves, what Functions put off with `defer` (collector.py), and what compiled calls put off (they choose
+what they hold: compiled/__init__.py). Nothing else is kept, because autograd frees every saved tensor as soon
+as its node has run, no node runs twice, and nothing that WeightGrads holds refers to the graph (but for the
+few nodes of a weight's own chain, see graph.py). torch's own split (torch.distributed.pipelining) keeps the
+whole graph until W.
 
 Who notices a change in place. Autograd checks that its saved tensors are unchanged; the split checks the
 same of all that W reads. If Python code changes a gradient while B's pass runs, B raises ChangedInPlace
@@ -174,8 +174,8 @@ def _tasks(found: Survey, captured: Iterator[Tensor | None]) -> list[Task]:
 def _run(roots: Sequence[Root], root_grads: list[Tensor], targets: list[GradientEdge]) -> Gradients:
     """torch.autograd.grad(roots, targets, root_grads, allow_unused=True) without its checks.
 
-    The checks have been made before. Made again they would cost as much as B of ten linear layers, and
-    import sympy.
+    The checks have been made before, or are needless (StageWorker). Here they would cost as much as B of ten
+    linear layers, and import sympy.
     """
     if not targets:
         return ()

@@ -120,7 +120,7 @@ class UseTask(NamedTuple):
 
 
 class SumTask(NamedTuple):
-    """The gradient of a leaf with several uses, or with a use through a chain that computes."""
+    """The gradient of a leaf from all its uses, also where they are several or a use's chain computes."""
 
     leaf: Tensor
     uses: list[UseTask]
@@ -139,7 +139,7 @@ class SumTask(NamedTuple):
 
 
 def tasks_per_leaf(uses: list[UseTask]) -> list[Task]:
-    """One task per leaf. The uses of one leaf stand side by side in `uses`."""
+    """A SumTask per leaf, even for a single use. The uses of one leaf stand side by side in `uses`."""
     groups = [list(group) for _, group in groupby(uses, key=lambda use: id(use.leaf))]
     return [SumTask(group[0].leaf, group) for group in groups]
 
@@ -265,8 +265,8 @@ class WeightGrads:
         """
         if self._tasks is None:
             raise RuntimeError(
-                "accumulate() was called before: these gradients are in .grad already, and what they were "
-                "computed from is gone; call backward_input again after another forward"
+                "accumulate() was called before, and what these gradients are computed from is gone; "
+                "call backward_input again after another forward"
             )
         tasks, self._tasks = self._tasks, None
         tasks.reverse()

@@ -1,6 +1,6 @@
 """What is to be planned: placement, counts, costs, memory limit and objective.
 
-The search, the bounds and the exact planner all take a `Problem`, and no statement of the problem beside it.
+The search, the bounds and the exact planner all take a `Problem`: nothing else states what is to be planned.
 
 Inside planning an action is one integer, its id: kind * num_microbatches + microbatch, where the kind is a
 stage and an op as one number (see `dataflow_arrays`). A `Plan` is a timetable in this form: per rank, the
@@ -77,7 +77,8 @@ class Problem:
     ) -> Problem:
         """The problem with a placement that is given by name; None: "one".
 
-        Raises PlanError, too, for a contradiction, and for more actions than a search can hold in memory.
+        Raises PlanError, too, if placement and stages_per_rank contradict each other, and for more actions
+        than a search can hold in memory.
         """
         check_size(num_ranks, num_microbatches, stages_per_rank or 1, BYTES_PER_SEARCHED_ACTION)
         rank_of = place_stages(num_ranks, placement or "one", stages_per_rank)
@@ -191,10 +192,10 @@ class Problem:
     def fill(self) -> list[float]:
         """Per rank, when its first action can start (ms).
 
-        In every plan this action is F of microbatch 0 on the rank's lowest stage. If each of the first p
-        stages has a rank of its own (as in the placements one, looped and v), it starts at this time in every
-        plan. If not, it may start later: for rank_of=(0, 0, 1) rank 0 may run 0F1 before 1F0, and rank 1
-        waits for 1F0.
+        In every plan this action is F of microbatch 0 on the rank's lowest stage. If, on p ranks, each of the
+        first p stages has a rank of its own (as in the placements one, looped and v), it starts at this time
+        in every plan. If not, it may start later: for rank_of=(0, 0, 1) rank 0 may run 0F1 before 1F0, and
+        rank 1 waits for 1F0.
         """
         starts = earliest_starts(self.num_stages, self.duration, self.message)
         return [starts[kind_of(stages[0], Op.F)] for stages in self.stages_of]

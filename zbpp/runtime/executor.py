@@ -1,9 +1,10 @@
 """One rank's program: resolved once into functions, which every step calls in turn.
 
-An instruction takes at most one message and gives at most one. A message waits in a slot, from the
-instruction that gives it to the instruction that takes it. Resolved, an instruction is a triple: a function
+A message is an x or a g, as a tuple of tensors, even if it stays on its rank. An instruction takes at most
+one message and gives at most one. A message waits in a slot, from the instruction that gives it to the
+instruction that takes it. Resolved, an instruction is a triple: a function
 of one message; the slot that the message comes from; the slot that the result goes to. So a step looks
-nothing up and decides nothing:
+nothing up and decides nothing (the dot stands for the message):
 
     instruction          function                      takes from -> gives to
     0F0                  worker.forward(0, .)          slot 0 -> slot 2
@@ -84,7 +85,7 @@ class Executor:
         """Run the program once. Afterwards slots and links are empty.
 
         Raises what a stage raises; where a message fails, CommunicationError with the rank, the instruction
-        and its number, the value and the peer.
+        and its number, the value and the peer; ValueError for a message whose layout has changed.
         """
         mark = None if recorder is None else recorder.begin(self._instructions)
         slots = [_NO_MESSAGE] * (_FIRST_SLOT + len(self._slots))

@@ -1,9 +1,10 @@
 """Links: messages from one rank to another, in order, sent and received while the rank computes.
 
-All messages of one channel (the x of one stage, or its g) have one layout: dtypes and shapes. The first
-message of a channel is preceded by a header that says the layout. From then on the sender checks each message
-against it before anything is sent, and the receiver posts receives ahead of their use. (gloo checks nothing:
-a buffer that is too small aborts the process, and another dtype gives wrong numbers without an error.)
+All messages of one channel (the x of one stage, or its g) have one layout: which tensors are None, and of the
+others dtype, shape and requires_grad. The first message of a channel has a header, which says the layout.
+From then on the sender checks each message against it before anything is sent, and the receiver posts
+receives ahead of their use. (gloo checks nothing: a buffer that is too small aborts the process, and another
+dtype gives wrong numbers without an error.)
 
     sender    header  x0   x1   x2        layout known: x1, x2 need no header
     receiver  header  x0  [x1] [x2]       [ ] posted ahead, as many as the plan has in flight
@@ -14,7 +15,7 @@ one more latency, and on CUDA a wait of the host.
 The life of a receive buffer:
 1. `Inbox._post` takes it from the BufferPool and starts the receive.
 2. `Inbox.receive` waits for the message and returns the buffer, as the message that an F, B or BW takes.
-3. Nothing hands it back. B and W may keep it: the x that W needs can BE the buffer. `BufferPool.take` gives
+3. Nothing hands it back. F keeps it for B, B may keep it for W: W's x can BE it. `BufferPool.take` gives
    it out again once nothing refers to its memory any more, which is often after W.
 
 The life of a sent tensor: `Outbox.send` starts the send and keeps the tensor; `Outbox.release`, an
@@ -169,7 +170,7 @@ class Inbox:
     """The receiving end of a link. peer: the sender's rank in `group`.
 
     channels: the channel of each message of a pass, in the order in which the link carries them.
-    depth: how many receives to keep posted beside the one that is waited for.
+    depth: how many messages to keep posted beside the one that is waited for; behind a header none.
     """
 
     peer: int

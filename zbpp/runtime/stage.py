@@ -53,7 +53,7 @@ class StageWorker:
 
     is_last: whether the stage is the pipeline's last: F then computes the loss, and returns the gradient that
     its B starts from. loss_fn(output, target): for the last stage; None if its module returns the loss.
-    device: whose random numbers F seeds; None for the CPU.
+    device: its generator is seeded for each F, beside the CPU's; None: the CPU.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class StageWorker:
         """
         inputs = tuple([graph_input(each) for each in self._inputs(microbatch, message)])
         # The edges are taken before the module runs, since it may change its inputs in place. Tensors that
-        # the caller gave have none: like a parameter, one that requires grad gets its gradient in `.grad`.
+        # the caller gave get no edge: like a parameter, one that requires grad gets its gradient in `.grad`.
         is_fed = bool(self._feed.args)
         input_edges = tuple([None if is_fed else gradient_edge(each) for each in inputs])
         num_hooks = num_hooks_made()
@@ -151,7 +151,7 @@ class StageWorker:
         return grads
 
     def _backward(self, microbatch: int, message: Message) -> tuple[Message, WeightGrads | None]:
-        """Run the split backward of a microbatch; message: a gradient for each output of F, or None.
+        """Run the split backward of a microbatch; message: per output of F its gradient, None if it has none.
 
         Calls `split`, not `backward_input`, whose checks are needless here: a gradient has the layout of the
         output that it belongs to.
@@ -184,7 +184,7 @@ class StageWorker:
         return self._feed.args[microbatch] if self._feed.args else message
 
     def _call(self, microbatch: int, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The module's outputs, None for one left out; on the last stage the loss."""
+        """The module's outputs as a tuple, None where it returned None; on the last stage the loss."""
         output = self._run_module(microbatch, inputs)
         return (self._loss(microbatch, output),) if self._is_last else checked_outputs(self.index, output)
 
@@ -245,7 +245,7 @@ def _is_scalar(output: Any) -> bool:
 
 
 def _seed_generator(device: torch.device, seed: int) -> None:
-    """Seed the CPU's generator and, if it is another, the device's."""
+    """Seed the CPU's generator and, if the device is a GPU, the device's too."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)

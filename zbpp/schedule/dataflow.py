@@ -7,11 +7,12 @@
 | W(s,m)  | deferred(s,m)      | done(s,m)                                                |
 | BW(s,m) | g(s,m), saved(s,m) | g(s-1,m); done(s,m)                                      |
 
-Stage 0 consumes no x (it reads the batch) and produces no g. A value is consumed on the stage that it
-names: x(1,5) by an action on stage 1, for microbatch 5. No action consumes `done`. So a value has to be sent
-if, and only if, the stage that it names is on another rank than its producer. Code that needs a dependency
-asks here, or asks `dataflow_arrays`, which has this table over arrays. The executor stores values under the
-same names.
+x(s,m) is the input of stage s, g(s,m) the gradient of its output; saved is what F keeps for its backward,
+deferred what B keeps for W. No action consumes `done`. Stage 0 consumes no x (it reads the batch), and its B
+and BW produce no g. A value is consumed on the stage that it names: x(1,5) by an action on stage 1, for
+microbatch 5. So a value has to be sent if, and only if, the stage that it names is on another rank than its
+producer. Code that needs a dependency asks here, or asks `dataflow_arrays`, which derives its arrays from
+this table. The executor stores values under the same names.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from zbpp.schedule.timetable import Action, Op
 
 
 class Value(NamedTuple):
-    """What an action makes, mostly for another one; `x(3,0)` is consumed on stage 3, for microbatch 0."""
+    """What an action makes, for another one (but `done`): `x(3,0)` is consumed on stage 3, microbatch 0."""
 
     name: str
     stage: int

@@ -1,7 +1,8 @@
 """From a timetable to one program per rank: the same actions, with their messages between them.
 
 A link, the directed path from one rank to another, is a FIFO: it delivers in the order of its sends. So a
-rank that needs a value first receives what the link carries before that value. A V on two ranks shows why:
+rank that needs a value first receives what the link carries before that value. Stages 0 and 3 on rank 0, 1
+and 2 on rank 1 (a V) show why; sends are left out:
 
     rank 0 runs   0F0 0F1 3F0 3B0 ...        so its link to rank 1 carries  x(1,0)  x(1,1)  g(2,0)
     rank 1 runs   1F0 2F0 2B0 1F1 ...        so it consumes                 x(1,0)  g(2,0)  x(1,1)
@@ -13,9 +14,9 @@ A sent tensor must stay in memory until it has been received, and a sender must 
 receiver without end. So a program also has Release instructions; each waits until an earlier value has been
 received. Where the Release of a link's value k stands follows from one timeline: F, B and W take one unit of
 time, BW takes two, messages take none. Let d be the most values that the link holds at a time in that
-timeline, sent and not yet consumed. Then value k is consumed by the time value k + d + 1 is sent, and value k
-is released right after that send. Whatever an instruction waits for lies earlier in that timeline, so the
-waits cannot form a circle.
+timeline, sent and not yet consumed. When value k + d + 1 is sent, k or a later value has begun to be
+consumed, so k has been received (the link is a FIFO); value k is released right after that send. Whatever an
+instruction waits for lies earlier in that timeline, so the waits cannot form a circle.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class _Link:
 
     sent_at: for each message the position, in the sender's row, of the action after which it is sent.
     received_at: the position, in the receiver's row, of the action before which it is received: the consumer
-        of the message, or that of a later message of the link, if this one runs first.
+        of the message, or the consumer of a later message of the link, if that one runs first.
     """
 
     def __init__(self, timeline: Timeline, values: Values, sender: int, receiver: int) -> None:

@@ -41,7 +41,7 @@ class Timeline:
     unit of the costs. Measured: the most bytes that its process has held since it started, in earlier steps
     too.
     message_ms: for each stage the time of a message that leaves it; empty in a measured timeline.
-    transfers: the messages of a measured timeline; `transfers_of` also knows those of a predicted one.
+    transfers: the messages of a measured timeline; `transfers.py` also makes those of a predicted one.
     """
 
     timetable: Timetable
@@ -68,7 +68,7 @@ class Timeline:
 
     @property
     def max_span(self) -> float:
-        """The largest span: the cost of the Zero Bubble paper (arXiv:2401.10241)."""
+        """The largest span of a rank: what the Zero Bubble paper (arXiv:2401.10241) calls cost."""
         return max(map(self.span, self._ranks))
 
     @property
@@ -111,7 +111,7 @@ def simulate(timetable: Timetable, costs: Costs | None = None) -> Timeline:
 
 
 def _check_row(row: Row, num_microbatches: int) -> None:
-    """On each stage every microbatch has one F, one B or BW, and one W or BW; all three ascend."""
+    """A stage has per microbatch one F, one B or BW, one W or BW, or F alone; each kind ascends."""
     for stage in np.unique(row.stages).tolist():
         own = row.select(row.stages == stage)
         if (own.ops == Op.F).all():
@@ -189,7 +189,7 @@ class _RankRun:
         """
         clock = 0.0
         columns = (self.awaited, self.durations, self.given, self.delays)
-        # Iterated as buffers: lists of all ranks' numbers would take gigabytes.
+        # Iterated as memoryviews (.data): as lists, the numbers of all ranks would take gigabytes.
         steps = zip(*(column[: self.stops_at].data for column in columns), strict=True)
         for needs, duration, gives, delay in steps:
             if needs != _NONE:

@@ -150,7 +150,7 @@ class Timetable:
 
     @classmethod
     def parse(cls, text: str) -> Timetable:
-        """Read what `str(timetable)` writes. Raises PlanError with line and word."""
+        """Read what `str(timetable)` writes. PlanError tells line and word if one action is wrong."""
         lines = [(number, line.split()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
         return read_rows(
             [words for _, words in lines],
@@ -184,7 +184,7 @@ class Timetable:
 def read_rows(
     rows: Sequence[Sequence[str]], where: Where, letters: Mapping[str, Op] = Op.__members__
 ) -> Timetable:
-    """Read actions given as texts, one sequence per rank. Errors begin with what `where` returns."""
+    """Read actions given as texts, one sequence per rank. An error about an action begins with its place."""
     return Timetable(
         [
             [_read(word, letters, where, rank, position) for position, word in enumerate(words)]
