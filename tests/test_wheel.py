@@ -71,10 +71,19 @@ def test_explain_shows_a_stage_of_a_packaged_model(wheel, tmp_path):
     assert "computed in W: 8 of 8 parameters" in done.text
 
 
-def test_ranks_run_the_installed_package_beside_a_file_of_its_name(wheel, tmp_path):
-    """The current folder stands first in sys.path, for a user's classes: ranks imported its zbpp."""
+def test_ranks_run_the_installed_zbpp_and_the_users_file_whatever_lies_beside_them(wheel, tmp_path):
+    """Ranks imported a zbpp of the current folder, which stands first in sys.path for the user's classes.
+
+    A user's file comes before an installed module of its name, on the ranks as in the first process.
+    """
     (tmp_path / "zbpp.py").write_text("raise SystemExit(3)\n")
-    given = ["train", "-n", "2", "model=mlp", "data=regression", "steps=1", "run_dir=run"]
-    done = wheel.start(tmp_path, [f"{wheel.python.parent}/zbpp", *given])
+    (tmp_path / "own.py").write_text("from zbpp.models.mlp import Mlp\n")
+    installed = packages(wheel) / "own.py"
+    installed.write_text("raise SystemExit(4)\n")
+    given = ["train", "-n", "2", "model=mlp", "model._target_=own.Mlp", "data=regression", "steps=1"]
+    try:
+        done = wheel.start(tmp_path, [f"{wheel.python.parent}/zbpp", *given, "run_dir=run"])
+    finally:
+        installed.unlink()
     assert done.rc == 0, done.text
     assert (tmp_path / "run/summary.json").is_file()

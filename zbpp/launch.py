@@ -85,6 +85,7 @@ def _same_package() -> Iterator[None]:
     """New processes import zbpp from where this one did, not a zbpp that lies in the current folder.
 
     A new process gets this one's sys.path, in which the current folder stands first, for the user's classes.
+    So this package's folder goes before it, until the new process has imported zbpp: see _run_rank.
     """
     home = str(Path(__file__).parents[1])
     sys.path.insert(0, home)
@@ -111,6 +112,7 @@ def _without_torchs_log() -> Iterator[None]:
 
 
 def _run_rank(function: Callable[[Any], Any], argument: Any, folder: str) -> Any:
+    del sys.path[0]  # _same_package put it there; the user's classes are found as in the first process
     threads = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
     import torch
 

@@ -164,7 +164,7 @@ def judge(instance: Instance, time_limit: float, seed: int = 0) -> Outcome:
 
 
 def _asked(outcome: Outcome, found: Timetable) -> Outcome:
-    """With what OR-tools can prove within a minute, if it is installed and the case is small enough."""
+    """Add what OR-tools proves within a minute, if it is installed and the case is small enough."""
     costs, memory_limit = outcome.instance.costs, outcome.instance.memory_limit
     options = {"costs": costs, "memory_limit": memory_limit, "time_limit": 60.0, "start": found}
     try:

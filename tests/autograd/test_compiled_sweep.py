@@ -121,7 +121,7 @@ CASES = {
     for name, make_case in vars(file).items()
     if inspect.isfunction(make_case) and inspect.signature(make_case).return_annotation is Case
 }
-# Of these cases something stays eager. Of all others nothing does: no fall back to eager without a reason.
+# A part of each of these cases stays eager. All other cases are compiled whole.
 EAGER = {
     "products.linear_layer_of_sparse_input",
     "products.grouped_experts",

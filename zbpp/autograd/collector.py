@@ -58,7 +58,7 @@ def collector_of(ctx: Any) -> Collector | None:
 
 
 def defer(ctx: Any, leaf: Tensor, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor | None:
-    """For the backward of a custom autograd Function: put off the gradient of a weight until W.
+    """Put off the gradient of a weight until W; called in the backward of a custom autograd Function.
 
     The Function's backward returns the result as that weight's gradient. Under `backward_input` the result is
     None, and W adds `compute(*tensors)` to `.grad`. In a plain backward, or if the weight is no leaf or has

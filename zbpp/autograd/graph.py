@@ -118,7 +118,7 @@ def survey(
 
 
 def _walk(roots: Iterable[Edge], stops: frozenset[Edge]) -> tuple[list[tuple[Any, Any]], list[Any]]:
-    """Of the roots and all nodes below them: those with a role, each with it; and those that were revisited.
+    """Walk from the roots. Returns (node, role) for each node that has a role, and the revisited nodes.
 
     A node is listed among the revisited once for each further edge that leads to it. Being a root counts as
     the first edge; an edge in `stops` always counts as a further one. Apart from the pass itself, the loop

@@ -290,7 +290,7 @@ class _AddConvolution:
         self.settings = settings
 
     def __call__(self, target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
-        # Of the weight the operation needs the shape and the layout only.
+        # The operation reads the shape and the layout of its weight operand, not the values.
         like = target if target.dtype == dy.dtype else torch.empty_like(target, dtype=dy.dtype)
         wanted = [False, True, False]
         _, gradient, _ = torch.ops.aten.convolution_backward(dy, held[0], like, None, *self.settings, wanted)

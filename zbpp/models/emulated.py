@@ -83,7 +83,7 @@ class SleepingLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         sleep(self.f)
-        # In the backward of the OUTPUT: so stage 0 sleeps b, too, though its input needs no gradient.
+        # The backward of the OUTPUT sleeps b: so stage 0 sleeps, too, though its input needs no gradient.
         y: Tensor = SlowBackward.apply(F.linear(x, self.weight), self.b)  # type: ignore[no-untyped-call]  # torch's apply is untyped
         return y
 

@@ -114,7 +114,7 @@ def record(model: PreTrainedModel, path: str, tokens: Tensor) -> list[RecordedLa
 
 
 def calls_of(model: PreTrainedModel, path: str, recorded: list[RecordedLayer], tokens: Tensor) -> list[Call]:
-    """For each layer its call, with the values that a stage beginning there has to receive.
+    """The call of each layer, with the values that a stage has to receive if it begins there.
 
     Such a stage has neither the tokens nor their embedding.
     """
@@ -141,7 +141,7 @@ def calls_of(model: PreTrainedModel, path: str, recorded: list[RecordedLayer], t
 
 
 def _repeated(recorded: list[RecordedLayer], number: int, carried: tuple[int, ...]) -> dict[int, int]:
-    """For the carried values the position at which the layer before was given the same tensor."""
+    """Map a carried value's position to the position at which the layer before got the same tensor."""
     before = recorded[number - 1].leaves if number else []
     places = {id(leaf): position for position, leaf in enumerate(before) if isinstance(leaf, Tensor)}
     now = recorded[number].leaves

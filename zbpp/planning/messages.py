@@ -45,7 +45,7 @@ def messages_between(num_stages: int, message: Callable[[int, int], float]) -> M
 
 
 def _senders(kind: int, values: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """Of the values that a kind consumes, the producers of the one that another stage makes."""
+    """The producers of the value that a kind receives from another stage; none if it receives nothing."""
     remote = [kinds for kinds in values if stage_of(kinds[0]) != stage_of(kind)]
     if len(remote) > 1:
         action = f"{Op(op_of(kind))} on stage {stage_of(kind)}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from zbpp.families import FAMILIES
 from zbpp.planning.answer import Answer, Choice
+from zbpp.planning.bounds import Bound
 from zbpp.planning.memory_limit import MemoryLimit, memory_text
 from zbpp.planning.placement import PLACEMENTS
 from zbpp.planning.request import SWEEP_PLACEMENTS
@@ -52,6 +53,11 @@ def limit_text(answer: Answer, limit: MemoryLimit) -> str:
     return f"{text} ({limit / unit:.2f}p)" if unit else text
 
 
+def _undercuts(best: Choice, bound: Bound) -> bool:
+    """Whether a plan takes less time than any plan that the bound holds for."""
+    return best.value < bound.value * (1 - EQUAL)
+
+
 def _ms(time: float) -> str:
     return f"{digits(time)} ms"
 
@@ -80,7 +86,7 @@ def _beaten_placements(answer: Answer) -> Iterator[Statement]:
     best = answer.best_of_all(limit)
     for placement in PLACEMENTS if best else ():
         bound = request.bound(placement, limit)
-        if best and bound and best.value < bound.value * (1 - EQUAL):
+        if best and bound and _undercuts(best, bound):
             text = (
                 f"at {limit_text(answer, limit)} {SHAPES[best.candidate.placement]} takes {_ms(best.value)}; "
                 f"{SHAPES[placement]} takes {_ms(bound.value)} or more, whatever the plan"
@@ -146,7 +152,7 @@ def _splitting(answer: Answer) -> Iterator[Statement]:
     request = answer.request
     best = answer.best_of_all(request.memory_limit)
     whole = best and request.bound(best.candidate.placement, request.memory_limit, splits=False)
-    if best and whole and best.value < whole.value * (1 - EQUAL):
+    if best and whole and _undercuts(best, whole):
         text = (
             f"splitting pays: with whole backwards, {SHAPES[best.candidate.placement]} takes "
             f"{_ms(whole.value)} or more, whatever the plan"

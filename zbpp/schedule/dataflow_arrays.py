@@ -83,7 +83,7 @@ def op_of(kind: int) -> int:
 
 
 def producers(num_stages: int) -> list[list[tuple[int, ...]]]:
-    """For each kind, what it waits for: per value that it consumes, the kinds that produce the value.
+    """What each kind waits for: a tuple per value that it consumes, with the kinds that produce the value.
 
     Producer and consumer have the same microbatch. A value with two producers (B or BW) is made by
     the one that the plan contains. With two stages, F of stage 1 waits for F of stage 0; B of stage 0

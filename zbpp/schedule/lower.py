@@ -1,4 +1,4 @@
-"""From a timetable to one program per rank: the same actions, with their messages between them.
+"""Lower a timetable to one program per rank: the same actions, with the messages between them.
 
 A link, the directed path from one rank to another, is a FIFO: it delivers in the order of its sends. So a
 rank that needs a value first receives what the link carries before that value. Stages 0 and 3 on rank 0, 1

@@ -1,4 +1,4 @@
-"""For each rank its actions in order, and their text form.
+"""Timetables: the actions of each rank in order, and their text form.
 
 A timetable holds no times and no messages. It is stored and sent as a text with one line per rank and one
 action per word:

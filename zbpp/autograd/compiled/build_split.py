@@ -1,4 +1,4 @@
-"""From the graphs of a call to its CompiledSplit: F, B and W compiled, and how values pass between them."""
+"""Build a CompiledSplit: compile F, B and W of a call, and plan how values pass between them."""
 
 from __future__ import annotations
 

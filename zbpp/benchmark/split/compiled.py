@@ -57,7 +57,7 @@ def _memory(
 def _beside_eager(
     line: Callable[..., Line], found: Rounds, what: str, parts: Mapping[str, tuple[Part, float | None]]
 ) -> Iterator[Line]:
-    """For each part its time, and the median over rounds of its ratio to the eager split's."""
+    """Two lines per part: its time, and the median over rounds of its ratio to the eager split's time."""
     for name, (part, limit) in parts.items():
         yield line(figure=f"{what}: {name}, ms", values=milliseconds(found, part))
         values = {

@@ -136,7 +136,7 @@ class Idle:
         return float((tail + np.maximum(0.0, self.follows - after * stage.w)).min())
 
     def _fit_deferred(self, waiting: Counts) -> Counts:
-        """For each number of microbatches that wait for B, how many more can wait for W."""
+        """How many microbatches can wait for W, by the number of microbatches that wait for B."""
         stage = self.stages[0]
         others = self.count - waiting
         if stage.deferred * self.count <= 0 or math.isinf(self.limit):

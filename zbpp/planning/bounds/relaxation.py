@@ -66,7 +66,7 @@ class Relaxation:
         return self.problem.stages_of[rank][-1]
 
     def first_f(self, rank: int) -> float:
-        """From the start of stage 0's first F to the start of a rank's first F, the least."""
+        """The least time (ms) from the start of stage 0's first F to the start of a rank's first F."""
         return self.f_start[self.lowest(rank)]
 
     def work(self, rank: int) -> float:
@@ -74,15 +74,15 @@ class Relaxation:
         return self.problem.num_microbatches * sum(stage.work for stage in self.stages_on(rank))
 
     def until_first_b(self, rank: int) -> float:
-        """From the start of a rank's first F to the start of its first B, the least."""
+        """The least time (ms) from the start of a rank's first F to the start of its first B."""
         return self.b_start[self.highest(rank)] - self.f_start[self.lowest(rank)]
 
     def after_last_f(self, rank: int) -> float:
-        """From the end of a rank's last F to the end of its last B, the least."""
+        """The least time (ms) from the end of a rank's last F to the end of its last B."""
         return self.b_end[self.lowest(rank)] - self.f_end[self.highest(rank)]
 
     def round_trip(self, stage: int) -> float:
-        """From the start of a stage's F to the end of its B of the same microbatch, the least."""
+        """The least time (ms) from the start of a stage's F to the end of its B of the same microbatch."""
         return self.b_end[stage] - self.f_start[stage]
 
 

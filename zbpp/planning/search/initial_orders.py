@@ -90,7 +90,7 @@ def _by_families(problem: Problem) -> Iterator[Plan]:
 
 
 def orders(problem: Problem) -> Iterator[MakeOrder]:
-    """Of the families of this placement, and of repeated patterns if it is a V."""
+    """Functions that make an order: one per family with this placement, for a V also one per pattern."""
     for family in _own_families(problem):
         yield partial(_family_order, family)
     if problem.placement == "v":

@@ -107,7 +107,7 @@ class _Insertion:
             self._send(now, action + (receiver - kind) * self.number, end + self.latency[receiver])
 
     def _send(self, now: float, target: int, arrival: float) -> None:
-        """From the sender's start on the arrival is known: the rank that waits for it may choose again."""
+        """Note when a message will arrive, as its sender starts; a rank that waits for it chooses again."""
         self.arrival[target] = arrival
         if target in self.waiting:
             heappush(self.events, (now, self.waiting.pop(target)))

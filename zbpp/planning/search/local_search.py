@@ -81,7 +81,7 @@ class LocalSearch:
             self.progress(self.deadline.fraction, self.best, self.bound)
 
     def _add(self, value: float, plan: Plan) -> None:
-        """To the pool. Of plans with equal objective the newest stays, so that the pool drifts."""
+        """Add a plan to the pool. It replaces plans with an equal objective, so that the pool drifts."""
         tolerance = self.problem.tolerance
         self.pool = [each for each in self.pool if abs(each[0] - value) > tolerance]
         self.pool.append((value, plan))

@@ -118,7 +118,7 @@ class _Run:
         return self.ends[op_of(sender)][stage_of(sender)][self.done[op][rank]] + messages.latency[kind]
 
     def _latency_of_b(self, rank: int) -> float:
-        """Of the message that a rank's B's wait for."""
+        """The latency (ms) of the message that each B of a rank waits for."""
         return self.problem.messages.latency[kind_of(rank, B)]
 
     def _append(self, rank: int, op: int) -> None:
