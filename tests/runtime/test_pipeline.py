@@ -420,7 +420,7 @@ def step_and_look_inside(rank, timetable):
 def test_nothing_is_left_in_links_and_workers_after_a_step():
     for links, workers in run_ranks(step_and_look_inside, 2, plan("zb_v", 2, 4)):
         assert set(links) == {0}
-        assert workers == [({}, {}, ((), (), None, (), None))] * 2
+        assert workers == [({}, {}, ((), (), None, (), 1.0, None))] * 2
 
 
 def test_an_error_in_one_step_does_not_spoil_the_next():
@@ -584,3 +584,13 @@ def test_arguments_that_do_not_fit_are_refused_in_words(args, keywords, message)
     pipeline = Pipeline(stages_for(timetable, 0), timetable, F.mse_loss)
     with pytest.raises(ValueError, match=message):
         pipeline.step(*args, **keywords)
+
+
+def test_loss_scale_multiplies_gradients_and_leaves_losses_alone():
+    stage, x, target = nn.Linear(4, 4), torch.randn(4, 4), torch.randn(4, 4)
+    pipeline = Pipeline({0: stage}, plan("zb_h1", 1, 2), nn.functional.mse_loss)
+    losses = pipeline.step(x, target=target)
+    expected, stage.weight.grad = stage.weight.grad, None
+    pipeline.loss_scale = 1024.0  # a power of two scales exactly
+    assert pipeline.step(x, target=target) == losses
+    assert torch.equal(stage.weight.grad, 1024 * expected)

@@ -33,7 +33,7 @@ def middle(module, num_microbatches=M):
 
 
 def feed(num_microbatches=M, args=(), targets=None):
-    return Feed(args, [{}] * num_microbatches, targets, list(range(num_microbatches)))
+    return Feed(args, [{}] * num_microbatches, targets, list(range(num_microbatches)), 1 / num_microbatches)
 
 
 def gradients(module):

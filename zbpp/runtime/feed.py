@@ -17,6 +17,7 @@ class Feed(NamedTuple):
     kwargs: Sequence[dict[str, Any]]
     targets: Sequence[Any] | None
     seeds: Sequence[int]  # of the random numbers that F draws
+    loss_grad: float = 1.0  # the gradient of each microbatch's loss
     observe: Observe | None = None  # in an evaluation: called by the last stage
 
 
@@ -30,6 +31,7 @@ class Call(NamedTuple):
     target: Any
     kwargs: Mapping[str, Any]
     observe: Observe | None = None
+    loss_scale: float = 1.0
 
     def feeds(self, cutter: Cutter, seeds: Mapping[int, int], last_stage: int) -> dict[int, Feed]:
         """{stage: its feed} for each stage of this rank.
@@ -49,6 +51,8 @@ class Call(NamedTuple):
                 kwargs=keywords,
                 targets=targets,
                 seeds=range(seed, seed + cutter.num_microbatches),
+                # The step's loss is the mean over the microbatches.
+                loss_grad=self.loss_scale / cutter.num_microbatches,
                 observe=self.observe,
             )
             for stage, seed in seeds.items()

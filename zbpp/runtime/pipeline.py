@@ -53,6 +53,8 @@ class Pipeline:
 
     num_steps: how many steps are done. The random numbers of the next step depend on it: set it to go on with
     a run that was saved.
+    loss_scale: a factor on all gradients that `step` computes, 1.0 until it is set; the losses that `step`
+    returns don't have it. With float16 it keeps small gradients above zero; whoever sets it divides it out.
 
     Raises TypeError or ValueError for stages or a group that don't fit the timetable, and for stages that are
     wrapped in DistributedDataParallel or FSDP, or known to be tied across ranks; AgreementError if ranks
@@ -74,7 +76,7 @@ class Pipeline:
     ) -> None:
         self.timetable = timetable = timetable_of(timetable, num_microbatches, group)
         self.rank = rank_in(group, timetable)
-        self.seed, self.num_steps = seed, 0
+        self.seed, self.num_steps, self.loss_scale = seed, 0, 1.0
         self._given_group, self._timeout, self._dynamic_shapes = group, timeout, dynamic_shapes
         # One rank of a larger job needs a group, too, for what is collective; this pipeline closes it.
         self._made_group = group_of_this_process() if timetable.num_ranks == 1 and group is None else None
@@ -150,7 +152,8 @@ class Pipeline:
         """
         with restored_generators(self.device):
             recorder = self._recorder if self._is_recording else None
-            losses = self._engine.step(Call(args, target, kwargs), self._seeds(), recorder)
+            call = Call(args, target, kwargs, loss_scale=self.loss_scale)
+            losses = self._engine.step(call, self._seeds(), recorder)
         self.num_steps += 1
         return losses
 
@@ -229,7 +232,7 @@ class Pipeline:
             timeout=self._timeout,
             dynamic_shapes=self._dynamic_shapes,
         )
-        following.num_steps = self.num_steps
+        following.num_steps, following.loss_scale = self.num_steps, self.loss_scale
         return following
 
     def close(self) -> None:

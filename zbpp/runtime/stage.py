@@ -220,10 +220,7 @@ class StageWorker:
         return output.reshape(()) if output.dim() else output
 
     def _gradient_of_loss(self, loss: Tensor) -> Message:
-        """Keep a microbatch's loss and return its gradient, which its B starts from.
-
-        The step's loss is the mean over m microbatches: the gradient is 1/m.
-        """
+        """Keep a microbatch's loss and return its gradient, which its B starts from."""
         if not loss.requires_grad:
             raise ValueError(
                 "the loss does not require grad: nothing that it was computed from is trainable; is there a "
@@ -231,8 +228,7 @@ class StageWorker:
             )
         self._keep_loss(loss)
         if not self._loss_grad:
-            num_microbatches = len(self._feed.seeds)
-            self._loss_grad = (torch.full_like(loss, 1 / num_microbatches, requires_grad=False),)
+            self._loss_grad = (torch.full_like(loss, self._feed.loss_grad, requires_grad=False),)
         return self._loss_grad
 
     def _keep_loss(self, loss: Tensor) -> None:
