@@ -6,7 +6,7 @@ group leaves its addresses there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from uuid import uuid4
 
@@ -68,6 +68,25 @@ def group_of_this_process() -> dist.ProcessGroup | None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return _group_by_its_ranks([dist.get_rank()], f"{unique_name()}/alone", timedelta(minutes=10))
+
+
+def group_of(
+    ranks: Sequence[int], group: dist.ProcessGroup | None, name: str, timeout: float
+) -> dist.ProcessGroup | None:
+    """A new group of some ranks of `group`, None on the others; only these ranks need to call it.
+
+    name: unique in the job.
+    """
+    everyone = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return _group_by_its_ranks([everyone[rank] for rank in ranks], name, timedelta(seconds=timeout))
+
+
+def group_like(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
+    """A new group of the same ranks. Collective over the group."""
+    name = broadcast(unique_name(), group)
+    made = group_of(range(dist.get_world_size(group)), group, name, timeout)
+    assert made is not None  # this process is in the group
+    return made
 
 
 def unique_name() -> str:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zbpp.runtime.ties import declared_by
+
 _LOSS = "loss."
 
 
@@ -91,52 +93,21 @@ def names_of(stages: Mapping[int, nn.Module]) -> dict[int, list[str]]:
     return names
 
 
-def tied_of(stages: Mapping[int, nn.Module]) -> dict[str, str]:
-    """What the stages declare in `tied_parameters`: {name of a parameter of theirs: name that it is tied to}.
-
-    Both are names of the whole model. Raises ValueError if this rank's stages contradict a declaration.
-    """
-    state: dict[str, list[int]] = {}
-    for stage in stages.values():
-        for name, value in _state(stage).items():
-            state.setdefault(name, []).append(id(value))
-    tied: dict[str, str] = {}
+def check_declared_ties(stages: Mapping[int, nn.Module]) -> None:
+    """Raise ValueError if this rank's stages contradict what they declare in `tied_parameters`."""
+    ids = {index: {name: id(value) for name, value in _state(stage).items()} for index, stage in stages.items()}
     for index, stage in stages.items():
-        for name, other in dict(getattr(stage, "tied_parameters", None) or {}).items():
-            if name not in _state(stage):
+        for name, other in declared_by(stage).items():
+            if name not in ids[index]:
                 raise ValueError(
                     f"stage {index} declares {name} in tied_parameters, but has no such parameter"
                 )
-            if other in state and id(_state(stage)[name]) not in state[other]:
+            owners, other_name = (ids, other) if isinstance(other, str) else ([other[0]], other[1])
+            here = {ids[owner][other_name] for owner in owners if other_name in ids.get(owner, {})}
+            if here and ids[index][name] not in here:
                 raise ValueError(
-                    f"stage {index} declares {name} to be tied to {other}, but they are two tensors: assign "
-                    "one Parameter to both modules"
-                )
-            tied[name] = other
-    return tied
-
-
-def refuse_tied_across_ranks(
-    tied: Sequence[Mapping[str, str]], all_names: Sequence[Mapping[int, Iterable[str]]]
-) -> None:
-    """Raise ValueError if a parameter is declared to be tied to one on another rank.
-
-    tied: per rank, `tied_of` its stages. all_names: per rank, `names_of` its stages.
-    """
-    owners: dict[str, set[int]] = {}
-    for rank, names in enumerate(all_names):
-        for name in (name for each in names.values() for name in each):
-            owners.setdefault(name, set()).add(rank)
-    for rank, declared in enumerate(tied):
-        for name, other in declared.items():
-            ranks = owners.get(other, set())
-            if not ranks:
-                raise ValueError(f"{name} is declared to be tied to {other}, which no stage has")
-            if rank not in ranks:
-                raise ValueError(
-                    f"{name} on rank {rank} is declared to be tied to {other} on rank {min(ranks)}: their "
-                    "copies would drift apart, as each rank updates its own; use a schedule that puts both "
-                    "stages on one rank (zb_v: the first and the last), or untie them"
+                    f"stage {index} declares {name} to be tied to {other_name}, but they are two tensors: "
+                    "assign one Parameter to both modules"
                 )
 
 

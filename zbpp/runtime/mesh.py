@@ -1,0 +1,150 @@
+"""The DeviceMesh that a pipeline lives in, and this process's place in it.
+
+    pipeline     outermost: the stages of one model, on different ranks
+    replicate    copies of a stage that see different data; their gradients are averaged
+    shard        copies of a stage that see different data and hold a part of its weights each (FSDP2)
+    tensor       innermost: parts of each layer of a stage; they see the same data
+
+A process belongs to one group per dimension: the processes that differ from it in this dimension alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from zbpp.runtime.world import broadcast, gather
+
+PIPELINE, REPLICATE, SHARD, TENSOR = DIMENSIONS = ("pipeline", "replicate", "shard", "tensor")
+
+
+def make_mesh(
+    *, replicate: int = 1, shard: int = 1, tensor: int = 1, device_type: str | None = None
+) -> DeviceMesh:
+    """A mesh over all processes of the job; the pipeline gets what these degrees leave of it. Collective.
+
+    device_type: "cpu" or "cuda"; None: what the job's messages need. Raises ValueError if the number of
+    processes is not divisible by the product of the degrees.
+    """
+    if not dist.is_initialized():
+        raise ValueError(
+            "a mesh needs a process group: start the job with torchrun and call "
+            "torch.distributed.init_process_group"
+        )
+    num_ranks = num_pipeline_ranks(dist.get_world_size(), replicate=replicate, shard=shard, tensor=tensor)
+    if device_type is None:
+        device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
+    return init_device_mesh(
+        device_type, (num_ranks, replicate, shard, tensor), mesh_dim_names=DIMENSIONS
+    )
+
+
+def num_pipeline_ranks(num_processes: int, **degrees: int) -> int:
+    """How many ranks each pipeline of the job has. Raises ValueError if the degrees don't fit."""
+    wrong = {name: degree for name, degree in degrees.items() if type(degree) is not int or degree < 1}
+    if wrong:
+        name, degree = next(iter(wrong.items()))
+        raise ValueError(f"{name}={degree!r}: write a number of processes, 1 or more")
+    product = 1
+    for degree in degrees.values():
+        product *= degree
+    if num_processes % product:
+        text = " x ".join(f"{name}={degree}" for name, degree in degrees.items())
+        raise ValueError(
+            f"{num_processes} processes can't be divided into {text} = {product}: start a multiple of "
+            f"{product} processes, or lower a degree"
+        )
+    return num_processes // product
+
+
+class Place:
+    """This process's groups and coordinates in a mesh; without a mesh, in a pipeline that stands alone.
+
+    group: the pipeline's group, if there is no mesh. Raises ValueError for a mesh that zbpp can't use.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, group: dist.ProcessGroup | None = None) -> None:
+        if mesh is not None:
+            _check(mesh, group)
+        self.mesh = mesh
+        names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
+        self.groups: dict[str, dist.ProcessGroup] = {
+            name: mesh.get_group(name)  # type: ignore[union-attr]  # names is empty without a mesh
+            for name in names
+            if name != PIPELINE and mesh.size(names.index(name)) > 1  # type: ignore[union-attr]
+        }
+        self.pipeline = group if mesh is None else mesh.get_group(PIPELINE)
+
+    def size(self, name: str) -> int:
+        """How many processes the group of a dimension has; not for "pipeline"."""
+        return dist.get_world_size(self.groups[name]) if name in self.groups else 1
+
+    def coordinate(self, name: str) -> int:
+        """This process's number in the group of a dimension; not for "pipeline"."""
+        return dist.get_rank(self.groups[name]) if name in self.groups else 0
+
+    @property
+    def num_data_parts(self) -> int:
+        """How many parts a batch has: replicas and shards see different data."""
+        return self.size(REPLICATE) * self.size(SHARD)
+
+    @property
+    def data_part(self) -> int:
+        """Which part of a batch this process reads."""
+        return self.coordinate(REPLICATE) * self.size(SHARD) + self.coordinate(SHARD)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the first of every dimension but the pipeline."""
+        return not any(map(self.coordinate, self.groups))
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every process of the mesh, on every process. Collective."""
+        values = gather(value, self.pipeline)
+        for group in self.groups.values():
+            values = [each for part in gather(values, group) for each in part]
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """The value of the mesh's first process, on every process. Collective."""
+        value = broadcast(value, self.pipeline)
+        for group in self.groups.values():
+            value = broadcast(value, group)
+        return value
+
+
+def _check(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"mesh is a {type(mesh).__name__}: write zbpp.make_mesh(replicate=2)")
+    if group is not None:
+        raise ValueError("mesh and group are both given: a mesh has its own groups, leave group out")
+    names = mesh.mesh_dim_names or ()
+    unknown = [name for name in names if name not in DIMENSIONS]
+    if PIPELINE not in names or unknown or list(names) != sorted(names, key=DIMENSIONS.index):
+        raise ValueError(
+            f"the mesh has the dimensions {', '.join(names) or '(without names)'}: a Pipeline takes "
+            f"{', '.join(DIMENSIONS)}, in this order, pipeline always; zbpp.make_mesh(replicate=2) makes one"
+        )
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a DTensor, which shares its memory; any other tensor as it is."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def dimensions_of(tensor: torch.Tensor) -> Mapping[str, Any]:
+    """{dimension: placement} of a DTensor; {} for any other tensor. Raises ValueError for a mesh without names."""
+    mesh = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return {}
+    if not mesh.mesh_dim_names:
+        raise ValueError(
+            "a parameter lies on a DeviceMesh whose dimensions have no names: name them as the pipeline's "
+            "mesh does, mesh_dim_names=('shard',) for fully_shard"
+        )
+    return dict(zip(mesh.mesh_dim_names, tensor.placements, strict=True))  # type: ignore[attr-defined]

@@ -1,0 +1,170 @@
+"""Reductions of a step's gradients over the processes that hold copies of the same parameters.
+
+The program says where a stage's gradients are complete on this rank (`Reduce`): right after its last W. There
+the executor starts the stage's Reducer, and goes on with other stages. The step ends when all have finished.
+
+    ... 2W6  2W7  Reduce 2  1W6  1W7  Reduce 1 | finish 2, finish 1, tied parameters
+                  [---- stage 2 on its way ----]
+                                     [- stage 1 -]
+
+The order of all sums is fixed: it depends on the order of a stage's parameters and on the size of the group,
+and on nothing that happens while the program runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zbpp.autograd.leaf_grad import grad_dtype, total_of
+from zbpp.runtime.mesh import local_of
+from zbpp.runtime.world import communicating
+
+Ended = Callable[[], None]
+
+_BUCKET_BYTES = 25 * 2**20  # small gradients travel together up to this size
+_ALONE_BYTES = 4 * 2**20  # a gradient from this size on travels by itself, without a copy
+
+
+class Reducer(Protocol):
+    """Makes the gradients of one stage the same on all copies of the stage."""
+
+    def begin(self) -> None:
+        """Called before the first F of a step."""
+
+    def start(self, ended: Ended | None) -> None:
+        """Called when the stage's gradients are complete on this rank; returns without waiting.
+
+        ended: to be called when the reduction has ended, on any thread; on CUDA where an event that is recorded
+        on the current stream comes after the reduction.
+        """
+
+    def finish(self) -> None:
+        """Make the reduced gradients available to what runs next. Raises CommunicationError."""
+
+    def abandon(self) -> None:
+        """Called when the step fails: drop all that is left of it."""
+
+
+class AllReduce:
+    """Sums or averages the gradients of some parameters over a group, in buckets.
+
+    A parameter's gradient is its `main_grad` or else its `.grad`; of a DTensor, this process's part. A
+    parameter that has a gradient on some processes of the group gets one on all; the others add zeros.
+    parameters: in the same order on all processes. what: for error messages.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, *, average: bool, what: str
+    ) -> None:
+        self._parameters = [each for each in parameters if each.requires_grad]
+        self._group, self._what = group, what
+        self._divisor = dist.get_world_size(group) if average else 1
+        self._gradients: list[Tensor] = []  # of each parameter, or zeros
+        self._has_gradient: list[bool] = []
+        self._counts: Tensor | None = None  # per parameter, on how many processes it has a gradient
+        self._buckets: list[_Bucket] = []
+        self._works: list[dist.Work] = []
+
+    def begin(self) -> None:
+        """A reduction needs no preparation."""
+
+    def start(self, ended: Ended | None = None) -> None:
+        """Start to reduce."""
+        if not self._parameters:
+            return
+        totals = [total_of(parameter) for parameter in self._parameters]
+        self._has_gradient = [total is not None for total in totals]
+        self._gradients = [
+            _zeros(parameter) if total is None else local_of(total)
+            for parameter, total in zip(self._parameters, totals, strict=True)
+        ]
+        self._counts = torch.tensor(self._has_gradient, dtype=torch.int32).to(self._gradients[0].device)
+        self._buckets = [_Bucket(part) for part in _parts(self._gradients)]
+        with communicating(self._what):
+            for tensor in (self._counts, *(bucket.tensor for bucket in self._buckets)):
+                work = dist.all_reduce(tensor, group=self._group, async_op=True)
+                assert work is not None  # as for every process that is in the group
+                self._works.append(work)
+        if ended is not None:
+            self._works[-1].get_future().then(lambda _: ended())
+
+    def finish(self) -> None:
+        """Wait, divide, and put the gradients back where they came from."""
+        with communicating(self._what):
+            for work in self._works:
+                work.wait()
+        for bucket in self._buckets:
+            bucket.give_back(self._divisor)
+        if not all(self._has_gradient) and self._counts is not None:
+            self._adopt(self._counts.tolist())
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Drop all that a step has begun."""
+        self._works, self._buckets, self._gradients = [], [], []
+        self._has_gradient, self._counts = [], None
+
+    def _adopt(self, counts: Sequence[int]) -> None:
+        """Keep the gradient of a parameter that has one on other processes only."""
+        rows = zip(self._parameters, self._gradients, self._has_gradient, counts, strict=True)
+        for parameter, gradient, is_own, count in rows:
+            if count and not is_own:
+                parameter.grad = _like(parameter, gradient)
+
+
+class _Bucket:
+    """Gradients that travel as one tensor: a single one itself, several as a copy."""
+
+    def __init__(self, gradients: list[Tensor]) -> None:
+        self._gradients = gradients
+        self._is_copy = len(gradients) > 1 or not gradients[0].is_contiguous()
+        self.tensor = (
+            torch.cat([each.detach().reshape(-1) for each in gradients]) if self._is_copy else gradients[0]
+        )
+
+    def give_back(self, divisor: int) -> None:
+        if divisor > 1:
+            self.tensor.div_(divisor)
+        if self._is_copy:
+            parts = self.tensor.split([each.numel() for each in self._gradients])
+            for gradient, part in zip(self._gradients, parts, strict=True):
+                gradient.copy_(part.view(gradient.shape))
+
+
+def _parts(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """The gradients of each bucket: one large gradient, or small ones of one dtype in their order."""
+    open_parts: dict[torch.dtype, list[Tensor]] = {}
+    sizes: Counter[torch.dtype] = Counter()
+    for gradient in gradients:
+        if gradient.nbytes >= _ALONE_BYTES:
+            yield [gradient]
+            continue
+        dtype = gradient.dtype
+        if sizes[dtype] + gradient.nbytes > _BUCKET_BYTES:
+            yield open_parts.pop(dtype)
+            sizes[dtype] = 0
+        open_parts.setdefault(dtype, []).append(gradient)
+        sizes[dtype] += gradient.nbytes
+    yield from open_parts.values()
+
+
+def _zeros(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(local_of(parameter), dtype=grad_dtype(parameter))
+
+
+def _like(parameter: nn.Parameter, local: Tensor) -> Tensor:
+    """A gradient of the parameter from this process's part of it."""
+    if local_of(parameter) is parameter:
+        return local
+    from torch.distributed.tensor import DTensor  # lazily: it imports sympy
+
+    whole: Any = parameter
+    return DTensor.from_local(
+        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
