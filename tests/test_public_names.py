@@ -25,7 +25,7 @@ from zbpp.models.mlp import Mlp
 
 NAMES = [
     "SCHEDULES", "Costs", "Pipeline", "PlanError", "Timeline", "Timetable", "WeightGrads", "backward_input",
-    "checkpoint", "clip_grad_norm_", "lower", "per_microbatch", "plan", "replicate", "simulate",
+    "checkpoint", "clip_grad_norm_", "lower", "make_mesh", "per_microbatch", "plan", "replicate", "simulate",
     "split_layers", "split_sequential", "trace_stages",
 ]  # fmt: skip
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from zbpp.cutting import split_sequential, trace_stages
     from zbpp.partition import split_layers
     from zbpp.planning import SCHEDULES, plan
-    from zbpp.runtime import Pipeline, clip_grad_norm_, per_microbatch, replicate
+    from zbpp.runtime import Pipeline, clip_grad_norm_, make_mesh, per_microbatch, replicate
     from zbpp.schedule import Costs, PlanError, Timeline, Timetable, lower, simulate
 
 __version__ = "0.1.0"
@@ -49,6 +49,7 @@ _HOME = {
     "checkpoint": "zbpp.autograd",
     "clip_grad_norm_": "zbpp.runtime",
     "lower": "zbpp.schedule",
+    "make_mesh": "zbpp.runtime",
     "per_microbatch": "zbpp.runtime",
     "plan": "zbpp.planning",
     "replicate": "zbpp.runtime",
@@ -70,6 +71,7 @@ __all__ = [
     "checkpoint",
     "clip_grad_norm_",
     "lower",
+    "make_mesh",
     "per_microbatch",
     "plan",
     "replicate",

@@ -24,7 +24,7 @@ from zbpp.builders.trainer import build_optimizer, build_pipeline, build_replan,
 from zbpp.config import ConfigError, TrainConfig, naming
 from zbpp.render import chrome_trace, render_picture
 from zbpp.runtime.microbatch import into_microbatches
-from zbpp.runtime.ties import check_ties
+from zbpp.runtime.ties import declare_ties
 from zbpp.runtime.world import World, broadcast, check_agreement, world
 from zbpp.schedule import Timetable
 from zbpp.training.batch import batch_for
@@ -135,7 +135,7 @@ def _agreed_job(config: TrainConfig, settings: dict[str, Any], job: _Job | None,
     check_source_files()
     check_agreement("data (by fingerprint)", job.data.fingerprint)
     with naming("model"):
-        check_ties(job.model.build_stage, timetable.rank_of, is_rank_0=here.rank == 0)
+        declare_ties(job.model, job.stages, timetable.num_stages, is_rank_0=here.rank == 0)
     return job
 
 

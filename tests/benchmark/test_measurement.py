@@ -15,7 +15,8 @@ from zbpp.benchmark.measurement import measure, with_split_backward, with_whole_
 from zbpp.benchmark.workload import Workload
 from zbpp.models.emulated import Emulated
 from zbpp.planning import SCHEDULES
-from zbpp.runtime.world import World, planned_by_rank_0
+from zbpp.runtime.mesh import planned_by_rank_0
+from zbpp.runtime.world import World
 from zbpp.schedule import PlanError
 from zbpp.training.data import regression_data
 

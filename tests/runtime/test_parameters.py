@@ -8,7 +8,7 @@ from torch import nn
 from helpers.processes import run_ranks
 from helpers.split import assert_close
 from zbpp import Pipeline, clip_grad_norm_, plan
-from zbpp.runtime.norm import global_norm, squared_norms
+from zbpp.runtime.norm import norm_of, squared_norms
 
 VOCABULARY, SIZE, M = 11, 6, 4
 
@@ -251,8 +251,8 @@ def test_the_norm_is_one_number_however_the_parameters_are_spread():
     generator = torch.Generator().manual_seed(0)
     grads = [torch.randn(7, generator=generator) * 10.0**i for i in range(-8, 8)]
     squares = squared_norms(grads)
-    norms = {global_norm([squares[:k], squares[k:]]) for k in range(len(squares))}
-    assert norms == {global_norm([squares[::-1]])}
+    norms = {norm_of([squares[:k], squares[k:]]) for k in range(len(squares))}
+    assert norms == {norm_of([squares[::-1]])}
 
 
 def test_a_loss_with_parameters_of_its_own_is_trained_clipped_and_saved():

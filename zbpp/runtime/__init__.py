@@ -17,12 +17,16 @@ What they use:
     boundary      what passes between two stages, with or without a message; BoundaryError
     layout        dtypes and shapes of a message; its header
     call_order    do all ranks call step and evaluate in the same order?
+    mesh          replicas, shards and tensor-parallel parts: make_mesh, and a process's place in the mesh
+    reductions    what is reduced on one rank: REPLICAS AND TIED PARAMETERS GET ONE GRADIENT
+    reduce        a stage's gradients, summed over processes in buckets
+    tied_gradients  copies of one parameter on several ranks
     restored      random numbers, training mode, and the gradients of a step that failed
     outputs       outputs and metrics of an evaluation
     parameters    names, state_dict and declared ties of the parameters
-    ties          parameters that stages of a model share without declaring it
+    ties          parameters that stages share: declared, named by the model, or found
     world         joining the job; gather, broadcast, agreement between ranks
-    groups        a process group for each link
+    groups        process groups: one for each link, and for each kind of reduction
 
 Beside the step:
 
@@ -36,6 +40,7 @@ WHERE A W GOES is decided by the timetable alone: a schedule (zbpp/families) or 
 
 from zbpp.runtime.boundary import BoundaryError
 from zbpp.runtime.measure import measured_costs, peak_memory_bytes
+from zbpp.runtime.mesh import make_mesh
 from zbpp.runtime.microbatch import per_microbatch, replicate
 from zbpp.runtime.norm import clip_grad_norm_
 from zbpp.runtime.pipeline import Pipeline
@@ -50,6 +55,7 @@ __all__ = [
     "Pipeline",
     "StageWorker",
     "clip_grad_norm_",
+    "make_mesh",
     "measured_costs",
     "peak_memory_bytes",
     "per_microbatch",

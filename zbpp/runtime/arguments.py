@@ -11,15 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 from zbpp.planning import plan
-from zbpp.runtime.world import planned_by_rank_0
+from zbpp.runtime.mesh import Place, planned_by_rank_0
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel
 
 
-def timetable_of(
-    timetable: Timetable | str | None, num_microbatches: int | None, group: dist.ProcessGroup | None
-) -> Timetable:
-    """The timetable itself, or the plan of that name for the group's ranks.
+def timetable_of(timetable: Timetable | str | None, num_microbatches: int | None, place: Place) -> Timetable:
+    """The timetable itself, or the plan of that name for the ranks of a pipeline.
 
     Raises TypeError or ValueError for arguments that don't determine a timetable, PlanError if there is no
     such plan.
@@ -47,8 +45,8 @@ def timetable_of(
             "would train by itself: call torch.distributed.init_process_group first, or give a timetable "
             "for one rank"
         )
-    num_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
-    return planned_by_rank_0(partial(plan, timetable, num_ranks, num_microbatches), group)
+    num_ranks = dist.get_world_size(place.pipeline) if dist.is_initialized() else 1
+    return planned_by_rank_0(partial(plan, timetable, num_ranks, num_microbatches), place)
 
 
 def rank_in(group: dist.ProcessGroup | None, timetable: Timetable) -> int:
@@ -62,7 +60,9 @@ def rank_in(group: dist.ProcessGroup | None, timetable: Timetable) -> int:
         )
     size = dist.get_world_size(group)
     if size != timetable.num_ranks:
-        raise ValueError(f"the timetable is for {timetable.num_ranks} ranks, the process group has {size}")
+        raise ValueError(
+            f"the timetable is for {timetable.num_ranks} ranks, the pipeline's process group has {size}"
+        )
     rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError("this process is not in the process group that it was given for the pipeline")

@@ -6,19 +6,19 @@ What is wrong on one rank is raised on every rank: none is left waiting for a ra
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from zbpp.runtime.arguments import built_stages, device_for_messages, model_of
 from zbpp.runtime.groups import unique_name
-from zbpp.runtime.parameters import names_of, refuse_tied_across_ranks, tied_of
-from zbpp.runtime.ties import check_ties
-from zbpp.runtime.world import check_agreement, gather
+from zbpp.runtime.mesh import Place
+from zbpp.runtime.parameters import check_declared_ties, names_of
+from zbpp.runtime.ties import Declared, Tie, declare_ties, declared_by, ties_between
+from zbpp.runtime.world import check_equal, gather
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel
 
@@ -34,12 +34,13 @@ _WRAPPERS = {
 class Agreed(NamedTuple):
     """What every rank knows after the check.
 
-    stages: this rank's. names: per rank, {stage: the names in its state_dict}. key: the same on every rank,
-    and unique in the job.
+    stages: this rank's. names: per rank, {stage: the names in its state_dict}. ties: of all ranks. key: the
+    same on every rank of the pipeline, and unique in the job.
     """
 
     stages: dict[int, nn.Module]
     names: list[dict[int, list[str]]]
+    ties: list[Tie]
     key: str
 
 
@@ -48,17 +49,17 @@ class _Report:
     """What one rank tells the others of its stages. refusal: what is wrong with them, or nothing."""
 
     refusal: str = ""
-    is_built: bool = False  # by a PipelineModel
     stages: list[int] = field(default_factory=list)
     names: dict[int, list[str]] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)
+    tied: dict[int, Declared] = field(default_factory=dict)
+    shapes: str = ""  # of the parameters, with their names and dtypes; as a hash
     key: str = field(default_factory=unique_name)
 
 
-def check_ranks_agree(timetable: Timetable, dynamic_shapes: bool, group: dist.ProcessGroup | None) -> None:
-    """Raise AgreementError on every rank unless all ranks have the same timetable and dynamic_shapes."""
-    digest = hashlib.sha256(str(timetable).encode()).hexdigest()[:16]
-    check_agreement("pipelines", {"dynamic_shapes": dynamic_shapes, "timetable (by hash)": digest}, group)
+def check_ranks_agree(timetable: Timetable, dynamic_shapes: bool, place: Place) -> None:
+    """Raise AgreementError everywhere unless all processes have the same timetable and dynamic_shapes."""
+    mine = {"dynamic_shapes": dynamic_shapes, "timetable (by hash)": _hash(str(timetable))}
+    check_equal("pipelines", place.gather(mine))
 
 
 def agree_on_stages(
@@ -66,38 +67,72 @@ def agree_on_stages(
     timetable: Timetable,
     rank: int,
     device: torch.device | str | None,
-    group: dist.ProcessGroup | None,
+    place: Place,
 ) -> Agreed:
     """Build this rank's stages if a model was given, and check those of all ranks together. Collective.
 
-    device: as in Pipeline. Raises ValueError on every rank if the stages of one don't fit.
+    device: as in Pipeline. Raises ValueError on every process of the mesh if the stages of one don't fit.
     """
     failure: Exception | None = None
     stages: dict[int, nn.Module] = {}
-    model = model_of(given)
     try:
-        stages = _stages_of(given, timetable, rank, device, group)
-        report = _Report(
-            is_built=model is not None, stages=sorted(stages), names=names_of(stages), tied=tied_of(stages)
-        )
+        stages = _stages_of(given, timetable, rank, device, place)
+        report = _Report(stages=sorted(stages), names=names_of(stages), shapes=_hash(_shapes(stages)))
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         failure, report = error, _Report(refusal=text)
-    reports: list[_Report] = gather(report, group)
+    reports: list[_Report] = gather(report, place.pipeline)
+    everyone = place.gather((rank, _refusal(reports, timetable), report.shapes))
+    _raise_first([refusal for _, refusal, _ in everyone], failure)
+    if len({(other, shapes) for other, _, shapes in everyone}) > timetable.num_ranks:
+        raise ValueError(
+            "processes that stand at the same rank of the pipeline have stages with different parameters "
+            "(names, shapes or dtypes): build them alike"
+        )
+    names, model = [each.names for each in reports], model_of(given)
+    if model is not None:
+        declare_ties(model, stages, timetable.num_stages, is_rank_0=rank == 0, group=place.pipeline)
+    return Agreed(stages, names, _agreed_ties(stages, names, place), reports[0].key)
+
+
+def _refusal(reports: Sequence[_Report], timetable: Timetable) -> str:
+    """What is wrong with the stages of this pipeline, or nothing."""
     for other, each in enumerate(reports):
         if each.refusal:
-            text = f"rank {other}: {each.refusal}" if len(reports) > 1 else each.refusal
-            raise ValueError(text) from failure
+            return f"rank {other}: {each.refusal}" if len(reports) > 1 else each.refusal
         expected = timetable.stages_of(other)
         if each.stages != expected:
-            raise ValueError(
-                f"rank {other} owns stages {expected} of this timetable, got modules for {each.stages}"
-            )
-    names = [each.names for each in reports]
-    refuse_tied_across_ranks([each.tied for each in reports], names)
-    if all(each.is_built for each in reports) and model is not None:
-        check_ties(model.build_stage, timetable.rank_of, is_rank_0=rank == 0, group=group)
-    return Agreed(stages, names, reports[0].key)
+            return f"rank {other} owns stages {expected} of this timetable, got modules for {each.stages}"
+    return ""
+
+
+def _agreed_ties(
+    stages: Mapping[int, nn.Module], names: Sequence[Mapping[int, list[str]]], place: Place
+) -> list[Tie]:
+    """The ties of all ranks. Raises ValueError everywhere if a declaration is wrong. Collective."""
+    refusal = ""
+    try:
+        check_declared_ties(stages)
+    except ValueError as error:
+        refusal = str(error)
+    declared = {index: dict(declared_by(stage)) for index, stage in stages.items()}
+    _raise_first(place.gather(refusal), None)
+    return ties_between(gather(declared, place.pipeline), names)
+
+
+def _raise_first(refusals: Iterable[str], cause: Exception | None) -> None:
+    for refusal in refusals:
+        if refusal:
+            raise ValueError(refusal) from cause
+
+
+def _shapes(stages: Mapping[int, nn.Module]) -> str:
+    rows = ((index, *row) for index, stage in stages.items() for row in stage.named_parameters())
+    return str([(index, name, list(p.shape), str(p.dtype), p.requires_grad) for index, name, p in rows])
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _stages_of(
@@ -105,12 +140,12 @@ def _stages_of(
     timetable: Timetable,
     rank: int,
     device: torch.device | str | None,
-    group: dist.ProcessGroup | None,
+    place: Place,
 ) -> dict[int, nn.Module]:
     """This rank's stages. Raises ValueError for what can't be a Pipeline's `stages`."""
     model = model_of(given)
     if model is not None:
-        chosen = device_for_messages(group) if device is None else torch.device(device)
+        chosen = device_for_messages(place.pipeline) if device is None else torch.device(device)
         stages = built_stages(model, timetable.stages_of(rank), timetable.num_stages, chosen)
     elif not isinstance(given, Mapping):
         raise ValueError(_neither_stages_nor_model(given))
@@ -151,8 +186,8 @@ def _check_stage(index: Any, module: Any) -> None:
     if wrapper:
         raise ValueError(
             f"stage {index} is wrapped in {wrapper}, whose reductions expect a plain backward pass: "
-            "gradients would be wrong. Give the Pipeline the plain module; to train replicas, average "
-            "`.grad` after step() with torch.distributed.all_reduce"
+            "gradients would be wrong. Give the Pipeline the plain module, and let it reduce them: "
+            "Pipeline(..., mesh=zbpp.make_mesh(replicate=2))"
         )
 
 

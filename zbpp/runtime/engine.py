@@ -32,6 +32,7 @@ from zbpp.runtime.feed import Call
 from zbpp.runtime.groups import close_groups, job_store, link_groups
 from zbpp.runtime.measure import Recorder
 from zbpp.runtime.microbatch import Cutter
+from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.restored import GradientsBefore
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.world import CommunicationError
@@ -62,6 +63,7 @@ class Engine:
         stages: Mapping[int, nn.Module],
         loss_fn: Loss | None,
         device: torch.device,
+        reductions: Reductions,
         *,
         group: dist.ProcessGroup | None,
         key: str,
@@ -69,7 +71,7 @@ class Engine:
         dynamic_shapes: bool,
     ) -> None:
         self.over = ""
-        self._timetable, self._loss_fn = timetable, loss_fn
+        self._timetable, self._loss_fn, self._reductions = timetable, loss_fn, reductions
         last = timetable.num_stages - 1
         self._workers = {
             stage: StageWorker(stage, module, is_last=stage == last, loss_fn=loss_fn, device=device)
@@ -92,6 +94,7 @@ class Engine:
                 self._links,
                 device,
                 dynamic_shapes=dynamic_shapes,
+                reductions=reductions if name == "step" else None,
             )
             for name, lowered in programs.items()
         }
@@ -136,13 +139,14 @@ class Engine:
         return dict.fromkeys(parameter for module in modules for parameter in module.parameters())
 
     def _fail(self, error: BaseException, before: GradientsBefore | None) -> None:
-        """Drop all that is left of a call; with several ranks, the pipeline ends."""
+        """Drop all that is left of a call; with several ranks or replicas, the pipeline ends."""
         for worker in self._workers.values():
             worker.abandon()
+        self._reductions.abandon()
         left = "" if before is None else before.restore()
         if left:
             error.add_note(left)
-        if self._timetable.num_ranks > 1:
+        if self._timetable.num_ranks > 1 or self._reductions.is_shared:
             self.end(f"an earlier call failed ({error_text(error)}), and its messages are lost")
         if isinstance(error, CommunicationError) and self._call_order is not None:
             with suppress(CommunicationError):  # the store may be gone, too
@@ -150,12 +154,13 @@ class Engine:
                 self._call_order.check()
 
     def end(self, why: str) -> None:
-        """Close the links for good: on gloo, ranks that wait for a message of this rank stop waiting."""
+        """Close links and reductions for good: on gloo, processes that wait for this one stop waiting."""
         self.over = why
         for executor in self._executors.values():
             executor.close()
         close_groups(self._links.values())
         self._links.clear()
+        self._reductions.close()
 
 
 def error_text(error: BaseException) -> str:

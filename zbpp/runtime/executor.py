@@ -30,6 +30,7 @@ import torch.distributed as dist
 from zbpp.runtime.layout import Message
 from zbpp.runtime.measure import Recorder
 from zbpp.runtime.p2p import BufferPool, FreshBuffers, Inbox, Outbox
+from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.stage import StageWorker
 from zbpp.runtime.world import CommunicationError
 from zbpp.schedule import Action, Op, Program, Recv, Reduce, Release, Send, Value, consumes, produces
@@ -53,7 +54,8 @@ class _Resolved(NamedTuple):
 class Executor:
     """Runs one program over the stages and links of one rank.
 
-    methods: {op: the method of StageWorker that does it}.
+    methods: {op: the method of StageWorker that does it}. reductions: of the stages' gradients; None where
+    the program has none.
     """
 
     def __init__(
@@ -66,8 +68,11 @@ class Executor:
         device: torch.device,
         *,
         dynamic_shapes: bool = False,
+        reductions: Reductions | None = None,
     ) -> None:
         self._program, self._workers, self._methods = program, workers, methods
+        self._reductions = reductions
+        self._recorder: Recorder | None = None
         self._num_stages = num_stages
         self._pool = FreshBuffers(device) if dynamic_shapes else BufferPool(device)
         self._inboxes: dict[int, Inbox] = {}
@@ -77,8 +82,12 @@ class Executor:
         self._slots = dict(zip(taken, count(_FIRST_SLOT)))  # where each value waits
         first = [_Resolved(_without_message(inbox.begin)) for inbox in self._inboxes.values()]
         last = [_Resolved(_without_message(outbox.finish)) for outbox in self._outboxes.values()]
+        if reductions is not None:
+            first.append(_Resolved(_without_message(reductions.begin)))
+            last.append(_Resolved(_without_message(reductions.finish)))
         self._resolved = [*first, *map(self._resolve, program.instructions), *last]
-        # What each entry of _resolved was; None for the first receives and the last sends.
+        self._num_first = len(first)
+        # What each entry of _resolved was; None for what is done before and after the program.
         self._instructions = [*[None] * len(first), *program.instructions, *[None] * len(last)]
 
     def run(self, recorder: Recorder | None = None) -> None:
@@ -88,6 +97,7 @@ class Executor:
         and its number, the value and the peer; ValueError for a message whose layout has changed.
         """
         mark = None if recorder is None else recorder.begin(self._instructions)
+        self._recorder = recorder
         slots = [_NO_MESSAGE] * (_FIRST_SLOT + len(self._slots))
         position = 0
         try:
@@ -154,17 +164,24 @@ class Executor:
                 return _Resolved(send, takes=self._slots[value])
             case Release(_, peer):
                 return _Resolved(_without_message(self._outboxes[peer].release))
-            case Reduce():
-                return _Resolved(_without_message(tuple))
+            case Reduce(stage):
+                return _Resolved(_without_message(partial(self._reduce, stage)))
+
+    def _reduce(self, stage: int) -> None:
+        """Start the reduction of a stage's gradients; the recorder is told when it has ended."""
+        if self._reductions is not None:
+            ended = None if self._recorder is None else self._recorder.reduction(stage)
+            self._reductions.start(stage, ended)
 
     def _explain(self, position: int, error: Exception) -> None:
-        """Raise an error that says which message failed; the error of an action speaks for itself."""
+        """Raise an error that says which message failed; actions and reductions say that themselves."""
         instruction = self._instructions[position]
-        if isinstance(instruction, Action) or isinstance(error, torch.OutOfMemoryError):
+        speaks_for_itself = isinstance(error, CommunicationError | torch.OutOfMemoryError)
+        if isinstance(instruction, Action) or speaks_for_itself:
             return
         rank = self._program.rank
         if isinstance(error, RuntimeError):
-            number = position - len(self._inboxes)
+            number = position - self._num_first
             if instruction is not None:
                 place = f"instruction {number} of its program ({instruction})"
             else:

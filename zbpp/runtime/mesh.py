@@ -10,7 +10,7 @@ A process belongs to one group per dimension: the processes that differ from it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zbpp.runtime.world import broadcast, gather
+from zbpp.schedule import PlanError, Timetable
 
 PIPELINE, REPLICATE, SHARD, TENSOR = DIMENSIONS = ("pipeline", "replicate", "shard", "tensor")
 
@@ -38,9 +39,7 @@ def make_mesh(
     num_ranks = num_pipeline_ranks(dist.get_world_size(), replicate=replicate, shard=shard, tensor=tensor)
     if device_type is None:
         device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
-    return init_device_mesh(
-        device_type, (num_ranks, replicate, shard, tensor), mesh_dim_names=DIMENSIONS
-    )
+    return init_device_mesh(device_type, (num_ranks, replicate, shard, tensor), mesh_dim_names=DIMENSIONS)
 
 
 def num_pipeline_ranks(num_processes: int, **degrees: int) -> int:
@@ -102,6 +101,25 @@ class Place:
         """Whether this process is the first of every dimension but the pipeline."""
         return not any(map(self.coordinate, self.groups))
 
+    def sum_parts(self, squares: torch.Tensor) -> None:
+        """Add up, in place, what shards and tensor-parallel parts of the same stages have. Collective."""
+        for name in (TENSOR, SHARD):
+            if name in self.groups:
+                dist.all_reduce(squares, group=self.groups[name])
+
+    def average_over_data(self, values: torch.Tensor) -> None:
+        """Make of each value, in place, its mean over the processes that see different data. Collective."""
+        for name in (SHARD, REPLICATE):
+            if name in self.groups:
+                dist.all_reduce(values, group=self.groups[name])
+        values /= self.num_data_parts
+
+    def counts(self, tensor: torch.Tensor) -> bool:
+        """Whether this process is the one to count its part of a parameter, where several have the same."""
+        placements = dimensions_of(tensor)
+        held_alike = [name for name in (TENSOR, SHARD) if not is_split(placements.get(name))]
+        return all(self.coordinate(name) == 0 for name in held_alike)
+
     def gather(self, value: Any) -> list[Any]:
         """The value of every process of the mesh, on every process. Collective."""
         values = gather(value, self.pipeline)
@@ -131,6 +149,30 @@ def _check(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> None:
         )
 
 
+def planned_by_rank_0(make: Callable[[], Timetable], place: Place | None = None) -> Timetable:
+    """The timetable that `make` returns on the mesh's first process, on every process; so is its PlanError.
+
+    Ranks that planned from their own measurements could disagree, so the plan of one travels, as text.
+    place: None for all processes of the job. Collective.
+    """
+    place = place or Place(None)
+    text = refusal = ""
+    if not dist.is_initialized() or (place.is_first and dist.get_rank(place.pipeline) == 0):
+        try:
+            text = str(make())
+        except PlanError as error:
+            refusal = str(error)
+    text, refusal = place.broadcast((text, refusal))
+    if refusal:
+        raise PlanError(refusal)
+    return Timetable.parse(text)
+
+
+def is_split(placement: Any) -> bool:
+    """Whether a DTensor's placement gives each process a part of its own."""
+    return placement is not None and placement.is_shard()
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This process's part of a DTensor, which shares its memory; any other tensor as it is."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
@@ -138,7 +180,10 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dimensions_of(tensor: torch.Tensor) -> Mapping[str, Any]:
-    """{dimension: placement} of a DTensor; {} for any other tensor. Raises ValueError for a mesh without names."""
+    """{dimension: placement} of a DTensor, {} of any other tensor.
+
+    Raises ValueError for a mesh whose dimensions have no names.
+    """
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return {}

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbpp.autograd.leaf_grad import total_of
+from zbpp.runtime.mesh import local_of
 from zbpp.runtime.pipeline import Pipeline
 from zbpp.runtime.world import gather
 
@@ -28,8 +29,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients of all ranks together, in place, so that their 2-norm is at most `max_norm`.
 
-    parameters: a pipeline; or this rank's parameters, and `group` (None: the default one) the ranks that hold
-    the others. Returns the norm before scaling, a float64 scalar on the CPU, equal on every rank. Collective.
+    parameters: a pipeline, also in a mesh; or this rank's parameters, and `group` (None: the default one) the
+    ranks that hold the others. Returns the norm before scaling, a float64 scalar on the CPU, equal on every
+    rank. Collective.
 
     The result is that of `torch.nn.utils.clip_grad_norm_` over the whole model in one process. A parameter
     that several stages share counts once; a parameter with a `main_grad` counts with its `main_grad`. If the
@@ -37,9 +39,11 @@ def clip_grad_norm_(
     is scaled.
     """
     if isinstance(parameters, Pipeline):
-        group, parameters = parameters.group, parameters.parameters()
-    gradients = gradients_of([parameters] if isinstance(parameters, Tensor) else parameters)
-    norm = global_norm(gather(squared_norms(gradients), group))
+        norm = norm_of(gather(squares_in_mesh(parameters), parameters.group))
+        gradients = gradients_of(parameters.parameters())
+    else:
+        gradients = gradients_of([parameters] if isinstance(parameters, Tensor) else parameters)
+        norm = norm_of(gather(squared_norms(gradients), group))
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
             f"the norm of the gradients is {norm}, so they were not clipped; error_if_nonfinite=False lets "
@@ -57,25 +61,45 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [total for total in totals if total is not None]
 
 
+def squares_in_mesh(pipeline: Pipeline) -> list[float]:
+    """The sum of squares of the gradient of each of this rank's parameters; 0 where another rank counts it.
+
+    The parts of a gradient that shards and tensor-parallel processes have are added up first, in float64.
+    Collective over them.
+    """
+    counted = set(map(id, pipeline.counted_parameters()))
+    squares = torch.zeros(len(list(pipeline.parameters())), dtype=torch.float64, device=pipeline.device)
+    for place, parameter in enumerate(pipeline.parameters()):
+        total = total_of(parameter)
+        if total is not None and id(parameter) in counted:
+            squares[place] = _square(total)
+    pipeline.place.sum_parts(squares)
+    return squares.tolist()
+
+
 def squared_norms(gradients: Iterable[Tensor]) -> list[float]:
     """The sum of squares of each gradient, computed in float64."""
-    norms = [torch.linalg.vector_norm(_values(each), dtype=torch.float64) for each in gradients]
-    return torch.stack([norm.square().to(norms[0].device) for norm in norms]).tolist() if norms else []
+    squares = list(map(_square, gradients))
+    return torch.stack([each.to(squares[0].device) for each in squares]).tolist() if squares else []
 
 
-def global_norm(squares: Iterable[Iterable[float]]) -> float:
+def _square(gradient: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(_values(gradient), dtype=torch.float64).square()
+
+
+def norm_of(squares: Iterable[Iterable[float]]) -> float:
     """The norm over all ranks from the squared norms of each; rounded once."""
     return math.sqrt(math.fsum(number for each in squares for number in each))
 
 
 def scale_gradients(gradients: Iterable[Tensor], factor: float) -> None:
     """Multiply every gradient in place."""
-    tensors = list(gradients)
+    tensors = list(map(local_of, gradients))
     if tensors:
         with torch.no_grad():
             torch._foreach_mul_(tensors, factor)
 
 
 def _values(gradient: Tensor) -> Tensor:
-    """The gradient; of a sparse one its entries, summed where an index occurs twice."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
+    """This process's part of a gradient; of a sparse one its entries, summed where an index occurs twice."""
+    return gradient.coalesce().values() if gradient.is_sparse else local_of(gradient)

@@ -95,7 +95,9 @@ def names_of(stages: Mapping[int, nn.Module]) -> dict[int, list[str]]:
 
 def check_declared_ties(stages: Mapping[int, nn.Module]) -> None:
     """Raise ValueError if this rank's stages contradict what they declare in `tied_parameters`."""
-    ids = {index: {name: id(value) for name, value in _state(stage).items()} for index, stage in stages.items()}
+    ids = {
+        index: {name: id(value) for name, value in _state(stage).items()} for index, stage in stages.items()
+    }
     for index, stage in stages.items():
         for name, other in declared_by(stage).items():
             if name not in ids[index]:

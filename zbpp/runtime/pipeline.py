@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.runtime.arguments import device_of, model_of, rank_in, timetable_of
 from zbpp.runtime.checks import agree_on_stages, check_ranks_agree
@@ -23,10 +24,13 @@ from zbpp.runtime.engine import Engine, error_text
 from zbpp.runtime.feed import Call
 from zbpp.runtime.groups import close_groups, group_of_this_process
 from zbpp.runtime.measure import Recorder, measured_timeline
+from zbpp.runtime.mesh import Place
 from zbpp.runtime.outputs import Metrics, Outputs
 from zbpp.runtime.parameters import StageParameters
+from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.restored import eval_mode, restored_generators
 from zbpp.runtime.stage import Loss
+from zbpp.runtime.tied_gradients import TiedGradients
 from zbpp.runtime.world import gather
 from zbpp.schedule import Timeline, Timetable
 from zbpp.seeding import seed_of
@@ -38,13 +42,17 @@ class Pipeline:
 
     stages: {stage index: module}, exactly those that `timetable` gives to this rank; or a model (see
     zbpp/stage_api.py), which then builds them. Stages of one rank may share parameters. A stage whose
-    parameter is tied to another stage's may declare it, in names of the whole model:
-    `tied_parameters = {"head.weight": "embedding.weight"}`.
+    parameter is tied to another stage's declares it, in names of the whole model:
+    `tied_parameters = {"head.weight": "embedding.weight"}`. On different ranks each has a copy: it begins
+    with the values of the first stage's, and each gets the sum of all gradients.
     timetable: a Timetable; or the name of a schedule, which is then planned for the ranks of the group and
     num_microbatches.
     loss_fn(output, target) -> scalar. None: the model's loss; without a model, the last stage's module
     returns the loss.
     group: the pipeline's process group (None: the default one); a pipeline of one rank needs none.
+    mesh: a DeviceMesh with a dimension "pipeline", and "replicate", "shard", "tensor" as wanted, instead of
+    group; see zbpp.make_mesh. The processes of one pipeline differ in the first dimension alone. Replicas and
+    shards are given different rows; all that hold a copy of a parameter get the mean of its gradients.
     seed: of the random numbers drawn in forward. timeout: seconds that a wait for another rank may last.
     dynamic_shapes: whether messages between stages may differ from microbatch to microbatch (shapes, dtypes,
     which tensors there are); each message then says its layout, and takes one more latency.
@@ -56,9 +64,9 @@ class Pipeline:
     loss_scale: a factor on all gradients that `step` computes, 1.0 until it is set; the losses that `step`
     returns don't have it. With float16 it keeps small gradients above zero; whoever sets it divides it out.
 
-    Raises TypeError or ValueError for stages or a group that don't fit the timetable, and for stages that are
-    wrapped in DistributedDataParallel or FSDP, or known to be tied across ranks; AgreementError if ranks
-    were given different timetables. Collective over the group. As a context manager it closes at the end.
+    Raises TypeError or ValueError for stages, a group or a mesh that don't fit the timetable, and for stages
+    that are wrapped in DistributedDataParallel or FSDP; AgreementError if ranks were given different
+    timetables. Collective over the group or the mesh. As a context manager it closes at the end.
     """
 
     def __init__(
@@ -68,21 +76,24 @@ class Pipeline:
         loss_fn: Loss | None = None,
         group: dist.ProcessGroup | None = None,
         *,
+        mesh: DeviceMesh | None = None,
         num_microbatches: int | None = None,
         seed: int = 0,
         timeout: float = 600.0,
         dynamic_shapes: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        self.timetable = timetable = timetable_of(timetable, num_microbatches, group)
+        self.place = place = Place(mesh, group)
+        group = place.pipeline
+        self.timetable = timetable = timetable_of(timetable, num_microbatches, place)
         self.rank = rank_in(group, timetable)
         self.seed, self.num_steps, self.loss_scale = seed, 0, 1.0
-        self._given_group, self._timeout, self._dynamic_shapes = group, timeout, dynamic_shapes
+        self._timeout, self._dynamic_shapes = timeout, dynamic_shapes
         # One rank of a larger job needs a group, too, for what is collective; this pipeline closes it.
         self._made_group = group_of_this_process() if timetable.num_ranks == 1 and group is None else None
         self.group = self._made_group or group
-        check_ranks_agree(timetable, dynamic_shapes, self.group)
-        agreed = agree_on_stages(stages, timetable, self.rank, device, self.group)
+        check_ranks_agree(timetable, dynamic_shapes, place)
+        agreed = agree_on_stages(stages, timetable, self.rank, device, place)
         model = model_of(stages)
         self._loss_fn = model.loss if loss_fn is None and model is not None else loss_fn
         self.stages = dict(sorted(agreed.stages.items()))
@@ -91,12 +102,15 @@ class Pipeline:
             self.stages, agreed.names, self._loss_fn if computes_loss else None
         )
         self.device = device_of(self.stages.values(), self.group)
+        tied = TiedGradients(agreed.ties, self.stages, timetable.rank_of, self.rank, self.group, timeout)
+        self._copies = {id(copy) for copy in tied.copies}
         self._engine = Engine(
             timetable,
             self.rank,
             self.stages,
             self._loss_fn,
             self.device,
+            Reductions(self.stages, tied, place, self.rank, timeout),
             group=group,
             key=agreed.key,
             timeout=timeout,
@@ -107,6 +121,14 @@ class Pipeline:
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages and of a loss that is a module, each once: for optimizers."""
         return (parameter for _, parameter in self._parameters.named())
+
+    def counted_parameters(self) -> Iterator[nn.Parameter]:
+        """Those of `parameters` that this process counts: over the mesh, each part of each comes once.
+
+        Replicas count each for itself.
+        """
+        mine = (each for each in self.parameters() if id(each) not in self._copies)
+        return filter(self.place.counts, mine)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters with the names that they have in the whole model: the stage modules' own.
@@ -227,7 +249,8 @@ class Pipeline:
             self.stages,
             timetable,
             self._loss_fn,
-            self._given_group,
+            None if self.place.mesh is not None else self.place.pipeline,
+            mesh=self.place.mesh,
             seed=self.seed,
             timeout=self._timeout,
             dynamic_shapes=self._dynamic_shapes,

@@ -40,8 +40,8 @@ class Reducer(Protocol):
     def start(self, ended: Ended | None) -> None:
         """Called when the stage's gradients are complete on this rank; returns without waiting.
 
-        ended: to be called when the reduction has ended, on any thread; on CUDA where an event that is recorded
-        on the current stream comes after the reduction.
+        ended: to be called when the reduction has ended, on any thread; on CUDA where an event that is
+        recorded on the current stream comes after the reduction.
         """
 
     def finish(self) -> None:

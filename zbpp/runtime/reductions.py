@@ -1,4 +1,4 @@
-"""All that has to be reduced on one rank after the last W's of a step: its stages, then its tied parameters."""
+"""What is reduced on one rank after the last W's of a step: its stages' gradients, then tied parameters."""
 
 from __future__ import annotations
 
@@ -44,6 +44,11 @@ class Reductions:
         what = f"rank {rank}, averaging the gradients of tied parameters over replicas"
         self._tied_average = AllReduce(self._tied.parameters, group, average=True, what=what)
         self._buffers = Buffers(stages.values(), group)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes wait for this one's gradients."""
+        return bool(self._reducers) or bool(self._tied.parameters)
 
     def begin(self) -> None:
         """Called before the first action of a step."""

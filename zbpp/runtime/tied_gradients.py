@@ -93,5 +93,3 @@ def _broadcast(parameter: nn.Parameter, source: int, group: dist.ProcessGroup) -
     dist.broadcast(values, group=group, group_src=source)
     with torch.no_grad():
         local_of(parameter.detach()).copy_(values)
-
-

@@ -128,9 +128,7 @@ def _resolved(index: int, name: str, other: str | Place, known: Mapping[str, lis
         return other[0], other[1]
     places = [place for place in known.get(other, []) if place != (index, name)]
     if not places:
-        raise ValueError(
-            f"stage {index} declares {name} to be tied to {other}, which no other stage has"
-        )
+        raise ValueError(f"stage {index} declares {name} to be tied to {other}, which no other stage has")
     if len(places) > 1:
         stages = ", ".join(str(stage) for stage, _ in places)
         raise ValueError(

@@ -7,7 +7,7 @@ in the shared store, so every start writes there under a name of its own.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,8 +19,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
-
-from zbpp.schedule import PlanError, Timetable
 
 
 class AgreementError(ValueError):
@@ -155,33 +153,19 @@ def communicating(where: str) -> Iterator[None]:
         raise CommunicationError.at(where, error) from error
 
 
-def planned_by_rank_0(make: Callable[[], Timetable], group: dist.ProcessGroup | None = None) -> Timetable:
-    """The timetable that `make` returns on rank 0, on every rank. Raises rank 0's PlanError everywhere.
-
-    Ranks that planned from their own measurements could disagree, so rank 0's plan travels, as text.
-    Collective.
-    """
-    text = refusal = ""
-    if not dist.is_initialized() or dist.get_rank(group) == 0:
-        try:
-            text = str(make())
-        except PlanError as error:
-            refusal = str(error)
-    text, refusal = broadcast((text, refusal), group)
-    if refusal:
-        raise PlanError(refusal)
-    return Timetable.parse(text)
-
-
 def check_agreement(what: str, value: Any, group: dist.ProcessGroup | None = None) -> None:
-    """Raise AgreementError on EVERY rank, with the difference, unless all have the same value.
+    """Raise AgreementError on EVERY rank, with the difference, unless all have the same value. Collective."""
+    check_equal(what, gather(value, group))
 
-    Dicts are compared key by key.
+
+def check_equal(what: str, values: Sequence[Any]) -> None:
+    """Raise AgreementError, with the difference, unless all ranks have the same value.
+
+    values: per rank. Dicts are compared key by key.
     """
-    values = gather(value, group)
     if all(each == values[0] for each in values):
         return
-    if isinstance(value, dict):
+    if isinstance(values[0], dict):
         keys = sorted({key for each in values for key in each}, key=str)
         columns = {key: [each.get(key, "(nothing)") for each in values] for key in keys}
         text = "\n".join(
@@ -194,7 +178,7 @@ def check_agreement(what: str, value: Any, group: dist.ProcessGroup | None = Non
     raise AgreementError(f"the ranks of this job have different {what}:\n{text}")
 
 
-def _by_rank(values: list[Any]) -> str:
+def _by_rank(values: Sequence[Any]) -> str:
     groups: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         groups.setdefault(repr(value), []).append(rank)

@@ -22,8 +22,8 @@ from torch import nn
 from zbpp.runtime import Pipeline
 from zbpp.runtime.measure import measured_costs
 from zbpp.runtime.memory import first_inputs, memory_per_stage
+from zbpp.runtime.mesh import planned_by_rank_0
 from zbpp.runtime.microbatch import into_microbatches
-from zbpp.runtime.world import planned_by_rank_0
 from zbpp.schedule import Costs, Timeline, Timetable, simulate
 
 Metrics = dict[str, Any]
@@ -78,7 +78,7 @@ class Replan:
         costs = self._costs(pipeline, timelines, target)
         held = simulate(old, costs).peak_memory
         limits = held if self.memory_limit is None else [self.memory_limit] * old.num_ranks
-        new = planned_by_rank_0(lambda: self.plan(costs, limits), pipeline.group)
+        new = planned_by_rank_0(lambda: self.plan(costs, limits), pipeline.place)
         self._expected, self.is_done = simulate(new, costs).makespan, True
         if new == old:
             return pipeline, self._metrics(timelines)

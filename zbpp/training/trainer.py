@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.runtime import Pipeline
-from zbpp.runtime.norm import global_norm, gradients_of, scale_gradients, squared_norms
+from zbpp.runtime.norm import gradients_of, norm_of, scale_gradients, squares_in_mesh
 from zbpp.runtime.world import gather
 from zbpp.schedule import Timeline
 from zbpp.training.batch import Source, batch_for
@@ -131,11 +131,15 @@ class Trainer:
         return batch_for(pipeline.stages, pipeline.timetable.num_stages, source, number, pipeline.device)
 
     def _loss_and_norm(self, losses: list[Tensor]) -> tuple[float, float]:
-        mean = torch.stack(losses).double().mean().item() if losses else None
-        squares = squared_norms(gradients_of(self.pipeline.parameters()))
-        everyone = gather((mean, squares), self.pipeline.group)
+        mean = self._mean_over_data(torch.stack(losses).double().mean()) if losses else None
+        everyone = gather((mean, squares_in_mesh(self.pipeline)), self.pipeline.group)
         (loss,) = (each for each, _ in everyone if each is not None)  # from the last stage's owner
-        return loss, global_norm(each for _, each in everyone)
+        return loss, norm_of(each for _, each in everyone)
+
+    def _mean_over_data(self, value: Tensor) -> float:
+        """The mean of what the owners of this stage have that see different data."""
+        self.pipeline.place.average_over_data(value)
+        return value.item()
 
     def _is_measured(self, step: int) -> bool:
         return self.replan is not None and self.replan.is_measured(step)

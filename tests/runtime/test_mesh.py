@@ -1,0 +1,132 @@
+"""Pipelines in a mesh: replicas get one gradient, that of one process over all their data."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from helpers.processes import run_ranks
+from zbpp import Pipeline, clip_grad_norm_, make_mesh
+from zbpp.runtime.mesh import num_pipeline_ranks
+
+VOCAB, HIDDEN, M, ROWS = 11, 6, 4, 8
+SCHEDULES = ("1f1b", "zb_h1", "zb_v", "interleaved_zb")
+
+
+class Model:
+    """Embedding, layers, and a head, which has the embedding's weight if `is_tied`; in float64."""
+
+    def __init__(self, is_tied):
+        torch.manual_seed(0)
+        self.is_tied = is_tied
+        layers = [nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.GELU()) for _ in range(6)]
+        self.parts = {"embedding": nn.Embedding(VOCAB, HIDDEN)}
+        self.parts |= {f"layer_{i}": layer for i, layer in enumerate(layers)}
+        self.parts["head"] = nn.Linear(HIDDEN, VOCAB, bias=False)
+        for part in self.parts.values():
+            part.double()
+        if is_tied:
+            self.parts["head"].weight = self.parts["embedding"].weight
+
+    def build_stage(self, index, num_stages):
+        names = list(self.parts)
+        mine = names[len(names) * index // num_stages : len(names) * (index + 1) // num_stages]
+        stage = nn.Sequential()
+        for name in mine:
+            stage.add_module(name, self.parts[name])
+        return stage
+
+    def loss(self, output, target):
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+class Copies(Model):
+    """Tied by declaration: each stage has a copy of its own, and the head's starts with other values."""
+
+    def __init__(self):
+        super().__init__(is_tied=False)
+
+    def tied(self):
+        return {"head.weight": "embedding.weight"}
+
+
+def batch(step, rows=ROWS):
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(VOCAB, (rows, 5), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def rows_of(place, *tensors):
+    size = ROWS // place.num_data_parts
+    return [each[place.data_part * size :][:size] for each in tensors]
+
+
+def alone(is_tied, steps=2):
+    """Losses, gradients (of two steps, added up), and their norm in one process."""
+    model = Model(is_tied)
+    whole = model.build_stage(0, 1)
+    losses = []
+    for step in range(steps):
+        inputs, target = batch(step)
+        loss = model.loss(whole(inputs), target)
+        loss.backward()
+        losses.append(loss.item())
+    grads = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
+    return losses, grads, torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e9).item()
+
+
+def in_mesh(rank, degrees, schedules):
+    """Per schedule and kind of model, what `alone` returns, as this process has it."""
+    found = {}
+    for schedule in schedules:
+        for kind, make in (
+            ("untied", lambda: Model(False)),
+            ("tied", lambda: Model(True)),
+            ("copies", Copies),
+        ):
+            model, mesh = make(), make_mesh(**degrees)
+            with Pipeline(model, schedule, num_microbatches=M // 2, mesh=mesh) as pipeline:
+                losses = []
+                for step in range(2):
+                    inputs, target = rows_of(pipeline.place, *batch(step))
+                    mean = pipeline.step(inputs, target=target)
+                    losses.append(float(sum(mean) / len(mean)) if mean else None)
+                norm = clip_grad_norm_(pipeline, 1e9).item()
+                grads = {name: p.grad for name, p in pipeline.named_parameters()}
+                found[schedule, kind] = losses, grads, norm, pipeline.place.data_part
+    return found
+
+
+@pytest.mark.parametrize("degrees, processes", [({"replicate": 2}, 4)])
+def test_replicas_get_the_losses_and_gradients_of_one_process(degrees, processes):
+    """Two steps without zero_grad in between: gradients add up, those of copies, too."""
+    everyone = run_ranks(in_mesh, processes, degrees, SCHEDULES)
+    for schedule in SCHEDULES:
+        for kind in ("untied", "tied", "copies"):
+            losses, grads, norm = alone(kind != "untied")
+            parts = {}
+            for found in everyone:
+                some_losses, some_grads, some_norm, part = found[schedule, kind]
+                assert some_norm == pytest.approx(norm, rel=1e-12)
+                parts[part] = [*parts.get(part, []), *(each for each in some_losses if each is not None)]
+                for name, grad in some_grads.items():
+                    torch.testing.assert_close(
+                        grad, grads[name], rtol=1e-12, atol=1e-12, msg=f"{schedule} {kind} {name}"
+                    )
+            means = [sum(each) / len(parts) for each in zip(*parts.values(), strict=True)]
+            assert means == pytest.approx(losses, rel=1e-12)
+            # Replicas are equal to the last bit.
+            by_name = {}
+            for found in everyone:
+                for name, grad in found[schedule, kind][1].items():
+                    assert torch.equal(by_name.setdefault(name, grad), grad), name
+
+
+def test_degrees_have_to_fit_the_number_of_processes():
+    assert num_pipeline_ranks(8, replicate=2, shard=1, tensor=2) == 2
+    with pytest.raises(
+        ValueError, match="8 processes can't be divided into replicate=3 x shard=1 = 3: start"
+    ):
+        num_pipeline_ranks(8, replicate=3, shard=1)
+    with pytest.raises(ValueError, match="replicate=0: write a number of processes, 1 or more"):
+        num_pipeline_ranks(8, replicate=0)
