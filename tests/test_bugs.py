@@ -7,6 +7,8 @@ from torch import nn
 
 from helpers.processes import outcomes
 from zbpp import Pipeline, plan
+from zbpp.builders.model import build_model
+from zbpp.config import ConfigError
 from zbpp.models.mlp import Mlp
 from zbpp.runtime import measured_costs
 from zbpp.training.data import regression_data
@@ -18,9 +20,12 @@ def mlp_trainer(schedule, **options):
     """One rank, 4 layers, random regression."""
     model, timetable = Mlp(in_features=4, hidden_size=4, out_features=4, num_layers=4), plan(schedule, 1, 2)
     stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(0)}
+    pipeline = Pipeline(stages, timetable, model.loss)
     return Trainer(
-        pipeline=Pipeline(stages, timetable, model.loss),
-        optimizer=adamw(stages, learning_rate=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
+        pipeline=pipeline,
+        optimizer=adamw(
+            pipeline.parameters(), learning_rate=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+        ),
         data=regression_data(in_features=4, out_features=4, batch_size=4, seed=0),
         learning_rate=lambda step: 1.0,
         **options,
@@ -51,11 +56,29 @@ def test_a_stage_that_starts_in_place_was_refused_as_a_view_of_a_leaf():
 def test_a_rank_whose_stages_are_all_frozen_had_no_optimizer():
     """`optimizer got an empty parameter list`."""
     frozen = nn.Linear(2, 2).requires_grad_(False)
-    optimizer = adamw({0: frozen}, learning_rate=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    optimizer = adamw(frozen.parameters(), learning_rate=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     before = frozen.weight.clone()
     optimizer.step()
     optimizer.zero_grad()
     assert torch.equal(frozen.weight, before)
+
+
+class WithTrainedLoss(Mlp):
+    """The loss is a module, with a parameter of its own."""
+
+    def __init__(self, is_trained=True):
+        super().__init__(in_features=2, hidden_size=2, out_features=2, num_layers=2)
+        self.loss = nn.Bilinear(2, 2, 1).requires_grad_(is_trained)
+
+
+def test_a_loss_with_trainable_parameters_was_left_untrained_by_the_trainer():
+    """Its parameters were in no optimizer, stayed on the CPU and were in no file of weights."""
+    node = {"_target_": f"{__name__}.WithTrainedLoss"}
+    with pytest.raises(
+        ConfigError, match=r"loss is a Bilinear with trainable parameters \(weight, bias\).*last stage"
+    ):
+        build_model(node)
+    assert build_model({**node, "is_trained": False})
 
 
 def build_with_a_wrong_stage_on_rank_1(rank):

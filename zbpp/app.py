@@ -153,9 +153,10 @@ def _prepare_stages(config: TrainConfig, job: _Job, device: torch.device) -> Non
 
 def _build_trainer(config: TrainConfig, job: _Job) -> Trainer:
     timetable, model, stages, data = job
+    pipeline = build_pipeline(stages, timetable, model.loss, config.seed, config.parallel)
     return Trainer(
-        pipeline=build_pipeline(stages, timetable, model.loss, config.seed, config.parallel),
-        optimizer=build_optimizer(stages, config.optimizer),
+        pipeline=pipeline,
+        optimizer=build_optimizer(pipeline.parameters(), config.optimizer),
         data=limit_evaluation(data, config.evaluate_every, config.evaluation_batches),
         learning_rate=learning_rate_factor(config.optimizer, config.steps),
         clip_norm=config.optimizer.clip_norm,

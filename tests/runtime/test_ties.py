@@ -54,9 +54,12 @@ def test_a_parameter_shared_by_two_stages_of_a_rank_is_updated_clipped_and_count
     try:
         model, timetable = TiedLm(), plan("zb_v", 1, M)
         stages = {index: model.build_stage(index, 2) for index in range(2)}
+        pipeline = Pipeline(stages, timetable, model.loss)
         trainer = Trainer(
-            pipeline=Pipeline(stages, timetable, model.loss),
-            optimizer=adamw(stages, learning_rate=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
+            pipeline=pipeline,
+            optimizer=adamw(
+                pipeline.parameters(), learning_rate=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+            ),
             data=Data(Tokens(), Tokens(), 0, 1, fingerprint=""),
             learning_rate=lambda step: 1.0,
             clip_norm=0.5,

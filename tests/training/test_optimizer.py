@@ -53,13 +53,13 @@ def test_after_the_last_step_the_rate_stays_at_its_minimum():
 # ---------------------------------------------------------------- AdamW
 
 
-def make(stages):
-    return adamw(stages, learning_rate=0.01, betas=(0.8, 0.9), eps=1e-7, weight_decay=0.1)
+def make(module):
+    return adamw(module.parameters(), learning_rate=0.01, betas=(0.8, 0.9), eps=1e-7, weight_decay=0.1)
 
 
 def test_matrices_decay_and_vectors_do_not():
     module = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
-    decayed, kept = make({0: module}).param_groups
+    decayed, kept = make(module).param_groups
     assert [p.dim() for p in decayed["params"]] == [2]
     assert [p.dim() for p in kept["params"]] == [1, 1, 1]
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
@@ -69,7 +69,7 @@ def test_matrices_decay_and_vectors_do_not():
 def test_frozen_parameters_are_left_out():
     module = nn.Linear(2, 3)
     module.weight.requires_grad_(False)
-    assert [len(group["params"]) for group in make({3: module}).param_groups] == [0, 1]
+    assert [len(group["params"]) for group in make(module).param_groups] == [0, 1]
 
 
 # ---------------------------------------------------------------- norms

@@ -32,9 +32,12 @@ def trainer_of(rank, corpus, started, planned, **options):
     timetable = plan(started, P, M)
     stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(rank)}
     more = {"loss_fn": model.loss, "stages": stages, "num_measured": MEASURED, **options}
+    pipeline = Pipeline(stages, timetable, model.loss, seed=3)
     return Trainer(
-        pipeline=Pipeline(stages, timetable, model.loss, seed=3),
-        optimizer=adamw(stages, learning_rate=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
+        pipeline=pipeline,
+        optimizer=adamw(
+            pipeline.parameters(), learning_rate=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+        ),
         data=text_data(path=corpus, sequence_length=8, vocab_size=256, batch_size=2 * M, seed=0),
         learning_rate=lambda step: 1.0,
         num_recorded=1,

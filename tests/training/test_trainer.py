@@ -42,9 +42,12 @@ def trainer_of(schedule="zb_v", **options):
     model, timetable = mlp(), plan(schedule, 1, M)
     stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(0)}
     options.setdefault("loss_fn", model.loss)
+    pipeline = Pipeline(stages, timetable, options.pop("loss_fn"))
     return Trainer(
-        pipeline=Pipeline(stages, timetable, options.pop("loss_fn")),
-        optimizer=adamw(stages, learning_rate=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
+        pipeline=pipeline,
+        optimizer=adamw(
+            pipeline.parameters(), learning_rate=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+        ),
         data=data(),
         learning_rate=FACTOR,
         **options,

@@ -25,7 +25,20 @@ def build_model(node: dict[str, Any], seed: int = 0) -> Any:
             f"model: {type(model).__name__} has no build_stage(index, num_stages) and loss(output, target); "
             "see zbpp/stage_api.py"
         )
+    _check_loss(model.loss)
     return model
+
+
+def _check_loss(loss: object) -> None:
+    """Raise ConfigError for a loss with trainable parameters, which belong to no stage."""
+    parameters = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    trained = [name for name, parameter in parameters if parameter.requires_grad]
+    if trained:
+        raise ConfigError(
+            f"model: its loss is a {type(loss).__name__} with trainable parameters ({', '.join(trained)}), "
+            "which no stage owns, so they are neither moved to the device nor saved: give them to the last "
+            "stage, whose output the loss then gets"
+        )
 
 
 def build_stages(model: PipelineModel, timetable: Timetable, rank: int) -> dict[int, nn.Module]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,10 +33,10 @@ def build_pipeline(
     )
 
 
-def build_optimizer(stages: Stages, options: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW over the parameters of this rank's stages."""
+def build_optimizer(parameters: Iterable[nn.Parameter], options: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW over the parameters, those of this rank's part of the pipeline."""
     return adamw(
-        stages,
+        parameters,
         learning_rate=options.learning_rate,
         betas=(options.beta1, options.beta2),
         eps=options.eps,

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 
 def adamw(
-    stages: Mapping[int, nn.Module],
+    parameters: Iterable[nn.Parameter],
     *,
     learning_rate: float,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
 ) -> torch.optim.AdamW:
-    """AdamW over the stages of this rank; matrices decay, biases and norm scales don't."""
-    parameters = [p for p in parameters_of(stages) if p.requires_grad]
+    """AdamW over the trainable ones of the parameters; matrices decay, biases and norm scales don't."""
+    trained = [p for p in parameters if p.requires_grad]
     # A group may be empty: a rank whose stages are all frozen has nothing to update.
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps)
-
-
-def parameters_of(stages: Mapping[int, nn.Module]) -> list[nn.Parameter]:
-    """The parameters of these stages in model order; a shared one comes once, with its first stage."""
-    return list(dict.fromkeys(p for _, stage in sorted(stages.items()) for p in stage.parameters()))
 
 
 def warmup_cosine(step: int, *, num_steps: int, warmup_steps: int, min_ratio: float) -> float:

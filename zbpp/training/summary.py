@@ -12,7 +12,6 @@ from zbpp.planning import RankCosts
 from zbpp.runtime import measured_costs
 from zbpp.runtime.world import World, gather
 from zbpp.schedule import Costs, Timeline, simulate
-from zbpp.training.optimizer import parameters_of
 from zbpp.training.speed import machine, median, model_flops_utilisation, peak_flops
 from zbpp.training.trainer import Trainer
 
@@ -46,7 +45,7 @@ def summarise(
     costs = _with_usual_memory(times, pipeline.timetable.num_stages, here.size)
     predicted = simulate(measured.timetable, costs)
     items_per_second = data.items_per_batch / median([metrics["step_seconds"] for metrics in history])
-    num_parameters = sum(gather(sum(p.numel() for p in parameters_of(pipeline.stages))))
+    num_parameters = sum(gather(sum(p.numel() for p in pipeline.parameters())))
     figures = {
         **title._asdict(),
         "num_ranks": here.size,
