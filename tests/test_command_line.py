@@ -78,15 +78,15 @@ def test_a_schedule_goes_by_any_case_and_by_torchs_name(written, name):
 @pytest.mark.parametrize("flags", [["-n", "4"], ["-n4"]])
 def test_n_is_short_for_the_number_of_ranks(flags):
     assert command_line.arguments(["steps=3", *flags, "seed=1"], "train") == [
-        "steps=3", "parallel.num_ranks=4", "seed=1",
+        "steps=3", "parallel.num_processes=4", "seed=1",
     ]  # fmt: skip
     assert command_line.arguments(flags, "bench") == command_line.arguments(flags, "measure")
     assert command_line.arguments(flags, "bench") == ["num_ranks=4"]
 
 
 def test_n_beside_the_key_that_it_is_short_for_is_refused():
-    with pytest.raises(Refusal, match="-n 2 is short for parallel.num_ranks=2: leave one of the two out"):
-        command_line.arguments(["-n", "2", "parallel.num_ranks=3"], "train")
+    with pytest.raises(Refusal, match="-n 2 is short for parallel.num_processes=2: leave one of the two out"):
+        command_line.arguments(["-n", "2", "parallel.num_processes=3"], "train")
 
 
 def test_flags_may_stand_between_values():

@@ -14,15 +14,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.builders.data import build_data, limit_evaluation
 from zbpp.builders.loggers import build_loggers
 from zbpp.builders.model import build_model, build_stages, check_data_fit, layers_per_stage, metrics_of
+from zbpp.builders.parallel import build_mesh, pipeline_ranks, split_stages
 from zbpp.builders.plan import build_timetable, check_layers, check_plan, title_of
 from zbpp.builders.stages import compile_stages, move_stages, recompute_stages
 from zbpp.builders.trainer import build_optimizer, build_pipeline, build_replan, learning_rate_factor
 from zbpp.config import ConfigError, TrainConfig, naming
 from zbpp.render import chrome_trace, render_picture
+from zbpp.runtime.mesh import Place
 from zbpp.runtime.microbatch import into_microbatches
 from zbpp.runtime.ties import declare_ties
 from zbpp.runtime.world import World, broadcast, check_agreement, world
@@ -55,16 +58,18 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     """
     # Rank 0 alone plans, and finds what is wrong with the config before it joins the others: they wait for
     # its plan. So the ranks can't disagree, and a mistake is reported once.
-    rank, num_ranks = _place_in_job(config.parallel.num_ranks)
+    rank, num_processes = _place_in_job(config.parallel.num_processes)
+    num_ranks = pipeline_ranks(config.parallel, num_processes)
     job = _plan_job(config, num_ranks) if rank == 0 else None
     with (
         _run_folder(config.run_dir, config.overwrite, rank) as folder,
         world(device=config.parallel.device, timeout=config.parallel.timeout) as here,
     ):
-        job = _agreed_job(config, settings, job, here)
-        _prepare_stages(config, job, here.device)
+        mesh = build_mesh(config.parallel, here.device.type)
+        job = _agreed_job(config, settings, job, here, Place(mesh))
+        _prepare_stages(config, job, here.device, mesh)
         with naming("model"):
-            trainer = _build_trainer(config, job)
+            trainer = _build_trainer(config, job, mesh)
         path, cut = Path(broadcast(config.run_dir)), layers_per_stage(job.model, job.timetable.num_stages)
         if folder is not None:
             folder.begin()
@@ -86,23 +91,24 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         return summary.figures
 
 
-def check_before_start(config: TrainConfig, num_ranks: int) -> None:
-    """Raise what rank 0 would raise because of folder, model or plan, before any rank is started.
+def check_before_start(config: TrainConfig, num_processes: int) -> None:
+    """Raise what rank 0 would raise because of folder, degrees, model or plan, before any rank is started.
 
     A schedule that is planned for costs is not tried, see `check_plan`.
     """
     check_free(config.run_dir, overwrite=config.overwrite)
+    num_ranks = pipeline_ranks(config.parallel, num_processes)
     check_layers(build_model(config.model, config.seed), config.schedule, num_ranks)
     check_plan(config.schedule, num_ranks, config.num_microbatches)
 
 
 def _place_in_job(wanted: int | None) -> tuple[int, int]:
-    """(this process's rank, number of ranks); `wanted`: the number that the config asks for."""
+    """(this process's number, how many there are); `wanted`: as many as the config asks for."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if wanted not in (None, started):
         raise ConfigError(
-            f"parallel.num_ranks={wanted}, but torchrun started {started}: write "
-            f"torchrun --nproc-per-node {wanted} -m zbpp.train ..., or parallel.num_ranks=null"
+            f"parallel.num_processes={wanted}, but torchrun started {started}: write "
+            f"torchrun --nproc-per-node {wanted} -m zbpp.train ..., or parallel.num_processes=null"
         )
     return int(os.environ.get("RANK", "0")), started
 
@@ -127,11 +133,13 @@ def _build_job(config: TrainConfig, model: Any, timetable: Timetable, rank: int)
     return _Job(timetable, model, stages, build_data(config.data, batch_size, config.seed))
 
 
-def _agreed_job(config: TrainConfig, settings: dict[str, Any], job: _Job | None, here: World) -> _Job:
+def _agreed_job(
+    config: TrainConfig, settings: dict[str, Any], job: _Job | None, here: World, place: Place
+) -> _Job:
     """This rank's job under rank 0's timetable, once config, code and data are the same on all ranks."""
     check_agreement("configs", {key: value for key, value in settings.items() if key != "run_dir"})
     timetable = Timetable.parse(broadcast(str(job.timetable) if job else ""))
-    job = job or _build_job(config, build_model(config.model, config.seed), timetable, here.rank)
+    job = job or _build_job(config, build_model(config.model, config.seed), timetable, place.rank)
     check_source_files()
     check_agreement("data (by fingerprint)", job.data.fingerprint)
     with naming("model"):
@@ -139,9 +147,10 @@ def _agreed_job(config: TrainConfig, settings: dict[str, Any], job: _Job | None,
     return job
 
 
-def _prepare_stages(config: TrainConfig, job: _Job, device: torch.device) -> None:
-    """Move the stages, try the data on them, then have them recompute or compile."""
+def _prepare_stages(config: TrainConfig, job: _Job, device: torch.device, mesh: DeviceMesh | None) -> None:
+    """Move and split the stages, try the data on them, then have them recompute or compile."""
     move_stages(job.stages, device, config.dtype)
+    split_stages(job.model, job.stages, mesh)
     with naming("data"):
         args, _ = batch_for(job.stages, job.timetable.num_stages, job.data.train, 0, device)
         num_microbatches = job.timetable.num_microbatches
@@ -151,9 +160,9 @@ def _prepare_stages(config: TrainConfig, job: _Job, device: torch.device) -> Non
     compile_stages(job.stages, config.compile, config.memory.budget)
 
 
-def _build_trainer(config: TrainConfig, job: _Job) -> Trainer:
+def _build_trainer(config: TrainConfig, job: _Job, mesh: DeviceMesh | None) -> Trainer:
     timetable, model, stages, data = job
-    pipeline = build_pipeline(stages, timetable, model.loss, config.seed, config.parallel)
+    pipeline = build_pipeline(stages, timetable, model.loss, config.seed, config.parallel, mesh)
     return Trainer(
         pipeline=pipeline,
         optimizer=build_optimizer(pipeline.parameters(), config.optimizer),

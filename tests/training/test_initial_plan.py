@@ -26,7 +26,7 @@ def test_a_plan_in_a_file_is_the_plan(tmp_path, name, form, num_microbatches):
         (
             (4, None),
             {},
-            "is a plan for 2 ranks, not for 4: write parallel.num_ranks=2, or torchrun --nproc-per-node 2",
+            "is a plan for 2 ranks, not for 4: write -n 2, or torchrun --nproc-per-node 2",
         ),
         ((2, 8), {}, "is a plan for 2 microbatches, not for num_microbatches=8: leave num_microbatches out"),
         ((2, None), {"placement": "v"}, "is a plan already: leave schedule.placement=v out"),

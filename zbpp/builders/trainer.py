@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.config import OptimizerConfig, ParallelConfig
 from zbpp.planning import placement_of, plan
@@ -20,13 +21,19 @@ Stages = dict[int, nn.Module]
 
 
 def build_pipeline(
-    stages: Stages, timetable: Timetable, loss_fn: Callable[..., Any], seed: int, parallel: ParallelConfig
+    stages: Stages,
+    timetable: Timetable,
+    loss_fn: Callable[..., Any],
+    seed: int,
+    parallel: ParallelConfig,
+    mesh: DeviceMesh | None = None,
 ) -> Pipeline:
     """This rank's part of the pipeline. Collective."""
     return Pipeline(
         stages,
         timetable,
         loss_fn,
+        mesh=mesh,
         seed=seed,
         timeout=parallel.timeout,
         dynamic_shapes=parallel.dynamic_shapes,

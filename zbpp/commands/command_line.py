@@ -27,7 +27,7 @@ _WITH_VALUE = (
     "-c", "--cfg", "-p", "--package", "-i", "--info", "-cp", "--config-path", "-cn", "--config-name", "-cd",
     "--config-dir", "--experimental-rerun",
 )  # fmt: skip
-_NUM_RANKS = {"train": "parallel.num_ranks", "bench": "num_ranks", "measure": "num_ranks"}
+_NUM_RANKS = {"train": "parallel.num_processes", "bench": "num_ranks", "measure": "num_ranks"}
 
 
 def run(

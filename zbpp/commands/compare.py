@@ -66,9 +66,9 @@ def _row(folder: Path, summary: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _shares_cores(summary: dict[str, Any]) -> bool:
-    """Whether a run on CPUs had more ranks than the machine has cores."""
+    """Whether a run on CPUs had more processes than the machine has cores."""
     cores = re.fullmatch(r"(\d+) CPU cores", summary.get("device", ""))
-    return cores is not None and summary["num_ranks"] > int(cores[1])
+    return cores is not None and summary["num_processes"] > int(cores[1])
 
 
 def _losses(path: Path) -> list[float]:

@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 4 -m zbpp.train schedule=zb_h1 model=gpt_tiny steps=50
 
 The first starts its ranks on this machine; torchrun also restarts ranks, and reaches other machines.
--n N is short for parallel.num_ranks=N.
+-n N is short for parallel.num_processes=N.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _train(config: Composed) -> None:
-    num_ranks = config.tree.parallel.num_ranks or 1
+    num_ranks = config.tree.parallel.num_processes or 1
     if "RANK" not in os.environ and num_ranks > 1:
         from zbpp.app import check_before_start
         from zbpp.launch import on_ranks

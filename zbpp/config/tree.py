@@ -64,10 +64,17 @@ class OptimizerConfig(Checked):
 
 @dataclass(kw_only=True)
 class ParallelConfig(Checked):
-    """num_ranks: how many ranks `zbpp train` starts; under torchrun null, or as many as torchrun starts."""
+    """num_processes: how many `zbpp train` starts; under torchrun null, or as many as torchrun starts.
+
+    replicate, shard, tensor: the degrees of the mesh beside the pipeline, whose number of ranks is
+    num_processes / (replicate x shard x tensor).
+    """
 
     prefix: ClassVar[str] = "parallel."
-    num_ranks: int | None = ranged(None, least=1)
+    num_processes: int | None = ranged(None, least=1)
+    replicate: int = ranged(1, least=1)  # copies of each stage, on different data
+    shard: int = ranged(1, least=1)  # copies on different data that hold a part of the weights each (FSDP2)
+    tensor: int = ranged(1, least=1)  # parts of each layer, on the same data
     device: str = one_of("auto", "cpu", "cuda")
     # The longest time that a rank waits for another one.
     timeout: float = ranged(600.0, above=0, most=_LONGEST, unit="seconds")

@@ -18,6 +18,7 @@ What they use:
     layout        dtypes and shapes of a message; its header
     call_order    do all ranks call step and evaluate in the same order?
     mesh          replicas, shards and tensor-parallel parts: make_mesh, and a process's place in the mesh
+    tensor_parallel  stages that their model splits over the tensor dimension
     reductions    what is reduced on one rank: REPLICAS AND TIED PARAMETERS GET ONE GRADIENT
     reduce        a stage's gradients, summed over processes in buckets
     tied_gradients  copies of one parameter on several ranks

@@ -12,6 +12,7 @@ from torch import nn
 
 from zbpp.planning import plan
 from zbpp.runtime.mesh import Place, planned_by_rank_0
+from zbpp.runtime.tensor_parallel import parallelize
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel
 
@@ -77,9 +78,12 @@ def model_of(stages: object) -> PipelineModel | None:
 
 
 def built_stages(
-    model: PipelineModel, indices: Iterable[int], num_stages: int, device: torch.device
+    model: PipelineModel, indices: Iterable[int], num_stages: int, device: torch.device, place: Place
 ) -> dict[int, nn.Module]:
-    """{stage index: module} of these stages, on `device`. Raises ValueError if the model can't build one."""
+    """{stage index: module} of these stages, on `device`, split over the mesh's tensor dimension.
+
+    Raises ValueError if the model can't build or split one.
+    """
     stages: dict[int, nn.Module] = {}
     for index in indices:
         call = f"build_stage({index}, {num_stages}) of {type(model).__name__}"
@@ -92,6 +96,7 @@ def built_stages(
                 f"{call} returned a {type(stage).__name__}, not a torch.nn.Module: is a return missing?"
             )
         stages[index] = stage.to(device)
+    parallelize(model, stages, place.mesh)
     return stages
 
 

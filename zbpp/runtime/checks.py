@@ -15,8 +15,9 @@ from torch import nn
 
 from zbpp.runtime.arguments import built_stages, device_for_messages, model_of
 from zbpp.runtime.groups import unique_name
-from zbpp.runtime.mesh import Place
+from zbpp.runtime.mesh import TENSOR, Place
 from zbpp.runtime.parameters import check_declared_ties, names_of
+from zbpp.runtime.tensor_parallel import has_split_parameters
 from zbpp.runtime.ties import Declared, Tie, declare_ties, declared_by, ties_between
 from zbpp.runtime.world import check_equal, gather
 from zbpp.schedule import Timetable
@@ -82,9 +83,16 @@ def agree_on_stages(
         text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         failure, report = error, _Report(refusal=text)
     reports: list[_Report] = gather(report, place.pipeline)
-    everyone = place.gather((rank, _refusal(reports, timetable), report.shapes))
-    _raise_first([refusal for _, refusal, _ in everyone], failure)
-    if len({(other, shapes) for other, _, shapes in everyone}) > timetable.num_ranks:
+    refusal, has_split = _refusal(reports, timetable), has_split_parameters(stages.values())
+    everyone = place.gather((rank, refusal, report.shapes, has_split))
+    _raise_first([refusal for _, refusal, _, _ in everyone], failure)
+    if place.size(TENSOR) > 1 and not any(has_split for _, _, _, has_split in everyone):
+        raise ValueError(
+            "the mesh has a tensor dimension, but no parameter of the stages is split over it: each process "
+            "would train the same copy. Split them with torch's parallelize_module(stage, mesh['tensor'], ...) "
+            "before the Pipeline is made"
+        )
+    if len({(other, shapes) for other, _, shapes, _ in everyone}) > timetable.num_ranks:
         raise ValueError(
             "processes that stand at the same rank of the pipeline have stages with different parameters "
             "(names, shapes or dtypes): build them alike"
@@ -146,7 +154,7 @@ def _stages_of(
     model = model_of(given)
     if model is not None:
         chosen = device_for_messages(place.pipeline) if device is None else torch.device(device)
-        stages = built_stages(model, timetable.stages_of(rank), timetable.num_stages, chosen)
+        stages = built_stages(model, timetable.stages_of(rank), timetable.num_stages, chosen, place)
     elif not isinstance(given, Mapping):
         raise ValueError(_neither_stages_nor_model(given))
     elif device is not None:

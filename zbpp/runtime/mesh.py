@@ -87,6 +87,11 @@ class Place:
         return dist.get_rank(self.groups[name]) if name in self.groups else 0
 
     @property
+    def rank(self) -> int:
+        """This process's rank in its pipeline."""
+        return dist.get_rank(self.pipeline) if dist.is_initialized() else 0
+
+    @property
     def num_data_parts(self) -> int:
         """How many parts a batch has: replicas and shards see different data."""
         return self.size(REPLICATE) * self.size(SHARD)
@@ -177,6 +182,12 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This process's part of a DTensor, which shares its memory; any other tensor as it is."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a DTensor, gathered from its mesh; any other tensor as it is. Collective over the mesh."""
+    gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return gathered
 
 
 def dimensions_of(tensor: torch.Tensor) -> Mapping[str, Any]:

@@ -294,4 +294,6 @@ class Pipeline:
 
     def _seeds(self) -> dict[int, int]:
         """Per stage, the seed of its microbatch 0 in the next step."""
-        return {stage: seed_of(self.seed, self.num_steps, stage) for stage in self.stages}
+        # Processes that see different data draw different numbers.
+        part = [self.place.data_part] if self.place.data_part else []
+        return {stage: seed_of(self.seed, self.num_steps, stage, *part) for stage in self.stages}

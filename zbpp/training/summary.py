@@ -10,6 +10,7 @@ import torch
 
 from zbpp.planning import RankCosts
 from zbpp.runtime import measured_costs
+from zbpp.runtime.mesh import REPLICATE, SHARD, TENSOR, local_of
 from zbpp.runtime.world import World, gather
 from zbpp.schedule import Costs, Timeline, simulate
 from zbpp.training.speed import machine, median, model_flops_utilisation, peak_flops
@@ -42,13 +43,17 @@ def summarise(
     pipeline, data, last = trainer.pipeline, trainer.data, history[-1]
     measured = _with_median_makespan(trainer.timelines)
     times = measured_costs(*trainer.timelines)
-    costs = _with_usual_memory(times, pipeline.timetable.num_stages, here.size)
+    num_ranks = pipeline.timetable.num_ranks
+    costs = _with_usual_memory(times, pipeline.timetable.num_stages, num_ranks)
     predicted = simulate(measured.timetable, costs)
-    items_per_second = data.items_per_batch / median([metrics["step_seconds"] for metrics in history])
-    num_parameters = sum(gather(sum(p.numel() for p in pipeline.parameters())))
+    items_per_second = trainer.items_per_step / median([metrics["step_seconds"] for metrics in history])
+    own = sum(local_of(each).numel() for each in pipeline.counted_parameters())
+    num_parameters = sum(gather(own)) // pipeline.place.size(REPLICATE)  # each replica counts its own
     figures = {
         **title._asdict(),
-        "num_ranks": here.size,
+        "num_processes": here.size,
+        "num_ranks": num_ranks,
+        **{name: pipeline.place.size(name) for name in (REPLICATE, SHARD, TENSOR)},
         "num_stages": pipeline.timetable.num_stages,
         "num_microbatches": pipeline.timetable.num_microbatches,
         "num_parameters": num_parameters,

@@ -67,6 +67,11 @@ class Trainer:
             yield metrics
 
     @property
+    def items_per_step(self) -> int:
+        """Tokens or rows of a step's data, those of all replicas and shards together."""
+        return self.data.items_per_batch * self.pipeline.place.num_data_parts
+
+    @property
     def is_replanned(self) -> bool:
         """Whether the plan that was made for the first steps' costs is running."""
         return self.replan is not None and self.replan.is_done
@@ -99,7 +104,7 @@ class Trainer:
     def _step(self, step: int) -> Metrics:
         begin = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
-        args, target = self._batch(self.data.train, step)
+        args, target = self._training_batch(step)
         losses = self.pipeline.step(*args, target=target)
         loss, norm = self._loss_and_norm(losses)
         rate = self.learning_rate(step)
@@ -114,7 +119,7 @@ class Trainer:
             "loss": loss,
             "grad_norm": norm,
             "learning_rate": rate * self._base_rates[0],
-            f"{self.data.unit}_per_second": self.data.items_per_batch / seconds,
+            f"{self.data.unit}_per_second": self.items_per_step / seconds,
             "step_seconds": seconds,
             "skipped": not math.isfinite(norm),
         }
@@ -125,6 +130,11 @@ class Trainer:
         for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = base * rate
         self.optimizer.step()
+
+    def _training_batch(self, step: int) -> tuple[tuple[Any, ...], Any]:
+        """This process's part of a step's data: as many batches as there are parts stand side by side."""
+        place = self.pipeline.place
+        return self._batch(self.data.train, step * place.num_data_parts + place.data_part)
 
     def _batch(self, source: Source, number: int) -> tuple[tuple[Any, ...], Any]:
         pipeline = self.pipeline
@@ -148,7 +158,7 @@ class Trainer:
         """Let the replanner, if there is one, replace the pipeline; returns its metrics."""
         if self.replan is None:
             return {}
-        _, target = self._batch(self.data.train, step)
+        _, target = self._training_batch(step)
         following, metrics = self.replan.after(step, self.pipeline, self.timelines, target)
         if following is not self.pipeline:
             self.pipeline = following

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime import Pipeline
+from zbpp.runtime.mesh import whole_of
 from zbpp.runtime.parameters import StageParameters, names_of
 from zbpp.runtime.world import gather
 
@@ -16,7 +17,7 @@ def save_weights(folder: Path, pipeline: Pipeline) -> None:
     """Write stage-0-of-4.safetensors and so on into a folder, each by the rank that owns the stage.
 
     Parameters and buffers, named as `Pipeline.state_dict` names them: all files together are a state dict of
-    the whole model. Collective.
+    the whole model. Of replicas and other copies the first writes, whole tensors. Collective.
     """
     from safetensors.torch import save_file
 
@@ -26,13 +27,13 @@ def save_weights(folder: Path, pipeline: Pipeline) -> None:
     for index, stage in pipeline.stages.items():
         state = StageParameters({index: stage}, names).state_dict()
         path = folder / f"stage-{index:0{len(str(num_stages - 1))}}-of-{num_stages}.safetensors"
-        unfinished = path.with_suffix(".tmp")
-        save_file(
-            {name: _copied(each) for name, each in state.items() if isinstance(each, Tensor)}, unfinished
-        )
-        unfinished.replace(path)
+        copies = {name: _copied(each) for name, each in state.items() if isinstance(each, Tensor)}
+        if pipeline.place.is_first:
+            unfinished = path.with_suffix(".tmp")
+            save_file(copies, unfinished)
+            unfinished.replace(path)
 
 
 def _copied(tensor: Tensor) -> Tensor:
     # A copy: safetensors refuses tensors that share memory, as tied weights do.
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return whole_of(tensor.detach()).to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -1,0 +1,37 @@
+"""The mesh of a run from its config, and stages split over its tensor dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zbpp.config import ParallelConfig, naming
+from zbpp.runtime.mesh import make_mesh, num_pipeline_ranks
+from zbpp.runtime.tensor_parallel import parallelize
+
+
+def pipeline_ranks(parallel: ParallelConfig, num_processes: int) -> int:
+    """How many ranks the pipeline has among so many processes. Raises ConfigError if the degrees don't fit."""
+    with naming("parallel"):
+        return num_pipeline_ranks(num_processes, **_degrees(parallel))
+
+
+def build_mesh(parallel: ParallelConfig, device_type: str) -> DeviceMesh | None:
+    """The mesh; None for a pipeline that stands alone. Collective."""
+    degrees = _degrees(parallel)
+    if set(degrees.values()) == {1}:
+        return None
+    return make_mesh(**degrees, device_type=device_type)
+
+
+def split_stages(model: Any, stages: Mapping[int, nn.Module], mesh: DeviceMesh | None) -> None:
+    """Split the stages over the mesh's tensor dimension. Raises ConfigError if the model can't be split."""
+    with naming("model"):
+        parallelize(model, stages, mesh)
+
+
+def _degrees(parallel: ParallelConfig) -> dict[str, int]:
+    return {"replicate": parallel.replicate, "shard": parallel.shard, "tensor": parallel.tensor}
