@@ -50,6 +50,10 @@ class Reductions:
         """Whether other processes wait for this one's gradients."""
         return bool(self._reducers) or bool(self._tied.parameters)
 
+    def reduces(self, stage: int) -> bool:
+        """Whether there is anything to reduce when the stage's gradients are complete on this rank."""
+        return stage in self._reducers
+
     def begin(self) -> None:
         """Called before the first action of a step."""
         self._tied.begin()
@@ -58,8 +62,7 @@ class Reductions:
 
     def start(self, stage: int, ended: Ended | None = None) -> None:
         """The stage's gradients are complete on this rank; see Reducer.start."""
-        if stage in self._reducers:
-            self._reducers[stage].start(ended)
+        self._reducers[stage].start(ended)
 
     def finish(self) -> None:
         """Wait for all; afterwards the gradients are the same on all copies of a parameter."""
