@@ -83,15 +83,17 @@ class Pipeline:
         dynamic_shapes: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        self.place = place = Place(mesh, group)
-        group = place.pipeline
-        self.timetable = timetable = timetable_of(timetable, num_microbatches, place)
-        self.rank = rank_in(group, timetable)
+        given = Place(mesh, group)
+        self._given_group = group
+        self.timetable = timetable = timetable_of(timetable, num_microbatches, given)
+        self.rank = rank_in(given.pipeline, timetable)
         self.seed, self.num_steps, self.loss_scale = seed, 0, 1.0
         self._timeout, self._dynamic_shapes = timeout, dynamic_shapes
         # One rank of a larger job needs a group, too, for what is collective; this pipeline closes it.
-        self._made_group = group_of_this_process() if timetable.num_ranks == 1 and group is None else None
-        self.group = self._made_group or group
+        is_alone = timetable.num_ranks == 1 and given.pipeline is None
+        self._made_group = group_of_this_process() if is_alone else None
+        self.place = place = given if self._made_group is None else Place(None, self._made_group)
+        self.group = place.pipeline
         check_ranks_agree(timetable, dynamic_shapes, place)
         agreed = agree_on_stages(stages, timetable, self.rank, device, place)
         model = model_of(stages)
@@ -111,7 +113,7 @@ class Pipeline:
             self._loss_fn,
             self.device,
             Reductions(self.stages, tied, place, self.rank, timeout),
-            group=group,
+            group=given.pipeline,
             key=agreed.key,
             timeout=timeout,
             dynamic_shapes=dynamic_shapes,
@@ -249,7 +251,7 @@ class Pipeline:
             self.stages,
             timetable,
             self._loss_fn,
-            None if self.place.mesh is not None else self.place.pipeline,
+            self._given_group,
             mesh=self.place.mesh,
             seed=self.seed,
             timeout=self._timeout,
