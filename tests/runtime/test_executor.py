@@ -89,5 +89,5 @@ def test_a_recorder_marks_each_action_from_outside():
     run.run(recorder)
     words = [entry if isinstance(entry, str) else entry[0] for entry in log]
     row = list(map(str, plan("zb_h1", 1, 2).rows[0]))
-    assert words == [word for name in row for word in ("mark", name, "mark")]
-    assert list(map(str, recorder.instructions)) == row
+    assert words == [word for name in row for word in ("mark", name, "mark")] + ["mark", "mark"]
+    assert list(map(str, recorder.instructions)) == [*row, "Reduce 0"]

@@ -10,7 +10,7 @@ import pytest
 from helpers.timetables import makes, needs, random_timetable
 from zbpp.families import FAMILIES
 from zbpp.planning import plan
-from zbpp.schedule import Action, Op, PlanError, Recv, Release, Send, Timetable, lower
+from zbpp.schedule import Action, Op, PlanError, Recv, Reduce, Release, Send, Timetable, lower
 
 
 class Interpreter:
@@ -100,7 +100,29 @@ def check(timetable, rng, **options):
     assert interpreter.sent == interpreter.received == Counter(expected_messages(timetable))
     for program, row in zip(interpreter.programs, timetable.rows, strict=True):
         assert [step for step in program.instructions if isinstance(step, Action)] == list(row)
+        check_reduces(program.instructions)
     return interpreter
+
+
+def check_reduces(instructions):
+    """A stage's Reduce stands behind its last W or BW and that action's Send, and nowhere else."""
+    left = Counter(step.stage for step in instructions if is_complete(step))
+    due = None
+    for step in instructions:
+        if due is not None and not isinstance(step, Send):
+            assert step == Reduce(due)
+            due = None
+        else:
+            assert not isinstance(step, Reduce)
+        if is_complete(step):
+            left[step.stage] -= 1
+            due = step.stage if left[step.stage] == 0 else None
+    assert due is None
+
+
+def is_complete(step):
+    """Whether a step is an action that completes the gradients of a microbatch."""
+    return isinstance(step, Action) and step.op in (Op.W, Op.BW)
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -169,11 +191,11 @@ def test_the_programs_of_two_ranks_read_as_written_here():
     programs = lower(plan("zb_h1", 2, 2))
     assert str(programs[0]).splitlines() == [
         "0F0", "Send x(1,0) to 1", "0F1", "Send x(1,1) to 1",
-        "Recv g(0,0) from 1", "0B0", "0W0", "Recv g(0,1) from 1", "0B1", "0W1",
+        "Recv g(0,0) from 1", "0B0", "0W0", "Recv g(0,1) from 1", "0B1", "0W1", "Reduce 0",
     ]  # fmt: skip
     assert str(programs[1]).splitlines() == [
         "Recv x(1,0) from 0", "1F0", "1B0", "Send g(0,0) to 0",
-        "Recv x(1,1) from 0", "1F1", "1B1", "Send g(0,1) to 0", "1W0", "1W1",
+        "Recv x(1,1) from 0", "1F1", "1B1", "Send g(0,1) to 0", "1W0", "1W1", "Reduce 1",
     ]  # fmt: skip
     assert programs[0].in_flight == {1: 1}
     assert programs[1].in_flight == {0: 1}

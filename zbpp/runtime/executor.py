@@ -32,7 +32,7 @@ from zbpp.runtime.measure import Recorder
 from zbpp.runtime.p2p import BufferPool, FreshBuffers, Inbox, Outbox
 from zbpp.runtime.stage import StageWorker
 from zbpp.runtime.world import CommunicationError
-from zbpp.schedule import Action, Op, Program, Recv, Release, Send, Value, consumes, produces
+from zbpp.schedule import Action, Op, Program, Recv, Reduce, Release, Send, Value, consumes, produces
 from zbpp.schedule.lower import Instruction
 
 StageMethod = Callable[[StageWorker, int, Message], Message]  # int: the microbatch
@@ -154,6 +154,8 @@ class Executor:
                 return _Resolved(send, takes=self._slots[value])
             case Release(_, peer):
                 return _Resolved(_without_message(self._outboxes[peer].release))
+            case Reduce():
+                return _Resolved(_without_message(tuple))
 
     def _explain(self, position: int, error: Exception) -> None:
         """Raise an error that says which message failed; the error of an action speaks for itself."""

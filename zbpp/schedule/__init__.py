@@ -3,7 +3,8 @@
 schedule    a name, such as zb_h1, and the rule behind it (in `zbpp.families` or `zbpp.planning`)
 timetable   what the rule makes for given counts: each rank's actions in order; also called a plan
 timeline    a timetable with times: `simulate` predicts them, the runtime measures them
-program     what one rank executes: its row of the timetable, with sends and receives; made by `lower`
+program     what one rank executes: its row of the timetable, with sends, receives and reductions; made by
+            `lower`
 
 The files, in the order in which to read them:
 
@@ -11,7 +12,8 @@ timetable.py        ops, actions (an op on one stage for one microbatch), timeta
 dataflow.py         which values an action needs and makes: the only statement of dependencies
 costs.py            how long actions and messages take, and how much memory is held between actions
 simulate.py         timetable and costs -> timeline: when each action runs; refuses what can never finish
-lower.py            timetable -> one program per rank: the actions with their sends and receives
+lower.py            timetable -> one program per rank: actions, sends, receives, reductions
+reductions.py       when each stage's gradients are complete and are summed over its replicas
 dataflow_arrays.py  the table of dataflow.py as arrays of numbers, for plans with millions of actions
 numbering.py        gives each op of an order its microbatch; used by families and by the search
 transfers.py        a timeline's messages: when each one was sent and when it arrived
@@ -21,7 +23,7 @@ interchange.py      timetables in files: text, and the CSV of torch.distributed.
 from zbpp.schedule.costs import Costs, CostsInBytes
 from zbpp.schedule.dataflow import Value, consumes, produces
 from zbpp.schedule.interchange import from_csv, read_timetable, to_csv
-from zbpp.schedule.lower import Program, Programs, Recv, Release, Send, lower
+from zbpp.schedule.lower import Program, Programs, Recv, Reduce, Release, Send, lower
 from zbpp.schedule.simulate import Timeline, simulate
 from zbpp.schedule.timetable import Action, Op, PlanError, Row, Timetable
 
@@ -34,6 +36,7 @@ __all__ = [
     "Program",
     "Programs",
     "Recv",
+    "Reduce",
     "Release",
     "Row",
     "Send",

@@ -1,4 +1,4 @@
-"""Lower a timetable to one program per rank: the same actions, with the messages between them.
+"""Lower a timetable to one program per rank: the same actions, with messages and reductions between them.
 
 A link, the directed path from one rank to another, is a FIFO: it delivers in the order of its sends. So a
 rank that needs a value first receives what the link carries before that value. Stages 0 and 3 on rank 0, 1
@@ -17,6 +17,10 @@ time, BW takes two, messages take none. Let d be the most values that the link h
 timeline, sent and not yet consumed. When value k + d + 1 is sent, k or a later value has begun to be
 consumed, so k has been received (the link is a FIFO); value k is released right after that send. Whatever an
 instruction waits for lies earlier in that timeline, so the waits cannot form a circle.
+
+A Reduce stands where its stage's gradients are complete: behind the stage's last W or BW and the Send that
+follows it. It starts and does not wait. A Release behind the same action comes after it, since a Release may
+have to wait.
 """
 
 from __future__ import annotations
@@ -27,7 +31,8 @@ from typing import NamedTuple, overload
 import numpy as np
 
 from zbpp.schedule.dataflow import Value, produces
-from zbpp.schedule.dataflow_arrays import Values
+from zbpp.schedule.dataflow_arrays import Numbers, Values
+from zbpp.schedule.reductions import complete_stages
 from zbpp.schedule.simulate import Floats, Timeline, simulate
 from zbpp.schedule.timetable import Action, Op, Timetable
 
@@ -62,7 +67,19 @@ class Release(NamedTuple):
         return f"Release {self.value} to {self.peer}"
 
 
-Instruction = Action | Send | Recv | Release
+class Reduce(NamedTuple):
+    """Start to sum a stage's gradients over its replicas: its last W or BW has run."""
+
+    stage: int
+
+    def __str__(self) -> str:
+        return f"Reduce {self.stage}"
+
+
+Instruction = Action | Send | Recv | Release | Reduce
+# Around each action of a row, in this order:
+_NUM_PLACES = 5
+_RECV, _ACTION, _SEND, _REDUCE, _RELEASE = range(_NUM_PLACES)
 
 
 class Program(NamedTuple):
@@ -109,20 +126,28 @@ class Programs(Sequence[Program]):
         links = {pair: _Link(self._timeline, self._values, *pair) for pair in touching}
         inbound = {sender: link for (sender, receiver), link in links.items() if receiver == rank}
         outbound = {receiver: link for (sender, receiver), link in links.items() if sender == rank}
-        # Sort keys: 3i for what is received before action i, 3i + 1 for action i, 3i + 2 for what follows it.
-        instructions: list[Instruction] = [*self._timeline.timetable.rows[rank]]
-        keys = [3 * np.arange(len(instructions)) + 1]
+        row = self._timeline.timetable.rows[rank]
+        instructions: list[Instruction] = [*row]
+        keys = [_places(np.arange(len(row)), _ACTION)]
         for peer, link in inbound.items():
             instructions += [Recv(value, peer) for value in link.values]
-            keys += [3 * link.received_at]
+            keys += [_places(link.received_at, _RECV)]
         for peer, link in outbound.items():
             behind = link.in_flight + 1  # value k is released where value k + behind is sent
             instructions += [Send(value, peer) for value in link.values]
             instructions += [Release(value, peer) for value in link.values[:-behind]]
-            keys += [3 * link.sent_at + 2, 3 * link.sent_at[behind:] + 2]
+            keys += [_places(link.sent_at, _SEND), _places(link.sent_at[behind:], _RELEASE)]
+        complete_at = complete_stages(row)
+        instructions += map(Reduce, complete_at)
+        keys += [_places(np.array([*complete_at.values()], dtype=np.int64), _REDUCE)]
         order = np.argsort(np.concatenate(keys), kind="stable").tolist()
         in_flight = {peer: link.in_flight for peer, link in inbound.items()}
         return Program(rank, tuple([instructions[i] for i in order]), in_flight)
+
+
+def _places(positions: Numbers, place: int) -> Numbers:
+    """Sort keys for instructions that stand at a place around the actions at `positions` of a row."""
+    return _NUM_PLACES * positions + place
 
 
 class _Link:
@@ -170,8 +195,9 @@ def _most_in_flight(sent: Floats, consumed: Floats) -> int:
 
 
 def lower(timetable: Timetable) -> Programs:
-    """Make one program per rank: the timetable's actions with the messages between them.
+    """Make one program per rank: the timetable's actions with the messages between them, and with Reduces.
 
+    Each stage of a timetable with backwards has one Reduce.
     The programs never deadlock, and every message that is sent is received; a property test holds this over
     random timetables and placements. Raises PlanError as `simulate` does.
     """
