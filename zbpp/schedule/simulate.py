@@ -59,7 +59,7 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """Last end minus first start over all ranks, reductions included: a step ends when they have ended."""
+        """Last end minus first start over all ranks. A step ends when its reductions have ended, too."""
         first = float(min(start[0] for start in self.starts))
         return max([self._last_end, *(each.end for each in self.reductions)]) - first
 
@@ -103,9 +103,9 @@ class Timeline:
 def simulate(timetable: Timetable, costs: Costs | None = None) -> Timeline:
     """Run each row in order, every action as soon as its inputs have arrived.
 
-    Times are in ms. A message takes costs.comm and overlaps computation. A stage's reduction takes costs.reduce
-    and overlaps computation, too: it starts when the stage's last W or BW has ended, and the rank's reduction
-    before it. A timetable of F's alone is legal: evaluation runs it.
+    Times are in ms. A message takes costs.comm and overlaps computation. So does a stage's reduction, which
+    takes costs.reduce: it starts when the stage's last W or BW has ended, and the rank's reduction before it.
+    A timetable of F's alone is legal: evaluation runs it.
     Raises PlanError if an action repeats or is missing, if the microbatches of a stage don't ascend, or if
     the timetable can never finish.
     """
