@@ -30,6 +30,9 @@ from zbpp.schedule import Timetable
 from zbpp.training.batch import batch_for
 from zbpp.training.data import Data
 from zbpp.training.loggers import Loggers, finite
+from zbpp.training.loss_scale import LossScale
+from zbpp.training.master_weights import MasterWeights
+from zbpp.training.precision import PRECISIONS, Precision
 from zbpp.training.progress import progress
 from zbpp.training.run_folder import RunFolder, check_free, claimed
 from zbpp.training.source_files import check_source_files
@@ -62,9 +65,10 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         world(device=config.parallel.device, timeout=config.parallel.timeout) as here,
     ):
         job = _agreed_job(config, settings, job, here)
-        _prepare_stages(config, job, here.device)
+        precision = PRECISIONS[config.precision]
+        masters = _prepare_stages(config, job, here.device, precision)
         with naming("model"):
-            trainer = _build_trainer(config, job)
+            trainer = _build_trainer(config, job, precision, masters)
         path, cut = Path(broadcast(config.run_dir)), layers_per_stage(job.model, job.timetable.num_stages)
         if folder is not None:
             folder.begin()
@@ -74,11 +78,11 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         with Loggers(build_loggers(config.logger, path, settings) if here.rank == 0 else []) as loggers:
             history = _run(config, trainer, loggers, is_shown=here.rank == 0)
             title = title_of(config.schedule, is_replanned=trainer.is_replanned)
-            summary = summarise(title, trainer, history, here, getattr(torch, config.dtype))
+            summary = summarise(title, trainer, history, here, precision.compute)
             if cut is not None:
                 summary.figures["layers_per_stage"] = cut
             if config.save_weights:
-                save_weights(path, trainer.pipeline)
+                save_weights(path, trainer.pipeline, masters)
             if here.rank == 0:
                 loggers.summary = summary.figures
                 _write(path, title, summary)
@@ -139,9 +143,11 @@ def _agreed_job(config: TrainConfig, settings: dict[str, Any], job: _Job | None,
     return job
 
 
-def _prepare_stages(config: TrainConfig, job: _Job, device: torch.device) -> None:
-    """Move the stages, try the data on them, then have them recompute or compile."""
-    move_stages(job.stages, device, config.dtype)
+def _prepare_stages(
+    config: TrainConfig, job: _Job, device: torch.device, precision: Precision
+) -> MasterWeights | None:
+    """Move the stages, try the data on them, then have them recompute or compile; returns their masters."""
+    masters = move_stages(job.stages, device, precision)
     with naming("data"):
         args, _ = batch_for(job.stages, job.timetable.num_stages, job.data.train, 0, device)
         num_microbatches = job.timetable.num_microbatches
@@ -149,20 +155,26 @@ def _prepare_stages(config: TrainConfig, job: _Job, device: torch.device) -> Non
         check_data_fit(job.stages, first)
     recompute_stages(job.stages, config.memory.recompute)
     compile_stages(job.stages, config.compile, config.memory.budget)
+    return masters
 
 
-def _build_trainer(config: TrainConfig, job: _Job) -> Trainer:
+def _build_trainer(
+    config: TrainConfig, job: _Job, precision: Precision, masters: MasterWeights | None
+) -> Trainer:
     timetable, model, stages, data = job
-    pipeline = build_pipeline(stages, timetable, model.loss, config.seed, config.parallel)
+    loss_fn = precision.widened(model.loss)
+    pipeline = build_pipeline(stages, timetable, loss_fn, config.seed, config.parallel)
     return Trainer(
         pipeline=pipeline,
-        optimizer=build_optimizer(pipeline.parameters(), config.optimizer),
+        optimizer=build_optimizer((masters or pipeline).parameters(), config.optimizer),
         data=limit_evaluation(data, config.evaluate_every, config.evaluation_batches),
         learning_rate=learning_rate_factor(config.optimizer, config.steps),
         clip_norm=config.optimizer.clip_norm,
         evaluate_every=config.evaluate_every,
-        metrics=metrics_of(model),
-        replan=build_replan(config.schedule.replan, config.memory.limit, timetable, model.loss, stages),
+        metrics=metrics_of(model, precision),
+        replan=build_replan(config.schedule.replan, config.memory.limit, timetable, loss_fn, stages),
+        masters=masters,
+        loss_scale=LossScale() if precision.is_scaled else None,
     )
 
 

@@ -41,6 +41,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], options: OptimizerConfig
         betas=(options.beta1, options.beta2),
         eps=options.eps,
         weight_decay=options.weight_decay,
+        kahan_sum=options.kahan_sum,
     )
 
 
