@@ -49,12 +49,12 @@ class StageParameters:
             if id(parameter) not in seen:
                 yield f"{_LOSS}{name}", parameter
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, keep_vars: bool = False) -> dict[str, Any]:
         """Parameters and persistent buffers, as `nn.Module.state_dict` gives them."""
         state: dict[str, Any] = {}
         for index, stage in self._stages.items():
-            state |= stage.state_dict(prefix=self._prefix(index))
-        return state | self._loss.state_dict(prefix=_LOSS)
+            state |= stage.state_dict(prefix=self._prefix(index), keep_vars=keep_vars)
+        return state | self._loss.state_dict(prefix=_LOSS, keep_vars=keep_vars)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Load this rank's part of `state`, which may be the whole model's.

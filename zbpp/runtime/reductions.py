@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.runtime.groups import close_groups, group_like
-from zbpp.runtime.mesh import REPLICATE, Place, local_of
+from zbpp.runtime.mesh import REPLICATE, Place, copy_from
 from zbpp.runtime.reduce import AllReduce, Ended, Reducer
 from zbpp.runtime.tied_gradients import TiedGradients
 
@@ -107,13 +106,8 @@ class Buffers:
 
 def copy_to_replicas(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """Give each tensor the values that it has on the group's first process. Collective over the group."""
-    with torch.no_grad():
-        for tensor in tensors:
-            local = local_of(tensor.detach())
-            values = local.contiguous()
-            dist.broadcast(values, group=group, group_src=0)
-            if values is not local:
-                local.copy_(values)
+    for tensor in tensors:
+        copy_from(0, tensor, group)
 
 
 def _check_dense(stages: Mapping[int, nn.Module]) -> None:

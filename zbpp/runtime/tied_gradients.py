@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from zbpp.autograd.leaf_grad import total_of
 from zbpp.runtime.groups import close_groups, group_of, unique_name
-from zbpp.runtime.mesh import local_of
+from zbpp.runtime.mesh import copy_from
 from zbpp.runtime.reduce import AllReduce
 from zbpp.runtime.ties import Tie
 from zbpp.runtime.world import broadcast
@@ -54,7 +53,7 @@ class TiedGradients:
             parameters = [_parameter(tie, stages) for tie in mine]
             owners = [rank_of[tie[0][0]] for tie in mine]
             for parameter, owner in zip(parameters, owners, strict=True):
-                _broadcast(parameter, ranks.index(owner), together)
+                copy_from(ranks.index(owner), parameter, together)
             self.copies += [each for each, owner in zip(parameters, owners, strict=True) if owner != rank]
             self.parameters += parameters
             self._groups.append(together)
@@ -86,10 +85,3 @@ def _ranks(tie: Tie, rank_of: Sequence[int]) -> tuple[int, ...]:
 
 def _parameter(tie: Tie, stages: Mapping[int, nn.Module]) -> nn.Parameter:
     return next(stages[stage].get_parameter(name) for stage, name in tie if stage in stages)
-
-
-def _broadcast(parameter: nn.Parameter, source: int, group: dist.ProcessGroup) -> None:
-    values = local_of(parameter.detach()).contiguous()
-    dist.broadcast(values, group=group, group_src=source)
-    with torch.no_grad():
-        local_of(parameter.detach()).copy_(values)

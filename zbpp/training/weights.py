@@ -5,19 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zbpp.runtime import Pipeline
 from zbpp.runtime.mesh import whole_of
 from zbpp.runtime.parameters import StageParameters, names_of
 from zbpp.runtime.world import gather
+from zbpp.training.master_weights import MasterWeights
 
 
-def save_weights(folder: Path, pipeline: Pipeline) -> None:
+def save_weights(folder: Path, pipeline: Pipeline, masters: MasterWeights | None = None) -> None:
     """Write stage-0-of-4.safetensors and so on into a folder, each by the rank that owns the stage.
 
     Parameters and buffers, named as `Pipeline.state_dict` names them: all files together are a state dict of
-    the whole model. Of replicas and other copies the first writes, whole tensors. Collective.
+    the whole model. A parameter that has a master is written as its master, in float32. Of replicas and
+    other copies the first writes, whole tensors. Collective.
     """
     from safetensors.torch import save_file
 
@@ -25,7 +27,12 @@ def save_weights(folder: Path, pipeline: Pipeline) -> None:
     num_stages = pipeline.timetable.num_stages
     names = gather(names_of(pipeline.stages), pipeline.group)
     for index, stage in pipeline.stages.items():
-        state = StageParameters({index: stage}, names).state_dict()
+        state = StageParameters({index: stage}, names).state_dict(keep_vars=True)
+        if masters is not None:
+            state = {
+                name: masters.of(each) if isinstance(each, nn.Parameter) else each
+                for name, each in state.items()
+            }
         path = folder / f"stage-{index:0{len(str(num_stages - 1))}}-of-{num_stages}.safetensors"
         copies = {name: _copied(each) for name, each in state.items() if isinstance(each, Tensor)}
         if pipeline.place.is_first:
