@@ -180,7 +180,9 @@ def _build_trainer(config: TrainConfig, job: _Job, precision: Precision, mesh: D
     return Trainer(
         pipeline=pipeline,
         optimizer=build_optimizer((masters or pipeline).parameters(), config.optimizer),
-        data=limit_evaluation(data, config.evaluate_every, config.evaluation_batches),
+        data=limit_evaluation(
+            data, config.evaluate_every, config.evaluation_batches, pipeline.place.num_data_parts
+        ),
         learning_rate=learning_rate_factor(config.optimizer, config.steps),
         clip_norm=config.optimizer.clip_norm,
         evaluate_every=config.evaluate_every,

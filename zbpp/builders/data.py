@@ -18,12 +18,15 @@ def build_data(node: dict[str, Any], batch_size: int, seed: int) -> Data:
         return loaded_data(given, batch_size=batch_size, seed=seed)
 
 
-def limit_evaluation(data: Data, evaluate_every: int, most_batches: int) -> Data:
-    """The data with at most so many held-out batches. Raises ConfigError if there are none to evaluate on."""
-    num_batches = min(most_batches, data.num_evaluation_batches)
+def limit_evaluation(data: Data, evaluate_every: int, most_batches: int, num_parts: int) -> Data:
+    """The data with at most so many held-out batches. Raises ConfigError if there are none to evaluate on.
+
+    num_parts: how many batches of `data` make one, since processes that see different data take one each.
+    """
+    num_batches = min(most_batches, data.num_evaluation_batches // num_parts)
     if evaluate_every and not num_batches:
         raise ConfigError(
-            f"less data is held out than a batch ({data.items_per_batch} {data.unit}), but "
+            f"less data is held out than a batch ({data.items_per_batch * num_parts} {data.unit}), but "
             "evaluate_every > 0: write evaluate_every=0, or hold out more (of text: data.held_out=0.05)"
         )
     return data._replace(num_evaluation_batches=num_batches)

@@ -89,8 +89,10 @@ class Trainer:
         {} without held-out batches.
         """
         mine = [self._evaluated(number) for number in range(self.data.num_evaluation_batches)]
-        # Only the last stage's owner has numbers.
-        batches: list[dict[str, float]] = next(filter(any, gather(mine, self.pipeline.group)), [])
+        # Only the owners of the last stage have numbers.
+        batches: list[dict[str, float]] = [
+            each for some in self.pipeline.place.gather(mine) for each in some if each
+        ]
         names = batches[0] if batches else ()
         return {
             f"evaluation_{name}": math.fsum(batch[name] for batch in batches) / len(batches) for name in names
@@ -98,7 +100,7 @@ class Trainer:
 
     def _evaluated(self, number: int) -> dict[str, float]:
         """The loss and metrics of a held-out batch on the last stage's owner; {} on other ranks."""
-        args, target = self._batch(self.data.evaluation, number)
+        args, target = self._batch(self.data.evaluation, self._own_number(number))
         found: Mapping[str, float] = {}
         if self.metrics is None:
             losses = self.pipeline.evaluate(*args, target=target)
@@ -156,8 +158,12 @@ class Trainer:
 
     def _training_batch(self, step: int) -> tuple[tuple[Any, ...], Any]:
         """This process's part of a step's data: as many batches as there are parts stand side by side."""
+        return self._batch(self.data.train, self._own_number(step))
+
+    def _own_number(self, number: int) -> int:
+        """The number of this process's part of the batch `number` of all replicas and shards."""
         place = self.pipeline.place
-        return self._batch(self.data.train, step * place.num_data_parts + place.data_part)
+        return number * place.num_data_parts + place.data_part
 
     def _batch(self, source: Source, number: int) -> tuple[tuple[Any, ...], Any]:
         pipeline = self.pipeline
