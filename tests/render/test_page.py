@@ -5,6 +5,7 @@ A script that runs before the page's own notes whatever is painted; the page its
 
 import html
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,7 +16,7 @@ from helpers.browser import Browser, find_chromium
 from helpers.page import NOTE_WHAT_IS_PAINTED, click, complaints, hover, painted, pixel, press, ruler, visible
 from zbpp.planning import plan
 from zbpp.render import render_page
-from zbpp.render.style import COLOURS
+from zbpp.render.style import COLOURS, REDUCTION_COLOURS
 from zbpp.schedule import Action, Costs, Op, PlanError, Timeline, Timetable, consumes, produces, simulate
 
 COSTS = Costs(f=18.5, b=18.1, w=9.3, comm=0.6)
@@ -114,6 +115,28 @@ def test_every_action_is_one_box_in_the_pictures_colours(page):
         ]
         expected = [COLOURS[action.op][shades[action.stage]] for _, action, _, _ in actions(timeline)]
         assert [fill for fill, *_ in found] == expected
+
+
+def test_reductions_are_thin_bars_below_their_ranks_boxes(tabs):
+    """Between the boxes of their rank and those of the next one, in the shade of their stage."""
+    timeline = simulate(plan("zb_v", 4, 8), Costs(reduce=5))
+    browser = tabs(render_page({"a": timeline}, costs=COSTS))
+    zero, scale = ruler(browser)
+    calls = painted(browser, "fillRect")
+    bars = [call for call in calls if call.fill in REDUCTION_COLOURS]
+    tops = sorted({call.arguments[1] for call in calls if call.fill in COLOURS[Op.F]})
+    assert len(bars) == len(timeline.reductions) == 8
+    for bar, (stage, rank, start, end) in zip(bars, timeline.reductions, strict=True):
+        x, y, width, height = bar.arguments
+        assert bar.fill == REDUCTION_COLOURS[stage >= 4]
+        assert (x, x + width) == pytest.approx((zero + start * scale, zero + end * scale), abs=2)
+        assert tops[rank] < y < y + height < [*tops, math.inf][rank + 1]
+    assert "stage 7 is complete" in "".join(hover(browser, 0, 0, last_end_of(timeline, 7) - 0.5))
+    assert complaints(browser) == []
+
+
+def last_end_of(timeline: Timeline, stage: int) -> float:
+    return max(end for _, action, _, end in actions(timeline) if action.stage == stage)
 
 
 def test_boxes_stand_where_the_ruler_says_that_they_ran(page):
@@ -422,6 +445,15 @@ def test_activations_and_bytes_have_a_column_each_and_the_memory_of_a_process_ha
         ["in bytes", "", "1 GiB"],
         ["measured", "", ""],
     ]
+
+
+def test_the_page_has_each_reduction_with_the_action_that_completes_its_stage():
+    timetable = Timetable.parse("0F0 2F0 2BW0 0BW0\n1F0 1BW0")
+    timeline = simulate(timetable, Costs(f=1, bw=2, reduce=[5, 0, 7]))
+    text = render_page({"a": timeline})
+    assert re.findall(r'"reductions":(\[.*?\])}', text) == ["[[2,2,5,12],[0,3,12,17]]", "[]"]
+    assert text.count("sum of gradients over replicas") == 1
+    assert "of gradients" not in render_page({"a": simulate(timetable)})
 
 
 def test_the_page_names_nothing_outside_of_itself():

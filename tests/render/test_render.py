@@ -178,6 +178,26 @@ def test_picture_shows_every_op_in_its_colour(tmp_path):
     assert colours >= {tuple(bytes.fromhex(colour)) for colour in shown}
 
 
+def test_a_picture_shows_reductions_below_their_rank(tmp_path):
+    """Dark for a rank's first stage, light for its second; none without reductions, in the legend neither."""
+    dark, light = "3f4451", "9aa1b0"
+    with_them = {"zb_v": simulate(plan("zb_v", 2, 4), Costs(reduce=3))}
+    words = words_of(with_them, tmp_path / "with.svg")
+    assert "sum of gradients over replicas" in words
+    assert "makespan 30 ms (5 ms of reductions at its end), largest bubble rate" in " ".join(words)
+    drawn = (tmp_path / "with.svg").read_text()
+    # Two of the bars stand in the legend.
+    assert [drawn.count(f"fill: #{colour}") for colour in (dark, light)] == [2 + 1, 2 + 1]
+    assert "replicas" not in " ".join(words_of({"zb_v": simulate(plan("zb_v", 2, 4))}, tmp_path / "a.svg"))
+    assert dark not in (tmp_path / "a.svg").read_text()
+
+
+def test_figures_say_how_long_reductions_take_at_the_end():
+    timeline = simulate(plan("zb_h1", 2, 4), Costs(reduce=[1, 2.5]))
+    assert render_figures(timeline).endswith("makespan 15.5 ms (2.5 ms of reductions at its end)")
+    assert "reduc" not in render_figures(simulate(plan("zb_h1", 2, 4)))
+
+
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
 def test_a_picture_is_written_as_png_svg_and_pdf(tmp_path, suffix):
     path = tmp_path / f"a.{suffix}"

@@ -22,6 +22,8 @@ from zbpp.planning.memory_limit import MemoryLimit, limits_per_rank
 from zbpp.render.style import (
     COLOURS,
     MEANING,
+    REDUCTION_COLOURS,
+    REDUCTION_MEANING,
     Timelines,
     first_start,
     headline,
@@ -34,6 +36,7 @@ from zbpp.render.table import decimals_of, digits, percent
 from zbpp.schedule.costs import BYTES, Costs
 from zbpp.schedule.dataflow import VALUE_NAMES
 from zbpp.schedule.dataflow_arrays import Values, kinds_of
+from zbpp.schedule.reductions import complete_stages
 from zbpp.schedule.simulate import Floats, Timeline
 from zbpp.schedule.timetable import Op, Timetable
 
@@ -111,6 +114,7 @@ def _data(timeline: Timeline, costs: Costs | None, memory_limit: MemoryLimit) ->
         "consumed": values.consumed,  # by kind: the values' numbers, for microbatch 0
         "produced": values.produced,
         "fills": fills,  # by kind: colours
+        "reductionFills": [_mixed(*REDUCTION_COLOURS, place) for place in _places(timetable)],  # by stage
         "inks": ["#000" if _is_light(fill) else "#fff" for fill in fills],
         **_costs(costs, timetable.num_stages),
         "peaks": timeline.peak_memory,
@@ -120,13 +124,19 @@ def _data(timeline: Timeline, costs: Costs | None, memory_limit: MemoryLimit) ->
     }
 
 
-def _rank(timeline: Timeline, rank: int) -> dict[str, list[float]]:
+def _rank(timeline: Timeline, rank: int) -> dict[str, list[Any]]:
     row = timeline.timetable.rows[rank]
+    reductions = [each for each in timeline.reductions if each.rank == rank]
+    complete_at = complete_stages(row) if reductions else {}
     return {
         "kinds": kinds_of(row).tolist(),
         "microbatches": row.microbatches.tolist(),
         "starts": _times(timeline, timeline.starts[rank]),
         "ends": _times(timeline, timeline.ends[rank]),
+        # stage, the index of the action that completes it, start, end
+        "reductions": [
+            [stage, complete_at[stage], *_times(timeline, np.array(times))] for stage, _, *times in reductions
+        ],
     }
 
 
@@ -153,9 +163,14 @@ def _limits(memory_limit: MemoryLimit, num_ranks: int) -> list[float | None]:
 
 def _fills(timetable: Timetable) -> list[str]:
     """The colours by kind, from dark on a rank's first stage to light on its last."""
+    return [_mixed(*COLOURS[op], place) for place in _places(timetable) for op in Op]
+
+
+def _places(timetable: Timetable) -> list[float]:
+    """By stage its place on its rank: 0 for the first, 1 for the last where a rank has several stages."""
     places = index_on_rank(timetable)
     last = max(*places, 1)
-    return [_mixed(*COLOURS[op], place / last) for place in places for op in Op]
+    return [place / last for place in places]
 
 
 def _mixed(one: str, other: str, share: float) -> str:
@@ -243,15 +258,17 @@ def _table(name: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str
 
 
 def _legend(panels: Panels, *, level: bool, limit: bool) -> str:
-    """The ops that the panels contain, in two shades if a rank has several stages."""
+    """The ops and reductions that the panels contain, in two shades if a rank has several stages."""
     timetables = [timeline.timetable for _, timeline in panels]
     several = any(timetable.num_stages > timetable.num_ranks for timetable in timetables)
     shown = [op for op in Op if any((row.ops == op).any() for each in timetables for row in each.rows)]
-    fills = {op: (COLOURS[op][0], COLOURS[op][several]) for op in shown}
+    fills = {f"{op} {MEANING[op]}": COLOURS[op] for op in shown}
+    if any(timeline.reductions for _, timeline in panels):
+        fills[REDUCTION_MEANING] = REDUCTION_COLOURS
     items = [
         *(
-            _swatch(f"{op} {MEANING[op]}", "op", f"--first:{one};--later:{other}")
-            for op, (one, other) in fills.items()
+            _swatch(text, "op", f"--first:{colours[0]};--later:{colours[several]}")
+            for text, colours in fills.items()
         ),
         _swatch("bubble", "bubble"),
         *([_swatch("memory", "level")] if level else []),

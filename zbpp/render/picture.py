@@ -13,6 +13,8 @@ import numpy as np
 from zbpp.render.style import (
     COLOURS,
     MEANING,
+    REDUCTION_COLOURS,
+    REDUCTION_MEANING,
     Timelines,
     first_start,
     headline,
@@ -35,6 +37,8 @@ _TITLE_LINE = 0.19  # inches
 _TITLE_LENGTH = 130  # characters in a line of a title
 _MUTED = "#444444"
 _BOX = 0.84  # of a rank's height
+_BAR = 0.13  # of a rank's height; below its box
+_BAR_MIDDLE = 0.5 * _BOX + 0.085
 _SMALLEST_FONT = 4.5  # points
 _MOST_NUMBERS = 3000  # with more actions no numbers are drawn: slow to draw, and too small to read
 
@@ -43,6 +47,7 @@ def render_picture(timelines: Timelines, path: str | os.PathLike[str]) -> None:
     """Write a picture of timelines, one above the other, in ms from 0: PNG, PDF or SVG by the suffix.
 
     Grey is the bubble: idle time within a rank's span. A box that is wide enough has its microbatch's number.
+    A thin bar below a rank's boxes is a reduction.
     Above each panel stand its title and its largest figures, each with the rank that has it.
     """
     # A Figure of its own, no pyplot: no display, no global state, and matplotlib only for those who draw.
@@ -77,6 +82,7 @@ def _draw(axes: Axes, title: str, timeline: Timeline, horizon: float) -> None:
     _draw_bubbles(axes, timeline)
     _draw_boxes(axes, timeline, _PLOT_WIDTH / horizon)
     _draw_numbers(axes, timeline, _PLOT_WIDTH / horizon)
+    _draw_reductions(axes, timeline)
     num_ranks = timeline.timetable.num_ranks
     # Two texts: a title has one style, and one beside the figures would run into them.
     axes.set_title(headline(timeline), loc="left", fontsize=10, color=_MUTED)
@@ -84,7 +90,7 @@ def _draw(axes: Axes, title: str, timeline: Timeline, horizon: float) -> None:
     title = "\n".join(wrap(title, _TITLE_LENGTH))
     axes.annotate(title, (0, 1), (0, 21), fontweight="bold", fontsize=11, **where)
     axes.set_xlim(0, 1.003 * horizon)  # room for the dashed line at the end
-    axes.set_ylim(num_ranks - 0.5, -0.5)  # rank 0 on top
+    axes.set_ylim(num_ranks - 0.42, -0.5)  # rank 0 on top; room for the last rank's reductions
     axes.set_yticks(range(0, num_ranks, max(1, num_ranks // 8)))
     axes.set_ylabel("rank")
     axes.xaxis.set_major_locator(MaxNLocator(12, steps=[1, 2, 5, 10]))
@@ -126,6 +132,14 @@ def _draw_boxes(axes: Axes, timeline: Timeline, inches_per_ms: float) -> None:
         style: dict[str, Any] = {"facecolors": colour, "edgecolors": "white", "linewidths": edge}
         shapes = PolyCollection(list(np.concatenate(corners)), antialiaseds=edge > 0, zorder=2, **style)
         axes.add_collection(shapes, autolim=False)
+
+
+def _draw_reductions(axes: Axes, timeline: Timeline) -> None:
+    places, first = index_on_rank(timeline.timetable), first_start(timeline)
+    for stage, rank, start, end in timeline.reductions:
+        colour = REDUCTION_COLOURS[min(places[stage], 1)]
+        style: dict[str, Any] = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.5, "zorder": 2}
+        axes.barh(rank + _BAR_MIDDLE, end - start, _BAR, start - first, **style)
 
 
 def _typical(timeline: Timeline, op: Op | None = None) -> float:
@@ -179,7 +193,7 @@ def _ops(timeline: Timeline) -> list[Op]:
 
 
 def _legend(figure: Figure, timelines: list[Timeline]) -> None:
-    """One line: the ops that are there, in both shades if a rank has several stages; bubble; makespan."""
+    """One line: the ops and reductions that are there, in both shades if a rank has several stages."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -190,6 +204,8 @@ def _legend(figure: Figure, timelines: list[Timeline]) -> None:
     handles: dict[str, Any] = {
         f"{op} {MEANING[op]}": tuple(Patch(color=colour) for colour in COLOURS[op][:shades]) for op in ops
     }
+    if any(timeline.reductions for timeline in timelines):
+        handles[REDUCTION_MEANING] = tuple(Patch(color=colour) for colour in REDUCTION_COLOURS[:shades])
     handles["bubble"] = Patch(color=_BUBBLE)
     handles["makespan"] = Line2D([], [], color=_MUTED, linewidth=0.8, linestyle="--")
     if several:

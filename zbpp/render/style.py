@@ -18,6 +18,9 @@ COLOURS = {
 }
 MEANING = {Op.F: "forward", Op.B: "input gradient", Op.W: "weight gradient", Op.BW: "whole backward"}
 
+REDUCTION_COLOURS = ("#3f4451", "#9aa1b0")  # (dark, light), as for an op
+REDUCTION_MEANING = "sum of gradients over replicas"
+
 Timelines = Mapping[str, Timeline] | Iterable[tuple[str, Timeline]]
 
 
@@ -57,16 +60,22 @@ def milliseconds(time: float) -> str:
     return f"{time:,.0f} ms" if time >= 1e3 else f"{time:.4g} ms"
 
 
+def tail_text(timeline: Timeline) -> str:
+    """` (3 ms of reductions at its end)`; empty if the last action ends the step."""
+    return f" ({milliseconds(timeline.tail)} of reductions at its end)" if timeline.tail > 0 else ""
+
+
 def headline(timeline: Timeline) -> str:
     """The largest figures of a timeline, each with the rank that has it.
 
-    `makespan 30 ms, largest bubble rate 11.1 % (rank 0), peak activations 4 (rank 0)`
+    `makespan 30 ms, largest bubble rate 11.1 % (rank 0), peak activations 4 (rank 0)`; with a makespan that
+    ends with reductions: `makespan 33 ms (3 ms of reductions at its end), ...`
     """
     rates = [
         timeline.idle(rank) / (timeline.span(rank) or 1.0) for rank in range(timeline.timetable.num_ranks)
     ]
     figures = [
-        f"makespan {milliseconds(timeline.makespan)}",
+        f"makespan {milliseconds(timeline.makespan)}{tail_text(timeline)}",
         f"largest bubble rate {100 * max(rates):.1f} % ({_whose(rates)})",
     ]
     if peak := peak_text(timeline):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from zbpp.render.style import peak_name, peak_text
+from zbpp.render.style import peak_name, peak_text, tail_text
 from zbpp.schedule.simulate import Timeline
 from zbpp.schedule.timetable import PlanError
 
@@ -33,7 +33,9 @@ def render_figures(timeline: Timeline) -> str:
     decimals = decimals_of(map(timeline.span, ranks))
     largest = ("largest", *_figures(timeline, decimals))
     lines = aligned([head, *(_rank_cells(timeline, rank, decimals) for rank in ranks), largest])
-    return "\n".join([*(line.rstrip() for line in lines), f"makespan {digits(timeline.makespan)} ms"])
+    return "\n".join(
+        [*(line.rstrip() for line in lines), f"makespan {digits(timeline.makespan)} ms{tail_text(timeline)}"]
+    )
 
 
 def _cells(name: str, outcome: Timeline | PlanError, decimals: int) -> tuple[str, ...]:

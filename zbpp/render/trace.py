@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from zbpp.render.style import Timelines, first_start, panels_of
+from zbpp.schedule.lower import Reduce
 from zbpp.schedule.simulate import Timeline, Transfer
 from zbpp.schedule.transfers import transfers_of
 
@@ -17,7 +18,8 @@ def chrome_trace(timelines: Timelines) -> dict[str, Any]:
 
     Beside its actions a rank has two lanes for every rank that it exchanges messages with: one for the
     messages that it sends, one for those that it receives. The slice of a message begins when the message is
-    sent, or when the message before it on the link arrives if that is later; it ends when it arrives.
+    sent, or when the message before it on the link arrives if that is later; it ends when it arrives. A rank
+    that reduces gradients has one more lane, with a slice per stage.
 
     Each timeline begins at 0. The process ids of the first timeline are its ranks; those of the next
     timelines follow on, so that every title has its own group of processes.
@@ -29,6 +31,7 @@ def chrome_trace(timelines: Timelines) -> dict[str, Any]:
             events += _names(first_id + rank, f"{title} rank {rank}")
             events += _slices(timeline, rank, first_id + rank)
         events += _messages(timeline, first_id)
+        events += _reductions(timeline, first_id)
         first_id += timeline.timetable.num_ranks
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -79,3 +82,14 @@ def _message_slices(transfers: list[Transfer], first: float) -> Iterator[Event]:
         free = max(start, 1e3 * (arrived - first))
         args = {"stage": value.stage, "microbatch": value.microbatch}
         yield {"ph": "X", "name": str(value), "args": args, "ts": start, "dur": free - start}
+
+
+def _reductions(timeline: Timeline, first_id: int) -> Iterator[Event]:
+    """One lane on each rank that reduces, behind the lanes of its messages."""
+    first, thread = first_start(timeline), 2 * timeline.timetable.num_ranks + 1
+    for rank in sorted({each.rank for each in timeline.reductions}):
+        yield _lane(first_id + rank, thread, "reductions")
+    for stage, rank, start, end in timeline.reductions:
+        about = {"ph": "X", "name": str(Reduce(stage)), "cat": "reduce", "args": {"stage": stage}}
+        times = {"ts": 1e3 * (start - first), "dur": 1e3 * (end - start)}
+        yield {**about, "pid": first_id + rank, "tid": thread, **times}

@@ -1,4 +1,5 @@
-// One timeline on a canvas: a lane per rank with its actions as boxes and, below them, its memory level.
+// One timeline on a canvas: a lane per rank with its actions as boxes and, below them, its reductions as thin bars
+// and its memory level.
 "use strict";
 
 const PLOT = { left: 54, top: 20, right: 6, bottom: 4 }; // px around the lanes; the ruler is on top
@@ -27,6 +28,7 @@ class Drawing {
     const tall = Math.round(clamp(440 / ranks.length, least, this.view.theme.tallest));
     const memory = this.view.memory && changes && tall >= 10;
     this.box = Math.ceil(0.48 * tall);
+    this.bar = Math.max(1, Math.floor(0.06 * tall)); // of a reduction, in the gap below the box
     this.strip = memory ? Math.floor(0.36 * tall) : 0;
     this.lane = memory ? tall : Math.ceil(0.58 * tall);
     this.width = this.canvas.clientWidth;
@@ -120,6 +122,7 @@ class Drawing {
     pen.fillStyle = this.view.theme.bubble;
     pen.fillRect(left, this.y(rank), this.x(ends.at(-1)) - left, this.box);
     this.paintBoxes(pen, rank, ...visible);
+    this.paintReductions(pen, rank);
     if (this.strip) this.paintMemory(pen, rank, ...visible);
   }
 
@@ -141,6 +144,15 @@ class Drawing {
       if (size !== written) pen.font = this.view.theme.font((written = size));
       pen.fillStyle = inks[kinds[index]];
       pen.fillText(microbatches[index], (from + to) / 2, this.middle(rank) + 0.5);
+    }
+  }
+
+  paintReductions(pen, rank) {
+    const top = this.y(rank) + Math.min(this.box + 1, this.lane - this.bar);
+    for (const [stage, , start, end] of this.timeline.ranks[rank].reductions) {
+      const [left, right] = [this.x(start), this.x(end)];
+      pen.fillStyle = this.timeline.reductionFills[stage];
+      pen.fillRect(left, top, right - left - clamp(right - left - 1, 0, 1), this.bar);
     }
   }
 

@@ -31,7 +31,9 @@ function firstAbove(list, value) {
 class Timeline {
   constructor(data) {
     Object.assign(this, data);
-    this.end = Math.max(...this.ranks.map(({ ends }) => ends.at(-1)));
+    this.end = Math.max(...this.ranks.flatMap(({ ends, reductions }) => [
+      ends.at(-1), ...reductions.map(([, , , end]) => end),
+    ]));
     if (this.changes) this.ranks.forEach((rank) => this.addLevels(rank));
   }
 
@@ -92,7 +94,7 @@ class Timeline {
 
   /** Lines about an action, or about the bubble before it. */
   describe(rank, index, inBubble) {
-    const { starts, ends, levels } = this.ranks[rank];
+    const { starts, ends, levels, reductions } = this.ranks[rank];
     const [start, end, wait] = [starts[index], ends[index], starts[index] - this.free(rank, index)];
     const needs = this.needs(rank, index);
     const lines = [(inBubble ? "bubble before " : "") + this.name(rank, index)];
@@ -103,6 +105,9 @@ class Timeline {
     }
     const last = needs.length ? ` for ${this.valueName(needs.at(-1).value)}` : "";
     if (wait > 1e-9 * this.end) lines.push(`waited ${plain(wait)} ms${last}`);
+    for (const [stage, last, from, to] of inBubble ? [] : reductions) {
+      if (last === index) lines.push(`stage ${stage} is complete, reduced ${plain(from)} – ${plain(to)} ms`);
+    }
     if (levels) lines.push(`memory after it: ${this.amount(levels[index])}`);
     return lines;
   }
