@@ -250,6 +250,21 @@ def test_wandb_without_the_package_is_refused_with_the_way_to_install_it(monkeyp
     assert typed("logger=jsonl").logger.name == "jsonl"
 
 
+def test_kahan_summation_without_the_package_is_refused_with_the_way_to_install_it(monkeypatch):
+    assert typed("optimizer.kahan_sum=true", "precision=bfloat16").optimizer.kahan_sum
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "optimi" else found(name))
+    with pytest.raises(configs.ConfigError, match=r"not installed: pip install 'zbpp\[optimi\]'"):
+        typed("optimizer.kahan_sum=true", "precision=bfloat16")
+
+
+@pytest.mark.parametrize("name", ["train", "bench", "measure", "explain"])
+def test_the_old_name_of_precision_is_answered_with_the_new_one(name):
+    with pytest.raises((HydraException, OmegaConfBaseException)) as caught:
+        composed("dtype=bfloat16", name=name)
+    assert "it is called precision now: write precision=..." in str(configs.composition_error(caught.value))
+
+
 def test_a_model_without_a_target_is_refused():
     with pytest.raises(configs.ConfigError, match="model names no _target_: write the class"):
         configs.instantiate_node("model", {"num_layers": 3})

@@ -1,0 +1,340 @@
+"""Mixed and pure 16-bit training: equal under all plans, within 16 bits of float32, and what is refused."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+
+from helpers.processes import run_ranks
+from zbpp import LossScale, MasterWeights, Pipeline, app, plan
+from zbpp import config as configs
+from zbpp.autograd.compiled import compile_stage
+from zbpp.builders.stages import move_stages, recompute_stages
+from zbpp.models.gpt import Gpt
+from zbpp.training.data import regression_data, text_data
+from zbpp.training.loss_scale import LossScaleError
+from zbpp.training.optimizer import adamw
+from zbpp.training.precision import PRECISIONS, check_device
+from zbpp.training.replan import Replan
+from zbpp.training.trainer import Trainer
+
+M, STEPS = 4, 6
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "corpus.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+    return str(path)
+
+
+class CheckedGpt(Gpt):
+    """Its loss and metrics want float32."""
+
+    def __init__(self, **options):
+        super().__init__(num_layers=4, hidden_size=16, num_heads=2, sequence_length=8, **options)
+
+    def loss(self, output, target):
+        assert output.dtype in (torch.float32, torch.float64)
+        return super().loss(output, target)
+
+
+def optimizer_over(parameters):
+    return adamw(parameters, learning_rate=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+
+
+def trainer_of(rank, corpus, precision, schedule, num_ranks, *, recomputed="none", planned=None):
+    chosen, model, timetable = PRECISIONS[precision], CheckedGpt(), plan(schedule, num_ranks, M)
+    stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(rank)}
+    masters = move_stages(stages, CPU, chosen)
+    recompute_stages(stages, recomputed)
+    loss_fn = chosen.widened(model.loss)
+    pipeline = Pipeline(stages, timetable, loss_fn)
+    again = Replan(
+        plan=lambda costs, limits: plan(planned, num_ranks, M), loss_fn=loss_fn, stages=stages, num_measured=2
+    )
+    return Trainer(
+        pipeline=pipeline,
+        optimizer=optimizer_over((masters or pipeline).parameters()),
+        data=text_data(path=corpus, sequence_length=8, vocab_size=256, batch_size=2 * M, seed=0),
+        learning_rate=lambda step: 1.0,
+        clip_norm=0.5,
+        replan=again if planned else None,
+        masters=masters,
+        loss_scale=LossScale() if chosen.is_scaled else None,
+    )
+
+
+def run(rank, corpus, *arguments, **options):
+    """(losses and norms, optimized weights of this rank by name) of a short run."""
+    trainer = trainer_of(rank, corpus, *arguments, **options)
+    history = [(metrics["loss"], metrics["grad_norm"]) for metrics in trainer.run(STEPS)]
+    named = trainer.pipeline.named_parameters()
+    of = trainer.masters.of if trainer.masters else lambda parameter: parameter
+    return history, {name: of(p).detach().clone() for name, p in named}
+
+
+CASES = {
+    ("mixed_bfloat16", "zb_v"): {},
+    ("mixed_bfloat16", "zb_h1"): {"planned": "1f1b"},
+    ("mixed_bfloat16", "1f1b"): {"recomputed": "block"},
+    ("mixed_float16", "zb_h1"): {"recomputed": "block"},
+}
+
+
+def every_case(rank, corpus):
+    return {case: run(rank, corpus, *case, 2, **options) for case, options in CASES.items()}
+
+
+def test_mixed_runs_are_equal_to_the_last_bit_under_all_plans_and_near_those_in_float32(corpus):
+    """Recomputed and replanned, too; and to a run in one process."""
+    first, second = run_ranks(every_case, 2, corpus)
+    expected, weights = run(0, corpus, "float32", "1f1b", 1)
+    for precision, tolerance in (("mixed_bfloat16", 0.02), ("mixed_float16", 0.004)):
+        alone, alone_weights = run(0, corpus, precision, "1f1b", 1)
+        for case in (each for each in CASES if each[0] == precision):
+            (history, mine), (same, others) = first[case], second[case]
+            assert history == same == alone, case
+            merged = mine | others
+            assert merged.keys() == alone_weights.keys() == weights.keys()
+            assert all(torch.equal(merged[each], alone_weights[each]) for each in merged), case
+        assert alone != expected
+        for (loss, norm), (wanted_loss, wanted_norm) in zip(alone, expected, strict=True):
+            assert loss == pytest.approx(wanted_loss, rel=tolerance)
+            assert norm == pytest.approx(wanted_norm, rel=5 * tolerance)
+
+
+def test_a_compiled_mixed_stage_follows_the_eager_one(corpus):
+    eager, compiled = (trainer_of(0, corpus, "mixed_bfloat16", "zb_h1", 1) for _ in range(2))
+    compile_stage(compiled.pipeline.stages[0], backend="eager")
+    for one, other in zip(eager.run(STEPS), compiled.run(STEPS), strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-2)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=5e-2)
+
+
+# ---------------------------------------------------------------- float16
+
+
+class Amplifying:
+    """Two stages; the gradient that stage 1 sends back is 256 times that of its own layer's input."""
+
+    def build_stage(self, index, num_stages):
+        torch.manual_seed(index)
+        layer = nn.Linear(4, 4)
+        return layer if index == 0 else Amplified(layer)
+
+    def loss(self, output, target):
+        return F.mse_loss(output, target)
+
+
+class Amplified(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(256 * x)
+
+
+def amplifying_trainer(rank, num_ranks, **options):
+    model, timetable = Amplifying(), plan("zb_h1" if num_ranks == 2 else "zb_v", num_ranks, M)
+    stages = {s: model.build_stage(s, 2) for s in timetable.stages_of(rank)}
+    chosen = PRECISIONS["mixed_float16"]
+    masters = move_stages(stages, CPU, chosen)
+    return Trainer(
+        pipeline=Pipeline(stages, timetable, chosen.widened(model.loss)),
+        optimizer=torch.optim.SGD(masters.parameters(), lr=1e-6),
+        data=regression_data(in_features=4, out_features=4, batch_size=2 * M, seed=0),
+        learning_rate=lambda step: 1.0,
+        masters=masters,
+        **options,
+    )
+
+
+def overflowing(rank):
+    """Per step: metrics, whether this rank's own gradients were finite, whether its weights moved."""
+    trainer = amplifying_trainer(rank, 2, loss_scale=LossScale(start=2.0**12, growth_interval=3))
+    masters, found = list(trainer.masters.parameters()), []
+    before = [master.detach().clone() for master in masters]
+    for metrics in trainer.run(8):
+        is_finite = all(master.grad.isfinite().all().item() for master in masters)
+        moved = not all(map(torch.equal, before, masters))
+        before = [master.detach().clone() for master in masters]
+        found.append((metrics["loss_scale"], metrics["skipped"], is_finite, moved))
+    return found
+
+
+def test_an_overflow_on_one_rank_is_skipped_on_every_rank_and_halves_the_scale():
+    first, second = run_ranks(overflowing, 2)
+    assert [each[:2] for each in first] == [each[:2] for each in second]
+    skipped = [number for number, each in enumerate(first) if each[1]]
+    assert skipped
+    assert not any(first[number][2] for number in skipped)  # overflowed on rank 0,
+    assert all(second[number][2] for number in skipped)  # not on rank 1
+    for found in (first, second):
+        assert [not each[1] for each in found] == [each[3] for each in found]  # moved unless skipped
+    expected, num_good = [2.0**12], 0
+    for _, is_skipped, *_ in first[:-1]:
+        num_good = 0 if is_skipped else num_good + 1
+        expected.append(expected[-1] * (0.5 if is_skipped else 2.0 if num_good % 3 == 0 else 1.0))
+    assert [each[0] for each in first] == expected
+    assert max(expected[1:]) > min(expected)  # it also grew
+
+
+def test_a_loss_that_is_never_finite_ends_the_run_with_the_way_out():
+    trainer = amplifying_trainer(0, 1, loss_scale=LossScale(start=4.0))
+    trainer.pipeline.stages[0].bias.data.fill_(torch.nan)
+    steps = trainer.run(10)
+    assert [metrics["skipped"] for metrics in (next(steps), next(steps))] == [True, True]
+    with pytest.raises(LossScaleError, match="write precision=mixed_bfloat16"):
+        next(steps)
+
+
+def small_loss(output, target):
+    return 1e-7 * F.mse_loss(output.float(), target)
+
+
+def gradient_of_a_small_loss(x, scale):
+    """Of the weight of a linear layer in float16; the scale divided out."""
+    layer = nn.Linear(4, 4, bias=False)
+    nn.init.eye_(layer.weight)
+    masters = MasterWeights(layer.parameters(), torch.float16)
+    pipeline = Pipeline({0: layer}, plan("zb_h1", 1, 2), small_loss)
+    pipeline.loss_scale = scale
+    pipeline.step(x.half(), target=2 * x)
+    (master,) = masters.parameters()
+    return master.grad / scale
+
+
+def test_gradients_that_vanish_in_float16_are_there_with_a_loss_scale():
+    x = torch.linspace(-1, 1, 32).reshape(8, 4)
+    weight = torch.eye(4, requires_grad=True)
+    small_loss(F.linear(x, weight), 2 * x).backward()
+    torch.testing.assert_close(gradient_of_a_small_loss(x, 65536.0), weight.grad, rtol=2e-3, atol=0)
+    assert gradient_of_a_small_loss(x, 1.0).abs().max() < 0.5 * weight.grad.abs().max()
+
+
+def test_a_loss_scale_that_the_user_set_is_divided_out_of_norm_and_gradients(corpus):
+    plain, scaled = (trainer_of(0, corpus, "float32", "zb_h1", 1) for _ in range(2))
+    scaled.pipeline.loss_scale = 1024.0  # a power of two scales exactly
+    for one, other in zip(plain.run(3), scaled.run(3), strict=True):
+        assert (one["loss"], one["grad_norm"]) == (other["loss"], other["grad_norm"])
+
+
+# ---------------------------------------------------------------- a whole run
+
+
+@pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
+def test_a_run_of_the_trainer_writes_its_float32_weights(tmp_path, precision):
+    sizes = ("num_layers=2", "hidden_size=16", "num_heads=2", "sequence_length=8")
+    overrides = [f"precision={precision}", "steps=2", "num_microbatches=2", f"run_dir={tmp_path}/run"]
+    configs.register()
+    from hydra import compose, initialize_config_dir
+
+    with initialize_config_dir(str(configs.config_folder()), version_base="1.3"):
+        config = compose("train", [*overrides, "parallel.device=cpu", *(f"model.{each}" for each in sizes)])
+    figures = app.train(configs.typed(config), configs.flat(config), configs.as_yaml(config))
+    assert figures["evaluation_loss"] == pytest.approx(5.5, abs=0.2)  # log 256, and a little
+    (file,) = (tmp_path / "run").glob("*.safetensors")
+    weights = load_file(file)
+    model = Gpt(num_layers=2, hidden_size=16, num_heads=2, sequence_length=8)
+    assert weights.keys() == model.build_stage(0, 1).state_dict().keys()
+    compute = PRECISIONS[precision].compute
+    assert {each.dtype for each in weights.values()} == {torch.float32}
+    assert not all(torch.equal(each.to(compute).float(), each) for each in weights.values())
+    assert ("loss_scale" in (tmp_path / "run/metrics.jsonl").read_text()) == (precision == "mixed_float16")
+
+
+def test_targets_of_a_mixed_run_are_not_rounded_to_16_bits():
+    seen = []
+
+    class Noting(Amplifying):
+        def loss(self, output, target):
+            seen.append((output.dtype, target.dtype))
+            return super().loss(output, target)
+
+    model, chosen, timetable = Noting(), PRECISIONS["mixed_bfloat16"], plan("zb_v", 1, M)
+    stages = {s: model.build_stage(s, 2) for s in range(2)}
+    masters = move_stages(stages, CPU, chosen)
+    trainer = Trainer(
+        pipeline=Pipeline(stages, timetable, chosen.widened(model.loss)),
+        optimizer=torch.optim.SGD(masters.parameters(), lr=0.0),
+        data=regression_data(in_features=4, out_features=4, batch_size=2 * M, seed=0),
+        learning_rate=lambda step: 1.0,
+        masters=masters,
+        metrics=chosen.widened(
+            lambda output, target: {"dtypes": seen.append((output.dtype, target.dtype)) or 0.0}
+        ),
+        evaluate_every=1,
+    )
+    list(trainer.run(1))
+    assert len(seen) > 2 * M
+    assert set(seen) == {(torch.float32, torch.float32)}
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def test_bytes_per_parameter_are_those_that_are_asked_for():
+    spec = importlib.util.spec_from_file_location(
+        "precision_script", Path("scripts/dev/precision.py").resolve()
+    )
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = script
+    spec.loader.exec_module(script)
+    assert script.bytes_per_parameter("mixed_bfloat16") == (2, 4, 4, 8)
+    assert script.bytes_per_parameter("mixed_float16") == (2, 4, 4, 8)
+    assert script.bytes_per_parameter("float32") == (4, 4, 0, 8)
+    assert script.bytes_per_parameter("bfloat16") == (2, 2, 0, 4)
+    assert script.bytes_per_parameter("bfloat16", kahan_sum=True) == (2, 2, 0, 6)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_main_grads_without_masters_and_an_optimizer_over_compute_weights_are_refused(corpus):
+    """The norm was 0 and nothing was trained, without a word."""
+    trainer = trainer_of(0, corpus, "mixed_bfloat16", "1f1b", 1)
+    options = {"pipeline": trainer.pipeline, "data": trainer.data, "learning_rate": trainer.learning_rate}
+    with pytest.raises(ValueError, match=r"has a main_grad, .*no master.*give the trainer masters="):
+        Trainer(**options, optimizer=trainer.optimizer)
+    optimizer = torch.optim.SGD(trainer.pipeline.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"make the optimizer over masters.parameters\(\)"):
+        Trainer(**options, optimizer=optimizer, masters=trainer.masters)
+
+
+@pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
+def test_batch_norm_is_refused_in_mixed_precision_before_the_first_step(precision):
+    def stages(norm):
+        return {1: nn.Sequential(nn.Linear(4, 4), norm)}
+
+    with pytest.raises(configs.ConfigError, match=rf"precision={precision}: 1 of stage 1 is a BatchNorm1d"):
+        move_stages(stages(nn.BatchNorm1d(4)), CPU, PRECISIONS[precision])
+    move_stages(stages(nn.BatchNorm1d(4)), CPU, PRECISIONS["bfloat16"])
+    plain = stages(nn.BatchNorm1d(4, affine=False))
+    move_stages(plain, CPU, PRECISIONS[precision])
+    assert plain[1](torch.randn(8, 4).to(PRECISIONS[precision].compute)).isfinite().all()
+
+
+def test_a_precision_that_the_device_lacks_is_refused_with_the_way_out(monkeypatch):
+    for precision in PRECISIONS.values():
+        check_device(precision, CPU)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    with pytest.raises(
+        ValueError, match="Tesla T4 has no bfloat16 arithmetic; write precision=mixed_float16"
+    ):
+        check_device(PRECISIONS["mixed_bfloat16"], torch.device("cuda"))
+
+    def lacking(*args):
+        raise RuntimeError("\"layer_norm\" not implemented for 'Half'")
+
+    monkeypatch.setattr(nn.functional, "layer_norm", lacking)
+    with pytest.raises(configs.ConfigError, match=r"not implemented for 'Half'.*write precision=float32"):
+        move_stages({}, CPU, PRECISIONS["mixed_float16"])
