@@ -19,6 +19,7 @@ What they use:
     call_order    do all ranks call step and evaluate in the same order?
     restored      random numbers, training mode, and the gradients of a step that failed
     outputs       outputs and metrics of an evaluation
+    named_losses  auxiliary losses, and losses that are dicts, by name
     parameters    names, state_dict and declared ties of the parameters
     ties          parameters that stages of a model share without declaring it
     world         joining the job; gather, broadcast, agreement between ranks

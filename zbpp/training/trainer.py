@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.runtime import Pipeline
+from zbpp.runtime.named_losses import summed
 from zbpp.runtime.norm import global_norm, gradients_of, scale_gradients, squared_norms
 from zbpp.runtime.world import gather
 from zbpp.schedule import Timeline
 from zbpp.training.batch import Source, batch_for
 from zbpp.training.data import Data
+from zbpp.training.named_losses import with_evaluation_losses, with_named_losses
 from zbpp.training.replan import Replan
 
 Metrics = dict[str, Any]
@@ -94,6 +96,7 @@ class Trainer:
             losses, found = self.pipeline.evaluate(*args, target=target, metrics=self.metrics)
             if "loss" in found:
                 raise ValueError("a metric is called 'loss', as the held-out loss is: give it another name")
+        found = with_evaluation_losses(found, self.pipeline.evaluation_losses)
         return {"loss": math.fsum(map(float, losses)) / len(losses), **found} if losses else {}
 
     def _step(self, step: int) -> Metrics:
@@ -101,7 +104,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         args, target = self._batch(self.data.train, step)
         losses = self.pipeline.step(*args, target=target)
-        loss, norm = self._loss_and_norm(losses)
+        loss, norm, named = self._loss_and_norm(losses)
         rate = self.learning_rate(step)
         # All ranks have the same norm: if it isn't finite, all of them skip the update.
         if math.isfinite(norm):
@@ -109,7 +112,7 @@ class Trainer:
         if self.pipeline.device.type == "cuda":
             torch.cuda.synchronize(self.pipeline.device)
         seconds = time.perf_counter() - begin
-        return {
+        metrics = {
             "step": step + 1,
             "loss": loss,
             "grad_norm": norm,
@@ -118,6 +121,7 @@ class Trainer:
             "step_seconds": seconds,
             "skipped": not math.isfinite(norm),
         }
+        return with_named_losses(metrics, named)
 
     def _update(self, norm: float, rate: float) -> None:
         if self.clip_norm is not None and norm > self.clip_norm:
@@ -130,12 +134,14 @@ class Trainer:
         pipeline = self.pipeline
         return batch_for(pipeline.stages, pipeline.timetable.num_stages, source, number, pipeline.device)
 
-    def _loss_and_norm(self, losses: list[Tensor]) -> tuple[float, float]:
+    def _loss_and_norm(self, losses: list[Tensor]) -> tuple[float, float, dict[str, float]]:
+        """The step's mean loss, the norm of its gradients and its named losses, equal on all ranks."""
         mean = torch.stack(losses).double().mean().item() if losses else None
         squares = squared_norms(gradients_of(self.pipeline.parameters()))
-        everyone = gather((mean, squares), self.pipeline.group)
-        (loss,) = (each for each, _ in everyone if each is not None)  # from the last stage's owner
-        return loss, global_norm(each for _, each in everyone)
+        mine = mean, squares, self.pipeline.step_losses.means()
+        means, all_squares, named = zip(*gather(mine, self.pipeline.group), strict=True)
+        (loss,) = (each for each in means if each is not None)  # from the last stage's owner
+        return loss, global_norm(all_squares), summed(named)
 
     def _is_measured(self, step: int) -> bool:
         return self.replan is not None and self.replan.is_measured(step)
