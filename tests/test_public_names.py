@@ -25,8 +25,9 @@ from zbpp.models.mlp import Mlp
 
 NAMES = [
     "SCHEDULES", "Costs", "LossScale", "MasterWeights", "Pipeline", "PlanError", "Timeline", "Timetable",
-    "WeightGrads", "backward_input", "checkpoint", "clip_grad_norm_", "lower", "make_mesh", "per_microbatch",
-    "plan", "replicate", "simulate", "split_layers", "split_sequential", "trace_stages",
+    "WeightGrads", "auxiliary_loss", "auxiliary_losses", "backward_input", "checkpoint", "clip_grad_norm_",
+    "lower", "make_mesh", "per_microbatch", "plan", "replicate", "simulate", "split_layers",
+    "split_sequential", "trace_stages",
 ]  # fmt: skip
 
 POSITIONAL, KEYWORD = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY

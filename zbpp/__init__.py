@@ -28,7 +28,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zbpp.autograd import WeightGrads, backward_input, checkpoint
+    from zbpp.autograd import WeightGrads, auxiliary_loss, auxiliary_losses, backward_input, checkpoint
     from zbpp.cutting import split_sequential, trace_stages
     from zbpp.partition import split_layers
     from zbpp.planning import SCHEDULES, plan
@@ -49,6 +49,8 @@ _HOME = {
     "Timeline": "zbpp.schedule",
     "Timetable": "zbpp.schedule",
     "WeightGrads": "zbpp.autograd",
+    "auxiliary_loss": "zbpp.autograd",
+    "auxiliary_losses": "zbpp.autograd",
     "backward_input": "zbpp.autograd",
     "checkpoint": "zbpp.autograd",
     "clip_grad_norm_": "zbpp.runtime",
@@ -73,6 +75,8 @@ __all__ = [
     "Timeline",
     "Timetable",
     "WeightGrads",
+    "auxiliary_loss",
+    "auxiliary_losses",
     "backward_input",
     "checkpoint",
     "clip_grad_norm_",

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbpp.autograd import Explanation, explain
+from zbpp.autograd import Explanation, auxiliary_losses, explain
+from zbpp.autograd.arguments import as_list
 from zbpp.builders.data import build_data
 from zbpp.builders.model import build_model, explained_as_data
 from zbpp.builders.stages import compile_stages
@@ -21,8 +22,8 @@ def explain_stage(config: ExplainConfig) -> Explanation:
     """Run one microbatch of F through one stage and explain what its B will do.
 
     The stages before it run first, without a graph, for an input of the right shape; the last stage's F ends
-    with the loss. With compile=stage or layer, a warning names each part that can't be compiled, with the
-    reason. Raises ConfigError.
+    with the loss, and auxiliary losses count as outputs. With compile=stage or layer, a warning names each
+    part that can't be compiled, with the reason. Raises ConfigError.
     """
     model = build_model(config.model, config.seed)
     data = build_data(config.data, config.microbatch_size, config.seed)
@@ -40,9 +41,10 @@ def explain_stage(config: ExplainConfig) -> Explanation:
         if index:
             args = _outputs_before(first, map(build, range(1, index)), args)
         compile_stages({index: stage}, config.compile, budget=1.0)
-        output = stage(*args)
-        root = model.loss(output, target) if index == last else output
-        return explain(root, args, stage.named_parameters())
+        with auxiliary_losses() as auxiliary:
+            output = stage(*args)
+            root = model.loss(output, target) if index == last else output
+        return explain([*as_list(root), *auxiliary.values()], args, stage.named_parameters())
 
 
 def _outputs_before(first: nn.Module, others: Iterable[nn.Module], args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -10,6 +10,8 @@ no process ever holds the whole model. Both `Pipeline(model, ...)` and the train
     layer_counts(num_stages) -> list[int]
         How many layers each stage gets, for the summary of a run.
 
+The forward of any stage may add to the loss: `zbpp.auxiliary_loss("balance", value)`.
+
 Stages may share a Parameter if they are on one rank (zb_v: the first and the last). Across ranks that is
 refused. Stages that share one Parameter object are found by building all of them on the meta device. A stage
 that makes a copy of its own must declare it: `stage.tied_parameters = {"head.weight": "embedding.weight"}`,
@@ -22,6 +24,7 @@ has the same losses under all schedules of one cut; a model without dropout also
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -42,6 +45,9 @@ class PipelineModel(Protocol):
         """
         ...
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """The scalar mean loss of one microbatch; `output` is the last stage's."""
+    def loss(self, output: Tensor, target: Tensor) -> Tensor | Mapping[str, Tensor]:
+        """The scalar mean loss of one microbatch; `output` is the last stage's.
+
+        Or {name: scalar}: the loss is their sum, and each is logged under its name. No name is "loss".
+        """
         ...

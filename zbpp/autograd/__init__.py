@@ -15,6 +15,7 @@ split.py, graph.py, rules.py and weight_grads.py, in this order.
     gradient_guard.py     notices Python code that changes a captured gradient during B
     reentrant.py          graphs with a reentrant checkpoint: one plain backward instead of the split
     collector.py          `defer`: how the backward of an autograd Function puts off a gradient
+    auxiliary.py          `auxiliary_loss`: scalars that a forward reports beside its output
     recompute.py          `checkpoint` and `recompute`: one recompute for B and W together
     forward_state.py      the parameters and buffers that a forward used, for its recompute
     explain.py            `explain`: what B would do with each weight
@@ -23,6 +24,7 @@ split.py, graph.py, rules.py and weight_grads.py, in this order.
     compiled/             F, B and W of a module compiled by Inductor
 """
 
+from zbpp.autograd.auxiliary import auxiliary_loss, auxiliary_losses
 from zbpp.autograd.collector import defer
 from zbpp.autograd.explain import explain
 from zbpp.autograd.explanation import Explanation
@@ -35,6 +37,8 @@ __all__ = [
     "Capture",
     "Explanation",
     "WeightGrads",
+    "auxiliary_loss",
+    "auxiliary_losses",
     "backward_input",
     "checkpoint",
     "defer",

@@ -3,6 +3,8 @@
 F runs a block without a graph. In B the block runs forward once more and is split like a stage of its own;
 its tasks of W join those of the B around it. (torch's split runs the recompute once in B, and once more for
 each group of parameters in W.) The recompute uses the values that F used: see forward_state.py.
+
+Auxiliary losses (auxiliary.py) that the block reports become further outputs of it.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from zbpp.autograd.auxiliary import auxiliary_loss, auxiliary_losses
 from zbpp.autograd.collector import collector_of
 from zbpp.autograd.forward_state import ForwardState, version
 from zbpp.autograd.hooks import num_hooks_made
@@ -34,10 +37,11 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     backward also goes through the graph that the tensor was computed by, and two checkpoints that close over
     the same tensor raise RuntimeError.
 
-    Raises RuntimeError if fn changes an argument in place. The backward raises RuntimeError if a parameter or
-    a buffer above 64 KiB was changed since the forward. Checked are the arguments, and the modules and
-    tensors that fn refers to: fn itself, the object whose method it is, its closure, defaults, bound
-    arguments and globals (`references` in forward_state.py says which exactly).
+    Raises RuntimeError if fn changes an argument in place. The backward raises RuntimeError if fn reports
+    other auxiliary losses than in the forward, and if a parameter or a buffer above 64 KiB was changed since
+    the forward. Checked are the arguments, and the modules and tensors that fn refers to: fn itself, the
+    object whose method it is, its closure, defaults, bound arguments and globals (`references` in
+    forward_state.py says which exactly).
     """
     given, spec = tree_flatten((args, kwargs))
     if not torch.is_grad_enabled():
@@ -45,7 +49,8 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     # On stage 0 no input needs grad: the dummy makes autograd call this Function's backward all the same.
     dummy = torch.empty(0, requires_grad=True)
     call = _RepeatedCall(fn, spec, given)
-    return _Checkpoint.apply(dummy, call, *given, *call.hooked)  # type: ignore[no-untyped-call]  # torch's
+    outputs = _Checkpoint.apply(dummy, call, *given, *call.hooked)  # type: ignore[no-untyped-call]  # torch's
+    return call.without_auxiliary(outputs)
 
 
 class _RepeatedCall:
@@ -56,6 +61,7 @@ class _RepeatedCall:
 
     def __init__(self, fn: Callable[..., Any], spec: TreeSpec, given: list[Any]) -> None:
         self.fn, self.spec = fn, spec
+        self.is_tuple, self.auxiliary = False, tuple[str, ...]()  # filled by the forward
         self.constants = [None if isinstance(each, Tensor) else each for each in given]
         self.state = ForwardState((fn, self.constants))
         given_ids = {id(each) for each in given}
@@ -69,11 +75,37 @@ class _RepeatedCall:
             (name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in kinds
         ]
 
-    def run(self, tensors: list[Tensor | None]) -> Any:
+    def forward(self, tensors: list[Tensor | None]) -> tuple[Any, ...]:
+        """The outputs, then the auxiliary losses that fn reported."""
+        output, auxiliary = self._run(tensors)
+        self.is_tuple, self.auxiliary = isinstance(output, tuple), tuple(auxiliary)
+        return *_as_tuple(output), *auxiliary.values()
+
+    def recompute(self, tensors: list[Tensor | None]) -> tuple[Any, ...]:
+        """The same as `forward`, once more."""
+        output, auxiliary = self._run(tensors)
+        if auxiliary.keys() != set(self.auxiliary):
+            raise RuntimeError(
+                f"a checkpoint's function reported the auxiliary losses {sorted(self.auxiliary)} in its "
+                f"forward and {sorted(auxiliary)} in its recompute: report the same ones whenever it runs, "
+                "with gradients or without"
+            )
+        return *_as_tuple(output), *(auxiliary[name] for name in self.auxiliary)
+
+    def without_auxiliary(self, outputs: tuple[Any, ...]) -> Any:
+        """What fn returned, of all outputs; the auxiliary losses are reported."""
+        num_outputs = len(outputs) - len(self.auxiliary)
+        for name, value in zip(self.auxiliary, outputs[num_outputs:], strict=True):
+            auxiliary_loss(name, value)
+        return outputs[:num_outputs] if self.is_tuple else outputs[0]
+
+    def _run(self, tensors: list[Tensor | None]) -> tuple[Any, dict[str, Tensor]]:
         pairs = zip(self.constants, tensors, strict=True)
         given = [constant if tensor is None else tensor for constant, tensor in pairs]
         args, kwargs = tree_unflatten(given, self.spec)
-        return self.fn(*args, **kwargs)
+        with auxiliary_losses() as auxiliary:
+            output = self.fn(*args, **kwargs)
+        return output, auxiliary
 
     @contextmanager
     def as_in_forward(self) -> Iterator[None]:
@@ -98,12 +130,13 @@ class _Checkpoint(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         # Autograd notes the versions of saved tensors after this forward: it does not see changes by fn.
         versions = [*map(version, saved)]
-        output = call.run(tensors)
+        outputs = call.forward(tensors)
         _refuse_changed(saved, versions)
         ctx.mark_non_differentiable(
-            *(each for each in _as_tuple(output) if isinstance(each, Tensor) and not each.is_floating_point())
+            *(each for each in outputs if isinstance(each, Tensor) and not each.is_floating_point())
         )
-        return output
+        ctx.set_materialize_grads(False)  # an output that nothing uses gets None, not zeros
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -111,7 +144,7 @@ class _Checkpoint(torch.autograd.Function):
         tensors = [_fresh(next(saved)) if is_tensor else None for is_tensor in ctx.is_tensor]
         num_hooks = num_hooks_made()
         with torch.enable_grad(), ctx.call.as_in_forward():
-            outputs = _as_tuple(ctx.call.run(tensors))
+            outputs = ctx.call.recompute(tensors)
         is_hooked = num_hooks_made() > num_hooks
         roots, root_grads = [], []
         for output, grad in zip(outputs, grads, strict=True):

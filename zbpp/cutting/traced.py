@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint, pipe_split
 from torch.export import ExportedProgram
 
+from zbpp.autograd import auxiliary_losses
 from zbpp.cutting.check import check_equal, modes_kept
 from zbpp.cutting.graph import Part, cut, describe
 from zbpp.cutting.stage import Arguments, Trace, TracedStage
@@ -110,7 +111,7 @@ def _parts(
 def _traced(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], points: Mapping[str, SplitPoint]
 ) -> ExportedProgram:
-    with _marks(module, points) as calls, torch.enable_grad():
+    with _marks(module, points) as calls, torch.enable_grad(), auxiliary_losses() as auxiliary:
         try:
             program = torch.export.export(module, args, kwargs)
         except Exception as error:  # of any kind: torch.export's own errors, and those of the model's code
@@ -120,6 +121,11 @@ def _traced(
                 "branches on tensors' values, use torch.where, zbpp.split_sequential, or write a "
                 "PipelineModel"
             ) from error
+    if auxiliary:
+        raise ValueError(
+            f"{type(module).__name__} reports auxiliary losses ({', '.join(map(repr, auxiliary))}), which a "
+            "trace does not contain: use zbpp.split_sequential, or write a PipelineModel"
+        )
     for name in points:
         if calls[name] != 1:
             raise ValueError(

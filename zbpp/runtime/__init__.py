@@ -24,6 +24,7 @@ What they use:
     tied_gradients  copies of one parameter on several ranks
     restored      random numbers, training mode, and the gradients of a step that failed
     outputs       outputs and metrics of an evaluation
+    named_losses  auxiliary losses, and losses that are dicts, by name
     parameters    names, state_dict and declared ties of the parameters
     ties          parameters that stages share: declared, named by the model, or found
     world         joining the job; gather, broadcast, agreement between ranks

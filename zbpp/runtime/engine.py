@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from zbpp.runtime.feed import Call
 from zbpp.runtime.groups import close_groups, job_store, link_groups
 from zbpp.runtime.measure import Recorder
 from zbpp.runtime.microbatch import Cutter
+from zbpp.runtime.named_losses import NamedLosses
 from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.restored import GradientsBefore
 from zbpp.runtime.stage import Loss, StageWorker
@@ -47,6 +49,13 @@ _METHODS: dict[str, dict[Op, StageMethod]] = {
     },
     "evaluate": {Op.F: StageWorker.evaluate},
 }
+
+
+class CallLosses(NamedTuple):
+    """The losses of one call on this rank; `losses` is empty but on the last stage's owner."""
+
+    losses: list[Tensor]
+    named: NamedLosses
 
 
 class Engine:
@@ -99,18 +108,16 @@ class Engine:
             for name, lowered in programs.items()
         }
 
-    def step(self, call: Call, seeds: Mapping[int, int], recorder: Recorder | None) -> list[Tensor]:
+    def step(self, call: Call, seeds: Mapping[int, int], recorder: Recorder | None) -> CallLosses:
         """Train on one batch; returns the losses. seeds: per stage, of its microbatch 0."""
         return self._run("step", call, seeds, recorder)
 
-    def evaluate(self, call: Call, seeds: Mapping[int, int]) -> list[Tensor]:
+    def evaluate(self, call: Call, seeds: Mapping[int, int]) -> CallLosses:
         """Forward of one batch, whose shapes may be others than the last one's; returns the losses."""
         self._executors["evaluate"].forget_layouts()
         return self._run("evaluate", call, seeds, None)
 
-    def _run(
-        self, name: str, call: Call, seeds: Mapping[int, int], recorder: Recorder | None
-    ) -> list[Tensor]:
+    def _run(self, name: str, call: Call, seeds: Mapping[int, int], recorder: Recorder | None) -> CallLosses:
         if self.over:
             raise RuntimeError(f"{self.over}: make a new Pipeline")
         before: GradientsBefore | None = None
@@ -124,12 +131,13 @@ class Engine:
             for stage, worker in self._workers.items():
                 worker.begin(feeds[stage])
             self._executors[name].run(recorder)
-            losses = [loss for worker in self._workers.values() for loss in worker.end()]
+            ended = [worker.end() for worker in self._workers.values()]
             cutter.backward()
         except BaseException as error:
             self._fail(error, before)
             raise
-        return losses
+        losses = [loss for each in ended for loss in each.losses]
+        return CallLosses(losses, NamedLosses([each.named for each in ended], cutter.num_microbatches))
 
     def _trained(self) -> Iterable[nn.Parameter]:
         """The parameters that a step of this rank may add gradients to, each once."""

@@ -10,6 +10,7 @@ A process belongs to one group per dimension: the processes that differ from it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -48,9 +49,7 @@ def num_pipeline_ranks(num_processes: int, **degrees: int) -> int:
     if wrong:
         name, degree = next(iter(wrong.items()))
         raise ValueError(f"{name}={degree!r}: write a number of processes, 1 or more")
-    product = 1
-    for degree in degrees.values():
-        product *= degree
+    product = math.prod(degrees.values())
     if num_processes % product:
         text = " x ".join(f"{name}={degree}" for name, degree in degrees.items())
         raise ValueError(
@@ -102,6 +101,11 @@ class Place:
         return self.coordinate(REPLICATE) * self.size(SHARD) + self.coordinate(SHARD)
 
     @property
+    def num_pipelines(self) -> int:
+        """How many pipelines the mesh has."""
+        return math.prod(map(self.size, self.groups))
+
+    @property
     def is_first(self) -> bool:
         """Whether this process is the first of every dimension but the pipeline."""
         return not any(map(self.coordinate, self.groups))
@@ -111,13 +115,6 @@ class Place:
         for name in (TENSOR, SHARD):
             if name in self.groups:
                 dist.all_reduce(squares, group=self.groups[name])
-
-    def average_over_data(self, values: torch.Tensor) -> None:
-        """Make of each value, in place, its mean over the processes that see different data. Collective."""
-        for name in (SHARD, REPLICATE):
-            if name in self.groups:
-                dist.all_reduce(values, group=self.groups[name])
-        values /= self.num_data_parts
 
     def counts(self, tensor: torch.Tensor) -> bool:
         """Whether this process is the one to count its part of a parameter, where several have the same."""

@@ -25,6 +25,7 @@ from zbpp.runtime.feed import Call
 from zbpp.runtime.groups import close_groups, group_of_this_process
 from zbpp.runtime.measure import Recorder, measured_timeline
 from zbpp.runtime.mesh import Place
+from zbpp.runtime.named_losses import NamedLosses, summed
 from zbpp.runtime.outputs import Metrics, Outputs
 from zbpp.runtime.parameters import StageParameters
 from zbpp.runtime.reductions import Reductions
@@ -61,6 +62,7 @@ class Pipeline:
 
     num_steps: how many steps are done. The random numbers of the next step depend on it: set it to go on with
     a run that was saved.
+    step_losses, evaluation_losses: this rank's part of the named losses of the last step and evaluation.
     loss_scale: a factor on all gradients that `step` computes, 1.0 until it is set; the losses that `step`
     returns don't have it. With float16 it keeps small gradients above zero; whoever sets it divides it out.
 
@@ -118,6 +120,7 @@ class Pipeline:
             timeout=timeout,
             dynamic_shapes=dynamic_shapes,
         )
+        self.step_losses, self.evaluation_losses = NamedLosses(), NamedLosses()
         self._is_recording, self._recorder = False, Recorder(self.device)
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -177,9 +180,17 @@ class Pipeline:
         with restored_generators(self.device):
             recorder = self._recorder if self._is_recording else None
             call = Call(args, target, kwargs, loss_scale=self.loss_scale)
-            losses = self._engine.step(call, self._seeds(), recorder)
+            losses, self.step_losses = self._engine.step(call, self._seeds(), recorder)
         self.num_steps += 1
         return losses
+
+    def auxiliary_losses(self) -> dict[str, float]:
+        """The auxiliary losses of the last step by name, and the entries of a loss that is a dict.
+
+        Each is the mean over microbatches and data, summed over stages, without loss_scale. Equal on every
+        process of the mesh, names sorted; {} if there are none. Collective over the mesh.
+        """
+        return summed(self.place.gather(self.step_losses.means()), self.place.num_pipelines)
 
     def evaluate(
         self,
@@ -205,7 +216,7 @@ class Pipeline:
             torch.no_grad(),
         ):
             call = Call(args, target, kwargs, seen.take if seen else None)
-            losses = self._engine.evaluate(call, self._seeds())
+            losses, self.evaluation_losses = self._engine.evaluate(call, self._seeds())
         if seen is None:
             return losses
         found: list[Any] = [losses]

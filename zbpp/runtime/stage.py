@@ -1,6 +1,6 @@
 """One stage's work: F, B, W and BW of its microbatches, in whatever order the program asks for them.
 
-    F   module forward; keeps where gradients enter and leave its graph   -> saved
+    F   module forward; keeps where gradients enter and leave its graph   -> saved, auxiliary losses
     B   one backward pass through that graph, which frees it              -> gradient of the input, deferred
     W   adds to `.grad` the weight gradients that B deferred
     BW  B and at once its W
@@ -11,14 +11,16 @@ peers and no order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from zbpp.autograd import WeightGrads
+from zbpp.autograd import WeightGrads, auxiliary_losses
 from zbpp.autograd.hooks import num_hooks_made
 from zbpp.autograd.split import split
 from zbpp.autograd.weight_grads import ChangedInPlace
@@ -32,19 +34,28 @@ from zbpp.runtime.boundary import (
 )
 from zbpp.runtime.feed import NO_FEED, Feed
 from zbpp.runtime.layout import Message, describe, layout_of
+from zbpp.runtime.named_losses import checked_losses
 
-Loss = Callable[..., Tensor]
+Loss = Callable[..., Tensor | Mapping[str, Tensor]]
+
+
+class StageLosses(NamedTuple):
+    """What a call leaves of a stage."""
+
+    losses: list[Tensor]  # of each microbatch, on the last stage
+    named: dict[str, list[Tensor]]  # auxiliary losses, and entries of losses that are dicts
 
 
 class _Saved(NamedTuple):
     """Where gradients enter and leave the graph of a microbatch; None where none does.
 
-    B needs these edges only, not the inputs and outputs themselves: their memory is free as soon as nothing
-    else refers to it.
+    auxiliary: where the gradients of auxiliary losses enter, and these gradients. B needs the edges only, not
+    inputs and outputs themselves: their memory is free as soon as nothing else refers to it.
     """
 
     inputs: tuple[GradientEdge | None, ...]
     outputs: tuple[GradientEdge | None, ...]
+    auxiliary: list[tuple[GradientEdge, Tensor]]
     may_have_hooks: bool
 
 
@@ -70,30 +81,36 @@ class StageWorker:
         self._feed = NO_FEED
         self._saved: dict[int, _Saved] = {}  # microbatch -> what its B needs
         self._deferred: dict[int, WeightGrads] = {}  # microbatch -> what its W needs
-        self._loss_grad: Message = ()  # of each microbatch's loss; all have the same
+        self._loss_grads: dict[Any, Tensor] = {}  # the gradient of every loss, by kind of tensor
         self.losses: list[Tensor] = []
+        self.named: dict[str, list[Tensor]] = {}
 
     def begin(self, feed: Feed) -> None:
         """Take what the caller gave for one call. Raises ValueError if a target is needed and missing."""
         if feed.targets is None and self._is_last and self._loss_fn is not None and feed.observe is None:
             raise ValueError("the last stage needs target=...: there is a loss_fn")
-        self._feed, self._loss_grad, self.losses = feed, (), []
+        self._feed = feed
 
     def abandon(self) -> None:
         """Drop all that is left of a call that failed."""
-        self._feed, self._loss_grad, self.losses = NO_FEED, (), []
+        self._take_losses()
         self._saved.clear()
         self._deferred.clear()
 
-    def end(self) -> list[Tensor]:
+    def end(self) -> StageLosses:
         """Return the call's losses and drop its batch. Raises RuntimeError if anything else is left over."""
-        losses, self.losses = self.losses, []
-        self._feed, self._loss_grad = NO_FEED, ()
+        losses = self._take_losses()
         left = [f"saved({self.index},{microbatch})" for microbatch in self._saved]
         left += [f"deferred({self.index},{microbatch})" for microbatch in self._deferred]
         if left:
             raise RuntimeError(f"a call ended with work left over: {', '.join(left)}")
         return losses
+
+    def _take_losses(self) -> StageLosses:
+        """Return the call's losses; drop them, the batch and the gradient of losses."""
+        taken = StageLosses(self.losses, self.named)
+        self._feed, self._loss_grads, self.losses, self.named = NO_FEED, {}, [], {}
+        return taken
 
     def forward(self, microbatch: int, message: Message) -> Message:
         """F: run the module and keep its graph.
@@ -106,12 +123,24 @@ class StageWorker:
         is_fed = bool(self._feed.args)
         input_edges = tuple([None if is_fed else gradient_edge(each) for each in inputs])
         num_hooks = num_hooks_made()
-        outputs = self._call(microbatch, inputs)
+        with auxiliary_losses() as found:
+            outputs = self._call(microbatch, inputs)
         output_edges = tuple([gradient_edge(each) for each in outputs])
-        self._saved[microbatch] = _Saved(input_edges, output_edges, num_hooks_made() > num_hooks)
-        if self._is_last:
-            return self._gradient_of_loss(outputs[0])
-        return detach_outputs(outputs)
+        auxiliary = self._auxiliary(found) if found else []
+        self._saved[microbatch] = _Saved(input_edges, output_edges, auxiliary, num_hooks_made() > num_hooks)
+        if not self._is_last:
+            return detach_outputs(outputs)
+        if not auxiliary:
+            _refuse_untrainable(outputs[0])
+        self._keep_loss(outputs[0])
+        return (self._gradient_of(outputs[0]),)
+
+    def _auxiliary(self, found: Mapping[str, Tensor]) -> list[tuple[GradientEdge, Tensor]]:
+        """Keep the values of auxiliary losses; returns where B starts at them, and with which gradients."""
+        for name, value in found.items():
+            self._keep_named(name, value)
+        edges = [(gradient_edge(value), value) for value in found.values()]
+        return [(edge, self._gradient_of(value)) for edge, value in edges if edge is not None]
 
     def evaluate(self, microbatch: int, message: Message) -> Message:
         """F of an evaluation, which keeps no graph; the caller has turned gradients off."""
@@ -124,7 +153,7 @@ class StageWorker:
             return ()
         output = self._run_module(microbatch, inputs)
         observe(output, None if targets is None else targets[microbatch])
-        has_loss = _is_scalar(output) if self._loss_fn is None else targets is not None
+        has_loss = _is_loss(output) if self._loss_fn is None else targets is not None
         if has_loss:
             self._keep_loss(self._loss(microbatch, output))
         return ()
@@ -156,9 +185,9 @@ class StageWorker:
         Calls `split`, not `backward_input`, whose checks are needless here: a gradient has the layout of the
         output that it belongs to.
         """
-        inputs, outputs, may_have_hooks = self._saved.pop(microbatch)
+        inputs, outputs, auxiliary, may_have_hooks = self._saved.pop(microbatch)
         edges, output_grads = [], []
-        for edge, grad in zip(outputs, message, strict=True):
+        for edge, grad in (*zip(outputs, message, strict=True), *auxiliary):
             if edge is not None and grad is not None:
                 edges.append(edge)
                 output_grads.append(grad)
@@ -214,26 +243,45 @@ class StageWorker:
         if self._loss_fn is not None:
             assert self._feed.targets is not None  # `begin` refuses a step without a target
             output = self._loss_fn(output, self._feed.targets[microbatch])
+        if isinstance(output, Mapping):
+            return self._sum_of_losses(output)
         if not _is_scalar(output):
             found = describe(layout_of((output,))) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(f"the loss must be a scalar tensor, not {found}; reduce it, or pass loss_fn")
         return output.reshape(()) if output.dim() else output
 
-    def _gradient_of_loss(self, loss: Tensor) -> Message:
-        """Keep a microbatch's loss and return its gradient, which its B starts from."""
-        if not loss.requires_grad:
-            raise ValueError(
-                "the loss does not require grad: nothing that it was computed from is trainable; is there a "
-                "detach() or no_grad() on its way, or is every parameter frozen?"
-            )
-        self._keep_loss(loss)
-        if not self._loss_grad:
-            self._loss_grad = (torch.full_like(loss, self._feed.loss_grad, requires_grad=False),)
-        return self._loss_grad
+    def _sum_of_losses(self, losses: Mapping[str, Tensor]) -> Tensor:
+        """Keep the entries of a loss that is a dict, and return their sum."""
+        entries = checked_losses(losses)
+        for name, value in entries.items():
+            self._keep_named(name, value)
+        return functools.reduce(operator.add, entries.values())
+
+    def _gradient_of(self, loss: Tensor) -> Tensor:
+        """The gradient that B starts from at a microbatch's loss, or at an auxiliary loss of it."""
+        kind = type(loss), loss.dtype, loss.device
+        if kind not in self._loss_grads:
+            self._loss_grads[kind] = torch.full_like(loss, self._feed.loss_grad, requires_grad=False)
+        return self._loss_grads[kind]
 
     def _keep_loss(self, loss: Tensor) -> None:
         # A copy: the storage of mse_loss's scalar is as large as the whole output.
         self.losses.append(loss.detach().clone())
+
+    def _keep_named(self, name: str, value: Tensor) -> None:
+        self.named.setdefault(name, []).append(value.detach().clone())
+
+
+def _refuse_untrainable(loss: Tensor) -> None:
+    if not loss.requires_grad:
+        raise ValueError(
+            "the loss does not require grad: nothing that it was computed from is trainable; is there a "
+            "detach() or no_grad() on its way, or is every parameter frozen?"
+        )
+
+
+def _is_loss(output: Any) -> bool:
+    return all(map(_is_scalar, output.values())) if isinstance(output, Mapping) else _is_scalar(output)
 
 
 def _is_scalar(output: Any) -> bool:

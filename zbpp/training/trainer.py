@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime import Pipeline
+from zbpp.runtime.named_losses import summed
 from zbpp.runtime.norm import gradients_of, norm_of, scale_gradients, squares_in_mesh
-from zbpp.runtime.world import gather
 from zbpp.schedule import Timeline
 from zbpp.training.batch import Source, batch_for
 from zbpp.training.data import Data
 from zbpp.training.loss_scale import LossScale
 from zbpp.training.master_weights import MasterWeights
+from zbpp.training.named_losses import with_evaluation_losses, with_named_losses
 from zbpp.training.replan import Replan
 
 Metrics = dict[str, Any]
@@ -108,6 +109,7 @@ class Trainer:
             losses, found = self.pipeline.evaluate(*args, target=target, metrics=self.metrics)
             if "loss" in found:
                 raise ValueError("a metric is called 'loss', as the held-out loss is: give it another name")
+        found = with_evaluation_losses(found, self.pipeline.evaluation_losses)
         return {"loss": math.fsum(map(float, losses)) / len(losses), **found} if losses else {}
 
     def _step(self, step: int) -> Metrics:
@@ -117,7 +119,7 @@ class Trainer:
             self.pipeline.loss_scale = self.loss_scale.value
         args, target = self._training_batch(step)
         losses = self.pipeline.step(*args, target=target)
-        loss, norm = self._loss_and_norm(losses)
+        loss, norm, named = self._loss_and_norm(losses)
         rate = self.learning_rate(step)
         # All ranks have the same norm: if it isn't finite, all of them skip the update.
         is_finite = math.isfinite(norm)
@@ -126,7 +128,7 @@ class Trainer:
         if self.pipeline.device.type == "cuda":
             torch.cuda.synchronize(self.pipeline.device)
         seconds = time.perf_counter() - begin
-        return {
+        metrics = {
             "step": step + 1,
             "loss": loss,
             "grad_norm": norm,
@@ -136,6 +138,7 @@ class Trainer:
             "skipped": not is_finite,
             **self._next_loss_scale(is_finite),
         }
+        return with_named_losses(metrics, named)
 
     def _update(self, norm: float, rate: float) -> None:
         factor = 1 / self.pipeline.loss_scale
@@ -176,16 +179,16 @@ class Trainer:
             target_dtype=None if self.masters is None else torch.float32,
         )
 
-    def _loss_and_norm(self, losses: list[Tensor]) -> tuple[float, float]:
-        mean = self._mean_over_data(torch.stack(losses).double().mean()) if losses else None
-        everyone = gather((mean, squares_in_mesh(self.pipeline)), self.pipeline.group)
-        (loss,) = (each for each, _ in everyone if each is not None)  # from the last stage's owner
-        return loss, norm_of(each for _, each in everyone) / self.pipeline.loss_scale
-
-    def _mean_over_data(self, value: Tensor) -> float:
-        """The mean of what the owners of this stage have that see different data."""
-        self.pipeline.place.average_over_data(value)
-        return value.item()
+    def _loss_and_norm(self, losses: list[Tensor]) -> tuple[float, float, dict[str, float]]:
+        """The step's mean loss, the norm of its gradients and its named losses, equal on all processes."""
+        place, pipeline = self.pipeline.place, self.pipeline
+        mean = torch.stack(losses).double().mean().item() if losses else None
+        mine = mean, squares_in_mesh(pipeline), pipeline.step_losses.means()
+        means, squares, named = zip(*place.gather(mine), strict=True)
+        found = [each for each in means if each is not None]  # from the owners of the last stage
+        # All pipelines have the same gradients: the norm is that of the first one.
+        norm = norm_of(squares[: pipeline.timetable.num_ranks]) / pipeline.loss_scale
+        return math.fsum(found) / len(found), norm, summed(named, place.num_pipelines)
 
     def _is_measured(self, step: int) -> bool:
         return self.replan is not None and self.replan.is_measured(step)

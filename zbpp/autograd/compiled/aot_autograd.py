@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
+from zbpp.autograd.auxiliary import auxiliary_loss
 from zbpp.autograd.compiled.dynamo import Call, CaptureError, Guards, read
 from zbpp.autograd.compiled.fx_graphs import is_random
 from zbpp.autograd.compiled.inductor import decompositions, first_line, settings, simplified
@@ -59,7 +60,8 @@ def capture(
         except CaptureError:
             raise
         except Exception as error:  # Dynamo, the module's own code and the tracers may raise anything
-            raise CaptureError(_foreign_tensors(module, error) or first_line(error)) from error
+            reason = _foreign_tensors(module, error) or _auxiliary_loss(error) or first_line(error)
+            raise CaptureError(reason) from error
 
 
 @contextmanager
@@ -205,3 +207,10 @@ def _foreign_tensors(module: nn.Module, error: Exception) -> str:
     ]
     which = f", perhaps {', '.join(names)}" if names else ""
     return f"it uses a tensor that is neither argument, parameter nor buffer{which}: use register_buffer"
+
+
+def _auxiliary_loss(error: Exception) -> str:
+    """A clearer text for Dynamo's error inside `auxiliary_loss`; "" for any other error."""
+    if f", in {auxiliary_loss.__name__}" not in str(error):
+        return ""
+    return "it calls zbpp.auxiliary_loss, which a graph can't; call it in a module with few other operations"
