@@ -91,7 +91,7 @@ class Pipeline:
         self._timeout, self._dynamic_shapes = timeout, dynamic_shapes
         # One rank of a larger job needs a group, too, for what is collective; this pipeline closes it.
         self._made_group = group_of_this_process() if timetable.num_ranks == 1 and group is None else None
-        self.group = self._made_group or group
+        self.group = place.pipeline = self._made_group or group
         check_ranks_agree(timetable, dynamic_shapes, place)
         agreed = agree_on_stages(stages, timetable, self.rank, device, place)
         model = model_of(stages)
@@ -99,7 +99,7 @@ class Pipeline:
         self.stages = dict(sorted(agreed.stages.items()))
         computes_loss = timetable.rank_of[-1] == self.rank
         self._parameters = StageParameters(
-            self.stages, agreed.names, self._loss_fn if computes_loss else None
+            self.stages, agreed.names, agreed.ties, self.group, self._loss_fn if computes_loss else None
         )
         self.device = device_of(self.stages.values(), self.group)
         tied = TiedGradients(agreed.ties, self.stages, timetable.rank_of, self.rank, self.group, timeout)
@@ -138,15 +138,16 @@ class Pipeline:
         """
         return self._parameters.named()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Parameters and persistent buffers of this rank's stages, under those names."""
-        return self._parameters.state_dict()
+    def state_dict(self, stage: int | None = None) -> dict[str, Any]:
+        """Parameters and persistent buffers under those names: of one stage of this rank, or of all."""
+        return self._parameters.state_dict(stage)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
         """Load this rank's part of a state dict, which may be the whole model's.
 
         Raises RuntimeError, before anything is loaded, if a name of this rank is missing or one belongs to no
-        stage of the pipeline; not if strict=False.
+        stage of the pipeline; not if strict=False. Raises it, too, if tied parameters would get different
+        values. Collective if ranks have copies of a tied parameter.
         """
         self._parameters.load_state_dict(state_dict, strict=strict)
 
@@ -244,12 +245,13 @@ class Pipeline:
                 "the timetable places the stages on other ranks than this pipeline's: rank_of "
                 f"{list(timetable.rank_of)} instead of {list(self.timetable.rank_of)}"
             )
+        has_own_group = self.place.mesh is not None or self._made_group is not None
         self.close()
         following = Pipeline(
             self.stages,
             timetable,
             self._loss_fn,
-            None if self.place.mesh is not None else self.place.pipeline,
+            None if has_own_group else self.group,
             mesh=self.place.mesh,
             seed=self.seed,
             timeout=self._timeout,

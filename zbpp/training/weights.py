@@ -9,8 +9,6 @@ from torch import Tensor
 
 from zbpp.runtime import Pipeline
 from zbpp.runtime.mesh import whole_of
-from zbpp.runtime.parameters import StageParameters, names_of
-from zbpp.runtime.world import gather
 
 
 def save_weights(folder: Path, pipeline: Pipeline) -> None:
@@ -23,9 +21,8 @@ def save_weights(folder: Path, pipeline: Pipeline) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)  # another machine may not have the folder yet
     num_stages = pipeline.timetable.num_stages
-    names = gather(names_of(pipeline.stages), pipeline.group)
-    for index, stage in pipeline.stages.items():
-        state = StageParameters({index: stage}, names).state_dict()
+    for index in pipeline.stages:
+        state = pipeline.state_dict(index)
         path = folder / f"stage-{index:0{len(str(num_stages - 1))}}-of-{num_stages}.safetensors"
         copies = {name: _copied(each) for name, each in state.items() if isinstance(each, Tensor)}
         if pipeline.place.is_first:
