@@ -91,9 +91,9 @@ def test_n_beside_the_key_that_it_is_short_for_is_refused():
 
 def test_flags_may_stand_between_values():
     """Hydra refused whatever stood behind a flag that stood behind a value."""
-    given = ["steps=3", "--config-dir", "conf", "seed=1", "-m", "dtype=float64", "--cfg", "job"]
+    given = ["steps=3", "--config-dir", "conf", "seed=1", "-m", "precision=float64", "--cfg", "job"]
     assert command_line.arguments(given) == [
-        "steps=3", "seed=1", "dtype=float64", "--config-dir", "conf", "-m", "--cfg", "job",
+        "steps=3", "seed=1", "precision=float64", "--config-dir", "conf", "-m", "--cfg", "job",
     ]  # fmt: skip
 
 

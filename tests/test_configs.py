@@ -144,7 +144,15 @@ def test_unknown_keys_wrong_types_and_unknown_choices_are_named(override, words)
         ("evaluation_batches=0", "evaluation_batches=0: "),
         ("evaluate_every=-1", "evaluate_every=-1: write a whole number, 0 or more"),
         ("print_every=0", "print_every=0: "),
-        ("dtype=float8", "dtype=float8: write float32, float64 or bfloat16"),
+        (
+            "precision=float16",
+            "precision=float16: write float32, mixed_bfloat16, mixed_float16, bfloat16 or float64",
+        ),
+        ("+dtype=bfloat16", "dtype: there is no such key; it is called precision now: write precision=..."),
+        (
+            "optimizer.kahan_sum=true precision=mixed_bfloat16",
+            "kahan_sum=true is for weights in bfloat16, but precision=mixed_bfloat16: write precision=bf",
+        ),
         ("optimizer.learning_rate=0", "optimizer.learning_rate=0.0: write a number, above 0"),
         ("optimizer.beta1=1", "optimizer.beta1=1.0: write a number, 0 or more, below 1"),
         ("optimizer.beta2=-0.1", "optimizer.beta2=-0.1: write a number, 0 or more, below 1"),
@@ -184,7 +192,7 @@ def test_a_value_out_of_range_is_refused_with_its_key_and_what_to_write(override
         ("compare=jax", "compare=jax: write torch or none"),
         ("memory_limit=0", "memory_limit=0.0: write a number, above 0, or null"),
         ("comm=-1", "comm=-1.0: write milliseconds, 0 or more"),
-        ("dtype=float8", "dtype=float8: write float32, float64 or bfloat16"),
+        ("precision=mixed_float16", "precision=mixed_float16: write float32, bfloat16 or float64"),
     ],
 )
 def test_bench_refuses_values_out_of_range(override, message):

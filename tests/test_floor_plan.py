@@ -19,7 +19,7 @@ _LEAVES = {"stage_api", "seeding"}
 _RUNTIME = {"runtime", "schedule", "autograd"} | _LEAVES
 _TRAINING = {"training", "planning"} | _RUNTIME
 MAY_IMPORT = {
-    "zbpp/__init__.py": {"schedule", "planning", "autograd", "runtime", "cutting", "partition"},
+    "zbpp/__init__.py": {"schedule", "planning", "autograd", "runtime", "cutting", "partition", "training"},
     "zbpp/stage_api.py": set(),
     "zbpp/seeding.py": set(),
     "zbpp/partition.py": set(),

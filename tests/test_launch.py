@@ -370,7 +370,7 @@ def corpora(tmp_path):
         (["schedule=zb_v", "model.num_layers=3"], "model: num_layers=3 is fewer than the 4 stages"),
         (
             ["parallel.num_processes=4"],
-            "parallel.num_processes=4, but torchrun started 2: write torchrun --nproc-per-node 4 -m zbpp.train",
+            "parallel.num_processes=4, but torchrun started 2: write torchrun --nproc-per-node 4 -m",
         ),
         (["data=text", "data.path={}/nowhere"], "/nowhere' does not exist"),
         (

@@ -24,9 +24,9 @@ from zbpp import (
 from zbpp.models.mlp import Mlp
 
 NAMES = [
-    "SCHEDULES", "Costs", "Pipeline", "PlanError", "Timeline", "Timetable", "WeightGrads", "backward_input",
-    "checkpoint", "clip_grad_norm_", "lower", "make_mesh", "per_microbatch", "plan", "replicate", "simulate",
-    "split_layers", "split_sequential", "trace_stages",
+    "SCHEDULES", "Costs", "LossScale", "MasterWeights", "Pipeline", "PlanError", "Timeline", "Timetable",
+    "WeightGrads", "backward_input", "checkpoint", "clip_grad_norm_", "lower", "make_mesh", "per_microbatch",
+    "plan", "replicate", "simulate", "split_layers", "split_sequential", "trace_stages",
 ]  # fmt: skip
 
 POSITIONAL, KEYWORD = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY

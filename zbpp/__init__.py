@@ -34,12 +34,16 @@ if TYPE_CHECKING:
     from zbpp.planning import SCHEDULES, plan
     from zbpp.runtime import Pipeline, clip_grad_norm_, make_mesh, per_microbatch, replicate
     from zbpp.schedule import Costs, PlanError, Timeline, Timetable, lower, simulate
+    from zbpp.training.loss_scale import LossScale
+    from zbpp.training.master_weights import MasterWeights
 
 __version__ = "0.1.0"
 
 _HOME = {
     "SCHEDULES": "zbpp.planning",
     "Costs": "zbpp.schedule",
+    "LossScale": "zbpp.training.loss_scale",
+    "MasterWeights": "zbpp.training.master_weights",
     "Pipeline": "zbpp.runtime",
     "PlanError": "zbpp.schedule",
     "Timeline": "zbpp.schedule",
@@ -62,6 +66,8 @@ _HOME = {
 __all__ = [
     "SCHEDULES",
     "Costs",
+    "LossScale",
+    "MasterWeights",
     "Pipeline",
     "PlanError",
     "Timeline",

@@ -22,7 +22,13 @@ from zbpp.builders.model import build_model, build_stages, check_data_fit, layer
 from zbpp.builders.parallel import build_mesh, pipeline_ranks, split_stages
 from zbpp.builders.plan import build_timetable, check_layers, check_plan, title_of
 from zbpp.builders.stages import compile_stages, move_stages, recompute_stages
-from zbpp.builders.trainer import build_optimizer, build_pipeline, build_replan, learning_rate_factor
+from zbpp.builders.trainer import (
+    build_masters,
+    build_optimizer,
+    build_pipeline,
+    build_replan,
+    learning_rate_factor,
+)
 from zbpp.config import ConfigError, TrainConfig, naming
 from zbpp.render import chrome_trace, render_picture
 from zbpp.runtime.mesh import Place
@@ -33,6 +39,8 @@ from zbpp.schedule import Timetable
 from zbpp.training.batch import batch_for
 from zbpp.training.data import Data
 from zbpp.training.loggers import Loggers, finite
+from zbpp.training.loss_scale import LossScale
+from zbpp.training.precision import PRECISIONS, Precision
 from zbpp.training.progress import progress
 from zbpp.training.run_folder import RunFolder, check_free, claimed
 from zbpp.training.source_files import check_source_files
@@ -67,9 +75,10 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     ):
         mesh = build_mesh(config.parallel, here.device.type)
         job = _agreed_job(config, settings, job, here, Place(mesh))
-        _prepare_stages(config, job, here.device, mesh)
+        precision = PRECISIONS[config.precision]
+        _prepare_stages(config, job, here.device, precision, mesh)
         with naming("model"):
-            trainer = _build_trainer(config, job, mesh)
+            trainer = _build_trainer(config, job, precision, mesh)
         path, cut = Path(broadcast(config.run_dir)), layers_per_stage(job.model, job.timetable.num_stages)
         if folder is not None:
             folder.begin()
@@ -79,11 +88,11 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         with Loggers(build_loggers(config.logger, path, settings) if here.rank == 0 else []) as loggers:
             history = _run(config, trainer, loggers, is_shown=here.rank == 0)
             title = title_of(config.schedule, is_replanned=trainer.is_replanned)
-            summary = summarise(title, trainer, history, here, getattr(torch, config.dtype))
+            summary = summarise(title, trainer, history, here, precision.compute)
             if cut is not None:
                 summary.figures["layers_per_stage"] = cut
             if config.save_weights:
-                save_weights(path, trainer.pipeline)
+                save_weights(path, trainer.pipeline, trainer.masters)
             if here.rank == 0:
                 loggers.summary = summary.figures
                 _write(path, title, summary)
@@ -145,9 +154,11 @@ def _agreed_job(
     return job
 
 
-def _prepare_stages(config: TrainConfig, job: _Job, device: torch.device, mesh: DeviceMesh | None) -> None:
-    """Move and split the stages, try the data on them, then have them recompute or compile."""
-    move_stages(job.stages, device, config.dtype)
+def _prepare_stages(
+    config: TrainConfig, job: _Job, device: torch.device, precision: Precision, mesh: DeviceMesh | None
+) -> None:
+    """Move, split and tie the stages, try the data on them, then have them recompute or compile."""
+    move_stages(job.stages, device, precision)
     split_stages(job.model, job.stages, mesh)
     place = Place(mesh)
     with naming("model"):
@@ -162,18 +173,23 @@ def _prepare_stages(config: TrainConfig, job: _Job, device: torch.device, mesh: 
     compile_stages(job.stages, config.compile, config.memory.budget)
 
 
-def _build_trainer(config: TrainConfig, job: _Job, mesh: DeviceMesh | None) -> Trainer:
+def _build_trainer(config: TrainConfig, job: _Job, precision: Precision, mesh: DeviceMesh | None) -> Trainer:
     timetable, model, stages, data = job
-    pipeline = build_pipeline(stages, timetable, model.loss, config.seed, config.parallel, mesh)
+    loss_fn = precision.widened(model.loss)
+    pipeline = build_pipeline(stages, timetable, loss_fn, config.seed, config.parallel, mesh)
+    # Only now: copies of a parameter on other ranks have got the same float32 values.
+    masters = build_masters(pipeline, precision)
     return Trainer(
         pipeline=pipeline,
-        optimizer=build_optimizer(pipeline.parameters(), config.optimizer),
+        optimizer=build_optimizer((masters or pipeline).parameters(), config.optimizer),
         data=limit_evaluation(data, config.evaluate_every, config.evaluation_batches),
         learning_rate=learning_rate_factor(config.optimizer, config.steps),
         clip_norm=config.optimizer.clip_norm,
         evaluate_every=config.evaluate_every,
-        metrics=metrics_of(model),
-        replan=build_replan(config.schedule.replan, config.memory.limit, timetable, model.loss, stages),
+        metrics=metrics_of(model, precision),
+        replan=build_replan(config.schedule.replan, config.memory.limit, timetable, loss_fn, stages),
+        masters=masters,
+        loss_scale=LossScale() if precision.is_scaled else None,
     )
 
 

@@ -30,7 +30,7 @@ def explain_stage(config: ExplainConfig) -> Explanation:
 
     def build(index: int) -> nn.Module:
         stage: nn.Module = model.build_stage(index, config.num_stages)
-        return stage.to(getattr(torch, config.dtype))
+        return stage.to(getattr(torch, config.precision))
 
     with naming("model"), explained_as_data("the forward failed"):
         stage = build(index)  # first: a stage that does not exist is refused before any stage runs

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from helpers.timetables import random_timetable
 from zbpp.planning import plan
-from zbpp.planning.bounds import certificate, lower_bound
+from zbpp.planning.bounds import Bound, certificate, lower_bound
 from zbpp.schedule import Costs, PlanError, Timetable, simulate
 
 DATA = Path(__file__).parent.parent / "data"
@@ -143,6 +143,7 @@ def random_costs(rng, num_stages, *, alike):
         comm=numbers(0) if rng.random() < 0.5 else 0.0,
         saved=numbers(0.5) if rng.random() < 0.5 else 1.0,
         deferred=numbers(0) if rng.random() < 0.5 else 0.5,
+        reduce=numbers(0, 30) if rng.random() < 0.5 else 0.0,
     )
 
 
@@ -213,6 +214,7 @@ def small_case(seed):
         comm=rng.choice((0, numbers(0, 4))),
         saved=rng.choice((1, numbers(1, 3))),
         deferred=rng.choice((0.5, 1.0, 0.25)),
+        reduce=rng.choice((0, numbers(0, 40))),
     )
     held = costs.per_stage(stages).memory[0]
     per_rank = [
@@ -366,6 +368,22 @@ def test_a_plan_that_attains_the_bound_is_certified_optimal():
     seen = certificate(plan("zb_v", 8, 24), two_stages(*COLUMNS[0]), memory_limit=16)
     assert (seen.value, seen.bound, seen.gap, seen.proved_optimal) == (755, 755, 0, True)
     assert seen.argument == "work and forced idle time of rank 7"
+
+
+def test_equal_reductions_are_added_to_makespan_and_bound_alike():
+    """With one stage per rank every plan ends with a reduction; the span counts actions alone."""
+    timetable, without, reducing = plan("zb_h1", 4, 12), Costs(), Costs(reduce=5)
+    for objective, added in (("makespan", 5), ("span", 0)):
+        before, after = (certificate(timetable, costs, objective, 4) for costs in (without, reducing))
+        assert before.proved_optimal
+        assert after.proved_optimal
+        assert (after.value, after.bound) == (before.value + added, before.bound + added)
+
+
+def test_the_reduction_of_a_busy_rank_bounds_the_makespan():
+    """Rank 0 works for 3 * 4 ms, and its gradients, an embedding's, take 40 ms."""
+    bound = lower_bound("makespan", rank_of=(0, 1), num_microbatches=4, costs=Costs(reduce=[40, 1]))
+    assert bound == Bound(52, "work of rank 0, and a reduction")
 
 
 def test_a_plan_above_the_bound_gets_its_gap():

@@ -95,6 +95,7 @@ def test_the_optimum_is_that_of_brute_force(rank_of, m, seed):
         comm=numbers(8),
         saved=rng.choice((1.0, numbers(8))),
         deferred=rng.choice((0.5, numbers(12))),
+        reduce=rng.choice((0.0, numbers(60))),
     )
     held = costs.per_stage(len(rank_of)).memory[F]
     limit = rng.choice((None, sum(held), 1.5 * sum(held)))

@@ -46,6 +46,4 @@ def test_wrapped_stages_are_refused_on_every_rank():
             assert text.startswith(
                 f"rank 1: stage 1 is wrapped in {wrapper}, whose reductions expect a plain"
             )
-            assert (
-                "Give the Pipeline the plain module; to train replicas, average `.grad` after step()" in text
-            )
+            assert "Give the Pipeline the plain module, and let it reduce them: Pipeline(..., mesh=" in text

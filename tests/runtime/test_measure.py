@@ -1,5 +1,6 @@
 """Measured timelines of EMULATED stages, whose true times are known, and costs made of timelines."""
 
+import threading
 import time
 
 import pytest
@@ -10,8 +11,9 @@ from zbpp import Costs, Pipeline, Timetable, plan, simulate
 from zbpp.models.emulated import Emulated
 from zbpp.models.mlp import Mlp
 from zbpp.runtime import measured_costs, peak_memory_bytes
-from zbpp.runtime.measure import Recorder
+from zbpp.runtime.measure import Recorder, measured_timeline
 from zbpp.schedule import Action, Op, Recv, Send, Value
+from zbpp.schedule.reductions import Reduction
 
 CPU = torch.device("cpu")
 TIMES = {"f": 10.0, "b": 20.0, "w": 30.0}  # ms of one stage
@@ -103,7 +105,7 @@ def test_a_cpus_peak_is_at_least_what_the_process_holds():
 
 # ---------------------------------------------------------------- costs from a timeline
 
-COSTS = Costs(f=[2, 3], b=[4, 5], w=[6, 9], comm=0.25)
+COSTS = Costs(f=[2, 3], b=[4, 5], w=[6, 9], comm=0.25, reduce=[7, 8.5])
 
 
 @pytest.mark.parametrize("schedule", ["zb_h1", "zb_h2"])
@@ -114,6 +116,7 @@ def test_costs_of_a_predicted_timeline_are_those_it_was_predicted_from(schedule)
     assert costs.w == pytest.approx([6, 9])
     assert costs.bw == pytest.approx([10, 14])
     assert costs.comm == pytest.approx([0.25, 0.25])
+    assert costs.reduce == pytest.approx([7, 8.5])
 
 
 def test_whole_backwards_are_taken_as_half_b_and_half_w():
@@ -163,3 +166,66 @@ def test_a_message_leaves_where_its_send_begins_and_is_there_where_its_receive_e
     sent, arrived = recorder.messages()
     assert {value: place(moment) for value, moment in sent.items()} == {x: 4}
     assert {value: place(moment) for value, moment in arrived.items()} == {g: 7}
+
+
+# ---------------------------------------------------------------- reductions
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test sets, in ms."""
+    now = [0.0]
+    monkeypatch.setattr("zbpp.runtime.measure._clock", lambda: float(now[0]))
+    return now
+
+
+def reduced(clock, *moments):
+    """The timeline of one rank whose stages 0 and 1 begin and end to reduce at these moments (stage, ms)."""
+    timetable = Timetable.parse("0F0 1F0 1BW0 0BW0")
+    recorder, ends = Recorder(CPU), {}
+    mark = recorder.begin(timetable.rows[0])
+    for time_now in (100, 110, 110, 120, 120, 130, 130, 140):
+        clock[0] = time_now
+        mark()
+    for stage, clock[0] in moments:
+        if stage in ends:
+            in_a_thread(ends.pop(stage))
+        else:
+            ends[stage] = recorder.reduction(stage)
+    return measured_timeline(recorder, timetable)
+
+
+def in_a_thread(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+def test_a_measured_reduction_starts_once_the_one_before_it_has_ended(clock):
+    timeline = reduced(clock, (1, 130), (0, 140), (1, 145), (0, 153))
+    assert timeline.reductions == (Reduction(1, 0, 30, 45), Reduction(0, 0, 45, 53))
+    assert timeline.makespan == 53
+    assert timeline.tail == 13
+    assert measured_costs(timeline).reduce == [8, 15]
+
+
+def test_measured_reductions_are_medians_over_steps(clock):
+    steps = [reduced(clock, (1, 130), (1, 130 + time)) for time in (4, 5, 90)]
+    assert measured_costs(*steps).reduce == [0, 5]
+
+
+def test_a_step_without_reductions_has_none(clock):
+    timeline = reduced(clock)
+    assert timeline.reductions == ()
+    assert measured_costs(timeline).reduce == 0
+
+
+def test_a_new_record_forgets_the_reductions_of_the_last_one(clock):
+    recorder = Recorder(CPU)
+    recorder.begin([])
+    recorder.reduction(0)()
+    late = recorder.reduction(1)
+    assert [stage for stage, *_ in recorder.reductions()] == [0]
+    recorder.begin([])
+    late()
+    assert recorder.reductions() == []

@@ -107,13 +107,15 @@ def check(timetable, rng, **options):
 def check_reduces(instructions):
     """A stage's Reduce stands behind its last W or BW and that action's Send, and nowhere else."""
     left = Counter(step.stage for step in instructions if is_complete(step))
-    due = None
+    due = before = None
     for step in instructions:
         if due is not None and not isinstance(step, Send):
             assert step == Reduce(due)
             due = None
         else:
             assert not isinstance(step, Reduce)
+            assert not (isinstance(step, Send) and isinstance(before, Reduce))
+        before = step
         if is_complete(step):
             left[step.stage] -= 1
             due = step.stage if left[step.stage] == 0 else None

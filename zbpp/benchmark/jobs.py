@@ -85,7 +85,7 @@ def _job(config: JobConfig) -> Iterator[tuple[Workload, RunFolder | None]]:
             data=data,
             here=here,
             num_microbatches=config.num_microbatches,
-            prepare=lambda stage: stage.to(here.device, getattr(torch, config.dtype)),
+            prepare=lambda stage: stage.to(here.device, getattr(torch, config.precision)),
             seed=config.seed,
             timeout=config.timeout,
         )

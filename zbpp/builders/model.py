@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zbpp.config import ConfigError, instantiate_node, naming
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel
+from zbpp.training.precision import Precision
 
 
 def build_model(node: dict[str, Any], seed: int = 0) -> Any:
@@ -64,10 +65,10 @@ def layers_per_stage(model: Any, num_stages: int) -> list[int] | None:
     return counts
 
 
-def metrics_of(model: Any) -> Callable[[Any, Any], Mapping[str, float | Tensor]] | None:
+def metrics_of(model: Any, precision: Precision) -> Callable[[Any, Any], Mapping[str, float | Tensor]] | None:
     """The model's own metrics(output, target), if it has any; see zbpp/stage_api.py."""
     found = getattr(model, "metrics", None)
-    return found if callable(found) else None
+    return precision.widened(found) if callable(found) else None
 
 
 # ---------------------------------------------------------------- do the data fit the model?

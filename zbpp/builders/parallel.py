@@ -14,7 +14,7 @@ from zbpp.runtime.tensor_parallel import parallelize
 
 
 def pipeline_ranks(parallel: ParallelConfig, num_processes: int) -> int:
-    """How many ranks the pipeline has among so many processes. Raises ConfigError if the degrees don't fit."""
+    """How many ranks each pipeline has among so many processes. Raises ConfigError if none fits."""
     with naming("parallel"):
         return num_pipeline_ranks(num_processes, **_degrees(parallel))
 

@@ -9,13 +9,34 @@ import torch
 from torch import nn
 
 from zbpp.autograd import recompute
-from zbpp.config import ConfigError
+from zbpp.config import ConfigError, naming
+from zbpp.training.precision import Precision, check_device
 
 
-def move_stages(stages: Mapping[int, nn.Module], device: torch.device, dtype: str) -> None:
-    """Move the stages to a device; floating-point parameters and buffers get the dtype."""
+def move_stages(stages: Mapping[int, nn.Module], device: torch.device, precision: Precision) -> None:
+    """Move the stages to a device; floating-point tensors get the dtype that the precision stores.
+
+    Raises ConfigError for what can't compute in it.
+    """
+    with naming("precision"):
+        check_device(precision, device)
+    if precision.is_mixed:
+        _check_norms(stages, precision)
     for stage in stages.values():
-        stage.to(device, getattr(torch, dtype))
+        stage.to(device, precision.stored)
+
+
+def _check_norms(stages: Mapping[int, nn.Module], precision: Precision) -> None:
+    """Raise ConfigError for a BatchNorm with weights: torch wants them in the dtype of its statistics."""
+    for index, stage in stages.items():
+        for name, module in stage.named_modules():
+            statistics, weight = (getattr(module, each, None) for each in ("running_mean", "weight"))
+            if statistics is not None and weight is not None:
+                raise ConfigError(
+                    f"precision={precision.name}: {name} of stage {index} is a {type(module).__name__}, "
+                    "whose running statistics stay in float32, and torch wants its weights in float32, too: "
+                    "write precision=float32 or bfloat16, affine=False, or take a norm without statistics"
+                )
 
 
 def recompute_stages(stages: Mapping[int, nn.Module], what: str) -> None:

@@ -14,7 +14,9 @@ from zbpp.config import OptimizerConfig, ParallelConfig
 from zbpp.planning import placement_of, plan
 from zbpp.runtime import Pipeline
 from zbpp.schedule import Costs, Timetable
+from zbpp.training.master_weights import MasterWeights
 from zbpp.training.optimizer import adamw, warmup_cosine
+from zbpp.training.precision import Precision
 from zbpp.training.replan import Replan
 
 Stages = dict[int, nn.Module]
@@ -40,6 +42,11 @@ def build_pipeline(
     )
 
 
+def build_masters(pipeline: Pipeline, precision: Precision) -> MasterWeights | None:
+    """The master weights of a mixed precision, once the copies of each parameter have the same values."""
+    return MasterWeights(pipeline.parameters(), precision.compute) if precision.is_mixed else None
+
+
 def build_optimizer(parameters: Iterable[nn.Parameter], options: OptimizerConfig) -> torch.optim.Optimizer:
     """AdamW over the parameters, those of this rank's part of the pipeline."""
     return adamw(
@@ -48,6 +55,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], options: OptimizerConfig
         betas=(options.beta1, options.beta2),
         eps=options.eps,
         weight_decay=options.weight_decay,
+        kahan_sum=options.kahan_sum,
     )
 
 

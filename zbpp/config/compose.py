@@ -31,6 +31,8 @@ _TYPES = {
     "explain_types": tree.ExplainConfig,
 }
 
+_RENAMED = {"dtype": "precision"}  # keys of older versions
+
 
 @dataclass(frozen=True)
 class Composed:
@@ -150,6 +152,8 @@ def _did_you_mean(name: str, kind: Any) -> str:
     for key in _keys(kind):
         keys.setdefault(key.rpartition(".")[2], key)
     initials = {"".join(word[0] for word in last.split("_")): last for last in keys if "_" in last}
+    if name in _RENAMED:
+        return f"; it is called {_RENAMED[name]} now: write {_RENAMED[name]}=..."
     close = [name] if name in keys else difflib.get_close_matches(name, keys, n=1)
     close = close or [initials[each] for each in [name] if each in initials]
     return f"; did you mean {keys[close[0]]}?" if close else ""

@@ -17,7 +17,8 @@ NUM_MICROBATCHES = 8  # where neither the config nor a plan's file says how many
 
 _LONGEST = 1e7  # s, four months: torch's timeouts overflow somewhere above
 _LARGEST_SEED = 2**63 - 1
-_DTYPES = ("float32", "float64", "bfloat16")
+_PRECISIONS = ("float32", "bfloat16", "float64")
+_MIXED = ("mixed_bfloat16", "mixed_float16")
 _COMPILE = ("none", "stage", "layer")
 
 
@@ -60,6 +61,14 @@ class OptimizerConfig(Checked):
     min_ratio: float = ranged(0.1, most=1)
     # The largest norm that the gradients of all stages together may have; null: no clipping.
     clip_norm: float | None = ranged(1.0, above=0)
+    kahan_sum: bool = False  # true: for precision=bfloat16, what rounding takes off an update is kept
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kahan_sum and importlib.util.find_spec("optimi") is None:
+            raise ConfigError(
+                "optimizer.kahan_sum=true, but the package is not installed: pip install 'zbpp[optimi]'"
+            )
 
 
 @dataclass(kw_only=True)
@@ -122,7 +131,7 @@ class _WorkConfig(Checked):
     data: dict[str, Any] = MISSING
     microbatch_size: int = ranged(4, least=1)  # rows
     seed: int = ranged(0, most=_LARGEST_SEED)
-    dtype: str = one_of(*_DTYPES)
+    precision: str = one_of(*_PRECISIONS)
 
 
 @dataclass(kw_only=True)
@@ -142,6 +151,7 @@ class TrainConfig(_RunConfig):
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    precision: str = one_of("float32", *_MIXED, *_PRECISIONS[1:])  # mixed: with float32 master weights
     steps: int = ranged(100, least=1)
     num_microbatches: int | None = ranged(None, least=1)  # null: as many as schedule.timetable has, or 8
     compile: str = one_of(*_COMPILE)  # F, B, W of: no stage, each stage as a whole, each layer
@@ -152,6 +162,11 @@ class TrainConfig(_RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.optimizer.kahan_sum and self.precision != "bfloat16":
+            raise ConfigError(
+                f"optimizer.kahan_sum=true is for weights in bfloat16, but precision={self.precision}: write "
+                "precision=bfloat16, or optimizer.kahan_sum=false"
+            )
         budget, recompute = self.memory.budget, self.memory.recompute
         if self.compile == "none" and budget != 1:
             raise ConfigError(

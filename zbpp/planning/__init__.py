@@ -18,6 +18,7 @@ Plans and their limits:
 What they use:
 
     placement        placements by name: which rank owns which stage
+    complete_stages_early   the order of last W's that ends reductions early
     objective        what a plan is judged by: makespan or span
     memory_limit     memory limits: read, resolved per rank, checked
     size_limit       refuses plans that are too large

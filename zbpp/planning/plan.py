@@ -4,6 +4,7 @@ The function behind a name is called with num_ranks, num_microbatches and those 
 declares as keyword-only parameters. `plan` then checks the timetable against placement, stages_per_rank,
 memory_limit and the lengths of the costs' lists, whether the function knows these options or not. The options
 of a search (objective, search, time_limit, seed, progress) have no effect on a schedule that does not search.
+Where costs.reduce is not 0, `plan` orders the last W's of any schedule so that reductions end early.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from numbers import Real
 from typing import Any
 
 from zbpp.families import FAMILIES
+from zbpp.planning.complete_stages_early import complete_stages_early
 from zbpp.planning.exact import optimal
 from zbpp.planning.memory_limit import MemoryLimit, check_fits, limits_per_rank
 from zbpp.planning.objective import MAKESPAN, OBJECTIVES
@@ -95,7 +97,7 @@ def plan(
     given = {key: value for key, value in options.items() if key in declared and value is not None}
     timetable = SCHEDULES[name](num_ranks, num_microbatches, **given)
     _check_placement(name, timetable, placement, stages_per_rank)
-    costs.per_stage(timetable.num_stages)  # refuses lists of another length
+    timetable = complete_stages_early(timetable, costs)  # refuses lists of another length
     if memory_limit is not None:
         check_fits(name, simulate(timetable, costs).peak_memory, limits, costs.memory_unit)
     return timetable
@@ -118,7 +120,7 @@ def canonical_name(name: str) -> str:
 
 
 def takes_costs(name: str) -> bool:
-    """Whether the schedule's plan depends on the costs."""
+    """Whether the schedule's plan depends on the costs, but for the order of last W's that reduce decides."""
     return "costs" in inspect.signature(SCHEDULES[canonical_name(name)]).parameters
 
 

@@ -202,11 +202,22 @@ class Problem:
 
     @cached_property
     def offsets(self) -> list[float]:
-        """Per rank, what is subtracted from its last end: the objective is the largest difference.
+        """Per rank, what is subtracted from its last end: the largest difference is what a search minimises.
 
-        So the span of a rank that starts later than `fill` is overestimated; see there.
+        The span of a rank that starts later than `fill` is overestimated; see there. For the makespan the
+        offset is minus the rank's shortest reduction. With one stage per rank the largest difference is the
+        makespan. With more it is no more than the makespan: the order of a rank's reductions does not count.
         """
-        return self.fill if self.objective == SPAN else [0.0] * self.num_ranks
+        if self.objective == SPAN:
+            return self.fill
+        reduce = self.stage_costs.reduce
+        return [-min(reduce[stage] for stage in stages) for stages in self.stages_of]
+
+    @property
+    def offsets_are_exact(self) -> bool:
+        """Whether the largest difference is the objective, see `offsets`."""
+        reduces = any(self.stage_costs.reduce) and self.objective == MAKESPAN
+        return self.num_stages == self.num_ranks or not reduces
 
     @cached_property
     def tolerance(self) -> float:

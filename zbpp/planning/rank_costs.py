@@ -24,7 +24,8 @@ class RankCosts(CostNumbers):
         """The costs of `num_stages` stages on `num_ranks` ranks that together are this model.
 
         A number is divided evenly among a rank's stages. A list whose length is a multiple of num_ranks
-        is made finer (a stage falls into equal parts) or coarser (neighbours become one stage). A message
+        is made finer (a stage falls into equal parts) or coarser (neighbours become one stage). So two stages
+        a rank take half of the share's reduction each: each has half of the gradients. A message
         takes as long as before; of neighbours that become one stage, the longest message counts. Raises
         PlanError for less than one rank.
         """

@@ -61,9 +61,7 @@ def rank_in(group: dist.ProcessGroup | None, timetable: Timetable) -> int:
         )
     size = dist.get_world_size(group)
     if size != timetable.num_ranks:
-        raise ValueError(
-            f"the timetable is for {timetable.num_ranks} ranks, the pipeline's process group has {size}"
-        )
+        raise ValueError(f"the timetable is for {timetable.num_ranks} ranks, the process group has {size}")
     rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError("this process is not in the process group that it was given for the pipeline")

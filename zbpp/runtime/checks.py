@@ -97,8 +97,8 @@ def agree_on_stages(
     if place.size(TENSOR) > 1 and not any(has_split for _, _, _, has_split in everyone):
         raise ValueError(
             "the mesh has a tensor dimension, but no parameter of the stages is split over it: each process "
-            "would train the same copy. Split them with torch's parallelize_module(stage, mesh['tensor'], ...) "
-            "before the Pipeline is made"
+            "would train the same copy. Split them with torch's parallelize_module(stage, mesh['tensor'], "
+            "...) before the Pipeline is made"
         )
     if len({(other, shapes) for other, _, shapes, _ in everyone}) > timetable.num_ranks:
         raise ValueError(

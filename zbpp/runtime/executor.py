@@ -169,7 +169,7 @@ class Executor:
 
     def _reduce(self, stage: int) -> None:
         """Start the reduction of a stage's gradients; the recorder is told when it has ended."""
-        if self._reductions is not None:
+        if self._reductions is not None and self._reductions.reduces(stage):
             ended = None if self._recorder is None else self._recorder.reduction(stage)
             self._reductions.start(stage, ended)
 

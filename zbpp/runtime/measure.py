@@ -16,11 +16,13 @@ import torch.distributed as dist
 from zbpp.runtime.world import gather
 from zbpp.schedule import Action, Costs, Op, Recv, Send, Timeline, Timetable, Value, consumes, produces
 from zbpp.schedule.lower import Instruction
+from zbpp.schedule.reductions import Reduction
 from zbpp.schedule.simulate import Transfer
 
 Times = npt.NDArray[np.float64]
 Mark = float | torch.cuda.Event
 Messages = tuple[dict[Value, float], dict[Value, float]]  # sent by a rank, arrived there: ms
+Spans = list[tuple[int, float, float]]  # stage, start, end: ms
 
 
 class Recorder:
@@ -34,6 +36,7 @@ class Recorder:
         self.device = device
         self._marks: list[Mark] = []
         self._instructions: Sequence[Instruction | None] = ()
+        self._reduced: list[tuple[int, Mark, Mark]] = []  # stage, begin, end; in the order of the ends
         self._origin: tuple[float, torch.cuda.Event | None] = (0.0, None)  # one moment, by both clocks
 
     @property
@@ -48,12 +51,22 @@ class Recorder:
         None stands for work that is no instruction. The sequence may still grow.
         """
         marks: list[Mark] = []
-        self._instructions, self._marks = instructions, marks
+        self._instructions, self._marks, self._reduced = instructions, marks, []
         if self.device.type != "cuda":
-            return lambda: marks.append(time.perf_counter() * 1e3)
+            return lambda: marks.append(_clock())
         torch.cuda.synchronize(self.device)
-        self._origin = (time.perf_counter() * 1e3, _event())
+        self._origin = (_clock(), _event())
         return lambda: marks.append(_event())
+
+    def reduction(self, stage: int) -> Callable[[], None]:
+        """Note that a stage's reduction starts; return a function to be called when it has ended.
+
+        The function may be called by another thread. On a GPU both calls belong into the stream whose work
+        they mark. A reduction whose function is never called is not recorded.
+        """
+        mark: Callable[[], Mark] = _event if self.device.type == "cuda" else _clock
+        reduced, begin = self._reduced, mark()
+        return lambda: reduced.append((stage, begin, mark()))
 
     def times(self) -> Times:
         """[actions, 2]: start and end of each action, in ms of the machine's clock."""
@@ -70,19 +83,29 @@ class Recorder:
         arrived = {each.value: end for each, (_, end) in spans if isinstance(each, Recv)}
         return sent, arrived
 
+    def reductions(self) -> Spans:
+        """Each stage with the begin and end of its reduction in ms of the machine's clock, by their ends."""
+        stages, begins, ends = zip(*self._reduced, strict=True) if self._reduced else ((), (), ())
+        spans = zip(stages, self._in_ms(begins), self._in_ms(ends), strict=True)
+        return sorted(spans, key=lambda span: span[2])
+
     def _spans(self) -> Iterator[tuple[Instruction | None, tuple[float, float]]]:
         """Each instruction with its begin and end."""
-        marks = self._marks_in_ms()
+        marks = self._in_ms(self._marks)
         return zip(self._instructions, zip(marks[::2], marks[1::2], strict=True), strict=True)
 
-    def _marks_in_ms(self) -> list[float]:
-        """All marks in ms of the machine's clock."""
+    def _in_ms(self, marks: Sequence[Mark]) -> list[float]:
+        """Marks in ms of the machine's clock."""
         clock, origin = self._origin
         if origin is None:  # on the CPU every mark is a float already
-            return [mark for mark in self._marks if isinstance(mark, float)]
+            return [mark for mark in marks if isinstance(mark, float)]
         torch.cuda.synchronize(self.device)
-        events = [mark for mark in self._marks if isinstance(mark, torch.cuda.Event)]
+        events = [mark for mark in marks if isinstance(mark, torch.cuda.Event)]
         return [clock + origin.elapsed_time(event) for event in events]
+
+
+def _clock() -> float:
+    return time.perf_counter() * 1e3
 
 
 def _event() -> torch.cuda.Event:
@@ -102,9 +125,10 @@ def measured_timeline(
     mine = (
         recorder.times() - offset,
         _earlier(recorder.messages(), offset),
+        [(stage, begin - offset, end - offset) for stage, begin, end in recorder.reductions()],
         peak_memory_bytes(recorder.device),
     )
-    times, messages, peaks = zip(*gather(mine, group), strict=True)
+    times, messages, reductions, peaks = zip(*gather(mine, group), strict=True)
     origin = min(float(each[0, 0]) for each in times)
     return Timeline(
         timetable,
@@ -112,6 +136,9 @@ def measured_timeline(
         ends=tuple(each[:, 1] - origin for each in times),
         peak_memory=tuple(map(float, peaks)),
         transfers=tuple(_transfers([_earlier(each, origin) for each in messages], timetable)),
+        reductions=tuple(
+            each for rank, spans in enumerate(reductions) for each in _in_turn(rank, spans, origin)
+        ),
         memory_unit="bytes",
         measured=True,
     )
@@ -130,6 +157,14 @@ def _transfers(messages: Sequence[Messages], timetable: Timetable) -> Iterator[T
             yield Transfer(value, sender, receiver, time_sent, messages[receiver][1][value])
 
 
+def _in_turn(rank: int, spans: Spans, origin: float) -> Iterator[Reduction]:
+    """One rank's reductions, in the order of their ends. What waits behind another one has not started."""
+    free = 0.0
+    for stage, begin, end in spans:
+        start, free = max(free, begin - origin), end - origin
+        yield Reduction(stage, rank, start, free)
+
+
 def clock_offset(group: dist.ProcessGroup | None = None) -> float:
     """The ms to subtract from this process's clock, so that clocks of several machines agree. Collective.
 
@@ -139,7 +174,7 @@ def clock_offset(group: dist.ProcessGroup | None = None) -> float:
     if len(set(gather(socket.gethostname(), group))) == 1:
         return 0.0
     dist.barrier(group=group)
-    return time.perf_counter() * 1e3
+    return _clock()
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -156,12 +191,16 @@ def measured_costs(*timelines: Timeline) -> Costs:
 
     Their timetables may differ. An op that none of them has is filled in: BW as B + W; B and W as half of BW
     each. A message's time is the delay from the end of its producer to the start of a consumer that was idle
-    and waited for it. A stage without such a message gets the median of all stages.
+    and waited for it. A stage without such a message gets the median of all stages. reduce is the median
+    duration of a stage's reduction, without the time for which it waited behind another one; 0 without any.
     """
     durations: dict[tuple[int, Op], list[float]] = defaultdict(list)
     delays: dict[int, list[float]] = defaultdict(list)
+    reduced: dict[int, list[float]] = defaultdict(list)
     for timeline in timelines:
         _collect_durations(timeline, durations)
+        for each in timeline.reductions:
+            reduced[each.stage].append(each.end - each.start)
         _collect_delays(timeline, delays)
 
     def of(op: Op, stage: int) -> float | None:
@@ -179,6 +218,7 @@ def measured_costs(*timelines: Timeline) -> Costs:
         w=w,
         bw=[_first(bw[stage], b[stage] + w[stage]) for stage in stages],
         comm=[max(0.0, median(delays.get(stage, [usual]))) for stage in stages],
+        reduce=[median(reduced.get(stage, [0.0])) for stage in stages] if reduced else 0.0,
     )
 
 

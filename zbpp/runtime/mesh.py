@@ -184,6 +184,18 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
+def copy_from(source: int, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Give a tensor, or its part here, the values that it has on a process of the group. Collective over it.
+
+    A tensor that has them already is left alone: it does not count as changed in place.
+    """
+    local = local_of(tensor.detach())
+    values = local.contiguous().clone()
+    dist.broadcast(values, group=group, group_src=source)
+    if not torch.equal(values, local):
+        local.copy_(values)
+
+
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a DTensor, gathered from its mesh; any other tensor as it is. Collective over the mesh."""
     gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

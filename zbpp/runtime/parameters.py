@@ -62,15 +62,17 @@ class StageParameters:
             if id(parameter) not in seen:
                 yield f"{_LOSS}{name}", parameter
 
-    def state_dict(self, stage: int | None = None) -> dict[str, Any]:
+    def state_dict(self, stage: int | None = None, *, keep_vars: bool = False) -> dict[str, Any]:
         """Parameters and persistent buffers, as `nn.Module.state_dict` gives them.
 
         stage: of this stage alone; None: of all this rank's, and of the loss.
         """
         if stage is not None:
-            return self._stages[stage].state_dict(prefix=self._prefix(stage))
-        state = dict(chain.from_iterable(self.state_dict(index).items() for index in self._stages))
-        return state | self._loss.state_dict(prefix=_LOSS)
+            return self._stages[stage].state_dict(prefix=self._prefix(stage), keep_vars=keep_vars)
+        state: dict[str, Any] = {}
+        for index in self._stages:
+            state |= self.state_dict(index, keep_vars=keep_vars)
+        return state | self._loss.state_dict(prefix=_LOSS, keep_vars=keep_vars)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Load this rank's part of `state`, which may be the whole model's.
@@ -141,7 +143,7 @@ def _has_homonyms(all_names: Sequence[Names], ties: Sequence[Tie]) -> bool:
 
 def _digest(value: Tensor, dtype: torch.dtype) -> str:
     numbers = local_of(value.detach()).to("cpu", dtype).contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(memoryview(numbers.numpy())).hexdigest()
+    return hashlib.sha256(numbers.numpy().tobytes()).hexdigest()
 
 
 def _unequal(ties: Sequence[Tie], digests: Sequence[Sequence[set[str]]]) -> str:

@@ -83,15 +83,17 @@ class Pipeline:
         dynamic_shapes: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        self.place = place = Place(mesh, group)
-        group = place.pipeline
-        self.timetable = timetable = timetable_of(timetable, num_microbatches, place)
-        self.rank = rank_in(group, timetable)
+        given = Place(mesh, group)
+        self._given_group = group
+        self.timetable = timetable = timetable_of(timetable, num_microbatches, given)
+        self.rank = rank_in(given.pipeline, timetable)
         self.seed, self.num_steps, self.loss_scale = seed, 0, 1.0
         self._timeout, self._dynamic_shapes = timeout, dynamic_shapes
         # One rank of a larger job needs a group, too, for what is collective; this pipeline closes it.
-        self._made_group = group_of_this_process() if timetable.num_ranks == 1 and group is None else None
-        self.group = place.pipeline = self._made_group or group
+        is_alone = timetable.num_ranks == 1 and given.pipeline is None
+        self._made_group = group_of_this_process() if is_alone else None
+        self.place = place = given if self._made_group is None else Place(None, self._made_group)
+        self.group = place.pipeline
         check_ranks_agree(timetable, dynamic_shapes, place)
         agreed = agree_on_stages(stages, timetable, self.rank, device, place)
         model = model_of(stages)
@@ -111,7 +113,7 @@ class Pipeline:
             self._loss_fn,
             self.device,
             Reductions(self.stages, tied, place, self.rank, timeout),
-            group=group,
+            group=given.pipeline,
             key=agreed.key,
             timeout=timeout,
             dynamic_shapes=dynamic_shapes,
@@ -138,9 +140,12 @@ class Pipeline:
         """
         return self._parameters.named()
 
-    def state_dict(self, stage: int | None = None) -> dict[str, Any]:
-        """Parameters and persistent buffers under those names: of one stage of this rank, or of all."""
-        return self._parameters.state_dict(stage)
+    def state_dict(self, stage: int | None = None, *, keep_vars: bool = False) -> dict[str, Any]:
+        """Parameters and persistent buffers under those names: of one stage of this rank, or of all.
+
+        keep_vars: as in `nn.Module.state_dict`.
+        """
+        return self._parameters.state_dict(stage, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
         """Load this rank's part of a state dict, which may be the whole model's.
@@ -245,13 +250,12 @@ class Pipeline:
                 "the timetable places the stages on other ranks than this pipeline's: rank_of "
                 f"{list(timetable.rank_of)} instead of {list(self.timetable.rank_of)}"
             )
-        has_own_group = self.place.mesh is not None or self._made_group is not None
         self.close()
         following = Pipeline(
             self.stages,
             timetable,
             self._loss_fn,
-            None if has_own_group else self.group,
+            self._given_group,
             mesh=self.place.mesh,
             seed=self.seed,
             timeout=self._timeout,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.runtime.groups import close_groups, group_like
-from zbpp.runtime.mesh import REPLICATE, Place, local_of
+from zbpp.runtime.mesh import REPLICATE, Place, copy_from
 from zbpp.runtime.reduce import AllReduce, Ended, Reducer
 from zbpp.runtime.tied_gradients import TiedGradients
 
@@ -50,6 +49,10 @@ class Reductions:
         """Whether other processes wait for this one's gradients."""
         return bool(self._reducers) or bool(self._tied.parameters)
 
+    def reduces(self, stage: int) -> bool:
+        """Whether there is anything to reduce when the stage's gradients are complete on this rank."""
+        return stage in self._reducers
+
     def begin(self) -> None:
         """Called before the first action of a step."""
         self._tied.begin()
@@ -58,8 +61,7 @@ class Reductions:
 
     def start(self, stage: int, ended: Ended | None = None) -> None:
         """The stage's gradients are complete on this rank; see Reducer.start."""
-        if stage in self._reducers:
-            self._reducers[stage].start(ended)
+        self._reducers[stage].start(ended)
 
     def finish(self) -> None:
         """Wait for all; afterwards the gradients are the same on all copies of a parameter."""
@@ -104,13 +106,8 @@ class Buffers:
 
 def copy_to_replicas(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """Give each tensor the values that it has on the group's first process. Collective over the group."""
-    with torch.no_grad():
-        for tensor in tensors:
-            local = local_of(tensor.detach())
-            values = local.contiguous()
-            dist.broadcast(values, group=group, group_src=0)
-            if values is not local:
-                local.copy_(values)
+    for tensor in tensors:
+        copy_from(0, tensor, group)
 
 
 def _check_dense(stages: Mapping[int, nn.Module]) -> None:

@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from zbpp.autograd.leaf_grad import grad_dtype, total_of
 from zbpp.runtime.groups import close_groups, group_of, unique_name
-from zbpp.runtime.mesh import local_of
+from zbpp.runtime.mesh import copy_from
 from zbpp.runtime.reduce import AllReduce
 from zbpp.runtime.ties import Tie, text_of
 from zbpp.runtime.world import broadcast, check_agreement
@@ -52,7 +51,7 @@ class TiedGradients:
             if together is not None:
                 own = {tie: _parameter(tie, stages) for tie in across if _ranks(tie, rank_of) == ranks}
                 for tie, parameter in own.items():
-                    _broadcast(parameter, ranks.index(rank_of[tie[0][0]]), together)
+                    copy_from(ranks.index(rank_of[tie[0][0]]), parameter, together)
                 what = f"rank {rank}, summing the gradients of tied parameters over ranks {ranks}"
                 sums = AllReduce(own.values(), together, average=False, what=what)
                 self._shared.append(_Shared(together, own, sums))
@@ -109,10 +108,3 @@ def _kind(parameter: nn.Parameter) -> str:
         return "frozen"
     main = getattr(parameter, "main_grad", None)
     return str(grad_dtype(parameter) if main is None else main.dtype)
-
-
-def _broadcast(parameter: nn.Parameter, source: int, group: dist.ProcessGroup) -> None:
-    values = local_of(parameter.detach()).contiguous()
-    dist.broadcast(values, group=group, group_src=source)
-    with torch.no_grad():
-        local_of(parameter.detach()).copy_(values)

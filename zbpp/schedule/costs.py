@@ -24,11 +24,12 @@ class StageCosts(NamedTuple):
     duration: dict[Op, list[float]]  # ms
     comm: list[float]  # ms, of a message that leaves the stage
     memory: dict[Op, list[float]]  # what an action adds to the memory that its rank holds; < 0 if it frees
+    reduce: list[float]  # ms, of the sum of the stage's gradients over its replicas
 
 
 @dataclass(frozen=True)
 class CostNumbers:
-    """The seven costs, each a number or a list of numbers.
+    """The eight costs, each a number or a list of numbers.
 
     A number is for a stage in `Costs`, and for a rank's share of the model in `zbpp.planning.RankCosts`.
     """
@@ -40,6 +41,7 @@ class CostNumbers:
     comm: PerStage = 0.0
     saved: PerStage = 1.0
     deferred: PerStage = 0.5
+    reduce: PerStage = 0.0
 
     def __post_init__(self) -> None:
         for name, value in self.numbers.items():
@@ -64,6 +66,8 @@ class Costs(CostNumbers):
     f, b, w: durations of F, B, W; bw: of BW, None for b + w.
     comm: time of a message that leaves the stage; it occupies no rank.
     saved: held from F until the end of B or BW; deferred: held from B until the end of W.
+    reduce: time of summing the stage's gradients over its replicas, once a step; it occupies no rank, but a
+        rank reduces one stage at a time. It holds no memory here.
     memory_unit: the unit that memory is printed in: activations here, bytes in `CostsInBytes`.
     Raises PlanError for a value that is no number, and for a number that is negative or not finite.
     """
@@ -95,6 +99,7 @@ class Costs(CostNumbers):
                 Op.W: [-freed for freed in deferred],
                 Op.BW: [-freed for freed in saved],
             },
+            reduce=spread("reduce"),
         )
 
 

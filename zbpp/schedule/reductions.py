@@ -1,10 +1,29 @@
-"""When the gradients of a stage are complete, so that its replicas can sum them."""
+"""When a stage's gradients are complete, and when its replicas sum them: predicted or measured.
+
+A rank reduces one stage at a time, in the order in which its stages are complete, beside its computation.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
 import numpy as np
+import numpy.typing as npt
 
 from zbpp.schedule.timetable import Op, Row
+
+
+class Reduction(NamedTuple):
+    """The sum of a stage's gradients over its replicas, on the rank that owns the stage.
+
+    start: the gradients are complete, and the rank's reduction before this one has ended. Times in ms.
+    """
+
+    stage: int
+    rank: int
+    start: float
+    end: float
 
 
 def complete_stages(row: Row) -> dict[int, int]:
@@ -13,3 +32,15 @@ def complete_stages(row: Row) -> dict[int, int]:
     _, from_the_end = np.unique(row.stages[complete][::-1], return_index=True)
     last = np.sort(complete[::-1][from_the_end])
     return dict(zip(row.stages[last].tolist(), last.tolist(), strict=True))
+
+
+def predicted_reductions(
+    rank: int, row: Row, ends: npt.NDArray[np.float64], reduce: Sequence[float]
+) -> Iterator[Reduction]:
+    """One rank's reductions in order. ends: of its actions; reduce: by stage; ms. None takes 0 ms."""
+    free = 0.0
+    for stage, position in complete_stages(row).items():
+        if reduce[stage] > 0:
+            start = max(free, float(ends[position]))
+            free = start + reduce[stage]
+            yield Reduction(stage, rank, start, free)

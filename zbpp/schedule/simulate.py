@@ -13,6 +13,7 @@ import numpy.typing as npt
 from zbpp.schedule.costs import ACTIVATIONS, Costs, StageCosts
 from zbpp.schedule.dataflow import Value, consumes
 from zbpp.schedule.dataflow_arrays import Numbers, Values, kinds_of
+from zbpp.schedule.reductions import Reduction, predicted_reductions
 from zbpp.schedule.timetable import Op, PlanError, Row, Timetable
 
 Floats = npt.NDArray[np.float64]
@@ -42,6 +43,8 @@ class Timeline:
     too.
     message_ms: for each stage the time of a message that leaves it; empty in a measured timeline.
     transfers: the messages of a measured timeline; `transfers.py` also makes those of a predicted one.
+    reductions: of each stage's gradients over its replicas, rank by rank, in order; empty where none takes
+    time.
     """
 
     timetable: Timetable
@@ -50,16 +53,27 @@ class Timeline:
     peak_memory: tuple[float, ...]
     message_ms: tuple[float, ...] = ()
     transfers: tuple[Transfer, ...] = ()
+    reductions: tuple[Reduction, ...] = ()
     memory_unit: str = ACTIVATIONS
     measured: bool = False
 
     @property
     def makespan(self) -> float:
-        """Last end minus first start over all ranks."""
-        return float(max(end[-1] for end in self.ends) - min(start[0] for start in self.starts))
+        """Last end minus first start over all ranks. A step ends when its reductions have ended, too."""
+        first = float(min(start[0] for start in self.starts))
+        return max([self._last_end, *(each.end for each in self.reductions)]) - first
+
+    @property
+    def tail(self) -> float:
+        """How long (ms) the last reduction still runs when the last action has ended."""
+        return max([0.0, *(each.end - self._last_end for each in self.reductions)])
+
+    @property
+    def _last_end(self) -> float:
+        return float(max(end[-1] for end in self.ends))
 
     def span(self, rank: int) -> float:
-        """Last end minus first start of one rank."""
+        """Last end minus first start of one rank's actions."""
         return float(self.ends[rank][-1] - self.starts[rank][0])
 
     def idle(self, rank: int) -> float:
@@ -89,8 +103,9 @@ class Timeline:
 def simulate(timetable: Timetable, costs: Costs | None = None) -> Timeline:
     """Run each row in order, every action as soon as its inputs have arrived.
 
-    Times are in ms. A message takes costs.comm and overlaps computation. A timetable of F's alone is legal:
-    evaluation runs it.
+    Times are in ms. A message takes costs.comm and overlaps computation. So does a stage's reduction, which
+    takes costs.reduce: it starts when the stage's last W or BW has ended, and the rank's reduction before it.
+    A timetable of F's alone is legal: evaluation runs it.
     Raises PlanError if an action repeats or is missing, if the microbatches of a stage don't ascend, or if
     the timetable can never finish.
     """
@@ -106,6 +121,7 @@ def simulate(timetable: Timetable, costs: Costs | None = None) -> Timeline:
         ends=tuple(np.frombuffer(rank.ends) for rank in ranks),
         peak_memory=tuple(_peak(row, stage_costs) for row in timetable.rows),
         message_ms=tuple(stage_costs.comm),
+        reductions=tuple(_reductions(ranks, stage_costs.reduce)),
         memory_unit=costs.memory_unit,
     )
 
@@ -240,6 +256,12 @@ def _run(timetable: Timetable, costs: StageCosts) -> list[_RankRun]:
     if stuck:
         raise PlanError(f"the timetable cannot proceed: {'; '.join(stuck)}")
     return ranks
+
+
+def _reductions(ranks: list[_RankRun], reduce: list[float]) -> Iterator[Reduction]:
+    """All ranks' reductions; without such costs no row is looked through."""
+    for each in ranks if any(reduce) else ():
+        yield from predicted_reductions(each.rank, each.row, np.frombuffer(each.ends), reduce)
 
 
 def _peak(row: Row, costs: StageCosts) -> float:

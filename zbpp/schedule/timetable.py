@@ -98,8 +98,8 @@ class Row(Sequence[Action]):
             return Row(self.stages[index], self.ops[index], self.microbatches[index])
         return Action(int(self.stages[index]), Op(int(self.ops[index])), int(self.microbatches[index]))
 
-    def select(self, chosen: npt.NDArray[np.bool_]) -> Row:
-        """The actions at the positions where `chosen` is true."""
+    def select(self, chosen: npt.NDArray[np.bool_ | np.int64]) -> Row:
+        """The actions where `chosen` is true, or the actions at the positions `chosen`, in that order."""
         return Row(self.stages[chosen], self.ops[chosen], self.microbatches[chosen])
 
     def __iter__(self) -> Iterator[Action]:

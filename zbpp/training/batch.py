@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -25,26 +26,33 @@ class Source(Protocol):
 
 
 def batch_for(
-    stages: Mapping[int, nn.Module], num_stages: int, source: Source, number: int, device: torch.device
+    stages: Mapping[int, nn.Module],
+    num_stages: int,
+    source: Source,
+    number: int,
+    device: torch.device,
+    *,
+    target_dtype: torch.dtype | None = None,
 ) -> tuple[tuple[Any, ...], Any]:
     """(args, target) of a step for the owner of `stages`: args for stage 0, the target for the last stage.
 
-    Floating-point tensors get the dtype of the stages' parameters. Raises ValueError for a batch of another
-    form.
+    Floating-point tensors get the dtype of the stages' parameters, those of the target `target_dtype` if it
+    is given. Raises ValueError for a batch of another form.
     """
     if not stages.keys() & {0, num_stages - 1}:
         return (), None
     dtypes = (p.dtype for stage in stages.values() for p in stage.parameters() if p.is_floating_point())
     dtype = next(dtypes, torch.float32)
 
-    def moved(value: Any) -> Any:
+    def moved(dtype: torch.dtype, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         return value.to(device, dtype if value.is_floating_point() else None)
 
     inputs, target = parts_of(source.batch(number))
-    args = tree_map(moved, positional(inputs, stages[0])) if 0 in stages else ()
-    return args, tree_map(moved, target) if num_stages - 1 in stages else None
+    args = tree_map(partial(moved, dtype), positional(inputs, stages[0])) if 0 in stages else ()
+    is_last = num_stages - 1 in stages
+    return args, tree_map(partial(moved, target_dtype or dtype), target) if is_last else None
 
 
 def parts_of(batch: Any) -> tuple[tuple[Any, ...] | dict[str, Any], Any]:

@@ -53,8 +53,8 @@ def plan_from_file(file: str, num_ranks: int, num_microbatches: int | None, **op
     if timetable.num_ranks != num_ranks:
         raise PlanError(
             f"{file} is a plan for {timetable.num_ranks} ranks, not for {num_ranks}: write "
-            f"-n {timetable.num_ranks}, or torchrun --nproc-per-node {timetable.num_ranks} (times replicate, shard "
-            "and tensor)"
+            f"-n {timetable.num_ranks}, or torchrun --nproc-per-node {timetable.num_ranks} (times replicate, "
+            "shard and tensor)"
         )
     if num_microbatches not in (None, timetable.num_microbatches):
         raise PlanError(

@@ -16,14 +16,23 @@ def adamw(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-) -> torch.optim.AdamW:
-    """AdamW over the trainable ones of the parameters; matrices decay, biases and norm scales don't."""
+    kahan_sum: bool = False,
+) -> torch.optim.Optimizer:
+    """AdamW over the trainable ones of the parameters; matrices decay, biases and norm scales don't.
+
+    kahan_sum: of 16-bit weights, what rounding takes off an update is kept and added later. This is
+    torch-optimi's AdamW, of the same formula.
+    """
     trained = [p for p in parameters if p.requires_grad]
     # A group may be empty: a rank whose stages are all frozen has nothing to update.
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
+    if kahan_sum:
+        from optimi import AdamW
+
+        return AdamW(groups, lr=learning_rate, betas=betas, eps=eps, kahan_sum=True)
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps)
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-# Dense bf16 TFLOP/s of one device, from the makers' data sheets.
+# Dense TFLOP/s in bf16 and fp16 of one device, from the makers' data sheets.
 _PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "H800": 989.0, "A100": 312.0, "A800": 312.0, "L40S": 362.0}
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """The device's peak in FLOP/s; None if it is not known (every CPU, every dtype other than bf16)."""
-    if device.type != "cuda" or dtype != torch.bfloat16:
+    """The device's peak in FLOP/s; None if it is not known (every CPU, every dtype wider than 16 bits)."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     name = torch.cuda.get_device_name(device)
     return next((tera * 1e12 for key, tera in _PEAK_TFLOPS.items() if key in name), None)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zbpp.runtime import Pipeline
 from zbpp.runtime.norm import gradients_of, norm_of, scale_gradients, squares_in_mesh
@@ -22,6 +22,8 @@ from zbpp.runtime.world import gather
 from zbpp.schedule import Timeline
 from zbpp.training.batch import Source, batch_for
 from zbpp.training.data import Data
+from zbpp.training.loss_scale import LossScale
+from zbpp.training.master_weights import MasterWeights
 from zbpp.training.replan import Replan
 
 Metrics = dict[str, Any]
@@ -34,7 +36,10 @@ class Trainer:
     learning_rate(step): the factor on the optimizer's rate. clip_norm: the largest norm of the gradients of
     all stages together. metrics(output, target): further numbers of a held-out microbatch, beside its loss.
     num_recorded: how many of the last steps are measured action by action. replan: may replace the pipeline
-    after the first steps. Raises ValueError for parameters with a main_grad.
+    after the first steps. masters: of all trainable parameters, whose optimizer this then is; the targets are
+    float32. loss_scale: chooses the pipeline's loss_scale, step by step; without it that scale stays as it
+    is. Both scales are divided out of norm and gradients. Raises ValueError for an optimizer that would read
+    `.grad` where W sums in a `main_grad`.
     """
 
     pipeline: Pipeline
@@ -46,9 +51,11 @@ class Trainer:
     metrics: Callable[[Any, Any], Mapping[str, float | Tensor]] | None = None
     num_recorded: int = 5
     replan: Replan | None = None
+    masters: MasterWeights | None = None
+    loss_scale: LossScale | None = None
 
     def __post_init__(self) -> None:
-        _check_gradients_are_in_grad(self.pipeline.stages)
+        _check_gradients(self.pipeline, self.optimizer, self.masters)
         self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.timelines: list[Timeline] = []
 
@@ -103,13 +110,16 @@ class Trainer:
 
     def _step(self, step: int) -> Metrics:
         begin = time.perf_counter()
-        self.optimizer.zero_grad(set_to_none=True)
+        (self.masters or self.optimizer).zero_grad()
+        if self.loss_scale is not None:
+            self.pipeline.loss_scale = self.loss_scale.value
         args, target = self._training_batch(step)
         losses = self.pipeline.step(*args, target=target)
         loss, norm = self._loss_and_norm(losses)
         rate = self.learning_rate(step)
         # All ranks have the same norm: if it isn't finite, all of them skip the update.
-        if math.isfinite(norm):
+        is_finite = math.isfinite(norm)
+        if is_finite:
             self._update(norm, rate)
         if self.pipeline.device.type == "cuda":
             torch.cuda.synchronize(self.pipeline.device)
@@ -121,15 +131,28 @@ class Trainer:
             "learning_rate": rate * self._base_rates[0],
             f"{self.data.unit}_per_second": self.items_per_step / seconds,
             "step_seconds": seconds,
-            "skipped": not math.isfinite(norm),
+            "skipped": not is_finite,
+            **self._next_loss_scale(is_finite),
         }
 
     def _update(self, norm: float, rate: float) -> None:
+        factor = 1 / self.pipeline.loss_scale
         if self.clip_norm is not None and norm > self.clip_norm:
-            scale_gradients(gradients_of(self.pipeline.parameters()), self.clip_norm / norm)
+            factor *= self.clip_norm / norm
+        if factor != 1:
+            scale_gradients(gradients_of(self.pipeline.parameters()), factor)
         for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = base * rate
         self.optimizer.step()
+        if self.masters is not None:
+            self.masters.update()
+
+    def _next_loss_scale(self, is_finite: bool) -> Metrics:
+        """Choose the next step's loss scale, if it is dynamic; returns the last one as a metric."""
+        if self.loss_scale is None:
+            return {}
+        self.loss_scale.update(is_finite=is_finite)
+        return {"loss_scale": self.pipeline.loss_scale}
 
     def _training_batch(self, step: int) -> tuple[tuple[Any, ...], Any]:
         """This process's part of a step's data: as many batches as there are parts stand side by side."""
@@ -138,13 +161,20 @@ class Trainer:
 
     def _batch(self, source: Source, number: int) -> tuple[tuple[Any, ...], Any]:
         pipeline = self.pipeline
-        return batch_for(pipeline.stages, pipeline.timetable.num_stages, source, number, pipeline.device)
+        return batch_for(
+            pipeline.stages,
+            pipeline.timetable.num_stages,
+            source,
+            number,
+            pipeline.device,
+            target_dtype=None if self.masters is None else torch.float32,
+        )
 
     def _loss_and_norm(self, losses: list[Tensor]) -> tuple[float, float]:
         mean = self._mean_over_data(torch.stack(losses).double().mean()) if losses else None
         everyone = gather((mean, squares_in_mesh(self.pipeline)), self.pipeline.group)
         (loss,) = (each for each, _ in everyone if each is not None)  # from the last stage's owner
-        return loss, norm_of(each for _, each in everyone)
+        return loss, norm_of(each for _, each in everyone) / self.pipeline.loss_scale
 
     def _mean_over_data(self, value: Tensor) -> float:
         """The mean of what the owners of this stage have that see different data."""
@@ -166,12 +196,20 @@ class Trainer:
         return metrics
 
 
-def _check_gradients_are_in_grad(stages: Mapping[int, nn.Module]) -> None:
-    for index, stage in stages.items():
-        for name, parameter in stage.named_parameters():
-            if getattr(parameter, "main_grad", None) is not None:
-                raise ValueError(
-                    f"{name} of stage {index} has a main_grad, where W adds its gradient, but the trainer's "
-                    "norm, clipping and optimizer read .grad: leave main_grad out, or step the Pipeline in a "
-                    "loop of yours with an optimizer that reads it"
-                )
+def _check_gradients(
+    pipeline: Pipeline, optimizer: torch.optim.Optimizer, masters: MasterWeights | None
+) -> None:
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in pipeline.named_parameters():
+        if getattr(parameter, "main_grad", None) is None:
+            continue
+        if masters is None or masters.of(parameter) is parameter:
+            raise ValueError(
+                f"{name} has a main_grad, where W adds its gradient, but no master whose gradient it is: "
+                "give the trainer masters=MasterWeights(...) of all stages, or leave main_grad out"
+            )
+        if id(parameter) in optimized:
+            raise ValueError(
+                f"the optimizer updates {name}, whose gradient is its master's: make the optimizer over "
+                "masters.parameters()"
+            )

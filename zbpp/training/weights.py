@@ -5,24 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zbpp.runtime import Pipeline
 from zbpp.runtime.mesh import whole_of
+from zbpp.training.master_weights import MasterWeights
 
 
-def save_weights(folder: Path, pipeline: Pipeline) -> None:
+def save_weights(folder: Path, pipeline: Pipeline, masters: MasterWeights | None = None) -> None:
     """Write stage-0-of-4.safetensors and so on into a folder, each by the rank that owns the stage.
 
     Parameters and buffers, named as `Pipeline.state_dict` names them: all files together are a state dict of
-    the whole model. Of replicas and other copies the first writes, whole tensors. Collective.
+    the whole model. A parameter that has a master is written as its master, in float32. Of replicas and
+    other copies the first writes, whole tensors. Collective.
     """
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)  # another machine may not have the folder yet
     num_stages = pipeline.timetable.num_stages
     for index in pipeline.stages:
-        state = pipeline.state_dict(index)
+        state = pipeline.state_dict(index, keep_vars=True)
+        if masters is not None:
+            state = {
+                name: masters.of(each) if isinstance(each, nn.Parameter) else each
+                for name, each in state.items()
+            }
         path = folder / f"stage-{index:0{len(str(num_stages - 1))}}-of-{num_stages}.safetensors"
         copies = {name: _copied(each) for name, each in state.items() if isinstance(each, Tensor)}
         if pipeline.place.is_first:

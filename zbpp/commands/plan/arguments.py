@@ -46,6 +46,7 @@ COST_OPTIONS = {
     "comm": "a message, ms (0)",
     "saved": "memory held from F until B (1)",
     "deferred": "memory held from B until W (0.5)",
+    "reduce": "sum of the gradients over replicas, once a step, ms (0)",
 }
 
 

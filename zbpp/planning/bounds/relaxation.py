@@ -87,7 +87,7 @@ class Relaxation:
 
 
 def _terms(problem: Problem, stage: int, splits: bool) -> StageTerms:
-    time, _, memory = problem.stage_costs
+    time, memory = problem.stage_costs.duration, problem.stage_costs.memory
     f, b, w, whole = (time[op][stage] for op in (Op.F, Op.B, Op.W, Op.BW))
     saved, deferred = memory[Op.F][stage], -memory[Op.W][stage]
     if not splits:

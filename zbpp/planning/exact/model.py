@@ -5,7 +5,7 @@ the data-flow table, plus the message if that ran on another rank. Each stage's 
 Memory is a stack of intervals: `saved` from the start of F to the end of B, `deferred` from there to the end
 of W. Its height is never above the limit: while an F runs, it is the level after the F; while a B or W runs,
 the level before it. Where a BW can pay, each backward has the choice: a BW is a B of BW's length, followed at
-once by a W without length.
+once by a W without length. A reduction is an interval, too; those of one rank don't overlap.
 
 CP-SAT counts in whole numbers. Times and memory are read as the decimals that they print as
 (18.522 is 18522/1000) and multiplied by the common denominator, which is exact. Where the largest sum would
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import Any
 
-from zbpp.planning.objective import SPAN
+from zbpp.planning.objective import MAKESPAN, SPAN
 from zbpp.planning.problem import Problem
 from zbpp.planning.tolerance import EQUAL
 from zbpp.schedule.dataflow_arrays import op_of, producers, stage_of
@@ -59,11 +59,12 @@ class Model:
     def __init__(self, problem: Problem, cp: Any) -> None:
         self.problem, self.cp, self.model = problem, cp, cp.CpModel()
         time, comm = problem.stage_costs.duration, problem.stage_costs.comm
-        serial = problem.num_microbatches * (sum(map(sum, time.values())) + 2 * sum(comm))
+        reduce = problem.stage_costs.reduce
+        serial = problem.num_microbatches * (sum(map(sum, time.values())) + 2 * sum(comm)) + sum(reduce)
         stages = range(problem.num_stages)
         split = {(op, stage): time[op][stage] for op in (Op.F, Op.B, Op.W) for stage in stages}
         whole = {(Op.BW, stage): time[Op.BW][stage] for stage in stages if problem.whole_pays[stage]}
-        self.grid = Grid([*split.values(), *whole.values(), *comm], serial)
+        self.grid = Grid([*split.values(), *whole.values(), *comm, *reduce], serial)
         self.horizon = self.grid(serial)
         self.time = {op: [self.grid(each) for each in per_stage] for op, per_stage in time.items()}
         self.keys = [(s, k) for s in stages for k in range(problem.num_microbatches)]
@@ -183,7 +184,21 @@ class Model:
             first = opening if self.problem.objective == SPAN else 0
             for end in (self.b_end[stage, last], self.end[stage, last]):
                 self.model.add(value >= end - first)
+        if self.problem.objective == MAKESPAN:
+            for stages in self.problem.stages_of:
+                self._reduce_one_at_a_time(stages, value)
         return value
+
+    def _reduce_one_at_a_time(self, stages: list[int], value: Any) -> None:
+        """In any order: the order in which the stages are complete is as good as any."""
+        last, reductions = self.problem.num_microbatches - 1, []
+        reduce = self.problem.stage_costs.reduce
+        for stage in filter(reduce.__getitem__, stages):  # those whose reduction takes time
+            start, length = self._moment(f"reduce{stage}"), self.grid(reduce[stage])
+            self.model.add(start >= self.end[stage, last])
+            self.model.add(value >= start + length)
+            reductions.append(self.model.new_fixed_size_interval_var(start, length, ""))
+        self.model.add_no_overlap(reductions)
 
     def hint(self, timeline: Timeline) -> None:
         """Let the solver begin at a timeline. Where BW can't pay, a BW becomes B and, at once, its W."""

@@ -34,6 +34,8 @@ def zb_auto(
     Never worse than the best family of this placement that fits, even with a time_limit of 0; stops at
     the lower bound, and when a long stretch of rounds brought nothing. The same arguments and seed
     give the same timetable, unless the time ran out.
+    Reductions: with one stage per rank they count as `simulate` counts them. With more stages the search
+    counts each rank's shortest one, behind the rank's row; `simulate` then says which plan found is best.
     Where BW is shorter than B and W, or holds less, each backward is split or whole as it pays.
     progress(share of time_limit that is spent, best objective so far in ms, lower bound in ms) is called
     about ten times a second, and at the end with a share of 1.

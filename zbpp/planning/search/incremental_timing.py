@@ -5,7 +5,8 @@ As usual in job-shop scheduling, two longest paths through an action say everyth
     from_start   from the start of the plan to the end of the action: when the action ends
     to_end       from the start of the action to the end of a rank's row, less the offset of that rank
 
-The offset is 0 for the makespan; for the span it is the time at which the rank's first F can start.
+The offset is minus the rank's shortest reduction for the makespan; for the span it is the time at which the
+rank's first F can start. See `Problem.offsets`.
 The two paths overlap in the action itself, so the longest path through an action is from_start +
 to_end - duration. The objective is the largest of these; actions that attain it are critical.
 

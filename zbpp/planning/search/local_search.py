@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 
 from zbpp.planning.bounds import bound_of
+from zbpp.planning.complete_stages_early import complete_stages_early
 from zbpp.planning.problem import Plan, Problem
 from zbpp.planning.search.deadline import Deadline
 from zbpp.planning.search.evolve import Population
@@ -16,6 +17,7 @@ from zbpp.planning.search.initial_orders import initial_plans, rebuilt_plans
 from zbpp.planning.search.justify import justify
 from zbpp.planning.search.random_moves import move_at_random
 from zbpp.planning.search.repeat_steady_state import repeat_steady_state
+from zbpp.schedule.simulate import simulate
 
 Progress = Callable[[float, float, float], None]
 
@@ -51,12 +53,13 @@ class LocalSearch:
 
     @property
     def best(self) -> float:
-        """The objective (ms) of the best plan so far."""
+        """The objective (ms) of the best plan so far, or what `Problem.offsets` says of it."""
         return self.pool[0][0]
 
     def run(self) -> Plan:
         """The best plan found; never worse than the best family that fits."""
-        for value, plan in initial_plans(self.problem):
+        starts = list(initial_plans(self.problem))
+        for value, plan in starts:
             self._add(value, plan)
         if self.uses_list_scheduling and not self._finished:
             self._schedule_lists()
@@ -70,7 +73,17 @@ class LocalSearch:
             num_quiet = 0 if self.best < before - self.problem.tolerance else num_quiet + 1
         if self.progress:
             self.progress(1.0, self.best, self.bound)
-        return self.pool[0][1]
+        return self._chosen([plan for _, plan in starts])
+
+    def _chosen(self, starts: list[Plan]) -> Plan:
+        """The best plan of the pool. Where the pool has estimates, `simulate` says which plan is best."""
+        if self.problem.offsets_are_exact:
+            return self.pool[0][1]
+        return min([*(plan for _, plan in self.pool), *starts], key=self._value_when_complete_early)
+
+    def _value_when_complete_early(self, plan: Plan) -> float:
+        timetable = complete_stages_early(self.problem.timetable_of(plan), self.problem.costs)
+        return self.problem.value_of(simulate(timetable, self.problem.costs))
 
     @property
     def _finished(self) -> bool:

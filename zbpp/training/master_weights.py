@@ -1,0 +1,131 @@
+"""Float32 master weights beside 16-bit compute weights, cast once per step.
+
+    W         main_grad += dW          float32; the master's `.grad` is this tensor, not a copy
+    optimizer master, states           float32
+    update    parameter <- master      16 bits; F and B of the next step compute with it
+
+With Adam a parameter has 2 + 4 + 4 + 8 bytes: compute weight, main_grad, master, two states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+
+class MasterWeights:
+    """The float32 weights that an optimizer updates, for parameters that compute in 16 bits.
+
+    parameters: of stages, or of any modules; one that comes twice (a tied one) gets one master. A trainable
+    one gets a float32 master with its present value, and a `main_grad`, where W sums its gradients; then its
+    data are cast to `dtype`. A frozen one is only cast. Integers and buffers stay as they are. Make this
+    object on the device, with weights in float32 and before the first forward.
+
+        masters = MasterWeights(pipeline.parameters(), torch.bfloat16)
+        optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-3)
+        for x, y in batches:
+            masters.zero_grad()
+            pipeline.step(x, target=y)
+            clip_grad_norm_(pipeline, 1.0)
+            optimizer.step()
+            masters.update()
+
+    A parameter that the loss doesn't reach has the gradient 0, not None: weight decay still shrinks it.
+    Raises ValueError for a dtype other than bfloat16 or float16, and for parameters that can't have a master.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+        if dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(f"dtype={dtype}: master weights are for torch.bfloat16 or torch.float16")
+        given = list(dict.fromkeys(parameters))
+        trained = [parameter for parameter in given if parameter.requires_grad]
+        for parameter in trained:
+            _check(parameter)
+        self._masters = {parameter: _master_of(parameter) for parameter in trained}
+        for parameter in given:
+            if parameter.is_floating_point():
+                _cast(parameter, dtype)
+        for parameter, master in self._masters.items():
+            parameter.main_grad = master.grad = torch.zeros_like(master)  # type: ignore[attr-defined]  # zbpp's
+        self._versions = [parameter._version for parameter in trained]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The masters, for an optimizer; with the optimizer's states they are what a checkpoint has to hold.
+
+        Whoever changes a master calls `update` afterwards.
+        """
+        return iter(self._masters.values())
+
+    def of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The parameter's master; of one without a master the parameter itself."""
+        return self._masters.get(parameter, parameter)
+
+    def zero_grad(self) -> None:
+        """Set the gradients to 0; in place of the optimizer's zero_grad, which would part them from W's."""
+        for parameter, master in self._masters.items():
+            master.grad = _main_grad(parameter)
+        grads = [_local(master.grad) for master in self._masters.values() if master.grad is not None]
+        if grads:
+            torch._foreach_zero_(grads)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Cast the masters into the parameters: after the optimizer's step, once.
+
+        Raises RuntimeError if the optimizer had no gradients, or if somebody else changed a parameter.
+        """
+        self._check_gradients()
+        self._check_weights()
+        weights = [_local(parameter) for parameter in self._masters]
+        if weights:
+            torch._foreach_copy_(weights, [_local(master) for master in self._masters.values()])
+        self._versions = [parameter._version for parameter in self._masters]
+
+    def _check_gradients(self) -> None:
+        if any(master.grad is not _main_grad(parameter) for parameter, master in self._masters.items()):
+            raise RuntimeError(
+                "a master's .grad is not its parameter's main_grad, so the optimizer had no gradient: call "
+                "MasterWeights.zero_grad() before each step, not optimizer.zero_grad()"
+            )
+
+    def _check_weights(self) -> None:
+        if [parameter._version for parameter in self._masters] != self._versions:
+            raise RuntimeError(
+                "a parameter was changed (load_state_dict?), but its master was not, and update() would undo "
+                "the change: load weights before MasterWeights is made, or write into the masters"
+            )
+
+
+def _check(parameter: nn.Parameter) -> None:
+    if not parameter.is_floating_point():
+        raise ValueError(f"a trainable parameter of {parameter.dtype} can't have a float32 master: freeze it")
+    if _main_grad(parameter) is not None:
+        raise ValueError("a parameter has a main_grad already: does another MasterWeights hold it?")
+
+
+def _master_of(parameter: nn.Parameter) -> nn.Parameter:
+    """A master with the parameter's value, also with its memory if that is float32: the cast leaves it."""
+    # .data, not .detach(): the two shall not share autograd's count of changes.
+    return nn.Parameter(parameter.data.to(torch.float32))
+
+
+def _main_grad(parameter: nn.Parameter) -> Tensor | None:
+    return getattr(parameter, "main_grad", None)
+
+
+def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Change the dtype of the parameter, which stays the same object."""
+    if type(parameter.data) is Tensor:
+        parameter.data = parameter.data.to(dtype)
+        return
+    # A subclass such as DTensor has its values in a tensor of its own, which `.data` does not change.
+    cast = nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
+    vars(cast).update(vars(parameter))
+    torch.utils.swap_tensors(parameter, cast)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The tensor; of a DTensor the part that this rank holds, in the same memory."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

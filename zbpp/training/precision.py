@@ -1,0 +1,89 @@
+"""What a run computes in, by the words of `precision=`.
+
+                   weights, F, B   gradients   optimizer, its weights   loss scale
+    float32        float32         float32     float32
+    mixed_bfloat16 bfloat16        float32     float32
+    mixed_float16  float16         float32     float32                  dynamic
+    bfloat16       bfloat16        bfloat16    bfloat16
+    float64        float64         float64     float64
+
+Norms and softmax compute in float32 inside torch's kernels, whatever they are given. The loss and the metrics
+of a mixed run get the last stage's output in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+
+class Precision(NamedTuple):
+    """compute: of weights and activations. is_mixed: with float32 masters. is_scaled: the loss is scaled."""
+
+    name: str
+    compute: torch.dtype
+    is_mixed: bool = False
+    is_scaled: bool = False
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype that the optimizer's weights and the buffers have."""
+        return torch.float32 if self.is_mixed else self.compute
+
+    def widened(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function (output, target), in a mixed precision with its output argument cast to float32."""
+        return InFloat32(function) if self.is_mixed else function
+
+
+_ALL = (
+    Precision("float32", torch.float32),
+    Precision("mixed_bfloat16", torch.bfloat16, is_mixed=True),
+    Precision("mixed_float16", torch.float16, is_mixed=True, is_scaled=True),
+    Precision("bfloat16", torch.bfloat16),
+    Precision("float64", torch.float64),
+)
+PRECISIONS = {each.name: each for each in _ALL}
+
+
+def check_device(precision: Precision, device: torch.device) -> None:
+    """Raise ValueError if the device can't compute in this precision."""
+    if device.type == "cuda" and precision.compute == torch.bfloat16:
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            name = torch.cuda.get_device_name(device)
+            raise ValueError(
+                f"precision={precision.name}: {name} has no bfloat16 arithmetic; "
+                "write precision=mixed_float16 or float32"
+            )
+        return
+    try:
+        x = torch.ones(2, 2, dtype=precision.compute, device=device, requires_grad=True)
+        nn.functional.layer_norm(x @ x, (2,)).sum().backward()
+    except RuntimeError as error:  # "not implemented for 'Half'"
+        raise ValueError(
+            f"precision={precision.name}: this torch ({torch.__version__}) can't compute in it on a "
+            f"{device.type} device ({str(error).partition(chr(10))[0]}); write precision=float32"
+        ) from error
+
+
+class InFloat32(nn.Module):
+    """A loss or metrics function (output, target) whose output argument is cast to float32 first.
+
+    A module, so that training and evaluation mode reach a function that is one.
+    """
+
+    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, output: Any, target: Any) -> Any:
+        """The function's result."""
+        return self.function(tree_map(_widened, output), target)
+
+
+def _widened(value: Any) -> Any:
+    is_narrow = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if is_narrow else value
