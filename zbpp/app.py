@@ -151,17 +151,19 @@ def _agreed_job(
     job = job or _build_job(config, build_model(config.model, config.seed), timetable, place.rank)
     check_source_files()
     check_agreement("data (by fingerprint)", job.data.fingerprint)
-    with naming("model"):
-        declare_ties(job.model, job.stages, timetable.num_stages, is_rank_0=here.rank == 0)
     return job
 
 
 def _prepare_stages(
     config: TrainConfig, job: _Job, device: torch.device, precision: Precision, mesh: DeviceMesh | None
 ) -> None:
-    """Move and split the stages, try the data on them, then have them recompute or compile."""
+    """Move, split and tie the stages, try the data on them, then have them recompute or compile."""
     move_stages(job.stages, device, precision)
     split_stages(job.model, job.stages, mesh)
+    place = Place(mesh)
+    with naming("model"):
+        num_stages = job.timetable.num_stages
+        declare_ties(job.model, job.stages, num_stages, is_rank_0=place.rank == 0, group=place.pipeline)
     with naming("data"):
         args, _ = batch_for(job.stages, job.timetable.num_stages, job.data.train, 0, device)
         num_microbatches = job.timetable.num_microbatches

@@ -193,35 +193,55 @@ def test_what_is_declared_as_tied_is_checked():
     timetable, stages = tied()
     stages[1].tied_parameters = {"head.weight": "embedding.weight"}
     Pipeline(stages, timetable, F.cross_entropy)
-    stages[1].head = head()
-    with pytest.raises(ValueError, match="to be tied to embedding.weight, but they are two tensors"):
-        Pipeline(stages, timetable, F.cross_entropy)
-    stages[1].tied_parameters = {"head.weight": "elsewhere"}
-    with pytest.raises(
-        ValueError, match="head.weight is declared to be tied to elsewhere, which no stage has"
-    ):
-        Pipeline(stages, timetable, F.cross_entropy)
-    stages[1].tied_parameters = {"heads.weight": "embedding.weight"}
-    with pytest.raises(ValueError, match="stage 1 declares heads.weight in tied_parameters, but has no such"):
+    stages[1].head = filled(head().double())
+    with pytest.raises(ValueError, match="are tied and on one rank, but they are two tensors: assign one"):
         Pipeline(stages, timetable, F.cross_entropy)
 
 
-def tied_across(rank):
-    timetable = plan("zb_h1", 2, M)
+def test_a_state_dict_with_two_values_for_a_shared_parameter_is_refused():
+    timetable, stages = tied()
+    pipeline = Pipeline(stages, timetable, F.cross_entropy)
+    before = {name: value.clone() for name, value in pipeline.state_dict().items()}
+    torn = {name: value + 1 for name, value in before.items()} | {"head.weight": before["head.weight"]}
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match="different values for embedding.weight of stage 0, head"):
+            pipeline.load_state_dict(torn, strict=strict)
+        assert_close(pipeline.state_dict(), before, tolerance=0)
+    pipeline.load_state_dict({"head.weight": before["head.weight"] + 1}, strict=False)
+    assert torch.equal(stages[0].embedding.weight, before["head.weight"] + 1)
+
+
+def tied_by_name(rank):
+    """Each of two ranks has an embedding, under one name. Names, state and gradients after a step."""
+    timetable, (ids, target) = plan("zb_h1", 2, M), batch()
     stages = parts(timetable, rank)
     if rank == 1:
-        stages[1].tied_parameters = {"head.weight": "embedding.weight"}
-    try:
-        Pipeline(stages, timetable, F.cross_entropy)
-    except ValueError as error:
-        return str(error)
+        stages[1] = TiedByName(range(2, 4), embedding())  # it starts with values of its own
+        stages[1].layers = parts(timetable, rank)[1].layers
+        stages[1].tied_parameters = {"embedding.weight": "embedding.weight"}
+    with Pipeline(stages, timetable, F.cross_entropy) as pipeline:
+        pipeline.load_state_dict(pipeline.state_dict())
+        pipeline.step(ids, target=target)
+        norm = clip_grad_norm_(pipeline, 1e9)
+        return pipeline.state_dict(), {name: p.grad for name, p in pipeline.named_parameters()}, float(norm)
 
 
-def test_parameters_declared_as_tied_across_ranks_are_refused():
-    for told in run_ranks(tied_across, 2):
-        assert told.startswith(
-            "head.weight on rank 1 is declared to be tied to embedding.weight on rank 0: their copies"
-        )
+def test_copies_under_one_name_on_two_ranks_are_one_parameter_under_this_name():
+    (first, of_first, norm), (second, of_second, _) = run_ranks(tied_by_name, 2)
+    model, (ids, target) = filled(TiedInOneProcess(range(4), embedding())), batch()
+    for x, y in zip(ids.chunk(M), target.chunk(M), strict=True):
+        (F.cross_entropy(model(x), y) / M).backward()
+    assert torch.equal(first["embedding.weight"], second["embedding.weight"])
+    assert torch.equal(of_first["embedding.weight"], of_second["embedding.weight"])
+    assert (first | second).keys() == model.state_dict().keys()
+    assert_close(of_first | of_second, {name: p.grad for name, p in model.named_parameters()})
+    expected = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert norm == pytest.approx(float(expected), rel=1e-12)
+
+
+class TiedInOneProcess(TiedByName):
+    def forward(self, x):
+        return super().forward(self.embedding(x))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11, at each coalesce()

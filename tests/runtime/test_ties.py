@@ -1,5 +1,6 @@
-"""A parameter that stages share: trained and counted once on one rank, refused on several."""
+"""Tied parameters: one gradient and one value in all their places, as one Parameter in one process has."""
 
+import re
 import time
 
 import pytest
@@ -8,14 +9,341 @@ import torch.nn.functional as F
 from torch import nn
 
 from helpers.processes import run_ranks
-from zbpp import Pipeline, plan
+from helpers.split import assert_close
+from zbpp import Pipeline, clip_grad_norm_, plan
+from zbpp.autograd import recompute
 from zbpp.models.gpt import Gpt
-from zbpp.runtime.ties import check_ties, shared_parameters
+from zbpp.runtime.shared_parameters import shared_parameters
+from zbpp.runtime.ties import check_alike, check_united, put_together, report_of, ties_of
 from zbpp.training.data import Data
 from zbpp.training.optimizer import adamw
 from zbpp.training.trainer import Trainer
+from zbpp.training.weights import save_weights
 
 VOCAB, HIDDEN, M, STEPS = 11, 6, 4, 5
+SCHEDULES = ("1f1b", "zb_h1", "zb_v", "interleaved_zb")
+
+
+# ---------------------------------------------------------------- four ranks
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Probe(nn.Module):
+    """Mixes in tokens that fit: uses an embedding's weight twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(VOCAB, HIDDEN))
+
+    def forward(self, x):
+        return x + (x @ self.weight.t()).softmax(-1) @ self.weight
+
+
+# In several places: a weight that three places have, one that two layers have, one that is frozen.
+TIED = {
+    "head.weight": "embedding.weight",
+    "probe.weight": "head.weight",
+    "layer_5.linear.weight": "layer_1.linear.weight",
+    "layer_2.linear.weight": "layer_6.linear.weight",
+}
+
+
+class Copies:
+    """Eight parts. Every place of a tied parameter has a tensor of its own, with values of its own."""
+
+    def build_stage(self, index, num_stages):
+        makers = {"embedding": lambda: nn.Embedding(VOCAB, HIDDEN), "probe": Probe}
+        makers["head"] = lambda: nn.Linear(HIDDEN, VOCAB, bias=False)
+        names = ["embedding", "layer_1", "layer_2", "probe", "layer_4", "layer_5", "layer_6", "head"]
+        stage = nn.Sequential()
+        for name in names[8 * index // num_stages : 8 * (index + 1) // num_stages]:
+            stage.add_module(name, makers.get(name, Block)().double())
+        for name, parameter in stage.named_parameters():
+            generator = torch.Generator().manual_seed(sum(map(ord, name)))
+            nn.init.normal_(parameter, std=0.5, generator=generator)
+            parameter.requires_grad_(name not in ("layer_2.linear.weight", "layer_6.linear.weight"))
+        return stage
+
+    def tied(self):
+        return TIED
+
+    def loss(self, output, target):
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def whole():
+    """The model in one process, with one Parameter for all places of a tie: the first place's."""
+    model = Copies().build_stage(0, 1)
+    model.probe.weight = model.head.weight = model.embedding.weight
+    model.layer_5.linear.weight = model.layer_1.linear.weight
+    model.layer_6.linear.weight = model.layer_2.linear.weight
+    return model
+
+
+def batch(step):
+    tokens = torch.randint(VOCAB, (2 * M, 6), generator=torch.Generator().manual_seed(step))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def optimizer_of(parameters):
+    trained = [each for each in parameters if each.requires_grad]
+    return torch.optim.AdamW(trained, lr=0.02, weight_decay=0.1)
+
+
+def in_one_process():
+    """Two steps without zero_grad, clipping, an update; a third step and an update; then evaluation."""
+    model, losses = whole(), []
+    optimizer = optimizer_of(model.parameters())
+    for step in range(3):
+        inputs, target = batch(step)
+        loss = Copies().loss(model(inputs), target)
+        loss.backward()
+        losses.append(loss.item())
+        if step == 1:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
+        if step > 0:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    with torch.no_grad():
+        losses.append(Copies().loss(model(batch(3)[0]), batch(3)[1]).item())
+    return losses, norm, model.state_dict()
+
+
+def on_four_ranks(rank, schedules, folder):
+    """Per schedule what `in_one_process` returns, as this rank has it, and what refuses to load."""
+    found = {}
+    for schedule in schedules:
+        pipeline = Pipeline(Copies(), schedule, num_microbatches=M)
+        if schedule == "zb_h1":
+            for block in (each for stage in pipeline.stages.values() for each in stage.children()):
+                recompute(block)
+        optimizer, losses = optimizer_of(pipeline.parameters()), []
+        for step in range(3):
+            losses += [mean(pipeline.step(batch(step)[0], target=batch(step)[1]))]
+            if step == 1:
+                norm = clip_grad_norm_(pipeline, 0.1).item()
+                pipeline = pipeline.with_timetable(pipeline.timetable)
+            if step > 0:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+        losses.append(mean(pipeline.evaluate(batch(3)[0], target=batch(3)[1])))
+        state = {name: value.clone() for name, value in pipeline.state_dict().items()}
+        num_counted = sum(each.numel() for each in pipeline.counted_parameters())
+        found[schedule] = losses, norm, state, num_counted, said_on_loading(pipeline)
+    save_weights(folder, pipeline)
+    pipeline.close()
+    return found
+
+
+def mean(losses):
+    return float(sum(losses) / len(losses)) if losses else None
+
+
+def said_on_loading(pipeline):
+    """Load what fits; return what is said about two values of one parameter: in a whole state, in parts."""
+    model, said = whole(), []
+    own = pipeline.state_dict()
+    torn = {**model.state_dict(), "head.weight": torch.ones(VOCAB, HIDDEN).double()}
+    for state in (torn, {name: torn[name] for name in own}):
+        try:
+            pipeline.load_state_dict(state)
+        except RuntimeError as error:
+            said.append(str(error))
+    pipeline.load_state_dict({name: value for name, value in model.state_dict().items() if name in own})
+    loaded = pipeline.state_dict()
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.items())
+    pipeline.load_state_dict({}, strict=False)
+    return said
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("weights")
+    return run_ranks(on_four_ranks, 4, SCHEDULES, folder, timeout=200), folder
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return in_one_process()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_copies_on_four_ranks_are_trained_as_one_parameter_in_one_process(schedule, four_ranks, expected):
+    """Three places of one weight, two layers with one, a frozen one; names of a chain, in any order."""
+    losses, norm, state = expected
+    merged, num_counted = {}, 0
+    for found in four_ranks[0]:
+        own_losses, own_norm, own_state, own_counted, _ = found[schedule]
+        assert own_norm == pytest.approx(norm, rel=1e-12)
+        assert own_losses in ([None] * 4, pytest.approx(losses, rel=1e-12))
+        assert_close(own_state, {name: state[name] for name in own_state}, tolerance=1e-11)
+        merged |= own_state
+        num_counted += own_counted
+    assert merged.keys() == state.keys()
+    assert_close(merged, state, tolerance=1e-11)
+    # Copies are equal to the last bit.
+    assert torch.equal(merged["probe.weight"], merged["embedding.weight"])
+    assert torch.equal(merged["head.weight"], merged["embedding.weight"])
+    assert num_counted == sum(each.numel() for each in whole().parameters())
+
+
+def test_two_values_for_one_parameter_are_refused_on_every_rank_and_nothing_is_loaded(four_ranks):
+    for found in four_ranks[0]:
+        for *_, said in found.values():
+            assert said == [said[0]] * 2
+            assert said[0].startswith("the state dict has different values for embedding.weight of stage 0, ")
+
+
+def test_saved_weights_are_a_state_dict_of_the_whole_model(four_ranks):
+    from safetensors.torch import load_file
+
+    state = {name: value for each in four_ranks[1].iterdir() for name, value in load_file(each).items()}
+    assert_close(state, whole().state_dict(), tolerance=0)
+
+
+# ---------------------------------------------------------------- one process
+
+
+def reports(*ranks):
+    return put_together([report_of(stages) for stages in ranks])
+
+
+def refusal(*ranks, named=None):
+    """What is said about the stages of some ranks."""
+    with pytest.raises(ValueError, match="stage|tied") as refused:
+        resolve(ranks, named)
+    return str(refused.value)
+
+
+def resolve(ranks, named):
+    everyone = reports(*ranks)
+    ties = ties_of(everyone, named)
+    check_united(ties, everyone.facts)
+    check_alike(ties, everyone.facts)
+
+
+def linear(declared=None, size=(2, 3), dtype=torch.float32, **modules):
+    stage = nn.ModuleDict({"a": nn.Linear(*size, bias=False, dtype=dtype), **modules})
+    if declared is not None:
+        stage.tied_parameters = declared
+    return stage
+
+
+A_TO_FIRST = {"a.weight": (0, "a.weight")}
+
+
+def test_ties_join_whatever_way_they_are_declared():
+    stages = [linear() for _ in range(5)]
+    stages[1].tied_parameters = A_TO_FIRST
+    stages[2].tied_parameters = {"a.weight": (1, "a.weight")}  # a chain
+    stages[3].b = nn.Linear(2, 3, bias=False)
+    stages[3].tied_parameters = {"b.weight": (2, "a.weight")}
+    stages[4].tied_parameters = {"a.weight": "b.weight"}
+    stages[0].tied_parameters = {"a.weight": (1, "a.weight")}  # both ways
+    everyone = reports({0: stages[0], 3: stages[3]}, {1: stages[1], 2: stages[2]}, {4: stages[4]})
+    expected = [((0, "a.weight"), (1, "a.weight"), (2, "a.weight"), (3, "b.weight"), (4, "a.weight"))]
+    assert ties_of(everyone) == expected
+    assert ties_of(reports({0: stages[0]}, {1: linear()}), {"a.weight": "a.weight"}) == [
+        ((0, "a.weight"), (1, "a.weight"))
+    ]
+
+
+def test_one_parameter_in_several_places_of_a_rank_is_a_tie_and_equal_identities_of_ranks_are_not():
+    one, other = linear(), linear()
+    other.b = one.a
+    everyone = reports({0: one, 1: other}, {2: one})
+    assert ties_of(everyone) == [((0, "a.weight"), (1, "b.weight"))]
+
+
+@pytest.mark.parametrize(
+    "ranks, message",
+    [
+        (
+            lambda: [{0: linear()}, {1: linear({"b.weight": "a.weight"})}],
+            "declares b.weight in tied_parameters, but",
+        ),
+        (
+            lambda: [{0: linear()}, {1: linear({"a.weight": "b.weight"})}],
+            "stage 1 declares a.weight to be tied to b.weight, which no stage has",
+        ),
+        (
+            lambda: [{0: linear({"a.weight": "a.weight"})}],
+            "stage 0 declares a.weight to be tied to a.weight, which no other stage has",
+        ),
+        (
+            lambda: [{0: linear({"a.weight": (1, "b.weight")})}, {1: linear()}],
+            "to be tied to (1, 'b.weight'), which stage 1 does not have",
+        ),
+        (lambda: [{0: linear(A_TO_FIRST)}], "to be tied to (0, 'a.weight'), which is itself"),
+        (
+            lambda: [{0: linear(), 1: linear()}, {2: linear({"a.weight": "a.weight"})}],
+            "which stages 0, 1 have: write the stage, too, {'a.weight': (0, 'a.weight')}",
+        ),
+        (
+            lambda: [{0: linear({"a.weight": 3})}],
+            "write a dict from a name of this stage to a name of",
+        ),
+        (lambda: [{0: linear(["a.weight"])}], "stage 0 has tied_parameters=['a.weight']: write a dict"),
+        (
+            lambda: [{0: linear()}, {1: linear(A_TO_FIRST, size=(2, 4))}],
+            "a.weight of stage 0 and a.weight of stage 1 are tied, but of different shape, [3, 2] and [4, 2]",
+        ),
+        (
+            lambda: [{0: linear()}, {1: linear(A_TO_FIRST, dtype=torch.float64)}],
+            "of different dtype, torch.float32 and torch.float64",
+        ),
+        (
+            lambda: [{0: linear()}, {1: linear(A_TO_FIRST).requires_grad_(False)}],
+            "one of them is frozen: freeze all of them, or none",
+        ),
+        (
+            lambda: [
+                {0: nn.ModuleDict({"a": nn.Embedding(3, 2, sparse=True)})},
+                {1: linear(A_TO_FIRST)},
+            ],
+            "on several ranks, which can't sum sparse gradients: write sparse=False",
+        ),
+        (
+            lambda: [{0: linear(), 1: linear(A_TO_FIRST)}],
+            "a.weight of stage 0 and a.weight of stage 1 are tied and on one rank, but they are two tensors",
+        ),
+        (  # by way of another rank's stage
+            lambda: [{0: linear(), 2: linear({"a.weight": (1, "a.weight")})}, {1: linear(A_TO_FIRST)}],
+            "a.weight of stage 0 and a.weight of stage 2 are tied and on one rank, but they are two tensors",
+        ),
+    ],
+)
+def test_ties_that_are_impossible_are_refused(ranks, message):
+    assert message in refusal(*ranks())
+
+
+def test_a_name_in_tied_that_no_stage_has_is_refused():
+    assert refusal({0: linear()}, named={"head.weight": "a.weight"}) == (
+        "tied() ties head.weight to a.weight, but no stage has head.weight"
+    )
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_a_rank_that_has_all_places_gets_one_parameter(num_stages):
+    """In a V and inside of a stage: as many parameters as in one process, with the first place's values."""
+    pipeline = Pipeline(Copies(), plan("interleaved_zb", 1, M, stages_per_rank=num_stages), seed=0)
+    assert_close(pipeline.state_dict(), whole().state_dict(), tolerance=0)
+    assert len(list(pipeline.parameters())) == len(list(whole().parameters()))
+    inputs, target = batch(0)
+    pipeline.step(inputs, target=target)
+    model = whole()
+    Copies().loss(model(inputs), target).backward()
+    expected = {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
+    found = {name: each.grad for name, each in pipeline.named_parameters() if each.requires_grad}
+    assert_close(found, expected)
 
 
 class TiedLm:
@@ -48,66 +376,62 @@ class Tokens:
         return tokens[:, :-1], tokens[:, 1:]
 
 
-def test_a_parameter_shared_by_two_stages_of_a_rank_is_updated_clipped_and_counted_once():
-    """In a V: AdamW stepped twice over it, its gradient was scaled twice and stood twice in the norm."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        model, timetable = TiedLm(), plan("zb_v", 1, M)
-        stages = {index: model.build_stage(index, 2) for index in range(2)}
-        pipeline = Pipeline(stages, timetable, model.loss)
-        trainer = Trainer(
-            pipeline=pipeline,
-            optimizer=adamw(
-                pipeline.parameters(), learning_rate=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
-            ),
-            data=Data(Tokens(), Tokens(), 0, 1, fingerprint=""),
-            learning_rate=lambda step: 1.0,
-            clip_norm=0.5,
-        )
-        plain = TiedLm().build_stage(0, 1)
-        parameters = list(plain.parameters())
-        groups = [
-            {"params": [p for p in parameters if p.dim() == 2], "weight_decay": 0.1},
-            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95))
-        for metrics in trainer.run(STEPS):
-            inputs, target = Tokens().batch(metrics["step"] - 1)
-            optimizer.zero_grad()
-            loss = model.loss(plain(inputs), target)
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(parameters, 0.5)
-            assert norm > 0.5
-            optimizer.step()
-            assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-6)
-            assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
-        merged = {name: p for stage in stages.values() for name, p in stage.state_dict().items()}
-        for name, expected in plain.state_dict().items():
-            torch.testing.assert_close(merged[name], expected, rtol=1e-5, atol=1e-7, msg=name)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def refusals(rank):
-    """What is said for each placement (rank_of), on each rank."""
-    said = []
-    for rank_of in ((0, 1), (0, 1, 1, 0)):
-        try:
-            check_ties(TiedLm().build_stage, rank_of, is_rank_0=rank == 0)
-            said.append("")
-        except ValueError as error:
-            said.append(str(error))
-    return said
-
-
-def test_a_parameter_shared_across_ranks_is_refused_on_every_rank_and_in_a_v_is_not():
-    first, second = run_ranks(refusals, 2)
-    assert first == second
-    assert first[0].startswith(
-        "embedding.weight of stage 0 and head.weight of stage 1 are one parameter, but ranks 0 and 1 would "
-        "train a copy each: choose a schedule that puts both stages on one rank"
+def trained(rank, num_ranks, schedule):
+    """Loss and norm of each step of the trainer, and the weights at the end."""
+    model = TiedLm()
+    for parameter in (*model.embedding.parameters(), *nn.ModuleList(model.layers).parameters()):
+        parameter.data = parameter.data.double()
+    pipeline = Pipeline(model, plan(schedule, num_ranks, M), model.loss)
+    trainer = Trainer(
+        pipeline=pipeline,
+        optimizer=adamw(
+            pipeline.parameters(), learning_rate=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+        ),
+        data=Data(Tokens(), Tokens(), 0, 1, fingerprint=""),
+        learning_rate=lambda step: 1.0,
+        clip_norm=0.5,
     )
-    assert first[1] == ""
+    metrics = [(each["loss"], each["grad_norm"]) for each in trainer.run(STEPS)]
+    return metrics, pipeline.state_dict()
+
+
+def trained_in_one_process():
+    model = TiedLm()
+    plain = model.build_stage(0, 1).double()
+    parameters, metrics = list(plain.parameters()), []
+    groups = [
+        {"params": [p for p in parameters if p.dim() == 2], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95))
+    for step in range(STEPS):
+        inputs, target = Tokens().batch(step)
+        optimizer.zero_grad()
+        loss = model.loss(plain(inputs), target)
+        loss.backward()
+        norm = nn.utils.get_total_norm([each.grad for each in parameters]).item()
+        for each in parameters:
+            each.grad *= 0.5 / norm  # torch's clip_grad_norm_ divides by norm + 1e-6
+        metrics.append((loss.item(), norm))
+        optimizer.step()
+    return metrics, plain.state_dict()
+
+
+@pytest.mark.parametrize("schedule, num_ranks", [("zb_v", 1), ("zb_h1", 2)])
+def test_shared_parameters_are_updated_clipped_and_counted_once_by_the_trainer(schedule, num_ranks):
+    """In a V: AdamW stepped twice over one, its gradient was scaled twice and stood twice in the norm."""
+    expected, weights = trained_in_one_process()
+    assert all(norm > 0.5 for _, norm in expected)
+    merged = {}
+    for metrics, state in run_ranks(trained, num_ranks, num_ranks, schedule):
+        merged |= state
+        for (loss, norm), (expected_loss, expected_norm) in zip(metrics, expected, strict=True):
+            assert loss == pytest.approx(expected_loss, rel=1e-12)
+            assert norm == pytest.approx(expected_norm, rel=1e-12)
+    assert_close(merged, weights, tolerance=1e-9)
+
+
+# ---------------------------------------------------------------- found by building on the meta device
 
 
 class Lazy(TiedLm):
@@ -157,3 +481,86 @@ def test_a_main_grad_is_refused_since_the_trainer_reads_grad():
             data=Data(Tokens(), Tokens(), 0, 1, fingerprint=""),
             learning_rate=lambda step: 1.0,
         )
+
+
+# ---------------------------------------------------------------- two ranks: refusals, and a step that fails
+
+
+class Refused(TiedLm):
+    def __init__(self, tied):
+        super().__init__()
+        self.tied = tied
+
+
+def stages_of(rank, declared=None):
+    model = TiedLm()
+    model.head.weight = nn.Parameter(torch.zeros(VOCAB, HIDDEN))
+    stage = model.build_stage(rank, 2)
+    if rank == 1:
+        stage.tied_parameters = {"head.weight": "embedding.weight"} if declared is None else declared
+    return {rank: stage}
+
+
+def failing(rank):
+    if rank == 1:
+        raise KeyError("tied() fails on one rank")
+    return {}
+
+
+def with_two_ranks(rank):
+    """What is said on this rank; then the gradients after a step that failed and one that did not."""
+    said, timetable = [], plan("zb_h1", 2, M)
+    for given in (
+        lambda: stages_of(rank, declared={"head.weight": "elsewhere"}),
+        lambda: stages_of(rank, declared={"head.weight": 3}),
+        lambda: Refused(lambda: failing(rank)),
+        lambda: Refused(lambda: {"head.weight": "elsewhere"}),
+    ):
+        try:
+            Pipeline(given(), timetable, TiedLm().loss)
+        except ValueError as error:
+            said.append(str(error))
+    stages = stages_of(rank)
+    inputs, target = Tokens().batch(0)
+    if rank == 1:
+        stages[1].head.weight.main_grad = torch.zeros(VOCAB, HIDDEN, dtype=torch.float64)
+    try:
+        Pipeline(stages, timetable, TiedLm().loss).step(inputs, target=target)
+    except ValueError as error:
+        said.append(str(error))
+    stages[rank].zero_grad()
+    if rank == 1:
+        del stages[1].head.weight.main_grad
+    try:
+        Pipeline(stages, timetable, lambda output, target: output.nothing).step(inputs, target=target)
+    except (AttributeError, RuntimeError):
+        stages[rank].zero_grad()
+    alone = Pipeline({0: nn.Linear(2, 2)}, plan("gpipe", 1, 2 + rank), F.mse_loss)  # of this process only
+    alone = alone.with_timetable(plan("1f1b", 1, 2 + rank))
+    alone.step(torch.zeros(6, 2), target=torch.zeros(6, 2))
+    with Pipeline(stages, timetable, TiedLm().loss) as pipeline:
+        pipeline.step(inputs, target=target)
+        return said, {name: each.grad for name, each in pipeline.named_parameters()}
+
+
+def test_ties_are_refused_on_every_rank_and_a_step_that_failed_leaves_nothing():
+    (first, grads), (second, others) = run_ranks(with_two_ranks, 2)
+    assert first == second
+    for said, message in zip(
+        first,
+        (
+            "stage 1 declares head.weight to be tied to elsewhere, which no stage has",
+            "stage 1 has tied_parameters={'head.weight': 3}: write a dict",
+            "ties of Refused: KeyError: 'tied() fails on one rank'",
+            "tied() ties head.weight to elsewhere, but no stage has elsewhere",
+            "different gradients of tied parameters:\n  embedding.weight of stage 0 and head.weight of "
+            "stage 1: 'torch.float32' on rank 0; 'torch.float64' on rank 1",
+        ),
+        strict=True,
+    ):
+        assert re.search(re.escape(message), said)
+    model, (inputs, target) = TiedLm(), Tokens().batch(0)
+    whole = model.build_stage(0, 1)
+    model.loss(whole(inputs), target).backward()
+    expected = {name: each.grad for name, each in whole.named_parameters(remove_duplicate=False)}
+    assert_close(grads | others, expected, tolerance=1e-4)

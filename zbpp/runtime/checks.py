@@ -16,9 +16,18 @@ from torch import nn
 from zbpp.runtime.arguments import built_stages, device_for_messages, model_of
 from zbpp.runtime.groups import unique_name
 from zbpp.runtime.mesh import TENSOR, Place
-from zbpp.runtime.parameters import check_declared_ties, names_of
+from zbpp.runtime.parameters import Names, names_of
 from zbpp.runtime.tensor_parallel import has_split_parameters
-from zbpp.runtime.ties import Declared, Tie, declare_ties, declared_by, ties_between
+from zbpp.runtime.ties import (
+    Tie,
+    TieReport,
+    check_alike,
+    check_united,
+    declare_ties,
+    put_together,
+    report_of,
+    ties_of,
+)
 from zbpp.runtime.world import check_equal, gather
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel
@@ -35,12 +44,12 @@ _WRAPPERS = {
 class Agreed(NamedTuple):
     """What every rank knows after the check.
 
-    stages: this rank's. names: per rank, {stage: the names in its state_dict}. ties: of all ranks. key: the
-    same on every rank of the pipeline, and unique in the job.
+    stages: this rank's. names: per rank, `names_of` its stages. ties: of all ranks. key: the same on every
+    rank of the pipeline, and unique in the job.
     """
 
     stages: dict[int, nn.Module]
-    names: list[dict[int, list[str]]]
+    names: list[Names]
     ties: list[Tie]
     key: str
 
@@ -51,8 +60,7 @@ class _Report:
 
     refusal: str = ""
     stages: list[int] = field(default_factory=list)
-    names: dict[int, list[str]] = field(default_factory=dict)
-    tied: dict[int, Declared] = field(default_factory=dict)
+    names: Names = field(default_factory=dict)
     shapes: str = ""  # of the parameters, with their names and dtypes; as a hash
     key: str = field(default_factory=unique_name)
 
@@ -100,7 +108,7 @@ def agree_on_stages(
     names, model = [each.names for each in reports], model_of(given)
     if model is not None:
         declare_ties(model, stages, timetable.num_stages, is_rank_0=rank == 0, group=place.pipeline)
-    return Agreed(stages, names, _agreed_ties(stages, names, place), reports[0].key)
+    return Agreed(stages, names, _agreed_ties(stages, place), reports[0].key)
 
 
 def _refusal(reports: Sequence[_Report], timetable: Timetable) -> str:
@@ -114,18 +122,27 @@ def _refusal(reports: Sequence[_Report], timetable: Timetable) -> str:
     return ""
 
 
-def _agreed_ties(
-    stages: Mapping[int, nn.Module], names: Sequence[Mapping[int, list[str]]], place: Place
-) -> list[Tie]:
-    """The ties of all ranks. Raises ValueError everywhere if a declaration is wrong. Collective."""
-    refusal = ""
+def _agreed_ties(stages: Mapping[int, nn.Module], place: Place) -> list[Tie]:
+    """The ties of all ranks. Raises ValueError on every process if one is impossible. Collective."""
+    refusal, report, ties = "", TieReport({}, {}), list[Tie]()
     try:
-        check_declared_ties(stages)
+        report = report_of(stages)
     except ValueError as error:
         refusal = str(error)
-    declared = {index: dict(declared_by(stage)) for index, stage in stages.items()}
-    _raise_first(place.gather(refusal), None)
-    return ties_between(gather(declared, place.pipeline), names)
+    told = gather((refusal, report), place.pipeline)
+    try:
+        _raise_first([each for each, _ in told], None)
+        everyone = put_together([each for _, each in told])
+        ties = ties_of(everyone)
+        check_united(ties, everyone.facts)
+        check_alike(ties, everyone.facts)
+    except ValueError as error:
+        refusal = str(error)
+    of_all = place.gather((refusal, ties))
+    _raise_first([each for each, _ in of_all], None)
+    if any(other != ties for _, other in of_all):
+        raise ValueError("copies of the pipeline tie different parameters: declare the same on all of them")
+    return ties
 
 
 def _raise_first(refusals: Iterable[str], cause: Exception | None) -> None:

@@ -2,40 +2,53 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from zbpp.runtime.ties import declared_by
+from zbpp.runtime.mesh import local_of
+from zbpp.runtime.ties import Tie
+from zbpp.runtime.world import gather
 
 _LOSS = "loss."
+
+Names = dict[int, dict[str, int]]
+"""{stage: {name in its state_dict: the first stage of the rank that has this tensor under this name}}."""
 
 
 class StageParameters:
     """Parameters and state of this rank's stages.
 
     A stage uses the names of the whole model (see zbpp/stage_api.py), and they are kept here. If two stages
-    of the pipeline use one name for different tensors, every name gets `stages.{index}.` in front. The names
-    of a loss that is a module get `loss.` in front.
+    of the pipeline use one name for different parameters or buffers, every name gets `stages.{index}.` in
+    front. The names of a loss that is a module get `loss.` in front.
 
-    stages: this rank's. all_names: per rank, `names_of` its stages. loss: the loss function, on the rank that
-    computes the loss.
+    stages: this rank's. all_names: per rank, `names_of` its stages. ties: of all ranks. group: the
+    pipeline's. loss: the loss function, on the rank that computes the loss.
     """
 
     def __init__(
         self,
         stages: Mapping[int, nn.Module],
-        all_names: Sequence[Mapping[int, Iterable[str]]],
+        all_names: Sequence[Names],
+        ties: Sequence[Tie],
+        group: dist.ProcessGroup | None,
         loss: object = None,
     ) -> None:
         self._stages = dict(sorted(stages.items()))
+        self._ties, self._group = ties, group
         self._loss = loss if isinstance(loss, nn.Module) else nn.Module()
-        everyone = [(index, name) for names in all_names for index in names for name in names[index]]
-        counts = Counter(name for _, name in everyone)
-        self._is_prefixed = any(count > 1 for count in counts.values())
-        self._known = {f"{self._prefix(index)}{name}" for index, name in everyone}
+        rank_of = {index: rank for rank, names in enumerate(all_names) for index in names}
+        self._has_copies = any(len({rank_of[index] for index, _ in tie}) > 1 for tie in ties)
+        self._is_prefixed = _has_homonyms(all_names, ties)
+        self._known = {
+            f"{self._prefix(index)}{name}" for names in all_names for index in names for name in names[index]
+        }
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Each parameter once, in stage order; a parameter that stages share comes under its first name."""
@@ -49,28 +62,38 @@ class StageParameters:
             if id(parameter) not in seen:
                 yield f"{_LOSS}{name}", parameter
 
-    def state_dict(self, *, keep_vars: bool = False) -> dict[str, Any]:
-        """Parameters and persistent buffers, as `nn.Module.state_dict` gives them."""
+    def state_dict(self, stage: int | None = None, *, keep_vars: bool = False) -> dict[str, Any]:
+        """Parameters and persistent buffers, as `nn.Module.state_dict` gives them.
+
+        stage: of this stage alone; None: of all this rank's, and of the loss.
+        """
+        if stage is not None:
+            return self._stages[stage].state_dict(prefix=self._prefix(stage), keep_vars=keep_vars)
         state: dict[str, Any] = {}
-        for index, stage in self._stages.items():
-            state |= stage.state_dict(prefix=self._prefix(index), keep_vars=keep_vars)
+        for index in self._stages:
+            state |= self.state_dict(index, keep_vars=keep_vars)
         return state | self._loss.state_dict(prefix=_LOSS, keep_vars=keep_vars)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Load this rank's part of `state`, which may be the whole model's.
 
         Raises RuntimeError, before anything is loaded, if a name of this rank is missing, or is one that
-        no stage of the pipeline has; strict=False loads what is there.
+        no stage of the pipeline has; strict=False loads what is there. Raises it, too, for tied parameters
+        that would get different values. Collective if ranks have copies of a parameter: then all ranks raise.
         """
-        mine = {index: stage.state_dict(prefix=self._prefix(index)) for index, stage in self._stages.items()}
+        mine = {index: self.state_dict(index) for index in self._stages}
         of_loss = self._loss.state_dict(prefix=_LOSS)
         missing = [name for names in (*mine.values(), of_loss) for name in names if name not in state]
         unknown = [name for name in state if name not in self._known and not name.startswith(_LOSS)]
+        refusal = ""
         if strict and (missing or unknown):
-            raise RuntimeError(
+            refusal = (
                 f"the state dict does not fit this pipeline: missing here: {missing or 'nothing'}; belonging "
                 f"to no stage: {unknown or 'nothing'}. strict=False loads the rest"
             )
+        told = [(refusal, self._digests(state))]
+        told = gather(told[0], self._group) if self._has_copies else told
+        _refuse(refusal, *(each for each, _ in told), _unequal(self._ties, [each for _, each in told]))
         for index, names in mine.items():
             length = len(self._prefix(index))
             part = {name[length:]: state[name] for name in names if name in state}
@@ -78,40 +101,64 @@ class StageParameters:
         part = {name.removeprefix(_LOSS): state[name] for name in of_loss if name in state}
         self._loss.load_state_dict(part, strict=strict)
 
+    def _digests(self, state: Mapping[str, Any]) -> list[set[str]]:
+        """Per tie, the digests of the values that this rank would have after loading `state`."""
+        digests = []
+        for tie in self._ties:
+            here = {f"{self._prefix(i)}{name}": (i, name) for i, name in tie if i in self._stages}
+            given = {name: state[name] for name in here if name in state}
+            parameters = [self._stages[i].get_parameter(name) for i, name in here.values()]
+            values = list(given.values()) or parameters[:1]
+            digests.append({_digest(value, parameters[0].dtype) for value in values})
+        return digests
+
     def _prefix(self, index: int) -> str:
         return f"stages.{index}." if self._is_prefixed else ""
 
 
-def names_of(stages: Mapping[int, nn.Module]) -> dict[int, list[str]]:
-    """{stage: the names in its state_dict}; a tensor that two stages share under one name is listed once."""
-    seen: set[tuple[str, int]] = set()
-    names: dict[int, list[str]] = {}
-    for index, stage in sorted(stages.items()):
-        entries = {(name, id(value)) for name, value in _state(stage).items()}
-        names[index] = sorted(name for name, _ in entries - seen)
-        seen |= entries
-    return names
-
-
-def check_declared_ties(stages: Mapping[int, nn.Module]) -> None:
-    """Raise ValueError if this rank's stages contradict what they declare in `tied_parameters`."""
-    ids = {
-        index: {name: id(value) for name, value in _state(stage).items()} for index, stage in stages.items()
+def names_of(stages: Mapping[int, nn.Module]) -> Names:
+    """The names in the state_dicts of these stages."""
+    first: dict[tuple[str, int], int] = {}
+    return {
+        index: {name: first.setdefault((name, id(value)), index) for name, value in _state(stage).items()}
+        for index, stage in sorted(stages.items())
     }
-    for index, stage in stages.items():
-        for name, other in declared_by(stage).items():
-            if name not in ids[index]:
-                raise ValueError(
-                    f"stage {index} declares {name} in tied_parameters, but has no such parameter"
-                )
-            owners, other_name = (ids, other) if isinstance(other, str) else ([other[0]], other[1])
-            here = {ids[owner][other_name] for owner in owners if other_name in ids.get(owner, {})}
-            if here and ids[index][name] not in here:
-                raise ValueError(
-                    f"stage {index} declares {name} to be tied to {other_name}, but they are two tensors: "
-                    "assign one Parameter to both modules"
-                )
 
 
 def _state(stage: nn.Module) -> dict[str, Tensor]:
     return stage.state_dict(keep_vars=True)
+
+
+def _has_homonyms(all_names: Sequence[Names], ties: Sequence[Tie]) -> bool:
+    """Whether two stages use one name for different tensors."""
+    owner = {place: tie[0] for tie in ties for place in tie}
+    found: dict[str, object] = {}
+    for index, names in chain.from_iterable(each.items() for each in all_names):
+        for name, first in names.items():
+            tensor = owner.get((index, name), (first, name))
+            if found.setdefault(name, tensor) != tensor:
+                return True
+    return False
+
+
+def _digest(value: Tensor, dtype: torch.dtype) -> str:
+    numbers = local_of(value.detach()).to("cpu", dtype).contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(numbers.numpy().tobytes()).hexdigest()
+
+
+def _unequal(ties: Sequence[Tie], digests: Sequence[Sequence[set[str]]]) -> str:
+    """What is wrong if the places of a tie get different values, or nothing. digests: per rank, per tie."""
+    for number, tie in enumerate(ties):
+        if len(set().union(*(each[number] for each in digests))) > 1:
+            places = ", ".join(f"{name} of stage {index}" for index, name in tie)
+            return (
+                f"the state dict has different values for {places}, which are one parameter of the model: "
+                "give all of them the values of one"
+            )
+    return ""
+
+
+def _refuse(*refusals: str) -> None:
+    for refusal in refusals:
+        if refusal:
+            raise RuntimeError(refusal)

@@ -103,7 +103,7 @@ class Pipeline:
         self.stages = dict(sorted(agreed.stages.items()))
         computes_loss = timetable.rank_of[-1] == self.rank
         self._parameters = StageParameters(
-            self.stages, agreed.names, self._loss_fn if computes_loss else None
+            self.stages, agreed.names, agreed.ties, self.group, self._loss_fn if computes_loss else None
         )
         self.device = device_of(self.stages.values(), self.group)
         tied = TiedGradients(agreed.ties, self.stages, timetable.rank_of, self.rank, self.group, timeout)
@@ -143,15 +143,19 @@ class Pipeline:
         """
         return self._parameters.named()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Parameters and persistent buffers of this rank's stages, under those names."""
-        return self._parameters.state_dict()
+    def state_dict(self, stage: int | None = None, *, keep_vars: bool = False) -> dict[str, Any]:
+        """Parameters and persistent buffers under those names: of one stage of this rank, or of all.
+
+        keep_vars: as in `nn.Module.state_dict`.
+        """
+        return self._parameters.state_dict(stage, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
         """Load this rank's part of a state dict, which may be the whole model's.
 
         Raises RuntimeError, before anything is loaded, if a name of this rank is missing or one belongs to no
-        stage of the pipeline; not if strict=False.
+        stage of the pipeline; not if strict=False. Raises it, too, if tied parameters would get different
+        values. Collective if ranks have copies of a tied parameter.
         """
         self._parameters.load_state_dict(state_dict, strict=strict)
 

@@ -62,7 +62,8 @@ class AllReduce:
     def __init__(
         self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, *, average: bool, what: str
     ) -> None:
-        self._parameters = [each for each in parameters if each.requires_grad]
+        self._all = list(parameters)
+        self._parameters: list[nn.Parameter] = []  # those that are trained in this step
         self._group, self._what = group, what
         self._divisor = dist.get_world_size(group) if average else 1
         self._gradients: list[Tensor] = []  # of each parameter, or zeros
@@ -76,6 +77,7 @@ class AllReduce:
 
     def start(self, ended: Ended | None = None) -> None:
         """Start to reduce."""
+        self._parameters = [each for each in self._all if each.requires_grad]
         if not self._parameters:
             return
         totals = [total_of(parameter) for parameter in self._parameters]

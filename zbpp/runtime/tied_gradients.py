@@ -11,16 +11,17 @@ replica that was averaged first would have to know which part of its gradient wa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import nn
 
-from zbpp.autograd.leaf_grad import total_of
+from zbpp.autograd.leaf_grad import grad_dtype, total_of
 from zbpp.runtime.groups import close_groups, group_of, unique_name
 from zbpp.runtime.mesh import copy_from
 from zbpp.runtime.reduce import AllReduce
-from zbpp.runtime.ties import Tie
-from zbpp.runtime.world import broadcast
+from zbpp.runtime.ties import Tie, text_of
+from zbpp.runtime.world import broadcast, check_agreement
 
 
 class TiedGradients:
@@ -28,6 +29,9 @@ class TiedGradients:
 
     ties: of all ranks. Collective over the pipeline's group: makes a group for each set of ranks that have
     copies, and gives all copies the first one's values.
+
+    parameters: all of them. copies: those that another rank owns. A copy begins each step with a gradient of
+    zero; so what the caller adds to gradients before a step has to be added on the owner.
     """
 
     def __init__(
@@ -39,29 +43,33 @@ class TiedGradients:
         group: dist.ProcessGroup | None,
         timeout: float,
     ) -> None:
-        self.parameters: list[nn.Parameter] = []
-        self.copies: list[nn.Parameter] = []  # those that another rank owns
-        self._groups: list[dist.ProcessGroup] = []
-        self._sums: list[AllReduce] = []
         across = [tie for tie in ties if len(_ranks(tie, rank_of)) > 1]
         prefix = broadcast(unique_name(), group) if across else ""
+        self._shared: list[_Shared] = []
         for ranks in sorted({_ranks(tie, rank_of) for tie in across}):
             together = group_of(ranks, group, f"{prefix}/tied_{ranks}", timeout)
-            if together is None:
-                continue
-            mine = [tie for tie in across if _ranks(tie, rank_of) == ranks]
-            parameters = [_parameter(tie, stages) for tie in mine]
-            owners = [rank_of[tie[0][0]] for tie in mine]
-            for parameter, owner in zip(parameters, owners, strict=True):
-                copy_from(ranks.index(owner), parameter, together)
-            self.copies += [each for each, owner in zip(parameters, owners, strict=True) if owner != rank]
-            self.parameters += parameters
-            self._groups.append(together)
-            what = f"rank {rank}, summing the gradients of tied parameters over ranks {ranks}"
-            self._sums.append(AllReduce(parameters, together, average=False, what=what))
+            if together is not None:
+                own = {tie: _parameter(tie, stages) for tie in across if _ranks(tie, rank_of) == ranks}
+                for tie, parameter in own.items():
+                    copy_from(ranks.index(rank_of[tie[0][0]]), parameter, together)
+                what = f"rank {rank}, summing the gradients of tied parameters over ranks {ranks}"
+                sums = AllReduce(own.values(), together, average=False, what=what)
+                self._shared.append(_Shared(together, own, sums))
+        mine = [row for shared in self._shared for row in shared.parameters.items()]
+        self.parameters = [parameter for _, parameter in mine]
+        self.copies = [parameter for tie, parameter in mine if rank_of[tie[0][0]] != rank]
+        self._is_checked = False
 
     def begin(self) -> None:
-        """Forget in the copies what earlier steps have added: the owner's gradient holds it, too."""
+        """Forget in the copies what earlier steps have added: the owner's gradient holds it, too.
+
+        Before the first step AgreementError is raised, on all ranks that have copies, if copies have
+        gradients of different dtypes, or if some of them are frozen.
+        """
+        for shared in () if self._is_checked else self._shared:
+            kinds = {text_of(tie): _kind(parameter) for tie, parameter in shared.parameters.items()}
+            check_agreement("gradients of tied parameters", kinds, shared.group)
+        self._is_checked = True
         for copy in self.copies:
             total = total_of(copy)
             if total is not None:
@@ -69,14 +77,22 @@ class TiedGradients:
 
     def finish(self) -> None:
         """Sum the gradients of all copies."""
-        for each in self._sums:
-            each.start()
-            each.finish()
+        for shared in self._shared:
+            shared.sums.start()
+            shared.sums.finish()
 
     def close(self) -> None:
         """Leave the groups that were made here."""
-        close_groups(self._groups)
-        self._groups.clear()
+        close_groups(shared.group for shared in self._shared)
+        self._shared.clear()
+
+
+class _Shared(NamedTuple):
+    """Parameters that the same ranks have copies of."""
+
+    group: dist.ProcessGroup
+    parameters: Mapping[Tie, nn.Parameter]
+    sums: AllReduce
 
 
 def _ranks(tie: Tie, rank_of: Sequence[int]) -> tuple[int, ...]:
@@ -85,3 +101,10 @@ def _ranks(tie: Tie, rank_of: Sequence[int]) -> tuple[int, ...]:
 
 def _parameter(tie: Tie, stages: Mapping[int, nn.Module]) -> nn.Parameter:
     return next(stages[stage].get_parameter(name) for stage, name in tie if stage in stages)
+
+
+def _kind(parameter: nn.Parameter) -> str:
+    if not parameter.requires_grad:
+        return "frozen"
+    main = getattr(parameter, "main_grad", None)
+    return str(grad_dtype(parameter) if main is None else main.dtype)

@@ -1,35 +1,62 @@
-"""Parameters that several stages share: declared by a stage, named by the model, or found.
+"""Ties: parameters that are one parameter of the model, in several places of its stages.
 
 Stages of one rank hold one Parameter, which is trained once. Stages of different ranks hold a copy each. The
 copies start equal, their gradients are summed in every step (tied_gradients.py), and so they stay equal.
 
 Who says what is tied:
-- a stage: `stage.tied_parameters = {"head.weight": "embedding.weight"}`, in names of the whole model;
-- a model: `tied()` returns such a mapping for all its stages;
-- nobody, if a model's stages share a Parameter object: rank 0 builds all stages on the meta device, one after
-  the other, and compares identities.
+- a stage: `stage.tied_parameters = {"head.weight": "embedding.weight"}`: the name in this stage, and the name
+  in another one; `(0, "embedding.weight")` where several stages use the other name;
+- a model: `tied()` returns such a mapping for all its stages, in names of the whole model;
+- nobody, if stages share a Parameter object: on one rank that is seen, and the stages that a model builds are
+  built on the meta device, one after the other, and compared (shared_parameters.py).
+
+Ties join: what is tied to the same parameter is one tie, however it was said.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
-from weakref import ref
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
-from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
-from zbpp.runtime.world import broadcast
+from zbpp.runtime.mesh import local_of
+from zbpp.runtime.shared_parameters import Place, shared_parameters
+from zbpp.runtime.world import gather
 
-Place = tuple[int, str]
-"""A stage, and a name in it."""
 Tie = tuple[Place, ...]
-"""All places of one parameter; the first one's rank owns it."""
-Declared = Mapping[str, str | Place]
-"""{name of a parameter of a stage: the name, or the place, of the parameter that it is tied to}."""
+"""All places of one parameter, in order; the first one's rank owns it."""
+
+
+class Facts(NamedTuple):
+    """What is compared of a parameter. identity: the same in all places of a rank that have one Parameter."""
+
+    identity: int
+    shape: list[int]  # of this process's part
+    dtype: str
+    placements: str  # of a DTensor
+    is_trained: bool
+    is_sparse: bool  # its gradient
+    rank: int = -1  # filled in when the reports of all ranks are put together
+
+
+class TieReport(NamedTuple):
+    """What one rank tells the others, or what all have told. declared: what a place is tied to."""
+
+    facts: dict[Place, Facts]
+    declared: dict[Place, str | Place]
+
+
+class _Told(NamedTuple):
+    """A rank's report on stages that a model built, and what the model says; or what is wrong."""
+
+    report: TieReport
+    named: Mapping[str, str] = {}
+    shared: Sequence[tuple[Place, Place]] = ()
+    refusal: str = ""
 
 
 def declare_ties(
@@ -42,133 +69,206 @@ def declare_ties(
 ) -> None:
     """Write into each stage's `tied_parameters` what the model says or shares. Collective over the group.
 
-    stages: this rank's, built by the model. Stages of this rank that hold copies get one Parameter.
+    stages: this rank's, built by the model. Stages of this rank that hold copies get one Parameter, the first
+    stage's. Raises ValueError on every rank for ties that are impossible.
     """
-    named: dict[str, str] = dict(model.tied()) if hasattr(model, "tied") else {}
-    pairs = shared_parameters(model.build_stage, num_stages) if is_rank_0 and num_stages > 1 else []
-    for first, (stage, name) in broadcast(pairs, group):
-        if stage in stages:
-            _declare(stages[stage], name, first)
+    told: list[_Told] = gather(_told(model, stages, num_stages if is_rank_0 else 1), group)
+    for each in told:
+        if each.refusal:
+            raise ValueError(each.refusal)
+    everyone = put_together([each.report for each in told])
+    ties = ties_of(everyone, told[0].named, chain.from_iterable(each.shared for each in told))
+    check_alike(ties, everyone.facts)
+    _unite(stages, ties)
+    for first, *others in ties:
+        for stage, name in others:
+            if stage in stages:
+                known = getattr(stages[stage], "tied_parameters", None) or {}
+                stages[stage].tied_parameters = {**known, name: first}  # type: ignore[assignment]
+
+
+def _told(model: Any, stages: Mapping[int, nn.Module], num_stages: int) -> _Told:
+    """num_stages: 1 on ranks that need not build the stages on meta."""
+    try:
+        named = dict(model.tied()) if callable(getattr(model, "tied", None)) else {}
+        shared = shared_parameters(model.build_stage, num_stages) if num_stages > 1 else []
+        return _Told(report_of(stages), named, shared)
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        return _Told(TieReport({}, {}), refusal=f"ties of {type(model).__name__}: {text}")
+
+
+def report_of(stages: Mapping[int, nn.Module]) -> TieReport:
+    """This rank's report. Raises ValueError for `tied_parameters` that name nothing of their stage."""
+    report = TieReport({}, {})
     for index, stage in stages.items():
-        for name in _names(stage) & named.keys():
-            if named[name] not in _names(stage):
-                _declare(stages[index], name, named[name])
-    _unite(stages)
+        facts = _facts(stage)
+        report.facts.update({(index, name): each for name, each in facts.items()})
+        for name, other in _declared(index, stage).items():
+            if name not in facts:
+                raise ValueError(
+                    f"stage {index} declares {name} in tied_parameters, but has no such parameter"
+                )
+            report.declared[index, name] = other
+    return report
 
 
-def _declare(stage: nn.Module, name: str, other: str | Place) -> None:
-    known: Declared = getattr(stage, "tied_parameters", None) or {}
-    if name not in known:
-        stage.tied_parameters = {**known, name: other}  # type: ignore[assignment]  # a plain attribute
+def put_together(reports: Sequence[TieReport]) -> TieReport:
+    """The report on all stages. reports: per rank."""
+    together = TieReport({}, {})
+    for rank, (facts, declared) in enumerate(reports):
+        together.facts.update({place: each._replace(rank=rank) for place, each in facts.items()})
+        together.declared.update(declared)
+    return together
 
 
-def _unite(stages: Mapping[int, nn.Module]) -> None:
-    """Give stages of one rank that declare copies of a parameter the same Parameter."""
-    for index, stage in stages.items():
-        for name, other in declared_by(stage).items():
-            for owner in (stages[each] for each in _owners(other, stages) if each != index):
-                module, _, leaf = name.rpartition(".")
-                other_name = other if isinstance(other, str) else other[1]
-                setattr(stage.get_submodule(module), leaf, owner.get_parameter(other_name))
-
-
-def _owners(other: str | Place, stages: Mapping[int, nn.Module]) -> list[int]:
-    if isinstance(other, str):
-        return [index for index, stage in stages.items() if other in _names(stage)]
-    return [other[0]] if other[0] in stages else []
-
-
-def _names(stage: nn.Module) -> set[str]:
-    return {name for name, _ in stage.named_parameters(remove_duplicate=False)}
-
-
-def declared_by(stage: nn.Module) -> Declared:
-    """The stage's `tied_parameters`."""
-    return dict(getattr(stage, "tied_parameters", None) or {})
-
-
-def ties_between(
-    declared: Sequence[Mapping[int, Declared]], all_names: Sequence[Mapping[int, Iterable[str]]]
-) -> list[Tie]:
-    """The ties of all ranks, each with its places in order.
-
-    declared: per rank, {stage: what it declares}. all_names: per rank, `names_of` its stages. Raises
-    ValueError for a declaration that names no parameter, or more than one.
-    """
-    known: dict[str, list[Place]] = {}
-    for names in all_names:
-        for index in names:
-            for name in names[index]:
-                known.setdefault(name, []).append((index, name))
-    ties: list[set[Place]] = []
-    for index, name, other in _rows(declared):
-        joined = {(index, name), _resolved(index, name, other, known)}
-        ties, apart = [], ties
-        for tie in apart:
-            if tie & joined:
-                joined |= tie
-            else:
-                ties.append(tie)
-        ties.append(joined)
-    return sorted(tuple(sorted(tie)) for tie in ties)
-
-
-def _rows(declared: Sequence[Mapping[int, Declared]]) -> list[tuple[int, str, str | Place]]:
-    return [
-        (index, name, other)
-        for stages in declared
-        for index, ties in stages.items()
-        for name, other in ties.items()
-    ]
-
-
-def _resolved(index: int, name: str, other: str | Place, known: Mapping[str, list[Place]]) -> Place:
-    """The place that stage `index` declares its parameter `name` to be tied to."""
-    if not isinstance(other, str):
-        return other[0], other[1]
-    places = [place for place in known.get(other, []) if place != (index, name)]
-    if not places:
-        raise ValueError(f"stage {index} declares {name} to be tied to {other}, which no other stage has")
-    if len(places) > 1:
-        stages = ", ".join(str(stage) for stage, _ in places)
+def _declared(index: int, stage: nn.Module) -> Mapping[str, str | Place]:
+    declared = getattr(stage, "tied_parameters", None) or {}
+    if not isinstance(declared, Mapping) or not all(map(_is_tied_to, declared.values())):
         raise ValueError(
-            f"stage {index} declares {name} to be tied to {other}, which stages {stages} have: write the "
-            f"stage too, {{{name!r}: ({places[0][0]}, {other!r})}}"
+            f"stage {index} has tied_parameters={declared!r}: write a dict from a name of this stage to a "
+            "name of another one, {'head.weight': 'embedding.weight'}, or to (stage, name)"
         )
-    return places[0]
+    return declared
 
 
-def shared_parameters(
-    build_stage: Callable[[int, int], nn.Module], num_stages: int
-) -> list[tuple[Place, Place]]:
-    """Pairs of places that have one Parameter; [] also for a model that can't be built on meta.
+def _is_tied_to(other: Any) -> bool:
+    return isinstance(other, str) or (isinstance(other, tuple) and list(map(type, other)) == [int, str])
 
-    To be called after the stages that are needed: a model may keep what it builds.
+
+def _facts(stage: nn.Module) -> dict[str, Facts]:
+    sparse = {id(p) for module in stage.modules() if _is_sparse(module) for p in module.parameters(False)}
+    return {
+        name: Facts(
+            id(each),
+            list(local_of(each).shape),
+            str(each.dtype),
+            str(getattr(each, "placements", "")),
+            each.requires_grad,
+            id(each) in sparse,
+        )
+        for name, each in stage.named_parameters(remove_duplicate=False)
+    }
+
+
+def _is_sparse(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+
+
+def ties_of(
+    everyone: TieReport, named: Mapping[str, str] | None = None, shared: Iterable[tuple[Place, Place]] = ()
+) -> list[Tie]:
+    """The ties of all ranks.
+
+    everyone: what all ranks have told. named: a model's tied(). shared: pairs of places known to have one
+    Parameter. Raises ValueError for a declaration that names no parameter, or more than one.
     """
-    # Only one stage at a time is alive. A Parameter that a later stage has, too, is kept alive by the model.
-    seen: dict[int, tuple[Any, Place]] = {}
-    found = []
-    with warnings.catch_warnings(), torch.random.fork_rng([]), torch.device("meta"), _OnMeta():
-        warnings.simplefilter("ignore")
-        for index in range(num_stages):
-            try:
-                stage = build_stage(index, num_stages)
-            except Exception:  # the model needs real tensors: it has to declare what its stages share
-                return []
-            for name, parameter in stage.named_parameters():
-                known, place = seen.get(id(parameter), (None, (index, name)))
-                if known is not None and known() is parameter:
-                    found.append((place, (index, name)))
-                else:
-                    seen[id(parameter)] = ref(parameter), (index, name)
-    return found
+    by_identity: defaultdict[Any, list[Place]] = defaultdict(list)
+    by_name: defaultdict[str, list[Place]] = defaultdict(list)
+    for place, facts in everyone.facts.items():
+        by_identity[facts.rank, facts.identity].append(place)
+        by_name[place[1]].append(place)
+    certain: list[Iterable[Place]] = [*by_identity.values(), *shared]
+    certain += [_named_places(pair, by_name) for pair in (named or {}).items()]
+    rows = everyone.declared.items()
+    certain += [(p, _existing(p, other, by_name)) for p, other in rows if isinstance(other, tuple)]
+    groups = _merged(certain)
+    found = [(p, _only_one(p, other, by_name, groups)) for p, other in rows if isinstance(other, str)]
+    return sorted(tuple(sorted(group)) for group in _merged([*groups, *found]) if len(group) > 1)
 
 
-class _OnMeta(TorchFunctionMode):
-    """Code that names a device itself gets the meta device instead."""
+def _merged(groups: Iterable[Iterable[Place]]) -> list[set[Place]]:
+    """The groups, with those joined that have a place in common."""
+    group_of: dict[Place, set[Place]] = {}
+    for group in groups:
+        joined = {place for each in group for place in group_of.get(each, {each})}
+        group_of.update(dict.fromkeys(joined, joined))
+    return list({id(group): group for group in group_of.values()}.values())
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        return func(*args, **({**kwargs, "device": "meta"} if "device" in kwargs else kwargs))
+
+def _named_places(pair: tuple[str, str], by_name: Mapping[str, list[Place]]) -> list[Place]:
+    """All places of two names of the whole model: there a name is one parameter."""
+    for name in pair:
+        if name not in by_name:
+            raise ValueError(f"tied() ties {pair[0]} to {pair[1]}, but no stage has {name}")
+    return [place for name in pair for place in by_name[name]]
+
+
+def _existing(place: Place, other: Place, by_name: Mapping[str, list[Place]]) -> Place:
+    if other == place or other not in by_name.get(other[1], []):
+        what = "which is itself" if other == place else f"which stage {other[0]} does not have"
+        raise ValueError(f"stage {place[0]} declares {place[1]} to be tied to {other}, {what}")
+    return other
+
+
+def _only_one(
+    place: Place, other: str, by_name: Mapping[str, list[Place]], groups: Iterable[set[Place]]
+) -> Place:
+    """The place of the parameter that is called `other`. Raises ValueError unless it is one parameter."""
+    found = [each for each in by_name.get(other, []) if each != place]
+    says = f"stage {place[0]} declares {place[1]} to be tied to {other}"
+    if not found:
+        raise ValueError(f"{says}, which no {'other ' if place[1] == other else ''}stage has")
+    if not any(group.issuperset(found) for group in groups):
+        stages = ", ".join(str(stage) for stage, _ in found)
+        raise ValueError(
+            f"{says}, which stages {stages} have: write the stage, too, {{{place[1]!r}: ({found[0][0]}, "
+            f"{other!r})}}"
+        )
+    return found[0]
+
+
+def check_alike(ties: Iterable[Tie], facts: Mapping[Place, Facts]) -> None:
+    """Raise ValueError for places of a tie whose parameters differ, or that ranks can't sum gradients of."""
+    for tie in ties:
+        for field in ("shape", "dtype", "placements", "is_trained"):
+            values = [getattr(facts[place], field) for place in tie]
+            other = next((each for each in values if each != values[0]), values[0])
+            if other != values[0]:
+                raise ValueError(f"{text_of(tie)} are tied, but {_difference(field, values[0], other)}")
+        if len({facts[place].rank for place in tie}) > 1 and any(facts[place].is_sparse for place in tie):
+            raise ValueError(
+                f"{text_of(tie)} are tied and on several ranks, which can't sum sparse gradients: write "
+                "sparse=False"
+            )
+
+
+def _difference(field: str, one: Any, two: Any) -> str:
+    if field == "is_trained":
+        return "one of them is frozen: freeze all of them, or none"
+    return f"of different {field}, {one} and {two}: one parameter has one"
+
+
+def text_of(tie: Tie) -> str:
+    """`embedding.weight of stage 0 and head.weight of stage 3`."""
+    return " and ".join(f"{name} of stage {index}" for index, name in tie)
+
+
+def check_united(ties: Iterable[Tie], facts: Mapping[Place, Facts]) -> None:
+    """Raise ValueError if a rank holds a tied parameter twice."""
+    for tie in ties:
+        first: dict[int, Place] = {}
+        for place in tie:
+            other = first.setdefault(facts[place].rank, place)
+            if facts[other].identity != facts[place].identity:
+                raise ValueError(
+                    f"{text_of((other, place))} are tied and on one rank, but they are two tensors: assign "
+                    "one Parameter to both modules"
+                )
+
+
+def _unite(stages: Mapping[int, nn.Module], ties: Iterable[Tie]) -> None:
+    """Give all places of a tie that these stages have the first one's Parameter."""
+    for tie in ties:
+        places = [place for place in tie if place[0] in stages]
+        for index, name in places[1:]:
+            new, old = stages[places[0][0]].get_parameter(places[0][1]), stages[index].get_parameter(name)
+            _replace(stages[index], old, new)
+
+
+def _replace(stage: nn.Module, old: Tensor, new: nn.Parameter) -> None:
+    """In every module that has it: the stage may have it under several names."""
+    for module in stage.modules():
+        for leaf, each in module._parameters.items():
+            if each is old:
+                module._parameters[leaf] = new

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from zbpp.runtime import Pipeline
 from zbpp.runtime.mesh import whole_of
-from zbpp.runtime.parameters import StageParameters, names_of
-from zbpp.runtime.world import gather
 from zbpp.training.master_weights import MasterWeights
 
 
@@ -25,9 +23,8 @@ def save_weights(folder: Path, pipeline: Pipeline, masters: MasterWeights | None
 
     folder.mkdir(parents=True, exist_ok=True)  # another machine may not have the folder yet
     num_stages = pipeline.timetable.num_stages
-    names = gather(names_of(pipeline.stages), pipeline.group)
-    for index, stage in pipeline.stages.items():
-        state = StageParameters({index: stage}, names).state_dict(keep_vars=True)
+    for index in pipeline.stages:
+        state = pipeline.state_dict(index, keep_vars=True)
         if masters is not None:
             state = {
                 name: masters.of(each) if isinstance(each, nn.Parameter) else each
