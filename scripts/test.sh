@@ -4,6 +4,7 @@
 #   bash scripts/test.sh                arguments go to pytest:
 #   bash scripts/test.sh -k name        the tests with this name
 #   bash scripts/test.sh -m gpu         those that need a GPU; without a GPU they are left out
+#   bash scripts/test.sh -n 0 -s        in one process, where output is seen at once; --pdb implies it
 #
 # It installs two things. The Python environment: see setup.sh --help. And, only for root on Debian or Ubuntu without a
 # browser, the package `chromium`: the HTML page that zbpp draws is tested in a real browser; without one those tests
@@ -35,7 +36,10 @@ if ! "$VENV/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_availa
     marks="not gpu" # a -m among the arguments comes later and wins
 fi
 wait # for get_chromium
-"$VENV/bin/python" -m pytest -m "$marks" "$@" || failed+=("pytest")
+# A worker per core, as many tests wait for processes that they start; more than four gain nothing. loadfile: the tests
+# of a file share what its fixtures start. The order of the files is that of tests/conftest.py.
+workers=(-n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0)
+"$VENV/bin/python" -m pytest "${workers[@]}" -m "$marks" "$@" || failed+=("pytest")
 
 # Silent when all is well: pytest's closing line is the last one.
 if ((${#failed[@]})); then

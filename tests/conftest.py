@@ -26,6 +26,13 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("free" if config.getoption("--free-seeds") else "fixed")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With several workers, begin with the files that hold slow tests: a long one at the end runs alone."""
+    if hasattr(config, "workerinput"):
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture
 def first_seed(request: pytest.FixtureRequest) -> int:
     """Where a test that counts through seeds begins."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 
@@ -22,30 +21,16 @@ def has_node_hooks(node: Node) -> bool:
     Torch shows a node's hooks only to the handle of a further hook, so one is registered and removed again.
     """
     for register in (node.register_prehook, node.register_hook):
-        with register(_no_hook) as handle:
-            if len(handle.hooks_dict_ref() or ()) > 1:
-                return True
+        handle = register(_no_hook)
+        hooks = handle.hooks_dict_ref()
+        del hooks[handle.id]  # handle.remove() takes longer, and B asks this of every site
+        if hooks:
+            return True
     return False
 
 
 def _no_hook(*_: Any) -> None:
     """Never called."""
-
-
-def capture_after_hooks(targets: list[GradientEdge], first: int) -> dict[int, tuple[Tensor | None, ...]]:
-    """Return a dictionary that B's pass fills: position of a site in `targets` -> (dy,).
-
-    The sites are targets[first:]. dy is the gradient after the tensor hooks on the site's output.
-
-    If the pass stops at a site, autograd itself captures dy after these hooks. If the site's node runs,
-    autograd captures dy before them: there a prehook of the node takes dy, since prehooks run after tensor
-    hooks.
-    """
-    dys: dict[int, tuple[Tensor | None, ...]] = {}
-    for position in range(first, len(targets)):
-        node = targets[position].node
-        node.register_prehook(partial(dys.__setitem__, position))  # partial: runs no Python code
-    return dys
 
 
 def run_hooks(leaf: Tensor, gradient: Tensor) -> Tensor:

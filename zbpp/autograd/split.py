@@ -34,7 +34,7 @@ from zbpp.autograd.arguments import Outputs, Root, as_list, edge_of, leaf_ids, n
 from zbpp.autograd.collector import Collector
 from zbpp.autograd.gradient_guard import GradientGuard
 from zbpp.autograd.graph import Edge, Survey, new_tuple, survey
-from zbpp.autograd.hooks import capture_after_hooks, multi_grad_hook_error, num_hooks_made
+from zbpp.autograd.hooks import multi_grad_hook_error, num_hooks_made
 from zbpp.autograd.node_roles import node_name
 from zbpp.autograd.reentrant import is_reentrant, whole_backward
 from zbpp.autograd.weight_grads import (
@@ -126,7 +126,6 @@ def _captured(
     """Run the pass. Returns the gradients of the inputs, then each site's dy, then those of other leaves."""
     targets = [new_tuple(GradientEdge, (*edge, None)) for edge in edges]
     targets += [new_tuple(GradientEdge, (site, 0, None)) for site in found.sites]
-    after_hooks = capture_after_hooks(targets, len(edges)) if is_hooked else {}
     targets += [new_tuple(GradientEdge, (leaf, 0, None)) for leaf in found.computed_in_b]
     for function in found.functions:
         function.zbpp_collector = collector
@@ -140,9 +139,8 @@ def _captured(
             del function.zbpp_collector
         changed = guard.end() if guard else []
     _refuse_changed(changed, found.functions)
-    if after_hooks:
-        captured = [after_hooks.get(position, (grad,))[0] for position, grad in enumerate(captured)]
-        after_hooks.clear()  # the sites' hooks refer to this dictionary
+    if guard:
+        captured = [guard.dys.get(number, grad) for number, grad in enumerate(captured, -len(edges))]
     return captured
 
 
