@@ -239,7 +239,7 @@ def _add_right_product_transposed(target: Tensor, held: HeldTensors, dy: Tensor,
 
 
 # Of y = a @ b, a matrix each. Where an operand is sharded along the dimension that the product sums over, its
-# factor is sharded along the same one; else dy is sharded along the dimension that it shares with the operand.
+# factor is sharded along the same one; else dy is, along the dimension that it shares with the operand.
 _RIGHT_SHARDS: ShardTable = {None: (None, None), 0: (1, None), 1: (None, 1)}
 _LEFT_SHARDS: ShardTable = {None: (None, None), 0: (None, 0), 1: (0, None)}
 _BIAS_SHARDS: ShardTable = {None: (None, None), 0: (None, 1)}  # a vector, added to each row of y
