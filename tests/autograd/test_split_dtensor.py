@@ -1,7 +1,6 @@
 """The split backward of tensor-parallel modules: DTensor weights over two real processes."""
 
 import pytest
-import torch
 
 from helpers.cases.tensor_parallel import CASES, alone, made, outcomes_of_all_cases
 from helpers.processes import run_ranks
@@ -42,7 +41,7 @@ def test_all_weights_wait_whose_placements_allow_it(name, outcomes):
 
 
 def test_w_holds_its_own_shards_only(outcomes):
-    """x of up and down, half of down's; dy of both, half of up's; two vectors of the norm; the head's x, dy."""
+    """x and dy of up, down and head, half of down's x and of up's dy; two gradients of the norm."""
     rows = 10
     numbers = rows * (8 + 8 + 8 + 8) + 2 * 8 + rows * (8 + 4)
     assert outcomes[0]["mlp"].held_bytes == 8 * numbers

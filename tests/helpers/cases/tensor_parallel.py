@@ -1,5 +1,6 @@
 """Tensor-parallel modules on the ranks of the default process group, and the same modules on one."""
 
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -126,7 +127,7 @@ class Case(NamedTuple):
     make: Any
     plan: dict[str, Any]
     in_b: set[str]
-    placements: dict[str, Any] = {}
+    placements: Any = MappingProxyType({})
     prepare: Any = lambda module: None
     x_shape: tuple[int, ...] = (2, 5, 8)
 
@@ -159,7 +160,7 @@ CASES = {
 
 
 class Outcome(NamedTuple):
-    """Whole gradients by name, those of inputs as x0 and x1; what W computed; bytes held, and as explained."""
+    """Whole gradients by name, those of inputs as x0 and x1; what W computed; bytes held, bytes explained."""
 
     gradients: dict[str, Any]
     deferred: set[str]
@@ -282,7 +283,7 @@ def dy_placed_otherwise(mesh):
 
 
 def mesh_of_two_dimensions(_):
-    """(placements of x) -> what waits, and the differences. The first dimension shards nothing, or rows of x."""
+    """Placements of x -> what waits, and the differences. The first dimension shards nothing, or x's rows."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "tensor"))
     found = {}
     for x_placements in ((Replicate(), Replicate()), (Shard(0), Replicate())):
@@ -338,7 +339,7 @@ def gradient_with_other_placements(mesh):
 
 
 def reasons_of_explain(mesh):
-    """Why the weight of a layer is computed in W or in B: x that fits, x that doesn't, a weight that is cast."""
+    """Of a weight: with an x that fits, with one that doesn't, and cast before its use."""
     _, placed = layer(mesh, [Shard(0)], [Shard(0)])
     fits = placed(on_mesh(double(4, 8), mesh, Replicate()))
     rows = placed(on_mesh(double(4, 8), mesh, Shard(0)))
