@@ -1,34 +1,92 @@
-"""The split backward of a tensor-parallel module: DTensor weights over two real processes."""
+"""The split backward of tensor-parallel modules: DTensor weights over two real processes."""
 
-import torch
+import pytest
 
-from helpers.cases.tensor_parallel import Mlp, gradients
+from helpers.cases.tensor_parallel import CASES, alone, made, outcomes_of_all_cases
 from helpers.processes import run_ranks
-from helpers.split import double, float64
+from helpers.split import assert_close
 
 
-def alone():
-    with float64():
-        torch.manual_seed(0)
-        module = Mlp()
-    found = {}
-    for microbatch in range(2):
-        x = double(5, 8, seed=microbatch).requires_grad_()
-        module(x).backward(double(5, 4, seed=10 + microbatch))
-        found[f"x{microbatch}"] = x.grad
-    return found | {name: parameter.grad for name, parameter in module.named_parameters()}
+@pytest.fixture(scope="module")
+def job():
+    return run_ranks(outcomes_of_all_cases, 2)
 
 
-def both(rank):
-    return gradients(rank, split=False), gradients(rank, split=True)
+@pytest.fixture
+def outcomes(job):
+    """Of each rank, by case."""
+    return [outcomes for outcomes, _ in job]
 
 
-def test_tensor_parallel_weights_get_the_gradients_of_plain_autograd():
-    expected = alone()
-    for (plain, _), (split, held_bytes) in run_ranks(both, 2):
-        assert plain.keys() == split.keys() == expected.keys()
-        for name in expected:
-            torch.testing.assert_close(split[name], plain[name], rtol=1e-12, atol=1e-12)
-            torch.testing.assert_close(split[name], expected[name], rtol=1e-12, atol=1e-12)
-        # Half of `up` and `down`, computed in B; the norm; x and dy of the head, which is whole.
-        assert held_bytes >= 8 * (8 * 8 + 8 + 8 * 8 + 2 * 8 + 5 * 8)
+@pytest.fixture
+def claims(job):
+    """Of each rank, by the name of the function that found it out."""
+    return [claims for _, claims in job]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_gradients_are_those_of_plain_autograd_in_one_process(name, outcomes):
+    expected = alone(CASES[name])
+    for outcome in outcomes:
+        assert_close(outcome[name].gradients, expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_weights_wait_whose_placements_allow_it(name, outcomes):
+    case = CASES[name]
+    trained = {name for name, parameter in made(case).named_parameters() if parameter.requires_grad}
+    reached = trained - ({"norm.weight", "norm.bias"} if case.make.__name__ == "Twice" else set())
+    for outcome in outcomes:
+        assert outcome[name].deferred == reached - case.in_b
+
+
+def test_w_holds_its_own_shards_only(outcomes):
+    """x and dy of up, down and head, half of down's x and of up's dy; two gradients of the norm."""
+    rows = 10
+    numbers = rows * (8 + 8 + 8 + 8) + 2 * 8 + rows * (8 + 4)
+    assert outcomes[0]["mlp"].held_bytes == 8 * numbers
+
+
+@pytest.mark.parametrize("name", ["mlp", "head, too", "two uses", "frozen", "not transposed"])
+def test_explain_says_how_many_bytes_w_will_hold(name, outcomes):
+    for outcome in outcomes:
+        assert outcome[name].explained_bytes == outcome[name].held_bytes > 0
+
+
+def test_a_dy_with_other_placements_is_redistributed(claims):
+    for found in claims:
+        assert len(found["dy_placed_otherwise"]) == 4
+        for deferred, differences in found["dy_placed_otherwise"].values():
+            assert deferred == {"weight", "bias"}
+            assert max(differences.values()) < 1e-12
+
+
+def test_w_computes_with_shards_of_a_mesh_with_two_dimensions(claims):
+    """Rows of x that are sharded over the first dimension leave a partial sum: to B."""
+    for found in claims:
+        (waiting, one), (computed, other) = found["mesh_of_two_dimensions"].values()
+        assert waiting == {"weight", "bias"}
+        assert computed == set()
+        assert max(*one.values(), *other.values()) < 1e-12
+
+
+def test_w_notices_a_change_in_place_of_a_dtensor_and_of_its_shard(claims):
+    for found in claims:
+        messages = found["what_is_changed_in_place"]
+        assert messages.pop("nothing") == ""
+        for name, message in messages.items():
+            said = "the input that AddmmBackward0 saved" if name.endswith("x") else "dy, the gradient of"
+            assert said in message, name
+
+
+def test_a_gradient_with_other_placements_than_its_parameter_is_refused(claims):
+    for found in claims:
+        assert "parameter as (Shard(dim=0),): write p.grad" in found["gradient_with_other_placements"]
+
+
+def test_explain_says_why_a_dtensor_waits_or_not(claims):
+    fits, rows, cast = claims[0]["reasons_of_explain"]
+    assert (fits.where, fits.why) == ("W", "AddmmBackward0 through TBackward0")
+    assert (rows.where, cast.where) == ("B", "B")
+    for row in (rows, cast):
+        assert "can't compute with shards: the weight's placement is S(0) on a mesh of shape (2,)" in row.why

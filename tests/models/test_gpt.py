@@ -11,7 +11,7 @@ SIZES = {"vocab_size": 19, "num_layers": 2, "hidden_size": 16, "num_heads": 4, "
 # ours -> nn.TransformerEncoderLayer's
 NAMES = {
     "attention_norm": "norm1",
-    "attention.qkv.": "self_attn.in_proj_",
+    "attention.query_key_value.": "self_attn.in_proj_",
     "attention.output": "self_attn.out_proj",
     "mlp_norm": "norm2",
     "mlp.up": "linear1",
@@ -29,7 +29,11 @@ def torch_layer(block):
     layer = nn.TransformerEncoderLayer(
         16, 4, 64, dropout=0.0, activation="gelu", norm_first=True, batch_first=True, dtype=torch.float64
     )
-    layer.load_state_dict({renamed(name): value for name, value in block.state_dict().items()})
+    state = {renamed(name): value for name, value in block.state_dict().items()}
+    for name in ("self_attn.in_proj_weight", "self_attn.in_proj_bias"):
+        # ours is ordered by head, torch's by query, key and value
+        state[name] = state[name].unflatten(0, (4, 3, 4)).transpose(0, 1).flatten(0, 2)
+    layer.load_state_dict(state)
     return layer
 
 

@@ -19,6 +19,7 @@ from zbpp.autograd.hooks import has_node_hooks, num_hooks_made
 from zbpp.autograd.node_roles import node_name
 from zbpp.autograd.reentrant import is_reentrant
 from zbpp.autograd.rules import rule_of, saved_by
+from zbpp.autograd.sharded import is_on_mesh
 
 SiteUse = tuple[Node, WeightUse]
 
@@ -79,10 +80,10 @@ def why_deferred(uses: list[SiteUse]) -> str:
 
 def why_computed_in_b(graph: ReversedGraph, leaf: Node, tensor: Tensor) -> str:
     """The obstacles at the uses of a leaf that can't wait."""
-    if type(tensor) is not nn.Parameter and hasattr(tensor, "__tensor_flatten__"):
+    if type(tensor) is not nn.Parameter and hasattr(tensor, "__tensor_flatten__") and not is_on_mesh(tensor):
         return f"a {type(tensor).__name__}: subclasses are computed in B"
     uses = list(graph.uses_of(leaf))
-    obstacles = [obstacle for use in uses if (obstacle := _obstacle(graph, use))]
+    obstacles = [obstacle for use in uses if (obstacle := _obstacle(graph, tensor, use))]
     if not obstacles:
         return "its uses pass through the same nodes, so they can't be told apart: all in B"
     if len(obstacles) < len(uses):
@@ -101,7 +102,7 @@ def _described(node: Node, through: Iterable[Node], *, computes: bool = False) -
     return f"{node_name(node)} through {chain}{how}" if chain else node_name(node)
 
 
-def _obstacle(graph: ReversedGraph, use: _LeafUse) -> str | None:
+def _obstacle(graph: ReversedGraph, tensor: Tensor, use: _LeafUse) -> str | None:
     """Why this use can't wait; None if by itself it could."""
     operand = use.operand
     node: Any = use.node
@@ -120,7 +121,18 @@ def _obstacle(graph: ReversedGraph, use: _LeafUse) -> str | None:
         return f"used by {name}, a node with hooks of its own"
     if rule.capture(node, operand) is None:
         return f"used by {name}, {_why_declined(node)}"
+    if is_on_mesh(tensor) and node not in graph.sites:
+        return f"used by {name}, where W can't compute with shards: {_placed(tensor)}"
     return f"used by {name}, which puts off its other operand" if node in graph.sites else None
+
+
+def _placed(tensor: Any) -> str:
+    """`it is placed as Shard(dim=0) on a mesh of shape (2,)`, then what else may be the cause."""
+    placements = ", ".join(map(str, tensor.placements))
+    return (
+        f"the weight's placement is {placements} on a mesh of shape {tuple(tensor.device_mesh.shape)}; "
+        "its input's does not fit that, or it is used through more than a transpose"
+    )
 
 
 def _why_declined(node: Any) -> str:

@@ -12,8 +12,10 @@ from zbpp.autograd.arguments import Outputs, as_list, edge_of, needs_grad
 from zbpp.autograd.deferral_reasons import ReversedGraph, SiteUse, why_computed_in_b, why_deferred
 from zbpp.autograd.explanation import Explanation, Row, Where
 from zbpp.autograd.forward_state import references
-from zbpp.autograd.graph import survey
+from zbpp.autograd.graph import WeightUse, survey
 from zbpp.autograd.hooks import num_hooks_made
+from zbpp.autograd.sharded import AddOfShards, bytes_here
+from zbpp.autograd.storages import storages_of
 
 Names = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 _NamedTensors = dict[int, tuple[str, Tensor]]
@@ -98,7 +100,7 @@ def _reached(graph: ReversedGraph, names: _NamedTensors) -> Iterator[_TensorRow]
             yield tensor, _row(tensor, names, "B", _REENTRANT)
         else:
             why = why_computed_in_b(graph, leaf, tensor)
-            yield tensor, _row(tensor, names, "B", why, gradient_bytes=tensor.nbytes)
+            yield tensor, _row(tensor, names, "B", why, gradient_bytes=bytes_here(tensor))
 
 
 def _row(tensor: Tensor, names: _NamedTensors, where: Where, why: str, **held: int) -> Row:
@@ -112,22 +114,24 @@ def _row(tensor: Tensor, names: _NamedTensors, where: Where, why: str, **held: i
 def _x_storages(uses: Iterable[SiteUse]) -> dict[int, int]:
     """Identity of each storage that W keeps -> its bytes."""
     uses = list(uses)
-    own = {use.leaf.untyped_storage()._cdata for _, use in uses}
-    storages = [tensor.untyped_storage() for _, use in uses for tensor in use.tensors()]
+    own = {storage._cdata for _, use in uses for storage in storages_of(use.leaf)}
+    storages = [storage for _, use in uses for tensor in use.tensors() for storage in storages_of(tensor)]
     return {each._cdata: each.nbytes() for each in storages if each._cdata not in own}
 
 
 def _dys(uses: Iterable[SiteUse]) -> dict[Node, int]:
     """Site -> bytes of its dy, the gradient of the site's output."""
-    return {site: _dy_bytes(site) for site, _ in uses}
+    return {site: _dy_bytes(site, use) for site, use in uses}
 
 
-def _dy_bytes(site: Any) -> int:
+def _dy_bytes(site: Any, use: WeightUse) -> int:
     meta = site._input_metadata[0]
     count = 1
     for size in meta.shape:
         count *= int(size)
-    return count * int(meta.dtype.itemsize)
+    leaf: Any = use.leaf
+    num_shards = use.add.num_shards(leaf.device_mesh) if isinstance(use.add, AddOfShards) else 1
+    return count * int(meta.dtype.itemsize) // num_shards
 
 
 # ---- Leaves that the graph doesn't show

@@ -12,7 +12,8 @@ class Row(NamedTuple):
 
     x_bytes, dy_bytes: tensors that are held for W to compute the gradient. gradient_bytes: a gradient that B
     computes, held until W adds it to `.grad`. Bytes of dy and gradient follow from their shapes: less is held
-    where they turn out to share memory.
+    where they turn out to share memory. Of a DTensor, shape and nbytes are the whole tensor's; what
+    is held is this rank's.
     """
 
     name: str

@@ -30,7 +30,8 @@ from torch.autograd.graph import Node
 
 from zbpp.autograd.hooks import has_node_hooks
 from zbpp.autograd.node_roles import FUNCTION_NODES_LIVE, role_of_type, view_of_type
-from zbpp.autograd.rules import Add, HeldTensors, Packed, Rule, saved_by, version_of
+from zbpp.autograd.rules import Add, HeldTensors, Rule, saved_by, tensors_in, version_of
+from zbpp.autograd.sharded import capture_shards, is_on_mesh
 from zbpp.autograd.views import MATRIX_TRANSPOSE, View
 
 Edge = tuple[Node, int]
@@ -57,8 +58,7 @@ class WeightUse(NamedTuple):
 
     def tensors(self) -> Iterator[Tensor]:
         """All tensors kept alive for this use, those that a computing chain has saved included."""
-        for each in self.held:
-            yield from each.tensors() if isinstance(each, Packed) else (each,)
+        yield from tensors_in(self.held)
         if self.views is None:
             for node, _ in self.chain:
                 yield from saved_by(node)
@@ -69,7 +69,7 @@ class Survey(NamedTuple):
 
     sites: list[Node]  # the nodes whose dy is to be captured; a node with two uses stands here twice
     uses: list[WeightUse]  # one per entry of `sites`; the uses of one leaf stand side by side
-    has_sums: bool  # whether a leaf has several uses, or a chain that computes
+    has_sums: bool  # whether a leaf has several uses, or a chain that computes, or is sharded over a mesh
     computed_in_b: dict[Any, Tensor]  # the other leaves, with their tensors
     functions: list[Any]  # nodes of Python autograd Functions; such a node is the Function's ctx
 
@@ -168,9 +168,12 @@ def _defer(
         for operand in operands:
             leaf, chain, views, is_only_use = _follow(below[operand], stops, revisited_set)
             tensor = leaves.get(leaf)
-            if tensor is None or not (type(tensor) is nn.Parameter or _is_plain(tensor)):
+            if tensor is None:
                 continue
-            use = _capture(site, rule, operand, tensor, chain, views)
+            if type(tensor) is nn.Parameter or not hasattr(tensor, "__tensor_flatten__"):
+                use = _capture(site, rule, operand, tensor, chain, views)
+            else:
+                use, is_only_use = _capture_sharded(site, rule, operand, tensor, chain, views), False
             if use is None:
                 continue
             if is_only_use:
@@ -209,6 +212,16 @@ def _capture(
     return new_tuple(WeightUse, (leaf, held, add, chain, views, version, rule))
 
 
+def _capture_sharded(
+    site: Any, rule: Rule, operand: int, leaf: Tensor, chain: tuple[Edge, ...], views: Views
+) -> WeightUse | None:
+    """The same for a leaf that is of a subclass of Tensor; None unless it is a DTensor."""
+    capture = capture_shards(site, rule, operand, leaf, views) if is_on_mesh(leaf) else None
+    if capture is None or not (rule.ready is None or rule.ready(site)):
+        return None
+    return WeightUse(leaf, capture.held, capture.add, chain, (), version_of(capture.held), rule)
+
+
 def _defer_shared(
     shared: dict[Any, list[tuple[Node, WeightUse]]],
     leaves: dict[Any, Tensor],
@@ -239,11 +252,6 @@ def _are_all_uses(leaf: Node, pairs: list[tuple[Node, WeightUse]], revisited: li
     # of the nodes to the next, towards the leaf. The other revisits + 1 come from outside: if that is the
     # number of uses, each of them belongs to a use.
     return sum([each in nodes for each in revisited]) == len(pairs) - 1
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether W can add to this leaf: subclasses (DTensor, quantised tensors) are computed in B."""
-    return not hasattr(tensor, "__tensor_flatten__")
 
 
 Views = tuple[View, ...] | None

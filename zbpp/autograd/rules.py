@@ -54,12 +54,21 @@ class DirectCapture(NamedTuple):
     attribute: str  # "_saved_mat2"
 
 
+ShardTable = Mapping[int | None, tuple[int | None, int | None]]
+"""Which shards of the kept tensor and of dy give a shard of an operand's gradient, without communication.
+
+dimension along which the operand is sharded -> (the kept tensor's, dy's); None stands for a tensor that is
+replicated. A shard of the kept tensor times a shard of dy must be the operand's shard, not a part of a sum.
+"""
+
+
 class Rule(NamedTuple):
     """capture(node, operand), for the operands (indices into next_functions) of one kind of node.
 
     weights: operands that may be the weight, preferred ones first.
     along: operands that wait only together with a weight, since they need nothing but dy (biases).
     direct: operand -> what `capture` returns for it, as data.
+    shards: operand -> how W can compute the gradient from shards, see `ShardTable`; none by default.
     ready(node): whether the rule holds for this node; None if it always does.
     """
 
@@ -67,6 +76,7 @@ class Rule(NamedTuple):
     weights: tuple[int, ...]
     along: tuple[int, ...] = ()
     direct: Mapping[int, DirectCapture] = MappingProxyType({})
+    shards: Mapping[int, ShardTable] = MappingProxyType({})
     ready: Callable[[Any], bool] | None = None
 
 
@@ -96,7 +106,11 @@ _Capturing = Callable[[Any, int], Capture | None]
 
 
 def rule(
-    name: str, *, weights: tuple[int, ...], along: tuple[int, ...] = ()
+    name: str,
+    *,
+    weights: tuple[int, ...],
+    along: tuple[int, ...] = (),
+    shards: Mapping[int, ShardTable] = MappingProxyType({}),
 ) -> Callable[[_Capturing], _Capturing]:
     """Register a rule for the nodes whose class is called `name`; see the module's docstring.
 
@@ -104,7 +118,7 @@ def rule(
     """
 
     def register(capture: _Capturing) -> _Capturing:
-        _RULES[name] = Rule(capture, weights, along)
+        _RULES[name] = Rule(capture, weights, along, shards=shards)
         return capture
 
     return register
@@ -121,7 +135,7 @@ def name_of(rule: Rule) -> str:
 
 
 def saved(node: Node, name: str) -> Tensor | Packed | None:
-    """A tensor that a node has saved, detached: a saved activation carries the graph it was computed by.
+    """A tensor that a node has saved, without the graph that a saved activation was computed by.
 
     A tensor that save_on_cpu packed is returned packed, and W unpacks it. Returns None for tensors that other
     hooks packed, because unpacking a checkpoint's tensor in the walk would recompute too early. Returns None
@@ -131,10 +145,18 @@ def saved(node: Node, name: str) -> Tensor | Packed | None:
     hook = raw.unpack_hook
     if hook is None:
         tensor: Tensor = getattr(node, "_saved_" + name)
-        return tensor.detach() if tensor.layout is torch.strided else None
+        if tensor.layout is not torch.strided:
+            return None
+        return tensor.detach() if tensor.requires_grad else tensor
     if getattr(hook, "__qualname__", "").startswith("save_on_cpu."):
         return Packed(raw.data, hook)
     return None
+
+
+def tensors_in(held: HeldTensors) -> Iterator[Tensor]:
+    """The tensors that are kept alive, those inside packed ones included."""
+    for each in held:
+        yield from (each,) if isinstance(each, Tensor) else each.tensors()
 
 
 def saved_by(node: Any) -> Iterator[Tensor]:
@@ -217,6 +239,13 @@ def _add_right_product_transposed(target: Tensor, held: HeldTensors, dy: Tensor,
     _add_product(target, held[0].conj(), dy.t(), fresh)
 
 
+# Of y = a @ b, a matrix each. Where an operand is sharded along the dimension that the product sums over, its
+# factor is sharded along the same one; else dy is, along the dimension that it shares with the operand.
+_RIGHT_SHARDS: ShardTable = {None: (None, None), 0: (1, None), 1: (None, 1)}
+_LEFT_SHARDS: ShardTable = {None: (None, None), 0: (None, 0), 1: (0, None)}
+_BIAS_SHARDS: ShardTable = {None: (None, None), 0: (None, 1)}  # a vector, added to each row of y
+
+
 def _product_rule(name: str, left: str, right: str, *, plus: bool = False) -> None:
     """Register the rule of a product. left, right: the names under which the node saves the two factors.
 
@@ -235,7 +264,11 @@ def _product_rule(name: str, left: str, right: str, *, plus: bool = False) -> No
         right_operand: _direct(left, add_left_product, _add_left_product_transposed),
         left_operand: _direct(right, add_right_product, _add_right_product_transposed),
     }
-    _RULES[name] = Rule(capture, tuple(direct), (0,) if plus else (), direct, _is_unscaled if plus else None)
+    shards = {right_operand: _RIGHT_SHARDS, left_operand: _LEFT_SHARDS}
+    if plus:
+        _RULES[name] = Rule(capture, tuple(direct), (0,), direct, {0: _BIAS_SHARDS, **shards}, _is_unscaled)
+    else:
+        _RULES[name] = Rule(capture, tuple(direct), (), direct, shards)
 
 
 def _direct(name: str, add: Add, add_transposed: Add) -> DirectCapture:
@@ -301,7 +334,7 @@ class _AddConvolution:
 # ---- Embeddings: no temporary of the vocabulary's size is made
 
 
-@rule("EmbeddingBackward0", weights=(0,))
+@rule("EmbeddingBackward0", weights=(0,), shards={0: {None: (None, None), 1: (None, -1)}})
 def _embedding(node: Any, operand: int) -> Capture | None:
     if node._saved_sparse or node._saved_scale_grad_by_freq:
         return None

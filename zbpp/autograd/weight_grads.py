@@ -24,7 +24,9 @@ from torch.autograd.graph import GradientEdge
 from zbpp.autograd.graph import Edge, WeightUse
 from zbpp.autograd.hooks import run_hooks, run_post_accumulate_hooks
 from zbpp.autograd.leaf_grad import add_to_grad, new_gradient, total_of
-from zbpp.autograd.rules import name_of, version_of
+from zbpp.autograd.rules import name_of, tensors_in, version_of
+from zbpp.autograd.sharded import AddOfShards
+from zbpp.autograd.storages import storages_of
 
 
 class Task(Protocol):
@@ -51,7 +53,7 @@ class ChangedInPlace(RuntimeError):
 
 
 def _changed(leaf: Tensor, what: str, tensor: Any, remedy: str) -> ChangedInPlace:
-    shape = f" of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else ""
+    shape = f" of shape {tuple(tensor.shape)}" if hasattr(tensor, "shape") else ""
     message = (
         f"{what}{shape} was changed in place before W, which needs it as B found it, for the gradient of "
         f"a weight of shape {tuple(leaf.shape)}: {remedy}"
@@ -69,7 +71,7 @@ class UseTask(NamedTuple):
     """The gradient of one use of a leaf. By itself it is the task of a leaf that has no other use."""
 
     use: WeightUse
-    dy: Tensor
+    dy: Any  # a tensor, or an OnMesh (sharded.py)
     version: int  # sum of the versions of dy and of all that the use holds
 
     @property
@@ -77,7 +79,7 @@ class UseTask(NamedTuple):
         return self.use.leaf
 
     def tensors(self) -> Iterator[Tensor]:
-        yield self.dy
+        yield from tensors_in((self.dy,))
         yield from self.use.tensors()
 
     def check(self) -> None:
@@ -140,8 +142,18 @@ class SumTask(NamedTuple):
 
 def tasks_per_leaf(uses: list[UseTask]) -> list[Task]:
     """A SumTask per leaf, even for a single use. The uses of one leaf stand side by side in `uses`."""
+    uses = [*map(_placed, uses)]
     groups = [list(group) for _, group in groupby(uses, key=lambda use: id(use.leaf))]
     return [SumTask(group[0].leaf, group) for group in groups]
+
+
+def _placed(task: UseTask) -> UseTask:
+    """If W computes with shards: the task with dy placed for that."""
+    use, dy, _ = task
+    if not isinstance(use.add, AddOfShards):
+        return task
+    dy = use.add.placed(dy)
+    return UseTask(use, dy, use.version + dy._version)
 
 
 def _accumulate(leaf: Tensor, uses: list[UseTask]) -> None:
@@ -252,9 +264,9 @@ class WeightGrads:
             storage.data_ptr(): storage.nbytes()
             for task in tasks
             for tensor in task.tensors()
-            for storage in _storages(tensor)
+            for storage in storages_of(tensor)
         }
-        own = {storage.data_ptr() for task in tasks for storage in _storages(task.leaf)}
+        own = {storage.data_ptr() for task in tasks for storage in storages_of(task.leaf)}
         return sum(count for start, count in storages.items() if start not in own)
 
     def accumulate(self) -> None:
@@ -280,17 +292,3 @@ class WeightGrads:
                         tasks_left = {id(task.leaf): left for left, task in reversed([*enumerate(tasks)])}
                     if tasks_left.get(id(leaf), len(tasks)) >= len(tasks):
                         run_post_accumulate_hooks(leaf)
-
-
-def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """The memory of a tensor. That of a sparse tensor, or of a subclass such as DTensor, is its parts'."""
-    if tensor.is_sparse:
-        parts = [tensor._indices(), tensor._values()]
-    elif hasattr(tensor, "__tensor_flatten__"):
-        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        parts = [part for part in inner if isinstance(part, Tensor)]  # DTensor lists its mesh, too
-    else:
-        yield tensor.untyped_storage()
-        return
-    for part in parts:
-        yield from _storages(part)

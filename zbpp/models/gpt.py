@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +23,17 @@ from zbpp.models.layers import (
     token_loss,
     transformer_std,
 )
+from zbpp.models.tensor_parallel import BlockPlan, ShardedDropout, parallelize
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Gpt:
     """A GPT by stages: int64 tokens [batch, time] -> [batch, time, hidden] -> logits [batch, time, vocab].
 
     `dropout` is a probability: after the embedding, in attention, and after each residual branch. Which
-    numbers are dropped depends on the cut, not on the schedule.
+    numbers are dropped depends on the cut, not on the schedule. `sequence_parallel`: see `parallelize`.
     `layers_per_stage`: how many layers each stage gets; by default the heaviest stage, with the head counted,
     is as light as possible. Initial weights depend on `seed` and on their names only. Raises ValueError for
     sizes that don't fit each other, and when a stage gets a sequence longer than `sequence_length`.
@@ -42,6 +48,7 @@ class Gpt:
         num_heads: int,
         sequence_length: int,
         dropout: float = 0.0,
+        sequence_parallel: bool = False,
         layers_per_stage: Sequence[int] | None = None,
         seed: int = 0,
     ) -> None:
@@ -50,6 +57,14 @@ class Gpt:
         check_divides("hidden_size", hidden_size, "num_heads", num_heads)
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout={dropout} is not a probability below 1: write 0.0 to 0.9")
+        self._sharded = {"num_heads": num_heads}
+        self._plan = BlockPlan(
+            columns=("attention.query_key_value", "mlp.up"),
+            rows=("attention.output", "mlp.down"),
+            embedding="embedding.token",
+            dropouts=("attention.dropout", "mlp.dropout"),
+            sequence_parallel=sequence_parallel,
+        )
         self._blueprint = Blueprint(
             first={"embedding": lambda: Embedding(vocab_size, hidden_size, sequence_length, dropout)},
             layer=lambda number: gpt_block(hidden_size, num_heads, dropout),
@@ -72,6 +87,17 @@ class Gpt:
     def build_stage(self, index: int, num_stages: int) -> nn.Sequential:
         """Stage `index` of `num_stages`. Raises ValueError if the layers can't be split that way."""
         return self._blueprint.build_stage(index, num_stages)
+
+    def parallelize(self, stage: nn.Module, mesh: DeviceMesh) -> None:
+        """Shard a stage over the ranks of a mesh with one dimension; see `tensor_parallel.parallelize`.
+
+        Dropout drops the numbers that it drops in the whole stage; in attention this is so on the CPU only.
+        Raises ValueError if the mesh's size does not divide num_heads.
+        """
+        parallelize(stage, mesh, self._plan, self._sharded)
+        for layer in stage.modules():
+            if isinstance(layer, Attention):
+                layer.weight_dropout = ShardedDropout(layer.dropout.p, 1, mesh)
 
     def layer_counts(self, num_stages: int) -> list[int]:
         """How many layers each of `num_stages` stages gets; see `Blueprint.layer_counts`."""
@@ -105,21 +131,37 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention, [batch, time, hidden] in and out; one projection for q, k and v."""
+    """Causal self-attention, [batch, time, hidden] in and out; one projection for q, k and v.
+
+    Its rows are ordered by head: q, k and v of head 0, then those of head 1. So a rank's shard of them holds
+    whole heads. weight_dropout: drops attention weights of one rank's heads; None where all heads are here.
+    """
 
     def __init__(self, hidden_size: int, num_heads: int, dropout: float) -> None:
         super().__init__()
-        self.num_heads = num_heads
-        self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
+        self.head_size = hidden_size // num_heads
+        self.query_key_value = nn.Linear(hidden_size, 3 * hidden_size)
         self.output = nn.Linear(hidden_size, hidden_size)
         self.dropout = nn.Dropout(dropout)
+        self.weight_dropout: nn.Module | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (split_heads(part, self.num_heads) for part in self.qkv(x).chunk(3, dim=-1))
-        dropout = self.dropout.p if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        heads = split_heads(self.query_key_value(x), 3 * self.head_size)
+        query, key, value = heads.chunk(3, dim=-1)
+        if self.training and self.dropout.p > 0 and self.weight_dropout is not None:
+            mixed = self.weight_dropout(causal_weights(query, key)) @ value
+        else:
+            dropout = self.dropout.p if self.training else 0.0
+            mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
         projected: Tensor = self.dropout(self.output(merge_heads(mixed)))
         return projected
+
+
+def causal_weights(query: Tensor, key: Tensor) -> Tensor:
+    """The attention weights of queries and keys [..., time, head_size]: [..., time, time]."""
+    scores = query @ key.mT / math.sqrt(query.shape[-1])
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(diagonal=1)
+    return scores.masked_fill(future, -torch.inf).softmax(dim=-1)
 
 
 class FeedForward(nn.Module):

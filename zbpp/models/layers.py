@@ -124,9 +124,9 @@ class Block(nn.Module):
         return summed
 
 
-def split_heads(x: Tensor, num_heads: int) -> Tensor:
-    """[batch, time, hidden] -> [batch, head, time, hidden / num_heads]."""
-    heads: Tensor = x.unflatten(-1, (num_heads, -1))
+def split_heads(x: Tensor, head_size: int) -> Tensor:
+    """[batch, time, heads x head_size] -> [batch, head, time, head_size]: all heads, or those of one rank."""
+    heads: Tensor = x.unflatten(-1, (-1, head_size))
     return heads.transpose(1, 2)
 
 

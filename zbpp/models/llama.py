@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,10 @@ from zbpp.models.layers import (
     token_loss,
     transformer_std,
 )
+from zbpp.models.tensor_parallel import BlockPlan, parallelize
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Llama:
@@ -29,6 +34,7 @@ class Llama:
 
     `num_kv_heads`: key and value heads, each shared by num_heads / num_kv_heads queries; by default
     num_heads. `intermediate_size`: by default 8/3 hidden_size, rounded up to a multiple of 64.
+    `sequence_parallel`: see `parallelize`.
     `layers_per_stage`: how many layers each stage gets; by default the heaviest stage, with the head counted,
     is as light as possible. Initial weights depend on `seed` and on their names only. Raises ValueError for
     sizes that don't fit each other, and when a stage gets a sequence longer than `sequence_length`.
@@ -46,6 +52,7 @@ class Llama:
         sequence_length: int,
         rope_theta: float = 10000.0,
         norm_eps: float = 1e-5,
+        sequence_parallel: bool = False,
         layers_per_stage: Sequence[int] | None = None,
         seed: int = 0,
     ) -> None:
@@ -68,6 +75,13 @@ class Llama:
                 mlp=SwiGlu(hidden_size, inner),
             )
 
+        self._sharded = {"num_heads": num_heads, "num_kv_heads": kv_heads, "intermediate_size": inner}
+        self._plan = BlockPlan(
+            columns=("attention.query", "attention.key", "attention.value", "mlp.gate", "mlp.up"),
+            rows=("attention.output", "mlp.down"),
+            embedding="embedding",
+            sequence_parallel=sequence_parallel,
+        )
         self._blueprint = Blueprint(
             first={"embedding": lambda: nn.Embedding(vocab_size, hidden_size)},
             layer=layer,
@@ -90,6 +104,13 @@ class Llama:
     def build_stage(self, index: int, num_stages: int) -> nn.Sequential:
         """Stage `index` of `num_stages`. Raises ValueError if the layers can't be split that way."""
         return self._blueprint.build_stage(index, num_stages)
+
+    def parallelize(self, stage: nn.Module, mesh: DeviceMesh) -> None:
+        """Shard a stage over the ranks of a mesh with one dimension; see `tensor_parallel.parallelize`.
+
+        Raises ValueError if the mesh's size does not divide num_heads, num_kv_heads and intermediate_size.
+        """
+        parallelize(stage, mesh, self._plan, self._sharded)
 
     def layer_counts(self, num_stages: int) -> list[int]:
         """How many layers each of `num_stages` stages gets; see `Blueprint.layer_counts`."""
@@ -140,8 +161,8 @@ class Attention(nn.Module):
     def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, rotary: Rotary) -> None:
         super().__init__()
         kv_size = hidden_size // num_heads * num_kv_heads
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
+        self.head_size = hidden_size // num_heads
+        self.is_grouped = num_kv_heads != num_heads
         self.query = nn.Linear(hidden_size, hidden_size, bias=False)
         self.key = nn.Linear(hidden_size, kv_size, bias=False)
         self.value = nn.Linear(hidden_size, kv_size, bias=False)
@@ -149,11 +170,10 @@ class Attention(nn.Module):
         self.rotary = rotary
 
     def forward(self, x: Tensor) -> Tensor:
-        query = self.rotary(split_heads(self.query(x), self.num_heads))
-        key = self.rotary(split_heads(self.key(x), self.num_kv_heads))
-        value = split_heads(self.value(x), self.num_kv_heads)
-        grouped = self.num_kv_heads != self.num_heads
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        query = self.rotary(split_heads(self.query(x), self.head_size))
+        key = self.rotary(split_heads(self.key(x), self.head_size))
+        value = split_heads(self.value(x), self.head_size)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.is_grouped)
         projected: Tensor = self.output(merge_heads(mixed))
         return projected
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from zbpp.autograd.sharded import is_on_mesh
 from zbpp.runtime.layout import Message
 
 
@@ -44,7 +45,7 @@ def checked_outputs(stage: int, output: Any) -> tuple[Tensor | None, ...]:
 
 
 def _refuse_unsendable(stage: int, output: Tensor) -> None:
-    """Raise BoundaryError for a nested or sparse tensor.
+    """Raise BoundaryError for a nested or sparse tensor, and for a DTensor.
 
     Also between two stages of one rank, since a stage must fit every placement.
     """
@@ -52,10 +53,16 @@ def _refuse_unsendable(stage: int, output: Tensor) -> None:
         what, instead = "a nested tensor", "torch.nested.to_padded_tensor(y, 0.0)"
     elif output.layout is not torch.strided:
         what, instead = "a sparse tensor", "y.to_dense(), or its indices and values"
+    elif type(output) is not Tensor and is_on_mesh(output):
+        what = "a DTensor"
+        instead = (
+            "y.full_tensor(), or end the tensor-parallel plan with output_layouts=Replicate() and "
+            "use_local_output=True"
+        )
     else:
         return
     raise BoundaryError(
-        f"stage {stage} returned {what}; only dense ones pass between stages: return {instead}"
+        f"stage {stage} returned {what}; only dense tensors of one rank pass between stages: return {instead}"
     )
 
 

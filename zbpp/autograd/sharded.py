@@ -1,0 +1,164 @@
+"""Weights on a device mesh (DTensor): W computes with the shards of its own rank.
+
+For y = x @ w.T + bias, these placements let W compute a rank's shard of the gradient from that rank's shards
+of x and dy. They hold for each dimension of the mesh:
+
+    layer       w           x           dy          bias
+    colwise     Shard(0)    Replicate   Shard(-1)   Shard(0)
+    rowwise     Shard(1)    Shard(-1)   Replicate   Replicate
+    neither     Replicate   Replicate   Replicate   Replicate
+
+A rule states its own table as `Rule.shards`. If the weight or x is placed otherwise, B computes the gradient.
+If dy is placed otherwise, dy is redistributed at the end of B, and W computes with shards as usual.
+
+A DTensor has two counts of in-place changes: its own, and the count of the tensor that holds its shard. An
+operation on the DTensor raises the first count only, an operation on the shard the second only. W checks
+both. Neither count shows a change through a view of the shard that DTensor itself has made.
+
+The split imports nothing of torch.distributed: where a DTensor exists, its module has been imported.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zbpp.autograd.rules import Add, Capture, DirectCapture, HeldTensors, Rule
+from zbpp.autograd.views import MATRIX_TRANSPOSE, View
+
+Placements = tuple[Any, ...]
+Dims = tuple[int | None, ...]
+"""For each dimension of a mesh: the dimension of a tensor that is sharded there, None if it is replicated."""
+
+
+class OnMesh(NamedTuple):
+    """A DTensor that W needs, and the tensor that holds its shard on this rank."""
+
+    whole: Tensor
+    shard: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that are kept alive."""
+        return (self.shard,)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the whole tensor."""
+        return self.whole.shape
+
+    @property
+    def _version(self) -> int:
+        """Like a tensor's: it grows when the DTensor or the shard is changed in place."""
+        return self.whole._version + self.shard._version
+
+
+class AddOfShards:
+    """Calls `add` with the shards of its arguments; the target is a DTensor, the others are OnMesh.
+
+    placements: those of the leaf, and so of its gradient. dy_dims: how dy has to be placed.
+    """
+
+    def __init__(self, add: Add, placements: Placements, dy_dims: Dims) -> None:
+        self.add, self.placements, self.dy_dims = add, placements, dy_dims
+
+    def __call__(self, target: Any, held: HeldTensors, dy: Any, fresh: bool) -> None:
+        if target.placements != self.placements:
+            raise ValueError(
+                f"a gradient is placed as {target.placements} and its parameter as {self.placements}: write "
+                "p.grad = p.grad.redistribute(placements=p.placements), the same for a main_grad"
+            )
+        self.add(target.to_local(), tuple([each.shard for each in held]), dy.shard, fresh)
+
+    def placed(self, dy: Any) -> OnMesh:
+        """dy, placed as the product of shards needs it."""
+        wanted = _placements(self.dy_dims, dy)
+        if dy.placements != wanted:
+            dy = dy.redistribute(placements=wanted)
+        return OnMesh(dy, shard_of(dy))
+
+    def num_shards(self, mesh: Any) -> int:
+        """How many shards of dy there are, on a mesh."""
+        return math.prod(1 if dim is None else mesh.size(i) for i, dim in enumerate(self.dy_dims))
+
+
+def is_on_mesh(tensor: Any) -> bool:
+    """Whether something is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def capture_shards(
+    site: Any, rule: Rule, operand: int, leaf: Any, views: tuple[View, ...] | None
+) -> Capture | None:
+    """What W needs for this rank's shard of the gradient; None if B has to compute the gradient.
+
+    views: those of the chain from the operand to the leaf, None if the chain computes.
+    """
+    direct, dims = rule.direct.get(operand), _dims(leaf.placements)
+    is_transposed = direct is not None and views == (MATRIX_TRANSPOSE,)
+    if dims is None or leaf.dim() > 2 or not (is_transposed or views == ()):
+        return None
+    if is_transposed:
+        dims = tuple([None if dim is None else 1 - dim for dim in dims])
+    table = rule.shards.get(operand, {})
+    if any(dim not in table for dim in dims):
+        return None
+    capture = _saved_on_mesh(site, direct, is_transposed) if direct else _on_mesh(rule.capture(site, operand))
+    factor_dims, dy_dims = zip(*[table[dim] for dim in dims], strict=True)
+    if capture is None or not all(_is_placed(each.whole, leaf, factor_dims) for each in capture.held):
+        return None
+    return Capture(capture.held, AddOfShards(capture.add, leaf.placements, dy_dims))
+
+
+def _saved_on_mesh(site: Any, direct: DirectCapture, is_transposed: bool) -> Capture | None:
+    """The factor that a product has saved. Its shard is taken before detach() makes another one."""
+    if getattr(site, direct.raw_attribute).unpack_hook is not None:
+        return None
+    factor = getattr(site, direct.attribute)
+    if not is_on_mesh(factor):
+        return None
+    held = OnMesh(factor.detach(), shard_of(factor))
+    return Capture((held,), direct.add_transposed if is_transposed else direct.add)
+
+
+def _on_mesh(capture: Capture | None) -> Capture | None:
+    """A capture of DTensors as a capture of OnMesh; None if it holds something else."""
+    if capture is None or not all(map(is_on_mesh, capture.held)):
+        return None
+    return Capture(tuple([OnMesh(each, shard_of(each)) for each in capture.held]), capture.add)
+
+
+def shard_of(tensor: Any) -> Tensor:
+    """The tensor that holds a DTensor's shard on this rank; waits for it if it is still being received."""
+    with torch.no_grad():  # with gradients to_local() returns a view, and waits for nothing
+        shard: Any = tensor.to_local()
+    return shard if type(shard) is Tensor else shard.wait()
+
+
+def bytes_here(tensor: Tensor) -> int:
+    """Bytes of a tensor on this rank: those of its shard, if it is a DTensor."""
+    return shard_of(tensor).nbytes if is_on_mesh(tensor) else tensor.nbytes
+
+
+def _dims(placements: Placements) -> Dims | None:
+    """The sharded dimensions; None if a placement is neither Shard nor Replicate."""
+    module: Any = sys.modules["torch.distributed.tensor"]
+    if any(type(each) not in (module.Shard, module.Replicate) for each in placements):
+        return None
+    return tuple([getattr(each, "dim", None) for each in placements])
+
+
+def _placements(dims: Dims, tensor: Tensor) -> Placements:
+    """The reverse of `_dims`; negative dimensions count from the tensor's last."""
+    module: Any = sys.modules["torch.distributed.tensor"]
+    replicate, shard = module.Replicate, module.Shard
+    return tuple([replicate() if dim is None else shard(dim % tensor.dim()) for dim in dims])
+
+
+def _is_placed(tensor: Any, leaf: Any, dims: Dims) -> bool:
+    """Whether a tensor is on the leaf's mesh and sharded along these dimensions."""
+    return tensor.device_mesh == leaf.device_mesh and tensor.placements == _placements(dims, tensor)

@@ -1,0 +1,22 @@
+"""The memory of a tensor, also of one that consists of other tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """The memory of a tensor. That of a sparse tensor, or of a subclass such as DTensor, is its parts'."""
+    if tensor.is_sparse:
+        parts = [tensor._indices(), tensor._values()]
+    elif hasattr(tensor, "__tensor_flatten__"):
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        parts = [part for part in inner if isinstance(part, Tensor)]  # DTensor lists its mesh, too
+    else:
+        yield tensor.untyped_storage()
+        return
+    for part in parts:
+        yield from storages_of(part)

@@ -1,0 +1,208 @@
+"""Tensor parallelism of a stage made of transformer blocks: each rank has some heads and some MLP columns.
+
+    part                          weight      its input     its output
+    embedding                     Shard(1)    whole         gathered
+    query, key, value, gate, up   Shard(0)    whole         a shard of the last dimension: some heads
+    output, down                  Shard(1)    that shard    summed over the ranks
+    norms                         whole       whole         whole
+    head                          Shard(0)    whole         gathered: logits
+
+With sequence parallelism the norms, the residual sums and the dropout between these layers work on a shard of
+the sequence. It is gathered before query and gate; the sums behind output and down are scattered.
+
+Between stages tensors are whole, and equal on all ranks of the mesh; so are the logits and the loss. The
+embedding is sharded along the hidden dimension: a rank's shard of its gradient needs dy's columns only, and
+every rank has every token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zbpp.models.layers import Block, check_divides
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+Styles = dict[str, "ParallelStyle"]
+"""Name of a module -> how torch shards it."""
+
+
+class BlockPlan(NamedTuple):
+    """What is sharded: `columns` and `rows` name the linear layers of a block, `embedding` one of the stage.
+
+    dropouts: the modules of a block that drop numbers behind `rows`.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+    embedding: str
+    dropouts: tuple[str, ...] = ()
+    sequence_parallel: bool = False
+
+
+def parallelize(stage: nn.Module, mesh: DeviceMesh, plan: BlockPlan, sizes: Mapping[str, int]) -> None:
+    """Shard a stage in place over the ranks of a mesh with one dimension.
+
+    Names of parameters stay, and their whole values. Every rank must have the stage's initial values; nothing
+    is communicated. sizes: those that the number of ranks has to divide.
+    Raises ValueError, before anything is changed, if the mesh has several dimensions or does not fit.
+    """
+    check_mesh(mesh)
+    for name, size in sizes.items():
+        check_divides(name, size, "the tensor-parallel degree", mesh.size())
+    shard(stage, mesh, _styles(stage, plan))
+    if plan.sequence_parallel:
+        _shard_dropouts(stage, mesh, plan.dropouts)
+        shard(stage, mesh, _sequence_boundaries(stage))
+        stage.register_forward_pre_hook(_SequenceCheck(mesh.size()))
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Raises ValueError if a mesh has more than one dimension."""
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"a stage is sharded over one dimension, and this mesh has {mesh.ndim}: {mesh.mesh_dim_names}; "
+            'give the one that is to share the weights, mesh["tensor"]'
+        )
+
+
+def shard(stage: nn.Module, mesh: DeviceMesh, styles: Styles) -> None:
+    """torch's parallelize_module, without communication; frozen parameters stay frozen."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    frozen = [name for name, parameter in stage.named_parameters() if not parameter.requires_grad]
+    parallelize_module(stage, mesh, styles, src_data_rank=None)
+    for name in frozen:
+        stage.get_parameter(name).requires_grad_(False)
+    _free_other_shards(stage)
+
+
+def _free_other_shards(stage: nn.Module) -> None:
+    """Copy the shards that are views of the whole weight: these would keep it in memory."""
+    from torch.distributed.tensor import DTensor
+
+    for name, parameter in list(stage.named_parameters()):
+        if not isinstance(parameter, DTensor):
+            continue
+        own = parameter.to_local().detach()
+        if own.untyped_storage().nbytes() > own.nbytes:
+            mesh, placements = parameter.device_mesh, parameter.placements
+            copied = DTensor.from_local(
+                own.clone(),
+                mesh,
+                placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+            owner, _, leaf = name.rpartition(".")
+            setattr(stage.get_submodule(owner), leaf, nn.Parameter(copied, parameter.requires_grad))
+
+
+def _styles(stage: nn.Module, plan: BlockPlan) -> Styles:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
+
+    between = Shard(1) if plan.sequence_parallel else Replicate()
+    names = [name for name, _ in stage.named_modules()]
+    styles: Styles = {}
+    for name, module in stage.named_children():
+        if isinstance(module, Block):
+            styles |= {f"{name}.{part}": style for part, style in _block_styles(plan, between).items()}
+    if plan.embedding in names:
+        styles[plan.embedding] = ColwiseParallel(output_layouts=Replicate())
+    if "norm" in names and plan.sequence_parallel:
+        styles["norm"] = SequenceParallel()
+    if "head" in names:
+        styles["head"] = ColwiseParallel(input_layouts=between, output_layouts=Replicate())
+    return styles
+
+
+def _block_styles(plan: BlockPlan, between: Any) -> Styles:
+    """between: the placement of the residual sum. Attention and MLP gather their inputs, not each column."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    gather = {"input_layouts": between, "desired_input_layouts": Replicate()}
+    styles: Styles = {part: PrepareModuleInput(**gather) for part in ("attention", "mlp")}
+    styles |= {name: ColwiseParallel() for name in plan.columns}
+    styles |= {name: RowwiseParallel(output_layouts=between) for name in plan.rows}
+    if plan.sequence_parallel:
+        styles |= {name: SequenceParallel() for name in ("attention_norm", "mlp_norm")}
+    return styles
+
+
+# ---- Sequence parallelism
+
+
+def _sequence_boundaries(stage: nn.Module) -> Styles:
+    """Cut the sequence where it enters the blocks, gather it where it leaves them for another stage."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        PrepareModuleInput,
+        PrepareModuleInputOutput,
+        PrepareModuleOutput,
+    )
+
+    parts = [name for name, _ in stage.named_children()]
+    into: dict[str, Any] = {"input_layouts": Replicate(), "desired_input_layouts": Shard(1)}
+    out_of: dict[str, Any] = {"output_layouts": Shard(1), "desired_output_layouts": Replicate()}
+    styles: Styles = {}
+    if "embedding" in parts:
+        styles["embedding"] = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
+    if "embedding" not in parts and "head" not in parts:
+        styles[""] = PrepareModuleInputOutput(**into, use_local_input=True, **out_of)
+    elif "head" not in parts:
+        styles[""] = PrepareModuleOutput(**out_of)
+    elif "embedding" not in parts:
+        styles[""] = PrepareModuleInput(**into, use_local_output=True)
+    return styles
+
+
+class _SequenceCheck:
+    """A hook that refuses sequences which the ranks can't share evenly."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        check_divides("the sequence's length", args[0].shape[1], "the tensor-parallel degree", self.num_ranks)
+
+
+def _shard_dropouts(stage: nn.Module, mesh: DeviceMesh, names: tuple[str, ...]) -> None:
+    for block in stage.children():
+        for name in names if isinstance(block, Block) else ():
+            owner, _, leaf = name.rpartition(".")
+            module = block.get_submodule(owner)
+            setattr(module, leaf, ShardedDropout(getattr(module, leaf).p, 1, mesh))
+
+
+class ShardedDropout(nn.Module):
+    """Dropout of one rank's shard along `dim`: the part of what dropout of the whole tensor drops.
+
+    Each rank draws for the whole tensor. So all ranks' generators stay alike, as on one rank.
+    """
+
+    def __init__(self, p: float, dim: int, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.p, self.dim, self.rank, self.num_ranks = p, dim, mesh.get_local_rank(), mesh.size()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        shape, size = list(x.shape), x.shape[self.dim]
+        shape[self.dim] = size * self.num_ranks
+        kept = F.dropout(torch.ones(shape, dtype=x.dtype, device=x.device), self.p)
+        return x * kept.narrow(self.dim, self.rank * size, size)
