@@ -380,6 +380,15 @@ def test_equal_reductions_are_added_to_makespan_and_bound_alike():
         assert (after.value, after.bound) == (before.value + added, before.bound + added)
 
 
+def test_a_bound_by_memory_ends_with_a_reduction_too():
+    """One microbatch in memory: its round trips take longer than any rank's work."""
+    asked = {"rank_of": (0, 1, 2, 3), "num_microbatches": 6, "memory_limit": 1}
+    without, reducing = (
+        lower_bound("makespan", costs=costs, **asked) for costs in (Costs(), Costs(reduce=5))
+    )
+    assert reducing == Bound(without.value + 5, f"{without.argument}, and a reduction")
+
+
 def test_the_reduction_of_a_busy_rank_bounds_the_makespan():
     """Rank 0 works for 3 * 4 ms, and its gradients, an embedding's, take 40 ms."""
     bound = lower_bound("makespan", rank_of=(0, 1), num_microbatches=4, costs=Costs(reduce=[40, 1]))

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 import zbpp.commands.plan
-from zbpp.planning import SCHEDULES, canonical_name, plan
+from zbpp.planning import SCHEDULES, RankCosts, canonical_name, plan
+from zbpp.planning.answer import Candidate
 from zbpp.render import render_cuts, render_text
 from zbpp.schedule import Costs, Timetable, from_csv, read_timetable, simulate
 
@@ -413,3 +414,25 @@ def test_a_reader_that_leaves_early_is_no_error():
         ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "0F0 0F1 0F", "")
+
+
+def test_choose_counts_reductions_as_the_schedules_it_names_do(main, capsys):
+    """The last W's of a family are ordered for the reductions, in --choose as where it is named."""
+    costs = ["--f", "1", "--b", "1.1", "--w", "0.9", "--comm", "0.1", "--reduce", "6"]
+    asked = ["--ranks", "4", "--microbatches", "8", *costs]
+    assert main(["--choose", *asked, "--time-limit", "0"]) == 0
+    text = capsys.readouterr().out
+    row = re.search(r"^zb_v +v +([\d.]+)", text, re.MULTILINE)
+    assert main(["zb_v", *asked]) == 0
+    said = re.search(
+        r"^makespan (\S+) ms \(\S+ ms of reductions at its end\)$", capsys.readouterr().out, re.MULTILINE
+    )
+    assert float(said[1]) == float(row[1])
+    per_stage = RankCosts(f=1, b=1.1, w=0.9, comm=0.1, reduce=6).per_stage(8, 4)
+    assert float(said[1]) < simulate(plan("zb_v", 4, 8), per_stage).makespan
+
+
+def test_a_family_that_reductions_change_is_trained_from_a_file():
+    costs = Costs(f=1, b=1.1, w=0.9, comm=0.1, reduce=3)
+    for reordered, timetable in ((False, plan("zb_v", 4, 8)), (True, plan("zb_v", 4, 8, costs=costs))):
+        assert Candidate("zb_v", simulate(timetable, costs)).depends_on_costs == reordered

@@ -8,7 +8,7 @@ from zbpp.planning.bounds import Bound, bound_of
 from zbpp.planning.memory_limit import MemoryLimit, fits, limits_per_rank
 from zbpp.planning.objective import objective_value
 from zbpp.planning.placement import PLACEMENTS
-from zbpp.planning.plan import placement_of, takes_costs
+from zbpp.planning.plan import placement_of, plan, takes_costs
 from zbpp.planning.problem import Problem
 from zbpp.planning.request import PlanningRequest
 from zbpp.planning.tolerance import EQUAL
@@ -32,6 +32,12 @@ class Candidate:
     def title(self) -> str:
         """What to type after `zbpp plan` for this plan: its name; for zb_auto its placement, too."""
         return f"{self.name} --placement {self.placement}" if self.name == "zb_auto" else self.name
+
+    @property
+    def depends_on_costs(self) -> bool:
+        """Whether the name alone is not enough for `plan` to make this timetable."""
+        own = self.timeline.timetable
+        return takes_costs(self.name) or own != plan(self.name, own.num_ranks, own.num_microbatches)
 
     def value(self, objective: str) -> float:
         return objective_value(self.timeline, objective)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from zbpp.families import FAMILIES
 from zbpp.planning.answer import Answer, Candidate
+from zbpp.planning.complete_stages_early import complete_stages_early
 from zbpp.planning.memory_limit import MemoryLimit
 from zbpp.planning.placement import PLACEMENTS, place_stages
 from zbpp.planning.plan import plan
@@ -60,7 +61,8 @@ def _planned(request: PlanningRequest) -> Iterator[tuple[str, Callable[[], Timet
 
 
 def _candidate(request: PlanningRequest, name: str, timetable: Timetable) -> Candidate:
-    return Candidate(name, simulate(timetable, request.costs_for(timetable.num_stages)))
+    costs = request.costs_for(timetable.num_stages)
+    return Candidate(name, simulate(complete_stages_early(timetable, costs), costs))
 
 
 class _Search(NamedTuple):

@@ -182,11 +182,18 @@ class Problem:
         return objective_value(timeline, self.objective)
 
     def value_of_plan(self, plan: Plan) -> float:
-        """The objective of a plan (ms); infinity if it can't run, or needs more memory than allowed."""
+        """The objective of a plan (ms); infinity if it can't run, or needs more memory than allowed.
+
+        Where `offsets_are_exact` is False it is what a search counts, which is no more than the objective.
+        """
         try:
-            return self.value_of(simulate(self.timetable_of(plan), self.costs))
+            timeline = simulate(self.timetable_of(plan), self.costs)
         except PlanError:
             return math.inf
+        value = self.value_of(timeline)
+        if self.offsets_are_exact or value == math.inf:
+            return value
+        return max(float(ends[-1]) - offset for ends, offset in zip(timeline.ends, self.offsets, strict=True))
 
     @cached_property
     def fill(self) -> list[float]:

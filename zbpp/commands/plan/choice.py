@@ -8,7 +8,7 @@ import shlex
 from zbpp.commands.plan.arguments import CHOICE_SECONDS, COST_OPTIONS, Inputs, make_parser
 from zbpp.commands.plan.drawing import draw
 from zbpp.commands.plan.progress import bar
-from zbpp.planning import Answer, PlanningRequest, choose, takes_costs
+from zbpp.planning import Answer, PlanningRequest, choose
 from zbpp.render import render_advice
 from zbpp.schedule import PlanError
 
@@ -47,7 +47,7 @@ def _commands(options: argparse.Namespace, answer: Answer, scripts: str) -> str:
     else:
         plan, train = "zbpp plan", f"zbpp train -n {options.ranks}"
     best = answer.ranked[0].candidate
-    if takes_costs(best.name):
+    if best.depends_on_costs:
         lines = [
             f"{plan} {best.title} {_same_question(options)} --text > plan.txt",
             f"{train} schedule.timetable=plan.txt num_microbatches={options.microbatches}",
