@@ -46,9 +46,9 @@ def main() -> None:
     rows = on_ranks(NUM_RANKS * NUM_REPLICAS, measure, options)
     print(__doc__.partition("\n")[0])
     print(
-        f"EMULATED: {NUM_RANKS} ranks x {NUM_REPLICAS} replicas, m={NUM_MICROBATCHES}, {NUM_LAYERS} layers of "
-        f"F=B=W={LAYER_MS:g} ms, {options.reduce:g} ms per stage's reduction; medians of {options.repeats} "
-        "steps, ms"
+        f"EMULATED: {NUM_RANKS} ranks x {NUM_REPLICAS} replicas, m={NUM_MICROBATCHES}, {NUM_LAYERS} layers "
+        f"of F=B=W={LAYER_MS:g} ms, {options.reduce:g} ms per stage's reduction; medians of "
+        f"{options.repeats} steps, ms"
     )
     head = ("schedule", "overlapped", "all at the end", "ratio", "simulated", "measured / simulated")
     cells = [
