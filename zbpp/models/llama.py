@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,7 @@ class Llama:
 
     `num_kv_heads`: key and value heads, each shared by num_heads / num_kv_heads queries; by default
     num_heads. `intermediate_size`: by default 8/3 hidden_size, rounded up to a multiple of 64.
+    `tie_embeddings`: the head has the embedding's weight.
     `layers_per_stage`: how many layers each stage gets; by default the heaviest stage, with the head counted,
     is as light as possible. Initial weights depend on `seed` and on their names only. Raises ValueError for
     sizes that don't fit each other, and when a stage gets a sequence longer than `sequence_length`.
@@ -46,6 +47,7 @@ class Llama:
         sequence_length: int,
         rope_theta: float = 10000.0,
         norm_eps: float = 1e-5,
+        tie_embeddings: bool = False,
         layers_per_stage: Sequence[int] | None = None,
         seed: int = 0,
     ) -> None:
@@ -81,6 +83,7 @@ class Llama:
                 vocab_size=vocab_size,
                 sequence_length=sequence_length,
             ),
+            tied={"head.weight": "embedding.weight"} if tie_embeddings else {},
             num_layers=num_layers,
             layers_per_stage=layers_per_stage,
             std=transformer_std(num_layers),
@@ -90,6 +93,10 @@ class Llama:
     def build_stage(self, index: int, num_stages: int) -> nn.Sequential:
         """Stage `index` of `num_stages`. Raises ValueError if the layers can't be split that way."""
         return self._blueprint.build_stage(index, num_stages)
+
+    def tied(self) -> Mapping[str, str]:
+        """The head's weight is the embedding's if `tie_embeddings`; see zbpp/stage_api.py."""
+        return self._blueprint.tied
 
     def layer_counts(self, num_stages: int) -> list[int]:
         """How many layers each of `num_stages` stages gets; see `Blueprint.layer_counts`."""
