@@ -12,6 +12,8 @@ import transformers
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
+from helpers.processes import run_ranks
+from helpers.split import assert_close
 from zbpp import Pipeline, plan
 from zbpp.autograd import recompute
 from zbpp.models.hf import HuggingFace
@@ -264,11 +266,91 @@ def test_a_family_that_nobody_has_tried_is_refused_instead_of_cut_wrongly(monkey
         model_of("llama").build_stage(0, 2)
 
 
-def test_tied_embeddings_on_several_stages_are_refused():
-    model = HuggingFace(config={"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4}, vocab_size=40)
-    with pytest.raises(ValueError, match="write config.tie_word_embeddings=false, or use one stage"):
-        model.build_stage(0, 2)
-    assert len(list(model.build_stage(0, 1).parameters())) > 0
+TIED = {
+    "gpt2": {"n_embd": 32, "n_layer": 8, "n_head": 4},
+    "llama": {**SIZES, "num_hidden_layers": 8, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    # the embedding times a number
+    "gemma": {**SIZES, "num_key_value_heads": 2, "head_dim": 8},
+    # a bias of the head under two names, of which forward uses one
+    "bert": {**SIZES, "is_decoder": True},
+}
+
+
+def tied_model(kind):
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = {"model_type": kind, "vocab_size": 40, "max_position_embeddings": 16, **special, **TIED[kind]}
+    return HuggingFace(config=config), config
+
+
+def tied_library_model(kind):
+    """The library's own whole model, with its ties and the initial values of one stage, in float64."""
+    model, config = tied_model(kind)
+    whole = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+    whole.load_state_dict(model.build_stage(0, 1).state_dict())
+    return whole.double().eval()
+
+
+@pytest.mark.parametrize("kind", TIED)
+def test_a_stage_has_a_copy_of_a_tied_parameter_with_the_initial_values_of_one_stage(kind):
+    model, whole = tied_model(kind)[0], tied_library_model(kind)
+    assert set(model.tied().items()) <= set(whole.all_tied_weights_keys.items())
+    stages = [model.build_stage(index, 2).double().eval() for index in range(2)]
+    values = {name: value for stage in stages for name, value in stage.state_dict().items()}
+    assert values.keys() == whole.state_dict().keys()
+    assert all(torch.equal(value, whole.state_dict()[name]) for name, value in values.items())
+    logits, output = whole(TOKENS).logits, stages[1](stages[0](TOKENS))
+    torch.testing.assert_close(output, logits, rtol=1e-12, atol=0)
+    token_loss(output, TOKENS.roll(-1, 1)).backward()
+    token_loss(logits, TOKENS.roll(-1, 1)).backward()
+    sums = {}
+    for name, parameter in (row for stage in stages for row in stage.named_parameters()):
+        source = model.tied().get(name, name)
+        if parameter.grad is not None:
+            sums[source] = sums.get(source, 0) + parameter.grad
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(sums.get(name), parameter.grad, rtol=1e-12, atol=1e-15)
+
+
+def tied_on_four_ranks(rank, cases):
+    """Per family and schedule: losses and gradients of two steps without zero_grad, in eval mode."""
+    found = {}
+    for kind, schedule in cases:
+        model = tied_model(kind)[0]
+        timetable = plan(schedule, 4, 2)
+        pipeline = Pipeline(Double(model), timetable)
+        for _ in range(2):
+            losses = pipeline.step(TOKENS, target=TOKENS.roll(-1, 1))
+        grads = {name: each.grad for name, each in pipeline.named_parameters()}
+        found[kind, schedule] = [float(loss) for loss in losses], grads
+        pipeline.close()
+    return found
+
+
+class Double:
+    """The model in float64, without dropout."""
+
+    def __init__(self, model):
+        self.tied, self.loss, self._model = model.tied, model.loss, model
+
+    def build_stage(self, index, num_stages):
+        return self._model.build_stage(index, num_stages).double().eval()
+
+
+def test_tied_families_on_four_ranks_are_trained_as_the_librarys_whole_model():
+    cases = [("gpt2", schedule) for schedule in ("1f1b", "zb_h1", "zb_v", "interleaved_zb")]
+    cases += [("llama", "zb_h1")]
+    everyone = run_ranks(tied_on_four_ranks, 4, cases, timeout=250)
+    for kind, schedule in cases:
+        whole, grads = tied_library_model(kind), {}
+        loss = token_loss(whole(TOKENS).logits, TOKENS.roll(-1, 1))
+        (2 * loss).backward()
+        losses = [each for found in everyone for each in found[kind, schedule][0]]
+        assert sum(losses) / len(losses) == pytest.approx(loss.item(), rel=1e-12)
+        for found in everyone:
+            grads |= found[kind, schedule][1]
+        expected = {name: each.grad for name, each in whole.named_parameters(remove_duplicate=False)}
+        assert_close(grads, {name: expected[name] for name in grads})
+        assert expected.keys() - grads.keys() <= {"lm_head.weight"}  # in a V the embedding's rank has it
 
 
 def test_a_stage_that_does_not_exist_is_refused():

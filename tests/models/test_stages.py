@@ -134,6 +134,22 @@ def test_a_state_dict_travels_between_cuts(cls, sizes, batch):
     assert torch.equal(model(batch()), whole(cls(**sizes, seed=3))(batch()))
 
 
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize(("cls", "sizes"), [(Gpt, GPT), (Llama, LLAMA)])
+def test_a_tied_head_has_the_embeddings_weight_whatever_the_cut(cls, sizes, num_stages):
+    model, untied = cls(**sizes, tie_embeddings=True), cls(**sizes)
+    stages = stages_of(model, num_stages)
+    ((head, embedding),) = model.tied().items()
+    first, last = stages[0].get_parameter(embedding), stages[-1].get_parameter(head)
+    assert (first is last) == (num_stages == 1)
+    assert torch.equal(first, last)
+    assert torch.equal(first, whole(untied).get_parameter(embedding))
+    assert not torch.equal(last, whole(untied).get_parameter(head))
+    assert untied.tied() == {}
+    counts = [sum(each.numel() for each in whole(each).parameters()) for each in (untied, model)]
+    assert counts[0] - counts[1] == first.numel()
+
+
 @pytest.mark.parametrize(("cls", "sizes"), [(Gpt, GPT), (Llama, LLAMA)])
 def test_token_loss_is_the_mean_negative_log_probability(cls, sizes):
     generator = torch.Generator().manual_seed(5)

@@ -1,9 +1,9 @@
-"""A GPT: learned positions, LayerNorm before each branch, GELU, causal attention, an untied head."""
+"""A GPT: learned positions, LayerNorm before each branch, GELU, causal attention, a head that may be tied."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,6 +34,7 @@ class Gpt:
 
     `dropout` is a probability: after the embedding, in attention, and after each residual branch. Which
     numbers are dropped depends on the cut, not on the schedule. `sequence_parallel`: see `parallelize`.
+    `tie_embeddings`: the head has the embedding's weight.
     `layers_per_stage`: how many layers each stage gets; by default the heaviest stage, with the head counted,
     is as light as possible. Initial weights depend on `seed` and on their names only. Raises ValueError for
     sizes that don't fit each other, and when a stage gets a sequence longer than `sequence_length`.
@@ -49,6 +50,7 @@ class Gpt:
         sequence_length: int,
         dropout: float = 0.0,
         sequence_parallel: bool = False,
+        tie_embeddings: bool = False,
         layers_per_stage: Sequence[int] | None = None,
         seed: int = 0,
     ) -> None:
@@ -78,6 +80,7 @@ class Gpt:
                 vocab_size=vocab_size,
                 sequence_length=sequence_length,
             ),
+            tied={"head.weight": "embedding.token.weight"} if tie_embeddings else {},
             num_layers=num_layers,
             layers_per_stage=layers_per_stage,
             std=transformer_std(num_layers),
@@ -98,6 +101,10 @@ class Gpt:
         for layer in stage.modules():
             if isinstance(layer, Attention):
                 layer.weight_dropout = ShardedDropout(layer.dropout.p, 1, mesh)
+
+    def tied(self) -> Mapping[str, str]:
+        """The head's weight is the embedding's if `tie_embeddings`; see zbpp/stage_api.py."""
+        return self._blueprint.tied
 
     def layer_counts(self, num_stages: int) -> list[int]:
         """How many layers each of `num_stages` stages gets; see `Blueprint.layer_counts`."""

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from zbpp.models.hf_check import build_stage, find_cut
 from zbpp.models.hf_cut import Cut
+from zbpp.models.hf_shrink import build_on_meta
+from zbpp.models.hf_ties import aliases_of
 from zbpp.models.layers import check_positive, token_loss
 from zbpp.partition import split_layers
 
@@ -33,7 +35,8 @@ class HuggingFace:
     config: a mapping with the keys of a config.json, `model_type` among them, or the path of such a file.
     `vocab_size` and `sequence_length` are those of the data. They are used where a mapping does not name
     these sizes, and must not exceed the sizes that the mapping or the file names. Initial values are the
-    library's, drawn from `seed` and the names of its modules alone.
+    library's, drawn from `seed` and the names of its modules alone. Where the config ties embeddings, or
+    the library ties other parameters, a stage has copies of what stages before it have.
     Raises ValueError for a model that is no causal language model, for data that does not fit, and for a
     folder with weights, which are not loaded.
     """
@@ -66,6 +69,10 @@ class HuggingFace:
                 f"stage {index} does not exist: with num_stages={num_stages} write 0 to {num_stages - 1}"
             )
         return build_stage(self._config, cut, index, self._seed)
+
+    def tied(self) -> dict[str, str]:
+        """{name of a tied parameter: its first name}, as the library ties them; see zbpp/stage_api.py."""
+        return aliases_of(build_on_meta(self._config))
 
     def layer_counts(self, num_stages: int) -> list[int]:
         """How many layers each stage gets. Raises ValueError if they can't be split that way."""

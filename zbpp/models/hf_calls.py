@@ -30,6 +30,7 @@ from zbpp.models.hf_cut import (
     layers_at,
     names_above_layers,
 )
+from zbpp.models.hf_ties import untied, with_their_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -223,11 +224,26 @@ def batch_and_time(model: PreTrainedModel, hidden: Tensor) -> tuple[int, int]:
 def owners_of(
     model: PreTrainedModel, path: str, tokens: Tensor, calls: Sequence[Call], layers: Sequence[range]
 ) -> dict[str, int]:
-    """The stage that uses each parameter, according to autograd's graph.
+    """The stage that uses each parameter, according to autograd's graph; a tied one under each of its names.
 
     An unused parameter belongs to the stage of its layer, or to stage 0 if it is in no layer. Raises CutError
-    for a parameter that several stages use.
+    for a name that several stages use.
     """
+    with untied(model) as aliases:
+        users = with_their_source(_users(model, path, tokens, calls, layers), aliases)
+    for name, stages in users.items():
+        if len(stages) > 1:
+            which = " and ".join(map(str, sorted(stages)))
+            raise CutError(
+                f"{name} of {type(model).__name__} is used on stages {which}: use one stage, or another cut"
+            )
+    return {name: min(stages, default=0) for name, stages in users.items()}
+
+
+def _users(
+    model: PreTrainedModel, path: str, tokens: Tensor, calls: Sequence[Call], layers: Sequence[range]
+) -> dict[str, set[int]]:
+    """The stages that use each parameter of a model without ties."""
     cuts = {own.start: calls[own.start].carried for own in layers[1:]}
     detached: dict[int, Tensor] = {}
     seen = [RecordedLayer(layer, cuts.get(i, ()), detached) for i, layer in enumerate(layers_at(model, path))]
@@ -247,23 +263,4 @@ def owners_of(
         for name, grad in zip(trained, grads, strict=True):
             if grad is not None:
                 users[name].add(stage)
-    for name, stages in users.items():
-        if len(stages) > 1:
-            raise CutError(_shared(model, name, sorted(stages)))
-    return {name: min(stages, default=0) for name, stages in users.items()}
-
-
-def _head(model: PreTrainedModel) -> nn.Module | None:
-    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # the library's
-    return head
-
-
-def _shared(model: PreTrainedModel, name: str, stages: list[int]) -> str:
-    which = " and ".join(map(str, stages))
-    tied = model.config.get_text_config(decoder=True).tie_word_embeddings
-    if tied and model.get_parameter(name) is getattr(_head(model), "weight", None):
-        return (
-            f"its embedding and head share one weight, {name}, and they are on stages {which}: "
-            "write config.tie_word_embeddings=false, or use one stage"
-        )
-    return f"{name} of {type(model).__name__} is used on stages {which}: use one stage, or another cut"
+    return users

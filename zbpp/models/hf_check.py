@@ -24,9 +24,10 @@ from zbpp.models.hf_calls import (
     record,
     refuse_what_is_made_later,
 )
-from zbpp.models.hf_cut import Cut, CutError, LibraryError, Stage, layers_at, stage_of
+from zbpp.models.hf_cut import Cut, CutError, LibraryError, Stage, layers_at
 from zbpp.models.hf_init import initialise
 from zbpp.models.hf_shrink import build_on_meta, with_small_copy
+from zbpp.models.hf_ties import aliases_of, names_of, summed_gradients
 from zbpp.seeding import seed_of
 
 if TYPE_CHECKING:
@@ -95,17 +96,16 @@ def build_stage(config: PretrainedConfig, cut: Cut, index: int, seed: int) -> St
     Raises CutError unless the model has exactly the parameters that the cut names.
     """
     model = build_on_meta(config)
-    names = {name for name, _ in model.named_parameters()}
+    names = set(names_of(model))
     if names != cut.owners.keys():
         other = min(names ^ cut.owners.keys())
         raise CutError(f"{other}: a small copy of the config has other parameters, and can't check the cut")
     inside = f"{cut.path}."
     own_layers = tuple(f"{inside}{number}." for number in cut.layers[index])
-    stages = stage_of(model, cut)
 
     def is_own(name: str) -> bool:
-        if name in stages:
-            return stages[name] == index
+        if name in cut.owners:
+            return cut.owners[name] == index
         return name.startswith(own_layers) or not name.startswith(inside)
 
     initialise(model, seed, is_own, cut.constants)
@@ -132,9 +132,9 @@ def _compare(
     whole.zero_grad()
     logits.backward(gradient)
     output.backward(gradient)
-    found = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
+    found = summed_gradients(stages, aliases_of(whole))
     for name, parameter in whole.named_parameters():
-        _refuse_difference(whole, f"the gradient of {name}", found[name].grad, parameter.grad)
+        _refuse_difference(whole, f"the gradient of {name}", found.get(name), parameter.grad)
     for training in (False, True):
         _compare_calls(whole, stages, [tokens.flip(0), tokens], training=training)
 
@@ -168,7 +168,7 @@ def _chained(stages: Sequence[nn.Module], *batches: Tensor) -> list[Tensor]:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return dict([*model.named_parameters(), *model.named_buffers()])
+    return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers()])
 
 
 def _compare_tensors(
@@ -176,10 +176,10 @@ def _compare_tensors(
 ) -> None:
     """Raises CutError unless every parameter is on exactly one stage and every buffer on at least one.
 
-    Their values must be the whole model's.
+    A tied parameter is so under each of its names. Their values must be the whole model's.
     """
-    expected = {name for name, _ in whole.named_parameters()}
-    names = [name for stage in stages for name, _ in stage.named_parameters()]
+    expected = set(names_of(whole))
+    names = [name for stage in stages for name in names_of(stage)]
     if sorted(names) != sorted(expected):
         other = min(set(names) ^ expected, default=max(names, key=names.count))
         raise CutError(f"{other} of {type(whole).__name__} is not on exactly one stage")

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from zbpp.models.hf_ties import names_of
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -54,8 +56,9 @@ class Call(NamedTuple):
 class Cut(NamedTuple):
     """How a model is cut into stages. All models of a family with as many layers are cut alike.
 
-    path: the name of the list of layers. layers: those of each stage. owners: the stage of each parameter.
-    batch_and_time: the dimensions of the hidden states that have the sizes of batch and time.
+    path: the name of the list of layers. layers: those of each stage. owners: the stage of each parameter,
+    under each name of a tied one. batch_and_time: the dimensions of the hidden states that have the sizes of
+    batch and time.
     """
 
     path: str
@@ -127,8 +130,7 @@ class Stage(nn.Module):
     def __init__(self, model: PreTrainedModel, cut: Cut, index: int) -> None:
         super().__init__()
         self._cut, self._index = cut, index
-        stages = stage_of(model, cut)
-        others = [name for name in names_above_layers(model, cut.path) if stages[name] != index]
+        others = [name for name in names_above_layers(model, cut.path) if cut.owners[name] != index]
         self._patched = PatchedModel(model, cut.path, others)
         for path, shapes in self._patched.shapes.items():
             for name in shapes:
@@ -202,16 +204,9 @@ def layers_at(model: nn.Module, path: str) -> list[nn.Module]:
     return list(cast(nn.ModuleList, model.get_submodule(path)))
 
 
-def stage_of(model: nn.Module, cut: Cut) -> dict[str, int]:
-    """The stage of each parameter, under every name that a tied one has."""
-    owners = {id(parameter): cut.owners[name] for name, parameter in model.named_parameters()}
-    return {name: owners[id(each)] for name, each in model.named_parameters(remove_duplicate=False)}
-
-
 def names_above_layers(model: nn.Module, path: str) -> list[str]:
     """The names of the parameters outside the list of layers."""
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    return [name for name in names if not name.startswith(f"{path}.")]
+    return [name for name in names_of(model) if not name.startswith(f"{path}.")]
 
 
 class StageDone(Exception):

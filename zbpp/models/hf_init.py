@@ -8,12 +8,14 @@ loader.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from itertools import filterfalse
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
 from zbpp.models.hf_cut import CutError
+from zbpp.models.hf_ties import aliases_of, assign, untie
 from zbpp.seeding import seed_of
 
 if TYPE_CHECKING:
@@ -26,9 +28,13 @@ def initialise(
     """Give the stage's own tensors memory on the CPU and initial values; the others stay on the meta device.
 
     is_own: whether a parameter or buffer of this full name is the stage's own. constants: values of tensors
-    that `_init_weights` leaves alone. Raises CutError for a tensor that gets no value.
+    that `_init_weights` leaves alone. A tied parameter gets the values of its first name, also where the
+    stage has another of its names only. Raises CutError for a tensor that gets no value.
     """
-    own = _materialise(model, is_own)
+    aliases = aliases_of(model)
+    untie(model, aliases)
+    sources = {source for name, source in aliases.items() if is_own(name)}
+    own = _materialise(model, lambda name: name in sources or (name not in aliases and is_own(name)))
     with torch.no_grad(), torch.random.fork_rng([]):
         for name, module, init_weights in _modules(model, "", model._init_weights):
             if not _has_own(module):
@@ -41,10 +47,15 @@ def initialise(
         if name not in constants:
             raise CutError(f"{name} of {type(model).__name__} gets no value from the library's _init_weights")
         tensor.data.fill_(constants[name])
+    for name, source in aliases.items():
+        if is_own(name):
+            assign(model, name, cast(nn.Parameter, own[source]))
+    for source in filterfalse(is_own, sources):
+        assign(model, source, nn.Parameter(own[source].to("meta"), own[source].requires_grad))
 
 
 def _materialise(model: nn.Module, is_own: Callable[[str], bool]) -> dict[str, Tensor]:
-    """Allocate the own tensors, filled with NaN if they are floats. Tied tensors stay tied."""
+    """Allocate the own tensors, filled with NaN if they are floats. Shared buffers stay shared."""
     found: dict[str, Tensor] = {}
     made: dict[int, Tensor] = {}
     for path, module in model.named_modules():

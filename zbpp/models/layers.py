@@ -31,7 +31,8 @@ StdRule = Callable[[str, torch.Size], float]
 class Blueprint:
     """A model as functions that make its parts, in model order: `first` by name, the layers, `last` by name.
 
-    last_cost: the cost of `last`, as a multiple of a layer's; `first` counts as nothing.
+    last_cost: the cost of `last`, as a multiple of a layer's; `first` counts as nothing. tied: {name of a
+    parameter: name of the one that it is}; a stage that has the first one alone has a copy of it.
     """
 
     layer: Callable[[int], nn.Module]
@@ -42,6 +43,7 @@ class Blueprint:
     first: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
     last: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
     last_cost: float = 0.0
+    tied: Mapping[str, str] = field(default_factory=dict)
 
     def build_stage(self, index: int, num_stages: int) -> nn.Sequential:
         """Stage `index` on the CPU with its initial weights; nothing of the others is allocated.
@@ -57,7 +59,7 @@ class Blueprint:
         with torch.device("meta"):
             parts = OrderedDict(self._parts(index, num_stages, layers[index]))
         stage = nn.Sequential(parts)
-        initialise(stage, self.seed, self.std)
+        initialise(stage, self.seed, self.std, self.tied)
         return stage
 
     def layer_counts(self, num_stages: int) -> list[int]:
@@ -75,12 +77,19 @@ class Blueprint:
             yield from ((name, make()) for name, make in self.last.items())
 
 
-def initialise(module: nn.Module, seed: int, std: StdRule) -> None:
-    """Give the parameters of a module on the meta device initial values that depend on (seed, name) only."""
+def initialise(module: nn.Module, seed: int, std: StdRule, tied: Mapping[str, str] | None = None) -> None:
+    """Give the parameters of a module on the meta device initial values that depend on (seed, name) only.
+
+    tied: {name: the name whose values, and whose Parameter if it is here, this one gets}.
+    """
+    made: dict[str, nn.Parameter] = {}
     for name, parameter in list(module.named_parameters()):
         owner, _, leaf = name.rpartition(".")
-        values = initial_values(name, parameter.shape, seed, std).to(parameter.dtype)
-        setattr(module.get_submodule(owner), leaf, nn.Parameter(values))
+        source = (tied or {}).get(name, name)
+        if source not in made:
+            values = initial_values(source, parameter.shape, seed, std).to(parameter.dtype)
+            made[source] = nn.Parameter(values)
+        setattr(module.get_submodule(owner), leaf, made[source])
 
 
 def initial_values(name: str, shape: torch.Size, seed: int, std: StdRule) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,6 +35,7 @@ class Llama:
     `num_kv_heads`: key and value heads, each shared by num_heads / num_kv_heads queries; by default
     num_heads. `intermediate_size`: by default 8/3 hidden_size, rounded up to a multiple of 64.
     `sequence_parallel`: see `parallelize`.
+    `tie_embeddings`: the head has the embedding's weight.
     `layers_per_stage`: how many layers each stage gets; by default the heaviest stage, with the head counted,
     is as light as possible. Initial weights depend on `seed` and on their names only. Raises ValueError for
     sizes that don't fit each other, and when a stage gets a sequence longer than `sequence_length`.
@@ -53,6 +54,7 @@ class Llama:
         rope_theta: float = 10000.0,
         norm_eps: float = 1e-5,
         sequence_parallel: bool = False,
+        tie_embeddings: bool = False,
         layers_per_stage: Sequence[int] | None = None,
         seed: int = 0,
     ) -> None:
@@ -95,6 +97,7 @@ class Llama:
                 vocab_size=vocab_size,
                 sequence_length=sequence_length,
             ),
+            tied={"head.weight": "embedding.weight"} if tie_embeddings else {},
             num_layers=num_layers,
             layers_per_stage=layers_per_stage,
             std=transformer_std(num_layers),
@@ -111,6 +114,10 @@ class Llama:
         Raises ValueError if the mesh's size does not divide num_heads, num_kv_heads and intermediate_size.
         """
         parallelize(stage, mesh, self._plan, self._sharded)
+
+    def tied(self) -> Mapping[str, str]:
+        """The head's weight is the embedding's if `tie_embeddings`; see zbpp/stage_api.py."""
+        return self._blueprint.tied
 
     def layer_counts(self, num_stages: int) -> list[int]:
         """How many layers each of `num_stages` stages gets; see `Blueprint.layer_counts`."""
