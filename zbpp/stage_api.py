@@ -10,10 +10,10 @@ no process ever holds the whole model. Both `Pipeline(model, ...)` and the train
     layer_counts(num_stages) -> list[int]
         How many layers each stage gets, for the summary of a run.
     parallelize(stage, mesh) -> None
-        Shards a stage that build_stage made, in place, over the ranks of a torch DeviceMesh with one dimension,
-        with torch.distributed.tensor.parallel. All ranks of the mesh call it with equal stages. The stage keeps
-        the names of its parameters and their whole values; it still gets and returns whole plain tensors, equal
-        on all ranks. Raises ValueError, before anything is changed, if the number of ranks does not fit.
+        Shards a stage that build_stage made, in place, over the ranks of a torch DeviceMesh with one
+        dimension, with torch.distributed.tensor.parallel. All ranks of the mesh call it with equal stages.
+        Names and whole values of the parameters stay. The stage still gets and returns whole plain tensors,
+        equal on all ranks. Raises ValueError, before anything is changed, if the number of ranks doesn't fit.
 
 Stages may share a Parameter if they are on one rank (zb_v: the first and the last). Across ranks that is
 refused. Stages that share one Parameter object are found by building all of them on the meta device. A stage
