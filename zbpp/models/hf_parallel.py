@@ -50,7 +50,7 @@ def parallelize_stage(
     plan, tied = _plan_of(build_on_meta(config))
     styles = _styles(stage, plan, tied)
     if not is_tried:
-        with_small_copy(config, lambda small: _try_out(small, mesh, seed))
+        try_out(config, mesh, seed)
     shard(stage, mesh, styles)
 
 
@@ -58,7 +58,7 @@ def _plan_of(model: PreTrainedModel) -> tuple[Mapping[str, str], set[str]]:
     """Pattern of a name -> the library's word; and the names of all tied parameters."""
     plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
     if not plan:
-        raise ValueError(
+        raise CutError(
             f"{type(model).__name__} ships no tensor-parallel plan (base_model_tp_plan): write "
             "parallel.tensor=1, or wrap the model in a class whose parallelize(stage, mesh) shards its stages"
         )
@@ -73,7 +73,7 @@ def _styles(model: nn.Module, plan: Mapping[str, str], tied: set[str]) -> Styles
     known, styles = _known_styles(), {}
     for name, module, word in _planned(model, plan):
         if word not in known:
-            raise ValueError(
+            raise CutError(
                 f"{name}: the library's plan says {word}, which torch's tensor-parallel styles do not "
                 f"express: write parallel.tensor=1 (expressed are {', '.join(known)})"
             )
@@ -82,7 +82,7 @@ def _styles(model: nn.Module, plan: Mapping[str, str], tied: set[str]) -> Styles
         if style is None or not own or tied.intersection(own):
             continue
         if word != _REPLICATED and not isinstance(module, nn.Linear | nn.Embedding):
-            raise ValueError(
+            raise CutError(
                 f"{name} is a {type(module).__name__}, and torch shards nn.Linear and nn.Embedding only: "
                 "write parallel.tensor=1"
             )
@@ -141,8 +141,12 @@ def _known_styles() -> dict[str, Callable[[], ParallelStyle] | None]:
 # ---- The trial
 
 
-def _try_out(config: PretrainedConfig, mesh: DeviceMesh, seed: int) -> None:
-    """Raises CutError unless a sharded copy of the model computes what the copy itself does."""
+def try_out(config: PretrainedConfig, mesh: DeviceMesh, seed: int) -> None:
+    """Raises ValueError unless a sharded small copy of the model computes what the copy itself does."""
+    with_small_copy(config, lambda small: _compare(small, mesh, seed))
+
+
+def _compare(config: PretrainedConfig, mesh: DeviceMesh, seed: int) -> None:
     whole = build_on_meta(config)
     initialise(whole, seed, lambda name: True, constants_of(config))
     whole.eval().to(mesh.device_type, torch.float64)  # type: ignore[no-untyped-call]  # the library's
