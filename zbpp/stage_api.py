@@ -10,10 +10,10 @@ no process ever holds the whole model. Both `Pipeline(model, ...)` and the train
     layer_counts(num_stages) -> list[int]
         How many layers each stage gets, for the summary of a run.
     parallelize(stage, mesh) -> None
-        Shards a stage that build_stage made, in place, over the ranks of a torch DeviceMesh with one dimension,
-        with torch.distributed.tensor.parallel. All ranks of the mesh call it with equal stages. The stage keeps
-        the names of its parameters and their whole values; it still gets and returns whole plain tensors, equal
-        on all ranks. Raises ValueError, before anything is changed, if the number of ranks does not fit.
+        Shards a stage that build_stage made, in place, over the ranks of a torch DeviceMesh with one
+        dimension, with torch.distributed.tensor.parallel. All ranks of the mesh call it with equal stages.
+        Names and whole values of the parameters stay. The stage still gets and returns whole plain tensors,
+        equal on all ranks. Raises ValueError, before anything is changed, if the number of ranks doesn't fit.
 
 The forward of any stage may add to the loss: `zbpp.auxiliary_loss("balance", value)`.
 

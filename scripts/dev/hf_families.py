@@ -84,19 +84,19 @@ def _answer(kind: str, settings: Mapping[str, Any], num_stages: int) -> str:
     from zbpp.models.layers import split_layers
 
     try:
-        config = _config(kind, settings)
+        config = config_of(kind, settings)
     except Exception as error:  # whatever a config class may raise
-        return f"no config: {_one_line(error)}"
+        return f"no config: {one_line(error)}"
     try:
         find_cut(config, lambda num_layers: split_layers(num_layers, num_stages), seed=0)
     except ValueError as error:
-        return f"refused: {_one_line(error)}"
+        return f"refused: {one_line(error)}"
     except Exception as error:  # the library itself can't build or run the model
-        return f"no model: {type(error).__name__}: {_one_line(error)}"
+        return f"no model: {type(error).__name__}: {one_line(error)}"
     return "equal"
 
 
-def _config(kind: str, settings: Mapping[str, Any]) -> Any:
+def config_of(kind: str, settings: Mapping[str, Any]) -> Any:
     """A config of this kind: causal, with untied embeddings, without a cache."""
     from transformers import AutoConfig
 
@@ -113,7 +113,7 @@ def _config(kind: str, settings: Mapping[str, Any]) -> Any:
     return config
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:240]
 
 

@@ -55,7 +55,7 @@ def test_a_degree_that_does_not_fit_is_refused_before_anything_is_changed(ranks)
             "kv heads": "num_kv_heads=3 is not divisible by the tensor-parallel degree=2",
             "intermediate": "intermediate_size=7 is not divisible by the tensor-parallel degree=2",
             "gpt": "num_heads=3 is not divisible by the tensor-parallel degree=2",
-            "mesh": "this mesh has 2: ('a', 'b'); give the one that is to share the weights, mesh[\"tensor\"]",
+            "mesh": "this mesh has 2: ('a', 'b'); give the one that is to share the weights",
             "length": "the sequence's length=5 is not divisible by the tensor-parallel degree=2",
         }.items():
             assert message in refusals[name], name

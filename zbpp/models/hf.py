@@ -16,12 +16,14 @@ from torch import Tensor, nn
 
 from zbpp.models.hf_check import build_stage, find_cut
 from zbpp.models.hf_cut import Cut
+from zbpp.models.hf_parallel import parallelize_stage
 from zbpp.models.hf_shrink import build_on_meta
 from zbpp.models.hf_ties import aliases_of
 from zbpp.models.layers import check_positive, token_loss
 from zbpp.partition import split_layers
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PretrainedConfig
 
 _log = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ class HuggingFace:
         self._config = _read(config, sizes)
         self._layers_per_stage, self._seed = layers_per_stage, seed
         self._cuts: dict[int, Cut] = {}
+        self._degrees_tried: set[int] = set()
 
     def build_stage(self, index: int, num_stages: int) -> nn.Module:
         """Stage `index` of `num_stages`, on the CPU; nothing of other stages is allocated.
@@ -73,6 +76,17 @@ class HuggingFace:
     def tied(self) -> dict[str, str]:
         """{name of a tied parameter: its first name}, as the library ties them; see zbpp/stage_api.py."""
         return aliases_of(build_on_meta(self._config))
+
+    def parallelize(self, stage: nn.Module, mesh: DeviceMesh) -> None:
+        """Shard a stage over the ranks of a mesh with one dimension, by the library's plan for the family.
+
+        The first call tries the plan on a small copy, on all ranks of the mesh: some seconds. Raises
+        ValueError, before the stage is changed, if there is no plan, or if plan or mesh does not fit: see
+        hf_parallel.py.
+        """
+        is_tried = mesh.size() in self._degrees_tried
+        parallelize_stage(stage, mesh, self._config, self._seed, is_tried=is_tried)
+        self._degrees_tried.add(mesh.size())
 
     def layer_counts(self, num_stages: int) -> list[int]:
         """How many layers each stage gets. Raises ValueError if they can't be split that way."""

@@ -25,7 +25,7 @@ from zbpp.models.hf_calls import (
     refuse_what_is_made_later,
 )
 from zbpp.models.hf_cut import Cut, CutError, LibraryError, Stage, layers_at
-from zbpp.models.hf_init import initialise
+from zbpp.models.hf_init import constants_of, initialise
 from zbpp.models.hf_shrink import build_on_meta, with_small_copy
 from zbpp.models.hf_ties import aliases_of, names_of, summed_gradients
 from zbpp.seeding import seed_of
@@ -55,7 +55,7 @@ def find_cut(config: PretrainedConfig, split: Callable[[int], Sequence[range]], 
 def _find_cut(
     config: PretrainedConfig, split: Callable[[int], Sequence[range]], seed: int, dtype: torch.dtype
 ) -> Cut:
-    constants = _constants(config)
+    constants = constants_of(config)
     whole = build_on_meta(config)
     initialise(whole, seed, lambda name: True, constants)
     whole.eval()  # type: ignore[no-untyped-call]  # the library's
@@ -74,20 +74,6 @@ def _find_cut(
     cut = Cut(path, tuple(layers), owners, calls, batch_and_time(whole, hidden), token, constants)
     _compare(whole, initial, config, cut, tokens, seed)
     return cut
-
-
-def _constants(config: PretrainedConfig) -> dict[str, float]:
-    """The tensors that have one number in all entries after the library has constructed the model."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.random.fork_rng([]):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]  # the library's
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return {
-        name: float(values.flatten()[0])
-        for name, values in ((name, each.detach()) for name, each in tensors)
-        if values.is_floating_point() and values.numel() and bool((values == values.flatten()[0]).all())
-    }
 
 
 def build_stage(config: PretrainedConfig, cut: Cut, index: int, seed: int) -> Stage:

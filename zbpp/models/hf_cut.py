@@ -155,7 +155,7 @@ class Stage(nn.Module):
     def forward(self, *received: Tensor) -> Tensor | tuple[Tensor, ...]:
         first, last = self._index == 0, self._index == len(self._cut.layers) - 1
         layers = self._layers(received)
-        like = next(self.parameters()) if first else received[0]
+        like = self._like() if first else received[0]
         try:
             logits = self._patched.run(
                 received[0] if first else self._tokens(received[0]), layers, like, training=self.training
@@ -170,6 +170,11 @@ class Stage(nn.Module):
                 "write config.layerdrop=0, if it has one"
             )
         return logits
+
+    def _like(self) -> Tensor:
+        """A plain tensor of the stage's dtype and device; its parameters may be sharded over a mesh."""
+        parameter = next(self.parameters())
+        return torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
     def _layers(self, received: tuple[Tensor, ...]) -> list[Any]:
         """What the model is to call as its layers."""

@@ -19,7 +19,7 @@ from zbpp.models.hf_ties import aliases_of, assign, untie
 from zbpp.seeding import seed_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def initialise(
@@ -52,6 +52,20 @@ def initialise(
             assign(model, name, cast(nn.Parameter, own[source]))
     for source in filterfalse(is_own, sources):
         assign(model, source, nn.Parameter(own[source].to("meta"), own[source].requires_grad))
+
+
+def constants_of(config: PretrainedConfig) -> dict[str, float]:
+    """The tensors that have one number in all entries after the library has constructed the model."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng([]):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]  # the library's
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {
+        name: float(values.flatten()[0])
+        for name, values in ((name, each.detach()) for name, each in tensors)
+        if values.is_floating_point() and values.numel() and bool((values == values.flatten()[0]).all())
+    }
 
 
 def _materialise(model: nn.Module, is_own: Callable[[str], bool]) -> dict[str, Tensor]:
