@@ -62,6 +62,7 @@ def test_a_users_loop_follows_a_plain_loop_with_float32_copies(dtype, is_before)
     losses = []
     for x, target in data:
         masters.zero_grad()
+        assert not any(p.main_grad.any() for p in pipeline.parameters())
         losses += [loss.item() for loss in pipeline.step(x, target=target)]
         clip_grad_norm_(pipeline, 0.1)
         optimizer.step()

@@ -64,11 +64,15 @@ class MasterWeights:
 
     def zero_grad(self) -> None:
         """Set the gradients to 0; in place of the optimizer's zero_grad, which would part them from W's."""
+        plain = []
         for parameter, master in self._masters.items():
             master.grad = _main_grad(parameter)
-        grads = [_local(master.grad) for master in self._masters.values() if master.grad is not None]
-        if grads:
-            torch._foreach_zero_(grads)
+            if type(master.grad) is Tensor:
+                plain.append(master.grad)
+            elif master.grad is not None:
+                master.grad.zero_()  # a foreach would leave a DTensor's count of changes as it is
+        if plain:
+            torch._foreach_zero_(plain)
 
     @torch.no_grad()
     def update(self) -> None:
