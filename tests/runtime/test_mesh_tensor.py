@@ -10,7 +10,7 @@ from zbpp import Pipeline, clip_grad_norm_, make_mesh, plan
 from zbpp.models.llama import Llama
 
 VOCAB, M, ROWS, TIME = 17, 4, 8, 6
-TIED = (False,)
+TIED = (False, True)
 SCHEDULES = ("1f1b", "zb_h1", "zb_v", "interleaved_zb")
 
 
