@@ -66,6 +66,7 @@ class Gpt:
             embedding="embedding.token",
             dropouts=("attention.dropout", "mlp.dropout"),
             sequence_parallel=sequence_parallel,
+            is_tied=tie_embeddings,
         )
         self._blueprint = Blueprint(
             first={"embedding": lambda: Embedding(vocab_size, hidden_size, sequence_length, dropout)},

@@ -83,6 +83,7 @@ class Llama:
             rows=("attention.output", "mlp.down"),
             embedding="embedding",
             sequence_parallel=sequence_parallel,
+            is_tied=tie_embeddings,
         )
         self._blueprint = Blueprint(
             first={"embedding": lambda: nn.Embedding(vocab_size, hidden_size)},

@@ -6,6 +6,7 @@
     output, down                  Shard(1)    that shard    summed over the ranks
     norms                         whole       whole         whole
     head                          Shard(0)    whole         gathered: logits
+    head with the embedding's weight  Shard(1)  a shard of the hidden dimension  summed over the ranks: logits
 
 With sequence parallelism the norms, the residual sums and the dropout between these layers work on a shard of
 the sequence. It is gathered before query and gate; the sums behind output and down are scattered.
@@ -37,7 +38,8 @@ Styles = dict[str, "ParallelStyle"]
 class BlockPlan(NamedTuple):
     """What is sharded: `columns` and `rows` name the linear layers of a block, `embedding` one of the stage.
 
-    dropouts: the modules of a block that drop numbers behind `rows`.
+    dropouts: the modules of a block that drop numbers behind `rows`. is_tied: the head has the embedding's
+    weight, so it is sharded along the same dimension.
     """
 
     columns: tuple[str, ...]
@@ -45,6 +47,7 @@ class BlockPlan(NamedTuple):
     embedding: str
     dropouts: tuple[str, ...] = ()
     sequence_parallel: bool = False
+    is_tied: bool = False
 
 
 def parallelize(stage: nn.Module, mesh: DeviceMesh, plan: BlockPlan, sizes: Mapping[str, int]) -> None:
@@ -78,10 +81,31 @@ def shard(stage: nn.Module, mesh: DeviceMesh, styles: Styles) -> None:
     from torch.distributed.tensor.parallel import parallelize_module
 
     frozen = [name for name, parameter in stage.named_parameters() if not parameter.requires_grad]
+    shared = _shared_names(stage)
     parallelize_module(stage, mesh, styles, src_data_rank=None)
     for name in frozen:
         stage.get_parameter(name).requires_grad_(False)
     _free_other_shards(stage)
+    _share_again(stage, shared)
+
+
+def _shared_names(stage: nn.Module) -> list[list[str]]:
+    """The names of each parameter that several modules of the stage have."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in stage.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def _share_again(stage: nn.Module, shared: list[list[str]]) -> None:
+    """Undo that torch shards a shared parameter once for each module that has it."""
+    for first, *others in shared:
+        kept: Any = stage.get_parameter(first)
+        for name in others:
+            if getattr(stage.get_parameter(name), "placements", None) != getattr(kept, "placements", None):
+                raise ValueError(f"{first} and {name} are one parameter, but would be sharded differently")
+            owner, _, leaf = name.rpartition(".")
+            setattr(stage.get_submodule(owner), leaf, kept)
 
 
 def _free_other_shards(stage: nn.Module) -> None:
@@ -108,7 +132,7 @@ def _free_other_shards(stage: nn.Module) -> None:
 
 def _styles(stage: nn.Module, plan: BlockPlan) -> Styles:
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
     between = Shard(1) if plan.sequence_parallel else Replicate()
     names = [name for name, _ in stage.named_modules()]
@@ -121,7 +145,8 @@ def _styles(stage: nn.Module, plan: BlockPlan) -> Styles:
     if "norm" in names and plan.sequence_parallel:
         styles["norm"] = SequenceParallel()
     if "head" in names:
-        styles["head"] = ColwiseParallel(input_layouts=between, output_layouts=Replicate())
+        style = RowwiseParallel if plan.is_tied else ColwiseParallel
+        styles["head"] = style(input_layouts=between, output_layouts=Replicate())
     return styles
 
 
