@@ -14,13 +14,19 @@ no process ever holds the whole model. Both `Pipeline(model, ...)` and the train
         dimension, with torch.distributed.tensor.parallel. All ranks of the mesh call it with equal stages.
         Names and whole values of the parameters stay. The stage still gets and returns whole plain tensors,
         equal on all ranks. Raises ValueError, before anything is changed, if the number of ranks doesn't fit.
+    tied() -> dict[str, str]
+        The parameters that are one parameter of the model, in names of the whole model:
+        {"head.weight": "embedding.weight"}. Each stage may make a tensor of its own for it.
 
 The forward of any stage may add to the loss: `zbpp.auxiliary_loss("balance", value)`.
 
-Stages may share a Parameter if they are on one rank (zb_v: the first and the last). Across ranks that is
-refused. Stages that share one Parameter object are found by building all of them on the meta device. A stage
-that makes a copy of its own must declare it: `stage.tied_parameters = {"head.weight": "embedding.weight"}`,
-the parameter's name in this stage and its name in the other one.
+A parameter that is tied is trained as one: all its places start with the values of the first stage's, and get
+the sum of all gradients. Stages of one rank (zb_v: the first and the last) get one Parameter; each other rank
+has a copy, with a gradient and optimizer states of its own. Stages that share one Parameter object are found
+without `tied`, by building all of them on the meta device. A stage that no model builds declares what it
+shares with other stages: `stage.tied_parameters = {"head.weight": "embedding.weight"}`, the parameter's name
+in this stage and in the other one, or {"head.weight": (0, "embedding.weight")} where several have the name.
+Tied parameters have one shape and dtype, and all of them are frozen or none is; else they are refused.
 
 Random numbers that forward draws (dropout) are seeded by (seed, step, stage, microbatch): they are the same
 under every schedule and in every recompute, but not with another number of stages. So a model with dropout

@@ -3,7 +3,8 @@
 
 It tries every family that AutoModelForCausalLM knows, with the sizes of its own config class made narrow, and
 with eight layers where their number can be chosen. "equal" means: the stages, one after the other, give the
-uncut model's logits and gradients, in float64 (in float32 for models that run in no other dtype).
+uncut model's logits and gradients, in float64 (in float32 for models that run in no other dtype). Embeddings
+are not tied; --tied tries the families whose config class ties them, with all that they tie.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Row(NamedTuple):
         return all(answer == "equal" for answer in self.answers)
 
 
-def cut(family: str, settings: Mapping[str, Any]) -> Row:
+def cut(family: str, settings: Mapping[str, Any], is_tied: bool) -> Row:
     """Try the family in each number of stages."""
     import torch
     import transformers
@@ -76,15 +77,15 @@ def cut(family: str, settings: Mapping[str, Any]) -> Row:
     logging.disable(logging.WARNING)
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    return Row(family, [_answer(family.split()[0], settings, num_stages) for num_stages in STAGES])
+    return Row(family, [_answer(family.split()[0], settings, is_tied, num) for num in STAGES])
 
 
-def _answer(kind: str, settings: Mapping[str, Any], num_stages: int) -> str:
+def _answer(kind: str, settings: Mapping[str, Any], is_tied: bool, num_stages: int) -> str:
     from zbpp.models.hf_check import find_cut
     from zbpp.models.layers import split_layers
 
     try:
-        config = config_of(kind, settings)
+        config = config_of(kind, settings, is_tied)
     except Exception as error:  # whatever a config class may raise
         return f"no config: {one_line(error)}"
     try:
@@ -96,8 +97,8 @@ def _answer(kind: str, settings: Mapping[str, Any], num_stages: int) -> str:
     return "equal"
 
 
-def config_of(kind: str, settings: Mapping[str, Any]) -> Any:
-    """A config of this kind: causal, with untied embeddings, without a cache."""
+def config_of(kind: str, settings: Mapping[str, Any], is_tied: bool = False) -> Any:
+    """A config of this kind: causal, without a cache. is_tied: with the ties of its config class."""
     from transformers import AutoConfig
 
     given = {**SETTINGS.get(kind, {}), **settings}
@@ -107,10 +108,24 @@ def config_of(kind: str, settings: Mapping[str, Any]) -> Any:
         config = AutoConfig.for_model(kind, **given)
     text = config.get_text_config(decoder=True)
     for each in (config, text):
-        each.tie_word_embeddings = each.use_cache = False
+        each.use_cache = False
+        if not is_tied:
+            each.tie_word_embeddings = False
         if hasattr(each, "is_decoder"):
             each.is_decoder = True
     return config
+
+
+def ties(kind: str) -> bool:
+    """Whether the config class of this kind ties embeddings."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.for_model(kind, **SETTINGS.get(kind, {}))
+    except Exception:  # whatever a config class may raise
+        return False
+    texts = (config, config.get_text_config(decoder=True))
+    return any(getattr(each, "tie_word_embeddings", False) for each in texts)
 
 
 def one_line(error: Exception) -> str:
@@ -136,28 +151,32 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("families", nargs="*", help="such as llama gpt2; all by default")
+    parser.add_argument("--tied", action="store_true", help="families that tie embeddings, with their ties")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--out", type=Path, help="a file for the table, too")
     options = parser.parse_args()
     cases = [(family, {}) for family in families] + list(VARIANTS.items())
+    if options.tied:
+        cases = [(family, {}) for family in families if ties(family)]
     if options.families:
         cases = [case for case in cases if case[0].split()[0] in options.families]
     rows: list[Row] = []
     with ProcessPoolExecutor(options.jobs) as pool:
-        found = pool.map(cut, *zip(*cases, strict=True))
+        found = pool.map(cut, *zip(*cases, strict=True), [options.tied] * len(cases))
         for row in track(found, "families", total=len(cases), transient=True):
             rows.append(row)
             if options.out:  # after each family, since all of them take up to an hour
-                options.out.write_text(report(rows, __version__))
-    print(report(rows, __version__), end="")
+                options.out.write_text(report(rows, __version__, is_tied=options.tied))
+    print(report(rows, __version__, is_tied=options.tied), end="")
 
 
-def report(rows: Sequence[Row], version: str) -> str:
+def report(rows: Sequence[Row], version: str, *, is_tied: bool) -> str:
     """The count of equal families, the variants left out, and the table."""
     families = [row for row in rows if " " not in row.family]
     equal = sum(row.is_equal for row in families)
+    mode = " --tied" if is_tied else ""
     return (
-        f"$ python scripts/dev/hf_families.py     (transformers {version}: {len(families)} families, "
+        f"$ python scripts/dev/hf_families.py{mode}     (transformers {version}: {len(families)} families, "
         f"{equal} equal in 2 and in 4 stages)\n{table(rows)}"
     )
 

@@ -486,6 +486,27 @@ def test_a_main_grad_is_refused_since_the_trainer_reads_grad():
 # ---------------------------------------------------------------- two ranks: refusals, and a step that fails
 
 
+class LossWithEmbedding(nn.Module):
+    """Keeps the embedding small."""
+
+    def __init__(self, embedding):
+        super().__init__()
+        self.weight = embedding.weight
+
+    def forward(self, output, target):
+        return F.cross_entropy(output.flatten(0, 1), target.flatten()) + self.weight.square().mean()
+
+
+class TiedLoss(TiedLm):
+    """The loss has a parameter of the first stage, and the last stage has it only if the head is tied."""
+
+    def __init__(self, is_head_tied):
+        super().__init__()
+        if not is_head_tied:
+            self.head.weight = nn.Parameter(torch.zeros(VOCAB, HIDDEN))
+        self.loss = LossWithEmbedding(self.embedding)
+
+
 class Refused(TiedLm):
     def __init__(self, tied):
         super().__init__()
@@ -515,6 +536,7 @@ def with_two_ranks(rank):
         lambda: stages_of(rank, declared={"head.weight": 3}),
         lambda: Refused(lambda: failing(rank)),
         lambda: Refused(lambda: {"head.weight": "elsewhere"}),
+        lambda: TiedLoss(is_head_tied=False),
     ):
         try:
             Pipeline(given(), timetable, TiedLm().loss)
@@ -535,16 +557,19 @@ def with_two_ranks(rank):
         Pipeline(stages, timetable, lambda output, target: output.nothing).step(inputs, target=target)
     except (AttributeError, RuntimeError):
         stages[rank].zero_grad()
+    with Pipeline(TiedLoss(is_head_tied=True), timetable) as pipeline:
+        pipeline.step(inputs, target=target)
+        of_loss = pipeline.stages[rank][0 if rank == 0 else -1].weight.grad
     alone = Pipeline({0: nn.Linear(2, 2)}, plan("gpipe", 1, 2 + rank), F.mse_loss)  # of this process only
     alone = alone.with_timetable(plan("1f1b", 1, 2 + rank))
     alone.step(torch.zeros(6, 2), target=torch.zeros(6, 2))
     with Pipeline(stages, timetable, TiedLm().loss) as pipeline:
         pipeline.step(inputs, target=target)
-        return said, {name: each.grad for name, each in pipeline.named_parameters()}
+        return said, {name: each.grad for name, each in pipeline.named_parameters()}, of_loss
 
 
 def test_ties_are_refused_on_every_rank_and_a_step_that_failed_leaves_nothing():
-    (first, grads), (second, others) = run_ranks(with_two_ranks, 2)
+    (first, grads, of_loss), (second, others, _) = run_ranks(with_two_ranks, 2)
     assert first == second
     for said, message in zip(
         first,
@@ -553,6 +578,7 @@ def test_ties_are_refused_on_every_rank_and_a_step_that_failed_leaves_nothing():
             "stage 1 has tied_parameters={'head.weight': 3}: write a dict",
             "ties of Refused: KeyError: 'tied() fails on one rank'",
             "tied() ties head.weight to elsewhere, but no stage has elsewhere",
+            "embedding.weight of stage 0 is a parameter of the loss, too, which rank 1 computes: choose a",
             "different gradients of tied parameters:\n  embedding.weight of stage 0 and head.weight of "
             "stage 1: 'torch.float32' on rank 0; 'torch.float64' on rank 1",
         ),
@@ -564,3 +590,7 @@ def test_ties_are_refused_on_every_rank_and_a_step_that_failed_leaves_nothing():
     model.loss(whole(inputs), target).backward()
     expected = {name: each.grad for name, each in whole.named_parameters(remove_duplicate=False)}
     assert_close(grads | others, expected, tolerance=1e-4)
+    tied_loss = TiedLoss(is_head_tied=True)
+    whole = tied_loss.build_stage(0, 1)
+    tied_loss.loss(whole(inputs), target).backward()
+    torch.testing.assert_close(of_loss, whole.embedding.weight.grad, rtol=1e-4, atol=1e-7)

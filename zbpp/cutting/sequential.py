@@ -11,13 +11,16 @@ from torch import Tensor, nn
 from zbpp.partition import partition
 
 Children = list[tuple[str, nn.Module]]
+Ties = dict[str, tuple[int, str]]
+"""{name of a parameter: the stage, and the name in it, that has the same one}."""
 
 
 class SequentialStage(nn.Module):
     """Some children of an nn.Sequential, called in turn, under the names that they have there."""
 
-    def __init__(self, children: Children, *, is_first: bool, is_last: bool) -> None:
+    def __init__(self, children: Children, tied: Ties, *, is_first: bool, is_last: bool) -> None:
         super().__init__()
+        self.tied_parameters = tied
         self._is_first, self._is_last = is_first, is_last
         for name, child in children:
             self.add_module(name, child)
@@ -62,16 +65,18 @@ def split_sequential(
 
     layers_per_stage: how many children each stage gets. None: as many as make the heaviest stage as light as
     can be. costs: how heavy each child is, in any unit; None: its number of parameters.
+    Stages on different ranks that share a parameter have a copy each, which is trained as one (see
+    zbpp/stage_api.py).
     Raises TypeError for a container that is not a plain chain (with a forward, hooks or parameters of its
-    own), ValueError for a cut that does not fit, and for a parameter or buffer that two stages would share.
+    own), ValueError for a cut that does not fit, and for a buffer that two stages would share.
     """
     children = _children(layers)
     counts = _counts(children, num_stages, layers_per_stage, costs)
     bounds = list(pairwise(accumulate(counts, initial=0)))
-    _check_shared([children[start:stop] for start, stop in bounds])
+    parts = [children[start:stop] for start, stop in bounds]
     return {
-        index: SequentialStage(children[start:stop], is_first=index == 0, is_last=index == num_stages - 1)
-        for index, (start, stop) in enumerate(bounds)
+        index: SequentialStage(part, tied, is_first=index == 0, is_last=index == num_stages - 1)
+        for index, (part, tied) in enumerate(zip(parts, _ties(parts), strict=True))
     }
 
 
@@ -161,18 +166,22 @@ def _checked(counts: list[int], num_children: int, num_stages: int) -> list[int]
     return counts
 
 
-def _check_shared(stages: Sequence[Children]) -> None:
-    """Raise ValueError if two stages hold the same parameter or buffer."""
+def _ties(stages: Sequence[Children]) -> list[Ties]:
+    """Per stage, the parameters that an earlier stage has, too. Raises ValueError for such a buffer."""
     places: dict[Tensor, tuple[int, str]] = {}
+    ties: list[Ties] = [{} for _ in stages]
     for index, children in enumerate(stages):
         for name, tensor in _state(dict(children)):
             stage, first = places.setdefault(tensor, (index, name))
-            if stage != index:
+            if stage == index:
+                continue
+            if not isinstance(tensor, nn.Parameter):
                 raise ValueError(
-                    f"stage {stage} ({first}) and stage {index} ({name}) would share one tensor, whose "
-                    "copies on two ranks would drift apart: cut so that one stage holds both, or use "
-                    "zbpp.trace_stages, which sends it along"
+                    f"stage {stage} ({first}) and stage {index} ({name}) would share one buffer, whose "
+                    "copies on two ranks would drift apart: cut so that one stage holds both"
                 )
+            ties[index][name] = stage, first
+    return ties
 
 
 def _state(children: Mapping[str, nn.Module]) -> list[tuple[str, Tensor]]:

@@ -43,9 +43,9 @@ class Pipeline:
 
     stages: {stage index: module}, exactly those that `timetable` gives to this rank; or a model (see
     zbpp/stage_api.py), which then builds them. Stages of one rank may share parameters. A stage whose
-    parameter is tied to another stage's declares it, in names of the whole model:
-    `tied_parameters = {"head.weight": "embedding.weight"}`. On different ranks each has a copy: it begins
-    with the values of the first stage's, and each gets the sum of all gradients.
+    parameter is tied to another rank's declares it: `tied_parameters = {"head.weight": "embedding.weight"}`
+    (see there). Each rank has a copy: all begin with the values of the first stage's, and get the sum of all
+    gradients.
     timetable: a Timetable; or the name of a schedule, which is then planned for the ranks of the group and
     num_microbatches.
     loss_fn(output, target) -> scalar. None: the model's loss; without a model, the last stage's module
@@ -144,10 +144,7 @@ class Pipeline:
         return self._parameters.named()
 
     def state_dict(self, stage: int | None = None, *, keep_vars: bool = False) -> dict[str, Any]:
-        """Parameters and persistent buffers under those names: of one stage of this rank, or of all.
-
-        keep_vars: as in `nn.Module.state_dict`.
-        """
+        """Parameters and persistent buffers under those names: of one stage, or of all this rank's."""
         return self._parameters.state_dict(stage, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:

@@ -16,10 +16,11 @@ Place = tuple[int, str]
 
 
 def shared_parameters(
-    build_stage: Callable[[int, int], nn.Module], num_stages: int
+    build_stage: Callable[[int, int], nn.Module], num_stages: int, loss: Any = None
 ) -> list[tuple[Place, Place]]:
     """Pairs of places that have one Parameter; [] also for a model that can't be built on meta.
 
+    loss: if it is a module, its parameters count as those of a stage behind the last one.
     To be called after the stages that are needed: a model may keep what it builds.
     """
     # Only one stage at a time is alive. A Parameter that a later stage has, too, is kept alive by the model.
@@ -27,9 +28,9 @@ def shared_parameters(
     found = []
     with warnings.catch_warnings(), torch.random.fork_rng([]), torch.device("meta"), _OnMeta():
         warnings.simplefilter("ignore")
-        for index in range(num_stages):
+        for index in range(num_stages + isinstance(loss, nn.Module)):
             try:
-                stage = build_stage(index, num_stages)
+                stage = build_stage(index, num_stages) if index < num_stages else loss
             except Exception:  # the model needs real tensors: it has to declare what its stages share
                 return []
             for name, parameter in stage.named_parameters():

@@ -56,6 +56,7 @@ class _Told(NamedTuple):
     report: TieReport
     named: Mapping[str, str] = {}
     shared: Sequence[tuple[Place, Place]] = ()
+    stages: Sequence[int] = ()
     refusal: str = ""
 
 
@@ -77,8 +78,12 @@ def declare_ties(
         if each.refusal:
             raise ValueError(each.refusal)
     everyone = put_together([each.report for each in told])
-    ties = ties_of(everyone, told[0].named, chain.from_iterable(each.shared for each in told))
+    shared = list(chain.from_iterable(each.shared for each in told))
+    ties = ties_of(everyone, told[0].named, [pair for pair in shared if everyone.facts.keys() >= set(pair)])
     check_alike(ties, everyone.facts)
+    of_loss = [first for first, (stage, _) in shared if stage == num_stages]
+    last_rank = next(rank for rank, each in enumerate(told) if num_stages - 1 in each.stages)
+    _check_loss(of_loss, last_rank, ties, everyone.facts)
     _unite(stages, ties)
     for first, *others in ties:
         for stage, name in others:
@@ -91,8 +96,8 @@ def _told(model: Any, stages: Mapping[int, nn.Module], num_stages: int) -> _Told
     """num_stages: 1 on ranks that need not build the stages on meta."""
     try:
         named = dict(model.tied()) if callable(getattr(model, "tied", None)) else {}
-        shared = shared_parameters(model.build_stage, num_stages) if num_stages > 1 else []
-        return _Told(report_of(stages), named, shared)
+        shared = shared_parameters(model.build_stage, num_stages, model.loss) if num_stages > 1 else []
+        return _Told(report_of(stages), named, shared, list(stages))
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         return _Told(TieReport({}, {}), refusal=f"ties of {type(model).__name__}: {text}")
@@ -242,6 +247,23 @@ def _difference(field: str, one: Any, two: Any) -> str:
 def text_of(tie: Tie) -> str:
     """`embedding.weight of stage 0 and head.weight of stage 3`."""
     return " and ".join(f"{name} of stage {index}" for index, name in tie)
+
+
+def _check_loss(
+    of_loss: Iterable[Place], last_rank: int, ties: Iterable[Tie], facts: Mapping[Place, Facts]
+) -> None:
+    """Raise ValueError for a parameter of the loss that no stage on the last stage's rank has.
+
+    of_loss: places that have one Parameter with the loss.
+    """
+    for place in of_loss:
+        tie = next((each for each in ties if place in each), (place,))
+        if last_rank not in {facts[each].rank for each in tie}:
+            raise ValueError(
+                f"{text_of(tie)} is a parameter of the loss, too, which rank {last_rank} computes: choose a "
+                "schedule that puts both on one rank, such as zb_v, or move that part of the loss into the "
+                "last stage"
+            )
 
 
 def check_united(ties: Iterable[Tie], facts: Mapping[Place, Facts]) -> None:
