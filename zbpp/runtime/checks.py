@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 from zbpp.runtime.arguments import built_stages, device_for_messages, model_of
+from zbpp.runtime.copies import untie
 from zbpp.runtime.groups import unique_name
-from zbpp.runtime.mesh import Place
+from zbpp.runtime.mesh import SHARD, Place
 from zbpp.runtime.parameters import check_declared_ties, names_of
+from zbpp.runtime.sharding import refusal_of
 from zbpp.runtime.ties import Declared, Tie, declare_ties, declared_by, ties_between
 from zbpp.runtime.world import check_equal, gather
 from zbpp.schedule import Timetable
@@ -26,7 +28,6 @@ from zbpp.stage_api import PipelineModel
 _WRAPPERS = {
     "DistributedDataParallel": "DistributedDataParallel",
     "DDP": "replicate()",
-    "FSDPModule": "FSDP2 (fully_shard)",
     "FullyShardedDataParallel": "FullyShardedDataParallel",
 }
 
@@ -113,6 +114,8 @@ def _agreed_ties(
     refusal = ""
     try:
         check_declared_ties(stages)
+        if SHARD in place.groups:
+            untie(stages)
     except ValueError as error:
         refusal = str(error)
     declared = {index: dict(declared_by(stage)) for index, stage in stages.items()}
@@ -157,7 +160,7 @@ def _stages_of(
     else:
         stages = dict(given)
     for index, module in stages.items():
-        _check_stage(index, module)
+        _check_stage(index, module, place)
     return stages
 
 
@@ -176,7 +179,7 @@ def _neither_stages_nor_model(given: Any) -> str:
     return f"{text}; or give a model with {' and '.join(methods)}"
 
 
-def _check_stage(index: Any, module: Any) -> None:
+def _check_stage(index: Any, module: Any, place: Place) -> None:
     if type(index) is not int or not isinstance(module, nn.Module):
         raise ValueError(
             f"stages has {index!r}: {type(module).__name__}; a key is a stage's index, an int from 0, "
@@ -189,6 +192,9 @@ def _check_stage(index: Any, module: Any) -> None:
             "gradients would be wrong. Give the Pipeline the plain module, and let it reduce them: "
             "Pipeline(..., mesh=zbpp.make_mesh(replicate=2))"
         )
+    refusal = refusal_of(module, place)
+    if refusal:
+        raise ValueError(f"stage {index} {refusal}")
 
 
 def _wrapper_of(module: nn.Module) -> str:

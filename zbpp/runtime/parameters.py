@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zbpp.runtime.mesh import is_sharded, part_for
 from zbpp.runtime.ties import declared_by
 
 _LOSS = "loss."
@@ -49,6 +50,11 @@ class StageParameters:
             if id(parameter) not in seen:
                 yield f"{_LOSS}{name}", parameter
 
+    def of_loss(self) -> list[nn.Parameter]:
+        """The parameters that the loss doesn't share with a stage."""
+        own = {id(each) for stage in self._stages.values() for each in stage.parameters()}
+        return [each for each in self._loss.parameters() if id(each) not in own]
+
     def state_dict(self) -> dict[str, Any]:
         """Parameters and persistent buffers, as `nn.Module.state_dict` gives them."""
         state: dict[str, Any] = {}
@@ -57,7 +63,7 @@ class StageParameters:
         return state | self._loss.state_dict(prefix=_LOSS)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Load this rank's part of `state`, which may be the whole model's.
+        """Load this rank's part of `state`, which may be the whole model's, of whole tensors or of shards.
 
         Raises RuntimeError, before anything is loaded, if a name of this rank is missing, or is one that
         no stage of the pipeline has; strict=False loads what is there.
@@ -73,7 +79,7 @@ class StageParameters:
             )
         for index, names in mine.items():
             length = len(self._prefix(index))
-            part = {name[length:]: state[name] for name in names if name in state}
+            part = {name[length:]: part_for(own, state[name]) for name, own in names.items() if name in state}
             self._stages[index].load_state_dict(part, strict=strict)
         part = {name.removeprefix(_LOSS): state[name] for name in of_loss if name in state}
         self._loss.load_state_dict(part, strict=strict)
@@ -106,7 +112,8 @@ def check_declared_ties(stages: Mapping[int, nn.Module]) -> None:
                 )
             owners, other_name = (ids, other) if isinstance(other, str) else ([other[0]], other[1])
             here = {ids[owner][other_name] for owner in owners if other_name in ids.get(owner, {})}
-            if here and ids[index][name] not in here:
+            is_copy = is_sharded(stage.get_parameter(name))  # sharded stages can't share an object
+            if here and ids[index][name] not in here and not is_copy:
                 raise ValueError(
                     f"stage {index} declares {name} to be tied to {other_name}, but they are two tensors: "
                     "assign one Parameter to both modules"
