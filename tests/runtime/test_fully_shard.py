@@ -1,9 +1,13 @@
 """Stages that FSDP2 shards train as one process trains the whole model over all data."""
 
+import functools
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from helpers.processes import run_ranks
 from zbpp import Pipeline, checkpoint, clip_grad_norm_, make_mesh
@@ -254,3 +258,133 @@ def test_weights_that_w_reads_and_recomputed_blocks():
             for name, grad in found[case].items():
                 assert close(grad, expected[name]), (case, name, (grad - expected[name]).abs().max())
         assert names == expected.keys(), case
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def blocks(num, dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(num))).to(dtype)
+
+
+def squared(output, target):
+    return F.mse_loss(output.float(), target)
+
+
+MANY = 320
+
+
+def mixed_in_pipeline(rank, schedule):
+    """One row, MANY times: the mean over microbatches is the gradient of one."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh, both = make_mesh(shard=2), blocks(2)
+    stages = {rank // 2: both[rank // 2 : rank // 2 + 1]}
+    with Pipeline(stages, schedule, squared, num_microbatches=MANY, mesh=mesh, mp_policy=policy) as pipeline:
+        x, target = torch.ones(MANY, HIDDEN), torch.zeros(MANY, HIDDEN)
+        pipeline.step(x, target=target)
+        weight = next(pipeline.parameters())
+        assert weight.dtype == weight.grad.dtype == torch.float32
+        return full((name, p.grad) for name, p in pipeline.named_parameters())
+
+
+def mixed_alone(rank):
+    """The same in plain FSDP2, with one microbatch."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = blocks(2)
+    mesh = make_mesh(shard=2)["shard"]
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    squared(model(torch.ones(1, HIDDEN)), torch.zeros(1, HIDDEN)).backward()
+    return full((name, p.grad) for name, p in model.named_parameters())
+
+
+def test_bfloat16_weights_sum_their_gradients_in_float32():
+    """A bfloat16 sum of 320 equal numbers is off by half and more; one product rounds to 0.4 %."""
+    expected = run_ranks(mixed_alone, 2)[0]
+    everyone = run_ranks(mixed_in_pipeline, 4, "zb_h1")
+    for grads in everyone:
+        for name, grad in grads.items():
+            whole = expected[name]
+            torch.testing.assert_close(grad, whole, rtol=0.01, atol=0.01 * whole.abs().max().item())
+
+
+def counted(action):
+    """How many all-gathers an action makes."""
+    count, name = 0, "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gather = getattr(dist, name)
+
+    def counting(*args, **kwargs):
+        nonlocal count
+        count += 1
+        return gather(*args, **kwargs)
+
+    setattr(dist, name, counting)
+    try:
+        action()
+    finally:
+        setattr(dist, name, gather)
+    return count
+
+
+def gathered_bytes(pipeline):
+    """What gathered weights take up now, beside the shards."""
+    weights = [param._unsharded_param for param in fsdp_params(pipeline)]
+    return sum(each.untyped_storage().nbytes() for each in weights)
+
+
+def fsdp_params(pipeline):
+    modules = [each for stage in pipeline.stages.values() for each in stage.modules()]
+    states = [each._get_fsdp_state() for each in modules if isinstance(each, FSDPModule)]
+    groups = filter(None, (state._fsdp_param_group for state in states))
+    return [param for group in groups for param in group.fsdp_params]
+
+
+def gathers(rank, reshard):
+    """All-gathers and gathered bytes of steps and evaluations, and whether weights are the optimizer's."""
+    both, seen = blocks(4, torch.float64), []
+    stages = {rank // 2: nn.Sequential(*both[rank // 2 * 2 :][:2])}
+    loss_fn = F.mse_loss
+    with Pipeline(
+        stages, "zb_h1", loss_fn, num_microbatches=3, mesh=make_mesh(shard=2), reshard=reshard
+    ) as pipeline:
+        x, target = torch.ones(3, HIDDEN).double(), torch.zeros(3, HIDDEN).double()
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        step = functools.partial(pipeline.step, x, target=target)
+        evaluate = functools.partial(pipeline.evaluate, x, target=target)
+        for action in (step, evaluate, step, optimizer.step, evaluate, evaluate, step):
+            if action is step:
+                optimizer.zero_grad()
+            seen.append((counted(action), gathered_bytes(pipeline)))
+        for parameter in pipeline.parameters():
+            parameter.data.to_local().data.mul_(0.5)  # the version of the parameter does not change
+        losses = evaluate()
+        for parameter in pipeline.parameters():
+            parameter.data.to_local().data.fill_(0)
+        return seen, losses, evaluate()
+
+
+ONE_STAGE_BYTES = 2 * 2 * (HIDDEN + 1) * HIDDEN * 8
+GATHERS = {  # two blocks: step, evaluate, step, optimizer, evaluate, evaluate, step; three microbatches
+    "step": [(2, 0), (2, 0), (2, 0), (0, 0), (2, 0), (2, 0), (2, 0)],
+    "microbatch": [(12, 0), (6, 0), (12, 0), (0, 0), (6, 0), (6, 0), (12, 0)],
+    "never": [(count, ONE_STAGE_BYTES) for count in (0, 0, 0, 0, 2, 0, 0)],
+}
+
+
+@pytest.mark.parametrize("reshard", ["step", "microbatch", "never"])
+def test_weights_are_gathered_and_freed_as_reshard_says(reshard):
+    for rank, (seen, halved, zero) in enumerate(run_ranks(gathers, 4, reshard)):
+        expected = list(GATHERS[reshard])
+        if reshard == "never":
+            expected[0] = (2, ONE_STAGE_BYTES)
+        assert seen == expected
+        if rank >= 2:
+            assert halved[0] != zero[0]
+            assert zero[0].item() == pytest.approx(1)  # x + 0 is 1, the target 0

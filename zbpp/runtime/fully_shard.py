@@ -70,6 +70,7 @@ class FullyShardedStage:
         self._before: list[Tensor | None] = []  # per trained parameter, its `.grad` before the reduction
         self._is_missing: list[bool] = []  # per trained parameter, whether this step gave no gradient here
         self._check_settings()
+        self._set_prefetch()
         self._make_gathered_weights()
 
     @property
@@ -186,6 +187,16 @@ class FullyShardedStage:
             group.reshard()
 
     # ---- Settings
+
+    def _set_prefetch(self) -> None:
+        """In B each block gathers the block before it, and the first block none.
+
+        By default FSDP2 gathers the block that ran before in time, which may be another microbatch's.
+        """
+        root, *blocks = self._modules
+        in_order = [*blocks, root]
+        for module, before in zip(in_order, [in_order[0], *in_order], strict=False):
+            module.set_modules_to_backward_prefetch([before])
 
     def _set_reductions(self, are_on: bool) -> None:
         stage: Any = self._stage

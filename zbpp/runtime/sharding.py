@@ -65,6 +65,11 @@ def _wrap(stage: nn.Module, mesh: DeviceMesh, policy: Any) -> None:
                 f"{name} has hooks, which the sharded parameter in its place would not have: make the "
                 "Pipeline first, then register hooks on its parameters()"
             )
+    if any(type(module.forward).__name__ == "CompiledForward" for module in stage.modules()):
+        raise ValueError(
+            "it is compiled, and FSDP2's hooks would leave it eager: write compile=none, or replicate= "
+            "instead of shard="
+        )
     for module in (*_blocks_with_own_parameters(stage), stage):
         fully_shard(module, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
 
