@@ -269,6 +269,10 @@ class WeightGrads:
         own = {storage.data_ptr() for task in tasks for storage in storages_of(task.leaf)}
         return sum(count for start, count in storages.items() if start not in own)
 
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors that W will read."""
+        return (tensor for task in self._tasks or () for tensor in task.tensors())
+
     def accumulate(self) -> None:
         """W: add the gradients to each parameter's `.grad`, and drop all that was held.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from zbpp.autograd import recompute
 from zbpp.config import ConfigError, naming
+from zbpp.runtime.blocks import blocks_of
 from zbpp.training.precision import Precision, check_device
 
 
@@ -42,18 +43,9 @@ def _check_norms(stages: Mapping[int, nn.Module], precision: Precision) -> None:
 def recompute_stages(stages: Mapping[int, nn.Module], what: str) -> None:
     """Let B recompute activations. `what`: "none", "block" (each block by itself) or "stage"."""
     for stage in stages.values():
-        modules = {"none": [], "block": list(_blocks(stage)), "stage": [stage]}[what]
+        modules = {"none": [], "block": list(blocks_of(stage)), "stage": [stage]}[what]
         for module in modules:
             recompute(module)
-
-
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The children of a module; of a ModuleList or ModuleDict, which is never called, its own children."""
-    for child in module.children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from _blocks(child)
-        else:
-            yield child
 
 
 def compile_stages(stages: Mapping[int, nn.Module], what: str, budget: float) -> None:

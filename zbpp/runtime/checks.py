@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 from zbpp.runtime.arguments import built_stages, device_for_messages, model_of
+from zbpp.runtime.copies import untie
 from zbpp.runtime.groups import unique_name
-from zbpp.runtime.mesh import TENSOR, Place
+from zbpp.runtime.mesh import SHARD, TENSOR, Place
 from zbpp.runtime.parameters import Names, names_of
+from zbpp.runtime.sharding import refusal_of
 from zbpp.runtime.tensor_parallel import has_split_parameters
 from zbpp.runtime.ties import (
     Tie,
@@ -36,7 +38,6 @@ from zbpp.stage_api import PipelineModel
 _WRAPPERS = {
     "DistributedDataParallel": "DistributedDataParallel",
     "DDP": "replicate()",
-    "FSDPModule": "FSDP2 (fully_shard)",
     "FullyShardedDataParallel": "FullyShardedDataParallel",
 }
 
@@ -126,6 +127,8 @@ def _agreed_ties(stages: Mapping[int, nn.Module], place: Place) -> list[Tie]:
     """The ties of all ranks. Raises ValueError on every process if one is impossible. Collective."""
     refusal, report, ties = "", TieReport({}, {}), list[Tie]()
     try:
+        if SHARD in place.groups:
+            untie(stages)
         report = report_of(stages)
     except ValueError as error:
         refusal = str(error)
@@ -134,7 +137,8 @@ def _agreed_ties(stages: Mapping[int, nn.Module], place: Place) -> list[Tie]:
         _raise_first([each for each, _ in told], None)
         everyone = put_together([each for _, each in told])
         ties = ties_of(everyone)
-        check_united(ties, everyone.facts)
+        if SHARD not in place.groups:  # sharded stages can't share a parameter
+            check_united(ties, everyone.facts)
         check_alike(ties, everyone.facts)
     except ValueError as error:
         refusal = str(error)
@@ -182,7 +186,7 @@ def _stages_of(
     else:
         stages = dict(given)
     for index, module in stages.items():
-        _check_stage(index, module)
+        _check_stage(index, module, place)
     return stages
 
 
@@ -201,7 +205,7 @@ def _neither_stages_nor_model(given: Any) -> str:
     return f"{text}; or give a model with {' and '.join(methods)}"
 
 
-def _check_stage(index: Any, module: Any) -> None:
+def _check_stage(index: Any, module: Any, place: Place) -> None:
     if type(index) is not int or not isinstance(module, nn.Module):
         raise ValueError(
             f"stages has {index!r}: {type(module).__name__}; a key is a stage's index, an int from 0, "
@@ -214,6 +218,9 @@ def _check_stage(index: Any, module: Any) -> None:
             "gradients would be wrong. Give the Pipeline the plain module, and let it reduce them: "
             "Pipeline(..., mesh=zbpp.make_mesh(replicate=2))"
         )
+    refusal = refusal_of(module, place)
+    if refusal:
+        raise ValueError(f"stage {index} {refusal}")
 
 
 def _wrapper_of(module: nn.Module) -> str:

@@ -20,7 +20,7 @@ alive, the other rank waits there until that group's timeout.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import NamedTuple
 
 import torch
@@ -83,7 +83,14 @@ class Engine:
         self._timetable, self._loss_fn, self._reductions = timetable, loss_fn, reductions
         last = timetable.num_stages - 1
         self._workers = {
-            stage: StageWorker(stage, module, is_last=stage == last, loss_fn=loss_fn, device=device)
+            stage: StageWorker(
+                stage,
+                module,
+                is_last=stage == last,
+                loss_fn=loss_fn,
+                device=device,
+                around_w=reductions.around_w(stage),
+            )
             for stage, module in stages.items()
         }
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
@@ -130,7 +137,8 @@ class Engine:
                 before = GradientsBefore(self._trained())
             for stage, worker in self._workers.items():
                 worker.begin(feeds[stage])
-            self._executors[name].run(recorder)
+            with self._reductions.evaluating() if name == "evaluate" else nullcontext():
+                self._executors[name].run(recorder)
             ended = [worker.end() for worker in self._workers.values()]
             cutter.backward()
         except BaseException as error:

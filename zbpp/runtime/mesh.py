@@ -116,6 +116,12 @@ class Place:
             if name in self.groups:
                 dist.all_reduce(squares, group=self.groups[name])
 
+    def sum_over_data(self, values: torch.Tensor) -> None:
+        """Sum the values, in place, over the processes that see different data. Collective."""
+        for name in (SHARD, REPLICATE):
+            if name in self.groups:
+                dist.all_reduce(values, group=self.groups[name])
+
     def counts(self, tensor: torch.Tensor) -> bool:
         """Whether this process is the one to count its part of a parameter, where several have the same."""
         placements = dimensions_of(tensor)
@@ -172,7 +178,17 @@ def planned_by_rank_0(make: Callable[[], Timetable], place: Place | None = None)
 
 def is_split(placement: Any) -> bool:
     """Whether a DTensor's placement gives each process a part of its own."""
-    return placement is not None and placement.is_shard()
+    return placement is not None and hasattr(placement, "dim")
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether FSDP2 gives each process a part of the tensor."""
+    return hasattr(tensor, "device_mesh") and is_split(dimensions_of(tensor).get(SHARD))
+
+
+def is_fully_sharded(module: object) -> bool:
+    """Whether the module was given to fully_shard. Found by name, so that nothing is imported."""
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -197,6 +213,35 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a DTensor, gathered from its mesh; any other tensor as it is. Collective over the mesh."""
     gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return gathered
+
+
+def part_for(own: Any, whole: Any) -> Any:
+    """What to load into a tensor of this process: a DTensor from a whole tensor, any other value as it is."""
+    if (
+        not isinstance(whole, torch.Tensor)
+        or not hasattr(own, "device_mesh")
+        or hasattr(whole, "device_mesh")
+    ):
+        return whole
+    part = whole
+    # From the innermost dimension outwards: FSDP2 shards what tensor parallelism has left of a parameter.
+    for dimension, placement in reversed([*enumerate(own.placements)]):
+        if is_split(placement):
+            parts = part.chunk(own.device_mesh.size(dimension), placement.dim)
+            number = own.device_mesh.get_local_rank(dimension)
+            part = parts[number] if number < len(parts) else part.narrow(placement.dim, 0, 0)
+    return like(own, part.to(own.device))
+
+
+def like(whole: Any, local: torch.Tensor) -> torch.Tensor:
+    """A tensor like a DTensor, from this process's part; the part itself, if it is like any other tensor."""
+    if not hasattr(whole, "device_mesh"):
+        return local
+    from torch.distributed.tensor import DTensor  # lazily: it imports sympy
+
+    return DTensor.from_local(
+        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 def dimensions_of(tensor: torch.Tensor) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zbpp.runtime.mesh import local_of
+from zbpp.runtime.mesh import local_of, part_for
 from zbpp.runtime.ties import Tie
 from zbpp.runtime.world import gather
 
@@ -62,6 +62,11 @@ class StageParameters:
             if id(parameter) not in seen:
                 yield f"{_LOSS}{name}", parameter
 
+    def of_loss(self) -> list[nn.Parameter]:
+        """The parameters that the loss doesn't share with a stage."""
+        own = {id(each) for stage in self._stages.values() for each in stage.parameters()}
+        return [each for each in self._loss.parameters() if id(each) not in own]
+
     def state_dict(self, stage: int | None = None, *, keep_vars: bool = False) -> dict[str, Any]:
         """Parameters and persistent buffers, as `nn.Module.state_dict` gives them.
 
@@ -75,7 +80,7 @@ class StageParameters:
         return state | self._loss.state_dict(prefix=_LOSS, keep_vars=keep_vars)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Load this rank's part of `state`, which may be the whole model's.
+        """Load this rank's part of `state`, which may be the whole model's, of whole tensors or of shards.
 
         Raises RuntimeError, before anything is loaded, if a name of this rank is missing, or is one that
         no stage of the pipeline has; strict=False loads what is there. Raises it, too, for tied parameters
@@ -96,7 +101,7 @@ class StageParameters:
         _refuse(refusal, *(each for each, _ in told), _unequal(self._ties, [each for _, each in told]))
         for index, names in mine.items():
             length = len(self._prefix(index))
-            part = {name[length:]: state[name] for name in names if name in state}
+            part = {name[length:]: part_for(own, state[name]) for name, own in names.items() if name in state}
             self._stages[index].load_state_dict(part, strict=strict)
         part = {name.removeprefix(_LOSS): state[name] for name in of_loss if name in state}
         self._loss.load_state_dict(part, strict=strict)

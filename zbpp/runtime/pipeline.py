@@ -20,8 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.runtime.arguments import device_of, model_of, rank_in, timetable_of
 from zbpp.runtime.checks import agree_on_stages, check_ranks_agree
+from zbpp.runtime.copies import LocalCopies
 from zbpp.runtime.engine import Engine, error_text
 from zbpp.runtime.feed import Call
+from zbpp.runtime.fully_shard import RESHARD, Reshard
 from zbpp.runtime.groups import close_groups, group_of_this_process
 from zbpp.runtime.measure import Recorder, measured_timeline
 from zbpp.runtime.mesh import Place
@@ -30,6 +32,7 @@ from zbpp.runtime.outputs import Metrics, Outputs
 from zbpp.runtime.parameters import StageParameters
 from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.restored import eval_mode, restored_generators
+from zbpp.runtime.sharding import shard_stages
 from zbpp.runtime.stage import Loss
 from zbpp.runtime.tied_gradients import TiedGradients
 from zbpp.runtime.world import gather
@@ -53,7 +56,11 @@ class Pipeline:
     group: the pipeline's process group (None: the default one); a pipeline of one rank needs none.
     mesh: a DeviceMesh with a dimension "pipeline", and "replicate", "shard", "tensor" as wanted, instead of
     group; see zbpp.make_mesh. The processes of one pipeline differ in the first dimension alone. Replicas and
-    shards are given different rows; all that hold a copy of a parameter get the mean of its gradients.
+    shards are given different rows; all that hold a copy of a parameter get the mean of its gradients. With
+    shards, plain stages are wrapped in fully_shard here: make the optimizer afterwards, of `parameters()`.
+    reshard: when gathered weights of sharded stages are freed: "step", after a stage's last W; "microbatch",
+    after each F and each B, and then they are gathered twice per microbatch; "never".
+    mp_policy: the torch.distributed.fsdp.MixedPrecisionPolicy of the stages that the Pipeline shards.
     seed: of the random numbers drawn in forward. timeout: seconds that a wait for another rank may last.
     dynamic_shapes: whether messages between stages may differ from microbatch to microbatch (shapes, dtypes,
     which tensors there are); each message then says its layout, and takes one more latency.
@@ -66,9 +73,10 @@ class Pipeline:
     loss_scale: a factor on all gradients that `step` computes, 1.0 until it is set; the losses that `step`
     returns don't have it. With float16 it keeps small gradients above zero; whoever sets it divides it out.
 
-    Raises TypeError or ValueError for stages, a group or a mesh that don't fit the timetable, and for stages
-    that are wrapped in DistributedDataParallel or FSDP; AgreementError if ranks were given different
-    timetables. Collective over the group or the mesh. As a context manager it closes at the end.
+    Raises TypeError or ValueError for stages, a group or a mesh that don't fit the timetable, for stages in
+    DistributedDataParallel, and for stages in FSDP that aren't sharded over this mesh; AgreementError if
+    ranks were given different timetables. Collective over the group or the mesh. As a context manager it
+    closes at the end.
     """
 
     def __init__(
@@ -84,13 +92,17 @@ class Pipeline:
         timeout: float = 600.0,
         dynamic_shapes: bool = False,
         device: torch.device | str | None = None,
+        reshard: Reshard = "step",
+        mp_policy: Any = None,
     ) -> None:
+        if reshard not in RESHARD:
+            raise ValueError(f"reshard={reshard!r}: write one of {', '.join(RESHARD)}")
         given = Place(mesh, group)
         self._given_group = group
         self.timetable = timetable = timetable_of(timetable, num_microbatches, given)
         self.rank = rank_in(given.pipeline, timetable)
         self.seed, self.num_steps, self.loss_scale = seed, 0, 1.0
-        self._timeout, self._dynamic_shapes = timeout, dynamic_shapes
+        self._timeout, self._dynamic_shapes, self._reshard = timeout, dynamic_shapes, reshard
         # One rank of a larger job needs a group, too, for what is collective; this pipeline closes it.
         is_alone = timetable.num_ranks == 1 and given.pipeline is None
         self._made_group = group_of_this_process() if is_alone else None
@@ -101,20 +113,31 @@ class Pipeline:
         model = model_of(stages)
         self._loss_fn = model.loss if loss_fn is None and model is not None else loss_fn
         self.stages = dict(sorted(agreed.stages.items()))
+        shard_stages(self.stages, place, mp_policy)
         computes_loss = timetable.rank_of[-1] == self.rank
         self._parameters = StageParameters(
             self.stages, agreed.names, agreed.ties, self.group, self._loss_fn if computes_loss else None
         )
         self.device = device_of(self.stages.values(), self.group)
         tied = TiedGradients(agreed.ties, self.stages, timetable.rank_of, self.rank, self.group, timeout)
-        self._copies = {id(copy) for copy in tied.copies}
+        copies = LocalCopies(agreed.ties, self.stages)
+        self._copies = {id(copy) for copy in (*tied.copies, *copies.copies)}
         self._engine = Engine(
             timetable,
             self.rank,
             self.stages,
             self._loss_fn,
             self.device,
-            Reductions(self.stages, tied, place, self.rank, timeout),
+            Reductions(
+                self.stages,
+                tied,
+                copies,
+                place,
+                self.rank,
+                timeout,
+                reshard=reshard,
+                loss=self._parameters.of_loss(),
+            ),
             group=given.pipeline,
             key=agreed.key,
             timeout=timeout,
@@ -268,6 +291,7 @@ class Pipeline:
             seed=self.seed,
             timeout=self._timeout,
             dynamic_shapes=self._dynamic_shapes,
+            reshard=self._reshard,
         )
         following.num_steps, following.loss_scale = self.num_steps, self.loss_scale
         return following

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.autograd.leaf_grad import grad_dtype, total_of
-from zbpp.runtime.mesh import local_of
+from zbpp.runtime.mesh import like, local_of
 from zbpp.runtime.world import communicating
 
 Ended = Callable[[], None]
@@ -117,7 +117,7 @@ class AllReduce:
         rows = zip(self._parameters, self._gradients, self._has_gradient, counts, strict=True)
         for parameter, gradient, is_own, count in rows:
             if count and not is_own:
-                parameter.grad = _like(parameter, gradient)
+                parameter.grad = like(parameter, gradient)
 
 
 class _Bucket:
@@ -158,15 +158,3 @@ def _parts(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 def _zeros(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(local_of(parameter), dtype=grad_dtype(parameter))
-
-
-def _like(parameter: nn.Parameter, local: Tensor) -> Tensor:
-    """A gradient of the parameter from this process's part of it."""
-    if local_of(parameter) is parameter:
-        return local
-    from torch.distributed.tensor import DTensor  # lazily: it imports sympy
-
-    whole: Any = parameter
-    return DTensor.from_local(
-        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )

@@ -2,47 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zbpp.runtime.copies import LocalCopies
+from zbpp.runtime.fully_shard import FullyShardedStage, Reshard
 from zbpp.runtime.groups import close_groups, group_like
-from zbpp.runtime.mesh import REPLICATE, Place, copy_from
+from zbpp.runtime.mesh import REPLICATE, SHARD, Place, copy_from, is_sharded
 from zbpp.runtime.reduce import AllReduce, Ended, Reducer
+from zbpp.runtime.stage import AroundW
 from zbpp.runtime.tied_gradients import TiedGradients
 
 
 class Reductions:
-    """The reducers of one rank's stages, and its tied parameters.
+    """The reducers of one rank's stages, its tied parameters, and the weights that FSDP2 gathers.
 
-    Replicas of a stage start with the values of the first one. Collective over the mesh.
+    Replicas of a stage start with the values of the first one. loss: parameters of the loss, whose gradients
+    are averaged, too. Collective over the mesh. Raises ValueError for a stage whose reductions were turned
+    off.
     """
 
     def __init__(
-        self, stages: Mapping[int, nn.Module], tied: TiedGradients, place: Place, rank: int, timeout: float
+        self,
+        stages: Mapping[int, nn.Module],
+        tied: TiedGradients,
+        copies: LocalCopies,
+        place: Place,
+        rank: int,
+        timeout: float,
+        *,
+        reshard: Reshard = "step",
+        loss: Iterable[nn.Parameter] = (),
     ) -> None:
-        self._tied = tied
+        self._tied, self._copies = tied, copies
         self._reducers: dict[int, Reducer] = {}
-        self._replicas: dist.ProcessGroup | None = None
-        self._tied_average: AllReduce | None = None
-        self._buffers: Buffers | None = None
-        if REPLICATE in place.groups:
-            self._replicate(stages, place, rank, timeout)
+        self._sharded: dict[int, FullyShardedStage] = {}
+        self._groups: list[dist.ProcessGroup] = []
+        self._last: list[AllReduce] = []  # what waits for all stages and for tied parameters
+        self._buffers: list[Buffers] = []
+        if SHARD in place.groups:
+            self._shard(stages, reshard, place, rank)
+        for name in (SHARD, REPLICATE):
+            if name in place.groups:
+                copied = [each for each in _parameters(stages) if name != SHARD or not is_sharded(each)]
+                self._replicate(stages, copied, [*loss], group_like(place.groups[name], timeout), rank)
 
-    def _replicate(self, stages: Mapping[int, nn.Module], place: Place, rank: int, timeout: float) -> None:
+    def _shard(self, stages: Mapping[int, nn.Module], reshard: Reshard, place: Place, rank: int) -> None:
+        for index, stage in stages.items():
+            what = f"rank {rank}, reducing the gradients of stage {index} over its shards"
+            self._sharded[index] = FullyShardedStage(stage, reshard, place, what)
+        self._reducers |= self._sharded
+
+    def _replicate(
+        self,
+        stages: Mapping[int, nn.Module],
+        copied: list[nn.Parameter],
+        loss: list[nn.Parameter],
+        group: dist.ProcessGroup,
+        rank: int,
+    ) -> None:
+        """Make copies of these processes equal, and average what FSDP2 does not reduce."""
         _check_dense(stages)
-        self._replicas = group = group_like(place.groups[REPLICATE], timeout)
+        self._groups.append(group)
         seen = {id(each) for each in self._tied.parameters}
         for index, stage in stages.items():
-            own = [each for each in stage.parameters() if id(each) not in seen]
-            seen |= set(map(id, own))
-            what = f"rank {rank}, averaging the gradients of stage {index} over its replicas"
-            self._reducers[index] = AllReduce(own, group, average=True, what=what)
-            copy_to_replicas((*stage.parameters(), *stage.buffers()), group)
-        what = f"rank {rank}, averaging the gradients of tied parameters over replicas"
-        self._tied_average = AllReduce(self._tied.parameters, group, average=True, what=what)
-        self._buffers = Buffers(stages.values(), group)
+            if index not in self._sharded:
+                own = [each for each in stage.parameters() if id(each) not in seen]
+                seen |= set(map(id, own))
+                what = f"rank {rank}, averaging the gradients of stage {index} over its replicas"
+                self._reducers[index] = AllReduce(own, group, average=True, what=what)
+        buffers = [buffer for stage in stages.values() for buffer in stage.buffers()]
+        copy_to_replicas((*copied, *loss, *buffers), group)
+        tied = [] if self._sharded else self._tied.parameters
+        what = f"rank {rank}, averaging the gradients of tied parameters and of the loss over replicas"
+        self._last.append(AllReduce([*tied, *loss], group, average=True, what=what))
+        self._buffers.append(Buffers(stages.values(), group))
 
     @property
     def is_shared(self) -> bool:
@@ -56,6 +93,7 @@ class Reductions:
     def begin(self) -> None:
         """Called before the first action of a step."""
         self._tied.begin()
+        self._copies.begin()
         for reducer in self._reducers.values():
             reducer.begin()
 
@@ -67,12 +105,27 @@ class Reductions:
         """Wait for all; afterwards the gradients are the same on all copies of a parameter."""
         for reducer in self._reducers.values():
             reducer.finish()
+        self._copies.sum_into_first()
         self._tied.finish()
-        if self._tied_average is not None:
-            self._tied_average.start()
-            self._tied_average.finish()
-        if self._buffers is not None:
-            self._buffers.copy_changed()
+        self._copies.copy_from_first()
+        for each in self._last:
+            each.start()
+            each.finish()
+        for buffers in self._buffers:
+            buffers.copy_changed()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within it the stages run forward without gradients."""
+        with ExitStack() as stack:
+            for stage in self._sharded.values():
+                stack.enter_context(stage.evaluating())
+            yield
+
+    def around_w(self, stage: int) -> AroundW | None:
+        """What W of a stage has to run within, if its weights may be freed before it."""
+        sharded = self._sharded.get(stage)
+        return sharded.gathered_for if sharded is not None and sharded.frees_before_w else None
 
     def abandon(self) -> None:
         """Drop what is left of a step that failed."""
@@ -82,9 +135,8 @@ class Reductions:
     def close(self) -> None:
         """Leave the groups that were made for this pipeline: processes that wait for this one stop."""
         self._tied.close()
-        if self._replicas is not None:
-            close_groups([self._replicas])
-            self._replicas = None
+        close_groups(self._groups)
+        self._groups.clear()
 
 
 class Buffers:
@@ -108,6 +160,10 @@ def copy_to_replicas(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> Non
     """Give each tensor the values that it has on the group's first process. Collective over the group."""
     for tensor in tensors:
         copy_from(0, tensor, group)
+
+
+def _parameters(stages: Mapping[int, nn.Module]) -> list[nn.Parameter]:
+    return [*dict.fromkeys(each for stage in stages.values() for each in stage.parameters())]
 
 
 def _check_dense(stages: Mapping[int, nn.Module]) -> None:

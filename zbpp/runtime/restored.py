@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from zbpp.runtime.mesh import local_of
+
 # A gradient that holds a part of a failed step has this attribute: the gradient's _version at that time.
 _PARTIAL = "zbpp_partial"
 
@@ -24,7 +26,9 @@ class GradientsBefore:
         self._grads = [(parameter, parameter.grad) for parameter in parameters]
         totals = [getattr(parameter, "main_grad", None) for parameter, _ in self._grads]
         totals += [grad for _, grad in self._grads]
-        self._versions = [(total, total._version) for total in totals if total is not None]
+        # Of a DTensor its local part: that is what FSDP2 adds to.
+        present = [local_of(total) for total in totals if total is not None]
+        self._versions = [(total, total._version) for total in present]
         if any(getattr(total, _PARTIAL, None) == version for total, version in self._versions):
             raise RuntimeError(
                 "gradients hold a part of a step that failed: zero or drop them on every rank "

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ from zbpp.runtime.layout import Message, describe, layout_of
 from zbpp.runtime.named_losses import checked_losses
 
 Loss = Callable[..., Tensor | Mapping[str, Tensor]]
+AroundW = Callable[[WeightGrads], AbstractContextManager[None]]
 
 
 class StageLosses(NamedTuple):
@@ -65,6 +67,7 @@ class StageWorker:
     is_last: whether the stage is the pipeline's last: F then computes the loss, and returns the gradient that
     its B starts from. loss_fn(output, target): for the last stage; None if its module returns the loss.
     device: its generator is seeded for each F, beside the CPU's; None: the CPU.
+    around_w: what W runs within; None: nothing.
     """
 
     def __init__(
@@ -75,7 +78,9 @@ class StageWorker:
         is_last: bool,
         loss_fn: Loss | None = None,
         device: torch.device | None = None,
+        around_w: AroundW | None = None,
     ) -> None:
+        self._around_w = around_w
         self.index, self.module, self._device = index, module, device or torch.device("cpu")
         self._is_last, self._loss_fn = is_last, loss_fn
         self._feed = NO_FEED
@@ -202,7 +207,8 @@ class StageWorker:
 
     def _accumulate(self, microbatch: int, weight_grads: WeightGrads) -> None:
         try:
-            weight_grads.accumulate()
+            with nullcontext() if self._around_w is None else self._around_w(weight_grads):
+                weight_grads.accumulate()
         except ChangedInPlace as error:
             names = [name for name, each in self.module.named_parameters() if each is error.leaf]
             weights = f", for {', '.join(names)}" if names else ""

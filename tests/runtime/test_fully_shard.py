@@ -1,0 +1,390 @@
+"""Stages that FSDP2 shards train as one process trains the whole model over all data."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from helpers.processes import run_ranks
+from zbpp import Pipeline, checkpoint, clip_grad_norm_, make_mesh
+from zbpp.autograd import recompute
+
+VOCAB, HIDDEN, M, ROWS = 11, 6, 2, 8
+SCHEDULES = ("1f1b", "zb_h1", "zb_v", "interleaved_zb")
+
+
+class Model:
+    """Embedding, layers, and a head, which has the embedding's weight if `is_tied`."""
+
+    def __init__(self, is_tied=False, dtype=torch.float64):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.GELU()) for _ in range(6)]
+        self.parts = {"embedding": nn.Embedding(VOCAB, HIDDEN)}
+        self.parts |= {f"layer_{i}": layer for i, layer in enumerate(layers)}
+        self.parts["head"] = nn.Linear(HIDDEN, VOCAB, bias=False)
+        for part in self.parts.values():
+            part.to(dtype)
+        if is_tied:
+            self.parts["head"].weight = self.parts["embedding"].weight
+
+    def build_stage(self, index, num_stages):
+        names = list(self.parts)
+        stage = nn.Sequential()
+        for name in names[len(names) * index // num_stages : len(names) * (index + 1) // num_stages]:
+            stage.add_module(name, self.parts[name])
+        return stage
+
+    def loss(self, output, target):
+        return F.cross_entropy(output.float().flatten(0, 1), target.flatten())
+
+
+class Float64(Model):
+    def loss(self, output, target):
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+class Copies(Float64):
+    """Tied by declaration: each stage has a copy of its own, and the head's starts with other values."""
+
+    def tied(self):
+        return {"head.weight": "embedding.weight"}
+
+
+KINDS = {"untied": Float64, "tied": lambda: Float64(True), "copies": Copies}
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(VOCAB, (ROWS, 5), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def rows_of(place, *tensors):
+    size = ROWS // place.num_data_parts
+    return [each[place.data_part * size :][:size] for each in tensors]
+
+
+def full(named):
+    """Whole plain tensors: of sharded ones, what all shards together have. Collective."""
+    return {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in named}
+
+
+def train(model, parameters, step_of, clip):
+    """Two steps of AdamW with clipping, then two whose gradients add up. Returns losses and norms."""
+    optimizer = torch.optim.AdamW(parameters(), lr=0.1)
+    losses, norms = [], []
+    for step in range(4):
+        losses.append(step_of(step))
+        if step < 2:
+            norms.append(float(clip(0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+    norms.append(float(clip(1e9)))
+    return losses, norms
+
+
+def alone(make):
+    """Losses, norms, then gradients and weights after `train` in one process."""
+    model = make()
+    whole = model.build_stage(0, 1)
+
+    def step(number):
+        inputs, target = batch(number)
+        loss = model.loss(whole(inputs), target)
+        loss.backward()
+        return loss.item()
+
+    def clip(most):
+        return torch.nn.utils.clip_grad_norm_(whole.parameters(), most)
+
+    losses, norms = train(model, whole.parameters, step, clip)
+    named = [*whole.named_parameters(remove_duplicate=False)]
+    return losses, norms, {name: p.grad for name, p in named}, {name: p.detach() for name, p in named}
+
+
+def in_mesh(rank, degrees, cases):
+    """Per case (schedule, kind, reshard) what `alone` returns, as this process has it."""
+    found = {}
+    for case in cases:
+        schedule, kind, reshard = case
+        mesh = make_mesh(**degrees)
+        model = KINDS[kind]()
+        with Pipeline(model, schedule, num_microbatches=M, mesh=mesh, reshard=reshard) as pipeline:
+
+            def step(number, pipeline=pipeline):
+                inputs, target = rows_of(pipeline.place, *batch(number))
+                losses = pipeline.step(inputs, target=target)
+                return float(sum(losses) / len(losses)) if losses else None
+
+            def clip(most, pipeline=pipeline):
+                return clip_grad_norm_(pipeline, most)
+
+            losses, norms = train(model, pipeline.parameters, step, clip)
+            assert all(each.placements[-1].is_shard() for each in pipeline.parameters())
+            named = [*pipeline.named_parameters()]
+            grads, weights = full((n, p.grad) for n, p in named), full((n, p.detach()) for n, p in named)
+            found[case] = losses, norms, grads, weights, pipeline.place.data_part
+    return found
+
+
+def close(one, other):
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+def check(everyone, cases):
+    for case in cases:
+        kind = "tied" if case[1] == "copies" else case[1]
+        losses, norms, grads, weights = alone(KINDS[kind])
+        parts = {}
+        for found in everyone:
+            some_losses, some_norms, some_grads, some_weights, part = found[case]
+            assert some_norms == pytest.approx(norms, rel=1e-12), case
+            for mine, whole in ((some_grads, grads), (some_weights, weights)):
+                for name, value in mine.items():
+                    assert close(value, whole[name]), f"{case} {name}"
+            if some_losses[0] is not None:
+                parts[part] = some_losses
+        means = [sum(each) / len(parts) for each in zip(*parts.values(), strict=True)]
+        assert means == pytest.approx(losses, rel=1e-12), case
+
+
+CASES = [(schedule, kind, "step") for schedule in SCHEDULES for kind in KINDS]
+CASES += [("zb_v", kind, reshard) for kind in ("untied", "tied") for reshard in ("microbatch", "never")]
+CASES += [("zb_h1", "copies", reshard) for reshard in ("microbatch", "never")]
+
+
+def test_shards_train_as_one_process_does():
+    """Clipped AdamW, then gradients of two steps added up: to 1e-12, whenever weights are freed."""
+    check(run_ranks(in_mesh, 4, {"shard": 2}, CASES), CASES)
+
+
+def test_shards_and_replicas_together():
+    """HSDP: reduce-scatter over shards, all-reduce over replicas; tied copies stay one parameter."""
+    cases = [("zb_h1", "copies", "step"), ("zb_v", "tied", "microbatch")]
+    check(run_ranks(in_mesh, 8, {"replicate": 2, "shard": 2}, cases), cases)
+
+
+class Odd(nn.Module):
+    """Weights that W reads itself: as the input of a layer, as a factor of another weight, in a chain."""
+
+    def __init__(self, seed, how):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.queries = nn.Parameter(torch.randn(4, HIDDEN))
+        self.over_queries = nn.Linear(HIDDEN, HIDDEN)
+        self.a, self.b = nn.Parameter(torch.randn(HIDDEN, 2)), nn.Parameter(torch.randn(2, HIDDEN))
+        self.squared = nn.Parameter(torch.randn(HIDDEN, HIDDEN))
+        self.frozen = nn.Linear(HIDDEN, HIDDEN).requires_grad_(False)
+        self.unused = nn.Linear(HIDDEN, 1)
+        self.convolution = nn.Conv1d(4, 4, 3, padding=1)
+        self.shared = nn.Linear(HIDDEN, HIDDEN)
+        self.how = how
+
+    def forward(self, x):
+        run = {"plain": lambda f, *args: f(*args), "inside": checkpoint}[self.how]
+        return run(self.inner, x)
+
+    def inner(self, x):
+        x = x + self.over_queries(self.queries)
+        x = x @ (self.a @ self.b) + F.linear(x, self.squared.pow(2))
+        return self.shared(self.convolution(torch.tanh(self.shared(self.frozen(x)))))
+
+
+class OddModel:
+    def __init__(self, how="plain"):
+        self.blocks = [Odd(seed, how).double() for seed in range(4)]
+
+    def build_stage(self, index, num_stages):
+        size = len(self.blocks) // num_stages
+        stage = nn.Sequential()
+        for number in range(index * size, (index + 1) * size):
+            stage.add_module(f"block_{number}", self.blocks[number])
+        return stage
+
+    def loss(self, output, target):
+        return F.mse_loss(output, target)
+
+
+def odd_batch(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(2, ROWS, 4, HIDDEN, generator=generator, dtype=torch.float64)
+
+
+def odd_stages(rank, cases):
+    """Per case the gradients after two steps."""
+    found = {}
+    for case in cases:
+        how, reshard, schedule = case
+        mesh, model = make_mesh(shard=2), OddModel("inside" if how == "inside" else "plain")
+        stages = model
+        if how == "around":
+            num_stages = 4 if schedule == "zb_v" else 2
+            owned = {0: [0, 3], 1: [1, 2]}[rank // 2] if num_stages == 4 else [rank // 2]
+            stages = {index: model.build_stage(index, num_stages) for index in owned}
+            for stage in stages.values():
+                for block in stage:
+                    recompute(block)
+        with Pipeline(
+            stages, schedule, model.loss, num_microbatches=M, mesh=mesh, reshard=reshard
+        ) as pipeline:
+            for step in range(2):
+                inputs, target = rows_of(pipeline.place, *odd_batch(step))
+                pipeline.step(inputs, target=target)
+            named = [(n, p.grad) for n, p in pipeline.named_parameters() if p.grad is not None]
+            found[case] = full(named)
+    return found
+
+
+ODD = [("plain", reshard, "zb_h1") for reshard in ("step", "microbatch", "never")]
+ODD += [(how, reshard, "zb_v") for how in ("inside", "around") for reshard in ("step", "microbatch")]
+
+
+def test_weights_that_w_reads_and_recomputed_blocks():
+    model = OddModel()
+    whole = model.build_stage(0, 1)
+    for step in range(2):
+        inputs, target = odd_batch(step)
+        model.loss(whole(inputs), target).backward()
+    expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    everyone = run_ranks(odd_stages, 4, ODD)
+    for case in ODD:
+        names = set()
+        for found in everyone:
+            names |= found[case].keys()
+            for name, grad in found[case].items():
+                assert close(grad, expected[name]), (case, name, (grad - expected[name]).abs().max())
+        assert names == expected.keys(), case
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def blocks(num, dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(num))).to(dtype)
+
+
+def squared(output, target):
+    return F.mse_loss(output.float(), target)
+
+
+MANY = 320
+
+
+def mixed_in_pipeline(rank, schedule):
+    """One row, MANY times: the mean over microbatches is the gradient of one."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh, both = make_mesh(shard=2), blocks(2)
+    stages = {rank // 2: both[rank // 2 : rank // 2 + 1]}
+    with Pipeline(stages, schedule, squared, num_microbatches=MANY, mesh=mesh, mp_policy=policy) as pipeline:
+        x, target = torch.ones(MANY, HIDDEN), torch.zeros(MANY, HIDDEN)
+        pipeline.step(x, target=target)
+        weight = next(pipeline.parameters())
+        assert weight.dtype == weight.grad.dtype == torch.float32
+        return full((name, p.grad) for name, p in pipeline.named_parameters())
+
+
+def mixed_alone(rank):
+    """The same in plain FSDP2, with one microbatch."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = blocks(2)
+    mesh = make_mesh(shard=2)["shard"]
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    squared(model(torch.ones(1, HIDDEN)), torch.zeros(1, HIDDEN)).backward()
+    return full((name, p.grad) for name, p in model.named_parameters())
+
+
+def test_bfloat16_weights_sum_their_gradients_in_float32():
+    """A bfloat16 sum of 320 equal numbers is off by half and more; one product rounds to 0.4 %."""
+    expected = run_ranks(mixed_alone, 2)[0]
+    everyone = run_ranks(mixed_in_pipeline, 4, "zb_h1")
+    for grads in everyone:
+        for name, grad in grads.items():
+            whole = expected[name]
+            torch.testing.assert_close(grad, whole, rtol=0.01, atol=0.01 * whole.abs().max().item())
+
+
+def counted(action):
+    """How many all-gathers an action makes."""
+    count, name = 0, "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gather = getattr(dist, name)
+
+    def counting(*args, **kwargs):
+        nonlocal count
+        count += 1
+        return gather(*args, **kwargs)
+
+    setattr(dist, name, counting)
+    try:
+        action()
+    finally:
+        setattr(dist, name, gather)
+    return count
+
+
+def gathered_bytes(pipeline):
+    """What gathered weights take up now, beside the shards."""
+    weights = [param._unsharded_param for param in fsdp_params(pipeline)]
+    return sum(each.untyped_storage().nbytes() for each in weights)
+
+
+def fsdp_params(pipeline):
+    modules = [each for stage in pipeline.stages.values() for each in stage.modules()]
+    states = [each._get_fsdp_state() for each in modules if isinstance(each, FSDPModule)]
+    groups = filter(None, (state._fsdp_param_group for state in states))
+    return [param for group in groups for param in group.fsdp_params]
+
+
+def gathers(rank, reshard):
+    """All-gathers and gathered bytes of steps and evaluations, and whether weights are the optimizer's."""
+    both, seen = blocks(4, torch.float64), []
+    stages = {rank // 2: nn.Sequential(*both[rank // 2 * 2 :][:2])}
+    loss_fn = F.mse_loss
+    with Pipeline(
+        stages, "zb_h1", loss_fn, num_microbatches=3, mesh=make_mesh(shard=2), reshard=reshard
+    ) as pipeline:
+        x, target = torch.ones(3, HIDDEN).double(), torch.zeros(3, HIDDEN).double()
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        step = functools.partial(pipeline.step, x, target=target)
+        evaluate = functools.partial(pipeline.evaluate, x, target=target)
+        for action in (step, evaluate, step, optimizer.step, evaluate, evaluate, step):
+            if action is step:
+                optimizer.zero_grad()
+            seen.append((counted(action), gathered_bytes(pipeline)))
+        for parameter in pipeline.parameters():
+            parameter.data.to_local().data.mul_(0.5)  # the version of the parameter does not change
+        losses = evaluate()
+        for parameter in pipeline.parameters():
+            parameter.data.to_local().data.fill_(0)
+        return seen, losses, evaluate()
+
+
+ONE_STAGE_BYTES = 2 * 2 * (HIDDEN + 1) * HIDDEN * 8
+GATHERS = {  # two blocks: step, evaluate, step, optimizer, evaluate, evaluate, step; three microbatches
+    "step": [(2, 0), (2, 0), (2, 0), (0, 0), (2, 0), (2, 0), (2, 0)],
+    "microbatch": [(12, 0), (6, 0), (12, 0), (0, 0), (6, 0), (6, 0), (12, 0)],
+    "never": [(count, ONE_STAGE_BYTES) for count in (0, 0, 0, 0, 2, 0, 0)],
+}
+
+
+@pytest.mark.parametrize("reshard", ["step", "microbatch", "never"])
+def test_weights_are_gathered_and_freed_as_reshard_says(reshard):
+    for rank, (seen, halved, zero) in enumerate(run_ranks(gathers, 4, reshard)):
+        expected = list(GATHERS[reshard])
+        if reshard == "never":
+            expected[0] = (2, ONE_STAGE_BYTES)
+        assert seen == expected
+        if rank >= 2:
+            assert halved[0] != zero[0]
+            assert zero[0].item() == pytest.approx(1)  # x + 0 is 1, the target 0
