@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from zbpp.config import OptimizerConfig, ParallelConfig
 from zbpp.planning import placement_of, plan
 from zbpp.runtime import Pipeline
+from zbpp.runtime.fully_shard import Reshard
+from zbpp.runtime.mesh import SHARD
 from zbpp.schedule import Costs, Timetable
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.optimizer import adamw, warmup_cosine
@@ -28,14 +31,20 @@ def build_pipeline(
     loss_fn: Callable[..., Any],
     seed: int,
     parallel: ParallelConfig,
-    mesh: DeviceMesh | None = None,
+    precision: Precision,
+    mesh: DeviceMesh | None,
 ) -> Pipeline:
-    """This rank's part of the pipeline. Collective."""
+    """This rank's part of the pipeline. Collective. Of shards FSDP2 casts weights and sums gradients."""
+    policy = None
+    if parallel.shard > 1 and precision.is_mixed:
+        policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.stored)
     return Pipeline(
         stages,
         timetable,
         loss_fn,
         mesh=mesh,
+        reshard=cast(Reshard, parallel.reshard),
+        mp_policy=policy,
         seed=seed,
         timeout=parallel.timeout,
         dynamic_shapes=parallel.dynamic_shapes,
@@ -43,8 +52,13 @@ def build_pipeline(
 
 
 def build_masters(pipeline: Pipeline, precision: Precision) -> MasterWeights | None:
-    """The master weights of a mixed precision, once the copies of each parameter have the same values."""
-    return MasterWeights(pipeline.parameters(), precision.compute) if precision.is_mixed else None
+    """The master weights of a mixed precision, once the copies of each parameter have the same values.
+
+    Shards need none: they are float32 themselves, and what is gathered from them is cast.
+    """
+    if not precision.is_mixed or pipeline.place.size(SHARD) > 1:
+        return None
+    return MasterWeights(pipeline.parameters(), precision.compute)
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], options: OptimizerConfig) -> torch.optim.Optimizer:
