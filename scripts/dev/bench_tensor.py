@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from zbpp import backward_input
+from zbpp.autograd import backward_input
 from zbpp.launch import on_ranks
 from zbpp.models.llama import Llama
 from zbpp.runtime.world import world

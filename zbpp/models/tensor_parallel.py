@@ -85,7 +85,6 @@ def shard(stage: nn.Module, mesh: DeviceMesh, styles: Styles) -> None:
     parallelize_module(stage, mesh, styles, src_data_rank=None)
     for name in frozen:
         stage.get_parameter(name).requires_grad_(False)
-    _free_other_shards(stage)
     _share_again(stage, shared)
 
 
@@ -106,28 +105,6 @@ def _share_again(stage: nn.Module, shared: list[list[str]]) -> None:
                 raise ValueError(f"{first} and {name} are one parameter, but would be sharded differently")
             owner, _, leaf = name.rpartition(".")
             setattr(stage.get_submodule(owner), leaf, kept)
-
-
-def _free_other_shards(stage: nn.Module) -> None:
-    """Copy the shards that are views of the whole weight: these would keep it in memory."""
-    from torch.distributed.tensor import DTensor
-
-    for name, parameter in list(stage.named_parameters()):
-        if not isinstance(parameter, DTensor):
-            continue
-        own = parameter.to_local().detach()
-        if own.untyped_storage().nbytes() > own.nbytes:
-            mesh, placements = parameter.device_mesh, parameter.placements
-            copied = DTensor.from_local(
-                own.clone(),
-                mesh,
-                placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-            owner, _, leaf = name.rpartition(".")
-            setattr(stage.get_submodule(owner), leaf, nn.Parameter(copied, parameter.requires_grad))
 
 
 def _styles(stage: nn.Module, plan: BlockPlan) -> Styles:
