@@ -22,8 +22,8 @@ def has_node_hooks(node: Node) -> bool:
     """
     for register in (node.register_prehook, node.register_hook):
         handle = register(_no_hook)
-        hooks: Any = handle.hooks_dict_ref()
-        del hooks[handle.id]  # handle.remove() takes longer, and B asks this of every site
+        hooks = handle.hooks_dict_ref() or {}
+        hooks.pop(handle.id, None)  # handle.remove() takes longer, and B asks this of every site
         if hooks:
             return True
     return False
