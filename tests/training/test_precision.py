@@ -37,8 +37,8 @@ def corpus(tmp_path_factory):
 class CheckedGpt(Gpt):
     """Its loss and metrics want float32."""
 
-    def __init__(self, **options):
-        super().__init__(num_layers=4, hidden_size=16, num_heads=2, sequence_length=8, **options)
+    def __init__(self, num_layers):
+        super().__init__(num_layers=num_layers, hidden_size=16, num_heads=2, sequence_length=8)
 
     def loss(self, output, target):
         assert output.dtype in (torch.float32, torch.float64)
@@ -49,8 +49,10 @@ def optimizer_over(parameters):
     return adamw(parameters, learning_rate=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
 
-def trainer_of(rank, corpus, precision, schedule, num_ranks, *, recomputed="none", planned=None):
-    chosen, model, timetable = PRECISIONS[precision], CheckedGpt(), plan(schedule, num_ranks, M)
+def trainer_of(
+    rank, corpus, precision, schedule, num_ranks, *, recomputed="none", planned=None, num_layers=4
+):
+    chosen, model, timetable = PRECISIONS[precision], CheckedGpt(num_layers), plan(schedule, num_ranks, M)
     stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(rank)}
     masters = move_stages(stages, CPU, chosen)
     recompute_stages(stages, recomputed)
@@ -108,6 +110,19 @@ def test_mixed_runs_are_equal_to_the_last_bit_under_all_plans_and_near_those_in_
         for (loss, norm), (wanted_loss, wanted_norm) in zip(alone, expected, strict=True):
             assert loss == pytest.approx(wanted_loss, rel=tolerance)
             assert norm == pytest.approx(wanted_norm, rel=5 * tolerance)
+
+
+@pytest.mark.slow
+def test_after_300_steps_mixed_losses_are_within_one_percent_of_float32s():
+    """On the default corpus; scripts/dev/precision.py does the same with gpt_tiny."""
+    ends = {}
+    for precision in ("float32", "mixed_bfloat16", "mixed_float16"):
+        trainer = trainer_of(0, None, precision, "1f1b", 1, num_layers=1)
+        losses = [metrics["loss"] for metrics in trainer.run(300)]
+        ends[precision] = sum(losses[-20:]) / 20
+    assert ends["float32"] < 0.7 * losses[0]
+    for precision, end in ends.items():
+        assert end == pytest.approx(ends["float32"], rel=0.01), precision
 
 
 def test_a_compiled_mixed_stage_follows_the_eager_one(corpus):
