@@ -38,6 +38,22 @@ def test_the_function_and_the_rule_shown_equal_plain_autograd() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_commands_of_the_parallel_page_train(tmp_path: Path) -> None:
+    """Each trains a pipeline of two ranks; replicas, shards and parts of layers have one loss."""
+    (script,) = blocks("docs/parallel.md", "python")
+    (tmp_path / "mesh.py").write_text(script)
+    *runs, own_loop = blocks("docs/parallel.md", "bash")
+    for command in runs:
+        run_command(command.replace("steps=4", "steps=2 precision=float64 evaluate_every=0"), tmp_path)
+    folders = [tmp_path / "runs" / name for name in ("replicas", "shards", "tensor")]
+    losses = [json.loads((each / "summary.json").read_text())["loss"] for each in folders]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)  # both see twice the rows that the third sees
+    printed = run_command(own_loop, tmp_path).splitlines()
+    assert {line.split()[0] for line in printed if line[:1].isdigit()} == {"0", "1"}
+
+
+@pytest.mark.slow
 def test_the_commands_of_the_planning_page_run(tmp_path: Path) -> None:
     for block in blocks("docs/planning.md", "bash"):
         run_command(f"set -e\n{block}", tmp_path)
