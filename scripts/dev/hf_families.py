@@ -118,10 +118,8 @@ def config_of(kind: str, settings: Mapping[str, Any], is_tied: bool = False) -> 
 
 def ties(kind: str) -> bool:
     """Whether the config class of this kind ties embeddings."""
-    from transformers import AutoConfig
-
     try:
-        config = AutoConfig.for_model(kind, **SETTINGS.get(kind, {}))
+        config = _config(kind, {}, is_tied=True)
     except Exception:  # whatever a config class may raise
         return False
     texts = (config, config.get_text_config(decoder=True))

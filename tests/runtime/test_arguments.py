@@ -124,20 +124,6 @@ class TwoLayers:
         return [nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)][index]
 
 
-class Tied:
-    """Stages that share one parameter, without declaring it."""
-
-    loss = staticmethod(F.mse_loss)
-
-    def __init__(self):
-        self.weight = nn.Parameter(torch.ones(SIZE, SIZE))
-
-    def build_stage(self, index, num_stages):
-        stage = nn.Linear(SIZE, SIZE)
-        stage.weight = self.weight
-        return stage
-
-
 def told(rank, schedule, models):
     """What making a Pipeline of each model says on this rank."""
     texts = []
@@ -152,11 +138,6 @@ def told(rank, schedule, models):
 def test_a_stage_that_one_rank_cannot_build_is_an_error_on_every_rank():
     text = "rank 2: build_stage(2, 3) of TwoLayers raised IndexError: list index out of range"
     assert run_ranks(told, 3, "1f1b", [TwoLayers]) == [[text]] * 3
-
-
-def test_a_model_whose_stages_share_a_parameter_across_ranks_is_refused():
-    for (text,) in run_ranks(told, 2, "1f1b", [Tied]):
-        assert text.startswith("weight of stage 0 and weight of stage 1 are one parameter, but ranks 0 and 1")
 
 
 # ---------------------------------------------------------------- neither stages nor a model

@@ -150,6 +150,17 @@ def test_names_that_stages_share_are_told_apart_by_the_stage():
     assert_close(pipeline.state_dict(), before, tolerance=0)
 
 
+def test_a_shared_parameter_under_a_name_that_means_two_tensors_is_loaded_back():
+    """Its second name was said to belong to no stage."""
+    stages = {index: nn.Linear(2, 2) for index in range(2)}
+    stages[1].weight = stages[0].weight
+    pipeline = Pipeline(stages, plan("zb_v", 1, 2), F.mse_loss)
+    state = {name: value.clone() for name, value in pipeline.state_dict().items()}
+    assert list(state) == ["stages.0.weight", "stages.0.bias", "stages.1.weight", "stages.1.bias"]
+    pipeline.load_state_dict(state)
+    assert [name for name, _ in pipeline.named_parameters()] == [*list(state)[:2], "stages.1.bias"]
+
+
 def tied(num_ranks=1):
     """A V on one rank: the first and the last stage share the embedding's weight."""
     timetable = plan("zb_v", num_ranks, M)
