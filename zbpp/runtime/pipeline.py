@@ -23,7 +23,7 @@ from zbpp.runtime.checks import agree_on_stages, check_ranks_agree
 from zbpp.runtime.copies import LocalCopies
 from zbpp.runtime.engine import Engine, error_text
 from zbpp.runtime.feed import Call
-from zbpp.runtime.fully_shard import RESHARD, Reshard
+from zbpp.runtime.fully_shard import Reshard
 from zbpp.runtime.groups import close_groups, group_of_this_process
 from zbpp.runtime.measure import Recorder, measured_timeline
 from zbpp.runtime.mesh import Place
@@ -93,8 +93,6 @@ class Pipeline:
         reshard: Reshard = "step",
         mp_policy: Any = None,
     ) -> None:
-        if reshard not in RESHARD:
-            raise ValueError(f"reshard={reshard!r}: write one of {', '.join(RESHARD)}")
         self.place = place = Place(mesh, group)
         group = place.pipeline
         self.timetable = timetable = timetable_of(timetable, num_microbatches, place)
@@ -109,7 +107,7 @@ class Pipeline:
         model = model_of(stages)
         self._loss_fn = model.loss if loss_fn is None and model is not None else loss_fn
         self.stages = dict(sorted(agreed.stages.items()))
-        shard_stages(self.stages, place, mp_policy)
+        sharded = shard_stages(self.stages, place, self.rank, reshard, mp_policy)
         computes_loss = timetable.rank_of[-1] == self.rank
         self._parameters = StageParameters(
             self.stages, agreed.names, self._loss_fn if computes_loss else None
@@ -131,7 +129,7 @@ class Pipeline:
                 place,
                 self.rank,
                 timeout,
-                reshard=reshard,
+                sharded=sharded,
                 loss=self._parameters.of_loss(),
             ),
             group=group,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.runtime.copies import LocalCopies
-from zbpp.runtime.fully_shard import FullyShardedStage, Reshard
+from zbpp.runtime.fully_shard import FullyShardedStage
 from zbpp.runtime.groups import close_groups, group_like
 from zbpp.runtime.mesh import REPLICATE, SHARD, Place, is_sharded, local_of
 from zbpp.runtime.reduce import AllReduce, Ended, Reducer
@@ -21,9 +21,8 @@ from zbpp.runtime.tied_gradients import TiedGradients
 class Reductions:
     """The reducers of one rank's stages, its tied parameters, and the weights that FSDP2 gathers.
 
-    Replicas of a stage start with the values of the first one. loss: parameters of the loss, whose gradients
-    are averaged, too. Collective over the mesh. Raises ValueError for a stage whose reductions were turned
-    off.
+    Replicas of a stage start with the values of the first one. sharded: all stages or none. loss: parameters
+    of the loss, whose gradients are averaged, too. Collective over the mesh.
     """
 
     def __init__(
@@ -35,27 +34,19 @@ class Reductions:
         rank: int,
         timeout: float,
         *,
-        reshard: Reshard = "step",
+        sharded: Mapping[int, FullyShardedStage],
         loss: Iterable[nn.Parameter] = (),
     ) -> None:
         self._tied, self._copies = tied, copies
-        self._reducers: dict[int, Reducer] = {}
-        self._sharded: dict[int, FullyShardedStage] = {}
+        self._sharded = sharded
+        self._reducers: dict[int, Reducer] = dict(sharded)
         self._groups: list[dist.ProcessGroup] = []
         self._last: list[AllReduce] = []  # what waits for all stages and for tied parameters
         self._buffers: list[Buffers] = []
-        if SHARD in place.groups:
-            self._shard(stages, reshard, place, rank)
         for name in (SHARD, REPLICATE):
             if name in place.groups:
                 copied = [each for each in _parameters(stages) if name != SHARD or not is_sharded(each)]
                 self._replicate(stages, copied, [*loss], group_like(place.groups[name], timeout), rank)
-
-    def _shard(self, stages: Mapping[int, nn.Module], reshard: Reshard, place: Place, rank: int) -> None:
-        for index, stage in stages.items():
-            what = f"rank {rank}, reducing the gradients of stage {index} over its shards"
-            self._sharded[index] = FullyShardedStage(stage, reshard, place, what)
-        self._reducers |= self._sharded
 
     def _replicate(
         self,
