@@ -17,6 +17,7 @@ from helpers.processes import run_ranks
 from helpers.timetables import random_timetable
 from zbpp import Pipeline, checkpoint, clip_grad_norm_, make_mesh
 from zbpp.autograd import recompute
+from zbpp.runtime import CommunicationError
 
 VOCAB, HIDDEN, M, ROWS = 11, 6, 2, 8
 SCHEDULES = ("1f1b", "zb_h1", "zb_v", "interleaved_zb")
@@ -569,7 +570,7 @@ def after_a_failure(rank, mesh):
     message = ""
     try:
         run_step(pipeline, 0)
-    except (KeyError, zbpp.CommunicationError) as error:
+    except (KeyError, CommunicationError) as error:
         message = str(error)
     assert message
     handle.remove()
@@ -624,7 +625,7 @@ def test_stages_of_the_user_other_timetables_loading_and_failures():
 
 
 class Choice(nn.Module):
-    """Two blocks; rows decide which one runs."""
+    """A block in which rows decide which layer runs."""
 
     def __init__(self):
         super().__init__()
@@ -636,9 +637,9 @@ class Choice(nn.Module):
 
 
 def choices(rank):
-    """Each process's rows run another block; nobody's run the third."""
+    """Each process's rows run another layer; nobody's run the third."""
     x = torch.full((4, HIDDEN), 1.0 - 2 * (rank % 2), dtype=torch.float64)
-    stage = Choice() if rank < 2 else nn.Identity()
+    stage = nn.Sequential(Choice()) if rank < 2 else nn.Identity()
     with pipeline_of(rank, make_mesh(shard=2), {rank // 2: stage}) as pipeline:
         for _ in range(2):
             pipeline.step(x, target=torch.zeros_like(x))
@@ -652,6 +653,6 @@ def test_a_parameter_that_some_processes_use_gets_the_mean_and_one_that_none_use
         x = torch.full((4, HIDDEN), sign, dtype=torch.float64)
         F.mse_loss(model(x), torch.zeros_like(x)).backward()  # two steps of half of it
     for unused, grads in run_ranks(choices, 4)[:2]:
-        assert unused == ["never.weight", "never.bias"]
+        assert unused == ["0.never.weight", "0.never.bias"]
         for name, parameter in model.named_parameters():
-            assert name.startswith("never") or close(grads[name], parameter.grad), name
+            assert name.startswith("never") or close(grads[f"0.{name}"], parameter.grad), name
