@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import zbpp
 from helpers.processes import run_ranks
 from helpers.timetables import random_timetable
-from zbpp import Pipeline, checkpoint, clip_grad_norm_, make_mesh
+from zbpp import Pipeline, Timetable, checkpoint, clip_grad_norm_, make_mesh
 from zbpp.autograd import recompute
 from zbpp.runtime import CommunicationError
 
@@ -287,12 +287,14 @@ def squared(output, target):
 MANY = 320
 
 
-def mixed_in_pipeline(rank, schedule):
-    """One row, MANY times: the mean over microbatches is the gradient of one."""
+def mixed_in_pipeline(rank):
+    """One row, MANY times: the mean over microbatches is the gradient of one. All W's come at the end."""
+    ops = [" ".join(f"{{0}}{op}{number}" for op in "FBW" for number in range(MANY))] * 2
+    timetable = Timetable.parse("\n".join(row.format(stage) for stage, row in enumerate(ops)))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh, both = make_mesh(shard=2), blocks(2)
     stages = {rank // 2: both[rank // 2 : rank // 2 + 1]}
-    with Pipeline(stages, schedule, squared, num_microbatches=MANY, mesh=mesh, mp_policy=policy) as pipeline:
+    with Pipeline(stages, timetable, squared, mesh=mesh, mp_policy=policy) as pipeline:
         x, target = torch.ones(MANY, HIDDEN), torch.zeros(MANY, HIDDEN)
         pipeline.step(x, target=target)
         weight = next(pipeline.parameters())
@@ -314,7 +316,7 @@ def mixed_alone(rank):
 def test_bfloat16_weights_sum_their_gradients_in_float32():
     """A bfloat16 sum of 320 equal numbers is off by half and more; one product rounds to 0.4 %."""
     expected = run_ranks(mixed_alone, 2)[0]
-    everyone = run_ranks(mixed_in_pipeline, 4, "zb_h1")
+    everyone = run_ranks(mixed_in_pipeline, 4)
     for grads in everyone:
         for name, grad in grads.items():
             whole = expected[name]
@@ -607,10 +609,29 @@ def random_timetables(rank, mesh):
     return found
 
 
+class ScaledLoss(nn.Module):
+    """A loss with a weight of its own, which no stage has."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(HIDDEN, dtype=torch.float64))
+
+    def forward(self, output, target):
+        return F.mse_loss(output * self.scale, target)
+
+
+def weighted_loss(rank, mesh):
+    stages = {rank // 2: part_of_blocks(rank)}
+    with Pipeline(stages, "zb_h1", ScaledLoss(), num_microbatches=M, mesh=mesh) as pipeline:
+        run_step(pipeline, 0)
+        return gradients(pipeline)
+
+
 def uses(rank):
     mesh = make_mesh(shard=2)
-    cases = [wrapped_by_the_user, replanned, loaded, after_a_failure]
+    cases = [wrapped_by_the_user, replanned, loaded, after_a_failure, weighted_loss]
     found = {case.__name__: case(rank, mesh) for case in cases}
+    found["weighted loss of replicas"] = weighted_loss(rank, make_mesh(replicate=2))
     for number, grads in enumerate(random_timetables(rank, mesh)):
         found[f"random timetable {number}"] = grads
     return found
@@ -619,8 +640,10 @@ def uses(rank):
 def test_stages_of_the_user_other_timetables_loading_and_failures():
     whole = blocks(4, torch.float64)
     inputs, target = block_batch(0)
-    F.mse_loss(whole(inputs), target).backward()
+    loss = ScaledLoss()
+    loss(whole(inputs), target).backward()
     expected = {f"block_{name}": p.grad for name, p in whole.named_parameters()}
+    expected["loss.scale"] = loss.scale.grad
     for found in run_ranks(uses, 4):
         for case, grads in found.items():
             for name, grad in grads.items():

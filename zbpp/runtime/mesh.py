@@ -10,7 +10,7 @@ A process belongs to one group per dimension: the processes that differ from it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -151,6 +151,17 @@ def _check(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> None:
             f"the mesh has the dimensions {', '.join(names) or '(without names)'}: a Pipeline takes "
             f"{', '.join(DIMENSIONS)}, in this order, pipeline always; zbpp.make_mesh(replicate=2) makes one"
         )
+
+
+def copy_to_replicas(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Give each tensor the values that it has on the group's first process. Collective over the group."""
+    with torch.no_grad():
+        for tensor in tensors:
+            local = local_of(tensor.detach())
+            values = local.contiguous()
+            dist.broadcast(values, group=group, group_src=0)
+            if values is not local:
+                local.copy_(values)
 
 
 def planned_by_rank_0(make: Callable[[], Timetable], place: Place | None = None) -> Timetable:

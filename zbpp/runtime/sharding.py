@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.runtime.blocks import blocks_of
 from zbpp.runtime.fully_shard import RESHARD, FullyShardedStage, Reshard
-from zbpp.runtime.mesh import DIMENSIONS, REPLICATE, SHARD, TENSOR, Place, is_fully_sharded
-from zbpp.runtime.reductions import copy_to_replicas
+from zbpp.runtime.mesh import DIMENSIONS, REPLICATE, SHARD, TENSOR, Place, copy_to_replicas, is_fully_sharded
 
 _PLAIN = "give the Pipeline the plain stage, which it wraps itself: Pipeline(..., mesh=mesh)"
 
