@@ -119,7 +119,7 @@ def config_of(kind: str, settings: Mapping[str, Any], is_tied: bool = False) -> 
 def ties(kind: str) -> bool:
     """Whether the config class of this kind ties embeddings."""
     try:
-        config = _config(kind, {}, is_tied=True)
+        config = config_of(kind, {}, is_tied=True)
     except Exception:  # whatever a config class may raise
         return False
     texts = (config, config.get_text_config(decoder=True))

@@ -1,17 +1,23 @@
 """Stages that FSDP2 shards train as one process trains the whole model over all data."""
 
 import functools
+import random
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+import zbpp
 from helpers.processes import run_ranks
-from zbpp import Pipeline, checkpoint, clip_grad_norm_, make_mesh
+from helpers.timetables import random_timetable
+from zbpp import Pipeline, Timetable, checkpoint, clip_grad_norm_, make_mesh
 from zbpp.autograd import recompute
+from zbpp.runtime import CommunicationError
 
 VOCAB, HIDDEN, M, ROWS = 11, 6, 2, 8
 SCHEDULES = ("1f1b", "zb_h1", "zb_v", "interleaved_zb")
@@ -152,9 +158,9 @@ def check(everyone, cases):
         assert means == pytest.approx(losses, rel=1e-12), case
 
 
-CASES = [(schedule, kind, "step") for schedule in SCHEDULES for kind in KINDS]
-CASES += [("zb_v", kind, reshard) for kind in ("untied", "tied") for reshard in ("microbatch", "never")]
-CASES += [("zb_h1", "copies", reshard) for reshard in ("microbatch", "never")]
+CASES = [(schedule, kind, "step") for schedule in SCHEDULES for kind in ("untied", "tied")]
+CASES += [("zb_v", "copies", "step"), ("zb_v", "tied", "microbatch"), ("zb_h1", "tied", "never")]
+CASES += [("interleaved_zb", "untied", "microbatch")]
 
 
 def test_shards_train_as_one_process_does():
@@ -281,12 +287,14 @@ def squared(output, target):
 MANY = 320
 
 
-def mixed_in_pipeline(rank, schedule):
-    """One row, MANY times: the mean over microbatches is the gradient of one."""
+def mixed_in_pipeline(rank):
+    """One row, MANY times: the mean over microbatches is the gradient of one. All W's come at the end."""
+    ops = [" ".join(f"{{0}}{op}{number}" for op in "FBW" for number in range(MANY))] * 2
+    timetable = Timetable.parse("\n".join(row.format(stage) for stage, row in enumerate(ops)))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh, both = make_mesh(shard=2), blocks(2)
     stages = {rank // 2: both[rank // 2 : rank // 2 + 1]}
-    with Pipeline(stages, schedule, squared, num_microbatches=MANY, mesh=mesh, mp_policy=policy) as pipeline:
+    with Pipeline(stages, timetable, squared, mesh=mesh, mp_policy=policy) as pipeline:
         x, target = torch.ones(MANY, HIDDEN), torch.zeros(MANY, HIDDEN)
         pipeline.step(x, target=target)
         weight = next(pipeline.parameters())
@@ -308,7 +316,7 @@ def mixed_alone(rank):
 def test_bfloat16_weights_sum_their_gradients_in_float32():
     """A bfloat16 sum of 320 equal numbers is off by half and more; one product rounds to 0.4 %."""
     expected = run_ranks(mixed_alone, 2)[0]
-    everyone = run_ranks(mixed_in_pipeline, 4, "zb_h1")
+    everyone = run_ranks(mixed_in_pipeline, 4)
     for grads in everyone:
         for name, grad in grads.items():
             whole = expected[name]
@@ -388,3 +396,289 @@ def test_weights_are_gathered_and_freed_as_reshard_says(reshard):
         if rank >= 2:
             assert halved[0] != zero[0]
             assert zero[0].item() == pytest.approx(1)  # x + 0 is 1, the target 0
+
+
+def refused(make):
+    """What the Pipeline of this process says, or nothing."""
+    try:
+        make().close()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+DTYPES = (torch.float32, torch.float64)
+
+
+class Wrong(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.ones(HIDDEN, dtype=each)) for each in DTYPES)
+
+    def forward(self, x):
+        return x * self.one + self.other
+
+
+def hooked():
+    stage = blocks(1)
+    stage[0].up.weight.register_hook(lambda grad: grad * 2)
+    return stage
+
+
+def compiled():
+    from zbpp.autograd.compiled import compile_stage
+
+    stage = blocks(1)
+    compile_stage(stage, backend="eager")
+    return stage
+
+
+def refusals(rank):
+    """What is wrong on rank 1 of each pipeline alone, and what every process says."""
+    mesh, replicas = make_mesh(shard=2), make_mesh(replicate=2)
+
+    def wrapped(on, *, root=True, ignored=False):
+        stage = blocks(1)
+        parameters = {stage[0].up.bias} if ignored else None
+        fully_shard(stage[0], mesh=on, ignored_params=parameters)
+        return fully_shard(stage, mesh=on, ignored_params=parameters) if root else stage
+
+    def no_sync():
+        stage = wrapped(mesh["shard"])
+        stage.set_requires_gradient_sync(False)
+        return stage
+
+    stages = {
+        "no shards": (replicas, lambda: wrapped(replicas["replicate"])),
+        "other mesh": (mesh, lambda: wrapped(init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)))),
+        "no root": (mesh, lambda: wrapped(mesh["shard"], root=False)),
+        "ignored": (mesh, lambda: wrapped(mesh["shard"], ignored=True)),
+        "no sync": (mesh, no_sync),
+        "dtypes": (mesh, Wrong),
+        "hooks": (mesh, hooked),
+        "compiled": (mesh, compiled),
+    }
+    said = {}
+    for name, (on, make) in stages.items():
+        every = wrapped(mesh["shard"]) if on is mesh else blocks(1)
+        stage = make() if rank // 2 or name == "other mesh" else every
+        said[name] = refused(
+            lambda: Pipeline({rank // 2: stage}, "zb_h1", F.mse_loss, num_microbatches=2, mesh=on)  # noqa: B023
+        )
+    stage = {rank // 2: blocks(1)}
+    options = {"num_microbatches": 2, "loss_fn": F.mse_loss}
+    said["reshard"] = refused(lambda: Pipeline(stage, "1f1b", mesh=mesh, reshard="often", **options))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    said["policy"] = refused(lambda: Pipeline(stage, "1f1b", mesh=replicas, mp_policy=policy, **options))
+    return said
+
+
+REFUSALS = {
+    "no shards": r"stage 1 is wrapped in FSDP2 .* no shards: write Pipeline\(\.\.\., mesh=zbpp.make_mesh\(sh",
+    "other mesh": "stage . is wrapped in FSDP2 on another mesh .* write fully_shard",
+    "no root": r"stage 1 has parts .* not wrapped itself: write fully_shard\(stage",
+    "ignored": "stage 1 is wrapped in FSDP2 without its parameter 0.up.bias, whose gradients nobody .*: give",
+    "no sync": r"stage 1 can't be sharded: set_requires_gradient_sync\(False\).* leave these calls out",
+    "dtypes": "stage 1 can't be sharded: .*uniform.*dtype",
+    "hooks": "stage 1 can't be sharded: 0.up.weight has hooks, .* make the Pipeline first",
+    "compiled": "stage 1 can't be sharded: it is compiled, .* write compile=none",
+    "reshard": "reshard='often': write one of never, step, microbatch",
+    "policy": r"mp_policy is FSDP2's: it needs a mesh with shards, zbpp.make_mesh\(shard=2\)",
+}
+
+
+def test_what_can_not_be_sharded_is_refused_on_every_process():
+    for said in run_ranks(refusals, 4):
+        for name, expected in REFUSALS.items():
+            assert re.search(expected, said[name]), (name, said[name])
+
+
+def pipeline_of(rank, mesh, stages=None, schedule="zb_h1", **options):
+    stages = stages or {rank // 2: part_of_blocks(rank)}
+    return Pipeline(stages, schedule, F.mse_loss, num_microbatches=M, mesh=mesh, **options)
+
+
+def part_of_blocks(rank):
+    both = blocks(4, torch.float64)
+    stage = nn.Sequential()
+    for number in (0, 1) if rank < 2 else (2, 3):
+        stage.add_module(f"block_{number}", both[number])
+    return stage
+
+
+def block_batch(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(2, ROWS, HIDDEN, generator=generator, dtype=torch.float64)
+
+
+def run_step(pipeline, step):
+    inputs, target = rows_of(pipeline.place, *block_batch(step))
+    return pipeline.step(inputs, target=target)
+
+
+def gradients(pipeline):
+    return full((n, p.grad) for n, p in pipeline.named_parameters())
+
+
+def wrapped_by_the_user(rank, mesh):
+    stage = part_of_blocks(rank)
+    for module in (*stage, stage):
+        fully_shard(module, mesh=mesh["shard"], reshard_after_forward=True)
+    before = [*stage.parameters()]
+    with pipeline_of(rank, mesh, {rank // 2: stage}) as pipeline:
+        assert [*map(id, pipeline.parameters())] == [*map(id, before)]
+        run_step(pipeline, 0)
+        return gradients(pipeline)
+
+
+def replanned(rank, mesh):
+    """Another timetable in the middle, and messages that say their layout."""
+    pipeline = pipeline_of(rank, mesh, dynamic_shapes=True, reshard="never")
+    run_step(pipeline, 0)
+    pipeline = pipeline.with_timetable(zbpp.plan("1f1b", 2, M))
+    for each in pipeline.parameters():
+        each.grad = None
+    run_step(pipeline, 0)
+    pipeline.close()
+    return gradients(pipeline)
+
+
+def loaded(rank, mesh):
+    """Whole tensors and shards of a state dict; the weights before are others."""
+    first = pipeline_of(rank, mesh)
+    whole = blocks(4, torch.float64).state_dict()
+    whole = {f"block_{name}": value for name, value in whole.items()}
+    shards = {name: each.clone() for name, each in first.state_dict().items()}
+    first.close()
+    for state in (whole, shards):
+        stage = part_of_blocks(rank)
+        with torch.no_grad():
+            for parameter in stage.parameters():
+                parameter.fill_(7)
+        with pipeline_of(rank, mesh, {rank // 2: stage}) as pipeline:
+            pipeline.evaluate(*rows_of(pipeline.place, block_batch(0)[0]), target=torch.zeros(4, HIDDEN))
+            pipeline.load_state_dict(state)
+            assert pipeline.state_dict().keys() == shards.keys()
+            run_step(pipeline, 0)
+    return gradients(pipeline)
+
+
+def after_a_failure(rank, mesh):
+    """The stages of a pipeline that failed in a step go on in another one."""
+    stages = {rank // 2: part_of_blocks(rank)}
+    pipeline = pipeline_of(rank, mesh, stages)
+
+    def fail(*_):
+        raise KeyError("planted")
+
+    handle = stages[rank // 2][-1].register_forward_hook(fail)
+    message = ""
+    try:
+        run_step(pipeline, 0)
+    except (KeyError, CommunicationError) as error:
+        message = str(error)
+    assert message
+    handle.remove()
+    assert all(each.grad is None for each in pipeline.parameters())
+    with pytest.raises(RuntimeError, match="make a new Pipeline"):
+        run_step(pipeline, 0)
+    with pipeline_of(rank, mesh, stages) as another:
+        run_step(another, 0)
+        return gradients(another)
+
+
+def random_timetables(rank, mesh):
+    """Any order that can run: no deadlock between pipelines, and the same gradients."""
+    found = []
+    rng = random.Random(13)
+    while len(found) < 12:
+        timetable = random_timetable(rng, most_ranks=2, most_microbatches=3)
+        if timetable.num_ranks < 2 or timetable.num_stages > 4 or ROWS // 2 % timetable.num_microbatches:
+            continue
+        both = blocks(4, torch.float64)
+        cuts = [4 * index // timetable.num_stages for index in range(timetable.num_stages + 1)]
+        stages = {}
+        for index in timetable.stages_of(rank // 2):
+            stages[index] = nn.Sequential()
+            for number in range(cuts[index], cuts[index + 1]):
+                stages[index].add_module(f"block_{number}", both[number])
+        reshard = rng.choice(("step", "microbatch", "never"))
+        with Pipeline(stages, timetable, F.mse_loss, mesh=mesh, reshard=reshard) as pipeline:
+            run_step(pipeline, 0)
+            found.append(gradients(pipeline))
+    return found
+
+
+class ScaledLoss(nn.Module):
+    """A loss with a weight of its own, which no stage has."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(HIDDEN, dtype=torch.float64))
+
+    def forward(self, output, target):
+        return F.mse_loss(output * self.scale, target)
+
+
+def weighted_loss(rank, mesh):
+    stages = {rank // 2: part_of_blocks(rank)}
+    with Pipeline(stages, "zb_h1", ScaledLoss(), num_microbatches=M, mesh=mesh) as pipeline:
+        run_step(pipeline, 0)
+        return gradients(pipeline)
+
+
+def uses(rank):
+    mesh = make_mesh(shard=2)
+    cases = [wrapped_by_the_user, replanned, loaded, after_a_failure, weighted_loss]
+    found = {case.__name__: case(rank, mesh) for case in cases}
+    found["weighted loss of replicas"] = weighted_loss(rank, make_mesh(replicate=2))
+    for number, grads in enumerate(random_timetables(rank, mesh)):
+        found[f"random timetable {number}"] = grads
+    return found
+
+
+def test_stages_of_the_user_other_timetables_loading_and_failures():
+    whole = blocks(4, torch.float64)
+    inputs, target = block_batch(0)
+    loss = ScaledLoss()
+    loss(whole(inputs), target).backward()
+    expected = {f"block_{name}": p.grad for name, p in whole.named_parameters()}
+    expected["loss.scale"] = loss.scale.grad
+    for found in run_ranks(uses, 4):
+        for case, grads in found.items():
+            for name, grad in grads.items():
+                assert close(grad, expected[name]), (case, name)
+
+
+class Choice(nn.Module):
+    """A block in which rows decide which layer runs."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.never = (nn.Linear(HIDDEN, HIDDEN).double() for _ in range(3))
+
+    def forward(self, x):
+        return self.first(x) if x.sum() > 0 else self.second(x)
+
+
+def choices(rank):
+    """Each process's rows run another layer; nobody's run the third."""
+    x = torch.full((4, HIDDEN), 1.0 - 2 * (rank % 2), dtype=torch.float64)
+    stage = nn.Sequential(Choice()) if rank < 2 else nn.Identity()
+    with pipeline_of(rank, make_mesh(shard=2), {rank // 2: stage}) as pipeline:
+        for _ in range(2):
+            pipeline.step(x, target=torch.zeros_like(x))
+        unused = [n for n, p in pipeline.named_parameters() if p.grad is None]
+        return unused, full((n, p.grad) for n, p in pipeline.named_parameters() if p.grad is not None)
+
+
+def test_a_parameter_that_some_processes_use_gets_the_mean_and_one_that_none_uses_none():
+    model = Choice()
+    for sign in (1.0, -1.0):
+        x = torch.full((4, HIDDEN), sign, dtype=torch.float64)
+        F.mse_loss(model(x), torch.zeros_like(x)).backward()  # two steps of half of it
+    for unused, grads in run_ranks(choices, 4)[:2]:
+        assert unused == ["0.never.weight", "0.never.bias"]
+        for name, parameter in model.named_parameters():
+            assert name.startswith("never") or close(grads[f"0.{name}"], parameter.grad), name

@@ -11,7 +11,7 @@ A process belongs to one group per dimension: the processes that differ from it 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -155,6 +155,12 @@ def _check(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> None:
             f"the mesh has the dimensions {', '.join(names) or '(without names)'}: a Pipeline takes "
             f"{', '.join(DIMENSIONS)}, in this order, pipeline always; zbpp.make_mesh(replicate=2) makes one"
         )
+
+
+def copy_to_replicas(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Give each tensor the values that it has on the group's first process. Collective over the group."""
+    for tensor in tensors:
+        copy_from(0, tensor, group)
 
 
 def planned_by_rank_0(make: Callable[[], Timetable], place: Place | None = None) -> Timetable:

@@ -20,10 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.runtime.arguments import device_of, model_of, rank_in, timetable_of
 from zbpp.runtime.checks import agree_on_stages, check_ranks_agree
-from zbpp.runtime.copies import LocalCopies
 from zbpp.runtime.engine import Engine, error_text
 from zbpp.runtime.feed import Call
-from zbpp.runtime.fully_shard import RESHARD, Reshard
+from zbpp.runtime.fully_shard import Reshard
 from zbpp.runtime.groups import close_groups, group_of_this_process
 from zbpp.runtime.measure import Recorder, measured_timeline
 from zbpp.runtime.mesh import Place
@@ -32,9 +31,7 @@ from zbpp.runtime.outputs import Metrics, Outputs
 from zbpp.runtime.parameters import StageParameters
 from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.restored import eval_mode, restored_generators
-from zbpp.runtime.sharding import shard_stages
 from zbpp.runtime.stage import Loss
-from zbpp.runtime.tied_gradients import TiedGradients
 from zbpp.runtime.world import gather
 from zbpp.schedule import Timeline, Timetable
 from zbpp.seeding import seed_of
@@ -95,8 +92,6 @@ class Pipeline:
         reshard: Reshard = "step",
         mp_policy: Any = None,
     ) -> None:
-        if reshard not in RESHARD:
-            raise ValueError(f"reshard={reshard!r}: write one of {', '.join(RESHARD)}")
         given = Place(mesh, group)
         self._given_group = group
         self.timetable = timetable = timetable_of(timetable, num_microbatches, given)
@@ -113,31 +108,31 @@ class Pipeline:
         model = model_of(stages)
         self._loss_fn = model.loss if loss_fn is None and model is not None else loss_fn
         self.stages = dict(sorted(agreed.stages.items()))
-        shard_stages(self.stages, place, mp_policy)
         computes_loss = timetable.rank_of[-1] == self.rank
         self._parameters = StageParameters(
             self.stages, agreed.names, agreed.ties, self.group, self._loss_fn if computes_loss else None
         )
         self.device = device_of(self.stages.values(), self.group)
-        tied = TiedGradients(agreed.ties, self.stages, timetable.rank_of, self.rank, self.group, timeout)
-        copies = LocalCopies(agreed.ties, self.stages)
-        self._copies = {id(copy) for copy in (*tied.copies, *copies.copies)}
+        reductions = Reductions(
+            self.stages,
+            agreed.ties,
+            timetable.rank_of,
+            place,
+            rank=self.rank,
+            group=self.group,
+            timeout=timeout,
+            reshard=reshard,
+            mp_policy=mp_policy,
+            loss=self._parameters.of_loss(),
+        )
+        self._copies = set(map(id, reductions.copies))
         self._engine = Engine(
             timetable,
             self.rank,
             self.stages,
             self._loss_fn,
             self.device,
-            Reductions(
-                self.stages,
-                tied,
-                copies,
-                place,
-                self.rank,
-                timeout,
-                reshard=reshard,
-                loss=self._parameters.of_loss(),
-            ),
+            reductions,
             group=given.pipeline,
             key=agreed.key,
             timeout=timeout,

@@ -2,59 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.runtime.copies import LocalCopies
-from zbpp.runtime.fully_shard import FullyShardedStage, Reshard
+from zbpp.runtime.fully_shard import Reshard
 from zbpp.runtime.groups import close_groups, group_like
-from zbpp.runtime.mesh import REPLICATE, SHARD, Place, copy_from, is_sharded
+from zbpp.runtime.mesh import REPLICATE, SHARD, Place, copy_to_replicas, is_sharded
 from zbpp.runtime.reduce import AllReduce, Ended, Reducer
+from zbpp.runtime.sharding import shard_stages
 from zbpp.runtime.stage import AroundW
 from zbpp.runtime.tied_gradients import TiedGradients
+from zbpp.runtime.ties import Tie
 
 
 class Reductions:
     """The reducers of one rank's stages, its tied parameters, and the weights that FSDP2 gathers.
 
-    Replicas of a stage start with the values of the first one. loss: parameters of the loss, whose gradients
-    are averaged, too. Collective over the mesh. Raises ValueError for a stage whose reductions were turned
-    off.
+    Replicas of a stage start with the values of the first one. ties: of all ranks. reshard, mp_policy: as in
+    Pipeline. loss: parameters of the loss, whose gradients are averaged, too. Collective over the mesh.
+    Raises ValueError on every process for a stage that can't be sharded.
     """
 
     def __init__(
         self,
         stages: Mapping[int, nn.Module],
-        tied: TiedGradients,
-        copies: LocalCopies,
+        ties: Sequence[Tie],
+        rank_of: Sequence[int],
         place: Place,
-        rank: int,
-        timeout: float,
         *,
-        reshard: Reshard = "step",
+        rank: int,
+        group: dist.ProcessGroup | None,
+        timeout: float,
+        reshard: Reshard,
+        mp_policy: Any = None,
         loss: Iterable[nn.Parameter] = (),
     ) -> None:
-        self._tied, self._copies = tied, copies
-        self._reducers: dict[int, Reducer] = {}
-        self._sharded: dict[int, FullyShardedStage] = {}
+        self._sharded = shard_stages(stages, place, rank, reshard, mp_policy)
+        self._tied = TiedGradients(ties, stages, rank_of, rank, group, timeout)
+        self._copies = LocalCopies(ties, stages)
+        self._reducers: dict[int, Reducer] = dict(self._sharded)
         self._groups: list[dist.ProcessGroup] = []
         self._last: list[AllReduce] = []  # what waits for all stages and for tied parameters
         self._buffers: list[Buffers] = []
-        if SHARD in place.groups:
-            self._shard(stages, reshard, place, rank)
         for name in (SHARD, REPLICATE):
             if name in place.groups:
                 copied = [each for each in _parameters(stages) if name != SHARD or not is_sharded(each)]
                 self._replicate(stages, copied, [*loss], group_like(place.groups[name], timeout), rank)
-
-    def _shard(self, stages: Mapping[int, nn.Module], reshard: Reshard, place: Place, rank: int) -> None:
-        for index, stage in stages.items():
-            what = f"rank {rank}, reducing the gradients of stage {index} over its shards"
-            self._sharded[index] = FullyShardedStage(stage, reshard, place, what)
-        self._reducers |= self._sharded
 
     def _replicate(
         self,
@@ -80,6 +78,11 @@ class Reductions:
         what = f"rank {rank}, averaging the gradients of tied parameters and of the loss over replicas"
         self._last.append(AllReduce([*tied, *loss], group, average=True, what=what))
         self._buffers.append(Buffers(stages.values(), group))
+
+    @property
+    def copies(self) -> list[nn.Parameter]:
+        """The parameters that another rank or another stage owns."""
+        return [*self._tied.copies, *self._copies.copies]
 
     @property
     def is_shared(self) -> bool:
@@ -154,12 +157,6 @@ class Buffers:
 
     def _all(self) -> list[Tensor]:
         return [buffer for stage in self._stages for buffer in stage.buffers()]
-
-
-def copy_to_replicas(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Give each tensor the values that it has on the group's first process. Collective over the group."""
-    for tensor in tensors:
-        copy_from(0, tensor, group)
 
 
 def _parameters(stages: Mapping[int, nn.Module]) -> list[nn.Parameter]:

@@ -15,38 +15,45 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.runtime.blocks import blocks_of
-from zbpp.runtime.mesh import DIMENSIONS, REPLICATE, SHARD, TENSOR, Place, is_fully_sharded
-from zbpp.runtime.reductions import copy_to_replicas
+from zbpp.runtime.fully_shard import RESHARD, FullyShardedStage, Reshard
+from zbpp.runtime.mesh import DIMENSIONS, REPLICATE, SHARD, TENSOR, Place, copy_to_replicas, is_fully_sharded
 
 _PLAIN = "give the Pipeline the plain stage, which it wraps itself: Pipeline(..., mesh=mesh)"
 
 
-def shard_stages(stages: Mapping[int, nn.Module], place: Place, policy: Any = None) -> None:
-    """Wrap in fully_shard those stages that are plain, if the mesh has shards. Collective over the mesh.
+def shard_stages(
+    stages: Mapping[int, nn.Module], place: Place, rank: int, reshard: Reshard, policy: Any = None
+) -> dict[int, FullyShardedStage]:
+    """All stages, sharded, if the mesh has shards; else none. Collective over the mesh.
 
-    They get the values that they have on the first of the processes that see different data. policy: a
-    MixedPrecisionPolicy. Raises ValueError on every process if one of them can't wrap its stages.
+    Plain stages are wrapped in fully_shard, with the values that they have on the first of the processes that
+    see different data. rank: for error messages. policy: a MixedPrecisionPolicy. Raises ValueError on every
+    process if one of them can't drive its stages.
     """
+    if reshard not in RESHARD:
+        raise ValueError(f"reshard={reshard!r}: write one of {', '.join(RESHARD)}")
     if SHARD not in place.groups:
         if policy is not None:
             raise ValueError("mp_policy is FSDP2's: it needs a mesh with shards, zbpp.make_mesh(shard=2)")
-        return
+        return {}
     plain = {index: stage for index, stage in stages.items() if not is_fully_sharded(stage)}
     for stage in plain.values():
         for name in (SHARD, REPLICATE):
             if name in place.groups:
                 copy_to_replicas((*stage.parameters(), *stage.buffers()), place.groups[name])
-    refusal = ""
+    sharded, refusal = {}, ""
     try:
-        for index, stage in plain.items():
-            refusal = f"stage {index} can't be sharded: "
-            _wrap(stage, data_mesh(place), policy)
-        refusal = ""
-    except (ValueError, TypeError, AssertionError, NotImplementedError, RuntimeError) as error:
-        refusal += str(error)
+        for index, stage in stages.items():
+            if index in plain:
+                _wrap(stage, data_mesh(place), policy)
+            what = f"rank {rank}, reducing the gradients of stage {index} over its shards"
+            sharded[index] = FullyShardedStage(stage, reshard, place, what)
+    except (ValueError, TypeError, AssertionError, RuntimeError) as error:  # what FSDP2 raises
+        refusal = f"stage {index} can't be sharded: {error}"
     for each in place.gather(refusal):
         if each:
             raise ValueError(each)
+    return sharded
 
 
 def data_mesh(place: Place) -> DeviceMesh:
