@@ -9,6 +9,7 @@ from torch.distributed.pipelining import SplitPoint, pipe_split
 from torch.nn import functional as F
 
 from helpers.processes import run_ranks
+import zbpp
 from zbpp import Pipeline, plan, trace_stages
 from zbpp.autograd import recompute
 
@@ -382,9 +383,15 @@ def branching(m, x):
     return m.b(m.a(x)) if x.sum() > 0 else m.c(x)
 
 
+def reporting(m, x):
+    zbpp.auxiliary_loss("z", m.c(x).square().mean())
+    return m.b(m.a(x))
+
+
 @pytest.mark.parametrize(
     "forward, attributes, points, message",
     [
+        (reporting, {}, ["b"], r"Chain reports auxiliary losses \('z'\), which a trace does not contain: use"),
         (lambda m, x: m.b(Thrice.apply(m.a(x))), {}, ["b"], r"gradients 'a.weight' is off by 0.67"),
         (doubled, {}, ["b"], "gradients 'a.(weight|bias)' is off by 0.5"),
         (counting, {"calls": 0}, ["b"], "Python state"),
