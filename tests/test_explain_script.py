@@ -8,6 +8,7 @@ import pytest
 import torch.nn.functional as F
 from torch import nn
 
+import zbpp
 from zbpp.config import ExplainConfig
 from zbpp.explain_stage import explain_stage
 
@@ -62,6 +63,30 @@ class Model:
 
     def loss(self, output, target):
         return F.mse_loss(output, target)
+
+
+class Reporting(Layer):
+    """Its linear layer is trained by the auxiliary loss alone."""
+
+    def forward(self, x):
+        zbpp.auxiliary_loss("z", self.linear(x).square().mean())
+        return self.norm(x)
+
+
+class ReportingModel(Model):
+    def build_stage(self, index, num_stages):
+        return Reporting()
+
+    def loss(self, output, target):
+        return {"error": F.mse_loss(output, target), "size": output.abs().mean()}
+
+
+def test_weights_that_an_auxiliary_loss_trains_are_explained_and_the_loss_may_be_a_dict():
+    data = {"_target_": "zbpp.training.data.regression_data", "in_features": 4, "out_features": 4}
+    config = ExplainConfig(
+        model={"_target_": f"{__name__}.ReportingModel"}, data=data, stage=1, num_stages=2, microbatch_size=2
+    )
+    assert {row.name: row.where for row in explain_stage(config).rows}["linear.weight"] == "W"
 
 
 @pytest.mark.parametrize("compile", ["stage", "layer"])

@@ -79,8 +79,7 @@ class _RepeatedCall:
         """The outputs, then the auxiliary losses that fn reported."""
         output, auxiliary = self._run(tensors)
         self.is_tuple, self.auxiliary = isinstance(output, tuple), tuple(auxiliary)
-        # Copies: autograd does not accept one tensor as two outputs, or an input as an output.
-        return *_as_tuple(output), *(value.clone() for value in auxiliary.values())
+        return *_as_tuple(output), *auxiliary.values()
 
     def recompute(self, tensors: list[Tensor | None]) -> tuple[Any, ...]:
         """The same as `forward`, once more."""
