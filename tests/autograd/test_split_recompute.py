@@ -66,6 +66,17 @@ def split_backward(output):
     backward_input(output, double(*output.shape, seed=1), ())[1].accumulate()
 
 
+@pytest.mark.parametrize("backward", [plain_backward, split_backward])
+def test_a_checkpoint_may_return_a_tensor_of_outside(backward):
+    """The tensor got the checkpoint as its grad_fn, whose backward then ran for ever."""
+    block = made()
+    weight = block.up.weight
+    output = checkpoint(lambda x: weight, double(5, 4))
+    assert weight.is_leaf
+    backward(output)
+    assert torch.equal(weight.grad, double(8, 4, seed=1))
+
+
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_a_function_that_changes_its_argument_in_place_is_refused(needs_grad):
     """A batch that the first block changes, say: the recompute would change it twice."""

@@ -79,7 +79,15 @@ class _RepeatedCall:
         """The outputs, then the auxiliary losses that fn reported."""
         output, auxiliary = self._run(tensors)
         self.is_tuple, self.auxiliary = isinstance(output, tuple), tuple(auxiliary)
-        return *_as_tuple(output), *auxiliary.values()
+        # Without gradients only tensors from outside require grad. If such a tensor were an output itself,
+        # a parameter say, autograd would make the checkpoint its grad_fn.
+        given = {id(tensor) for tensor in tensors}
+        return tuple(
+            each.detach()
+            if isinstance(each, Tensor) and each.requires_grad and id(each) not in given
+            else each
+            for each in (*_as_tuple(output), *auxiliary.values())
+        )
 
     def recompute(self, tensors: list[Tensor | None]) -> tuple[Any, ...]:
         """The same as `forward`, once more."""
