@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zbpp
 from helpers.processes import run_ranks
 from helpers.timetables import random_timetable
 from zbpp import Pipeline, Timetable, checkpoint, clip_grad_norm_, make_mesh
-from zbpp.autograd import recompute
+from zbpp.autograd import WeightGrads, recompute
 from zbpp.runtime import CommunicationError
 
 VOCAB, HIDDEN, M, ROWS = 11, 6, 2, 8
@@ -682,3 +683,55 @@ def test_a_parameter_that_some_processes_use_gets_the_mean_and_one_that_none_use
         assert unused == ["0.never.weight", "0.never.bias"]
         for name, parameter in model.named_parameters():
             assert name.startswith("never") or close(grads[f"0.{name}"], parameter.grad), name
+
+
+def with_tensor_parallel(rank):
+    """One stage: a colwise and a rowwise layer in each block, sharded beside. Gradients, norms, loading."""
+    mesh, stage = make_mesh(shard=2, tensor=2), blocks(2, torch.float64)
+    for block in stage:
+        parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    with Pipeline({0: stage}, "zb_h1", F.mse_loss, num_microbatches=M, mesh=mesh) as pipeline:
+        with torch.no_grad():
+            for parameter in pipeline.parameters():
+                parameter.mul_(3)
+        pipeline.load_state_dict(blocks(2, torch.float64).state_dict())
+        run_step(pipeline, 0)
+        norms = [clip_grad_norm_(pipeline, most).item() for most in (0.1, 1e9)]
+        return norms, gradients(pipeline)
+
+
+def test_shards_beside_tensor_parallel_layers():
+    whole = blocks(2, torch.float64)
+    inputs, target = block_batch(0)
+    F.mse_loss(whole(inputs), target).backward()
+    expected = [torch.nn.utils.clip_grad_norm_(whole.parameters(), most).item() for most in (0.1, 1e9)]
+    for norms, grads in run_ranks(with_tensor_parallel, 4):
+        assert norms == pytest.approx(expected, rel=1e-12)
+        for name, parameter in whole.named_parameters():
+            assert close(grads[name], parameter.grad), name
+
+
+def held_for_w(rank):
+    """Bytes that each W of a step finds, with shards and with whole replicas."""
+    found, accumulate = [], WeightGrads.accumulate
+    for mesh in (make_mesh(shard=2), make_mesh(replicate=2)):
+        held = []
+
+        def recording(weight_grads, held=held):
+            held.append(weight_grads.held_bytes)
+            accumulate(weight_grads)
+
+        WeightGrads.accumulate = recording
+        with pipeline_of(rank, mesh) as pipeline:
+            run_step(pipeline, 0)
+        WeightGrads.accumulate = accumulate
+        found.append(held)
+    return found
+
+
+def test_layers_of_sharded_stages_wait_for_w():
+    """x and dy of four linear layers; a layer computed in B would hold a gradient of its weight instead."""
+    for sharded, whole in run_ranks(held_for_w, 4):
+        assert sharded == whole
+        assert len(sharded) == M
+        assert all(each > 0 for each in sharded)
