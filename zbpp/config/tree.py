@@ -175,6 +175,11 @@ class TrainConfig(_RunConfig):
                 f"memory.budget={budget} works with compile=stage or layer only: leave it at 1, or write "
                 "memory.recompute=block to hold less"
             )
+        if self.compile != "none" and self.parallel.shard > 1:
+            raise ConfigError(
+                f"parallel.shard={self.parallel.shard} doesn't go with compile={self.compile}: FSDP2's hooks "
+                "would leave the stages eager; write compile=none, or parallel.replicate instead of shard"
+            )
         if self.compile != "none" and recompute != "none":
             raise ConfigError(
                 f"memory.recompute={recompute} doesn't go with compile={self.compile}: write "
