@@ -162,10 +162,10 @@ def test_what_hydra_says_of_a_mistake_is_one_line(given, words):
             "++optimizer.learning_rat=1",
             "optimizer.learning_rat: there is no such key; did you mean learning_rate?",
         ),
-        ("+parallel.ranks=2", "parallel.ranks: there is no such key; did you mean num_ranks?"),
+        ("+parallel.processes=2", "parallel.processes: there is no such key; did you mean num_processes?"),
         ("+schedule.nmae=gpipe", "schedule.nmae: there is no such key; did you mean name?"),
         ("+lr=.5", "lr: there is no such key; did you mean optimizer.learning_rate?"),
-        ("+frobnicate=1", "frobnicate: there is no such key"),
+        ("+xyzzy=1", "xyzzy: there is no such key"),
     ],
 )
 def test_a_key_added_with_a_plus_is_refused_if_nothing_reads_it(given, message):

@@ -9,7 +9,7 @@ from torch import nn
 
 from helpers.processes import run_ranks
 from helpers.timetables import random_timetable
-from zbpp import Pipeline, clip_grad_norm_, make_mesh
+from zbpp import Pipeline, Timetable, clip_grad_norm_, make_mesh, plan
 from zbpp.runtime.mesh import num_pipeline_ranks
 
 VOCAB, HIDDEN, M, ROWS = 11, 6, 4, 8
@@ -166,3 +166,83 @@ def test_no_timetable_deadlocks_or_errs_while_gradients_are_reduced():
         for found in everyone:
             for name, grad in found[turn][2].items():
                 torch.testing.assert_close(grad, expected[name], rtol=1e-12, atol=1e-12, msg=name)
+
+
+class Statistics(nn.Module):
+    """Changes buffers in three ways: by BatchNorm's kernel, in place as the data say, by assignment."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("counts", torch.zeros(2))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.counts[int(x.sum() > 0)] += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.norm(x)
+
+
+def small(part):
+    torch.manual_seed(part)
+    return nn.Sequential(nn.Linear(4, 4), Statistics())
+
+
+def two_replicas(rank, what):
+    """The state after three steps, or what is raised in the second one."""
+    stage = small(rank)
+    pipeline = Pipeline({0: stage}, plan("1f1b", 1, 2), F.mse_loss, mesh=make_mesh(replicate=2))
+    try:
+        for step in range(3):
+            torch.manual_seed(10 * rank + step)
+            x = torch.randn(8 + 4 * (what == "rows" and rank and step), 4)
+            if step and what == "frozen":
+                stage[0].weight.requires_grad_(rank == 0)
+            if step and what == "added":
+                stage.add_module("adapter", nn.Linear(4, 4))
+            if step and what == "evaluate" and rank:
+                pipeline.evaluate(x, target=x)
+            else:
+                pipeline.step(x, target=x)
+        return pipeline.state_dict()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        pipeline._end("test") if pipeline._engine.over == "" else None
+
+
+def all_of_two_replicas(rank):
+    return {what: two_replicas(rank, what) for what in ("fine", "rows", "frozen", "added", "evaluate")}
+
+
+def test_replicas_have_the_first_ones_buffers_and_what_would_part_them_is_refused():
+    first, second = run_ranks(all_of_two_replicas, 2)
+    for name, value in first["fine"].items():
+        assert torch.equal(value, second["fine"][name]), name
+    assert first["fine"]["1.counts"].sum() == 6
+    assert first["fine"]["1.norm.num_batches_tracked"] == 6
+    # Evaluating needs nothing from the other replica, so only one of them may notice.
+    assert "must make the same calls" in f"{first['evaluate']} {second['evaluate']}"
+    for found in (first, second):
+        assert "rows on rank 0's copy" in found["rows"]
+        assert "trains other parameters than rank 0's copy" in found["frozen"]
+        assert "parameters were added or replaced after the Pipeline was made" in found["added"]
+
+
+def tied_in_a_v(rank):
+    """Rank 0 of a V completes its first stage before its last one, which has the same weight."""
+    timetable = Timetable.parse(
+        "0F0 0F1 3F0 3B0 3F1 0B0 3B1 0B1 0W0 0W1 3W0 3W1\n1F0 1F1 2F0 2F1 2B0 1B0 2B1 1B1 2W0 1W0 2W1 1W1"
+    )
+    model = Model(is_tied=True)
+    with Pipeline(model, timetable, mesh=make_mesh(replicate=2)) as pipeline:
+        inputs, target = rows_of(pipeline.place, *batch(0))
+        pipeline.step(inputs, target=target)
+        return {name: p.grad for name, p in pipeline.named_parameters()}
+
+
+def test_a_parameter_of_two_stages_is_reduced_after_the_last_w_of_both():
+    _, grads, _ = alone(is_tied=True, steps=1)
+    for found in run_ranks(tied_in_a_v, 4):
+        for name, grad in found.items():
+            torch.testing.assert_close(grad, grads[name], rtol=1e-12, atol=1e-12, msg=name)

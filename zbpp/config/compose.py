@@ -31,7 +31,7 @@ _TYPES = {
     "explain_types": tree.ExplainConfig,
 }
 
-_RENAMED = {"dtype": "precision"}  # keys of older versions
+_RENAMED = {"dtype": "precision", "num_ranks": "parallel.num_processes"}  # keys of older versions
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _did_you_mean(name: str, kind: Any) -> str:
     for key in _keys(kind):
         keys.setdefault(key.rpartition(".")[2], key)
     initials = {"".join(word[0] for word in last.split("_")): last for last in keys if "_" in last}
-    if name in _RENAMED:
+    if name in _RENAMED and name not in keys:
         return f"; it is called {_RENAMED[name]} now: write {_RENAMED[name]}=..."
     close = [name] if name in keys else difflib.get_close_matches(name, keys, n=1)
     close = close or [initials[each] for each in [name] if each in initials]

@@ -1,4 +1,7 @@
-"""Whether neighbouring ranks call `step` and `evaluate` in the same order, and with batches of one size.
+"""Whether ranks call `step` and `evaluate` in the same order, and with batches of one size.
+
+Neighbouring ranks of a pipeline are compared, and processes that see different data with copies of one rank's
+stages. Of copies the trained parameters are compared, too: their gradients are reduced in one order.
 
     rank 0   evaluate()  step()
     rank 1   step()      evaluate()    without this check: trains on the evaluation batch
@@ -21,7 +24,8 @@ from typing import NamedTuple
 
 import torch
 
-from zbpp.runtime.groups import Store
+from zbpp.runtime.groups import Store, job_store
+from zbpp.runtime.mesh import TENSOR, Place
 from zbpp.runtime.world import AgreementError, communicating
 from zbpp.schedule import Timetable
 
@@ -33,47 +37,77 @@ class _Announced(NamedTuple):
     first: int  # the number of the first of the consecutive calls of this kind
     kind: str
     rows: int | None  # of the batch; None if this rank was given no part of it
+    parameters: int = 0  # a hash of those that are trained; equal where they are not compared
 
 
 class CallOrder:
-    """The calls of one rank. store: shared by the ranks; neighbours: whose calls must be the same."""
+    """The calls of one rank. store: shared by the ranks; neighbours: whose calls must be the same.
 
-    def __init__(self, store: Store, rank: int, neighbours: Collection[int], device: torch.device) -> None:
+    what: what a number in `neighbours` stands for, in error messages.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        neighbours: Collection[int],
+        device: torch.device,
+        what: str = "rank",
+    ) -> None:
         self._store, self._rank, self._neighbours, self._device = store, rank, sorted(neighbours), device
+        self._what = what
         self._current = _Announced(-1, -1, "nothing", None)
         self._write()
 
-    def begin(self, kind: str, rows: int | None) -> None:
+    def begin(self, kind: str, rows: int | None, parameters: int = 0) -> None:
         """Announce the next call. Raises AgreementError if a neighbour makes another one in its place."""
-        number, first, previous, _ = self._current
+        number, first, previous, _, _ = self._current
         if kind != previous:
             first = number + 1
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-        self._current = _Announced(number + 1, first, kind, rows)
+        self._current = _Announced(number + 1, first, kind, rows, parameters)
         self._write()
         self.check()
 
     def check(self) -> None:
         """Raise AgreementError if a neighbour is known to make another call than this rank's current one."""
-        mine = self._current
+        mine, what = self._current, self._what
         for rank in self._neighbours:
-            with communicating(f"rank {self._rank}, looking up the call of rank {rank}"):
-                number, first, kind, rows = self._store.get(str(rank)).decode().split()
+            with communicating(f"{what} {self._rank}, looking up the call of {what} {rank}"):
+                number, first, kind, rows, parameters = self._store.get(str(rank)).decode().split()
             # If the neighbour is not yet at this call, it compares when it gets there.
             if int(number) >= mine.number >= int(first) and kind != mine.kind:
                 raise AgreementError(
-                    f"rank {rank} is in {kind}() while rank {self._rank} is in {mine.kind}(): every rank "
+                    f"{what} {rank} is in {kind}() while {what} {self._rank} is in {mine.kind}(): every rank "
                     "must make the same calls of a pipeline in the same order"
                 )
             if int(number) == mine.number and mine.rows is not None and rows not in ("None", str(mine.rows)):
                 raise AgreementError(
-                    f"{mine.kind}() got {mine.rows} rows on rank {self._rank} and {rows} on rank {rank}: "
-                    "what is split along dim 0 is one batch"
+                    f"{mine.kind}() got {mine.rows} rows on {what} {self._rank} and {rows} on {what} {rank}: "
+                    "what is split along dim 0 is one batch, of which all copies take parts of one size"
+                )
+            if int(number) == mine.number and int(parameters) != mine.parameters:
+                raise AgreementError(
+                    f"{what} {rank} trains other parameters than {what} {self._rank}: freeze and unfreeze "
+                    "the same ones on all copies of a stage"
                 )
 
     def _write(self) -> None:
         self._store.set(str(self._rank), " ".join(map(str, self._current)))
+
+
+def order_of_copies(place: Place, key: str, rank: int, device: torch.device) -> CallOrder | None:
+    """The calls of the processes that have copies of this rank's stages; None if there are no copies.
+
+    key: of the mesh, in the job's store.
+    """
+    part, count = place.data_part, place.num_data_parts
+    if count == 1:
+        return None
+    store = job_store(f"{key}/copies/{rank}/{place.coordinate(TENSOR)}")
+    neighbours = {(part - 1) % count, (part + 1) % count}
+    return CallOrder(store, part, neighbours, device, f"rank {rank}'s copy")
 
 
 def neighbours_of(rank: int, links: Iterable[tuple[int, int]], timetable: Timetable) -> set[int]:

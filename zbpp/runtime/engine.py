@@ -74,6 +74,7 @@ class Engine:
         device: torch.device,
         reductions: Reductions,
         *,
+        order_of_copies: CallOrder | None,
         group: dist.ProcessGroup | None,
         key: str,
         timeout: float,
@@ -94,12 +95,13 @@ class Engine:
             for stage, module in stages.items()
         }
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
-        self._call_order: CallOrder | None = None
+        self._order_of_ranks: CallOrder | None = None
+        self._order_of_copies = order_of_copies
         programs = {"step": lower(timetable), "evaluate": lower(timetable.forward_only())}
         pairs = programs["step"].links
         if pairs:
             neighbours = neighbours_of(rank, pairs, timetable)
-            self._call_order = CallOrder(job_store(key), rank, neighbours, device)
+            self._order_of_ranks = CallOrder(job_store(key), rank, neighbours, device)
             self._links = link_groups(group, pairs, timeout, device)
         self._executors = {
             name: Executor(
@@ -131,8 +133,11 @@ class Engine:
         try:
             cutter = Cutter(self._timetable.num_microbatches)
             feeds = call.feeds(cutter, seeds, last_stage=self._timetable.num_stages - 1)
-            if self._call_order is not None:
-                self._call_order.begin(name, cutter.rows)
+            if self._order_of_ranks is not None:
+                self._order_of_ranks.begin(name, cutter.rows)
+            if self._order_of_copies is not None:
+                trained = [(each.requires_grad, *each.shape) for each in self._trained()]
+                self._order_of_copies.begin(name, cutter.rows, hash(tuple(trained)))
             if name == "step":
                 before = GradientsBefore(self._trained())
             for stage, worker in self._workers.items():
@@ -164,10 +169,12 @@ class Engine:
             error.add_note(left)
         if self._timetable.num_ranks > 1 or self._reductions.is_shared:
             self.end(f"an earlier call failed ({error_text(error)}), and its messages are lost")
-        if isinstance(error, CommunicationError) and self._call_order is not None:
-            with suppress(CommunicationError):  # the store may be gone, too
-                # The peer may have closed its links because it is in another call: then raise that error.
-                self._call_order.check()
+        if isinstance(error, CommunicationError):
+            for order in (self._order_of_ranks, self._order_of_copies):
+                with suppress(CommunicationError):  # the store may be gone, too
+                    # The peer may have closed its links because it is in another call: then raise that error.
+                    if order is not None:
+                        order.check()
 
     def end(self, why: str) -> None:
         """Close links and reductions for good: on gloo, processes that wait for this one stop waiting."""

@@ -89,6 +89,11 @@ def group_like(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
     return made
 
 
+def set_timeout(group: dist.ProcessGroup, timeout: float) -> None:
+    """Let a wait in the group last so many seconds at most: DeviceMesh gives its groups half an hour."""
+    c10d._set_pg_timeout(timedelta(seconds=timeout), group)
+
+
 def unique_name() -> str:
     """The beginning of a name that nothing else in the job ever had."""
     return f"zbpp/{uuid4().hex}"

@@ -85,6 +85,10 @@ class Place:
         """This process's number in the group of a dimension; not for "pipeline"."""
         return dist.get_rank(self.groups[name]) if name in self.groups else 0
 
+    def mesh_groups(self) -> list[dist.ProcessGroup]:
+        """The groups of all dimensions of the mesh; none without a mesh."""
+        return [] if self.mesh is None else self.mesh.get_all_groups()
+
     @property
     def rank(self) -> int:
         """This process's rank in its pipeline."""

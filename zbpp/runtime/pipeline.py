@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.runtime.arguments import device_of, model_of, rank_in, timetable_of
+from zbpp.runtime.call_order import order_of_copies
 from zbpp.runtime.checks import agree_on_stages, check_ranks_agree
 from zbpp.runtime.engine import Engine, error_text
 from zbpp.runtime.feed import Call
 from zbpp.runtime.fully_shard import Reshard
-from zbpp.runtime.groups import close_groups, group_of_this_process
+from zbpp.runtime.groups import close_groups, group_of_this_process, set_timeout
 from zbpp.runtime.measure import Recorder, measured_timeline
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.named_losses import NamedLosses, summed
@@ -93,6 +94,8 @@ class Pipeline:
         mp_policy: Any = None,
     ) -> None:
         given = Place(mesh, group)
+        for each in given.mesh_groups():
+            set_timeout(each, timeout)
         self._given_group = group
         self.timetable = timetable = timetable_of(timetable, num_microbatches, given)
         self.rank = rank_in(given.pipeline, timetable)
@@ -133,6 +136,7 @@ class Pipeline:
             self._loss_fn,
             self.device,
             reductions,
+            order_of_copies=order_of_copies(place, place.broadcast(agreed.key), self.rank, self.device),
             group=given.pipeline,
             key=agreed.key,
             timeout=timeout,

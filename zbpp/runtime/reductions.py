@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.runtime.copies import LocalCopies
 from zbpp.runtime.fully_shard import Reshard
 from zbpp.runtime.groups import close_groups, group_like
-from zbpp.runtime.mesh import REPLICATE, SHARD, Place, copy_to_replicas, is_sharded
+from zbpp.runtime.mesh import REPLICATE, SHARD, Place, copy_to_replicas, is_sharded, local_of
 from zbpp.runtime.reduce import AllReduce, Ended, Reducer
 from zbpp.runtime.sharding import shard_stages
 from zbpp.runtime.stage import AroundW
 from zbpp.runtime.tied_gradients import TiedGradients
 from zbpp.runtime.ties import Tie
+from zbpp.runtime.world import communicating
 
 
 class Reductions:
@@ -48,7 +51,8 @@ class Reductions:
         self._reducers: dict[int, Reducer] = dict(self._sharded)
         self._groups: list[dist.ProcessGroup] = []
         self._last: list[AllReduce] = []  # what waits for all stages and for tied parameters
-        self._buffers: list[Buffers] = []
+        self._stages, self._rank = stages, rank
+        self._known = list(map(id, _parameters(stages)))
         for name in (SHARD, REPLICATE):
             if name in place.groups:
                 copied = [each for each in _parameters(stages) if name != SHARD or not is_sharded(each)]
@@ -65,24 +69,30 @@ class Reductions:
         """Make copies of these processes equal, and average what FSDP2 does not reduce."""
         _check_dense(stages)
         self._groups.append(group)
-        seen = {id(each) for each in self._tied.parameters}
+        # What several stages have is complete after the last W of all of them.
+        late = [] if self._sharded else [*dict.fromkeys([*self._tied.parameters, *_shared_by(stages)])]
+        late_ids = set(map(id, late))
         for index, stage in stages.items():
             if index not in self._sharded:
-                own = [each for each in stage.parameters() if id(each) not in seen]
-                seen |= set(map(id, own))
+                own = [each for each in stage.parameters() if id(each) not in late_ids]
                 what = f"rank {rank}, averaging the gradients of stage {index} over its replicas"
                 self._reducers[index] = AllReduce(own, group, average=True, what=what)
         buffers = [buffer for stage in stages.values() for buffer in stage.buffers()]
         copy_to_replicas((*copied, *loss, *buffers), group)
-        tied = [] if self._sharded else self._tied.parameters
         what = f"rank {rank}, averaging the gradients of tied parameters and of the loss over replicas"
-        self._last.append(AllReduce([*tied, *loss], group, average=True, what=what))
-        self._buffers.append(Buffers(stages.values(), group))
+        self._last.append(AllReduce([*late, *loss], group, average=True, what=what))
 
     @property
     def copies(self) -> list[nn.Parameter]:
         """The parameters that another rank or another stage owns."""
         return [*self._tied.copies, *self._copies.copies]
+
+    def _check_parameters(self) -> None:
+        if self.is_shared and self._known != list(map(id, _parameters(self._stages))):
+            raise ValueError(
+                "parameters were added or replaced after the Pipeline was made, and their gradients would "
+                "not be reduced: make a new Pipeline"
+            )
 
     @property
     def is_shared(self) -> bool:
@@ -95,6 +105,7 @@ class Reductions:
 
     def begin(self) -> None:
         """Called before the first action of a step."""
+        self._check_parameters()
         self._tied.begin()
         self._copies.begin()
         for reducer in self._reducers.values():
@@ -114,8 +125,9 @@ class Reductions:
         for each in self._last:
             each.start()
             each.finish()
-        for buffers in self._buffers:
-            buffers.copy_changed()
+        for group in self._groups:
+            with communicating(f"rank {self._rank}, copying buffers of the first replica"):
+                copy_buffers(self._stages.values(), group)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -138,29 +150,36 @@ class Reductions:
     def close(self) -> None:
         """Leave the groups that were made for this pipeline: processes that wait for this one stop."""
         self._tied.close()
+        self._reducers.clear()  # gloo closes a group's connections once nothing refers to it
+        self._last.clear()
         close_groups(self._groups)
         self._groups.clear()
 
 
-class Buffers:
-    """Buffers that forward changes, such as BatchNorm's statistics: all replicas keep those of the first."""
+def copy_buffers(stages: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
+    """Give all buffers the values that they have on the group's first process. Collective over the group.
 
-    def __init__(self, stages: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
-        self._stages, self._group = list(stages), group
-        self._versions = {id(each): each._version for each in self._all()}
-
-    def copy_changed(self) -> None:
-        """Copy those that were changed since the last call."""
-        changed = [each for each in self._all() if self._versions.get(id(each)) != each._version]
-        copy_to_replicas(changed, self._group)
-        self._versions = {id(each): each._version for each in self._all()}
-
-    def _all(self) -> list[Tensor]:
-        return [buffer for stage in self._stages for buffer in stage.buffers()]
+    All, since a change is not always seen: BatchNorm's kernel does not count its changes of the statistics.
+    """
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for stage in stages:
+        for buffer in stage.buffers():
+            by_dtype.setdefault(buffer.dtype, []).append(local_of(buffer))
+    for buffers in by_dtype.values():
+        values = torch.cat([each.reshape(-1) for each in buffers])
+        dist.broadcast(values, group=group, group_src=0)
+        for buffer, part in zip(buffers, values.split([each.numel() for each in buffers]), strict=True):
+            buffer.copy_(part.view(buffer.shape))
 
 
 def _parameters(stages: Mapping[int, nn.Module]) -> list[nn.Parameter]:
     return [*dict.fromkeys(each for stage in stages.values() for each in stage.parameters())]
+
+
+def _shared_by(stages: Mapping[int, nn.Module]) -> list[nn.Parameter]:
+    """The parameters that more than one of the stages have."""
+    counts = Counter(each for stage in stages.values() for each in stage.parameters())
+    return [parameter for parameter, count in counts.items() if count > 1]
 
 
 def _check_dense(stages: Mapping[int, nn.Module]) -> None:

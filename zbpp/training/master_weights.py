@@ -10,6 +10,7 @@ With Adam a parameter has 2 + 4 + 4 + 8 bytes: compute weight, main_grad, master
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +104,13 @@ class MasterWeights:
 
 
 def _check(parameter: nn.Parameter) -> None:
+    mesh: Any = getattr(parameter, "device_mesh", None)
+    if mesh is not None and "shard" in (mesh.mesh_dim_names or ()):
+        raise ValueError(
+            "a parameter is sharded by FSDP2, which gathers what forward computes with: leave MasterWeights "
+            "out, and write Pipeline(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
+            "reduce_dtype=torch.float32))"
+        )
     if not parameter.is_floating_point():
         raise ValueError(f"a trainable parameter of {parameter.dtype} can't have a float32 master: freeze it")
     if _main_grad(parameter) is not None:
