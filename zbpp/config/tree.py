@@ -180,6 +180,11 @@ class TrainConfig(_RunConfig):
                 f"parallel.shard={self.parallel.shard} doesn't go with compile={self.compile}: FSDP2's hooks "
                 "would leave the stages eager; write compile=none, or parallel.replicate instead of shard"
             )
+        if recompute == "stage" and self.parallel.shard > 1:
+            raise ConfigError(
+                "memory.recompute=stage doesn't go with parallel.shard: weights are gathered between F and "
+                "the recompute; write memory.recompute=block"
+            )
         if self.compile != "none" and recompute != "none":
             raise ConfigError(
                 f"memory.recompute={recompute} doesn't go with compile={self.compile}: write "

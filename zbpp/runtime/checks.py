@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -156,7 +157,11 @@ def _raise_first(refusals: Iterable[str], cause: Exception | None) -> None:
 
 
 def _shapes(stages: Mapping[int, nn.Module]) -> str:
-    rows = ((index, *row) for index, stage in stages.items() for row in stage.named_parameters())
+    rows = (
+        (index, *row)
+        for index, stage in stages.items()
+        for row in chain(stage.named_parameters(), stage.named_buffers())
+    )
     return str([(index, name, list(p.shape), str(p.dtype), p.requires_grad) for index, name, p in rows])
 
 

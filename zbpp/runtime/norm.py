@@ -84,7 +84,9 @@ def squared_norms(gradients: Iterable[Tensor]) -> list[float]:
 
 
 def _square(gradient: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(_values(gradient), dtype=torch.float64).square()
+    values = _values(gradient)
+    real = torch.view_as_real(values) if values.is_complex() else values
+    return torch.linalg.vector_norm(real, dtype=torch.float64).square()
 
 
 def norm_of(squares: Iterable[Iterable[float]]) -> float:

@@ -116,6 +116,7 @@ class Pipeline:
             self.stages, agreed.names, agreed.ties, self.group, self._loss_fn if computes_loss else None
         )
         self.device = device_of(self.stages.values(), self.group)
+        of_loss = self._parameters.of_loss()
         reductions = Reductions(
             self.stages,
             agreed.ties,
@@ -126,8 +127,13 @@ class Pipeline:
             timeout=timeout,
             reshard=reshard,
             mp_policy=mp_policy,
-            loss=self._parameters.of_loss(),
+            loss=of_loss,
         )
+        if any(place.gather(len(self._parameters.of_loss()) > len(of_loss))):
+            raise ValueError(
+                "the loss is a module that shares a parameter with a stage, and shards put another one in its "
+                "place in the stage: let the loss hold the stage's module instead of its parameter"
+            )
         self._copies = set(map(id, reductions.copies))
         self._engine = Engine(
             timetable,

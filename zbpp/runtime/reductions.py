@@ -88,10 +88,19 @@ class Reductions:
         return [*self._tied.copies, *self._copies.copies]
 
     def _check_parameters(self) -> None:
-        if self.is_shared and self._known != list(map(id, _parameters(self._stages))):
+        """Raise ValueError for parameters that the user has changed in a way that reductions don't allow."""
+        if not self.is_shared:
+            return
+        parameters = _parameters(self._stages)
+        if self._known != list(map(id, parameters)):
             raise ValueError(
                 "parameters were added or replaced after the Pipeline was made, and their gradients would "
                 "not be reduced: make a new Pipeline"
+            )
+        if any(each._post_accumulate_grad_hooks for each in parameters if not is_sharded(each)):
+            raise ValueError(
+                "a parameter has a hook by register_post_accumulate_grad_hook, which would run in W, before "
+                "the gradient is reduced over replicas and tied copies: read gradients after step() instead"
             )
 
     @property

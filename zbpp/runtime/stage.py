@@ -142,6 +142,11 @@ class StageWorker:
 
     def _auxiliary(self, found: Mapping[str, Tensor]) -> list[tuple[GradientEdge, Tensor]]:
         """Keep the values of auxiliary losses; returns where B starts at them, and with which gradients."""
+        if self._around_w is not None:
+            raise ValueError(
+                "an auxiliary loss needs the stage's weights in B, and reshard=microbatch frees them after "
+                "F: write reshard=step"
+            )
         for name, value in found.items():
             self._keep_named(name, value)
         edges = [(gradient_edge(value), value) for value in found.values()]

@@ -163,7 +163,7 @@ def check_equal(what: str, values: Sequence[Any]) -> None:
 
     values: per rank. Dicts are compared key by key.
     """
-    if all(each == values[0] for each in values):
+    if all(_is_same(each, values[0]) for each in values):
         return
     if isinstance(values[0], dict):
         keys = sorted({key for each in values for key in each}, key=str)
@@ -171,11 +171,16 @@ def check_equal(what: str, values: Sequence[Any]) -> None:
         text = "\n".join(
             f"  {key}: {_by_rank(column)}"
             for key, column in columns.items()
-            if any(each != column[0] for each in column)
+            if not all(_is_same(each, column[0]) for each in column)
         )
     else:
         text = "  " + _by_rank(values)
     raise AgreementError(f"the ranks of this job have different {what}:\n{text}")
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two values are equal; NaN equals itself."""
+    return bool(one == other) or repr(one) == repr(other)
 
 
 def _by_rank(values: Sequence[Any]) -> str:
