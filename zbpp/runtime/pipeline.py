@@ -131,8 +131,8 @@ class Pipeline:
         )
         if any(place.gather(len(self._parameters.of_loss()) > len(of_loss))):
             raise ValueError(
-                "the loss is a module that shares a parameter with a stage, and shards put another one in its "
-                "place in the stage: let the loss hold the stage's module instead of its parameter"
+                "the loss is a module that shares a parameter with a stage, and shards put another one in "
+                "its place in the stage: let the loss hold the stage's module instead of its parameter"
             )
         self._copies = set(map(id, reductions.copies))
         self._engine = Engine(
