@@ -50,7 +50,8 @@ def test_the_commands_of_the_parallel_page_train(tmp_path: Path) -> None:
     losses = [json.loads((each / "summary.json").read_text())["loss"] for each in folders]
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)  # both see twice the rows that the third sees
     printed = run_command(own_loop, tmp_path).splitlines()
-    assert {line.split()[0] for line in printed if line[:1].isdigit()} == {"0", "1"}
+    rows = [line.split() for line in printed]
+    assert {row[0] for row in rows if len(row) == 3 and row[1] == "20"} == {"0", "1"}
 
 
 @pytest.mark.slow
