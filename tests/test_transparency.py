@@ -23,7 +23,9 @@ from zbpp.planning import SCHEDULES
 
 M, BATCH, TIME, VOCAB = 8, 16, 12, 31
 NUM_STEPS = 30
-COMPARED = 2  # the step whose gradients are compared: later, training has amplified a difference of 1e-16
+# The step whose gradients are compared: later, training has amplified a difference of 1e-16. AdamW's eps, 1e-4,
+# keeps the first update from dividing a gradient of zero (a key's bias) by its own rounding error.
+COMPARED = 2
 MODELS = {
     "gpt": lambda: Gpt(vocab_size=VOCAB, num_layers=8, hidden_size=16, num_heads=2, sequence_length=TIME),
     "llama": lambda: Llama(
@@ -62,7 +64,7 @@ def train(rank: int, model_name: str, schedule: str, num_ranks: int, num_steps: 
     stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(rank)}
     pipeline = Pipeline(stages, timetable, loss_fn=model.loss)
     parameters = parameters_of(stages)
-    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2)
+    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, eps=1e-4)
     losses, grads = [], {}
     for step in range(num_steps):
         optimizer.zero_grad()
@@ -88,7 +90,7 @@ def plain(model_name: str, num_steps: int) -> Run:
         model = MODELS[model_name]()
         module = model.build_stage(0, 1)
         parameters = parameters_of({0: module})
-        optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2)
+        optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, eps=1e-4)
         losses, grads = [], {}
         for step in range(num_steps):
             optimizer.zero_grad()

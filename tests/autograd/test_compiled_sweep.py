@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import parallel
 
 from helpers.cases import (
@@ -28,7 +29,7 @@ from helpers.cases import (
     tensor_parallel,
 )
 from helpers.split import Case, assert_close, assert_equals_plain, call_module, leaf, tensors_of
-from zbpp.autograd import explain
+from zbpp.autograd import backward_input, explain
 from zbpp.autograd.compiled import compile_stage
 from zbpp.autograd.compiled.compiled_forward import CompiledForward
 from zbpp.autograd.explain import NOT_COMPILED
@@ -249,23 +250,31 @@ def test_layers_compiled_one_by_one_get_the_gradients_of_plain_autograd(name):
     assert bool(said) == falls_back
 
 
-def test_a_tensor_parallel_module_stays_eager_by_its_hooks(monkeypatch):
+def test_a_tensor_parallel_module_stays_eager_by_its_hooks():
     """On a mesh of one process."""
-    parallelize_module = parallel.parallelize_module
 
-    def parallelize_and_compile(module, *args):
-        parallelize_module(module, *args)
-        compile_stage(module, backend="eager")
+    def gradients(is_compiled):
+        torch.manual_seed(0)
+        module = tensor_parallel.Mlp()
+        styles = {"up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()}
+        parallel.parallelize_module(module, init_device_mesh("cpu", (1,)), styles)
+        if is_compiled:
+            compile_stage(module, backend="eager")
+        x = torch.randn(5, 8, requires_grad=True)
+        y = module(x)
+        backward_input(y, torch.ones_like(y), [x])[1].accumulate()
+        return {name: parameter.grad for name, parameter in module.named_parameters()}
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        expected, _ = tensor_parallel.gradients(0, split=False)
-        monkeypatch.setattr(parallel, "parallelize_module", parallelize_and_compile)
+        expected = gradients(is_compiled=False)
         with lines() as said:
-            found, _ = tensor_parallel.gradients(0, split=True)
+            found = gradients(is_compiled=True)
+        for name in expected:
+            one, other = (getattr(each[name], "_local_tensor", each[name]) for each in (found, expected))
+            assert torch.equal(one, other), name
     finally:
         dist.destroy_process_group()
-    assert_close(found, expected, 1e-10)
     (line,) = said
     assert "hooks on up" in line
 

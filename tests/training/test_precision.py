@@ -15,6 +15,7 @@ from zbpp import LossScale, MasterWeights, Pipeline, app, plan
 from zbpp import config as configs
 from zbpp.autograd.compiled import compile_stage
 from zbpp.builders.stages import move_stages, recompute_stages
+from zbpp.builders.trainer import build_masters
 from zbpp.models.gpt import Gpt
 from zbpp.training.data import regression_data, text_data
 from zbpp.training.loss_scale import LossScaleError
@@ -54,10 +55,11 @@ def trainer_of(
 ):
     chosen, model, timetable = PRECISIONS[precision], CheckedGpt(num_layers), plan(schedule, num_ranks, M)
     stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(rank)}
-    masters = move_stages(stages, CPU, chosen)
+    move_stages(stages, CPU, chosen)
     recompute_stages(stages, recomputed)
     loss_fn = chosen.widened(model.loss)
     pipeline = Pipeline(stages, timetable, loss_fn)
+    masters = build_masters(pipeline, chosen)
     again = Replan(
         plan=lambda costs, limits: plan(planned, num_ranks, M), loss_fn=loss_fn, stages=stages, num_measured=2
     )
@@ -161,9 +163,11 @@ def amplifying_trainer(rank, num_ranks, **options):
     model, timetable = Amplifying(), plan("zb_h1" if num_ranks == 2 else "zb_v", num_ranks, M)
     stages = {s: model.build_stage(s, 2) for s in timetable.stages_of(rank)}
     chosen = PRECISIONS["mixed_float16"]
-    masters = move_stages(stages, CPU, chosen)
+    move_stages(stages, CPU, chosen)
+    pipeline = Pipeline(stages, timetable, chosen.widened(model.loss))
+    masters = build_masters(pipeline, chosen)
     return Trainer(
-        pipeline=Pipeline(stages, timetable, chosen.widened(model.loss)),
+        pipeline=pipeline,
         optimizer=torch.optim.SGD(masters.parameters(), lr=1e-6),
         data=regression_data(in_features=4, out_features=4, batch_size=2 * M, seed=0),
         learning_rate=lambda step: 1.0,
@@ -276,9 +280,11 @@ def test_targets_of_a_mixed_run_are_not_rounded_to_16_bits():
 
     model, chosen, timetable = Noting(), PRECISIONS["mixed_bfloat16"], plan("zb_v", 1, M)
     stages = {s: model.build_stage(s, 2) for s in range(2)}
-    masters = move_stages(stages, CPU, chosen)
+    move_stages(stages, CPU, chosen)
+    pipeline = Pipeline(stages, timetable, chosen.widened(model.loss))
+    masters = build_masters(pipeline, chosen)
     trainer = Trainer(
-        pipeline=Pipeline(stages, timetable, chosen.widened(model.loss)),
+        pipeline=pipeline,
         optimizer=torch.optim.SGD(masters.parameters(), lr=0.0),
         data=regression_data(in_features=4, out_features=4, batch_size=2 * M, seed=0),
         learning_rate=lambda step: 1.0,
@@ -334,7 +340,9 @@ def test_batch_norm_is_refused_in_mixed_precision_before_the_first_step(precisio
     move_stages(stages(nn.BatchNorm1d(4)), CPU, PRECISIONS["bfloat16"])
     plain = stages(nn.BatchNorm1d(4, affine=False))
     move_stages(plain, CPU, PRECISIONS[precision])
-    assert plain[1](torch.randn(8, 4).to(PRECISIONS[precision].compute)).isfinite().all()
+    compute = PRECISIONS[precision].compute
+    MasterWeights(plain[1].parameters(), compute)
+    assert plain[1](torch.randn(8, 4).to(compute)).isfinite().all()
 
 
 def test_a_precision_that_the_device_lacks_is_refused_with_the_way_out(monkeypatch):
