@@ -115,7 +115,7 @@ def test_the_timeline_is_a_picture_and_a_trace(job):
 def test_the_weights_of_all_stages_make_the_uncut_model_in_one_process(job):
     files = sorted(job.run.glob("*.safetensors"))
     assert [file.name for file in files] == ["stage-0-of-2.safetensors", "stage-1-of-2.safetensors"]
-    model = Gpt(num_layers=4, hidden_size=16, num_heads=2, sequence_length=16)
+    model = Gpt(num_layers=4, hidden_size=16, num_heads=4, sequence_length=16)
     whole = model.build_stage(0, 1)
     untrained = {name: weight.clone() for name, weight in whole.state_dict().items()}
     whole.load_state_dict({name: weight for file in files for name, weight in load_file(file).items()})

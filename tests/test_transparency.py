@@ -23,7 +23,7 @@ from zbpp.planning import SCHEDULES
 
 M, BATCH, TIME, VOCAB = 8, 16, 12, 31
 NUM_STEPS = 30
-# The step whose gradients are compared: later, training has amplified a difference of 1e-16. AdamW's eps, 1e-4,
+# The step whose gradients are compared: later, training has amplified a difference of 1e-16. AdamW's eps
 # keeps the first update from dividing a gradient of zero (a key's bias) by its own rounding error.
 COMPARED = 2
 MODELS = {
