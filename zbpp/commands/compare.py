@@ -68,7 +68,8 @@ def _row(folder: Path, summary: dict[str, Any]) -> tuple[str, ...]:
 def _shares_cores(summary: dict[str, Any]) -> bool:
     """Whether a run on CPUs had more processes than the machine has cores."""
     cores = re.fullmatch(r"(\d+) CPU cores", summary.get("device", ""))
-    return cores is not None and summary["num_processes"] > int(cores[1])
+    num_processes = summary.get("num_processes", summary["num_ranks"])  # runs of before have no mesh
+    return cores is not None and num_processes > int(cores[1])
 
 
 def _losses(path: Path) -> list[float]:
