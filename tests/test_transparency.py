@@ -126,7 +126,7 @@ def piped() -> Piped:
         key = (model, num_ranks, num_steps)
         if key not in found:
             names = list(SCHEDULES) if num_steps == NUM_STEPS else [schedule]
-            results = run_ranks(train_all, num_ranks, model, names, num_ranks, num_steps, timeout=110)
+            results = run_ranks(train_all, num_ranks, model, names, num_ranks, num_steps, timeout=220)
             found[key] = {name: merged([rank[i] for rank in results]) for i, name in enumerate(names)}
         return found[key][schedule]
 

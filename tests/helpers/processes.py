@@ -23,7 +23,7 @@ _CONTEXT.set_forkserver_preload(
 )
 
 
-def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 120.0) -> list[Any]:
     """[function(rank, *args) of each rank]; `function` must be importable. Raises what a rank raised."""
     results = outcomes(function, num_ranks, *args, timeout=timeout)
     for rank, (succeeded, result) in enumerate(results):
@@ -33,7 +33,7 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout:
 
 
 def outcomes(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60.0
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 120.0
 ) -> list[tuple[bool, Any]]:
     """Per rank (True, result) or (False, traceback): for tests of what happens when a rank fails."""
     with tempfile.TemporaryDirectory() as folder:
