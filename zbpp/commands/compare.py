@@ -68,8 +68,10 @@ def _row(folder: Path, summary: dict[str, Any]) -> tuple[str, ...]:
 def _shares_cores(summary: dict[str, Any]) -> bool:
     """Whether a run on CPUs had more processes than the machine has cores."""
     cores = re.fullmatch(r"(\d+) CPU cores", summary.get("device", ""))
-    num_processes = summary.get("num_processes", summary["num_ranks"])  # runs of before have no mesh
-    return cores is not None and num_processes > int(cores[1])
+    if cores is None:
+        return False
+    num_processes = summary.get("num_processes") or summary["num_ranks"]  # older runs had no mesh: one process a rank
+    return num_processes > int(cores[1])
 
 
 def _losses(path: Path) -> list[float]:
