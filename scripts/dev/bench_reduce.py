@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 NUM_RANKS, NUM_REPLICAS, NUM_MICROBATCHES = 4, 2, 8
-NUM_LAYERS, LAYER_MS = 8, 10.0  # F, B and W of each layer
+NUM_LAYERS, LAYER_MS = 8, 20.0  # F, B and W of each layer
 SCHEDULES = ("1f1b", "zb_h1", "interleaved_1f1b", "interleaved_zb", "zb_v")
 
 
@@ -38,7 +38,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeats", type=int, default=5, help="measured steps of each way (default: 5)")
-    parser.add_argument("--reduce", type=float, default=40.0, help="ms per stage (default: 40)")
+    parser.add_argument("--reduce", type=float, default=80.0, help="ms per stage (default: 80)")
     options = Options(**vars(parser.parse_args()))
     from zbpp.launch import on_ranks
     from zbpp.render.table import aligned
@@ -112,7 +112,7 @@ def reductions_of(milliseconds: float, *, is_overlapped: bool) -> Iterator[None]
         timers[id(self)].start()
 
     def slow_start(self: Any, ended: Any = None) -> None:
-        if not self._parameters:
+        if not self._all:
             return
         if is_overlapped:
             begin(self, ended)
