@@ -366,6 +366,7 @@ def corpora(tmp_path):
     ("overrides", "message"),
     [
         (["schedule.name=zb_h9"], f"unknown schedule 'zb_h9'; known: {KNOWN}"),
+        (["schedule=auto", "schedule.replan=2"], "schedule.replan: unknown schedule '2'"),
         (["schedule=zb_h2", "num_microbatches=2"], "zb_h2 needs num_microbatches >= 2 * num_ranks - 1 = 3"),
         (["model.num_layers=1"], "model: num_layers=1 is fewer than the 2 stages"),
         (["schedule=zb_v", "model.num_layers=3"], "model: num_layers=3 is fewer than the 4 stages"),

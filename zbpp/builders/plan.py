@@ -16,6 +16,7 @@ from zbpp.training.summary import Title
 
 def build_timetable(schedule: ScheduleConfig, num_ranks: int, num_microbatches: int | None) -> Timetable:
     """Plan by the schedule's name, or read its file. Raises PlanError or ConfigError."""
+    _check_replan(schedule.replan)
     options = {**schedule.options, "costs": schedule.costs}
     try:
         if schedule.timetable is not None:
@@ -30,11 +31,16 @@ def check_plan(schedule: ScheduleConfig, num_ranks: int, num_microbatches: int |
 
     A schedule that is planned for costs is not tried: that may take a search.
     """
-    if schedule.replan is not None:
-        with naming("schedule.replan"):
-            canonical_name(schedule.replan)
+    _check_replan(schedule.replan)
     if schedule.timetable is not None or not takes_costs(schedule.name):
         build_timetable(schedule, num_ranks, num_microbatches)
+
+
+def _check_replan(name: str | None) -> None:
+    """Raise ConfigError for a schedule to switch to that does not exist."""
+    if name is not None:
+        with naming("schedule.replan"):
+            canonical_name(name)
 
 
 def check_layers(model: Any, schedule: ScheduleConfig, num_ranks: int) -> None:
