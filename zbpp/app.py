@@ -33,7 +33,7 @@ from zbpp.config import ConfigError, TrainConfig, naming
 from zbpp.render import chrome_trace, render_picture
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.microbatch import into_microbatches
-from zbpp.runtime.ties import declare_ties
+from zbpp.runtime.model_ties import declare_ties
 from zbpp.runtime.world import World, broadcast, check_agreement, world
 from zbpp.schedule import Timetable
 from zbpp.training.batch import batch_for

@@ -18,6 +18,7 @@ from zbpp.runtime.arguments import built_stages, device_for_messages, model_of
 from zbpp.runtime.copies import untie
 from zbpp.runtime.groups import unique_name
 from zbpp.runtime.mesh import SHARD, TENSOR, Place
+from zbpp.runtime.model_ties import declare_ties
 from zbpp.runtime.parameters import Names, names_of
 from zbpp.runtime.sharding import refusal_of
 from zbpp.runtime.tensor_parallel import has_split_parameters
@@ -26,7 +27,6 @@ from zbpp.runtime.ties import (
     TieReport,
     check_alike,
     check_united,
-    declare_ties,
     put_together,
     report_of,
     ties_of,
