@@ -31,7 +31,7 @@ class LossScale:
     def __init__(self, start: float = 65536.0, growth_interval: int = 2000) -> None:
         if not start >= 1 or growth_interval < 1:
             raise ValueError(
-                f"LossScale(start={start}, growth_interval={growth_interval}): write numbers that are 1 or more"
+                f"LossScale(start={start}, growth_interval={growth_interval}): write numbers from 1 upwards"
             )
         self.value, self.growth_interval, self.num_good_steps = float(start), growth_interval, 0
 

@@ -39,7 +39,7 @@ class Precision(NamedTuple):
         return torch.float32 if self.is_mixed else self.compute
 
     def widened(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A loss or metrics function (output, target); mixed precision casts its output argument to float32."""
+        """A loss or metrics function (output, target), whose output mixed precision casts to float32."""
         return InFloat32(function) if self.is_mixed else function
 
 

@@ -37,11 +37,11 @@ class Trainer:
     learning_rate(step): the factor on the optimizer's rate. clip_norm: the largest norm of the gradients of
     all stages together. metrics(output, target): further numbers of a held-out microbatch, beside its loss.
     num_recorded: how many of the last steps are measured action by action. replan: may replace the pipeline
-    after the first steps. masters: master weights of all trainable parameters; the optimizer must then be over
-    `masters.parameters()`, and floating-point targets are cast to float32. loss_scale: chooses the pipeline's
-    loss_scale before each step; None: that scale stays as it is. In both cases the scale is divided out of
-    norm and gradients. Raises ValueError for an optimizer that would read `.grad` where W sums in a
-    `main_grad`.
+    after the first steps. masters: master weights of all trainable parameters; the optimizer must then be
+    over `masters.parameters()`, and floating-point targets are cast to float32. loss_scale: chooses the
+    pipeline's loss_scale before each step; None: that scale stays as it is. In both cases the scale is
+    divided out of norm and gradients. Raises ValueError for an optimizer that would read `.grad` where W sums
+    in a `main_grad`.
     """
 
     pipeline: Pipeline
