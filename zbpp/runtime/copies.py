@@ -3,10 +3,10 @@
 Sharded stages can't share a Parameter, since FSDP2 gives each stage parameters of its own. So each stage gets
 a copy, and the copies are tied. Their gradients are summed as those of other ranks are (tied_gradients.py):
 
-    begin of a step     the first copy keeps the gradient of earlier steps, the others are set to zero
-    after the last W    sum_into_first: the first copy's gradient is the sum over this rank
-    then                the first copies of all ranks are summed, if other ranks have copies, too
-    then                copy_from_first: all copies of this rank get that sum
+    begin               the first copy keeps the gradient of earlier steps, the other copies' are set to zero
+    sum_into_first      after the last W: the first copy's gradient becomes the sum over this rank
+                        (if other ranks have copies, too, TiedGradients sums the first copies of all ranks)
+    copy_from_first     all copies of this rank get that sum
 
 The copies start equal and are trained alike, so they stay equal.
 """

@@ -36,8 +36,8 @@ class Reductions:
 
     The constructor gives all replicas of a stage the values of the first one. ties: of all ranks. reshard,
     mp_policy: as in Pipeline. loss: the parameters of the loss that no stage has; their gradients are
-    averaged, too. Collective over the mesh. Raises ValueError: on every process for a stage that can't be
-    sharded, on its own processes for a replicated stage with sparse gradients.
+    averaged, too. Collective over the mesh. Raises ValueError on every process for a stage that can't be
+    sharded; on the stage's processes only, for a replicated stage with sparse gradients.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Reductions:
     ) -> None:
         """Make reducers that average over one group; give its processes the values of the first of them.
 
-        FSDP2 averages the gradients of sharded stages itself; of these, buffers alone are copied here.
+        FSDP2 averages the gradients of sharded stages itself: for these no reducer is made here.
         """
         _check_dense(stages)
         self._groups.append(group)

@@ -1,12 +1,12 @@
 """Copies of one parameter on several ranks of a pipeline: equal values, and one gradient, the sum of theirs.
 
-                                at the begin of a step            its W's add   at the end
-    rank 0   embedding.weight   sum of earlier steps, kept        a             earlier steps + a + b
-    rank 3   head.weight        the same sum, set to zero: the    b             earlier steps + a + b
-                                owner's counts in the new sum
+                                before a step    begin     the W's add    finish
+    rank 0   embedding.weight   g                g         a              g + a + b
+    rank 3   head.weight        g                0         b              g + a + b
 
-The gradients are summed over ranks when a rank has done all its work of the step. Replicas are averaged after
-that; shards were averaged before, by FSDP2.
+g is the gradient of earlier steps. Both ranks have it, and it must count once. The gradients are summed over
+ranks when a rank has done all its work of the step. Replicas are averaged after that; shards were averaged
+before, by FSDP2.
 """
 
 from __future__ import annotations
