@@ -38,9 +38,7 @@ class _Announced(NamedTuple):
     first: int  # the number of the first of the consecutive calls of this kind
     kind: str
     rows: int | None  # of the batch; None if this rank was given no part of it
-    parameters: int = (
-        0  # a hash of the trained ones; 0 between ranks of a pipeline, which train different ones
-    )
+    parameters: int = 0  # a hash of the trained ones, for copies; 0 between ranks of a pipeline
 
 
 class CallOrder:

@@ -48,7 +48,7 @@ def shard_stages(
     try:
         for index, stage in stages.items():
             if index in plain:
-                _wrap(stage, data_mesh(place), policy)
+                _wrap(stage, _data_mesh(place), policy)
             what = f"rank {rank}, reducing the gradients of stage {index} over its shards"
             sharded[index] = FullyShardedStage(stage, reshard, place, what)
     except (ValueError, TypeError, AssertionError, RuntimeError) as error:  # what FSDP2 raises
@@ -59,7 +59,7 @@ def shard_stages(
     return sharded
 
 
-def data_mesh(place: Place) -> DeviceMesh:
+def _data_mesh(place: Place) -> DeviceMesh:
     """The dimensions of the mesh that FSDP2 works on: shard, and replicate if there are replicas."""
     assert place.mesh is not None
     mesh: DeviceMesh = place.mesh[(REPLICATE, SHARD) if REPLICATE in place.groups else (SHARD,)]
