@@ -57,9 +57,9 @@ class OnMesh(NamedTuple):
 
 
 class AddOfShards:
-    """Calls `add` with the shards of its arguments; the target is a DTensor, the others are OnMesh.
+    """An Add whose target is a DTensor and whose other arguments are OnMesh: calls `add` with their shards.
 
-    placements: those of the leaf, and so of its gradient. dy_dims: how dy has to be placed.
+    placements: of the leaf, and so of its gradient. dy_dims: the placements that dy needs, as Dims.
     """
 
     def __init__(self, add: Add, placements: Placements, dy_dims: Dims) -> None:

@@ -6,7 +6,8 @@
     shard        a part of each weight of the same stages, FSDP2  different data; gradients are averaged
     tensor       a part of each layer (innermost dimension)       the same batch
 
-A process belongs to one group per dimension: the processes that differ from it in this dimension alone.
+A process belongs to one process group per dimension, together with the processes that differ from it in this
+dimension alone.
 The last part of this file holds what the runtime asks of DTensors, the tensors that lie on such a mesh.
 """
 
@@ -240,9 +241,9 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def part_for(own: Any, whole: Any) -> Any:
-    """What load_state_dict is to load into `own`: if it is a DTensor, this process's part of a whole tensor.
+    """What to load into `own` from the value `whole` of a state dict.
 
-    Any other value is returned as it is, also one that is a DTensor already.
+    This process's part of `whole` as a DTensor, if `own` is a DTensor and `whole` is not; else `whole` itself.
     """
     if (
         not isinstance(whole, torch.Tensor)
@@ -251,7 +252,7 @@ def part_for(own: Any, whole: Any) -> Any:
     ):
         return whole
     part = whole
-    # From the innermost dimension outwards: FSDP2 shards what tensor parallelism has left of a parameter.
+    # From the innermost dimension outwards: FSDP2 shards the parts that tensor parallelism has made.
     for dimension, placement in reversed([*enumerate(own.placements)]):
         if is_split(placement):
             parts = part.chunk(own.device_mesh.size(dimension), placement.dim)
