@@ -243,7 +243,7 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
 def part_for(own: Any, whole: Any) -> Any:
     """What to load into `own` from the value `whole` of a state dict.
 
-    This process's part of `whole` as a DTensor, if `own` is a DTensor and `whole` is not; else `whole` itself.
+    This process's part of `whole` as a DTensor, if `own` is a DTensor and `whole` is none; else `whole`.
     """
     if (
         not isinstance(whole, torch.Tensor)
