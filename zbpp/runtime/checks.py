@@ -68,9 +68,14 @@ class _Report:
 
 
 def check_ranks_agree(timetable: Timetable, dynamic_shapes: bool, place: Place) -> None:
-    """Raise AgreementError everywhere unless all processes have the same timetable and dynamic_shapes."""
+    """Raise AgreementError everywhere unless all processes have the same timetable and dynamic_shapes.
+
+    The error calls processes by their ranks in the pipeline; in a mesh, where these come again, in the job.
+    """
     mine = {"dynamic_shapes": dynamic_shapes, "timetable (by hash)": _hash(str(timetable))}
-    check_equal("pipelines", place.gather(mine))
+    number = place.rank if place.mesh is None else place.mesh.get_rank()
+    numbers, given = zip(*place.gather((number, mine)), strict=True)
+    check_equal("pipelines", given, numbers)
 
 
 def agree_on_stages(
