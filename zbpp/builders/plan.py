@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from zbpp.builders.model import layers_per_stage
-from zbpp.config import NUM_MICROBATCHES, ConfigError, ScheduleConfig
+from zbpp.config import NUM_MICROBATCHES, ConfigError, ScheduleConfig, naming
 from zbpp.planning import canonical_name, takes_costs
 from zbpp.planning.compare import stages_per_rank
 from zbpp.schedule import Timetable
@@ -30,6 +30,9 @@ def check_plan(schedule: ScheduleConfig, num_ranks: int, num_microbatches: int |
 
     A schedule that is planned for costs is not tried, since it may take a search.
     """
+    if schedule.replan is not None:
+        with naming("schedule.replan"):
+            canonical_name(schedule.replan)
     if schedule.timetable is not None or not takes_costs(schedule.name):
         build_timetable(schedule, num_ranks, num_microbatches)
 
