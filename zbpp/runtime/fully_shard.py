@@ -134,10 +134,7 @@ class FullyShardedStage:
 
     @contextmanager
     def gathered_for(self, weight_grads: WeightGrads) -> Iterator[None]:
-        """Within it W may run: weights that W reads are gathered, if they are freed.
-
-        Most W's read activations only, but the x of a product may be a weight.
-        """
+        """Within it W may run: weights that W reads (the x of a product may be one) are gathered."""
         is_needed = any(map(_is_freed, weight_grads.tensors()))
         modules = self._modules if is_needed else []
         for module in modules:
@@ -270,10 +267,7 @@ def _check_names(kind: str, thing: Any) -> None:
 
 
 def _add_zeros_if_missing(param: Any) -> bool:
-    """Give zeros to a parameter without a gradient, since all processes must reduce the same.
-
-    Returns whether the gradient was missing.
-    """
+    """If the gradient is missing, make it zeros: all processes must reduce the same. Returns whether it was."""
     weight = param._unsharded_param
     if weight.grad is not None or param.unsharded_accumulated_grad is not None:
         return False
