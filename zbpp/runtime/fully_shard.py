@@ -267,7 +267,7 @@ def _check_names(kind: str, thing: Any) -> None:
 
 
 def _add_zeros_if_missing(param: Any) -> bool:
-    """If the gradient is missing, make it zeros: all processes must reduce the same. Returns whether it was."""
+    """If the gradient is missing, make it zeros: all shards must reduce the same. Returns whether it was."""
     weight = param._unsharded_param
     if weight.grad is not None or param.unsharded_accumulated_grad is not None:
         return False
