@@ -513,7 +513,7 @@ REFUSALS = {
     "hooks": "stage 1 can't be sharded: 0.up.weight has hooks, .* make the Pipeline first",
     "compiled": "stage 1 can't be sharded: it is compiled, .* write compile=none",
     "reshard": "reshard='often': write one of never, step, microbatch",
-    "policy": r"mp_policy is FSDP2's: it needs a mesh with shards, zbpp.make_mesh\(shard=2\)",
+    "policy": r"mp_policy is for stages that FSDP2 shards, .*: write mesh=zbpp.make_mesh\(shard=2\)",
 }
 
 

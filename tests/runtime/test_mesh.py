@@ -1,6 +1,7 @@
 """Pipelines in a mesh: replicas get one gradient, that of one process over all their data."""
 
 import random
+import re
 from functools import partial
 from itertools import product
 
@@ -12,6 +13,7 @@ from torch import nn
 from helpers.processes import run_ranks
 from helpers.timetables import random_timetable
 from zbpp import Pipeline, Timetable, clip_grad_norm_, make_mesh, plan
+from zbpp.runtime import AgreementError
 from zbpp.runtime.mesh import num_pipeline_ranks
 
 VOCAB, HIDDEN, M, ROWS = 11, 6, 4, 8
@@ -256,3 +258,18 @@ def test_a_parameter_of_two_stages_is_reduced_after_the_last_w_of_both():
     for found in run_ranks(tied_in_a_v, 4):
         for name, grad in found.items():
             torch.testing.assert_close(grad, grads[name], rtol=1e-12, atol=1e-12, msg=name)
+
+
+def planned_differently(rank):
+    mesh = make_mesh(replicate=2)
+    stage, replica = mesh.get_coordinate()[:2]
+    try:
+        Pipeline({stage: nn.Linear(4, 4)}, plan(("1f1b", "gpipe")[replica], 2, 2), F.mse_loss, mesh=mesh)
+    except AgreementError as error:
+        return str(error)
+
+
+def test_an_error_in_a_mesh_calls_processes_by_their_ranks_in_the_job():
+    """The pipeline is the mesh's outermost dimension: the second replica is ranks 1 and 3 of the job."""
+    for said in run_ranks(planned_differently, 4):
+        assert re.search("' on rank 0, 2; '.*' on rank 1, 3$", said)

@@ -12,7 +12,7 @@ from zbpp.runtime.mesh import TENSOR, dimensions_of, is_split
 
 
 def parallelize(model: Any, stages: Mapping[int, nn.Module], mesh: DeviceMesh | None) -> None:
-    """Let the model split its stages over the mesh's tensor dimension, if there is one of more than 1.
+    """Let the model split its stages over the mesh's tensor dimension, if that has more than one process.
 
     Raises ValueError for a model that has no `parallelize(stage, mesh)`, or one that refuses.
     """
@@ -21,7 +21,7 @@ def parallelize(model: Any, stages: Mapping[int, nn.Module], mesh: DeviceMesh | 
     if not hasattr(model, "parallelize"):
         raise ValueError(
             f"{type(model).__name__} has no parallelize(stage, mesh), which splits a stage over the mesh's "
-            f"tensor dimension (see zbpp/stage_api.py): write tensor=1, or add it"
+            "tensor dimension: add the method (see zbpp/stage_api.py), or write tensor=1"
         )
     for stage in stages.values():
         model.parallelize(stage, mesh[TENSOR])
