@@ -455,6 +455,12 @@ def hooked():
     return stage
 
 
+def optimized():
+    stage = blocks(1)
+    stage.optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+    return stage
+
+
 def compiled():
     from zbpp.autograd.compiled import compile_stage
 
@@ -487,6 +493,7 @@ def refusals(rank):
         "dtypes": (mesh, Wrong),
         "hooks": (mesh, hooked),
         "compiled": (mesh, compiled),
+        "optimizer": (mesh, optimized),
     }
     said = {}
     for name, (on, make) in stages.items():
@@ -512,6 +519,7 @@ REFUSALS = {
     "dtypes": "stage 1 can't be sharded: .*uniform.*dtype",
     "hooks": "stage 1 can't be sharded: 0.up.weight has hooks, .* make the Pipeline first",
     "compiled": "stage 1 can't be sharded: it is compiled, .* write compile=none",
+    "optimizer": r"stage 1 can't be sharded: an optimizer \(SGD\) was .* make the optimizer after",
     "reshard": "reshard='often': write one of never, step, microbatch",
     "policy": r"mp_policy is for stages that FSDP2 shards, .*: write mesh=zbpp.make_mesh\(shard=2\)",
 }

@@ -210,6 +210,8 @@ def two_replicas(rank, what):
             x = torch.randn(8 + 4 * (what == "rows" and rank and step), 4)
             if step and what == "frozen":
                 stage[0].weight.requires_grad_(rank == 0)
+            if step and what == "loaded":
+                pipeline.load_state_dict({name: each + rank for name, each in pipeline.state_dict().items()})
             if step and what == "added":
                 stage.add_module("adapter", nn.Linear(4, 4))
             if step and what == "evaluate" and rank:
@@ -223,8 +225,18 @@ def two_replicas(rank, what):
         pipeline._end("test") if pipeline._engine.over == "" else None
 
 
+def sparse_on_one(rank):
+    """What a replica says if one of them has an embedding with sparse gradients."""
+    stage = small(rank).append(nn.Embedding(4, 4, sparse=rank == 1))
+    try:
+        Pipeline({0: stage}, plan("1f1b", 1, 2), F.mse_loss, mesh=make_mesh(replicate=2))
+    except ValueError as error:
+        return str(error)
+
+
 def all_of_two_replicas(rank):
-    return {what: two_replicas(rank, what) for what in ("fine", "rows", "frozen", "added", "evaluate")}
+    cases = ("fine", "rows", "frozen", "added", "loaded", "evaluate")
+    return {what: two_replicas(rank, what) for what in cases} | {"sparse": sparse_on_one(rank)}
 
 
 def test_replicas_have_the_first_ones_buffers_and_what_would_part_them_is_refused():
@@ -236,8 +248,10 @@ def test_replicas_have_the_first_ones_buffers_and_what_would_part_them_is_refuse
     # Evaluating needs nothing from the other replica, so only one of them may notice.
     assert "must make the same calls" in f"{first['evaluate']} {second['evaluate']}"
     for found in (first, second):
+        assert "2 of stage 0 makes sparse gradients" in found["sparse"]
         assert "rows on rank 0's copy" in found["rows"]
         assert "trains other parameters than rank 0's copy" in found["frozen"]
+        assert "load_state_dict gave rank 0's copy" in found["loaded"]
         assert "parameters were added or replaced after the Pipeline was made" in found["added"]
 
 

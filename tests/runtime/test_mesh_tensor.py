@@ -5,9 +5,10 @@ from itertools import product
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from helpers.processes import run_ranks
-from zbpp import Pipeline, clip_grad_norm_, make_mesh, plan
+from zbpp import Pipeline, auxiliary_loss, clip_grad_norm_, make_mesh, plan
 from zbpp.models.llama import Llama
 
 VOCAB, M, ROWS, TIME = 17, 2, 4, 6
@@ -132,6 +133,43 @@ def unsplit(rank):
         Pipeline({0: model.build_stage(0, 1)}, timetable, model.loss, mesh=make_mesh(tensor=2))
     except ValueError as error:
         return str(error)
+
+
+class OnHalf(torch.nn.Module):
+    """Two tensor-parallel layers; `loss` gets what lies between them, of which each process has a half."""
+
+    def __init__(self, loss):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.loss = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4), loss
+
+    def forward(self, x):
+        between = self.up(x)
+        return self.loss(between, self.down(between))
+
+
+def report(between, output):
+    auxiliary_loss("balance", between.square().mean())
+    return output
+
+
+def losses_of_halves(rank):
+    mesh, said = make_mesh(tensor=2), []
+    for loss in (report, lambda between, output: between):
+        stage = parallelize_module(
+            OnHalf(loss), mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        )
+        pipeline = Pipeline({0: stage}, "1f1b", lambda y, _: y.square().mean(), mesh=mesh, num_microbatches=2)
+        with pytest.raises(ValueError) as caught:
+            pipeline.step(torch.arange(16.0).view(4, 4), target=torch.zeros(4))
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_loss_of_a_part_of_an_activation_is_refused():
+    for auxiliary, main in run_ranks(losses_of_halves, 2):
+        assert "balance differs between tensor-parallel processes" in auxiliary
+        assert "the loss differs between tensor-parallel processes" in main
 
 
 def test_plain_stages_in_a_mesh_with_a_tensor_dimension_are_refused():

@@ -2,7 +2,7 @@
 
 Two kinds of neighbours are compared: ranks of a pipeline that have a link, and processes that have copies of
 the same stages and see different data. Copies must train the same parameters, too, since their gradients are
-reduced in one order.
+reduced in one order, and `load_state_dict` must have given them the same values.
 
     rank 0   evaluate()  step()
     rank 1   step()      evaluate()    without this check: trains on the evaluation batch
@@ -38,7 +38,9 @@ class _Announced(NamedTuple):
     first: int  # the number of the first of the consecutive calls of this kind
     kind: str
     rows: int | None  # of the batch; None if this rank was given no part of it
-    parameters: int = 0  # a hash of the trained ones, for copies; 0 between ranks of a pipeline
+    # Of copies of stages; 0 between ranks of a pipeline:
+    parameters: int = 0  # a hash of the trained ones
+    loaded: int = 0  # a hash of the values that load_state_dict has loaded
 
 
 class CallOrder:
@@ -60,14 +62,14 @@ class CallOrder:
         self._current = _Announced(-1, -1, "nothing", None)
         self._write()
 
-    def begin(self, kind: str, rows: int | None, parameters: int = 0) -> None:
+    def begin(self, kind: str, rows: int | None, parameters: int = 0, loaded: int = 0) -> None:
         """Announce the next call. Raises AgreementError if a neighbour's call of this number is another."""
-        number, first, previous, _, _ = self._current
+        number, first, previous, *_ = self._current
         if kind != previous:
             first = number + 1
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-        self._current = _Announced(number + 1, first, kind, rows, parameters)
+        self._current = _Announced(number + 1, first, kind, rows, parameters, loaded)
         self._write()
         self.check()
 
@@ -76,7 +78,7 @@ class CallOrder:
         mine, what = self._current, self._what
         for rank in self._neighbours:
             with communicating(f"{what} {self._rank}, looking up the call of {what} {rank}"):
-                number, first, kind, rows, parameters = self._store.get(str(rank)).decode().split()
+                number, first, kind, rows, parameters, loaded = self._store.get(str(rank)).decode().split()
             # If the neighbour is not yet at this call, it compares when it gets there.
             if int(number) >= mine.number >= int(first) and kind != mine.kind:
                 raise AgreementError(
@@ -91,6 +93,11 @@ class CallOrder:
             if int(number) == mine.number and int(parameters) != mine.parameters:
                 raise AgreementError(
                     f"{what} {rank} trains other parameters than {what} {self._rank}: freeze and unfreeze "
+                    "the same ones on all copies of a stage"
+                )
+            if int(number) == mine.number and int(loaded) != mine.loaded:
+                raise AgreementError(
+                    f"load_state_dict gave {what} {rank} other values than {what} {self._rank}: load "
                     "the same ones on all copies of a stage"
                 )
 

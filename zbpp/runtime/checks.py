@@ -231,6 +231,17 @@ def _check_stage(index: Any, module: Any, place: Place) -> None:
     refusal = refusal_of(module, place)
     if refusal:
         raise ValueError(f"stage {index} {refusal}")
+    if place.num_data_parts > 1:
+        _check_dense(index, module)
+
+
+def _check_dense(index: int, stage: nn.Module) -> None:
+    for name, module in stage.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise ValueError(
+                f"{name or 'the module'} of stage {index} makes sparse gradients, which replicas can't "
+                "average: write sparse=False"
+            )
 
 
 def _wrapper_of(module: nn.Module) -> str:

@@ -79,7 +79,6 @@ class Reductions:
 
         FSDP2 averages the gradients of sharded stages itself: for these no reducer is made here.
         """
-        _check_dense(stages)
         self._groups.append(group)
         # The gradient of a parameter that several stages have is complete after the last W of all of them.
         late = [] if self._sharded else [*dict.fromkeys([*self._tied.parameters, *_shared_by(stages)])]
@@ -205,13 +204,3 @@ def _shared_by(stages: Mapping[int, nn.Module]) -> list[nn.Parameter]:
     """The parameters that more than one of the stages have."""
     counts = Counter(each for stage in stages.values() for each in stage.parameters())
     return [parameter for parameter, count in counts.items() if count > 1]
-
-
-def _check_dense(stages: Mapping[int, nn.Module]) -> None:
-    for index, stage in stages.items():
-        for name, module in stage.named_modules():
-            if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                raise ValueError(
-                    f"{name} of stage {index} makes sparse gradients, which replicas can't average: write "
-                    "sparse=False"
-                )

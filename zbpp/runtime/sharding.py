@@ -6,10 +6,12 @@ the stage. With "replicate" beside it, FSDP2 shards over the one and replicates 
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -48,6 +50,7 @@ def shard_stages(
     try:
         for index, stage in stages.items():
             if index in plain:
+                _check_optimizers(stage)
                 _wrap(stage, _data_mesh(place), policy)
             what = f"rank {rank}, reducing the gradients of stage {index} over its shards"
             sharded[index] = FullyShardedStage(stage, reshard, place, what)
@@ -64,6 +67,19 @@ def _data_mesh(place: Place) -> DeviceMesh:
     assert place.mesh is not None
     mesh: DeviceMesh = place.mesh[(REPLICATE, SHARD) if REPLICATE in place.groups else (SHARD,)]
     return mesh
+
+
+def _check_optimizers(stage: nn.Module) -> None:
+    """Raise ValueError if an optimizer holds the parameters that FSDP2 is about to replace."""
+    ids = set(map(id, stage.parameters()))
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.optim.Optimizer) and any(
+            id(parameter) in ids for group in each.param_groups for parameter in group["params"]
+        ):
+            raise ValueError(
+                f"an optimizer ({type(each).__name__}) was made of its parameters, which shards replace, and "
+                "would train nothing: make the optimizer after the Pipeline, of pipeline.parameters()"
+            )
 
 
 def _wrap(stage: nn.Module, mesh: DeviceMesh, policy: Any) -> None:
