@@ -447,6 +447,20 @@ def test_a_penalty_and_a_loss_may_be_two_passes():
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-12)
 
 
+def test_the_weight_gradient_of_a_function_that_defers_can_be_differentiated_again():
+    x, weight = double(5, 4).requires_grad_(), double(4, seed=1).requires_grad_()
+    y = torch.tanh(Scaled.apply(x, weight)).sum()
+    plain = torch.tanh(x * weight).sum()
+    second = [
+        torch.autograd.grad(
+            torch.autograd.grad(each, weight, create_graph=True)[0].square().sum(), (x, weight)
+        )
+        for each in (y, plain)
+    ]
+    for found, expected in zip(*second, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("kind", ["zbpp.checkpoint", "compiled stage"])
 def test_a_penalty_through_what_has_no_second_derivative_is_refused(kind):
     module, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), leaf(5, 4)
