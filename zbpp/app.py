@@ -45,7 +45,8 @@ from zbpp.training.progress import progress
 from zbpp.training.run_folder import RunFolder, check_free, claimed
 from zbpp.training.source_files import check_source_files
 from zbpp.training.summary import Summary, Title, summarise
-from zbpp.training.trainer import Metrics, Trainer
+from zbpp.training.trainer import Trainer
+from zbpp.training.update import Metrics
 from zbpp.training.weights import save_weights
 
 

@@ -70,7 +70,7 @@ def _shares_cores(summary: dict[str, Any]) -> bool:
     cores = re.fullmatch(r"(\d+) CPU cores", summary.get("device", ""))
     if cores is None:
         return False
-    num_processes = summary.get("num_processes") or summary["num_ranks"]  # runs of before have no mesh
+    num_processes: int = summary.get("num_processes") or summary["num_ranks"]  # runs of before have no mesh
     return num_processes > int(cores[1])
 
 
