@@ -261,6 +261,21 @@ class WeightGrads:
         """The tensors that W will read."""
         return (tensor for task in self._tasks or () for tensor in task.tensors())
 
+    def leaves(self) -> Iterator[Tensor]:
+        """The parameters that W adds to; of a compiled call the first."""
+        return (task.leaf for task in self._tasks or ())
+
+    def parts(self, key: Callable[[Tensor], Any]) -> Iterator[tuple[Any, WeightGrads]]:
+        """Take W apart: (key, the W of the parameters with this key). This object is empty afterwards."""
+        tasks, self._tasks = self._tasks or [], None
+        parts: dict[Any, list[Task]] = {}
+        for task in tasks:
+            parts.setdefault(key(task.leaf), []).append(task)
+        tasks.clear()
+        while parts:
+            found = next(iter(parts))
+            yield found, WeightGrads(parts.pop(found))
+
     def accumulate(self) -> None:
         """W: add the gradients to each parameter's `.grad`, and drop all that was held.
 
