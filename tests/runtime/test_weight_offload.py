@@ -128,10 +128,10 @@ def test_a_model_of_three_times_the_budget_trains_with_equal_losses(tmp_path):
     plain, most_without = steps_of_deep(None)
     losses, most = steps_of_deep(FileHost(tmp_path), budget)
     assert torch.equal(losses, plain)
-    activations = 2 * 20 * 4 * 128 * 3  # x, dy and messages of both microbatches, generously
-    assert most <= budget + activations
+    activations = 2 * 20 * 128 * 4 * 2  # outputs and their gradients
+    assert most <= budget + activations < 1.3 * budget
     assert 10 * one >= 3 * budget
-    assert most_without >= 10 * one  # gradients alone; its weights were allocated before
+    assert most_without >= 10 * one  # its gradients alone: its weights were allocated before
     assert [*tmp_path.iterdir()] == []
 
 

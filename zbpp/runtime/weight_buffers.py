@@ -9,6 +9,7 @@ buffer: so one copy brings a block, and a view of a weight in one buffer is the 
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -44,12 +45,12 @@ class FileHost:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"weights-{os.getpid()}-{self._number}"
         self._number += 1
-        with path.open("xb") as file:
-            os.posix_fallocate(file.fileno(), 0, nbytes)  # a full disk is an error here, not a crash later
-        try:
-            return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
-        finally:
+        with path.open("x+b") as file:
             path.unlink()  # the mapping keeps the memory of the file
+            os.posix_fallocate(file.fileno(), 0, nbytes)  # a full disk is an error here, not a crash later
+            mapped = mmap.mmap(file.fileno(), nbytes)
+        # Not torch.from_file: torch's profiler would count the file as the CPU's memory.
+        return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 class Piece:

@@ -118,7 +118,7 @@ class OffloadedWeights:
         """Within it the block's parameters and those gradients that W adds to are on the device."""
         trained = {id(leaf) for leaf in part.leaves()}
         refuse_hooks(block)
-        # W reads no weight, only shape, layout, dtype and device of one: any buffer will do, whatever it holds.
+        # W reads no weight, only the shape, layout and device of one: any buffer will do, whatever is in it.
         with block.in_memory(self._buffers.some()):
             before = [_taken(parameter) for parameter in block.parameters]
             try:
