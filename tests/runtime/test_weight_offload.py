@@ -5,12 +5,14 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 
 from helpers.moe import Moe
 from helpers.processes import run_ranks
 from helpers.split import grads_of
-from zbpp import Pipeline, backward_input
+from zbpp import Pipeline, app, backward_input
+from zbpp import config as configs
 from zbpp.autograd import recompute
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
@@ -75,6 +77,7 @@ CASES = {
     "momentum": {"optimizer": momentum},
     "two stages in a V": {"schedule": "zb_v", "num_stages": 2},
     "recompute": {"change": recompute_blocks},
+    "recompute of the stage": {"change": recompute},
 }
 
 
@@ -283,6 +286,30 @@ def test_two_ranks_train_as_without():
     for plain, offloaded in run_ranks(two_ranks, 2):
         for one, other in zip((*plain[0], *plain[1]), (*offloaded[0], *offloaded[1]), strict=True):
             assert torch.equal(one, other)
+
+
+def run_of_the_trainer(folder, *overrides):
+    from hydra import compose, initialize_config_dir
+
+    sizes = ("num_layers=2", "hidden_size=16", "num_heads=2", "sequence_length=8")
+    given = [f"run_dir={folder}", "steps=3", "num_microbatches=2", "parallel.device=cpu", *overrides]
+    configs.register()
+    with initialize_config_dir(str(configs.config_folder()), version_base="1.3"):
+        config = compose("train", [*given, "optimizer.clip_norm=0.1", *(f"model.{each}" for each in sizes)])
+    figures = app.train(configs.typed(config), configs.flat(config), configs.as_yaml(config))
+    (weights,) = folder.glob("*.safetensors")
+    return figures, load_file(weights)
+
+
+def test_the_trainer_offloads_weights(tmp_path):
+    """Clipping and evaluation included; the written weights are equal to the last bit."""
+    plain, expected = run_of_the_trainer(tmp_path / "plain")
+    figures, found = run_of_the_trainer(
+        tmp_path / "offloaded", "memory.offload_weights=true", "memory.recompute=block"
+    )
+    assert figures["evaluation_loss"] == plain["evaluation_loss"]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(each, expected[name]) for name, each in found.items())
 
 
 # ---------------------------------------------------------------- what is refused

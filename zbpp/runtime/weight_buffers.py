@@ -62,7 +62,7 @@ class Piece:
         for each in tensors:
             size = each.element_size()
             self._views.append((each.dtype, self.nbytes // size, each.shape, each.stride()))
-            self.nbytes += -(-each.nbytes // _ALIGNMENT) * _ALIGNMENT
+            self.nbytes += max(1, -(-each.nbytes // _ALIGNMENT)) * _ALIGNMENT
 
     def views(self, memory: Tensor) -> list[Tensor]:
         """The tensors in this memory."""
