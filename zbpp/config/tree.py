@@ -99,12 +99,14 @@ class MemoryConfig(Checked):
     recompute: what runs forward again in B: nothing, each block by itself, or the whole stage.
     budget: the share of the activations that compiled stages keep between F and B.
     limit: GiB that each rank may hold after replanning, see schedule.replan; null: as much as before it.
+    offload_weights: whether weights, their gradients and the optimizer's states live in host memory.
     """
 
     prefix: ClassVar[str] = "memory."
     recompute: str = one_of("none", "block", "stage")
     budget: float = ranged(1.0, most=1)
     limit: float | None = ranged(None, above=0, unit="GiB")
+    offload_weights: bool = False
 
 
 @dataclass(kw_only=True)
@@ -190,6 +192,20 @@ class TrainConfig(_RunConfig):
                 f"memory.recompute={recompute} doesn't go with compile={self.compile}: write "
                 "memory.recompute=none, and a memory.budget below 1 to hold less"
             )
+        if self.memory.offload_weights:
+            self._check_offloaded_weights()
+
+    def _check_offloaded_weights(self) -> None:
+        """Raise ConfigError for what doesn't go with memory.offload_weights."""
+        if self.compile != "none":
+            given, remedy = f"compile={self.compile}", "write compile=none"
+        elif self.precision in _MIXED:
+            given, remedy = f"precision={self.precision}", "write precision=float32 or bfloat16"
+        elif max(self.parallel.replicate, self.parallel.shard, self.parallel.tensor) > 1:
+            given, remedy = "parallel.replicate, shard or tensor", "leave them at 1, with more pipeline ranks"
+        else:
+            return
+        raise ConfigError(f"memory.offload_weights=true doesn't go with {given}: {remedy}")
 
     @property
     def batch_size(self) -> int:

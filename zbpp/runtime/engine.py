@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zbpp.autograd import WeightGrads
 from zbpp.runtime.call_order import CallOrder, neighbours_of
 from zbpp.runtime.executor import Executor, StageMethod
 from zbpp.runtime.feed import Call
@@ -37,6 +38,7 @@ from zbpp.runtime.named_losses import NamedLosses
 from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.restored import GradientsBefore
 from zbpp.runtime.stage import Loss, StageWorker
+from zbpp.runtime.weight_offload import offloaded_weights
 from zbpp.runtime.world import CommunicationError
 from zbpp.schedule import Op, Timetable, lower
 
@@ -83,6 +85,8 @@ class Engine:
         self.over, self.loaded = "", 0
         self._timetable, self._loss_fn, self._reductions = timetable, loss_fn, reductions
         last = timetable.num_stages - 1
+        self._offloaded = offloaded_weights(stages.values())
+        run_w = WeightGrads.accumulate if self._offloaded is None else self._offloaded.accumulate
         self._workers = {
             stage: StageWorker(
                 stage,
@@ -91,6 +95,7 @@ class Engine:
                 loss_fn=loss_fn,
                 device=device,
                 around_w=reductions.around_w(stage),
+                run_w=run_w,
             )
             for stage, module in stages.items()
         }
@@ -140,6 +145,8 @@ class Engine:
                 self._order_of_copies.begin(name, cutter.rows, hash(tuple(trained)), self.loaded)
             if name == "step":
                 before = GradientsBefore(self._trained())
+            if self._offloaded is not None:
+                self._offloaded.begin()
             for stage, worker in self._workers.items():
                 worker.begin(feeds[stage])
             with self._reductions.evaluating() if name == "evaluate" else nullcontext():

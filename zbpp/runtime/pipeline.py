@@ -34,6 +34,7 @@ from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.restored import eval_mode, restored_generators
 from zbpp.runtime.stage import Loss
 from zbpp.runtime.tensor_parallel import check_losses_alike
+from zbpp.runtime.weight_offload import check_offloaded
 from zbpp.runtime.world import gather
 from zbpp.schedule import Timeline, Timetable
 from zbpp.seeding import seed_of
@@ -116,6 +117,7 @@ class Pipeline:
         self._parameters = StageParameters(
             self.stages, agreed.names, agreed.ties, self.group, self._loss_fn if computes_loss else None
         )
+        check_offloaded(self.stages.values(), agreed.ties, place)
         self.device = device_of(self.stages.values(), self.group)
         of_loss = self._parameters.of_loss()
         reductions = Reductions(
