@@ -73,6 +73,11 @@ class LocalCopies:
         """All but the first of each."""
         return [each for _, *others in self._groups for each in others]
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The first ones and their copies."""
+        return [each for group in self._groups for each in group]
+
     def begin(self) -> None:
         """Forget in the copies what earlier steps have added."""
         for copy in self.copies:

@@ -17,6 +17,7 @@ from torch import Tensor
 from zbpp.autograd.leaf_grad import total_of
 from zbpp.runtime.mesh import local_of
 from zbpp.runtime.pipeline import Pipeline
+from zbpp.runtime.squares import square_of
 from zbpp.runtime.world import gather
 
 
@@ -72,21 +73,15 @@ def squares_in_mesh(pipeline: Pipeline) -> list[float]:
     for place, parameter in enumerate(pipeline.parameters()):
         total = total_of(parameter)
         if total is not None and id(parameter) in counted:
-            squares[place] = _square(total)
+            squares[place] = square_of(total)
     pipeline.place.sum_parts(squares)
     return squares.tolist()
 
 
 def squared_norms(gradients: Iterable[Tensor]) -> list[float]:
     """The sum of squares of each gradient, computed in float64."""
-    squares = list(map(_square, gradients))
+    squares = list(map(square_of, gradients))
     return torch.stack([each.to(squares[0].device) for each in squares]).tolist() if squares else []
-
-
-def _square(gradient: Tensor) -> Tensor:
-    values = _values(gradient)
-    real = torch.view_as_real(values) if values.is_complex() else values
-    return torch.linalg.vector_norm(real, dtype=torch.float64).square()
 
 
 def norm_of(squares: Iterable[Iterable[float]]) -> float:
@@ -100,8 +95,3 @@ def scale_gradients(gradients: Iterable[Tensor], factor: float) -> None:
     if tensors:
         with torch.no_grad():
             torch._foreach_mul_(tensors, factor)
-
-
-def _values(gradient: Tensor) -> Tensor:
-    """This process's part of a gradient; of a sparse one its entries, summed where an index occurs twice."""
-    return gradient.coalesce().values() if gradient.is_sparse else local_of(gradient)
