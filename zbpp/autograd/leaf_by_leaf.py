@@ -1,4 +1,4 @@
-"""W where each leaf's gradient is taken away as soon as it is complete: no two of them need exist at a time."""
+"""W where each leaf's gradient is taken away as soon as it is complete: no two need exist at a time."""
 
 from __future__ import annotations
 

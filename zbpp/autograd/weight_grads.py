@@ -278,8 +278,9 @@ class WeightGrads:
         """W: add the gradients to each parameter's `.grad`, and drop all that was held.
 
         Post-accumulate-grad hooks fire, once per parameter. Then `done` is called with the parameter: its
-        gradient is complete, and `done` may take it away and change the parameter. Raises RuntimeError at a second call, and
-        ChangedInPlace, a RuntimeError, if a tensor that W reads was changed in place since B.
+        gradient is complete, and `done` may take it away and change the parameter. Raises RuntimeError at a
+        second call, and ChangedInPlace, a RuntimeError, if a tensor that W reads was changed in place since
+        B.
         """
         if self._tasks is None:
             raise RuntimeError(

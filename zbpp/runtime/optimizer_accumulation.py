@@ -72,8 +72,8 @@ class OptimizerAccumulation:
         late = [each for each in parameters_of(self.optimizer) if each.grad is not None]
         if late:
             raise RuntimeError(
-                f"{len(late)} parameters got a gradient outside of their stage's W, from a graph of the caller "
-                "or a hook, and their states do not contain it: write gradient_release=step"
+                f"{len(late)} parameters got a gradient outside of their stage's W, from a graph of the "
+                "caller or a hook, and their states do not contain it: write gradient_release=step"
             )
         self._updates.finish()
 
