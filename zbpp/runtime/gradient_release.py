@@ -135,8 +135,8 @@ def check_before_step(optimizer: torch.optim.Optimizer, loss_scale: float) -> No
     if any(each.grad is not None for each in parameters_of(optimizer)):
         raise ValueError(
             "a parameter has a gradient before a step that releases gradients: each pipeline.step updates "
-            "the weights, so gradients of several steps don't add up; drop it (optimizer.zero_grad()), and use "
-            "more microbatches for a larger batch"
+            "the weights, so gradients of several steps don't add up; drop it (optimizer.zero_grad()), and "
+            "use more microbatches for a larger batch"
         )
 
 

@@ -37,9 +37,14 @@ def clip_grad_norm_(
     The result is that of `torch.nn.utils.clip_grad_norm_` over the whole model in one process. A parameter
     that several stages share counts once; a parameter with a `main_grad` counts with its `main_grad`. If the
     norm is infinite or NaN and `error_if_nonfinite` is set, RuntimeError is raised on every rank and nothing
-    is scaled.
+    is scaled. It is raised, too, for a pipeline that releases gradients.
     """
     if isinstance(parameters, Pipeline):
+        if parameters.releases_gradients:
+            raise RuntimeError(
+                "the pipeline releases gradients: they are used and gone when step returns. Leave clipping "
+                "out, and take an optimizer that limits its updates itself, such as optimi.StableAdamW"
+            )
         norm = norm_of(gather(squares_in_mesh(parameters), parameters.group))
         gradients = gradients_of(parameters.parameters())
     else:
@@ -65,15 +70,20 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 def squares_in_mesh(pipeline: Pipeline) -> list[float]:
     """The sum of squares of the gradient of each of this rank's parameters; 0 where another rank counts it.
 
-    The parts of a gradient that shards and tensor-parallel processes have are added up first, in float64.
+    Of a gradient that the last step has released, what it kept counts. The parts of a gradient that shards and tensor-parallel processes have are added up first, in float64.
     Collective over them.
     """
     counted = set(map(id, pipeline.counted_parameters()))
     squares = torch.zeros(len(list(pipeline.parameters())), dtype=torch.float64, device=pipeline.device)
+    released = pipeline.released_squares
     for place, parameter in enumerate(pipeline.parameters()):
         total = total_of(parameter)
-        if total is not None and id(parameter) in counted:
+        if id(parameter) not in counted:
+            continue
+        if total is not None:
             squares[place] = square_of(total)
+        elif id(parameter) in released:
+            squares[place] = released[id(parameter)]
     pipeline.place.sum_parts(squares)
     return squares.tolist()
 

@@ -43,7 +43,7 @@ class RestrictedGroups:
         refusal = refusal_of_parts(optimizer)
         if refusal:
             raise ValueError(
-                f"{type(optimizer).__name__} can't update its parameters one part after the other: {refusal}. "
+                f"{type(optimizer).__name__} can't update its parameters in parts: {refusal}. "
                 "Write gradient_release=off, or take an optimizer such as torch.optim.AdamW"
             )
         self._optimizer = optimizer

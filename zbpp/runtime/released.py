@@ -1,4 +1,4 @@
-"""Which parameters are released where, and what can't be composed with gradient release: seen before a step."""
+"""Which parameters are released where; what gradient release can't be composed with, seen before a step."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make_release(
     if any(id(each) in in_stages for each in of_loss):
         raise ValueError(f"the loss shares a parameter with a stage that is not the last: {_STEP}")
     if last_stage in parts:
-        parts[last_stage] += [each for each in of_loss]
+        parts[last_stage] += of_loss
     return OptimizerAccumulation(optimizer, parts, num_microbatches)
 
 
@@ -106,6 +106,6 @@ def _check_dense(stage: nn.Module) -> None:
     for name, module in stage.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise ValueError(
-                f"{name} makes sparse gradients, which optimi's optimizers can't take: write sparse=False, or "
-                "gradient_release=step with torch.optim.SparseAdam"
+                f"{name} makes sparse gradients, which optimi's optimizers can't take: write sparse=False, "
+                "or gradient_release=step with torch.optim.SparseAdam"
             )
