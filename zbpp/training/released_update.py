@@ -35,8 +35,8 @@ class ReleasedUpdate:
         if clip_norm is not None:
             raise ValueError(
                 f"clip_norm={clip_norm:g} needs the norm of all gradients before the first update, and "
-                "gradient release updates each stage before that: write clip_norm=None, and optimizer=stable_adamw, "
-                "which limits each update by itself"
+                "gradient release updates each stage before that: write clip_norm=None, and take an "
+                "optimizer that limits each update by itself, such as optimi.StableAdamW"
             )
         if loss_scale is not None or masters is not None:
             raise ValueError(
