@@ -5,7 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from zbpp import Pipeline, plan
+from helpers.processes import run_ranks
+from zbpp import Pipeline, make_mesh, plan
+from zbpp.models.llama import Llama
+from zbpp.runtime.tensor_parallel import parallelize
 
 optimi = pytest.importorskip("optimi")
 
@@ -77,6 +80,45 @@ def test_the_states_take_gradients_as_in_optimis_own_loop(name):
     assert losses == pytest.approx(expected, rel=1e-12)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-12, atol=1e-12)
     assert losses[-M:] != losses[:M]
+
+
+def on_two_ranks(rank):
+    """Losses of this rank and its weights, by name."""
+    timetable = plan("zb_h1", 2, M)
+    stage = nn.Sequential(*layers()[2 * rank : 2 * rank + 2])
+    with Pipeline({rank: stage}, timetable, F.mse_loss) as pipeline:
+        optimizer = OPTIMIZERS["AdamW"](pipeline.parameters())
+        pipeline.release_gradients(optimizer, accumulate=True)
+        losses = []
+        for step in range(2):
+            inputs, target = batch(step)
+            losses += map(float, pipeline.step(inputs, target=target))
+    return losses, split_over_two_processes("StableAdamW", make_mesh(tensor=2))
+
+
+def split_over_two_processes(name, mesh):
+    """Losses of a Llama whose layers are split over the processes of the mesh."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        sizes = {"hidden_size": 8, "intermediate_size": 16, "num_heads": 2, "vocab_size": 16}
+        model = Llama(num_layers=2, sequence_length=4, **sizes)
+        stages = {0: model.build_stage(0, 1)}
+        if mesh is not None:
+            parallelize(model, stages, mesh)
+        pipeline = Pipeline(stages, plan("zb_h1", 1, M), model.loss, mesh=mesh)
+        optimizer = OPTIMIZERS[name](pipeline.parameters())
+        pipeline.release_gradients(optimizer, accumulate=True)
+        tokens = torch.arange(M * 4).reshape(M, 4) % 16
+        return [float(loss) for _ in range(3) for loss in pipeline.step(tokens, target=tokens)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_two_ranks_and_parts_of_layers_accumulate_as_one_process_does():
+    (nothing, in_parts), (losses, _) = run_ranks(on_two_ranks, 2)
+    assert nothing == []
+    assert losses == by_optimi(OPTIMIZERS["AdamW"])[0][: 2 * M]
+    assert in_parts == pytest.approx(split_over_two_processes("StableAdamW", None), rel=1e-12)
 
 
 def test_kahan_summation_of_bfloat16_weights_is_optimis_own():
