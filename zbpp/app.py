@@ -184,7 +184,9 @@ def _build_trainer(config: TrainConfig, job: _Job, precision: Precision, mesh: D
     masters = build_masters(pipeline, precision)
     return Trainer(
         pipeline=pipeline,
-        optimizer=build_optimizer((masters or pipeline).parameters(), config.optimizer),
+        optimizer=build_optimizer(
+            (masters or pipeline).parameters(), config.optimizer, config.memory.gradient_release
+        ),
         data=limit_evaluation(
             data, config.evaluate_every, config.evaluation_batches, pipeline.place.num_data_parts
         ),
@@ -195,6 +197,7 @@ def _build_trainer(config: TrainConfig, job: _Job, precision: Precision, mesh: D
         replan=build_replan(config.schedule.replan, config.memory.limit, timetable, loss_fn, stages),
         masters=masters,
         loss_scale=LossScale() if precision.is_scaled else None,
+        gradient_release=config.memory.gradient_release,
     )
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from zbpp.autograd import WeightGrads
 from zbpp.runtime.call_order import CallOrder, neighbours_of
 from zbpp.runtime.executor import Executor, StageMethod
 from zbpp.runtime.feed import Call
+from zbpp.runtime.gradient_release import Release
 from zbpp.runtime.groups import close_groups, job_store, link_groups
 from zbpp.runtime.measure import Recorder
 from zbpp.runtime.microbatch import Cutter
@@ -51,6 +53,9 @@ _METHODS: dict[str, dict[Op, StageMethod]] = {
     },
     "evaluate": {Op.F: StageWorker.evaluate},
 }
+
+_HALF_UPDATED = "since gradients are released, some of its weights and optimizer states have been updated"
+_RELOAD = "load weights and optimizer states of an earlier step on every rank"
 
 
 class CallLosses(NamedTuple):
@@ -83,6 +88,7 @@ class Engine:
         dynamic_shapes: bool,
     ) -> None:
         self.over, self.loaded = "", 0
+        self._release: Release | None = None
         self._timetable, self._loss_fn, self._reductions = timetable, loss_fn, reductions
         last = timetable.num_stages - 1
         self._offloaded = offloaded_weights(stages.values())
@@ -122,6 +128,25 @@ class Engine:
             for name, lowered in programs.items()
         }
 
+    def release_gradients(self, release: Release | None) -> None:
+        """From the next step on, let `release` have the gradients; None: they stay.
+
+        Raises ValueError for weights that live on the host.
+        """
+        if release is not None and self._offloaded is not None:
+            raise ValueError(
+                "gradient release doesn't go with weights that are offloaded, whose gradients are on the host "
+                "already: leave one of them out"
+            )
+        self._release = self._reductions.release = release
+        for stage, worker in self._workers.items():
+            worker.release_leaves(None if release is None else partial(release.leaf_done, stage))
+
+    @property
+    def released_squares(self) -> Mapping[int, Tensor]:
+        """See Pipeline."""
+        return {} if self._release is None else self._release.squares
+
     def step(self, call: Call, seeds: Mapping[int, int], recorder: Recorder | None) -> CallLosses:
         """Train on one batch; returns the losses. seeds: per stage, of its microbatch 0."""
         return self._run("step", call, seeds, recorder)
@@ -143,8 +168,11 @@ class Engine:
             if self._order_of_copies is not None:
                 trained = [(each.requires_grad, *each.shape) for each in self._trained()]
                 self._order_of_copies.begin(name, cutter.rows, hash(tuple(trained)), self.loaded)
+            release = self._release if name == "step" else None
             if name == "step":
                 before = GradientsBefore(self._trained())
+            if release is not None:
+                release.begin(call.loss_scale, has_graph=cutter.has_graph)
             if self._offloaded is not None:
                 self._offloaded.begin()
             for stage, worker in self._workers.items():
@@ -153,6 +181,8 @@ class Engine:
                 self._executors[name].run(recorder)
             ended = [worker.end() for worker in self._workers.values()]
             cutter.backward()
+            if release is not None:
+                release.finish()
         except BaseException as error:
             self._fail(error, before)
             raise
@@ -174,8 +204,13 @@ class Engine:
         left = "" if before is None else before.restore()
         if left:
             error.add_note(left)
+        is_half_updated = before is not None and self._release is not None and self._release.has_updated
+        if is_half_updated:
+            error.add_note(f"{_HALF_UPDATED}: {_RELOAD}")
         if self._timetable.num_ranks > 1 or self._reductions.is_shared:
             self.end(f"an earlier call failed ({error_text(error)}), and its messages are lost")
+        if is_half_updated:
+            self.end(f"an earlier step failed ({error_text(error)}), and {_HALF_UPDATED}, {_RELOAD}")
         if isinstance(error, CommunicationError):
             for order in (self._order_of_ranks, self._order_of_copies):
                 with suppress(CommunicationError):  # the store may be gone, too

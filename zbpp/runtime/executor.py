@@ -169,9 +169,13 @@ class Executor:
 
     def _reduce(self, stage: int) -> None:
         """Start the reduction of a stage's gradients; the recorder is told when it has ended."""
-        if self._reductions is not None and self._reductions.reduces(stage):
+        if self._reductions is None:
+            return
+        if self._reductions.reduces(stage):
             ended = None if self._recorder is None else self._recorder.reduction(stage)
             self._reductions.start(stage, ended)
+        else:
+            self._reductions.complete(stage)
 
     def _explain(self, position: int, error: Exception) -> None:
         """Raise an error that says which message failed; actions and reductions say that themselves."""

@@ -31,6 +31,7 @@ from zbpp.runtime.named_losses import NamedLosses, summed
 from zbpp.runtime.outputs import Metrics, Outputs
 from zbpp.runtime.parameters import StageParameters
 from zbpp.runtime.reductions import Reductions
+from zbpp.runtime.released import make_release
 from zbpp.runtime.restored import eval_mode, restored_generators
 from zbpp.runtime.stage import Loss
 from zbpp.runtime.tensor_parallel import check_losses_alike
@@ -138,6 +139,7 @@ class Pipeline:
                 "its place in the stage: let the loss hold the stage's module instead of its parameter"
             )
         self._copies = set(map(id, reductions.copies))
+        self._late, self._release_arguments = reductions.late, dict[str, Any]()
         self._engine = Engine(
             timetable,
             self.rank,
@@ -189,6 +191,62 @@ class Pipeline:
         """
         self._parameters.load_state_dict(state_dict, strict=strict)
         self._engine.loaded = self._parameters.fingerprint()
+
+    def release_gradients(
+        self, optimizer: torch.optim.Optimizer, *, accumulate: bool = False, keep_squares: bool = False
+    ) -> None:
+        """From the next step on, `step` updates this rank's weights itself and drops their gradients.
+
+        A stage is updated behind its last W, or when its gradients have been reduced over replicas and
+        shards; shared and tied parameters at the end. Losses are those of a loop with `optimizer.step()`
+        after each step, to the last bit. Such a loop goes on without it, and without zero_grad; the
+        learning rate may be changed between steps, also by torch's schedulers.
+
+        optimizer: of all or some of `parameters()`; gradients of others stay, as without release.
+        accumulate: each microbatch's gradients go into the states of an optimizer of torch-optimi, and are
+        dropped one by one; see zbpp/runtime/optimizer_accumulation.py. keep_squares: `released_squares` then
+        has what the norm is made of; not with accumulate.
+
+        Gradients are gone when `step` returns: nothing can clip them by their norm, scale them, or skip an
+        update because one is infinite or NaN. A step that fails may have updated some weights, and no
+        step may follow it. Raises ValueError, on every rank, for what can't work. Collective over the mesh.
+        """
+        release, refusal = None, ""
+        loss = self._loss_fn if isinstance(self._loss_fn, nn.Module) else nn.Module()
+        last = self.timetable.num_stages - 1
+        try:
+            release = make_release(
+                optimizer,
+                self.stages,
+                self._late,
+                loss.parameters() if last in self.stages else (),
+                self.place,
+                last,
+                self.timetable.num_microbatches,
+                accumulate=accumulate,
+                keep_squares=keep_squares,
+            )
+        except ValueError as error:
+            refusal = str(error)
+        for each in self.place.gather(refusal):
+            if each:
+                raise ValueError(each)
+        self._engine.release_gradients(release)
+        self._release_arguments = {
+            "optimizer": optimizer,
+            "accumulate": accumulate,
+            "keep_squares": keep_squares,
+        }
+
+    @property
+    def releases_gradients(self) -> bool:
+        """Whether steps update the weights themselves, and leave no gradients."""
+        return bool(self._release_arguments)
+
+    @property
+    def released_squares(self) -> Mapping[int, Tensor]:
+        """By id of each parameter that the last step updated, its gradient's sum of squares; see above."""
+        return self._engine.released_squares
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> list[Tensor]:
         """Forward and backward of one whole batch. Adds to each `.grad` the mean over microbatches.
@@ -309,6 +367,8 @@ class Pipeline:
             reshard=self._reshard,
         )
         following.num_steps, following.loss_scale = self.num_steps, self.loss_scale
+        if self._release_arguments:
+            following.release_gradients(**self._release_arguments)
         return following
 
     def close(self) -> None:

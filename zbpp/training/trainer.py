@@ -23,6 +23,7 @@ from zbpp.training.data import Data
 from zbpp.training.loss_scale import LossScale
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.named_losses import with_evaluation_losses, with_named_losses
+from zbpp.training.released_update import ReleasedUpdate
 from zbpp.training.replan import Replan
 from zbpp.training.update import Metrics, Update
 
@@ -37,8 +38,9 @@ class Trainer:
     after the first steps. masters: master weights of all trainable parameters; the optimizer must then be
     over `masters.parameters()`, and floating-point targets are cast to float32. loss_scale: chooses the
     pipeline's loss_scale before each step; None: that scale stays as it is. In both cases the scale is
-    divided out of norm and gradients. Raises ValueError for an optimizer that would read `.grad` where W sums
-    in a `main_grad`.
+    divided out of norm and gradients. gradient_release: off, or step or accumulate: the pipeline's step
+    updates the weights itself, see Pipeline.release_gradients. Raises ValueError for an optimizer that would
+    read `.grad` where W sums in a `main_grad`.
     """
 
     pipeline: Pipeline
@@ -52,13 +54,23 @@ class Trainer:
     replan: Replan | None = None
     masters: MasterWeights | None = None
     loss_scale: LossScale | None = None
+    gradient_release: str = "off"
 
     def __post_init__(self) -> None:
         _check_gradients(self.pipeline, self.optimizer, self.masters)
-        self._update = Update(
-            self.optimizer, clip_norm=self.clip_norm, masters=self.masters, loss_scale=self.loss_scale
-        )
+        self._update = self._make_update()
         self.timelines: list[Timeline] = []
+
+    def _make_update(self) -> Update | ReleasedUpdate:
+        gradients: Any = {
+            "clip_norm": self.clip_norm,
+            "masters": self.masters,
+            "loss_scale": self.loss_scale,
+        }
+        if self.gradient_release == "off":
+            return Update(self.optimizer, **gradients)
+        accumulate = self.gradient_release == "accumulate"
+        return ReleasedUpdate(self.pipeline, self.optimizer, accumulate=accumulate, **gradients)
 
     def run(self, num_steps: int) -> Iterator[Metrics]:
         """Train; yields each step's metrics when it is done. All but the times are equal on all ranks."""
