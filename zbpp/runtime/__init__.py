@@ -22,7 +22,8 @@ What they use:
     reductions    what is reduced on one rank: REPLICAS AND TIED PARAMETERS GET ONE GRADIENT
     reduce        a stage's gradients, summed over processes in buckets
     tied_gradients  copies of one parameter on several ranks
-    restored      random numbers, training mode, and the gradients of a step that failed
+    restored      random numbers, training mode, gradients of a step that failed, buffers of one begun again
+    posts         a gather in two halves: post a value now, collect all of them later
     outputs       outputs and metrics of an evaluation
     named_losses  auxiliary losses, and losses that are dicts, by name
     parameters    names, state_dict and declared ties of the parameters

@@ -60,8 +60,8 @@ class TiedGradients:
         self.copies = [parameter for tie, parameter in mine if rank_of[tie[0][0]] != rank]
         self._is_checked = False
 
-    def begin(self) -> None:
-        """Forget in the copies what earlier steps have added: the owner's gradient holds it, too.
+    def check(self) -> None:
+        """Called before a step's first F.
 
         Before the first step AgreementError is raised, on all ranks that have copies, if copies have
         gradients of different dtypes, or if some of them are frozen.
@@ -70,6 +70,9 @@ class TiedGradients:
             kinds = {text_of(tie): _kind(parameter) for tie, parameter in shared.parameters.items()}
             check_agreement("gradients of tied parameters", kinds, shared.group)
         self._is_checked = True
+
+    def begin(self) -> None:
+        """Forget in the copies what earlier steps have added: the owner's gradient holds it, too."""
         for copy in self.copies:
             total = total_of(copy)
             if total is not None:
