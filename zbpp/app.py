@@ -27,6 +27,7 @@ from zbpp.builders.trainer import (
     build_optimizer,
     build_pipeline,
     build_replan,
+    build_validation,
     learning_rate_factor,
 )
 from zbpp.config import ConfigError, TrainConfig, naming
@@ -193,6 +194,7 @@ def _build_trainer(config: TrainConfig, job: _Job, precision: Precision, mesh: D
         replan=build_replan(config.schedule.replan, config.memory.limit, timetable, loss_fn, stages),
         masters=masters,
         loss_scale=LossScale() if precision.is_scaled else None,
+        post_validation=build_validation(config.optimizer),
     )
 
 

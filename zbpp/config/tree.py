@@ -62,6 +62,11 @@ class OptimizerConfig(Checked):
     # The largest norm that the gradients of all stages together may have; null: no clipping.
     clip_norm: float | None = ranged(1.0, above=0)
     kahan_sum: bool = False  # true: for precision=bfloat16, what rounding takes off an update is kept
+    # after: ranks update before they know the norm, and take the update back if it had to be clipped.
+    validation: str = one_of("before", "after")
+    # With validation=after: it begins after so many steps in a row that were not clipped. 0: always.
+    validation_after: int = ranged(10)
+    rollback: str = one_of("exact", "inverse")  # how an update is taken back: by a copy, or computed
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -169,6 +174,8 @@ class TrainConfig(_RunConfig):
                 f"optimizer.kahan_sum=true is for weights in bfloat16, but precision={self.precision}: write "
                 "precision=bfloat16, or optimizer.kahan_sum=false"
             )
+        if self.optimizer.validation == "after" and self.optimizer.rollback == "inverse":
+            self._check_inverse()
         budget, recompute = self.memory.budget, self.memory.recompute
         if self.compile == "none" and budget != 1:
             raise ConfigError(
@@ -189,6 +196,19 @@ class TrainConfig(_RunConfig):
             raise ConfigError(
                 f"memory.recompute={recompute} doesn't go with compile={self.compile}: write "
                 "memory.recompute=none, and a memory.budget below 1 to hold less"
+            )
+
+    def _check_inverse(self) -> None:
+        """What can't be computed backwards."""
+        if self.precision == "mixed_float16":
+            raise ConfigError(
+                "optimizer.rollback=inverse needs gradients without a loss scale, which precision="
+                "mixed_float16 divides out of them: write optimizer.rollback=exact"
+            )
+        if self.optimizer.kahan_sum:
+            raise ConfigError(
+                "optimizer.rollback=inverse is for torch's AdamW, and optimizer.kahan_sum=true takes another "
+                "one: write optimizer.rollback=exact"
             )
 
     @property

@@ -40,7 +40,8 @@ class Posts:
         number = self._number
         self._number += 1
         if self._store is not None:
-            self._store.set(f"{number}/{self._mine}", pickle.dumps(value))
+            # torch takes bytes, too, but its annotation says str.
+            self._store.set(f"{number}/{self._mine}", pickle.dumps(value))  # type: ignore[arg-type]
             if number >= 2:
                 self._store.delete_key(f"{number - 2}/{self._mine}")
         return Ticket(self, number, value)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ from zbpp.runtime.mesh import local_of
 from zbpp.training.rollback import Options
 
 Group = dict[str, Any]
-States = dict[nn.Parameter, dict[str, Any]]
+States = Mapping[Tensor, dict[str, Any]]
 
 
 class InverseRollback:
