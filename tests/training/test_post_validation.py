@@ -1,6 +1,7 @@
 """Post-validation against the synchronous run: the same losses and weights, to the last bit."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -8,8 +9,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from helpers.processes import run_ranks
-from zbpp import Pipeline, PostValidation, clip_grad_norm_, plan
+from zbpp import LossScale, Pipeline, PostValidation, clip_grad_norm_, make_mesh, plan
+from zbpp.builders.stages import move_stages
+from zbpp.builders.trainer import build_masters
 from zbpp.runtime.norm import gradients_of, scale_gradients
+from zbpp.runtime.posts import Posts
+from zbpp.runtime.world import CommunicationError
+from zbpp.training.data import Data
+from zbpp.training.post_validation import Switch, Validation
+from zbpp.training.precision import PRECISIONS
+from zbpp.training.trainer import Trainer
 
 M, ROWS, WIDTH, STEPS = 8, 32, 6, 9
 CLIP = 50.0
@@ -19,10 +28,13 @@ CLIPPED, INFINITE = (2, 3, 6), 5  # steps whose gradients are too large, and one
 class Model:
     """Layers with dropout, whose seeds must come again, and with BatchNorm, whose statistics must go back."""
 
+    def __init__(self, norm=nn.BatchNorm1d):
+        self.norm = norm
+
     def build_stage(self, index, num_stages):
         torch.manual_seed(0)
         layers = [
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Dropout(0.2))
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), self.norm(WIDTH), nn.Tanh(), nn.Dropout(0.2))
             for _ in range(8)
         ]
         mine = layers[len(layers) * index // num_stages : len(layers) * (index + 1) // num_stages]
@@ -124,3 +136,134 @@ def test_forced_clips_and_a_forced_inf_give_the_synchronous_runs_losses(num_rank
             assert [step for step in norms if CLIP < norms[step] < math.inf] == [*CLIPPED]
             assert [step for step in norms if not math.isfinite(norms[step])] == [INFINITE]
             assert_same(expected, got)
+
+
+def in_mesh(rank, degrees):
+    """Both runs of this process, whose rows differ from the other's."""
+    mesh = make_mesh(**degrees)
+    return both(mesh.get_local_rank("pipeline"), mesh.size(0), ["zb_h1"], mesh=mesh)["zb_h1"]
+
+
+@pytest.mark.parametrize("degrees", [{"replicate": 2}, {"shard": 2}])
+def test_replicas_and_shards_give_the_synchronous_runs_losses(degrees):
+    for expected, got in run_ranks(in_mesh, 2, degrees):
+        assert_same(expected, got)
+
+
+# ---- The trainer
+
+
+class Batches:
+    def batch(self, step):
+        return batch(step)
+
+
+def trainer_of(post_validation, precision="mixed_float16", **options):
+    chosen, model = PRECISIONS[precision], Model(nn.LayerNorm)
+    stages = {index: model.build_stage(index, 2) for index in range(2)}
+    move_stages(stages, torch.device("cpu"), chosen)
+    pipeline = Pipeline(stages, plan("zb_v", 1, M), chosen.widened(model.loss))
+    masters = build_masters(pipeline, chosen)
+    options.setdefault("num_recorded", 1)
+    return Trainer(
+        pipeline=pipeline,
+        optimizer=adamw((masters or pipeline).parameters()),
+        data=Data(Batches(), Batches(), 1, ROWS, "row", ""),
+        learning_rate=lambda step: 1 / (step + 1),
+        clip_norm=CLIP,
+        masters=masters,
+        loss_scale=LossScale(2.0**12, growth_interval=2) if chosen.is_scaled else None,
+        post_validation=post_validation,
+        **options,
+    )
+
+
+def history_of(trainer, num_steps=STEPS):
+    """The metrics without the times, and the weights at the end."""
+    history = [
+        {name: value for name, value in each.items() if "second" not in name}
+        for each in trainer.run(num_steps)
+    ]
+    return history, [each.detach().clone() for each in trainer.pipeline.parameters()]
+
+
+def test_a_trainer_with_masters_and_a_loss_scale_has_the_synchronous_runs_metrics():
+    """The loss scale grows at some steps and is halved at others: F's of the last stage depend on it."""
+    expected = history_of(trainer_of(None, evaluate_every=4))
+    trainer = trainer_of(Validation(after=0), evaluate_every=4)
+    assert_same(expected, history_of(trainer))
+    scales = [each["loss_scale"] for each in expected[0]]
+    assert any(b > a for a, b in pairwise(scales))
+    assert any(b < a for a, b in pairwise(scales))
+    assert {each["skipped"] for each in expected[0]} == {True, False}
+    assert trainer._update.num_redone > 2
+
+
+def test_the_metrics_of_a_step_come_when_the_next_step_has_passed_its_gate():
+    trainer = trainer_of(Validation(after=0), "float32", num_recorded=0)
+    running = trainer.run(STEPS)
+    assert [next(running)["step"], trainer.pipeline.num_steps] == [1, 2]
+    assert trainer.pipeline.gate is not None
+    assert [each["step"] for each in running] == [*range(2, STEPS + 1)]
+    assert trainer.pipeline.gate is None
+
+
+def test_it_is_on_after_steps_without_clipping_and_off_where_clipping_is_frequent():
+    switch = Switch(after=3)
+    seen = []
+    for is_good in [True, True, False, True, True, True, False, *[True] * 4, False, True, True, True]:
+        switch.note(is_good=is_good)
+        seen.append(switch.is_on)
+    assert seen == [*[False] * 5, *[True] * 6, *[False] * 3, True]
+    assert_same(
+        history_of(trainer_of(None, "float32")), history_of(trainer_of(Validation(after=1), "float32"))
+    )
+
+
+# ---- What is refused
+
+
+class ChangesItsInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(x.mul_(2))
+
+
+def test_a_stage_that_changes_its_inputs_is_refused_before_the_second_step():
+    with Pipeline({0: ChangesItsInput()}, plan("1f1b", 1, M), F.mse_loss) as pipeline:
+        steps = PostValidation(pipeline, adamw(pipeline.parameters()))
+        x, y = batch(0)
+        steps.step(x.clone(), target=y)
+        with pytest.raises(ValueError, match="changes its inputs or targets in place"):
+            steps.settle()
+
+
+def refused(rank):
+    model, timetable = Model(), plan("1f1b", 2, M)
+    with Pipeline({rank: model.build_stage(rank, 2)}, timetable, model.loss) as pipeline:
+        make = torch.optim.LBFGS if rank else torch.optim.AdamW
+        with pytest.raises(ValueError, match="LBFGS.step needs a closure"):
+            PostValidation(pipeline, make(pipeline.parameters()))
+        posts, found = Posts(pipeline.place, timeout=1.0), []
+        if rank == 0:
+            with pytest.raises(CommunicationError, match="rank 0 waits .* on rank 1: after 1 s"):
+                posts.post("mine").collect()
+        posts = Posts(pipeline.place, timeout=20.0)
+        for number in range(5):
+            ticket = posts.post((rank, number))
+            found.append(ticket.collect() == pipeline.place.gather((rank, number)))
+        left = [posts._store.check([f"{number}/{rank}"]) for number in range(5)]
+        posts.give_up("it was told to")
+        if rank == 0:
+            with pytest.raises(CommunicationError, match="told to"):
+                posts.post("mine").collect()
+    return found, left
+
+
+def test_a_gather_in_two_halves_and_what_one_rank_refuses_all_refuse():
+    for found, left in run_ranks(refused, 2):
+        assert found == [True] * 5
+        assert left == [False] * 3 + [True] * 2  # a value is removed when everybody has read it

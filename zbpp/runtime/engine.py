@@ -204,13 +204,14 @@ class Engine:
     ) -> Cutter | None:
         """Run a step whose F's before its gate may have to run again; then returns the new call's Cutter."""
         self._buffers.keep()
+        trained = list(self._trained())  # a sharded stage has others while its weights are gathered
         again: Call | None = None
 
         def is_valid() -> bool:
             nonlocal again
             again = settle()
             if again is None:  # from here on the step adds to gradients
-                self._before = GradientsBefore(self._trained())
+                self._before = GradientsBefore(trained)
             return again is None
 
         with suppress(BeginAgain):
@@ -223,7 +224,7 @@ class Engine:
         self._reductions.abandon()
         self._buffers.restore()
         cutter = self._begin(again, seeds)
-        self._before = GradientsBefore(self._trained())
+        self._before = GradientsBefore(trained)
         executor.run(recorder)
         return cutter
 

@@ -81,9 +81,13 @@ class _Posted(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """An update that is not known to be right yet. loss_scale, rate: in its step."""
+    """An update that is not known to be right yet. loss_scale, rate: in its step.
+
+    gradients: a sharded stage has other parameters while its weights are gathered, in the next step.
+    """
 
     pipeline: Pipeline
+    gradients: list[Tensor]
     ticket: Ticket
     loss_scale: float
     rate: float
@@ -137,11 +141,12 @@ class PostValidatedUpdate(Update):
         refusal = _CHANGED_INPUTS.format(rank=pipeline.rank) if pipeline.has_changed_inputs else ""
         ticket = pipeline.posts().post(_Posted(share, steps, refusal))
         scale_before = None if self._loss_scale is None else self._loss_scale.state_dict()
-        self._pending = _Pending(pipeline, ticket, scale, self._rate, scale_before)
+        gradients = gradients_of(pipeline.parameters())
+        self._pending = _Pending(pipeline, gradients, ticket, scale, self._rate, scale_before)
         # Also where this rank does not update: its learning rate may change before it does.
-        self._rollback.keep(gradients_of(pipeline.parameters()) if scale != 1 else [])
+        self._rollback.keep(gradients if scale != 1 else [])
         if steps:
-            self._update(pipeline, 1 / scale)
+            self._update(gradients, 1 / scale)
         self._rollback.after_step(has_stepped=steps)
         if self._loss_scale is not None:  # for the next step, if all is well
             self._loss_scale.update(is_finite=True)
@@ -187,7 +192,7 @@ class PostValidatedUpdate(Update):
     def _redo(self, pending: _Pending, outcome: Outcome) -> None:
         """Do the update as the synchronous run does it."""
         if outcome.is_finite:
-            self._update(pending.pipeline, self._factor(outcome.norm, pending.loss_scale))
+            self._update(pending.gradients, self._factor(outcome.norm, pending.loss_scale))
             return
         if self._masters is not None:
             self._masters.update()  # the parameters were cast from the wrong ones

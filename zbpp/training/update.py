@@ -53,7 +53,7 @@ class Update:
         outcome = outcome_of(pipeline.place.gather(share_of(pipeline, losses)), pipeline, scale)
         # All ranks have the same norm: if it isn't finite, all of them skip the update.
         if outcome.is_finite:
-            self._update(pipeline, self._factor(outcome.norm, scale))
+            self._update(gradients_of(pipeline.parameters()), self._factor(outcome.norm, scale))
         if self._loss_scale is not None:
             self._loss_scale.update(is_finite=outcome.is_finite)
         return [self._result(outcome, scale, rate)]
@@ -80,9 +80,9 @@ class Update:
             factor *= self._clip_norm / norm
         return factor
 
-    def _update(self, pipeline: Pipeline, factor: float) -> None:
+    def _update(self, gradients: list[Tensor], factor: float) -> None:
         if factor != 1:
-            scale_gradients(gradients_of(pipeline.parameters()), factor)
+            scale_gradients(gradients, factor)
         self._optimizer.step()
         if self._masters is not None:
             self._masters.update()
