@@ -7,11 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from helpers.processes import run_ranks
 from zbpp import LossScale, Pipeline, PostValidation, clip_grad_norm_, make_mesh, plan
 from zbpp.builders.stages import move_stages
 from zbpp.builders.trainer import build_masters
+from zbpp.runtime.mesh import local_of
 from zbpp.runtime.norm import gradients_of, scale_gradients
 from zbpp.runtime.posts import Posts
 from zbpp.runtime.world import CommunicationError
@@ -20,9 +22,13 @@ from zbpp.training.post_validation import Switch, Validation
 from zbpp.training.precision import PRECISIONS
 from zbpp.training.trainer import Trainer
 
-M, ROWS, WIDTH, STEPS = 8, 32, 6, 9
-CLIP = 50.0
-CLIPPED, INFINITE = (2, 3, 6), 5  # steps whose gradients are too large, and one that has no gradients
+M, ROWS, WIDTH, STEPS = 8, 32, 6, 10
+# Some steps are clipped by force. In others the norm of all stages is just above the threshold, and that of
+# each rank below: ranks update, and take it back.
+CLIP = 5.5
+CLIPPED = (3, 7)
+INFINITE = 5  # no rank has gradients
+POISONED = 8  # the first stage's are infinite, other ranks update
 
 
 class Model:
@@ -58,10 +64,18 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
+def poison(pipeline, now):
+    """Let gradients of the first stage be infinite at one step."""
+    if 0 in pipeline.stages:
+        weight = next(pipeline.stages[0].parameters())
+        weight.register_hook(lambda grad: grad * math.inf if now[0] == POISONED else grad)
+
+
 def synchronous(pipeline, optimizer, scheduler):
-    losses, norms = [], []
+    losses, norms, now = [], [], [0]
+    poison(pipeline, now)
     for step in range(STEPS):
-        x, y = batch(step)
+        now[0], (x, y) = step, batch(step)
         optimizer.zero_grad()
         losses.append([each.item() for each in pipeline.step(x, target=y)])
         norm = clip_grad_norm_(pipeline, math.inf).item()
@@ -75,17 +89,22 @@ def synchronous(pipeline, optimizer, scheduler):
 
 
 def validated(pipeline, optimizer, scheduler):
-    losses, norms = [], []
+    losses, norms, now = [], [], [0]
+    poison(pipeline, now)
     steps = PostValidation(pipeline, optimizer, clip_norm=CLIP)
     for step in range(STEPS):
-        x, y = batch(step)
+        now[0], (x, y) = step, batch(step)
         losses.append([each.item() for each in steps.step(x, target=y)])
         scheduler.step()
         if step:
             norms.append(steps.norm)
     steps.settle()
-    assert steps.num_redone == len(CLIPPED) + 1
-    return losses, [*norms, steps.norm]
+    norms.append(steps.norm)
+    assert steps.num_redone == sum(not norm <= CLIP for norm in norms)
+    assert steps.num_redone >= len(CLIPPED) + 2
+    if pipeline.place.num_pipelines == 1 < pipeline.timetable.num_ranks and pipeline.rank:
+        assert steps.num_taken_back > 0  # at least that of the poisoned step
+    return losses, norms
 
 
 def trained(rank, num_ranks, schedule, run, make=adamw, **options):
@@ -96,7 +115,11 @@ def trained(rank, num_ranks, schedule, run, make=adamw, **options):
         optimizer = make(pipeline.parameters())
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         losses, norms = run(pipeline, optimizer, scheduler)
-        return losses, norms, pipeline.state_dict(), optimizer.state_dict()
+        state = {name: local_of(each).clone() for name, each in pipeline.state_dict().items()}
+        kept = tree_map(
+            lambda each: local_of(each) if isinstance(each, torch.Tensor) else each, optimizer.state_dict()
+        )
+        return losses, norms, state, kept
 
 
 def assert_same(one, other):
@@ -123,6 +146,7 @@ def both(rank, num_ranks, schedules, **options):
     }
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")  # the first update is not made at once
 @pytest.mark.parametrize("num_ranks, schedules", [(1, ["1f1b", "zb_v"]), (2, ["zb_h1", "zb_v"])])
 def test_forced_clips_and_a_forced_inf_give_the_synchronous_runs_losses(num_ranks, schedules):
     if num_ranks == 1:
@@ -133,8 +157,9 @@ def test_forced_clips_and_a_forced_inf_give_the_synchronous_runs_losses(num_rank
         for schedule in schedules:
             expected, got = found[schedule]
             norms = dict(enumerate(expected[1]))
-            assert [step for step in norms if CLIP < norms[step] < math.inf] == [*CLIPPED]
-            assert [step for step in norms if not math.isfinite(norms[step])] == [INFINITE]
+            assert [step for step in norms if not math.isfinite(norms[step])] == [INFINITE, POISONED]
+            assert {*CLIPPED} <= {step for step in norms if norms[step] > CLIP}
+            assert any(norm <= CLIP for norm in norms.values())
             assert_same(expected, got)
 
 

@@ -89,6 +89,7 @@ class _Pending(NamedTuple):
     pipeline: Pipeline
     gradients: list[Tensor]
     ticket: Ticket
+    has_stepped: bool
     loss_scale: float
     rate: float
     scale_before: dict[str, Any] | None  # the state of the LossScale
@@ -97,6 +98,7 @@ class _Pending(NamedTuple):
 class PostValidatedUpdate(Update):
     """An Update that does not wait for the norm. The Gate of its pipeline.
 
+    num_redone: how many updates were done again. num_taken_back: how many of them this rank had made.
     validation.rollback: "exact", by copies of parameters and states; "inverse", computed, see inverse.py.
     Raises ValueError on all ranks for an optimizer whose step can't be taken back. Collective.
     """
@@ -116,7 +118,7 @@ class PostValidatedUpdate(Update):
         self._rollback = _agreed_rollback(validation.rollback, optimizer, pipeline)
         self._pending: _Pending | None = None
         self._results: list[Result] = []
-        self.num_redone = 0
+        self.num_redone = self.num_taken_back = 0
 
     def begin(self, pipeline: Pipeline, factor: float) -> None:
         """Prepare a step. factor: on the optimizer's learning rate."""
@@ -142,7 +144,7 @@ class PostValidatedUpdate(Update):
         ticket = pipeline.posts().post(_Posted(share, steps, refusal))
         scale_before = None if self._loss_scale is None else self._loss_scale.state_dict()
         gradients = gradients_of(pipeline.parameters())
-        self._pending = _Pending(pipeline, gradients, ticket, scale, self._rate, scale_before)
+        self._pending = _Pending(pipeline, gradients, ticket, steps, scale, self._rate, scale_before)
         # Also where this rank does not update: its learning rate may change before it does.
         self._rollback.keep(gradients if scale != 1 else [])
         if steps:
@@ -177,6 +179,7 @@ class PostValidatedUpdate(Update):
         is_right = self._is_good(outcome.norm) and all(each.has_stepped for each in posted)
         if not is_right:
             self.num_redone += 1
+            self.num_taken_back += pending.has_stepped
             with self._rollback.undone():
                 self._redo(pending, outcome)
         self._results.append(self._result(outcome, pending.loss_scale, pending.rate))
@@ -262,6 +265,11 @@ class PostValidation:
     def num_redone(self) -> int:
         """How many updates had to be done again so far."""
         return self._update.num_redone
+
+    @property
+    def num_taken_back(self) -> int:
+        """How many of them this rank had made at once; the others it had not."""
+        return self._update.num_taken_back
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> list[Tensor]:
         """`pipeline.step` and the update of the weights; returns the losses. Gradients are zeroed before."""

@@ -1,0 +1,1 @@
+"""Figures of the switches for memory and for the optimizer's step."""
