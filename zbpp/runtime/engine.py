@@ -70,9 +70,9 @@ class CallLosses(NamedTuple):
 class Engine:
     """The stages and links of one rank, with a program for `step` and one for `evaluate`.
 
-    over: why no call may follow; empty until then. posts: what the ranks post about their updates;
-    None where no step has a gate. has_changed_inputs: with posts, whether a stage has changed, in place, what
-    a step was given from outside; such a step could not begin again.
+    over: why no call may follow; empty until then. loaded: see CallOrder. posts: what the ranks post about
+    their updates; None where no step has a gate. has_changed_inputs: with posts, whether a stage has changed,
+    in place, what a step was given from outside; such a step could not begin again.
     key: the prefix of this pipeline's names in the job's store; the other arguments are Pipeline's.
     """
 
@@ -91,7 +91,7 @@ class Engine:
         timeout: float,
         dynamic_shapes: bool,
     ) -> None:
-        self.over, self.has_changed_inputs = "", False
+        self.over, self.loaded, self.has_changed_inputs = "", 0, False
         self.posts: Posts | None = None
         self._timetable, self._loss_fn, self._reductions = timetable, loss_fn, reductions
         last = timetable.num_stages - 1
@@ -169,7 +169,7 @@ class Engine:
                 self._order_of_ranks.begin(name, cutter.rows)
             if self._order_of_copies is not None:
                 trained = [(each.requires_grad, *each.shape) for each in self._trained()]
-                self._order_of_copies.begin(name, cutter.rows, hash(tuple(trained)))
+                self._order_of_copies.begin(name, cutter.rows, hash(tuple(trained)), self.loaded)
             if name == "step" and settle is None:
                 self._before = GradientsBefore(self._trained())
             with self._reductions.evaluating() if name == "evaluate" else nullcontext():
