@@ -6,22 +6,19 @@ steps beside m(F+B+W), the work of one rank in a step, and beside steps that wai
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
-import tempfile
 import time
-from datetime import timedelta
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zbpp.launch import on_ranks
 from zbpp.models.emulated import Emulated
 from zbpp.planning import plan
 from zbpp.runtime import Pipeline, clip_grad_norm_
+from zbpp.runtime.world import world
 from zbpp.schedule import Costs, simulate
 from zbpp.training.inverse import InverseRollback
 from zbpp.training.post_validation import PostValidation
@@ -74,37 +71,15 @@ def _beside(time: float, work: float) -> str:
 
 def _measured(schedule: str) -> _Times:
     """The times of a job of NUM_RANKS processes, as its first rank measured them."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        processes = [
-            context.Process(target=_rank, args=(rank, schedule, store, sender)) for rank in range(NUM_RANKS)
+    return _Times(*on_ranks(NUM_RANKS, _rank, schedule))
+
+
+def _rank(schedule: str) -> list[float]:
+    with world(device="cpu", timeout=120.0):
+        return [
+            _time_per_step(schedule, is_validated=is_validated, redone=redone)
+            for is_validated, redone in ((False, ()), (True, ()), (True, _REDONE))
         ]
-        for process in processes:
-            process.start()
-        sender.close()
-        for process in processes:
-            process.join()
-    if any(process.exitcode for process in processes):
-        raise RuntimeError(f"a rank of the measurement of {schedule} failed: see its traceback above")
-    return _Times(*receiver.recv())
-
-
-def _rank(rank: int, schedule: str, store: str, sender: Connection) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", f"file://{store}", rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=300)
-    )
-    dist.barrier()
-    times = [
-        _time_per_step(schedule, is_validated=is_validated, redone=redone)
-        for is_validated, redone in ((False, ()), (True, ()), (True, _REDONE))
-    ]
-    if rank == 0:
-        sender.send(times)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _time_per_step(schedule: str, *, is_validated: bool, redone: tuple[int, ...]) -> float:
