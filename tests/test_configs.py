@@ -180,7 +180,7 @@ def test_unknown_keys_wrong_types_and_unknown_choices_are_named(override, words)
         ),
         (
             "memory.offload_weights=true memory.gradient_release=step optimizer.clip_norm=null",
-            "memory.offload_weights=true doesn't go with memory.gradient_release=step: write gradient_release=off",
+            "memory.offload_weights=true doesn't go with memory.gradient_release=step: write gradient_rel",
         ),
         (
             "memory.gradient_release=step",

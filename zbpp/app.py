@@ -27,6 +27,7 @@ from zbpp.builders.trainer import (
     build_optimizer,
     build_pipeline,
     build_replan,
+    build_validation,
     learning_rate_factor,
 )
 from zbpp.config import ConfigError, TrainConfig, naming
@@ -198,6 +199,7 @@ def _build_trainer(config: TrainConfig, job: _Job, precision: Precision, mesh: D
         masters=masters,
         loss_scale=LossScale() if precision.is_scaled else None,
         gradient_release=config.memory.gradient_release,
+        post_validation=build_validation(config.optimizer),
     )
 
 

@@ -19,6 +19,7 @@ from zbpp.runtime.mesh import SHARD
 from zbpp.schedule import Costs, Timetable
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.optimizer import OPTIMIZERS, warmup_cosine
+from zbpp.training.post_validation import Validation
 from zbpp.training.precision import Precision
 from zbpp.training.replan import Replan
 
@@ -78,6 +79,13 @@ def build_optimizer(
         kahan_sum=options.kahan_sum,
         gradient_release=gradient_release,
     )
+
+
+def build_validation(options: OptimizerConfig) -> Validation | None:
+    """How updates are validated after they are made; None: they wait for the norm."""
+    if options.validation == "before":
+        return None
+    return Validation(after=options.validation_after, rollback=options.rollback)
 
 
 def learning_rate_factor(options: OptimizerConfig, num_steps: int) -> Callable[[int], float]:

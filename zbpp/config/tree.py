@@ -66,6 +66,11 @@ class OptimizerConfig(Checked):
     # The largest norm that the gradients of all stages together may have; null: no clipping.
     clip_norm: float | None = ranged(1.0, above=0)
     kahan_sum: bool = False  # true: for precision=bfloat16, what rounding takes off an update is kept
+    # after: ranks update before they know the norm, and take the update back if it had to be clipped.
+    validation: str = one_of("before", "after")
+    # With validation=after: it begins after so many steps in a row that were not clipped. 0: always.
+    validation_after: int = ranged(10)
+    rollback: str = one_of("exact", "inverse")  # how an update is taken back: by a copy, or computed
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -190,6 +195,8 @@ class TrainConfig(_RunConfig):
             )
         if self.memory.gradient_release != "off":
             self._check_gradient_release()
+        if self.optimizer.validation == "after" and self.optimizer.rollback == "inverse":
+            self._check_inverse()
         budget, recompute = self.memory.budget, self.memory.recompute
         if self.compile == "none" and budget != 1:
             raise ConfigError(
@@ -222,6 +229,8 @@ class TrainConfig(_RunConfig):
             given, remedy = f"precision={self.precision}", "write precision=float32 or bfloat16"
         elif max(self.parallel.replicate, self.parallel.shard, self.parallel.tensor) > 1:
             given, remedy = "parallel.replicate, shard or tensor", "leave them at 1, with more pipeline ranks"
+        elif self.optimizer.validation == "after":
+            given, remedy = "optimizer.validation=after", "write validation=before"
         elif self.memory.gradient_release != "off":
             given = f"memory.gradient_release={self.memory.gradient_release}"
             remedy = "write gradient_release=off"
@@ -239,6 +248,10 @@ class TrainConfig(_RunConfig):
                 f"optimizer.clip_norm={self.optimizer.clip_norm:g} needs it: write optimizer.clip_norm=null, "
                 "with optimizer=stable_adamw, which limits each update by itself"
             )
+        if self.optimizer.validation == "after":
+            raise ConfigError(
+                f"{setting} drops the gradients that optimizer.validation=after may need again: leave one out"
+            )
         if self.precision == "mixed_float16" or (self.precision in _MIXED and parallel.shard == 1):
             raise ConfigError(
                 f"{setting} doesn't go with precision={self.precision}, whose float32 gradients stay: write "
@@ -251,6 +264,19 @@ class TrainConfig(_RunConfig):
             raise ConfigError(
                 f"{setting} with parallel.replicate={parallel.replicate}, parallel.shard={parallel.shard}: "
                 "gradients would have to be reduced in each microbatch; write memory.gradient_release=step"
+            )
+
+    def _check_inverse(self) -> None:
+        """What can't be computed backwards."""
+        if self.precision == "mixed_float16":
+            raise ConfigError(
+                "optimizer.rollback=inverse needs gradients without a loss scale, which precision="
+                "mixed_float16 divides out of them: write optimizer.rollback=exact"
+            )
+        if self.optimizer.kahan_sum:
+            raise ConfigError(
+                "optimizer.rollback=inverse is for torch's AdamW, and optimizer.kahan_sum=true takes another "
+                "one: write optimizer.rollback=exact"
             )
 
     @property

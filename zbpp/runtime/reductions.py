@@ -132,12 +132,16 @@ class Reductions:
         return stage in self._reducers
 
     def begin(self) -> None:
-        """Called before the first action of a step."""
+        """Called before the first F of a step."""
         self._check_parameters()
-        self._tied.begin()
-        self._copies.begin()
+        self._tied.check()
         for reducer in self._reducers.values():
             reducer.begin()
+
+    def begin_gradients(self) -> None:
+        """Called before the first backward of a step, which is the first to change gradients."""
+        self._tied.begin()
+        self._copies.begin()
 
     def start(self, stage: int, ended: Ended | None = None) -> None:
         """Start to reduce a stage, whose gradients are complete on this rank; see Reducer.start."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -22,14 +22,13 @@ def pack_views(
     start = memory.untyped_storage().data_ptr()
 
     def pack(tensor: Tensor) -> View:
-        return View(tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+        return View(tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
     seen: set[Any] = {None, *_nodes(inputs)}
     nodes = [node for node in _nodes(outputs) if node not in seen]
     seen.update(nodes)
     for node in nodes:  # the list grows during the loop
-        kind: Hashable = type(node)
-        for raw_name, name in _saved_names(kind):
+        for raw_name, name in _saved_names(type(node)):
             raws, values = getattr(node, raw_name), None
             for number, raw in enumerate(raws if isinstance(raws, tuple) else (raws,)):
                 if raw is None or raw.unpack_hook is not None:
