@@ -34,6 +34,7 @@ from zbpp.runtime.groups import close_groups, job_store, link_groups
 from zbpp.runtime.measure import Recorder
 from zbpp.runtime.microbatch import Cutter
 from zbpp.runtime.named_losses import NamedLosses
+from zbpp.runtime.offload_plan import ActivationOffload, OffloadPlan
 from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.restored import GradientsBefore
 from zbpp.runtime.stage import Loss, StageWorker
@@ -79,6 +80,7 @@ class Engine:
         key: str,
         timeout: float,
         dynamic_shapes: bool,
+        offload: ActivationOffload | None = None,
     ) -> None:
         self.over = ""
         self._timetable, self._loss_fn, self._reductions = timetable, loss_fn, reductions
@@ -94,10 +96,14 @@ class Engine:
             )
             for stage, module in stages.items()
         }
+        self._rank, self._group, self._offload = rank, group, None
+        if offload is not None:
+            self._offload = OffloadPlan(offload, timetable, self._workers, device)
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._order_of_ranks: CallOrder | None = None
         self._order_of_copies = order_of_copies
-        programs = {"step": lower(timetable), "evaluate": lower(timetable.forward_only())}
+        leaving = () if self._offload is None else self._offload.plan
+        programs = {"step": lower(timetable, leaving), "evaluate": lower(timetable.forward_only())}
         pairs = programs["step"].links
         if pairs:
             neighbours = neighbours_of(rank, pairs, timetable)
@@ -113,13 +119,20 @@ class Engine:
                 device,
                 dynamic_shapes=dynamic_shapes,
                 reductions=reductions if name == "step" else None,
+                offloads={} if self._offload is None else self._offload.stages,
             )
             for name, lowered in programs.items()
         }
 
     def step(self, call: Call, seeds: Mapping[int, int], recorder: Recorder | None) -> CallLosses:
         """Train on one batch; returns the losses. seeds: per stage, of its microbatch 0."""
-        return self._run("step", call, seeds, recorder)
+        if self._offload is None:
+            return self._run("step", call, seeds, recorder)
+        recorder = recorder or self._offload.recorder
+        losses = self._run("step", call, seeds, recorder)
+        if self._offload.step_done(recorder, self._group):
+            self._executors["step"].resolve(lower(self._timetable, self._offload.plan)[self._rank])
+        return losses
 
     def evaluate(self, call: Call, seeds: Mapping[int, int]) -> CallLosses:
         """Forward of one batch, whose shapes may be others than the last one's; returns the losses."""
@@ -145,6 +158,8 @@ class Engine:
             with self._reductions.evaluating() if name == "evaluate" else nullcontext():
                 self._executors[name].run(recorder)
             ended = [worker.end() for worker in self._workers.values()]
+            if self._offload is not None:
+                self._offload.end()
             cutter.backward()
         except BaseException as error:
             self._fail(error, before)
@@ -163,6 +178,8 @@ class Engine:
         """Drop all that is left of a call; with several ranks or replicas, the pipeline ends."""
         for worker in self._workers.values():
             worker.abandon()
+        if self._offload is not None:
+            self._offload.abandon()
         self._reductions.abandon()
         left = "" if before is None else before.restore()
         if left:
@@ -184,6 +201,8 @@ class Engine:
         close_groups(self._links.values())
         self._links.clear()
         self._reductions.close()
+        if self._offload is not None:
+            self._offload.close()
 
 
 def error_text(error: BaseException) -> str:

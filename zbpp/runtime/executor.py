@@ -22,23 +22,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import count
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from zbpp.autograd.copies import OffloadError
 from zbpp.runtime.layout import Message
 from zbpp.runtime.measure import Recorder
+from zbpp.runtime.offload import StageOffload
 from zbpp.runtime.p2p import BufferPool, FreshBuffers, Inbox, Outbox
 from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.stage import StageWorker
 from zbpp.runtime.world import CommunicationError
 from zbpp.schedule import Action, Op, Program, Recv, Reduce, Release, Send, Value, consumes, produces
 from zbpp.schedule.lower import Instruction
+from zbpp.schedule.offload import Await, Drop, Fetch, Offload
 
 StageMethod = Callable[[StageWorker, int, Message], Message]  # int: the microbatch
 Links = Mapping[tuple[int, int], dist.ProcessGroup]  # (sender, receiver) -> group
 
+_TRANSPORTS: dict[type, Callable[[StageOffload, int], None]] = {
+    Offload: StageOffload.offload,
+    Drop: StageOffload.drop,
+    Fetch: StageOffload.fetch,
+    Await: StageOffload.wait,
+}
 _NO_MESSAGE: Message = ()
 _EMPTY_SLOT, _UNREAD_SLOT, _FIRST_SLOT = 0, 1, 2  # messages wait in the slots from the first on
 
@@ -55,7 +65,7 @@ class Executor:
     """Runs one program over the stages and links of one rank.
 
     methods: {op: the method of StageWorker that does it}. reductions: of the stages' gradients; None where
-    the program has none.
+    the program has none. offloads: by stage, of those stages whose activations leave.
     """
 
     def __init__(
@@ -69,9 +79,10 @@ class Executor:
         *,
         dynamic_shapes: bool = False,
         reductions: Reductions | None = None,
+        offloads: Mapping[int, StageOffload] = MappingProxyType({}),
     ) -> None:
         self._program, self._workers, self._methods = program, workers, methods
-        self._reductions = reductions
+        self._reductions, self._offloads = reductions, offloads
         self._recorder: Recorder | None = None
         self._num_stages = num_stages
         self._pool = FreshBuffers(device) if dynamic_shapes else BufferPool(device)
@@ -80,6 +91,13 @@ class Executor:
         self._connect(links, dynamic_shapes)
         taken = [value for instruction in program.instructions for value in _taken(instruction)]
         self._slots = dict(zip(taken, count(_FIRST_SLOT)))  # where each value waits
+        self.resolve(program)
+
+    def resolve(self, program: Program) -> None:
+        """Run this program from now on: with the same actions and messages, but another offload."""
+        self._program = program
+        self._leaving = {each.value for each in program.instructions if isinstance(each, Offload)}
+        reductions = self._reductions
         first = [_Resolved(_without_message(inbox.begin)) for inbox in self._inboxes.values()]
         last = [_Resolved(_without_message(outbox.finish)) for outbox in self._outboxes.values()]
         if reductions is not None:
@@ -153,9 +171,11 @@ class Executor:
         match instruction:
             case Action(stage, op, microbatch):
                 takes = [self._slots[value] for value in _taken(instruction)]
-                produced = produces(instruction, self._num_stages)
-                gives = [self._slots[value] for value in produced if value in self._slots]
+                made = produces(instruction, self._num_stages)
+                gives = [self._slots[value] for value in made if value in self._slots]
                 function = partial(self._methods[op], self._workers[stage], microbatch)
+                if any(value in self._leaving for value in made):
+                    function = partial(self._offloads[stage].forward, microbatch)
                 return _Resolved(function, *(takes or [_EMPTY_SLOT]), *(gives or [_UNREAD_SLOT]))
             case Recv(value, peer):
                 return _Resolved(_without_message(self._inboxes[peer].receive), gives=self._slots[value])
@@ -166,6 +186,9 @@ class Executor:
                 return _Resolved(_without_message(self._outboxes[peer].release))
             case Reduce(stage):
                 return _Resolved(_without_message(partial(self._reduce, stage)))
+            case Offload(value) | Drop(value) | Fetch(value) | Await(value):
+                method = _TRANSPORTS[type(instruction)]
+                return _Resolved(_without_message(partial(method, self._offloads[value.stage], value.microbatch)))
 
     def _reduce(self, stage: int) -> None:
         """Start the reduction of a stage's gradients; the recorder is told when it has ended."""
@@ -176,7 +199,7 @@ class Executor:
     def _explain(self, position: int, error: Exception) -> None:
         """Raise an error that says which message failed; actions and reductions say that themselves."""
         instruction = self._instructions[position]
-        speaks_for_itself = isinstance(error, CommunicationError | torch.OutOfMemoryError)
+        speaks_for_itself = isinstance(error, CommunicationError | OffloadError | torch.OutOfMemoryError)
         if isinstance(instruction, Action) or speaks_for_itself:
             return
         rank = self._program.rank

@@ -28,6 +28,7 @@ from zbpp.runtime.groups import close_groups, group_of_this_process, set_timeout
 from zbpp.runtime.measure import Recorder, measured_timeline
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.named_losses import NamedLosses, summed
+from zbpp.runtime.offload_plan import ActivationOffload
 from zbpp.runtime.outputs import Metrics, Outputs
 from zbpp.runtime.parameters import StageParameters
 from zbpp.runtime.reductions import Reductions
@@ -59,6 +60,8 @@ class Pipeline:
     reshard: when gathered weights of sharded stages are freed: "step", after a stage's last W; "microbatch",
     after each F and each B, and then they are gathered twice per microbatch; "never".
     mp_policy: the torch.distributed.fsdp.MixedPrecisionPolicy of the stages that the Pipeline shards.
+    offload: which activations leave device memory between F and B, see ActivationOffload; None: none. Results
+    are the same to the last bit. Without costs of its own it decides after the second step.
     seed: of the random numbers drawn in forward. timeout: seconds that a wait for another rank may last.
     dynamic_shapes: whether messages between stages may differ from microbatch to microbatch (shapes, dtypes,
     which tensors there are); each message then says its layout, and takes one more latency.
@@ -92,6 +95,7 @@ class Pipeline:
         device: torch.device | str | None = None,
         reshard: Reshard = "step",
         mp_policy: Any = None,
+        offload: ActivationOffload | None = None,
     ) -> None:
         given = Place(mesh, group)
         for each in given.mesh_groups():
@@ -101,6 +105,7 @@ class Pipeline:
         self.rank = rank_in(given.pipeline, timetable)
         self.seed, self.num_steps, self.loss_scale = seed, 0, 1.0
         self._timeout, self._dynamic_shapes, self._reshard = timeout, dynamic_shapes, reshard
+        self._offload = offload
         # One rank of a larger job needs a group, too, for what is collective; this pipeline closes it.
         is_alone = timetable.num_ranks == 1 and given.pipeline is None
         self._made_group = group_of_this_process() if is_alone else None
@@ -147,6 +152,7 @@ class Pipeline:
             key=agreed.key,
             timeout=timeout,
             dynamic_shapes=dynamic_shapes,
+            offload=offload,
         )
         self.step_losses, self.evaluation_losses = NamedLosses(), NamedLosses()
         self._is_recording, self._recorder = False, Recorder(self.device)
@@ -297,6 +303,7 @@ class Pipeline:
             timeout=self._timeout,
             dynamic_shapes=self._dynamic_shapes,
             reshard=self._reshard,
+            offload=self._offload,
         )
         following.num_steps, following.loss_scale = self.num_steps, self.loss_scale
         return following
