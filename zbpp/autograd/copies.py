@@ -143,11 +143,11 @@ class _ThreadCopier(Copier):
 
 def _each(copy: Callable[[UntypedStorage, Any], None], moves: list[tuple[UntypedStorage, Any]]) -> None:
     try:
-        for storage, space in moves:
-            copy(storage, space)
-        del storage, space
+        for move in moves:
+            copy(*move)
     finally:
         # The caller frees what it dropped, not this thread: so memory is freed where the plan says.
+        move = None
         moves.clear()
 
 

@@ -1,6 +1,7 @@
 """Activations that leave device memory after F and come back before B.
 
     activations = SavedActivations(copier)
+    activations.keep(module.parameters())
     with activations.saving():          # F: whatever autograd saves is packed
         output = module(x)
     activations.offload()               # start to copy: device -> host
@@ -164,15 +165,12 @@ def unpack(packed: Any) -> Tensor:
 class SavedActivations:
     """What one forward saves for its backward, and where that is.
 
-    stays: tensors whose storages don't leave. Nothing here keeps a storage alive: what autograd drops is
-    free.
+    Nothing here keeps a storage alive: what autograd drops is free.
     """
 
-    def __init__(
-        self, copier: Copier, *, stays: Iterable[Tensor] = (), least_bytes: int = LEAST_BYTES
-    ) -> None:
+    def __init__(self, copier: Copier, *, least_bytes: int = LEAST_BYTES) -> None:
         self._copier, self._least_bytes = copier, max(1, least_bytes)
-        self._stays = {storage._cdata for each in stays for storage in storages_of(each)}
+        self._stays: set[int] = set()  # addresses of storages
         self._memories: dict[int, weakref.ref[_Memory]] = {}  # by the storage's address
         self._leaving: Copy | None = None
         self._arriving: Copy | None = None
@@ -180,6 +178,13 @@ class SavedActivations:
     def saving(self) -> saved_tensors_hooks:
         """Within this context, what autograd saves may leave later."""
         return saved_tensors_hooks(self._pack, unpack)
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Let the storages of these tensors stay; called before `offload`, while the tensors live."""
+        for tensor in tensors:
+            for storage in storages_of(tensor):
+                self._stays.add(storage._cdata)
+                self._memories.pop(storage._cdata, None)
 
     @property
     def nbytes(self) -> int:

@@ -34,11 +34,13 @@ class StageOffload:
 
     def forward(self, microbatch: int, message: Message) -> Message:
         """F: what it saves may leave."""
-        activations = SavedActivations(
-            self._copier, stays=self._stays(microbatch), least_bytes=self._least_bytes
-        )
+        activations = SavedActivations(self._copier, least_bytes=self._least_bytes)
+        activations.keep(self._stays(microbatch))
         with activations.saving():
             result = self._worker.forward(microbatch, message)
+        # A message is held by others, too: by the pool of receive buffers, by a send, by the next stage here.
+        # If it left, it would not be freed, and come back as a second copy.
+        activations.keep(each for each in (*message, *result) if each is not None)
         self._activations[microbatch] = activations
         return result
 
