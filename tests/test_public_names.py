@@ -24,9 +24,9 @@ from zbpp import (
 from zbpp.models.mlp import Mlp
 
 NAMES = [
-    "ActivationOffload", "SCHEDULES", "Costs", "LossScale", "MasterWeights", "Pipeline", "PlanError", "Timeline", "Timetable",
-    "WeightGrads", "auxiliary_loss", "auxiliary_losses", "backward_input", "checkpoint", "clip_grad_norm_",
-    "lower", "make_mesh", "per_microbatch", "plan", "replicate", "simulate", "split_layers",
+    "ActivationOffload", "SCHEDULES", "Costs", "LossScale", "MasterWeights", "Pipeline", "PlanError",
+    "Timeline", "Timetable", "WeightGrads", "auxiliary_loss", "auxiliary_losses", "backward_input",
+    "checkpoint", "clip_grad_norm_", "lower", "make_mesh", "per_microbatch", "plan", "replicate", "simulate", "split_layers",
     "split_sequential", "trace_stages",
 ]  # fmt: skip
 

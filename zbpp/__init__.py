@@ -32,7 +32,14 @@ if TYPE_CHECKING:
     from zbpp.cutting import split_sequential, trace_stages
     from zbpp.partition import split_layers
     from zbpp.planning import SCHEDULES, plan
-    from zbpp.runtime import ActivationOffload, Pipeline, clip_grad_norm_, make_mesh, per_microbatch, replicate
+    from zbpp.runtime import (
+        ActivationOffload,
+        Pipeline,
+        clip_grad_norm_,
+        make_mesh,
+        per_microbatch,
+        replicate,
+    )
     from zbpp.schedule import Costs, PlanError, Timeline, Timetable, lower, simulate
     from zbpp.training.loss_scale import LossScale
     from zbpp.training.master_weights import MasterWeights
@@ -67,8 +74,8 @@ _HOME = {
 }
 
 __all__ = [
-    "ActivationOffload",
     "SCHEDULES",
+    "ActivationOffload",
     "Costs",
     "LossScale",
     "MasterWeights",

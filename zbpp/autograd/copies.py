@@ -171,7 +171,7 @@ class FileCopier(_ThreadCopier):
         super().__init__(device)
         self._folder = folder
         try:
-            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # closed in close()
         except OSError as error:
             raise OffloadError(f"activations can't be offloaded to {folder}: {error}") from error
 

@@ -31,7 +31,17 @@ from torch.autograd.graph import Node
 from zbpp.autograd.hooks import has_node_hooks
 from zbpp.autograd.node_roles import FUNCTION_NODES_LIVE, role_of_type, view_of_type
 from zbpp.autograd.offload import SavedTensor, unpack
-from zbpp.autograd.rules import Add, HeldTensors, Rule, UnpackingAdd, is_kept, saved, saved_by, tensors_in, version_of
+from zbpp.autograd.rules import (
+    Add,
+    HeldTensors,
+    Rule,
+    UnpackingAdd,
+    is_kept,
+    saved,
+    saved_by,
+    tensors_in,
+    version_of,
+)
 from zbpp.autograd.sharded import capture_shards, is_on_mesh
 from zbpp.autograd.views import MATRIX_TRANSPOSE, View
 

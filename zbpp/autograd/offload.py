@@ -10,8 +10,8 @@
     backward_input(output, ...)         # B, then W: as without
 
 What leaves is a STORAGE: the tensors that autograd saves are often views of one, and it leaves once. Each
-saved tensor is packed as a SavedTensor, which knows its view of the storage. The split keeps a site's x packed
-(rules.py) and W unpacks it: B and W run the same kernels on the same numbers as without offload.
+saved tensor is packed as a SavedTensor, which knows its view of the storage. The split keeps a site's x
+packed (rules.py) and W unpacks it: B and W run the same kernels on the same numbers as without offload.
 
 What stays: parameters and buffers, tensors that the caller holds anyway, storages below `least_bytes`, and
 tensors of subclasses, such as DTensor. Those are packed as Stays.

@@ -143,9 +143,9 @@ def name_of(rule: Rule) -> str:
 def saved(node: Node, name: str) -> Tensor | Packed | SavedTensor | None:
     """A tensor that a node has saved, without the graph that a saved activation was computed by.
 
-    A tensor that save_on_cpu or `SavedActivations` packed is returned packed, and W unpacks it. Returns None for tensors that other
-    hooks packed, because unpacking a checkpoint's tensor in the walk would recompute too early. Returns None
-    for sparse tensors: their products are left to autograd.
+    A tensor that save_on_cpu or `SavedActivations` packed is returned packed, and W unpacks it. Returns None
+    for tensors that other hooks packed, because unpacking a checkpoint's tensor in the walk would recompute
+    too early. Returns None for sparse tensors: their products are left to autograd.
     """
     raw = getattr(node, "_raw_saved_" + name)
     hook = raw.unpack_hook
@@ -163,7 +163,7 @@ def saved(node: Node, name: str) -> Tensor | Packed | SavedTensor | None:
 
 
 def is_kept(raw: Any) -> bool:
-    """Whether a node's raw saved tensor is the tensor itself: no hook packed it, or it stays on the device."""
+    """Whether a node's raw saved tensor is the tensor itself: no hook packed it, or it stays."""
     hook = raw.unpack_hook
     return hook is None or (hook is unpack and type(raw.data) is Stays)
 

@@ -99,12 +99,25 @@ class MemoryConfig(Checked):
     recompute: what runs forward again in B: nothing, each block by itself, or the whole stage.
     budget: the share of the activations that compiled stages keep between F and B.
     limit: GiB that each rank may hold after replanning, see schedule.replan; null: as much as before it.
+    offload: which activations leave device memory between F and B: none; auto, those whose copies take no
+    time beside the computation; or up to so many GiB of each rank. offload_to: host, or a folder for a file.
     """
 
     prefix: ClassVar[str] = "memory."
     recompute: str = one_of("none", "block", "stage")
     budget: float = ranged(1.0, most=1)
     limit: float | None = ranged(None, above=0, unit="GiB")
+    offload: int | float | str = "none"
+    offload_to: str = filled("host", "write host, or a folder")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_number = isinstance(self.offload, int | float) and not isinstance(self.offload, bool)
+        if self.offload not in ("none", "auto") and not (is_number and float(self.offload) > 0):
+            raise ConfigError(
+                f"memory.offload={self.offload}: write none, auto, or the GiB of each rank that may leave, "
+                "above 0"
+            )
 
 
 @dataclass(kw_only=True)

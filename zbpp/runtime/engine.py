@@ -19,7 +19,7 @@ alive, the other rank waits there until that group's timeout.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from typing import NamedTuple
 
@@ -34,12 +34,14 @@ from zbpp.runtime.groups import close_groups, job_store, link_groups
 from zbpp.runtime.measure import Recorder
 from zbpp.runtime.microbatch import Cutter
 from zbpp.runtime.named_losses import NamedLosses
-from zbpp.runtime.offload_plan import ActivationOffload, OffloadPlan
+from zbpp.runtime.offload_plan import OffloadPlan
 from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.restored import GradientsBefore
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.world import CommunicationError
 from zbpp.schedule import Op, Timetable, lower
+
+MakeOffload = Callable[[Mapping[int, StageWorker]], OffloadPlan]
 
 _METHODS: dict[str, dict[Op, StageMethod]] = {
     "step": {
@@ -63,6 +65,7 @@ class Engine:
     """The stages and links of one rank, with a program for `step` and one for `evaluate`.
 
     over: why no call may follow; empty until then.
+    make_offload: makes the OffloadPlan of these stages; None: nothing leaves.
     key: the prefix of this pipeline's names in the job's store; the other arguments are Pipeline's.
     """
 
@@ -80,7 +83,7 @@ class Engine:
         key: str,
         timeout: float,
         dynamic_shapes: bool,
-        offload: ActivationOffload | None = None,
+        make_offload: MakeOffload | None = None,
     ) -> None:
         self.over = ""
         self._timetable, self._loss_fn, self._reductions = timetable, loss_fn, reductions
@@ -96,9 +99,8 @@ class Engine:
             )
             for stage, module in stages.items()
         }
-        self._rank, self._group, self._offload = rank, group, None
-        if offload is not None:
-            self._offload = OffloadPlan(offload, timetable, self._workers, device)
+        self._rank = rank
+        self._offload = None if make_offload is None else make_offload(self._workers)
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._order_of_ranks: CallOrder | None = None
         self._order_of_copies = order_of_copies
@@ -130,7 +132,7 @@ class Engine:
             return self._run("step", call, seeds, recorder)
         recorder = recorder or self._offload.recorder
         losses = self._run("step", call, seeds, recorder)
-        if self._offload.step_done(recorder, self._group):
+        if self._offload.step_done(recorder):
             self._executors["step"].resolve(lower(self._timetable, self._offload.plan)[self._rank])
         return losses
 

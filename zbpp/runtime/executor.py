@@ -188,7 +188,9 @@ class Executor:
                 return _Resolved(_without_message(partial(self._reduce, stage)))
             case Offload(value) | Drop(value) | Fetch(value) | Await(value):
                 method = _TRANSPORTS[type(instruction)]
-                return _Resolved(_without_message(partial(method, self._offloads[value.stage], value.microbatch)))
+                return _Resolved(
+                    _without_message(partial(method, self._offloads[value.stage], value.microbatch))
+                )
 
     def _reduce(self, stage: int) -> None:
         """Start the reduction of a stage's gradients; the recorder is told when it has ended."""

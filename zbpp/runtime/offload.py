@@ -65,7 +65,8 @@ class StageOffload:
     def end(self) -> None:
         """Raise RuntimeError if a call left anything over."""
         if self._activations:
-            raise RuntimeError(f"a call ended with activations of microbatches {[*self._activations]} left over")
+            left = [f"saved({self._worker.index},{microbatch})" for microbatch in self._activations]
+            raise RuntimeError(f"a call ended with activations left over: {', '.join(left)}")
 
     def abandon(self) -> None:
         """Drop what is left of a step that failed."""

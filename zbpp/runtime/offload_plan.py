@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from zbpp.autograd.copies import Copier, copier_for
+from zbpp.autograd.copies import Copier, OffloadError, copier_for
 from zbpp.autograd.offload import LEAST_BYTES
 from zbpp.runtime.measure import Recorder, measured_costs, measured_timeline
+from zbpp.runtime.mesh import Place
 from zbpp.runtime.offload import StageOffload
 from zbpp.runtime.stage import StageWorker
 from zbpp.runtime.world import gather
@@ -63,28 +65,58 @@ class ActivationOffload:
         """The most that may be away from a rank at a time."""
         return math.inf if self.gib == "auto" else float(self.gib) * _GIB
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether two steps decide."""
+        return self.costs is None and self.values is None
+
+
+def offload_maker(
+    options: ActivationOffload | None, timetable: Timetable, device: torch.device, place: Place
+) -> Callable[[Mapping[int, StageWorker]], OffloadPlan] | None:
+    """What makes the OffloadPlan of this rank's stages; None without offload. Collective over the mesh.
+
+    Raises OffloadError on all ranks if one can't make its own, ValueError if they don't all measure, or all
+    not.
+    """
+    copier, refusal = None, ""
+    if options is not None:
+        try:
+            copier = options.to if isinstance(options.to, Copier) else copier_for(device, options.to)
+        except OffloadError as error:
+            refusal = str(error)
+    found = place.gather((options is not None and options.is_measured, refusal))
+    refusals = [each for _, each in found if each]
+    if refusals:
+        raise OffloadError(refusals[0])
+    if len({is_measured for is_measured, _ in found}) > 1:
+        raise ValueError("offload needs costs or values on all ranks or on none: some would wait for others")
+    if options is None or copier is None:
+        return None
+    return partial(OffloadPlan, options, timetable, copier, place.pipeline)
+
 
 class OffloadPlan:
     """One rank's offload. plan: what leaves in the next step; stages: of this rank, by index.
 
-    Raises PlanError for values that can't leave, OffloadError for a folder that can't be written to.
+    group: of the pipeline, for measuring. Raises PlanError for values that can't leave.
     """
 
     def __init__(
         self,
         options: ActivationOffload,
         timetable: Timetable,
+        copier: Copier,
+        group: dist.ProcessGroup | None,
         workers: Mapping[int, StageWorker],
-        device: torch.device,
     ) -> None:
-        self._options, self._timetable = options, timetable
-        to = options.to
-        self.copier = to if isinstance(to, Copier) else copier_for(device, to)
+        self._options, self._timetable, self._group = options, timetable, group
+        self.copier = copier
         self.copier.most_bytes = options.most_bytes
         self.stages = {
             index: StageOffload(worker, self.copier, options.least_bytes) for index, worker in workers.items()
         }
-        self._recorder = Recorder(device)
+        self._recorder = Recorder(copier.device)
         self._num_steps = 0
         self.costs: Costs | None = options.costs
         self.plan = self._first_plan()
@@ -93,7 +125,7 @@ class OffloadPlan:
     @property
     def is_measuring(self) -> bool:
         """Whether the plan is still to be made."""
-        return self.costs is None and self._options.values is None
+        return self.costs is None and self._options.is_measured
 
     @property
     def recorder(self) -> Recorder | None:
@@ -111,14 +143,14 @@ class OffloadPlan:
         is_late = self._options.gib != "auto"
         return choose_offload(simulate(self._timetable, costs), costs, limit, late=is_late)
 
-    def step_done(self, recorder: Recorder | None, group: dist.ProcessGroup | None) -> bool:
+    def step_done(self, recorder: Recorder | None) -> bool:
         """Called after each step: returns whether there is a new plan. Collective over the pipeline."""
         self._num_steps += 1
         if not self.is_measuring or self._num_steps < _MEASURED_STEPS or recorder is None:
             return False
-        times = measured_costs(measured_timeline(recorder, self._timetable, group))
+        times = measured_costs(measured_timeline(recorder, self._timetable, self._group))
         mine = {index: (stage.nbytes, self._ms_per_byte) for index, stage in self.stages.items()}
-        found = {index: each for some in gather(mine, group) for index, each in some.items()}
+        found = {index: each for some in gather(mine, self._group) for index, each in some.items()}
         nbytes, speeds = zip(*[found[index] for index in range(self._timetable.num_stages)], strict=True)
         host = [count * speed for count, speed in zip(nbytes, speeds, strict=True)]
         self.costs = type(times)(**{**times.numbers, "host": host}).in_bytes(nbytes, 0.0)

@@ -28,7 +28,7 @@ from zbpp.runtime.groups import close_groups, group_of_this_process, set_timeout
 from zbpp.runtime.measure import Recorder, measured_timeline
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.named_losses import NamedLosses, summed
-from zbpp.runtime.offload_plan import ActivationOffload
+from zbpp.runtime.offload_plan import ActivationOffload, offload_maker
 from zbpp.runtime.outputs import Metrics, Outputs
 from zbpp.runtime.parameters import StageParameters
 from zbpp.runtime.reductions import Reductions
@@ -140,6 +140,7 @@ class Pipeline:
                 "its place in the stage: let the loss hold the stage's module instead of its parameter"
             )
         self._copies = set(map(id, reductions.copies))
+        make_offload = offload_maker(offload, timetable, self.device, place)
         self._engine = Engine(
             timetable,
             self.rank,
@@ -152,7 +153,7 @@ class Pipeline:
             key=agreed.key,
             timeout=timeout,
             dynamic_shapes=dynamic_shapes,
-            offload=offload,
+            make_offload=make_offload,
         )
         self.step_losses, self.evaluation_losses = NamedLosses(), NamedLosses()
         self._is_recording, self._recorder = False, Recorder(self.device)
