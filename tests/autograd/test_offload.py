@@ -183,7 +183,7 @@ def test_an_activation_that_is_never_used_gives_its_space_back():
     del output
     assert copier.used_bytes == 0
     number = copier.num_spaces
-    saved, output = activations_of(module, copier, lambda: module(tokens()), least_bytes=SMALLEST)
+    saved, _output = activations_of(module, copier, lambda: module(tokens()), least_bytes=SMALLEST)
     saved.offload()
     assert copier.num_spaces == number
 
