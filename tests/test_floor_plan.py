@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "zbpp/benchmark/jobs.py": {"builders", "benchmark", "config"} | _TRAINING,
     # The split is measured on a Llama's blocks, in one process: no schedule, no training.
     "zbpp/benchmark/split/": {"autograd", "benchmark", "models", "runtime"},
+    "zbpp/benchmark/memory/": {"benchmark", "launch", "models"} | _TRAINING,  # it starts its own ranks
     "zbpp/benchmark/": {"benchmark", "render"} | _TRAINING,
     "zbpp/schedule/": {"schedule"},
     "zbpp/families/": {"families", "schedule"},

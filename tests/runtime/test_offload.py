@@ -126,7 +126,7 @@ def test_device_bytes_fall_by_the_planned_amount(tmp_path):
     offload = ActivationOffload(to=tmp_path, costs=COSTS, least_bytes=SMALLEST)
     with Pipeline(stages_for(0, timetable), timetable, F.mse_loss, offload=offload) as pipeline:
         pipeline.step(batch(), target=batch())
-        nbytes = pipeline._engine._offload.stages[0].nbytes
+        nbytes = pipeline.offloaded_bytes()[0]
     without = simulate(timetable, COSTS)
     left = simulate(timetable, COSTS, choose_offload(without, COSTS))
     planned = (without.peak_memory[0] - left.peak_memory[0]) * nbytes

@@ -117,7 +117,7 @@ class _ThreadCopy(NamedTuple):
             raise OffloadError(f"copying offloaded activations failed: {error}") from error
 
 
-class _ThreadCopier(Copier):
+class ThreadCopier(Copier):
     """Copies one after another, in a thread."""
 
     def __init__(self, device: torch.device) -> None:
@@ -151,7 +151,7 @@ def _each(copy: Callable[[UntypedStorage, Any], None], moves: list[tuple[Untyped
         moves.clear()
 
 
-class _CpuHostCopier(_ThreadCopier):
+class HostCopier(ThreadCopier):
     _where = "host memory"  # type: ignore[assignment]  # an attribute in place of the property
 
     def _make_space(self, nbytes: int) -> Tensor:
@@ -164,7 +164,7 @@ class _CpuHostCopier(_ThreadCopier):
         bytes_of(storage).copy_(space)
 
 
-class FileCopier(_ThreadCopier):
+class FileCopier(ThreadCopier):
     """Copies to a file without a name in `folder`: it is gone when the process ends, however it ends."""
 
     def __init__(self, device: torch.device, folder: str | Path) -> None:
@@ -259,7 +259,7 @@ def copier_for(device: torch.device, to: str | Path = "host") -> Copier:
     Raises OffloadError if the folder can't be written to.
     """
     if to == "host":
-        return _CudaHostCopier(device) if device.type == "cuda" else _CpuHostCopier(device)
+        return _CudaHostCopier(device) if device.type == "cuda" else HostCopier(device)
     if device.type != "cpu":
         raise OffloadError(f'activations leave {device} for host memory only, not for {to}: write "host"')
     return FileCopier(device, to)

@@ -141,6 +141,10 @@ class Engine:
         self._executors["evaluate"].forget_layouts()
         return self._run("evaluate", call, seeds, None)
 
+    def offloaded_bytes(self) -> dict[int, int]:
+        """Per stage, the most bytes of a microbatch that have left; {} without offload."""
+        return {} if self._offload is None else {s: each.nbytes for s, each in self._offload.stages.items()}
+
     def _run(self, name: str, call: Call, seeds: Mapping[int, int], recorder: Recorder | None) -> CallLosses:
         if self.over:
             raise RuntimeError(f"{self.over}: make a new Pipeline")

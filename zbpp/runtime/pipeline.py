@@ -280,6 +280,10 @@ class Pipeline:
             raise RuntimeError("no step was recorded: run one inside `with pipeline.recording():`")
         return measured_timeline(self._recorder, self.timetable, self.group)
 
+    def offloaded_bytes(self) -> dict[int, int]:
+        """Per stage of this rank, the most bytes of a microbatch that have left; {} without offload."""
+        return self._engine.offloaded_bytes()
+
     def with_timetable(self, timetable: Timetable) -> Pipeline:
         """Close this pipeline; return one that goes on with the same stages under another timetable.
 
