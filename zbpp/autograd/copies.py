@@ -143,16 +143,15 @@ class ThreadCopier(Copier):
 
 def _each(copy: Callable[[UntypedStorage, Any], None], moves: list[tuple[UntypedStorage, Any]]) -> None:
     try:
-        for move in moves:
-            copy(*move)
+        for number in range(len(moves)):
+            copy(*moves[number])
     finally:
         # The caller frees what it dropped, not this thread: so memory is freed where the plan says.
-        move = None
         moves.clear()
 
 
 class HostCopier(ThreadCopier):
-    _where = "host memory"  # type: ignore[assignment]  # an attribute in place of the property
+    _where = "host memory"
 
     def _make_space(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -194,13 +193,13 @@ class FileCopier(ThreadCopier):
         return start
 
     def _write(self, storage: UntypedStorage, space: Any) -> None:
-        left = memoryview(bytes_of(storage).numpy())
+        left = memoryview(bytes_of(storage).numpy().data)
         while left:
             written = os.pwrite(self._file.fileno(), left, space)
             left, space = left[written:], space + written
 
     def _read(self, storage: UntypedStorage, space: Any) -> None:
-        left = memoryview(bytes_of(storage).numpy())
+        left = memoryview(bytes_of(storage).numpy().data)
         while left:
             read = os.preadv(self._file.fileno(), [left], space)
             if not read:
@@ -223,7 +222,7 @@ class _CudaHostCopier(Copier):
     the program frees it, however far the host runs ahead.
     """
 
-    _where = "pinned host memory"  # type: ignore[assignment]  # an attribute in place of the property
+    _where = "pinned host memory"
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
