@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from helpers.processes import run_ranks
-from zbpp import ActivationOffload, Costs, Pipeline, plan
+from zbpp import ActivationOffload, Costs, Pipeline, make_mesh, plan
 from zbpp.autograd import recompute
 from zbpp.autograd.copies import OffloadError
 from zbpp.runtime.memory import live_bytes
+from zbpp.runtime.mesh import local_of
 
 CPU = torch.device("cpu")
 M, ROWS, SIZE, WIDE = 6, 64, 64, 512
@@ -21,6 +23,7 @@ SMALLEST = 1
 SCHEDULES = ["1f1b", "zb_h1", "zb_v"]
 # Times that leave room for every copy, so that all leave whose F and B have an action between them.
 COSTS = Costs(f=2, b=2, w=2, host=0.1)
+EVERYTHING = ActivationOffload(costs=COSTS, least_bytes=SMALLEST)
 
 
 class Block(nn.Module):
@@ -275,3 +278,37 @@ def a_missing_folder(rank):
 
 def test_what_one_rank_refuses_all_ranks_raise():
     assert run_ranks(a_missing_folder, 2) == [True, True]
+
+
+def on_a_mesh(rank):
+    """(equal losses and gradients, bytes that left) of shards (FSDP2), and of tensor-parallel parts."""
+    found = {}
+    for dimension in ("shard", "tensor"):
+        mesh = make_mesh(**{dimension: 2})
+        expected, (losses, gradients, nbytes) = (meshed(mesh, offload) for offload in (None, EVERYTHING))
+        found[dimension] = losses == expected[0] and all(map(torch.equal, gradients, expected[1])), nbytes
+    return found
+
+
+def meshed(mesh, offload):
+    timetable, x, losses = plan("gpipe", 1, M), batch(), []
+    stages = stages_for(0, timetable)
+    if "tensor" in mesh.mesh_dim_names:
+        for block in stages[0]:
+            parallelize_module(
+                block, mesh["tensor"], {"first": ColwiseParallel(), "second": RowwiseParallel()}
+            )
+    with Pipeline(stages, timetable, F.mse_loss, mesh=mesh, offload=offload) as pipeline:
+        for _ in range(2):
+            losses += [each.item() for each in pipeline.step(x, target=x)]
+        gradients = [local_of(each.grad) for each in pipeline.parameters()]
+        return losses, gradients, pipeline.offloaded_bytes().get(0, 0)
+
+
+def test_weights_that_fsdp2_gathers_stay_and_what_is_split_over_a_mesh_is_equal_to_the_last_bit():
+    plain = 2 * ROWS * (2 * WIDE + 3 * SIZE) * 4
+    for rank in run_ranks(on_a_mesh, 2):
+        assert rank["shard"][0]
+        assert rank["tensor"][0]
+        assert rank["shard"][1] == pytest.approx(plain, rel=0.1)  # no weight among them
+        assert 0 < rank["tensor"][1] < plain  # DTensors stay
