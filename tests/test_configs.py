@@ -166,6 +166,18 @@ def test_unknown_keys_wrong_types_and_unknown_choices_are_named(override, words)
             "compile=stage memory.recompute=block",
             "memory.recompute=block doesn't go with compile=stage: write memory.recompute=none",
         ),
+        (
+            "memory.offload_weights=true compile=stage",
+            "memory.offload_weights=true doesn't go with compile=stage: write compile=none",
+        ),
+        (
+            "memory.offload_weights=true precision=mixed_bfloat16",
+            "memory.offload_weights=true doesn't go with precision=mixed_bfloat16: write precision=float32",
+        ),
+        (
+            "memory.offload_weights=true parallel.replicate=2",
+            "memory.offload_weights=true doesn't go with parallel.replicate, shard or tensor: leave",
+        ),
         ("memory.limit=0", "memory.limit=0.0: write GiB, above 0, or null"),
         ("parallel.device=tpu", "parallel.device=tpu: write auto, cpu or cuda"),
         ("parallel.timeout=0", "parallel.timeout=0.0: write seconds, above 0"),

@@ -101,6 +101,7 @@ class MemoryConfig(Checked):
     limit: GiB that each rank may hold after replanning, see schedule.replan; null: as much as before it.
     offload: which activations leave device memory between F and B: none; auto, those whose copies take no
     time beside the computation; or up to so many GiB of each rank. offload_to: host, or a folder for a file.
+    offload_weights: whether weights, their gradients and the optimizer's states live in host memory.
     """
 
     prefix: ClassVar[str] = "memory."
@@ -109,6 +110,7 @@ class MemoryConfig(Checked):
     limit: float | None = ranged(None, above=0, unit="GiB")
     offload: int | float | str = "none"
     offload_to: str = filled("host", "write host, or a folder")
+    offload_weights: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,6 +119,11 @@ class MemoryConfig(Checked):
             raise ConfigError(
                 f"memory.offload={self.offload}: write none, auto, or the GiB of each rank that may leave, "
                 "above 0"
+            )
+        if self.offload != "none" and self.offload_weights:
+            raise ConfigError(
+                f"memory.offload={self.offload} doesn't go with memory.offload_weights=true, which packs "
+                "saved weights itself: write memory.offload=none, or memory.recompute=block to hold less"
             )
 
 
@@ -203,6 +210,20 @@ class TrainConfig(_RunConfig):
                 f"memory.recompute={recompute} doesn't go with compile={self.compile}: write "
                 "memory.recompute=none, and a memory.budget below 1 to hold less"
             )
+        if self.memory.offload_weights:
+            self._check_offloaded_weights()
+
+    def _check_offloaded_weights(self) -> None:
+        """Raise ConfigError for what doesn't go with memory.offload_weights."""
+        if self.compile != "none":
+            given, remedy = f"compile={self.compile}", "write compile=none"
+        elif self.precision in _MIXED:
+            given, remedy = f"precision={self.precision}", "write precision=float32 or bfloat16"
+        elif max(self.parallel.replicate, self.parallel.shard, self.parallel.tensor) > 1:
+            given, remedy = "parallel.replicate, shard or tensor", "leave them at 1, with more pipeline ranks"
+        else:
+            return
+        raise ConfigError(f"memory.offload_weights=true doesn't go with {given}: {remedy}")
 
     @property
     def batch_size(self) -> int:

@@ -18,6 +18,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zbpp.autograd.copies import Copier, OffloadError, copier_for
 from zbpp.autograd.offload import LEAST_BYTES
@@ -25,6 +26,7 @@ from zbpp.runtime.measure import Recorder, measured_costs, measured_timeline
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.offload import StageOffload
 from zbpp.runtime.stage import StageWorker
+from zbpp.runtime.weight_offload import offloaded_weights
 from zbpp.runtime.world import gather
 from zbpp.schedule import Costs, Timetable, Value, choose_offload, offload_of, simulate
 from zbpp.schedule.offload import RankOffload
@@ -69,6 +71,19 @@ class ActivationOffload:
     def is_measured(self) -> bool:
         """Whether two steps decide."""
         return self.costs is None and self.values is None
+
+
+def check_one_offload(options: ActivationOffload | None, stages: Iterable[nn.Module], place: Place) -> None:
+    """Raise ValueError on all ranks if one has both activations and weights that leave. Collective.
+
+    A saved tensor has one pair of hooks, and offloaded weights need theirs.
+    """
+    has_both = options is not None and offloaded_weights(stages) is not None
+    if any(place.gather(has_both)):
+        raise ValueError(
+            "offload=ActivationOffload(...) doesn't go with offloaded weights, which pack saved weights "
+            "themselves: leave offload out, and let blocks recompute (zbpp.checkpoint) to hold less"
+        )
 
 
 def offload_maker(
