@@ -126,6 +126,10 @@ class Engine:
         self._executors["evaluate"].forget_layouts()
         return self._run("evaluate", call, seeds, None)
 
+    def receive_buffers(self) -> list[Tensor]:
+        """The pool of `step`."""
+        return self._executors["step"].receive_buffers()
+
     def _run(self, name: str, call: Call, seeds: Mapping[int, int], recorder: Recorder | None) -> CallLosses:
         if self.over:
             raise RuntimeError(f"{self.over}: make a new Pipeline")

@@ -149,7 +149,8 @@ class Pipeline:
             dynamic_shapes=dynamic_shapes,
         )
         self.step_losses, self.evaluation_losses = NamedLosses(), NamedLosses()
-        self._is_recording, self._recorder = False, Recorder(self.device)
+        self._recorder = Recorder(self.device)
+        self._recording: Recorder | None = None
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages and of a loss that is a module, each once: for optimizers."""
@@ -207,7 +208,7 @@ class Pipeline:
         that forward made to buffers (BatchNorm's statistics), and all changes by hooks, are not undone.
         """
         with restored_generators(self.device):
-            recorder = self._recorder if self._is_recording else None
+            recorder = self._recording
             call = Call(args, target, kwargs, loss_scale=self.loss_scale)
             losses, self.step_losses = self._engine.step(call, self._seeds(), recorder)
         self.num_steps += 1
@@ -256,13 +257,20 @@ class Pipeline:
         return tuple(found)
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Measure each action and message of the steps inside the block; `timeline` gives the last step."""
-        self._is_recording = True
+    def recording(self, recorder: Recorder | None = None) -> Iterator[None]:
+        """Measure each action and message of the steps inside the block; `timeline` gives the last step.
+
+        recorder: what notes them instead, and `timeline` does not.
+        """
+        self._recording = self._recorder if recorder is None else recorder
         try:
             yield
         finally:
-            self._is_recording = False
+            self._recording = None
+
+    def receive_buffers(self) -> list[Tensor]:
+        """The buffers that messages of `step` are received into: as many as are in use at once."""
+        return self._engine.receive_buffers()
 
     def timeline(self) -> Timeline:
         """The last step inside `recording`, as it ran on all ranks; it starts at 0 ms. Collective.
