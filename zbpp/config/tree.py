@@ -98,7 +98,8 @@ class MemoryConfig(Checked):
 
     recompute: what runs forward again in B: nothing, each block by itself, or the whole stage.
     budget: the share of the activations that compiled stages keep between F and B.
-    limit: GiB that each rank may hold after replanning, see schedule.replan; null: as much as before it.
+    limit: GiB of each rank's device, for weights, gradients and optimizer states, too. `zbpp memory` compares
+        with it; replanning keeps within it (see schedule.replan; null: what the first plan needs).
     """
 
     prefix: ClassVar[str] = "memory."

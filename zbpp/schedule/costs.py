@@ -25,11 +25,12 @@ class StageCosts(NamedTuple):
     comm: list[float]  # ms, of a message that leaves the stage
     memory: dict[Op, list[float]]  # what an action adds to the memory that its rank holds; < 0 if it frees
     reduce: list[float]  # ms, of the sum of the stage's gradients over its replicas
+    static: list[float]  # held all the time
 
 
 @dataclass(frozen=True)
 class CostNumbers:
-    """The eight costs, each a number or a list of numbers.
+    """The nine costs, each a number or a list of numbers.
 
     A number is for a stage in `Costs`, and for a rank's share of the model in `zbpp.planning.RankCosts`.
     """
@@ -42,6 +43,7 @@ class CostNumbers:
     saved: PerStage = 1.0
     deferred: PerStage = 0.5
     reduce: PerStage = 0.0
+    static: PerStage = 0.0
 
     def __post_init__(self) -> None:
         for name, value in self.numbers.items():
@@ -68,15 +70,17 @@ class Costs(CostNumbers):
     saved: held from F until the end of B or BW; deferred: held from B until the end of W.
     reduce: time of summing the stage's gradients over its replicas, once a step; it occupies no rank, but a
         rank reduces one stage at a time. It holds no memory here.
+    static: held all the time: the stage's weights, gradients and optimizer states.
     memory_unit: the unit that memory is printed in: activations here, bytes in `CostsInBytes`.
     Raises PlanError for a value that is no number, and for a number that is negative or not finite.
     """
 
     memory_unit: ClassVar[str] = ACTIVATIONS
 
-    def in_bytes(self, saved: PerStage, deferred: PerStage) -> CostsInBytes:
+    def in_bytes(self, saved: PerStage, deferred: PerStage, static: PerStage = 0.0) -> CostsInBytes:
         """The same times with memory in bytes."""
-        return CostsInBytes(**{**self.numbers, "saved": saved, "deferred": deferred})
+        held = {"saved": saved, "deferred": deferred, "static": static}
+        return CostsInBytes(**{**self.numbers, **held})
 
     def per_stage(self, num_stages: int) -> StageCosts:
         """Every cost as a list of `num_stages` floats. Raises PlanError for a list of another length."""
@@ -100,6 +104,7 @@ class Costs(CostNumbers):
                 Op.BW: [-freed for freed in saved],
             },
             reduce=spread("reduce"),
+            static=spread("static"),
         )
 
 

@@ -265,9 +265,10 @@ def _reductions(ranks: list[_RankRun], reduce: list[float]) -> Iterator[Reductio
 
 
 def _peak(row: Row, costs: StageCosts) -> float:
-    """The most memory that the rank holds after any action of its row."""
+    """The most memory that the rank holds after any action of its row, with what it holds all the time."""
     change = np.zeros(len(row))
     for op, per_stage in costs.memory.items():
         chosen = row.ops == op
         change[chosen] = np.asarray(per_stage)[row.stages[chosen]]
-    return float(np.cumsum(change).max())
+    static = sum(costs.static[stage] for stage in np.unique(row.stages).tolist())
+    return float(np.cumsum(change).max()) + static
