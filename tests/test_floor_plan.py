@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "zbpp/config/": {"config", "ranges"},
     "zbpp/launch.py": {"ranges"} | _TRAINING,
     "zbpp/builders/": {"builders", "config"} | _TRAINING,
-    "zbpp/app.py": {"builders", "config", "render"} | _TRAINING,
+    "zbpp/app.py": {"builders", "config", "predict_memory", "render"} | _TRAINING,
     "zbpp/explain_stage.py": {"builders", "config", "training", "autograd"},
     # What each rank will hold: the stages run on fake tensors.
     "zbpp/predict_memory.py": {"builders", "config"} | _TRAINING,

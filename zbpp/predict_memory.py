@@ -49,12 +49,16 @@ class Prediction(NamedTuple):
     how: str
 
 
-class _Measured(NamedTuple):
+class MeasuredStages(NamedTuple):
     """batch: bytes of the inputs and of the target."""
 
     stages: list[StageBytes]
     batch: tuple[int, int]
     how: str
+
+    def predicted(self, timetable: Timetable) -> list[RankMemory]:
+        """Each rank's step under a timetable of the same cut."""
+        return predict_memory(timetable, self.stages, *self.batch)
 
 
 @dataclass
@@ -64,7 +68,7 @@ class Predictor:
     Stages that were measured once are not measured again.
     """
 
-    _known: dict[tuple[Any, ...], _Measured] = field(default_factory=dict)
+    _known: dict[tuple[Any, ...], MeasuredStages] = field(default_factory=dict)
 
     def predict(self, config: TrainConfig, timetable: Timetable | None = None) -> Prediction:
         """The memory of each rank of a step. Raises ConfigError or PlanError."""
@@ -74,10 +78,9 @@ class Predictor:
             check_layers(build_model(config.model, config.seed), config.schedule, num_ranks)
             timetable = build_timetable(config.schedule, num_ranks, config.num_microbatches)
         measured = self.measure(config, timetable)
-        ranks = predict_memory(timetable, measured.stages, *measured.batch)
-        return Prediction(timetable, measured.stages, ranks, measured.how)
+        return Prediction(timetable, measured.stages, measured.predicted(timetable), measured.how)
 
-    def measure(self, config: TrainConfig, timetable: Timetable) -> _Measured:
+    def measure(self, config: TrainConfig, timetable: Timetable) -> MeasuredStages:
         """The bytes of each stage of the timetable's cut."""
         sizes = timetable.num_stages, timetable.num_microbatches, config.microbatch_size
         mesh = config.parallel.shard, config.parallel.tensor, config.parallel.reshard
@@ -92,11 +95,11 @@ def predict(config: TrainConfig) -> Prediction:
     return Predictor().predict(config)
 
 
-def _measured(config: TrainConfig, timetable: Timetable) -> _Measured:
+def _measured(config: TrainConfig, timetable: Timetable) -> MeasuredStages:
     with _tensor_mesh(config.parallel) as mesh:
         run = _Stages(config, timetable, mesh)
         try:
-            return _Measured(run.measured(FakeTensorMode()), run.batch_bytes, FAKE)
+            return MeasuredStages(run.measured(FakeTensorMode()), run.batch_bytes, FAKE)
         except ConfigError:
             raise
         except Exception as error:  # whatever an operator without a fake form raises
@@ -107,7 +110,7 @@ def _measured(config: TrainConfig, timetable: Timetable) -> _Measured:
                 ) from error
             reason = f"{REAL}, since it can't run on fake tensors: {_first_line(error)}"
             with naming("model"), explained_as_data("the forward failed"):
-                return _Measured(run.measured(None), run.batch_bytes, reason)
+                return MeasuredStages(run.measured(None), run.batch_bytes, reason)
 
 
 @contextmanager

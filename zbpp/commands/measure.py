@@ -3,7 +3,7 @@
     zbpp measure -n 2 model=gpt_tiny data=stdlib run_dir=runs/costs
     zbpp plan zb_auto --ranks 2 --microbatches 8 --costs runs/costs/costs.json
 
-Writes costs.json: f, b, w, bw, comm in ms, saved, deferred and static in bytes, one number per stage; and under
+Writes costs.json: f, b, w, bw, comm in ms, saved, deferred and static in bytes, a number per stage; and under
 "about" where they were measured and how fast each link is. static is there all the time: weights, buffers,
 gradients, and two states per weight, as AdamW has them. Starts its own ranks, without torchrun. -n N is short
 for num_ranks=N. The schedule decides how many stages the model is cut into.

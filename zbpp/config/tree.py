@@ -106,6 +106,7 @@ class MemoryConfig(Checked):
     recompute: str = one_of("none", "block", "stage")
     budget: float = ranged(1.0, most=1)
     limit: float | None = ranged(None, above=0, unit="GiB")
+    report: bool = False  # true: the last step's memory, measured beside predicted, in memory.json and .png
 
 
 @dataclass(kw_only=True)
@@ -169,6 +170,12 @@ class TrainConfig(_RunConfig):
             raise ConfigError(
                 f"optimizer.kahan_sum=true is for weights in bfloat16, but precision={self.precision}: write "
                 "precision=bfloat16, or optimizer.kahan_sum=false"
+            )
+        least = 9 if self.schedule.replan is not None else 3
+        if self.memory.report and self.steps < least:
+            raise ConfigError(
+                "memory.report=true measures the last step, when optimizer states and receive buffers are "
+                f"there: write steps={least} or more"
             )
         budget, recompute = self.memory.budget, self.memory.recompute
         if self.compile == "none" and budget != 1:

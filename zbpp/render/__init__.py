@@ -14,7 +14,14 @@ cuts.py        which layers belong on which stage
 
 from zbpp.render.advice import render_advice
 from zbpp.render.cuts import render_cuts
-from zbpp.render.memory import in_bytes, render_limit, render_memory, render_switches
+from zbpp.render.memory import (
+    in_bytes,
+    render_limit,
+    render_memory,
+    render_memory_picture,
+    render_report,
+    render_switches,
+)
 from zbpp.render.page import render_page
 from zbpp.render.picture import render_picture
 from zbpp.render.statements import Statement, statements
@@ -33,8 +40,10 @@ __all__ = [
     "render_figures",
     "render_limit",
     "render_memory",
+    "render_memory_picture",
     "render_page",
     "render_picture",
+    "render_report",
     "render_switches",
     "render_table",
     "render_text",

@@ -165,8 +165,10 @@ def _owner(storage: torch.UntypedStorage) -> str:
 
 
 def _has(value: Any, storage: torch.UntypedStorage) -> bool:
+    if not issubclass(type(value), Tensor):  # isinstance would ask the object, and some objects warn
+        return False
     try:
-        return isinstance(value, Tensor) and any(each._cdata == storage._cdata for each in storages_of(value))
+        return any(each._cdata == storage._cdata for each in storages_of(value))
     except (RuntimeError, NotImplementedError, ReferenceError):  # a tensor without memory of its own
         return False
 

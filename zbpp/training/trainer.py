@@ -24,6 +24,7 @@ from zbpp.training.batch import Source, batch_for
 from zbpp.training.data import Data
 from zbpp.training.loss_scale import LossScale
 from zbpp.training.master_weights import MasterWeights
+from zbpp.training.memory_report import MemoryReport
 from zbpp.training.named_losses import with_evaluation_losses, with_named_losses
 from zbpp.training.replan import Replan
 
@@ -39,8 +40,8 @@ class Trainer:
     num_recorded: how many of the last steps are measured action by action. replan: may replace the pipeline
     after the first steps. masters: of all trainable parameters, whose optimizer this then is; the targets are
     float32. loss_scale: chooses the pipeline's loss_scale, step by step; without it that scale stays as it
-    is. Both scales are divided out of norm and gradients. Raises ValueError for an optimizer that would read
-    `.grad` where W sums in a `main_grad`.
+    is. Both scales are divided out of norm and gradients. memory_report: records the memory of one step.
+    Raises ValueError for an optimizer that would read `.grad` where W sums in a `main_grad`.
     """
 
     pipeline: Pipeline
@@ -54,6 +55,7 @@ class Trainer:
     replan: Replan | None = None
     masters: MasterWeights | None = None
     loss_scale: LossScale | None = None
+    memory_report: MemoryReport | None = None
 
     def __post_init__(self) -> None:
         _check_gradients(self.pipeline, self.optimizer, self.masters)
@@ -64,8 +66,13 @@ class Trainer:
         """Train; yields each step's metrics when it is done. All but the times are equal on all ranks."""
         for step in range(num_steps):
             recorded = step >= num_steps - self.num_recorded or self._is_measured(step)
-            with self.pipeline.recording() if recorded else nullcontext():
-                metrics = self._step(step)
+            if self.memory_report is not None and step == self.memory_report.step:
+                recorded = False  # the recorder notes levels in place of times
+                with self.memory_report.recording(self):
+                    metrics = self._step(step)
+            else:
+                with self.pipeline.recording() if recorded else nullcontext():
+                    metrics = self._step(step)
             if self.evaluate_every and ((step + 1) % self.evaluate_every == 0 or step + 1 == num_steps):
                 metrics |= self.evaluate()
             if recorded:
