@@ -28,11 +28,15 @@ class Measurement(NamedTuple):
 
     @property
     def in_activations(self) -> Costs:
-        """The costs with memory in activations: what a microbatch leaves on a mean stage from F until B."""
+        """The costs with memory in activations: what a microbatch leaves on a mean stage from F until B.
+
+        Weights don't count: a limit in activations is for microbatches.
+        """
         unit = sum(each.saved for each in self.held) / len(self.held) or 1
         held = {
             "saved": [each.saved / unit for each in self.held],
             "deferred": [each.deferred / unit for each in self.held],
+            "static": 0.0,
         }
         return Costs(**{**self.costs.numbers, **held})
 
