@@ -34,7 +34,7 @@ from zbpp.planning.memory_budget import RankMemory
 from zbpp.render import chrome_trace, render_memory_picture, render_picture, render_report
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.microbatch import into_microbatches
-from zbpp.runtime.ties import declare_ties
+from zbpp.runtime.model_ties import declare_ties
 from zbpp.runtime.world import World, broadcast, check_agreement, world
 from zbpp.schedule import Timetable
 from zbpp.training.batch import batch_for
@@ -47,7 +47,8 @@ from zbpp.training.progress import progress
 from zbpp.training.run_folder import RunFolder, check_free, claimed
 from zbpp.training.source_files import check_source_files
 from zbpp.training.summary import Summary, Title, summarise
-from zbpp.training.trainer import Metrics, Trainer
+from zbpp.training.trainer import Trainer
+from zbpp.training.update import Metrics
 from zbpp.training.weights import save_weights
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 
 
 class _Job(NamedTuple):
-    """What a rank works on; `stages` are its own."""
+    """What one rank trains: its own `stages` of the model, under a timetable, on the data."""
 
     timetable: Timetable
     model: Any
@@ -69,8 +70,8 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     settings: the config as values by dotted key; all but run_dir must be the same on all ranks. Raises
     ConfigError, PlanError, FolderError or AgreementError before any work starts.
     """
-    # Rank 0 alone plans, and finds what is wrong with the config before it joins the others: they wait for
-    # its plan. So the ranks can't disagree, and a mistake is reported once.
+    # Rank 0 alone plans, before it joins the other ranks, which wait for its plan. So the ranks can't
+    # disagree, and a mistake in the config is reported once.
     rank, num_processes = _place_in_job(config.parallel.num_processes)
     num_ranks = pipeline_ranks(config.parallel, num_processes)
     job = _plan_job(config, num_ranks) if rank == 0 else None
@@ -118,7 +119,7 @@ def _measured_stages(config: TrainConfig, job: _Job) -> MeasuredStages:
 
 
 def check_before_start(config: TrainConfig, num_processes: int) -> None:
-    """Raise what rank 0 would raise because of folder, degrees, model or plan, before any rank is started.
+    """Raise rank 0's errors about folder, degrees, model or plan before any rank is started.
 
     A schedule that is planned for costs is not tried, see `check_plan`.
     """
@@ -129,7 +130,7 @@ def check_before_start(config: TrainConfig, num_processes: int) -> None:
 
 
 def _place_in_job(wanted: int | None) -> tuple[int, int]:
-    """(this process's number, how many there are); `wanted`: as many as the config asks for."""
+    """(this process's number, number of processes). wanted: the number that the config asks for, or None."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if wanted not in (None, started):
         raise ConfigError(
@@ -194,7 +195,7 @@ def _build_trainer(config: TrainConfig, job: _Job, precision: Precision, mesh: D
     timetable, model, stages, data = job
     loss_fn = precision.widened(model.loss)
     pipeline = build_pipeline(stages, timetable, loss_fn, config.seed, config.parallel, precision, mesh)
-    # Only now: copies of a parameter on other ranks have got the same float32 values.
+    # After the pipeline, which gives all copies of a parameter the same float32 values.
     masters = build_masters(pipeline, precision)
     return Trainer(
         pipeline=pipeline,

@@ -1,4 +1,4 @@
-"""What is done to this rank's stages before the first step: device and dtype, recompute, compile."""
+"""Prepare this rank's stages before the first step: device and dtype, recompute, compile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zbpp.training.precision import Precision, check_device
 def move_stages(stages: Mapping[int, nn.Module], device: torch.device, precision: Precision) -> None:
     """Move the stages to a device; floating-point tensors get the dtype that the precision stores.
 
-    Raises ConfigError for what can't compute in it.
+    Raises ConfigError for a device or a norm that can't compute in the precision.
     """
     with naming("precision"):
         check_device(precision, device)

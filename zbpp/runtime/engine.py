@@ -61,7 +61,7 @@ class CallLosses(NamedTuple):
 class Engine:
     """The stages and links of one rank, with a program for `step` and one for `evaluate`.
 
-    over: why no call may follow; empty until then.
+    over: why no call may follow; empty until then. loaded: see CallOrder.
     key: the prefix of this pipeline's names in the job's store; the other arguments are Pipeline's.
     """
 
@@ -80,7 +80,7 @@ class Engine:
         timeout: float,
         dynamic_shapes: bool,
     ) -> None:
-        self.over = ""
+        self.over, self.loaded = "", 0
         self._timetable, self._loss_fn, self._reductions = timetable, loss_fn, reductions
         last = timetable.num_stages - 1
         self._workers = {
@@ -141,7 +141,7 @@ class Engine:
                 self._order_of_ranks.begin(name, cutter.rows)
             if self._order_of_copies is not None:
                 trained = [(each.requires_grad, *each.shape) for each in self._trained()]
-                self._order_of_copies.begin(name, cutter.rows, hash(tuple(trained)))
+                self._order_of_copies.begin(name, cutter.rows, hash(tuple(trained)), self.loaded)
             if name == "step":
                 before = GradientsBefore(self._trained())
             for stage, worker in self._workers.items():

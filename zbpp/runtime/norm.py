@@ -73,7 +73,7 @@ def squares_in_mesh(pipeline: Pipeline) -> list[float]:
         total = total_of(parameter)
         if total is not None and id(parameter) in counted:
             squares[place] = _square(total)
-    pipeline.place.sum_parts(squares)
+    pipeline.place.sum_over_parts(squares)
     return squares.tolist()
 
 

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime import Pipeline
-from zbpp.runtime.named_losses import summed
-from zbpp.runtime.norm import gradients_of, norm_of, scale_gradients, squares_in_mesh
 from zbpp.schedule import Timeline
 from zbpp.training.batch import Source, batch_for
 from zbpp.training.data import Data
@@ -27,8 +25,7 @@ from zbpp.training.master_weights import MasterWeights
 from zbpp.training.memory_report import MemoryReport
 from zbpp.training.named_losses import with_evaluation_losses, with_named_losses
 from zbpp.training.replan import Replan
-
-Metrics = dict[str, Any]
+from zbpp.training.update import Metrics, Update
 
 
 @dataclass(kw_only=True)
@@ -38,10 +35,11 @@ class Trainer:
     learning_rate(step): the factor on the optimizer's rate. clip_norm: the largest norm of the gradients of
     all stages together. metrics(output, target): further numbers of a held-out microbatch, beside its loss.
     num_recorded: how many of the last steps are measured action by action. replan: may replace the pipeline
-    after the first steps. masters: of all trainable parameters, whose optimizer this then is; the targets are
-    float32. loss_scale: chooses the pipeline's loss_scale, step by step; without it that scale stays as it
-    is. Both scales are divided out of norm and gradients. memory_report: records the memory of one step.
-    Raises ValueError for an optimizer that would read `.grad` where W sums in a `main_grad`.
+    after the first steps. masters: master weights of all trainable parameters; the optimizer must then be
+    over `masters.parameters()`, and floating-point targets are cast to float32. loss_scale: chooses the
+    pipeline's loss_scale before each step; None: that scale stays as it is. In both cases the scale is
+    divided out of norm and gradients. memory_report: records the memory of one step. Raises ValueError for an
+    optimizer that would read `.grad` where W sums in a `main_grad`.
     """
 
     pipeline: Pipeline
@@ -59,7 +57,9 @@ class Trainer:
 
     def __post_init__(self) -> None:
         _check_gradients(self.pipeline, self.optimizer, self.masters)
-        self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
+        self._update = Update(
+            self.optimizer, clip_norm=self.clip_norm, masters=self.masters, loss_scale=self.loss_scale
+        )
         self.timelines: list[Timeline] = []
 
     def run(self, num_steps: int) -> Iterator[Metrics]:
@@ -121,57 +121,28 @@ class Trainer:
 
     def _step(self, step: int) -> Metrics:
         begin = time.perf_counter()
-        (self.masters or self.optimizer).zero_grad()
-        if self.loss_scale is not None:
-            self.pipeline.loss_scale = self.loss_scale.value
+        self._update.begin(self.pipeline, self.learning_rate(step))
         args, target = self._training_batch(step)
         losses = self.pipeline.step(*args, target=target)
-        loss, norm, named = self._loss_and_norm(losses)
-        rate = self.learning_rate(step)
-        # All ranks have the same norm: if it isn't finite, all of them skip the update.
-        is_finite = math.isfinite(norm)
-        if is_finite:
-            self._update(norm, rate)
+        outcome, figures = self._update.end(self.pipeline, losses)
         if self.pipeline.device.type == "cuda":
             torch.cuda.synchronize(self.pipeline.device)
         seconds = time.perf_counter() - begin
         metrics = {
             "step": step + 1,
-            "loss": loss,
-            "grad_norm": norm,
-            "learning_rate": rate * self._base_rates[0],
+            "loss": outcome.loss,
+            **figures,
             f"{self.data.unit}_per_second": self.items_per_step / seconds,
             "step_seconds": seconds,
-            "skipped": not is_finite,
-            **self._next_loss_scale(is_finite),
         }
-        return with_named_losses(metrics, named)
-
-    def _update(self, norm: float, rate: float) -> None:
-        factor = 1 / self.pipeline.loss_scale
-        if self.clip_norm is not None and norm > self.clip_norm:
-            factor *= self.clip_norm / norm
-        if factor != 1:
-            scale_gradients(gradients_of(self.pipeline.parameters()), factor)
-        for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
-            group["lr"] = base * rate
-        self.optimizer.step()
-        if self.masters is not None:
-            self.masters.update()
-
-    def _next_loss_scale(self, is_finite: bool) -> Metrics:
-        """Choose the next step's loss scale, if it is dynamic; returns the last one as a metric."""
-        if self.loss_scale is None:
-            return {}
-        self.loss_scale.update(is_finite=is_finite)
-        return {"loss_scale": self.pipeline.loss_scale}
+        return with_named_losses(metrics, outcome.named)
 
     def _training_batch(self, step: int) -> tuple[tuple[Any, ...], Any]:
-        """This process's part of a step's data: as many batches as there are parts stand side by side."""
+        """This process's part of a step's data: each replica and each shard reads a batch of its own."""
         return self._batch(self.data.train, self._own_number(step))
 
     def _own_number(self, number: int) -> int:
-        """The number of this process's part of the batch `number` of all replicas and shards."""
+        """The number of the batch that this process reads in step `number`, or in that evaluation batch."""
         place = self.pipeline.place
         return number * place.num_data_parts + place.data_part
 
@@ -185,17 +156,6 @@ class Trainer:
             pipeline.device,
             target_dtype=None if self.masters is None else torch.float32,
         )
-
-    def _loss_and_norm(self, losses: list[Tensor]) -> tuple[float, float, dict[str, float]]:
-        """The step's mean loss, the norm of its gradients and its named losses, equal on all processes."""
-        place, pipeline = self.pipeline.place, self.pipeline
-        mean = torch.stack(losses).double().mean().item() if losses else None
-        mine = mean, squares_in_mesh(pipeline), pipeline.step_losses.means()
-        means, squares, named = zip(*place.gather(mine), strict=True)
-        found = [each for each in means if each is not None]  # from the owners of the last stage
-        # All pipelines have the same gradients: the norm is that of the first one.
-        norm = norm_of(squares[: pipeline.timetable.num_ranks]) / pipeline.loss_scale
-        return math.fsum(found) / len(found), norm, summed(named, place.num_pipelines)
 
     def _is_measured(self, step: int) -> bool:
         return self.replan is not None and self.replan.is_measured(step)
