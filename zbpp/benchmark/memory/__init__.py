@@ -1,0 +1,1 @@
+"""What each switch of memory costs and saves, measured."""
