@@ -12,6 +12,7 @@ from zbpp.runtime.measure import measured_costs
 from zbpp.runtime.memory import StageMemory, first_inputs, memory_per_stage, static_per_stage
 from zbpp.runtime.microbatch import into_microbatches
 from zbpp.schedule import Action, Costs, Op, Timetable, lower
+from zbpp.schedule.costs import PerStage
 
 
 class Measurement(NamedTuple):
@@ -33,7 +34,7 @@ class Measurement(NamedTuple):
         Weights don't count: a limit in activations is for microbatches.
         """
         unit = sum(each.saved for each in self.held) / len(self.held) or 1
-        held = {
+        held: dict[str, PerStage] = {
             "saved": [each.saved / unit for each in self.held],
             "deferred": [each.deferred / unit for each in self.held],
             "static": 0.0,

@@ -66,7 +66,7 @@ class StageBytes:
         return self.weights + self.gathered + self.gradients + self.optimizer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RankMemory:
     """One rank's predicted step.
 

@@ -270,5 +270,5 @@ def _peak(row: Row, costs: StageCosts) -> float:
     for op, per_stage in costs.memory.items():
         chosen = row.ops == op
         change[chosen] = np.asarray(per_stage)[row.stages[chosen]]
-    static = sum(costs.static[stage] for stage in np.unique(row.stages).tolist())
+    static: float = sum(costs.static[stage] for stage in np.unique(row.stages).tolist())
     return float(np.cumsum(change).max()) + static
