@@ -17,7 +17,7 @@ MLP = ["model=mlp", "data=regression", "num_microbatches=8", "microbatch_size=64
 
 
 def test_bytes_per_parameter_are_those_of_the_page_on_training():
-    """With Adam in mixed precision 2 + 4 + 4 + 8 bytes, in float32 4 + 4 + 8; Adam's counters are a few more."""
+    """With Adam in mixed precision 2 + 4 + 4 + 8 bytes, in float32 4 + 4 + 8; its counters are a few more."""
     model = Mlp(in_features=32, hidden_size=64, out_features=8, num_layers=8)
     parameters = sum(each.numel() for each in model.build_stage(0, 2).parameters())
     for precision, expected in (

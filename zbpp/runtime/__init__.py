@@ -38,7 +38,7 @@ Beside the step:
     measure       timelines and costs of measured steps
     memory        bytes that one microbatch leaves on a stage
     live_tensors, microbatch_memory, memory_record
-                  bytes of live tensors, fake ones too; what a microbatch needs; what a step held, action by action
+                  bytes of live tensors, fake ones too; what a microbatch needs; what a step held
 
 WHERE A W GOES is decided by the timetable alone: a schedule (zbpp/families) or the search
 (zbpp/planning/search/insert_weight_grads.py, then its moves) puts it there, and the executor runs it there.
