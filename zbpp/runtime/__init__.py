@@ -40,6 +40,8 @@ Beside the step:
     norm          clip_grad_norm_ over all ranks
     measure       timelines and costs of measured steps
     memory        bytes that one microbatch leaves on a stage
+    live_tensors, microbatch_memory, memory_record
+                  bytes of live tensors, fake ones too; what a microbatch needs; what a step held
 
 WHERE A W GOES is decided by the timetable alone: a schedule (zbpp/families) or the search
 (zbpp/planning/search/insert_weight_grads.py, then its moves) puts it there, and the executor runs it there.
