@@ -27,6 +27,11 @@ What they use:
     named_losses  auxiliary losses, and losses that are dicts, by name
     parameters    names, state_dict and declared ties of the parameters
     ties          parameters that stages share: declared, named by the model, or found
+    blocks        the blocks of a stage: what is recomputed, compiled or offloaded by itself
+    weight_offload  weights that live in host memory: WHERE A WEIGHT IS, AND WHEN
+    weight_blocks   the blocks whose weights are offloaded, and what is refused
+    weight_buffers  host memory or files, and the two buffers on the device
+    saved_weights   what autograd has saved of a block's weights, packed
     world         joining the job; gather, broadcast, agreement between ranks
     groups        process groups: one for each link, and for each kind of reduction
 
