@@ -451,7 +451,7 @@ def test_a_block_that_is_compiled_afterwards_is_refused():
     """Its compiled forward would find the weights on the host."""
     stage = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     OffloadedWeights({0: stage})
-    compile_stage(stage, whole=False, backend="eager")
+    compile_stage(stage[0], backend="eager")
     with pytest.raises(ValueError, match="the forward of 0 of stage 0 was replaced"):
         Pipeline({0: stage}, "zb_h1", loss_fn=F.mse_loss, num_microbatches=1)
 

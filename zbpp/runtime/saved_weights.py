@@ -22,13 +22,14 @@ def pack_views(
     start = memory.untyped_storage().data_ptr()
 
     def pack(tensor: Tensor) -> View:
-        return View(tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        return View(tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
     seen: set[Any] = {None, *below}
     nodes = [node for node in dict.fromkeys(nodes_of(outputs)) if node not in seen]
     seen.update(nodes)
     for node in nodes:  # the list grows during the loop
-        for raw_name, name in _saved_names(type(node)):
+        kind: Any = type(node)
+        for raw_name, name in _saved_names(kind):
             raws, values = getattr(node, raw_name), None
             for number, raw in enumerate(raws if isinstance(raws, tuple) else (raws,)):
                 if raw is None or raw.unpack_hook is not None:
@@ -58,7 +59,7 @@ def nodes_of(tensors: Iterable[Any]) -> list[Any]:
 
 
 @cache
-def _saved_names(cls: type) -> list[tuple[str, str]]:
+def _saved_names(cls: Any) -> list[tuple[str, str]]:
     """The attributes of a type of node: (its raw saved tensors, what they hold)."""
     raws = [name for name in dir(cls) if name.startswith("_raw_saved_")]
     return [

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zbpp.autograd import WeightGrads, auxiliary_loss, auxiliary_losses
+from zbpp.autograd.recompute import recomputed
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.saved_weights import nodes_of, pack_views
 from zbpp.runtime.ties import Tie
@@ -98,12 +99,10 @@ class OffloadedWeights:
     def replaced(self) -> str:
         """Which block has got another forward, that leaves the weights on the host; "" if none has."""
         for block in self._blocks:
-            forward = vars(block.module).get("forward")
-            while forward is not None and type(forward) is not _OnDevice:
-                forward = getattr(forward, "before", None)  # of a block that recomputes
-            if forward is None:
+            if not isinstance(recomputed(vars(block.module).get("forward")), _OnDevice):
                 return (
-                    f"the forward of {block.name} was replaced (compiled?) after its weights were offloaded"
+                    f"the forward of {block.name} was replaced (compiled?) after its weights were offloaded: "
+                    "only zbpp.autograd.recompute may wrap it then"
                 )
         return ""
 
