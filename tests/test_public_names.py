@@ -24,10 +24,10 @@ from zbpp import (
 from zbpp.models.mlp import Mlp
 
 NAMES = [
-    "SCHEDULES", "Costs", "LossScale", "MasterWeights", "Pipeline", "PlanError", "Timeline", "Timetable",
-    "WeightGrads", "auxiliary_loss", "auxiliary_losses", "backward_input", "checkpoint", "clip_grad_norm_",
-    "lower", "make_mesh", "per_microbatch", "plan", "replicate", "simulate", "split_layers",
-    "split_sequential", "trace_stages",
+    "SCHEDULES", "Costs", "LossScale", "MasterWeights", "Pipeline", "PlanError", "PostValidation", "Timeline",
+    "Timetable", "WeightGrads", "auxiliary_loss", "auxiliary_losses", "backward_input", "checkpoint",
+    "clip_grad_norm_", "lower", "make_mesh", "per_microbatch", "plan", "replicate", "simulate",
+    "split_layers", "split_sequential", "trace_stages",
 ]  # fmt: skip
 
 POSITIONAL, KEYWORD = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
@@ -78,7 +78,7 @@ def test_the_signature_of_costs_and_their_defaults():
 
 
 def test_the_signature_of_simulate_and_lower():
-    assert parameters(simulate) == [("timetable", POSITIONAL), ("costs", POSITIONAL)]
+    assert parameters(simulate) == [("timetable", POSITIONAL), ("costs", POSITIONAL), ("num_steps", KEYWORD)]
     assert [name for name, _ in parameters(lower)] == ["timetable"]
 
 

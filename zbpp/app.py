@@ -27,13 +27,14 @@ from zbpp.builders.trainer import (
     build_optimizer,
     build_pipeline,
     build_replan,
+    build_validation,
     learning_rate_factor,
 )
 from zbpp.config import ConfigError, TrainConfig, naming
 from zbpp.render import chrome_trace, render_picture
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.microbatch import into_microbatches
-from zbpp.runtime.ties import declare_ties
+from zbpp.runtime.model_ties import declare_ties
 from zbpp.runtime.world import World, broadcast, check_agreement, world
 from zbpp.schedule import Timetable
 from zbpp.training.batch import batch_for
@@ -51,7 +52,7 @@ from zbpp.training.weights import save_weights
 
 
 class _Job(NamedTuple):
-    """What a rank works on; `stages` are its own."""
+    """What one rank trains: its own `stages` of the model, under a timetable, on the data."""
 
     timetable: Timetable
     model: Any
@@ -65,8 +66,8 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     settings: the config as values by dotted key; all but run_dir must be the same on all ranks. Raises
     ConfigError, PlanError, FolderError or AgreementError before any work starts.
     """
-    # Rank 0 alone plans, and finds what is wrong with the config before it joins the others: they wait for
-    # its plan. So the ranks can't disagree, and a mistake is reported once.
+    # Rank 0 alone plans, before it joins the other ranks, which wait for its plan. So the ranks can't
+    # disagree, and a mistake in the config is reported once.
     rank, num_processes = _place_in_job(config.parallel.num_processes)
     num_ranks = pipeline_ranks(config.parallel, num_processes)
     job = _plan_job(config, num_ranks) if rank == 0 else None
@@ -102,7 +103,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
 
 
 def check_before_start(config: TrainConfig, num_processes: int) -> None:
-    """Raise what rank 0 would raise because of folder, degrees, model or plan, before any rank is started.
+    """Raise rank 0's errors about folder, degrees, model or plan before any rank is started.
 
     A schedule that is planned for costs is not tried, see `check_plan`.
     """
@@ -113,7 +114,7 @@ def check_before_start(config: TrainConfig, num_processes: int) -> None:
 
 
 def _place_in_job(wanted: int | None) -> tuple[int, int]:
-    """(this process's number, how many there are); `wanted`: as many as the config asks for."""
+    """(this process's number, number of processes). wanted: the number that the config asks for, or None."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if wanted not in (None, started):
         raise ConfigError(
@@ -180,11 +181,13 @@ def _build_trainer(config: TrainConfig, job: _Job, precision: Precision, mesh: D
     timetable, model, stages, data = job
     loss_fn = precision.widened(model.loss)
     pipeline = build_pipeline(stages, timetable, loss_fn, config.seed, config.parallel, precision, mesh)
-    # Only now: copies of a parameter on other ranks have got the same float32 values.
+    # After the pipeline, which gives all copies of a parameter the same float32 values.
     masters = build_masters(pipeline, precision)
     return Trainer(
         pipeline=pipeline,
-        optimizer=build_optimizer((masters or pipeline).parameters(), config.optimizer),
+        optimizer=build_optimizer(
+            (masters or pipeline).parameters(), config.optimizer, config.memory.gradient_release
+        ),
         data=limit_evaluation(
             data, config.evaluate_every, config.evaluation_batches, pipeline.place.num_data_parts
         ),
@@ -195,6 +198,8 @@ def _build_trainer(config: TrainConfig, job: _Job, precision: Precision, mesh: D
         replan=build_replan(config.schedule.replan, config.memory.limit, timetable, loss_fn, stages),
         masters=masters,
         loss_scale=LossScale() if precision.is_scaled else None,
+        gradient_release=config.memory.gradient_release,
+        post_validation=build_validation(config.optimizer),
     )
 
 

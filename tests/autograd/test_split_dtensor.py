@@ -86,6 +86,14 @@ def test_w_notices_a_change_in_place_of_a_dtensor_and_of_its_shard(claims):
             assert said in message, name
 
 
+def test_b_notices_a_function_that_changes_the_gradient_of_another_layer_or_its_shard(claims):
+    for found in claims:
+        messages = found["what_is_changed_in_b"]
+        assert messages.pop("nothing") == ""
+        for name, message in messages.items():
+            assert "the backward of ChangesGradient, or a hook, changes a gradient of shape" in message, name
+
+
 def test_a_gradient_with_other_placements_than_its_parameter_is_refused(claims):
     for found in claims:
         assert "parameter as (Shard(dim=0),): write p.grad" in found["gradient_with_other_placements"]

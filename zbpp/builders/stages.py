@@ -1,4 +1,4 @@
-"""What is done to this rank's stages before the first step: device and dtype, recompute, compile."""
+"""Prepare this rank's stages before the first step: device and dtype, recompute, compile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def move_stages(
     """Move the stages to a device; floating-point tensors get the dtype that the precision stores.
 
     stay_on_host: the stages are left on the CPU, though they will compute on `device`. Raises ConfigError
-    for what can't compute in the dtype.
+    for a device or a norm that can't compute in the precision.
     """
     with naming("precision"):
         check_device(precision, device)

@@ -18,7 +18,8 @@ from zbpp.runtime.fully_shard import Reshard
 from zbpp.runtime.mesh import SHARD
 from zbpp.schedule import Costs, Timetable
 from zbpp.training.master_weights import MasterWeights
-from zbpp.training.optimizer import adamw, warmup_cosine
+from zbpp.training.optimizer import OPTIMIZERS, warmup_cosine
+from zbpp.training.post_validation import Validation
 from zbpp.training.precision import Precision
 from zbpp.training.replan import Replan
 
@@ -34,7 +35,10 @@ def build_pipeline(
     precision: Precision,
     mesh: DeviceMesh | None,
 ) -> Pipeline:
-    """This rank's part of the pipeline. Collective. Of shards FSDP2 casts weights and sums gradients."""
+    """This rank's part of the pipeline. Collective.
+
+    In a mixed precision the weights of shards are cast by FSDP2's policy, instead of by MasterWeights.
+    """
     policy = None
     if parallel.shard > 1 and precision.is_mixed:
         policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.stored)
@@ -52,25 +56,36 @@ def build_pipeline(
 
 
 def build_masters(pipeline: Pipeline, precision: Precision) -> MasterWeights | None:
-    """The master weights of a mixed precision, once the copies of each parameter have the same values.
+    """The master weights of a mixed precision; else None.
 
-    Shards need none: they are float32 themselves, and what is gathered from them is cast.
+    Call this after build_pipeline, which gives all copies of a parameter the same float32 values. Shards need
+    no masters: they are float32 themselves, and FSDP2 casts the weights that it gathers from them.
     """
     if not precision.is_mixed or pipeline.place.size(SHARD) > 1:
         return None
     return MasterWeights(pipeline.parameters(), precision.compute)
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], options: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW over the parameters, those of this rank's part of the pipeline."""
-    return adamw(
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], options: OptimizerConfig, gradient_release: str = "off"
+) -> torch.optim.Optimizer:
+    """The optimizer over this rank's parameters or master weights."""
+    return OPTIMIZERS[options.name](
         parameters,
         learning_rate=options.learning_rate,
         betas=(options.beta1, options.beta2),
         eps=options.eps,
         weight_decay=options.weight_decay,
         kahan_sum=options.kahan_sum,
+        gradient_release=gradient_release,
     )
+
+
+def build_validation(options: OptimizerConfig) -> Validation | None:
+    """How updates are validated after they are made; None: they wait for the norm."""
+    if options.validation == "before":
+        return None
+    return Validation(after=options.validation_after, rollback=options.rollback)
 
 
 def learning_rate_factor(options: OptimizerConfig, num_steps: int) -> Callable[[int], float]:

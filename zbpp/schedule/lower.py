@@ -18,9 +18,9 @@ timeline, sent and not yet consumed. When value k + d + 1 is sent, k or a later 
 consumed, so k has been received (the link is a FIFO); value k is released right after that send. Whatever an
 instruction waits for lies earlier in that timeline, so the waits cannot form a circle.
 
-A Reduce stands where its stage's gradients are complete: behind the stage's last W or BW and the Send that
-follows it. It starts and does not wait. A Release behind the same action comes after it, since a Release may
-have to wait.
+A Reduce stands where its stage's gradients are complete: behind the stage's last W or BW, and behind the Send
+that follows this action. A Reduce starts the reduction and does not wait for it. A Release behind the same
+action comes after the Reduce, since a Release may have to wait.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import numpy as np
 
 from zbpp.schedule.dataflow import Value, produces
 from zbpp.schedule.dataflow_arrays import Numbers, Values
+from zbpp.schedule.gate import Gate, gate_positions
 from zbpp.schedule.reductions import complete_stages
 from zbpp.schedule.simulate import Floats, Timeline, simulate
 from zbpp.schedule.timetable import Action, Op, Timetable
@@ -68,7 +69,7 @@ class Release(NamedTuple):
 
 
 class Reduce(NamedTuple):
-    """Start to sum a stage's gradients over its replicas: its last W or BW has run."""
+    """Start to reduce a stage's gradients over its replicas or shards: its last W or BW has run."""
 
     stage: int
 
@@ -77,9 +78,9 @@ class Reduce(NamedTuple):
 
 
 Instruction = Action | Send | Recv | Release | Reduce
-# Around each action of a row, in this order:
-_NUM_PLACES = 5
-_RECV, _ACTION, _SEND, _REDUCE, _RELEASE = range(_NUM_PLACES)
+# The slots around each action of a row, in the order in which they run:
+_NUM_SLOTS = 5
+_RECV, _ACTION, _SEND, _REDUCE, _RELEASE = range(_NUM_SLOTS)
 
 
 class Program(NamedTuple):
@@ -121,6 +122,20 @@ class Programs(Sequence[Program]):
         chosen = range(len(self))[rank]
         return self._lower(chosen) if isinstance(chosen, int) else [self._lower(rank) for rank in chosen]
 
+    def gate(self, rank: int) -> Gate:
+        """The rank's gate, see gate.py."""
+        timetable, ends = self._timeline.timetable, self._timeline.ends
+        positions = gate_positions(timetable)
+        sent, dropped = {}, []
+        for sender in (sender for sender, receiver in self.links if receiver == rank):
+            link = _Link(self._timeline, self._values, sender, rank)
+            sent[sender] = num_sent = int((link.sent_at < positions[sender]).sum())
+            num_received = int((link.received_at < positions[rank]).sum())
+            times = ends[sender][link.sent_at[num_received:num_sent]].tolist()
+            dropped += [(time, sender) for time in times]
+        # In the order of their sends in one timeline, so that the waits can't form a circle.
+        return Gate(positions[rank], sent, tuple([sender for _, sender in sorted(dropped)]))
+
     def _lower(self, rank: int) -> Program:
         touching = sorted(pair for pair in self._links if rank in pair)
         links = {pair: _Link(self._timeline, self._values, *pair) for pair in touching}
@@ -128,26 +143,26 @@ class Programs(Sequence[Program]):
         outbound = {receiver: link for (sender, receiver), link in links.items() if sender == rank}
         row = self._timeline.timetable.rows[rank]
         instructions: list[Instruction] = [*row]
-        keys = [_places(np.arange(len(row)), _ACTION)]
+        keys = [_sort_keys(np.arange(len(row)), _ACTION)]
         for peer, link in inbound.items():
             instructions += [Recv(value, peer) for value in link.values]
-            keys += [_places(link.received_at, _RECV)]
+            keys += [_sort_keys(link.received_at, _RECV)]
         for peer, link in outbound.items():
             behind = link.in_flight + 1  # value k is released where value k + behind is sent
             instructions += [Send(value, peer) for value in link.values]
             instructions += [Release(value, peer) for value in link.values[:-behind]]
-            keys += [_places(link.sent_at, _SEND), _places(link.sent_at[behind:], _RELEASE)]
+            keys += [_sort_keys(link.sent_at, _SEND), _sort_keys(link.sent_at[behind:], _RELEASE)]
         complete_at = complete_stages(row)
         instructions += map(Reduce, complete_at)
-        keys += [_places(np.array([*complete_at.values()], dtype=np.int64), _REDUCE)]
+        keys += [_sort_keys(np.array([*complete_at.values()], dtype=np.int64), _REDUCE)]
         order = np.argsort(np.concatenate(keys), kind="stable").tolist()
         in_flight = {peer: link.in_flight for peer, link in inbound.items()}
         return Program(rank, tuple([instructions[i] for i in order]), in_flight)
 
 
-def _places(positions: Numbers, place: int) -> Numbers:
-    """Sort keys for instructions that stand at a place around the actions at `positions` of a row."""
-    return _NUM_PLACES * positions + place
+def _sort_keys(positions: Numbers, slot: int) -> Numbers:
+    """Sort keys of instructions that stand in a slot around the actions at `positions` of a row."""
+    return _NUM_SLOTS * positions + slot
 
 
 class _Link:
@@ -197,7 +212,7 @@ def _most_in_flight(sent: Floats, consumed: Floats) -> int:
 def lower(timetable: Timetable) -> Programs:
     """Make one program per rank: the timetable's actions with the messages between them, and with Reduces.
 
-    Each stage of a timetable with backwards has one Reduce.
+    Each stage has one Reduce; in a timetable of F's alone, as an evaluation has, none.
     The programs never deadlock, and every message that is sent is received; a property test holds this over
     random timetables and placements. Raises PlanError as `simulate` does.
     """

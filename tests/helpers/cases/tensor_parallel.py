@@ -347,6 +347,42 @@ def message_of(change, mesh):
     return ""
 
 
+class ChangesGradient(torch.autograd.Function):
+    """Its backward changes the gradient that it gets, or returns another one."""
+
+    @staticmethod
+    def forward(ctx, x, change):
+        ctx.change = change
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ctx.change(dy), None
+
+
+def double_shard(dy):
+    dy.to_local().mul_(2)
+    return dy
+
+
+def what_is_changed_in_b(mesh):
+    """What B says if a Function changes a gradient after another layer got it: the DTensor, or its shard."""
+    changes = {"nothing": lambda dy: dy * 2, "dtensor": lambda dy: dy.mul_(2), "shard": double_shard}
+    found = {}
+    for name, change in changes.items():
+        _, placed = layer(mesh, [Shard(0)], [Shard(0)])
+        other = on_mesh(double(4, 6), mesh, Shard(1)).requires_grad_()
+        first = ChangesGradient.apply(other, change)  # made first: its backward comes last
+        output = placed(on_mesh(double(4, 8), mesh, Replicate())) + first
+        try:
+            _, later = backward_input(output, on_mesh(double(4, 6), mesh, Shard(1)), other)
+            later.accumulate()
+            found[name] = ""
+        except ChangedInPlace as error:
+            found[name] = str(error)
+    return found
+
+
 def gradient_with_other_placements(mesh):
     """A `.grad` that someone has left replicated."""
     _, placed = layer(mesh, [Shard(0)], [Shard(0)])
@@ -374,6 +410,7 @@ CLAIMS = (
     several_passes,
     mesh_of_two_dimensions,
     what_is_changed_in_place,
+    what_is_changed_in_b,
     gradient_with_other_placements,
     reasons_of_explain,
 )
