@@ -180,7 +180,9 @@ def _prepare_stages(
 def _build_trainer(config: TrainConfig, job: _Job, precision: Precision, mesh: DeviceMesh | None) -> Trainer:
     timetable, model, stages, data = job
     loss_fn = precision.widened(model.loss)
-    pipeline = build_pipeline(stages, timetable, loss_fn, config.seed, config.parallel, precision, mesh)
+    pipeline = build_pipeline(
+        stages, timetable, loss_fn, config.seed, config.parallel, precision, mesh, config.memory
+    )
     # After the pipeline, which gives all copies of a parameter the same float32 values.
     masters = build_masters(pipeline, precision)
     return Trainer(

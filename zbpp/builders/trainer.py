@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from zbpp.config import OptimizerConfig, ParallelConfig
+from zbpp.config import MemoryConfig, OptimizerConfig, ParallelConfig
 from zbpp.planning import placement_of, plan
-from zbpp.runtime import Pipeline
+from zbpp.runtime import ActivationOffload, Pipeline
 from zbpp.runtime.fully_shard import Reshard
 from zbpp.runtime.mesh import SHARD
 from zbpp.schedule import Costs, Timetable
@@ -34,6 +34,7 @@ def build_pipeline(
     parallel: ParallelConfig,
     precision: Precision,
     mesh: DeviceMesh | None,
+    memory: MemoryConfig,
 ) -> Pipeline:
     """This rank's part of the pipeline. Collective.
 
@@ -52,7 +53,16 @@ def build_pipeline(
         seed=seed,
         timeout=parallel.timeout,
         dynamic_shapes=parallel.dynamic_shapes,
+        offload=build_offload(memory),
     )
+
+
+def build_offload(memory: MemoryConfig) -> ActivationOffload | None:
+    """Which activations leave device memory."""
+    if memory.offload == "none":
+        return None
+    gib: Any = memory.offload  # "auto" or a number: the config has checked it
+    return ActivationOffload(gib, memory.offload_to)
 
 
 def build_masters(pipeline: Pipeline, precision: Precision) -> MasterWeights | None:

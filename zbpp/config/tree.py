@@ -113,6 +113,8 @@ class MemoryConfig(Checked):
     recompute: what runs forward again in B: nothing, each block by itself, or the whole stage.
     budget: the share of the activations that compiled stages keep between F and B.
     limit: GiB that each rank may hold after replanning, see schedule.replan; null: as much as before it.
+    offload: which activations leave device memory between F and B: none; auto, those whose copies take no
+    time beside the computation; or up to so many GiB of each rank. offload_to: host, or a folder for a file.
     offload_weights: whether weights, their gradients and the optimizer's states live in host memory.
     gradient_release: when weights are updated and gradients dropped: after the step; each stage's behind its
     last W; or each microbatch's gradients into the optimizer's states.
@@ -122,6 +124,8 @@ class MemoryConfig(Checked):
     recompute: str = one_of("none", "block", "stage")
     budget: float = ranged(1.0, most=1)
     limit: float | None = ranged(None, above=0, unit="GiB")
+    offload: int | float | str = "none"
+    offload_to: str = filled("host", "write host, or a folder")
     offload_weights: bool = False
     gradient_release: str = one_of("off", "step", "accumulate")
 
@@ -129,6 +133,17 @@ class MemoryConfig(Checked):
         if self.gradient_release == "False":  # YAML reads an off without quotes as false
             self.gradient_release = "off"
         super().__post_init__()
+        is_number = isinstance(self.offload, int | float) and not isinstance(self.offload, bool)
+        if self.offload not in ("none", "auto") and not (is_number and float(self.offload) > 0):
+            raise ConfigError(
+                f"memory.offload={self.offload}: write none, auto, or the GiB of each rank that may leave, "
+                "above 0"
+            )
+        if self.offload != "none" and self.offload_weights:
+            raise ConfigError(
+                f"memory.offload={self.offload} doesn't go with memory.offload_weights=true, which packs "
+                "saved weights itself: write memory.offload=none, or memory.recompute=block to hold less"
+            )
 
 
 @dataclass(kw_only=True)

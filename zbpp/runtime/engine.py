@@ -37,6 +37,7 @@ from zbpp.runtime.groups import close_groups, job_store, link_groups
 from zbpp.runtime.measure import Recorder
 from zbpp.runtime.microbatch import Cutter
 from zbpp.runtime.named_losses import NamedLosses
+from zbpp.runtime.offload_plan import OffloadPlan
 from zbpp.runtime.posts import Posts
 from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.restored import Buffers, GradientsBefore, InPlaceChanges
@@ -44,6 +45,8 @@ from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.weight_offload import offloaded_weights
 from zbpp.runtime.world import CommunicationError
 from zbpp.schedule import Op, Timetable, lower
+
+MakeOffload = Callable[[Mapping[int, StageWorker]], OffloadPlan]
 
 _METHODS: dict[str, dict[Op, StageMethod]] = {
     "step": {
@@ -80,6 +83,7 @@ class Engine:
     over: why no call may follow; empty until then. loaded: see CallOrder. posts: what the ranks post about
     their updates; None where no step has a gate. has_changed_inputs: with posts, whether a stage has changed,
     in place, what a step was given from outside; such a step could not begin again.
+    make_offload: makes the OffloadPlan of these stages; None: nothing leaves.
     key: the prefix of this pipeline's names in the job's store; the other arguments are Pipeline's.
     """
 
@@ -97,6 +101,7 @@ class Engine:
         key: str,
         timeout: float,
         dynamic_shapes: bool,
+        make_offload: MakeOffload | None = None,
     ) -> None:
         self.over, self.loaded, self.has_changed_inputs = "", 0, False
         self._release: Release | None = None
@@ -117,10 +122,13 @@ class Engine:
             )
             for stage, module in stages.items()
         }
+        self._rank = rank
+        self._offload = None if make_offload is None else make_offload(self._workers)
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._order_of_ranks: CallOrder | None = None
         self._order_of_copies = order_of_copies
-        programs = {"step": lower(timetable), "evaluate": lower(timetable.forward_only())}
+        leaving = () if self._offload is None else self._offload.plan
+        programs = {"step": lower(timetable, leaving), "evaluate": lower(timetable.forward_only())}
         pairs = programs["step"].links
         if pairs:
             neighbours = neighbours_of(rank, pairs, timetable)
@@ -137,6 +145,7 @@ class Engine:
                 dynamic_shapes=dynamic_shapes,
                 reductions=reductions if name == "step" else None,
                 gate=lambda: lower(timetable).gate(rank),
+                offloads={} if self._offload is None else self._offload.stages,
             )
             for name, lowered in programs.items()
         }
@@ -175,12 +184,22 @@ class Engine:
 
         settle: what the step does at its gate; None: there is no gate.
         """
-        return self._run("step", call, seeds, recorder, settle)
+        if self._offload is None:
+            return self._run("step", call, seeds, recorder, settle)
+        recorder = recorder or self._offload.recorder
+        losses = self._run("step", call, seeds, recorder, settle)
+        if self._offload.step_done(recorder):
+            self._executors["step"].resolve(lower(self._timetable, self._offload.plan)[self._rank])
+        return losses
 
     def evaluate(self, call: Call, seeds: Mapping[int, int]) -> CallLosses:
         """Forward of one batch, whose shapes may be others than the last one's; returns the losses."""
         self._executors["evaluate"].forget_layouts()
         return self._run("evaluate", call, seeds, None, None)
+
+    def offloaded_bytes(self) -> dict[int, int]:
+        """Per stage, the most bytes of a microbatch that have left; {} without offload."""
+        return {} if self._offload is None else {s: each.nbytes for s, each in self._offload.stages.items()}
 
     def _run(
         self,
@@ -213,6 +232,8 @@ class Engine:
                 else:
                     cutter = self._run_with_gate(executor, seeds, recorder, settle) or cutter
             ended = [worker.end() for worker in self._workers.values()]
+            if self._offload is not None:
+                self._offload.end()
             cutter.backward()
             if release is not None:
                 release.finish()
@@ -258,6 +279,8 @@ class Engine:
         executor.drop_messages()
         for worker in self._workers.values():
             worker.abandon()
+        if self._offload is not None:
+            self._offload.abandon()
         self._reductions.abandon()
         self._buffers.restore()
         cutter = self._begin(again, seeds)
@@ -276,6 +299,8 @@ class Engine:
         """Drop all that is left of a call; with several ranks or replicas, the pipeline ends."""
         for worker in self._workers.values():
             worker.abandon()
+        if self._offload is not None:
+            self._offload.abandon()
         self._reductions.abandon()
         left = "" if before is None else before.restore()
         if left:
@@ -305,6 +330,8 @@ class Engine:
         close_groups(self._links.values())
         self._links.clear()
         self._reductions.close()
+        if self._offload is not None:
+            self._offload.close()
 
 
 def error_text(error: BaseException) -> str:

@@ -29,6 +29,7 @@ from zbpp.runtime.groups import close_groups, group_of_this_process, set_timeout
 from zbpp.runtime.measure import Recorder, measured_timeline
 from zbpp.runtime.mesh import TENSOR, Place
 from zbpp.runtime.named_losses import NamedLosses, summed
+from zbpp.runtime.offload_plan import ActivationOffload, check_one_offload, offload_maker
 from zbpp.runtime.outputs import Metrics, Outputs
 from zbpp.runtime.parameters import StageParameters
 from zbpp.runtime.posts import Posts
@@ -74,6 +75,8 @@ class Pipeline:
     reshard: when gathered weights of sharded stages are freed: "step", after a stage's last W; "microbatch",
     after each F and each B, and then they are gathered twice per microbatch; "never".
     mp_policy: the torch.distributed.fsdp.MixedPrecisionPolicy of the stages that the Pipeline shards.
+    offload: which activations leave device memory between F and B, see ActivationOffload; None: none. Results
+    are the same to the last bit. Without costs of its own it decides after the second step.
     seed: of the random numbers drawn in forward. timeout: seconds that a wait for another rank may last.
     dynamic_shapes: whether messages between stages may differ from microbatch to microbatch (shapes, dtypes,
     which tensors there are); each message then says its layout, and takes one more latency.
@@ -109,6 +112,7 @@ class Pipeline:
         device: torch.device | str | None = None,
         reshard: Reshard = "step",
         mp_policy: Any = None,
+        offload: ActivationOffload | None = None,
     ) -> None:
         given = Place(mesh, group)
         for each in given.mesh_groups():
@@ -118,6 +122,7 @@ class Pipeline:
         self.rank = rank_in(given.pipeline, timetable)
         self.seed, self.num_steps, self.loss_scale = seed, 0, 1.0
         self._timeout, self._dynamic_shapes, self._reshard = timeout, dynamic_shapes, reshard
+        self._offload = offload
         # One rank of a larger job needs a group, too, for what is collective; this pipeline closes it.
         is_alone = timetable.num_ranks == 1 and given.pipeline is None
         self._made_group = group_of_this_process() if is_alone else None
@@ -133,6 +138,7 @@ class Pipeline:
             self.stages, agreed.names, agreed.ties, self.group, self._loss_fn if computes_loss else None
         )
         check_offloaded(self.stages.values(), agreed.ties, place)
+        check_one_offload(offload, self.stages.values(), place)
         self.device = device_of(self.stages.values(), self.group)
         of_loss = self._parameters.of_loss()
         reductions = Reductions(
@@ -154,6 +160,7 @@ class Pipeline:
             )
         self._copies = set(map(id, reductions.copies))
         self._late, self._release_arguments = reductions.late, dict[str, Any]()
+        make_offload = offload_maker(offload, timetable, self.device, place)
         self._engine = Engine(
             timetable,
             self.rank,
@@ -166,6 +173,7 @@ class Pipeline:
             key=agreed.key,
             timeout=timeout,
             dynamic_shapes=dynamic_shapes,
+            make_offload=make_offload,
         )
         self.step_losses, self.evaluation_losses = NamedLosses(), NamedLosses()
         self._compares_losses = TENSOR in place.groups  # in the first step
@@ -387,6 +395,10 @@ class Pipeline:
             raise RuntimeError("no step was recorded: run one inside `with pipeline.recording():`")
         return measured_timeline(self._recorder, self.timetable, self.group)
 
+    def offloaded_bytes(self) -> dict[int, int]:
+        """Per stage of this rank, the most bytes of a microbatch that have left; {} without offload."""
+        return self._engine.offloaded_bytes()
+
     def with_timetable(self, timetable: Timetable) -> Pipeline:
         """Close this pipeline; return one that goes on with the same stages under another timetable.
 
@@ -412,6 +424,7 @@ class Pipeline:
             timeout=self._timeout,
             dynamic_shapes=self._dynamic_shapes,
             reshard=self._reshard,
+            offload=self._offload,
         )
         following.num_steps, following.loss_scale = self.num_steps, self.loss_scale
         if self._release_arguments:
