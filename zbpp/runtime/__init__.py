@@ -32,6 +32,11 @@ What they use:
     parameters    names, state_dict and declared ties of the parameters
     ties          parameters that are one parameter of the model, in several places of its stages
     model_ties    ties that a model names, or whose stages share a Parameter object (shared_parameters)
+    blocks        the blocks of a stage: what is recomputed, compiled or offloaded by itself
+    weight_offload  weights that live in host memory: WHERE A WEIGHT IS, AND WHEN
+    weight_blocks   the blocks whose weights are offloaded, and what is refused
+    weight_buffers  host memory or files, and the two buffers on the device
+    saved_weights   what autograd has saved of a block's weights, packed
     world         joining the job; gather, broadcast, agreement between ranks
     groups        process groups: one for each link, and for each kind of reduction
 
