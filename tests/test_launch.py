@@ -6,6 +6,7 @@ is tried in this process.
 
 import importlib
 import json
+import math
 import os
 import re
 import sys
@@ -365,6 +366,7 @@ def corpora(tmp_path):
     ("overrides", "message"),
     [
         (["schedule.name=zb_h9"], f"unknown schedule 'zb_h9'; known: {KNOWN}"),
+        (["schedule=auto", "schedule.replan=2"], "schedule.replan: unknown schedule '2'"),
         (["schedule=zb_h2", "num_microbatches=2"], "zb_h2 needs num_microbatches >= 2 * num_ranks - 1 = 3"),
         (["model.num_layers=1"], "model: num_layers=1 is fewer than the 2 stages"),
         (["schedule=zb_v", "model.num_layers=3"], "model: num_layers=3 is fewer than the 4 stages"),
@@ -576,6 +578,28 @@ def test_compare_calls_runs_by_their_folders_and_shows_what_was_measured(monkeyp
         ["a", "zb_h1", "0.5", "0.2500", "1,234", "rows/s", "0.100", "0.200"],
         ["b", "zb_h1", "(began", "as", "1f1b)", "0.5", "-", "1,234", "rows/s", "0.100", "0.200"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ([0.5, 0.5], "DIFFER, first in step 2; the largest difference is 1.0e+00 of a loss"),
+        ([0.5, 0.25 * (1 + 2**-52)], "is 2.2e-16 of a loss, as the rounding of sums in another order"),
+        ([0.5], "DIFFER: the runs have 2 and 1 steps"),
+        ([0.5, math.nan], "DIFFER, first in step 2\n"),
+    ],
+)
+def test_compare_says_where_losses_differ_and_by_how_much(tmp_path, capsys, second, said):
+    figures = {"loss": 0.5, "rows_per_second": 1, "predicted_bubble_rate": 0, "measured_bubble_rate": 0}
+    for name, losses in (("a", [0.5, 0.25]), ("b", second)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "summary.json").write_text(
+            json.dumps({"schedule": "zb_h1", "unigram_entropy": None, **figures})
+        )
+        lines = [json.dumps({"loss": loss}) + "\n" for loss in losses]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(lines))
+    assert compare.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert said in capsys.readouterr().out
 
 
 def test_compare_of_one_run_is_refused(tmp_path, capsys):

@@ -21,7 +21,7 @@ from zbpp.builders.loggers import build_loggers
 from zbpp.builders.model import build_model, build_stages, check_data_fit, layers_per_stage, metrics_of
 from zbpp.builders.parallel import build_mesh, pipeline_ranks, split_stages
 from zbpp.builders.plan import build_timetable, check_layers, check_plan, title_of
-from zbpp.builders.stages import compile_stages, move_stages, recompute_stages
+from zbpp.builders.stages import compile_stages, move_stages, offload_weights, recompute_stages
 from zbpp.builders.trainer import (
     build_masters,
     build_optimizer,
@@ -33,7 +33,7 @@ from zbpp.config import ConfigError, TrainConfig, naming
 from zbpp.render import chrome_trace, render_picture
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.microbatch import into_microbatches
-from zbpp.runtime.ties import declare_ties
+from zbpp.runtime.model_ties import declare_ties
 from zbpp.runtime.world import World, broadcast, check_agreement, world
 from zbpp.schedule import Timetable
 from zbpp.training.batch import batch_for
@@ -51,7 +51,7 @@ from zbpp.training.weights import save_weights
 
 
 class _Job(NamedTuple):
-    """What a rank works on; `stages` are its own."""
+    """What one rank trains: its own `stages` of the model, under a timetable, on the data."""
 
     timetable: Timetable
     model: Any
@@ -65,8 +65,8 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     settings: the config as values by dotted key; all but run_dir must be the same on all ranks. Raises
     ConfigError, PlanError, FolderError or AgreementError before any work starts.
     """
-    # Rank 0 alone plans, and finds what is wrong with the config before it joins the others: they wait for
-    # its plan. So the ranks can't disagree, and a mistake is reported once.
+    # Rank 0 alone plans, before it joins the other ranks, which wait for its plan. So the ranks can't
+    # disagree, and a mistake in the config is reported once.
     rank, num_processes = _place_in_job(config.parallel.num_processes)
     num_ranks = pipeline_ranks(config.parallel, num_processes)
     job = _plan_job(config, num_ranks) if rank == 0 else None
@@ -102,7 +102,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
 
 
 def check_before_start(config: TrainConfig, num_processes: int) -> None:
-    """Raise what rank 0 would raise because of folder, degrees, model or plan, before any rank is started.
+    """Raise rank 0's errors about folder, degrees, model or plan before any rank is started.
 
     A schedule that is planned for costs is not tried, see `check_plan`.
     """
@@ -113,7 +113,7 @@ def check_before_start(config: TrainConfig, num_processes: int) -> None:
 
 
 def _place_in_job(wanted: int | None) -> tuple[int, int]:
-    """(this process's number, how many there are); `wanted`: as many as the config asks for."""
+    """(this process's number, number of processes). wanted: the number that the config asks for, or None."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if wanted not in (None, started):
         raise ConfigError(
@@ -159,12 +159,14 @@ def _prepare_stages(
     config: TrainConfig, job: _Job, device: torch.device, precision: Precision, mesh: DeviceMesh | None
 ) -> None:
     """Move, split and tie the stages, try the data on them, then have them recompute or compile."""
-    move_stages(job.stages, device, precision)
+    move_stages(job.stages, device, precision, stay_on_host=config.memory.offload_weights)
     split_stages(job.model, job.stages, mesh)
     place = Place(mesh)
     with naming("model"):
         num_stages = job.timetable.num_stages
         declare_ties(job.model, job.stages, num_stages, is_rank_0=place.rank == 0, group=place.pipeline)
+    if config.memory.offload_weights:
+        offload_weights(job.stages, device)
     with naming("data"):
         args, _ = batch_for(job.stages, job.timetable.num_stages, job.data.train, 0, device)
         num_microbatches = job.timetable.num_microbatches
@@ -178,7 +180,7 @@ def _build_trainer(config: TrainConfig, job: _Job, precision: Precision, mesh: D
     timetable, model, stages, data = job
     loss_fn = precision.widened(model.loss)
     pipeline = build_pipeline(stages, timetable, loss_fn, config.seed, config.parallel, precision, mesh)
-    # Only now: copies of a parameter on other ranks have got the same float32 values.
+    # After the pipeline, which gives all copies of a parameter the same float32 values.
     masters = build_masters(pipeline, precision)
     return Trainer(
         pipeline=pipeline,

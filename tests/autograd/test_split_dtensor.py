@@ -61,6 +61,13 @@ def test_a_dy_with_other_placements_is_redistributed(claims):
             assert max(differences.values()) < 1e-12
 
 
+def test_several_backward_passes_add_up(claims):
+    for found in claims:
+        for deferred, differences in found["several_passes"].values():
+            assert deferred == {"weight", "bias"}
+            assert max(differences.values()) < 1e-12
+
+
 def test_w_computes_with_shards_of_a_mesh_with_two_dimensions(claims):
     """Rows of x that are sharded over the first dimension leave a partial sum: to B."""
     for found in claims:
@@ -77,6 +84,14 @@ def test_w_notices_a_change_in_place_of_a_dtensor_and_of_its_shard(claims):
         for name, message in messages.items():
             said = "the input that AddmmBackward0 saved" if name.endswith("x") else "dy, the gradient of"
             assert said in message, name
+
+
+def test_b_notices_a_function_that_changes_the_gradient_of_another_layer_or_its_shard(claims):
+    for found in claims:
+        messages = found["what_is_changed_in_b"]
+        assert messages.pop("nothing") == ""
+        for name, message in messages.items():
+            assert "the backward of ChangesGradient, or a hook, changes a gradient of shape" in message, name
 
 
 def test_a_gradient_with_other_placements_than_its_parameter_is_refused(claims):

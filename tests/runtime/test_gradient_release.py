@@ -106,8 +106,25 @@ MESHES = [
 ]
 
 
+def gradients_at_updates():
+    """How many gradients exist at each update of two replicas with two stages, and how many each stage has."""
+    with Pipeline(Model(), "zb_v", num_microbatches=M, mesh=make_mesh(replicate=2)) as pipeline:
+        parameters, seen = list(pipeline.parameters()), []
+        optimizer = torch.optim.AdamW(parameters, lr=0.01)
+        pipeline.release_gradients(optimizer)
+        update = optimizer.step
+
+        def step():
+            seen.append(sum(each.grad is not None for each in parameters))
+            update()
+
+        optimizer.step = step  # as a learning rate schedule wraps it
+        trained(pipeline, optimizer, released=True, steps=range(1))
+        return seen, [len(list(stage.parameters())) for stage in pipeline.stages.values()]
+
+
 def in_meshes(rank):
-    found = {}
+    found = {"updates": gradients_at_updates()}
     for name, degrees, schedule, is_tied in MESHES:
         for released in (True, False):
             mesh = make_mesh(**degrees) if degrees else None
@@ -120,6 +137,8 @@ def test_two_processes_train_as_with_the_ordinary_step():
     """Ranks, replicas, shards, tied copies; replicas and copies of a parameter stay equal."""
     everyone = run_ranks(in_meshes, 2)
     for found in everyone:
+        seen, sizes = found["updates"]
+        assert seen == [sum(sizes), sum(sizes) - sizes[0]]  # a stage's gradients go before the next update
         for name, *_ in MESHES:
             same(found[name, True], found[name, False])
     first, second = (found["replicas", True][1] for found in everyone)

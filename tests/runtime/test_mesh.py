@@ -1,6 +1,9 @@
 """Pipelines in a mesh: replicas get one gradient, that of one process over all their data."""
 
 import random
+import re
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch import nn
 from helpers.processes import run_ranks
 from helpers.timetables import random_timetable
 from zbpp import Pipeline, Timetable, clip_grad_norm_, make_mesh, plan
+from zbpp.runtime import AgreementError
 from zbpp.runtime.mesh import num_pipeline_ranks
 
 VOCAB, HIDDEN, M, ROWS = 11, 6, 4, 8
@@ -17,9 +21,9 @@ SCHEDULES = ("1f1b", "zb_h1", "zb_v", "interleaved_zb")
 
 
 class Model:
-    """Embedding, layers, and a head, which has the embedding's weight if `is_tied`; in float64."""
+    """Embedding, layers, and a head, which has the embedding's weight if `is_tied`."""
 
-    def __init__(self, is_tied):
+    def __init__(self, is_tied, dtype=torch.float64):
         torch.manual_seed(0)
         self.is_tied = is_tied
         layers = [nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.GELU()) for _ in range(6)]
@@ -27,7 +31,7 @@ class Model:
         self.parts |= {f"layer_{i}": layer for i, layer in enumerate(layers)}
         self.parts["head"] = nn.Linear(HIDDEN, VOCAB, bias=False)
         for part in self.parts.values():
-            part.double()
+            part.to(dtype)
         if is_tied:
             self.parts["head"].weight = self.parts["embedding"].weight
 
@@ -46,8 +50,8 @@ class Model:
 class Copies(Model):
     """Tied by declaration: each stage has a copy of its own, and the head's starts with other values."""
 
-    def __init__(self):
-        super().__init__(is_tied=False)
+    def __init__(self, dtype=torch.float64):
+        super().__init__(is_tied=False, dtype=dtype)
 
     def tied(self):
         return {"head.weight": "embedding.weight"}
@@ -64,9 +68,9 @@ def rows_of(place, *tensors):
     return [each[place.data_part * size :][:size] for each in tensors]
 
 
-def alone(is_tied, steps=2):
+def alone(is_tied, steps=2, dtype=torch.float64):
     """Losses, gradients (of two steps, added up), and their norm in one process."""
-    model = Model(is_tied)
+    model = Model(is_tied, dtype)
     whole = model.build_stage(0, 1)
     losses = []
     for step in range(steps):
@@ -78,51 +82,59 @@ def alone(is_tied, steps=2):
     return losses, grads, torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e9).item()
 
 
-def in_mesh(rank, degrees, schedules):
-    """Per schedule and kind of model, what `alone` returns, as this process has it."""
+KINDS = {"untied": partial(Model, False), "tied": partial(Model, True), "copies": Copies}
+CASES = [
+    *product(SCHEDULES, KINDS, (torch.float64,)),
+    *product(SCHEDULES, ("untied", "tied"), (torch.float32,)),
+]
+
+
+def in_mesh(rank, degrees):
+    """Per case what `alone` returns, as this process has it."""
     found = {}
-    for schedule in schedules:
-        for kind, make in (
-            ("untied", lambda: Model(False)),
-            ("tied", lambda: Model(True)),
-            ("copies", Copies),
-        ):
-            model, mesh = make(), make_mesh(**degrees)
-            with Pipeline(model, schedule, num_microbatches=M // 2, mesh=mesh) as pipeline:
-                losses = []
-                for step in range(2):
-                    inputs, target = rows_of(pipeline.place, *batch(step))
-                    mean = pipeline.step(inputs, target=target)
-                    losses.append(float(sum(mean) / len(mean)) if mean else None)
-                norm = clip_grad_norm_(pipeline, 1e9).item()
-                grads = {name: p.grad for name, p in pipeline.named_parameters()}
-                found[schedule, kind] = losses, grads, norm, pipeline.place.data_part
+    for case in CASES:
+        schedule, kind, dtype = case
+        model, mesh = KINDS[kind](dtype=dtype), make_mesh(**degrees)
+        with Pipeline(model, schedule, num_microbatches=M // 2, mesh=mesh) as pipeline:
+            losses = []
+            for step in range(2):
+                inputs, target = rows_of(pipeline.place, *batch(step))
+                mean = pipeline.step(inputs, target=target)
+                losses.append(float(sum(mean) / len(mean)) if mean else None)
+            norm = clip_grad_norm_(pipeline, 1e9).item()
+            grads = {name: p.grad for name, p in pipeline.named_parameters()}
+            found[case] = losses, grads, norm, pipeline.place.data_part
     return found
 
 
-@pytest.mark.parametrize("degrees, processes", [({"replicate": 2}, 4)])
-def test_replicas_get_the_losses_and_gradients_of_one_process(degrees, processes):
+@pytest.fixture(scope="module")
+def everyone():
+    """What each process of two replicas has found. All cases run in the same processes."""
+    return run_ranks(in_mesh, 4, {"replicate": 2})
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_replicas_get_the_losses_and_gradients_of_one_process(everyone, dtype, tolerance):
     """Two steps without zero_grad in between: gradients add up, those of copies, too."""
-    everyone = run_ranks(in_mesh, processes, degrees, SCHEDULES)
-    for schedule in SCHEDULES:
-        for kind in ("untied", "tied", "copies"):
-            losses, grads, norm = alone(kind != "untied")
-            parts = {}
-            for found in everyone:
-                some_losses, some_grads, some_norm, part = found[schedule, kind]
-                assert some_norm == pytest.approx(norm, rel=1e-12)
-                parts[part] = [*parts.get(part, []), *(each for each in some_losses if each is not None)]
-                for name, grad in some_grads.items():
-                    torch.testing.assert_close(
-                        grad, grads[name], rtol=1e-12, atol=1e-12, msg=f"{schedule} {kind} {name}"
-                    )
-            means = [sum(each) / len(parts) for each in zip(*parts.values(), strict=True)]
-            assert means == pytest.approx(losses, rel=1e-12)
-            # Replicas are equal to the last bit.
-            by_name = {}
-            for found in everyone:
-                for name, grad in found[schedule, kind][1].items():
-                    assert torch.equal(by_name.setdefault(name, grad), grad), name
+    for case in (each for each in CASES if each[-1] == dtype):
+        losses, grads, norm = alone(case[1] != "untied", dtype=dtype)
+        parts = {}
+        for found in everyone:
+            some_losses, some_grads, some_norm, part = found[case]
+            assert some_norm == pytest.approx(norm, rel=tolerance)
+            parts[part] = [*parts.get(part, []), *(each for each in some_losses if each is not None)]
+            for name, grad in some_grads.items():
+                scale = grads[name].abs().max().item()
+                torch.testing.assert_close(
+                    grad, grads[name], rtol=0, atol=tolerance * scale, msg=f"{case} {name}"
+                )
+        means = [sum(each) / len(parts) for each in zip(*parts.values(), strict=True)]
+        assert means == pytest.approx(losses, rel=tolerance)
+        # Replicas are equal to the last bit.
+        by_name = {}
+        for found in everyone:
+            for name, grad in found[case][1].items():
+                assert torch.equal(by_name.setdefault(name, grad), grad), name
 
 
 def test_degrees_have_to_fit_the_number_of_processes():
@@ -198,6 +210,8 @@ def two_replicas(rank, what):
             x = torch.randn(8 + 4 * (what == "rows" and rank and step), 4)
             if step and what == "frozen":
                 stage[0].weight.requires_grad_(rank == 0)
+            if step and what == "loaded":
+                pipeline.load_state_dict({name: each + rank for name, each in pipeline.state_dict().items()})
             if step and what == "added":
                 stage.add_module("adapter", nn.Linear(4, 4))
             if step and what == "evaluate" and rank:
@@ -211,8 +225,18 @@ def two_replicas(rank, what):
         pipeline._end("test") if pipeline._engine.over == "" else None
 
 
+def sparse_on_one(rank):
+    """What a replica says if one of them has an embedding with sparse gradients."""
+    stage = small(rank).append(nn.Embedding(4, 4, sparse=rank == 1))
+    try:
+        Pipeline({0: stage}, plan("1f1b", 1, 2), F.mse_loss, mesh=make_mesh(replicate=2))
+    except ValueError as error:
+        return str(error)
+
+
 def all_of_two_replicas(rank):
-    return {what: two_replicas(rank, what) for what in ("fine", "rows", "frozen", "added", "evaluate")}
+    cases = ("fine", "rows", "frozen", "added", "loaded", "evaluate")
+    return {what: two_replicas(rank, what) for what in cases} | {"sparse": sparse_on_one(rank)}
 
 
 def test_replicas_have_the_first_ones_buffers_and_what_would_part_them_is_refused():
@@ -224,8 +248,10 @@ def test_replicas_have_the_first_ones_buffers_and_what_would_part_them_is_refuse
     # Evaluating needs nothing from the other replica, so only one of them may notice.
     assert "must make the same calls" in f"{first['evaluate']} {second['evaluate']}"
     for found in (first, second):
+        assert "2 of stage 0 makes sparse gradients" in found["sparse"]
         assert "rows on rank 0's copy" in found["rows"]
         assert "trains other parameters than rank 0's copy" in found["frozen"]
+        assert "load_state_dict gave rank 0's copy" in found["loaded"]
         assert "parameters were added or replaced after the Pipeline was made" in found["added"]
 
 
@@ -246,3 +272,18 @@ def test_a_parameter_of_two_stages_is_reduced_after_the_last_w_of_both():
     for found in run_ranks(tied_in_a_v, 4):
         for name, grad in found.items():
             torch.testing.assert_close(grad, grads[name], rtol=1e-12, atol=1e-12, msg=name)
+
+
+def planned_differently(rank):
+    mesh = make_mesh(replicate=2)
+    stage, replica = mesh.get_coordinate()[:2]
+    try:
+        Pipeline({stage: nn.Linear(4, 4)}, plan(("1f1b", "gpipe")[replica], 2, 2), F.mse_loss, mesh=mesh)
+    except AgreementError as error:
+        return str(error)
+
+
+def test_an_error_in_a_mesh_calls_processes_by_their_ranks_in_the_job():
+    """The pipeline is the mesh's outermost dimension: the second replica is ranks 1 and 3 of the job."""
+    for said in run_ranks(planned_differently, 4):
+        assert re.search("' on rank 0, 2; '.*' on rank 1, 3$", said)

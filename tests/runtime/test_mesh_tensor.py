@@ -1,17 +1,24 @@
 """Tensor-parallel stages in a pipeline, alone and with replicas: the losses and gradients of one process."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from helpers.processes import run_ranks
-from helpers.split import float64
-from zbpp import Pipeline, clip_grad_norm_, make_mesh, plan
+from zbpp import Pipeline, auxiliary_loss, clip_grad_norm_, make_mesh, plan
 from zbpp.models.llama import Llama
 
-VOCAB, M, ROWS, TIME = 17, 4, 8, 6
-TIED = (False, True)
+VOCAB, M, ROWS, TIME = 17, 2, 4, 6
 SCHEDULES = ("1f1b", "zb_h1", "zb_v", "interleaved_zb")
+CASES = [*product(SCHEDULES, (False, True), (torch.float64, torch.float32))]  # schedule, is it tied?, dtype
+FEWER = [
+    *product(SCHEDULES, (False, True), (torch.float64,)),
+    ("zb_h1", False, torch.float32),
+    ("zb_v", True, torch.float32),
+]
 
 
 def llama(is_tied):
@@ -26,10 +33,10 @@ def batch(step):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def alone(is_tied):
+def alone(is_tied, dtype):
     """The losses of two steps, the gradients that they add up to, and their norm."""
     model = llama(is_tied)
-    whole = model.build_stage(0, 1).double()
+    whole = model.build_stage(0, 1).to(dtype)
     losses = []
     for step in range(2):
         inputs, target = batch(step)
@@ -40,71 +47,83 @@ def alone(is_tied):
     return losses, grads, torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e9).item()
 
 
-class InFloat64:
-    """The model with stages in float64."""
+class WithDtype:
+    """The model with stages of a dtype."""
 
-    def __init__(self, model):
-        self._model = model
+    def __init__(self, model, dtype):
+        self._model, self._dtype = model, dtype
         self.loss, self.parallelize = model.loss, model.parallelize
 
     def build_stage(self, index, num_stages):
-        return self._model.build_stage(index, num_stages).double()
+        return self._model.build_stage(index, num_stages).to(self._dtype)
 
     def tied(self):
         return self._model.tied() if hasattr(self._model, "tied") else {}
 
 
-def in_mesh(rank, degrees, schedules):
-    """Per schedule and kind what `alone` returns, the part of the data, and the share of split gradients."""
+def in_mesh(rank, degrees, cases):
+    """Per case what `alone` returns, the part of the data, and the number of split gradients."""
     found = {}
     mesh = make_mesh(**degrees)
-    with float64():
-        for schedule in schedules:
-            for is_tied in TIED:
-                model = InFloat64(llama(is_tied))
-                num_microbatches = M // degrees.get("replicate", 1)
-                with Pipeline(model, schedule, num_microbatches=num_microbatches, mesh=mesh) as pipeline:
-                    losses = []
-                    for step in range(2):
-                        size = ROWS // pipeline.place.num_data_parts
-                        start = pipeline.place.data_part * size
-                        inputs, target = (each[start:][:size] for each in batch(step))
-                        some = pipeline.step(inputs, target=target)
-                        losses.append(float(sum(some) / len(some)) if some else None)
-                    norm = clip_grad_norm_(pipeline, 1e9).item()
-                    own = dict(pipeline.named_parameters())
-                    split = sum(isinstance(p.grad, DTensor) for p in own.values())
-                    grads = {
-                        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-                        for name, p in own.items()
-                    }
-                    found[schedule, is_tied] = losses, grads, norm, pipeline.place.data_part, split
+    for case in cases:
+        schedule, is_tied, dtype = case
+        model = WithDtype(llama(is_tied), dtype)
+        with Pipeline(model, schedule, num_microbatches=M, mesh=mesh) as pipeline:
+            losses = []
+            for step in range(2):
+                size = ROWS // pipeline.place.num_data_parts
+                start = pipeline.place.data_part * size
+                inputs, target = (each[start:][:size] for each in batch(step))
+                some = pipeline.step(inputs, target=target)
+                losses.append(float(sum(some) / len(some)) if some else None)
+            norm = clip_grad_norm_(pipeline, 1e9).item()
+            own = dict(pipeline.named_parameters())
+            split = sum(isinstance(p.grad, DTensor) for p in own.values())
+            grads = {
+                name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+                for name, p in own.items()
+            }
+            found[case] = losses, grads, norm, pipeline.place.data_part, split
     return found
 
 
-@pytest.mark.parametrize(
-    "degrees, processes, schedules",
-    [({"tensor": 2}, 4, SCHEDULES), ({"replicate": 2, "tensor": 2}, 8, ("zb_h1", "zb_v"))],
+@pytest.fixture(
+    scope="module",
+    params=[({"tensor": 2}, 4, CASES), ({"replicate": 2, "tensor": 2}, 8, FEWER)],
+    ids=["4 processes", "8 processes"],
 )
-def test_tensor_parallel_pipelines_have_the_losses_and_gradients_of_one_process(
-    degrees, processes, schedules
-):
-    everyone = run_ranks(in_mesh, processes, degrees, schedules, timeout=300)
-    for is_tied in TIED:
-        losses, grads, norm = alone(is_tied)
-        for schedule in schedules:
-            reported = {}  # data part -> its losses
-            for found in everyone:
-                some_losses, some_grads, some_norm, part, split = found[schedule, is_tied]
-                assert split > 4
-                assert some_norm == pytest.approx(norm, rel=1e-12)
-                if None not in some_losses:
-                    reported[part] = some_losses
-                for name, grad in some_grads.items():
-                    scale = grads[name].abs().max().item()
-                    torch.testing.assert_close(grad, grads[name], rtol=0, atol=1e-12 * scale, msg=name)
-            means = [sum(each) / len(each) for each in zip(*reported.values(), strict=True)]
-            assert means == pytest.approx(losses, rel=1e-12)
+def everyone(request):
+    """What each process of a mesh has found. All cases run in the same processes."""
+    degrees, processes, cases = request.param
+    return run_ranks(in_mesh, processes, degrees, cases, timeout=300)
+
+
+def check(everyone, dtype, tolerance):
+    """Each process has the losses and gradients of one plain process. tolerance: relative."""
+    cases = [case for case in everyone[0] if case[-1] == dtype]
+    assert cases
+    for case in cases:
+        losses, grads, norm = alone(*case[1:])
+        reported = {}  # data part -> its losses
+        for found in everyone:
+            some_losses, some_grads, some_norm, part, split = found[case]
+            assert split > 4
+            assert some_norm == pytest.approx(norm, rel=tolerance)
+            if None not in some_losses:
+                reported[part] = some_losses
+            for name, grad in some_grads.items():
+                scale = grads[name].abs().max().item()
+                torch.testing.assert_close(grad, grads[name], rtol=0, atol=tolerance * scale, msg=name)
+        means = [sum(each) / len(each) for each in zip(*reported.values(), strict=True)]
+        assert means == pytest.approx(losses, rel=tolerance)
+
+
+def test_tensor_parallel_pipelines_have_the_losses_and_gradients_of_one_process(everyone):
+    check(everyone, torch.float64, 1e-12)
+
+
+def test_tensor_parallel_pipelines_in_float32_too(everyone):
+    check(everyone, torch.float32, 1e-5)
 
 
 def unsplit(rank):
@@ -114,6 +133,43 @@ def unsplit(rank):
         Pipeline({0: model.build_stage(0, 1)}, timetable, model.loss, mesh=make_mesh(tensor=2))
     except ValueError as error:
         return str(error)
+
+
+class OnHalf(torch.nn.Module):
+    """Two tensor-parallel layers; `loss` gets what lies between them, of which each process has a half."""
+
+    def __init__(self, loss):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.loss = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4), loss
+
+    def forward(self, x):
+        between = self.up(x)
+        return self.loss(between, self.down(between))
+
+
+def report(between, output):
+    auxiliary_loss("balance", between.square().mean())
+    return output
+
+
+def losses_of_halves(rank):
+    mesh, said = make_mesh(tensor=2), []
+    for loss in (report, lambda between, output: between):
+        stage = parallelize_module(
+            OnHalf(loss), mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        )
+        pipeline = Pipeline({0: stage}, "1f1b", lambda y, _: y.square().mean(), mesh=mesh, num_microbatches=2)
+        with pytest.raises(ValueError) as caught:
+            pipeline.step(torch.arange(16.0).view(4, 4), target=torch.zeros(4))
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_loss_of_a_part_of_an_activation_is_refused():
+    for auxiliary, main in run_ranks(losses_of_halves, 2):
+        assert "balance differs between tensor-parallel processes" in auxiliary
+        assert "the loss differs between tensor-parallel processes" in main
 
 
 def test_plain_stages_in_a_mesh_with_a_tensor_dimension_are_refused():

@@ -327,7 +327,8 @@ def test_ties_that_are_impossible_are_refused(ranks, message):
 
 def test_a_name_in_tied_that_no_stage_has_is_refused():
     assert refusal({0: linear()}, named={"head.weight": "a.weight"}) == (
-        "tied() ties head.weight to a.weight, but no stage has head.weight"
+        "tied() ties head.weight to a.weight, but no stage has head.weight: write names that "
+        "named_parameters() of the stages gives"
     )
 
 

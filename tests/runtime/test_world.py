@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from helpers.processes import outcomes, run_ranks
 from zbpp.runtime import AgreementError, CommunicationError, DeviceError
-from zbpp.runtime.world import broadcast, check_agreement, gather, world
+from zbpp.runtime.world import broadcast, check_agreement, check_equal, gather, world
 
 
 def complaint(rank, values):
@@ -40,6 +40,12 @@ def test_a_difference_is_told_on_every_rank_and_nothing_else(values, lines):
 
 def test_equal_values_are_no_error():
     assert run_ranks(complaint, 3, [{"a": [1, None], "b": {"c": 2.0}}] * 3) == [None] * 3
+
+
+def test_a_difference_names_processes_by_the_ranks_that_the_caller_gives():
+    """A group of ranks 0 and 3 of a pipeline: its second process is rank 3."""
+    with pytest.raises(AgreementError, match="'cafe' on rank 0; 'babe' on rank 3"):
+        check_equal("configs", ["cafe", "babe"], ranks=(0, 3))
 
 
 def talk(rank):

@@ -301,6 +301,14 @@ def test_random_regression_is_decided_by_seed_and_step():
     assert not torch.equal(inputs, source(1).batch(4)[0])
 
 
+def test_random_regression_has_the_same_rows_in_large_and_in_small_batches():
+    large, small = (
+        RandomRegression(in_features=3, out_features=2, batch_size=size, seed=0) for size in (6, 3)
+    )
+    halves = [torch.cat(pair) for pair in zip(small.batch(2), small.batch(3), strict=True)]
+    assert all(map(torch.equal, large.batch(1), halves))
+
+
 def test_random_regression_can_be_learnt():
     """The targets are a function of the inputs: least squares explains most of them."""
     source = RandomRegression(in_features=3, out_features=2, batch_size=500, seed=0)

@@ -51,6 +51,12 @@ def test_a_dataset_is_shuffled_alike_whatever_a_rank_drew_before_and_anew_each_e
     assert first != second
 
 
+def test_replicas_that_read_smaller_batches_read_the_rows_of_one_large_batch_in_every_epoch():
+    half = loaded_data(Squares(), batch_size=BATCH // 2, seed=7)
+    halves = [int(half.train.batch(step)[0][row, 0]) for step in range(20) for row in range(BATCH // 2)]
+    assert halves == rows_of(loaded_data(Squares(), batch_size=BATCH, seed=7), range(10))
+
+
 def test_a_batch_may_be_asked_for_again_and_a_pass_begun_again():
     loader = DataLoader(Squares(), batch_size=BATCH, drop_last=True)
     source = Loaded(loader, batch_size=BATCH, seed=0)

@@ -55,5 +55,5 @@ def test_below_one_it_gives_up_with_the_way_out():
 
 @pytest.mark.parametrize("arguments", [{"start": 0.5}, {"start": math.nan}, {"growth_interval": 0}])
 def test_bad_arguments_are_refused(arguments):
-    with pytest.raises(ValueError, match="both are 1 or more"):
+    with pytest.raises(ValueError, match="write numbers from 1 upwards"):
         LossScale(**arguments)

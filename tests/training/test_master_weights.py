@@ -126,6 +126,10 @@ def test_what_can_have_no_master_is_refused():
         MasterWeights(layer.parameters(), torch.float32)
     with pytest.raises(ValueError, match=r"trainable parameter of torch.complex64 .*: freeze it"):
         MasterWeights([nn.Parameter(torch.zeros(2, dtype=torch.complex64))], torch.bfloat16)
+    layer(torch.ones(2)).sum().backward()
+    with pytest.raises(ValueError, match=r"has the .grad of an earlier step: set it to None"):
+        MasterWeights(layer.parameters(), torch.bfloat16)
+    layer.zero_grad()
     MasterWeights(layer.parameters(), torch.bfloat16)
     with pytest.raises(ValueError, match="has a main_grad already: does another MasterWeights hold it"):
         MasterWeights(layer.parameters(), torch.bfloat16)
@@ -140,6 +144,18 @@ def test_an_optimizer_that_lost_its_gradients_is_noticed():
         masters.update()
     masters.zero_grad()
     masters.update()
+
+
+def test_an_optimizer_of_the_16_bit_parameters_is_noticed():
+    """Their .grad stays None: the optimizer would train nothing."""
+    layer = nn.Linear(2, 2)
+    masters = MasterWeights(layer.parameters(), torch.bfloat16)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    masters.update()  # nothing to step with yet
+    layer.weight.main_grad.fill_(1)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"make the optimizer of masters.parameters\(\), not"):
+        masters.update()
 
 
 def test_weights_loaded_past_their_masters_are_noticed():

@@ -1,12 +1,15 @@
 """Planning anew in the middle of a run: no loss shows it, on two processes with dropout and batch norm."""
 
+import time
+from contextlib import contextmanager, nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from helpers.processes import open_things, run_ranks
-from zbpp import Pipeline, PlanError, Timetable, plan, simulate
+from zbpp import Pipeline, PlanError, Timetable, make_mesh, plan, simulate
 from zbpp.models.gpt import Gpt
 from zbpp.training.data import text_data
 from zbpp.training.optimizer import adamw
@@ -174,3 +177,61 @@ def test_a_run_that_is_over_before_is_not_replanned():
     for step in range(3):
         pipeline.step(torch.ones(1, 2), target=torch.ones(1, 2))
         assert replan.after(step, pipeline, [], torch.ones(1, 2)) == (pipeline, {})
+
+
+GATHER = 25.0  # ms that an all-gather takes at least
+NUM_BLOCKS = 2  # of each stage: F gathers each once, and so does B
+
+
+@contextmanager
+def slow_gathers():
+    """Inside, each all-gather of weights takes GATHER ms and more."""
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gather = getattr(dist, name)
+
+    def slow(*args, **kwargs):
+        time.sleep(GATHER / 1e3)
+        return gather(*args, **kwargs)
+
+    setattr(dist, name, slow)
+    try:
+        yield
+    finally:
+        setattr(dist, name, gather)
+
+
+def gathered(rank):
+    """By reshard: the costs that rank 0 plans with, and the makespan that every rank then expects."""
+    found, x = {}, torch.ones(M, 4)
+    for reshard in ("step", "microbatch"):
+        stages = {rank // 2: nn.Sequential(*(nn.Linear(4, 4) for _ in range(NUM_BLOCKS)))}
+        mesh, loss_fn, asked, timelines = make_mesh(shard=2), nn.functional.mse_loss, [], []
+
+        def spying(costs, limits, asked=asked):
+            asked.append(costs)
+            return plan("zb_h1", P, M)
+
+        pipeline = Pipeline(stages, "zb_h1", loss_fn, num_microbatches=M, mesh=mesh, reshard=reshard)
+        replan = Replan(plan=spying, loss_fn=loss_fn, stages=stages, num_measured=MEASURED)
+        with slow_gathers():
+            for step in range(MEASURED + 1):
+                with pipeline.recording() if step else nullcontext():
+                    pipeline.step(x, target=x)
+                timelines += [pipeline.timeline()] if step else []
+                pipeline, metrics = replan.after(step, pipeline, timelines, x)
+        pipeline.close()
+        found[reshard] = asked, metrics["expected_makespan_ms"]
+    return found
+
+
+def test_the_cost_of_gathering_weights_for_each_microbatch_is_in_what_is_planned_with():
+    """reshard=step gathers in the first F of a step alone, which a median leaves out."""
+    least = NUM_BLOCKS * GATHER
+    first, *others = run_ranks(gathered, 2 * P)
+    (costs,), _ = first["microbatch"]
+    assert min(*costs.f, *costs.b) >= least > max(costs.w)
+    (costs,), _ = first["step"]
+    assert max(*costs.f, *costs.b, *costs.w) < least
+    for found in (first, *others):
+        (_, once), (_, often) = found["step"], found["microbatch"]
+        assert often >= 2 * least * M > once

@@ -11,6 +11,7 @@ split.py, graph.py, rules.py and weight_grads.py, in this order.
     arguments.py          the arguments of backward_input, checked
     node_roles.py         what each type of node means for the walk
     views.py              chains that only make views of a weight
+    chains.py             chains that compute: a cast of a weight, say, which W runs by autograd
     leaf_grad.py          where a leaf's gradients are summed: `.grad` or `main_grad`
     hooks.py              users' hooks: whether there are any, and running those that W has to run
     gradient_guard.py     notices Python code that changes a captured gradient during B

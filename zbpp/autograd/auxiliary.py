@@ -68,7 +68,7 @@ def auxiliary_losses() -> Iterator[dict[str, Tensor]]:
     """Collect the auxiliary losses that are reported inside the block.
 
     Yields {name: the sum of the name's values}, filled while the block runs; a sum has the graph of its
-    values. A block takes what is reported inside it from any block or step around it. Call backward after the
+    values. What is reported inside the block reaches no block or step around it. Call backward after the
     block: torch's own checkpoint reports once more when it computes again.
     """
     block = _Block({}, torch.is_grad_enabled())
@@ -80,7 +80,7 @@ def auxiliary_losses() -> Iterator[dict[str, Tensor]]:
 
 
 def named_scalar(what: str, name: Any, value: Any) -> Tensor:
-    """The value in shape []; what: the kind of thing, for the error.
+    """The value with shape []. what: what the error message calls it, such as "auxiliary_loss".
 
     Raises ValueError unless the name is a non-empty string and the value a floating-point tensor with one
     element.

@@ -4,7 +4,7 @@ Autograd hands one gradient to several nodes: in `f(x) + l(x)` both f and l get 
 runs in the pass, the backward of a Function or a tensor hook, may change that dy in place after l was given
 it. In a plain backward l's weight gradient has been computed by then. In the split it has not: W computes it
 from dy. So the guard notes the version of each gradient when a site or a leaf is given it. When the pass is
-over, no version may have changed.
+over, no version may have changed. A DTensor and its shard have a version each, and both count.
 
 The guard also takes the dy of each site. If the pass stops at a site, autograd itself captures dy after the
 tensor hooks of the site's output. If the site's node runs, autograd captures dy before them. The guard's hook
@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from zbpp.autograd.sharded import is_on_mesh, shard_of
 
 
 class GradientGuard:
@@ -49,7 +51,7 @@ class GradientGuard:
 
     def _note(self, gradient: Tensor | None) -> None:
         if gradient is not None:
-            self._seen.setdefault(id(gradient), (gradient, gradient._version))
+            self._seen.setdefault(id(gradient), (gradient, _version_of(gradient)))
 
     def _take(self, number: int, gradient: Tensor | None) -> None:
         self.dys[number] = gradient
@@ -63,9 +65,13 @@ class GradientGuard:
             del leaf._backward_hooks[self]
             if hooks is None and not leaf._backward_hooks:
                 leaf._backward_hooks = None
-        changed = [gradient for gradient, version in self._seen.values() if gradient._version != version]
+        changed = [gradient for gradient, version in self._seen.values() if _version_of(gradient) != version]
         self._seen.clear()
         return changed
+
+
+def _version_of(gradient: Tensor) -> int:
+    return gradient._version + (shard_of(gradient)._version if is_on_mesh(gradient) else 0)
 
 
 def has_own_hooks(leaf: Tensor) -> bool:

@@ -11,9 +11,9 @@ of x and dy. They hold for each dimension of the mesh:
 A rule states its own table as `Rule.shards`. If the weight or x is placed otherwise, B computes the gradient.
 If dy is placed otherwise, dy is redistributed at the end of B, and W computes with shards as usual.
 
-A DTensor has two counts of in-place changes: its own, and the count of the tensor that holds its shard. An
-operation on the DTensor raises the first count only, an operation on the shard the second only. W checks
-both. Neither count shows a change through a view of the shard that DTensor itself has made.
+A DTensor has two counts of in-place changes (`_version`): its own, and that of the tensor that holds its
+shard. An operation on the DTensor raises the first count only, an operation on the shard the second only. W
+checks both. A change through another view of the shard, one that DTensor has made itself, raises neither.
 
 The split imports nothing of torch.distributed: where a DTensor exists, its module has been imported.
 """
@@ -57,9 +57,9 @@ class OnMesh(NamedTuple):
 
 
 class AddOfShards:
-    """Calls `add` with the shards of its arguments; the target is a DTensor, the others are OnMesh.
+    """An Add whose target is a DTensor and whose other arguments are OnMesh: calls `add` with their shards.
 
-    placements: those of the leaf, and so of its gradient. dy_dims: how dy has to be placed.
+    placements: of the leaf, and so of its gradient. dy_dims: the placements that dy needs, as Dims.
     """
 
     def __init__(self, add: Add, placements: Placements, dy_dims: Dims) -> None:
@@ -81,7 +81,7 @@ class AddOfShards:
         return OnMesh(dy, shard_of(dy))
 
     def num_shards(self, mesh: Any) -> int:
-        """How many shards of dy there are, on a mesh."""
+        """Into how many shards dy is split on a mesh."""
         return math.prod(1 if dim is None else mesh.size(i) for i, dim in enumerate(self.dy_dims))
 
 
@@ -101,7 +101,7 @@ def capture_shards(
     direct, dims = rule.direct.get(operand), _dims(leaf.placements)
     is_transposed = direct is not None and views == (MATRIX_TRANSPOSE,)
     if dims is None or leaf.dim() > 2 or not (is_transposed or views == ()):
-        return None
+        return None  # the tables hold for matrices and biases, as they are or transposed
     if is_transposed:
         dims = tuple([None if dim is None else 1 - dim for dim in dims])
     table = rule.shards.get(operand, {})
@@ -145,7 +145,7 @@ def bytes_here(tensor: Tensor) -> int:
 
 
 def _dims(placements: Placements) -> Dims | None:
-    """The sharded dimensions; None if a placement is neither Shard nor Replicate."""
+    """The placements as Dims; None if one of them is neither Shard nor Replicate."""
     module: Any = sys.modules["torch.distributed.tensor"]
     if any(type(each) not in (module.Shard, module.Replicate) for each in placements):
         return None
@@ -153,7 +153,7 @@ def _dims(placements: Placements) -> Dims | None:
 
 
 def _placements(dims: Dims, tensor: Tensor) -> Placements:
-    """The reverse of `_dims`; negative dimensions count from the tensor's last."""
+    """Dims as placements of a tensor: the reverse of `_dims`. -1 is the tensor's last dimension."""
     module: Any = sys.modules["torch.distributed.tensor"]
     replicate, shard = module.Replicate, module.Shard
     return tuple([replicate() if dim is None else shard(dim % tensor.dim()) for dim in dims])

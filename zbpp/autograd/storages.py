@@ -1,4 +1,4 @@
-"""The memory of a tensor, also of one that consists of other tensors."""
+"""The storages of a tensor, also of one that consists of other tensors (sparse tensors, DTensors)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """The memory of a tensor. That of a sparse tensor, or of a subclass such as DTensor, is its parts'."""
+    """The storage of a tensor; of a sparse tensor or a DTensor, the storages of the tensors inside it."""
     if tensor.is_sparse:
         parts = [tensor._indices(), tensor._values()]
     elif hasattr(tensor, "__tensor_flatten__"):

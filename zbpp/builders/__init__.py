@@ -1,1 +1,1 @@
-"""Objects from their parts of the config, a file per concept."""
+"""Each part of a training run from its part of the config: a file per part. app.py puts them together."""

@@ -1,4 +1,4 @@
-"""The batches from their config node."""
+"""The data of a run from the config's node `data`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def build_data(node: dict[str, Any], batch_size: int, seed: int) -> Data:
 
 
 def limit_evaluation(data: Data, evaluate_every: int, most_batches: int, num_parts: int) -> Data:
-    """The data with at most so many held-out batches. Raises ConfigError if there are none to evaluate on.
+    """The data with at most `most_batches` held-out batches.
 
-    num_parts: how many batches of `data` make one, since processes that see different data take one each.
+    num_parts: how many replicas and shards see different data; each takes a batch of `data`, and these
+    batches count as one. Raises ConfigError if the run evaluates and no whole batch is held out.
     """
     num_batches = min(most_batches, data.num_evaluation_batches // num_parts)
     if evaluate_every and not num_batches:

@@ -1,4 +1,4 @@
-"""Where a run's metrics go."""
+"""The loggers of a run from the config: where its metrics go."""
 
 from __future__ import annotations
 

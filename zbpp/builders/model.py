@@ -66,12 +66,12 @@ def layers_per_stage(model: Any, num_stages: int) -> list[int] | None:
 
 
 def metrics_of(model: Any, precision: Precision) -> Callable[[Any, Any], Mapping[str, float | Tensor]] | None:
-    """The model's own metrics(output, target), if it has any; see zbpp/stage_api.py."""
+    """The model's metrics(output, target), see zbpp/stage_api.py; None if it has no such method."""
     found = getattr(model, "metrics", None)
     return precision.widened(found) if callable(found) else None
 
 
-# ---------------------------------------------------------------- do the data fit the model?
+# ---- Do the data fit the model?
 
 
 def check_data_fit(stages: Mapping[int, nn.Module], microbatch: Sequence[Any]) -> None:
@@ -93,7 +93,7 @@ def check_data_fit(stages: Mapping[int, nn.Module], microbatch: Sequence[Any]) -
 
 @contextmanager
 def explained_as_data(where: str) -> Iterator[None]:
-    """Turn an error of a forward, which data of a wrong type or shape cause, into a ConfigError."""
+    """Turn an error that a forward raises, as for inputs of a wrong type or shape, into a ConfigError."""
     try:
         yield
     except torch.OutOfMemoryError:

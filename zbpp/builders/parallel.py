@@ -14,13 +14,13 @@ from zbpp.runtime.tensor_parallel import parallelize
 
 
 def pipeline_ranks(parallel: ParallelConfig, num_processes: int) -> int:
-    """How many ranks each pipeline has among so many processes. Raises ConfigError if none fits."""
+    """How many ranks each pipeline has. Raises ConfigError if the degrees don't divide `num_processes`."""
     with naming("parallel"):
         return num_pipeline_ranks(num_processes, **_degrees(parallel))
 
 
 def build_mesh(parallel: ParallelConfig, device_type: str) -> DeviceMesh | None:
-    """The mesh; None for a pipeline that stands alone. Collective."""
+    """The mesh; None if all degrees are 1: then the pipeline stands alone. Collective."""
     degrees = _degrees(parallel)
     if set(degrees.values()) == {1}:
         return None

@@ -1,4 +1,4 @@
-"""The timetable that a run begins with, and what the run is called."""
+"""The timetable that a run begins with, and the run's title."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from zbpp.builders.model import layers_per_stage
-from zbpp.config import NUM_MICROBATCHES, ConfigError, ScheduleConfig
+from zbpp.config import NUM_MICROBATCHES, ConfigError, ScheduleConfig, naming
 from zbpp.planning import canonical_name, takes_costs
 from zbpp.planning.compare import stages_per_rank
 from zbpp.schedule import Timetable
@@ -16,6 +16,7 @@ from zbpp.training.summary import Title
 
 def build_timetable(schedule: ScheduleConfig, num_ranks: int, num_microbatches: int | None) -> Timetable:
     """Plan by the schedule's name, or read its file. Raises PlanError or ConfigError."""
+    _check_replan(schedule.replan)
     options = {**schedule.options, "costs": schedule.costs}
     try:
         if schedule.timetable is not None:
@@ -28,10 +29,18 @@ def build_timetable(schedule: ScheduleConfig, num_ranks: int, num_microbatches: 
 def check_plan(schedule: ScheduleConfig, num_ranks: int, num_microbatches: int | None) -> None:
     """Make the plan once, so that PlanError or ConfigError is raised if it can't be made.
 
-    A schedule that is planned for costs is not tried: that may take a search.
+    A schedule that is planned for costs is not tried, since it may take a search.
     """
+    _check_replan(schedule.replan)
     if schedule.timetable is not None or not takes_costs(schedule.name):
         build_timetable(schedule, num_ranks, num_microbatches)
+
+
+def _check_replan(name: str | None) -> None:
+    """Raise ConfigError for a schedule to switch to that does not exist."""
+    if name is not None:
+        with naming("schedule.replan"):
+            canonical_name(name)
 
 
 def check_layers(model: Any, schedule: ScheduleConfig, num_ranks: int) -> None:
@@ -47,6 +56,6 @@ def check_layers(model: Any, schedule: ScheduleConfig, num_ranks: int) -> None:
 
 
 def title_of(schedule: ScheduleConfig, *, is_replanned: bool = False) -> Title:
-    """What a run is called: by its schedule's name, or by the name of its plan's file."""
+    """The run's title: the name of its schedule, or of its plan's file."""
     first = canonical_name(schedule.name) if schedule.timetable is None else Path(schedule.timetable).stem
     return Title(str(schedule.replan), replanned_from=first) if is_replanned else Title(first)

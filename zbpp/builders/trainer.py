@@ -34,7 +34,10 @@ def build_pipeline(
     precision: Precision,
     mesh: DeviceMesh | None,
 ) -> Pipeline:
-    """This rank's part of the pipeline. Collective. Of shards FSDP2 casts weights and sums gradients."""
+    """This rank's part of the pipeline. Collective.
+
+    In a mixed precision the weights of shards are cast by FSDP2's policy, instead of by MasterWeights.
+    """
     policy = None
     if parallel.shard > 1 and precision.is_mixed:
         policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.stored)
@@ -52,9 +55,10 @@ def build_pipeline(
 
 
 def build_masters(pipeline: Pipeline, precision: Precision) -> MasterWeights | None:
-    """The master weights of a mixed precision, once the copies of each parameter have the same values.
+    """The master weights of a mixed precision; else None.
 
-    Shards need none: they are float32 themselves, and what is gathered from them is cast.
+    Call this after build_pipeline, which gives all copies of a parameter the same float32 values. Shards need
+    no masters: they are float32 themselves, and FSDP2 casts the weights that it gathers from them.
     """
     if not precision.is_mixed or pipeline.place.size(SHARD) > 1:
         return None
@@ -64,7 +68,7 @@ def build_masters(pipeline: Pipeline, precision: Precision) -> MasterWeights | N
 def build_optimizer(
     parameters: Iterable[nn.Parameter], options: OptimizerConfig, gradient_release: str = "off"
 ) -> torch.optim.Optimizer:
-    """The optimizer over the parameters, those of this rank's part of the pipeline."""
+    """The optimizer over the parameters, this rank's or master weights."""
     return OPTIMIZERS[options.name](
         parameters,
         learning_rate=options.learning_rate,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
     print(_table(folders, summaries))
     are_equal = all(each == losses[0] for each in losses)
-    outcome = "are equal to the last bit" if are_equal else "DIFFER"
+    outcome = "are equal to the last bit" if are_equal else f"DIFFER{_difference(losses)}"
     print(f"losses of all {len(losses[0])} steps {outcome}")
     has_learned = _check_learning(summaries[0])
     if any(map(_shares_cores, summaries)):
@@ -76,6 +77,19 @@ def _shares_cores(summary: dict[str, Any]) -> bool:
 
 def _losses(path: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
+
+
+def _difference(losses: list[list[float]]) -> str:
+    """Where the losses of runs differ first, and by how much at most; or that the runs have other lengths."""
+    if len({len(each) for each in losses}) > 1:
+        return f": the runs have {' and '.join(str(len(each)) for each in losses)} steps"
+    steps = list(zip(*losses, strict=True))
+    first = next(number for number, step in enumerate(steps, 1) if len(set(step)) > 1)
+    if any(loss is None or not math.isfinite(loss) for step in steps for loss in step):
+        return f", first in step {first}"
+    largest = max((max(step) - min(step)) / (abs(step[0]) or 1.0) for step in steps)
+    rounding = ", as the rounding of sums in another order" if largest < 1e-6 else ""
+    return f", first in step {first}; the largest difference is {largest:.1e} of a loss{rounding}"
 
 
 def _check_learning(summary: dict[str, Any]) -> bool:

@@ -110,6 +110,7 @@ class MemoryConfig(Checked):
     limit: GiB that each rank may hold after replanning, see schedule.replan; null: as much as before it.
     gradient_release: when weights are updated and gradients dropped: after the step; each stage's behind its
     last W; or each microbatch's gradients into the optimizer's states.
+    offload_weights: whether weights, their gradients and the optimizer's states live in host memory.
     """
 
     prefix: ClassVar[str] = "memory."
@@ -117,6 +118,7 @@ class MemoryConfig(Checked):
     budget: float = ranged(1.0, most=1)
     limit: float | None = ranged(None, above=0, unit="GiB")
     gradient_release: str = one_of("off", "step", "accumulate")
+    offload_weights: bool = False
 
     def __post_init__(self) -> None:
         if self.gradient_release == "False":  # YAML reads an off without quotes as false
@@ -209,6 +211,20 @@ class TrainConfig(_RunConfig):
                 f"memory.recompute={recompute} doesn't go with compile={self.compile}: write "
                 "memory.recompute=none, and a memory.budget below 1 to hold less"
             )
+        if self.memory.offload_weights:
+            self._check_offloaded_weights()
+
+    def _check_offloaded_weights(self) -> None:
+        """Raise ConfigError for what doesn't go with memory.offload_weights."""
+        if self.compile != "none":
+            given, remedy = f"compile={self.compile}", "write compile=none"
+        elif self.precision in _MIXED:
+            given, remedy = f"precision={self.precision}", "write precision=float32 or bfloat16"
+        elif max(self.parallel.replicate, self.parallel.shard, self.parallel.tensor) > 1:
+            given, remedy = "parallel.replicate, shard or tensor", "leave them at 1, with more pipeline ranks"
+        else:
+            return
+        raise ConfigError(f"memory.offload_weights=true doesn't go with {given}: {remedy}")
 
     def _check_gradient_release(self) -> None:
         """Refuse what needs all gradients of a step at a time."""
@@ -219,6 +235,11 @@ class TrainConfig(_RunConfig):
                 f"{setting} updates weights before the norm of all gradients is known, and clipping by "
                 f"optimizer.clip_norm={self.optimizer.clip_norm:g} needs it: write optimizer.clip_norm=null, "
                 "with optimizer=stable_adamw, which limits each update by itself"
+            )
+        if self.memory.offload_weights:
+            raise ConfigError(
+                f"{setting} doesn't go with memory.offload_weights=true, whose gradients live in host memory: "
+                "turn one of them off"
             )
         if self.precision == "mixed_float16" or (self.precision in _MIXED and parallel.shard == 1):
             raise ConfigError(

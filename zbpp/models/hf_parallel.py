@@ -2,8 +2,8 @@
 
 The library names modules by patterns, `model.layers.*.self_attn.q_proj`, and says in one word how each is
 sharded. Here a word stands for one of torch's ParallelStyles; a word that none of them expresses is refused.
-A plan may be made for inference, where no gradient shows what it lacks. So it is tried on a small copy of the
-model, on the same mesh: logits and gradients must be those of the copy that is not sharded.
+A plan may have been written for inference and give wrong gradients. So each plan is tried on a small copy of
+the model, on the same mesh: logits and gradients must be those of the copy that is not sharded.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from zbpp.models.hf_calls import BATCH, TIME
 from zbpp.models.hf_cut import CutError
 from zbpp.models.hf_init import constants_of, initialise
 from zbpp.models.hf_shrink import build_on_meta, with_small_copy
+from zbpp.models.hf_ties import aliases_of
 from zbpp.models.layers import check_divides
 from zbpp.models.tensor_parallel import Styles, check_mesh, shard
 
@@ -29,16 +30,16 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-# Sums over ranks are made in another order; many norms compute in float32, whatever the model is.
+# Not 0, since sums over ranks have another order, and many norms compute in float32 in a float64 model.
 _TOLERANCE = 1e-5
 
 
 def parallelize_stage(
     stage: nn.Module, mesh: DeviceMesh, config: PretrainedConfig, seed: int, *, is_tried: bool = False
 ) -> None:
-    """Shard a stage in place. Tied parameters stay whole, on whatever stages they are.
+    """Shard a stage in place. Tied parameters stay whole.
 
-    is_tried: whether the plan was tried before, on as many ranks.
+    is_tried: whether the plan was already tried on a mesh of this size.
     Raises ValueError, before anything is changed, for a mesh that does not fit, a family without a plan, a
     plan that torch's styles can't express, and one that changes logits or gradients of a small copy.
     """
@@ -55,21 +56,19 @@ def parallelize_stage(
 
 
 def _plan_of(model: PreTrainedModel) -> tuple[Mapping[str, str], set[str]]:
-    """Pattern of a name -> the library's word; and the names of all tied parameters."""
+    """{pattern of a module's name: the library's word}, and all names of tied parameters."""
     plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
     if not plan:
         raise CutError(
             f"{type(model).__name__} ships no tensor-parallel plan (base_model_tp_plan): write "
             "parallel.tensor=1, or wrap the model in a class whose parallelize(stage, mesh) shards its stages"
         )
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return plan, {name for tied in names.values() if len(tied) > 1 for name in tied}
+    aliases = aliases_of(model)
+    return plan, {*aliases, *aliases.values()}
 
 
 def _styles(model: nn.Module, plan: Mapping[str, str], tied: set[str]) -> Styles:
-    """Name of each module that the plan shards -> torch's style."""
+    """{name of each module that the plan shards: torch's style}."""
     known, styles = _known_styles(), {}
     for name, module, word in _planned(model, plan):
         if word not in known:
@@ -91,7 +90,7 @@ def _styles(model: nn.Module, plan: Mapping[str, str], tied: set[str]) -> Styles
 
 
 def _planned(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, nn.Module, str]]:
-    """(name, module, word) of the modules in the plan; a parameter stands there by its own name."""
+    """(name, module, word) of the modules in the plan, and of parameters that the plan names themselves."""
     for name, module in model.named_modules():
         if word := plan.get(_pattern(name)):
             yield name, module, word
@@ -109,7 +108,7 @@ _REPLICATED = "replicated_with_grad_allreduce"
 
 
 def _known_styles() -> dict[str, Callable[[], ParallelStyle] | None]:
-    """The library's word -> a torch style that does the same; None if nothing is to be done."""
+    """{the library's word: a torch style that does the same, or None if there is nothing to do}."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
@@ -119,8 +118,8 @@ def _known_styles() -> dict[str, Callable[[], ParallelStyle] | None]:
     def split() -> ParallelStyle:
         return RowwiseParallel(input_layouts=Replicate())
 
-    # A norm within each head, [batch, time, heads, size]: of each rank's heads. What dimension they stand in
-    # makes no difference to it, as long as it is not the last one.
+    # The norm of queries or keys, [batch, time, heads, size], over the last dimension: each rank normalises
+    # its own heads. SequenceParallel takes the heads for the sequence; any dimension but the last would do.
     def within_heads() -> ParallelStyle:
         return SequenceParallel(sequence_dim=-2, use_local_output=True)
 
@@ -167,7 +166,7 @@ def _compare(config: PretrainedConfig, mesh: DeviceMesh, seed: int) -> None:
 
 
 def _trained(model: PreTrainedModel, tokens: Tensor) -> dict[str, Tensor]:
-    """The logits, and the whole gradients by name."""
+    """{what it is: the logits, and the whole gradient of each parameter}, after one backward."""
     from torch.distributed.tensor import DTensor
 
     logits = model(input_ids=tokens, return_dict=True).logits

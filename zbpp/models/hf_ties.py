@@ -1,8 +1,8 @@
 """Tied parameters of a library's model: one Parameter under several names, such as embedding and head.
 
-The library ties what a model's `_tied_weights_keys` names, in whatever form, by assigning one Parameter to
-several modules. So a tie is seen in the modules. The first name in the order of the modules is the source:
-the library keeps the initial values of that one.
+The library assigns one Parameter to several modules. So a tie is seen in the modules, whatever the form of
+the model's `_tied_weights_keys`. The first name in the order of the modules is the source: the library keeps
+the initial values of that one. All other names are aliases.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def names_of(model: nn.Module) -> list[str]:
 
 
 def aliases_of(model: nn.Module) -> dict[str, str]:
-    """{name of a tied parameter: its first name}; the first names themselves are left out."""
+    """{alias: source} of all tied parameters; the sources themselves are no keys."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     everyone = model.named_parameters(remove_duplicate=False)
     sources = {name: first[id(parameter)] for name, parameter in everyone}
@@ -42,7 +42,7 @@ def untie(model: nn.Module, aliases: Mapping[str, str]) -> None:
 
 @contextmanager
 def untied(model: nn.Module) -> Iterator[dict[str, str]]:
-    """Untie a model for a while; yields its aliases."""
+    """A context in which the model is untied; yields its aliases."""
     aliases = aliases_of(model)
     untie(model, aliases)
     try:
@@ -53,18 +53,20 @@ def untied(model: nn.Module) -> Iterator[dict[str, str]]:
 
 
 def with_their_source(users: Mapping[str, set[int]], aliases: Mapping[str, str]) -> dict[str, set[int]]:
-    """The stages that use each name; a name that no stage uses goes where another name of its tie is used.
+    """{name: stages that have to hold it}.
 
-    users: {name: stages}.
+    users: {name: the stages whose forward uses it}. A name that no forward uses goes to the first stage that
+    uses another name of the same tie.
     """
-    used: dict[str, set[int]] = {}
+    users_of_tie: dict[str, set[int]] = {}
     for name, stages in users.items():
-        used.setdefault(aliases.get(name, name), set()).update(stages)
-    return {name: stages or set(sorted(used[aliases.get(name, name)])[:1]) for name, stages in users.items()}
+        users_of_tie.setdefault(aliases.get(name, name), set()).update(stages)
+    first_user = {source: set(sorted(stages)[:1]) for source, stages in users_of_tie.items()}
+    return {name: stages or {*first_user[aliases.get(name, name)]} for name, stages in users.items()}
 
 
 def summed_gradients(stages: Iterable[nn.Module], aliases: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """The gradient of each parameter by its first name: the sum over all copies."""
+    """{source: the sum of the gradients under all names of the parameter, in all stages}."""
     sums: dict[str, torch.Tensor] = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():

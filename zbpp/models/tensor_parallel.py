@@ -1,6 +1,6 @@
 """Tensor parallelism of a stage made of transformer blocks: each rank has some heads and some MLP columns.
 
-    part                          weight      its input     its output
+    layer                         weight      its input     its output
     embedding                     Shard(1)    whole         gathered
     query, key, value, gate, up   Shard(0)    whole         a shard of the last dimension: some heads
     output, down                  Shard(1)    that shard    summed over the ranks
@@ -9,11 +9,12 @@
     head with the embedding's weight  Shard(1)  a shard of the hidden dimension  summed over the ranks: logits
 
 With sequence parallelism the norms, the residual sums and the dropout between these layers work on a shard of
-the sequence. It is gathered before query and gate; the sums behind output and down are scattered.
+the sequence. The whole sequence is gathered in front of query and gate, and the sums behind output and down
+are scattered along the sequence.
 
-Between stages tensors are whole, and equal on all ranks of the mesh; so are the logits and the loss. The
-embedding is sharded along the hidden dimension: a rank's shard of its gradient needs dy's columns only, and
-every rank has every token.
+Tensors between stages, logits and loss are whole, and equal on all ranks of the mesh. The embedding is
+sharded along the hidden dimension, so that W needs no communication: every rank has every token, and its
+shard of the gradient needs the same columns of dy.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ Styles = dict[str, "ParallelStyle"]
 
 
 class BlockPlan(NamedTuple):
-    """What is sharded: `columns` and `rows` name the linear layers of a block, `embedding` one of the stage.
+    """The names of the modules that are sharded: `columns`, `rows` in each block, `embedding` in the stage.
 
-    dropouts: the modules of a block that drop numbers behind `rows`. is_tied: the head has the embedding's
-    weight, so it is sharded along the same dimension.
+    columns: the linear layers with weight Shard(0); rows: those with weight Shard(1). dropouts: the dropout
+    modules behind `rows`. is_tied: the head has the embedding's weight, so it is sharded along the same
+    dimension.
     """
 
     columns: tuple[str, ...]
@@ -53,9 +55,10 @@ class BlockPlan(NamedTuple):
 def parallelize(stage: nn.Module, mesh: DeviceMesh, plan: BlockPlan, sizes: Mapping[str, int]) -> None:
     """Shard a stage in place over the ranks of a mesh with one dimension.
 
-    Names of parameters stay, and their whole values. Every rank must have the stage's initial values; nothing
-    is communicated. sizes: those that the number of ranks has to divide.
-    Raises ValueError, before anything is changed, if the mesh has several dimensions or does not fit.
+    The parameters keep their names and whole values. Every rank must have the same initial values, since
+    nothing is communicated. sizes: {name: a size of the model that the number of ranks has to divide}.
+    Raises ValueError, before anything is changed, if a size can't be divided or the mesh has several
+    dimensions.
     """
     check_mesh(mesh)
     for name, size in sizes.items():
@@ -77,7 +80,7 @@ def check_mesh(mesh: DeviceMesh) -> None:
 
 
 def shard(stage: nn.Module, mesh: DeviceMesh, styles: Styles) -> None:
-    """torch's parallelize_module, without communication; frozen parameters stay frozen."""
+    """torch's parallelize_module, without communication; parameters stay frozen, and shared, if they were."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     frozen = [name for name, parameter in stage.named_parameters() if not parameter.requires_grad]
@@ -97,12 +100,15 @@ def _shared_names(stage: nn.Module) -> list[list[str]]:
 
 
 def _share_again(stage: nn.Module, shared: list[list[str]]) -> None:
-    """Undo that torch shards a shared parameter once for each module that has it."""
+    """Make shared parameters one object again: torch makes a DTensor for each module that has one."""
     for first, *others in shared:
         kept: Any = stage.get_parameter(first)
         for name in others:
             if getattr(stage.get_parameter(name), "placements", None) != getattr(kept, "placements", None):
-                raise ValueError(f"{first} and {name} are one parameter, but would be sharded differently")
+                raise ValueError(
+                    f"{first} and {name} are one parameter, but would be sharded differently: give both "
+                    "modules styles with the same placement, or do not tie them"
+                )
             owner, _, leaf = name.rpartition(".")
             setattr(stage.get_submodule(owner), leaf, kept)
 
@@ -128,7 +134,10 @@ def _styles(stage: nn.Module, plan: BlockPlan) -> Styles:
 
 
 def _block_styles(plan: BlockPlan, between: Any) -> Styles:
-    """between: the placement of the residual sum. Attention and MLP gather their inputs, not each column."""
+    """The styles of one block. between: the placement of the residual sum.
+
+    The inputs of attention and MLP are gathered once, not again by each layer of `columns`.
+    """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -192,9 +201,10 @@ def _shard_dropouts(stage: nn.Module, mesh: DeviceMesh, names: tuple[str, ...]) 
 
 
 class ShardedDropout(nn.Module):
-    """Dropout of one rank's shard along `dim`: the part of what dropout of the whole tensor drops.
+    """Dropout of a tensor that is sharded along `dim`: drops what dropout of the whole tensor would drop.
 
-    Each rank draws for the whole tensor. So all ranks' generators stay alike, as on one rank.
+    Each rank draws the mask of the whole tensor and takes its shard of the mask. So the generators of all
+    ranks stay equal, and equal to the generator of a stage that is not split.
     """
 
     def __init__(self, p: float, dim: int, mesh: DeviceMesh) -> None:

@@ -1,11 +1,17 @@
 """Orders a rank's last W's so that its reductions end early.
 
-Behind a rank's last F, B or BW stand W's alone. Nothing waits for them but the reductions: of each stage,
-once its last W has run. So a rank that owns several stages may run these W's stage by stage, in an order of
-its own choice. The stages are then jobs of a flow shop with two machines, the rank's computation and its
-reductions, one after the other. Johnson's rule (1954) gives the order in which the last reduction ends
-first: stages whose W's take less time than their reduction come first, shortest W's first; then the others,
-longest reduction first. If all stages have as many of these W's, the longest reduction comes first.
+A row ends with W's: those behind its last F, B or BW. Nothing waits for these W's but the reductions, and a
+stage's reduction waits only for the W's of that stage. So a rank that owns several stages may run them stage
+by stage, the stages in any order:
+
+    in turns         0W5 1W5 0W6 1W6 0W7 1W7
+                                         [reduce 0][reduce 1]
+    stage by stage   0W5 0W6 0W7 1W5 1W6 1W7
+                                 [reduce 0]  [reduce 1]
+
+This is a flow shop: each stage is a job for two machines, first the rank's computation (its W's), then its
+reductions. Johnson's rule (1954) gives the order in which the last reduction ends earliest: first the stages
+whose W's take less time than their reduction, shortest W's first; then the others, longest reduction first.
 
 F's, B's and BW's run when they did. A W only frees memory, so the peak stays as it was.
 """
@@ -23,9 +29,9 @@ from zbpp.schedule.timetable import Op, Row, Timetable
 
 
 def complete_stages_early(timetable: Timetable, costs: Costs) -> Timetable:
-    """The timetable with its last W's in the order that ends the reductions first, if its makespan falls.
+    """The timetable with each row's last W's stage by stage, by Johnson's rule, if that lowers its makespan.
 
-    Else the timetable as it is, so also if reductions take no time. Raises PlanError as `simulate` does.
+    Else the timetable as it is, also if reductions take no time. Raises PlanError as `simulate` does.
     """
     stage_costs = costs.per_stage(timetable.num_stages)
     if not any(stage_costs.reduce):
@@ -36,7 +42,7 @@ def complete_stages_early(timetable: Timetable, costs: Costs) -> Timetable:
 
 
 def _with_last_w_by_stage(row: Row, costs: StageCosts) -> Row:
-    """Stable: within a stage the microbatches still ascend."""
+    """The row with its last W's stage by stage; within a stage the microbatches ascend as before."""
     begin = int(np.flatnonzero(row.ops != Op.W).max()) + 1
     stages: list[int] = row.stages[begin:].tolist()
     places = {stage: place for place, stage in enumerate(_by_johnsons_rule(Counter(stages), costs))}
@@ -45,7 +51,7 @@ def _with_last_w_by_stage(row: Row, costs: StageCosts) -> Row:
 
 
 def _by_johnsons_rule(num_w: Counter[int], costs: StageCosts) -> list[int]:
-    """The stages in the order in which to run their W's. num_w: how many W's of each stage."""
+    """The stages in the order in which to run their W's. num_w: {stage: how many of its W's are ordered}."""
 
     def key(stage: int) -> tuple[bool, float]:
         computed, reduced = num_w[stage] * costs.duration[Op.W][stage], costs.reduce[stage]

@@ -17,16 +17,18 @@ What they use:
     boundary      what passes between two stages, with or without a message; BoundaryError
     layout        dtypes and shapes of a message; its header
     call_order    do all ranks call step and evaluate in the same order?
-    mesh          replicas, shards and tensor-parallel parts: make_mesh, and a process's place in the mesh
+    mesh          replicas, shards and tensor-parallel parts: make_mesh, a process's place in a mesh, DTensors
     tensor_parallel  stages that their model splits over the tensor dimension
     reductions    what is reduced on one rank: REPLICAS AND TIED PARAMETERS GET ONE GRADIENT
     reduce        a stage's gradients, summed over processes in buckets
-    tied_gradients  copies of one parameter on several ranks
+    tied_gradients  copies of one parameter on several ranks; copies: in several sharded stages of one rank
+    sharding      stages that FSDP2 shards; fully_shard drives one of them, microbatch by microbatch
     restored      random numbers, training mode, and the gradients of a step that failed
     outputs       outputs and metrics of an evaluation
     named_losses  auxiliary losses, and losses that are dicts, by name
     parameters    names, state_dict and declared ties of the parameters
-    ties          parameters that stages share: declared, named by the model, or found
+    ties          parameters that are one parameter of the model, in several places of its stages
+    model_ties    ties that a model names, or whose stages share a Parameter object (shared_parameters)
     world         joining the job; gather, broadcast, agreement between ranks
     groups        process groups: one for each link, and for each kind of reduction
 

@@ -1,4 +1,4 @@
-"""The blocks of a stage: what is recomputed, compiled or gathered by itself."""
+"""The blocks of a stage: the modules that are recomputed or gathered (FSDP2) one by one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
-    """The children of a module; of a ModuleList or ModuleDict, which is never called, its own children."""
+    """The children of a module. A ModuleList or ModuleDict is never called: its children count instead."""
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from blocks_of(child)

@@ -1,7 +1,8 @@
 """Whether ranks call `step` and `evaluate` in the same order, and with batches of one size.
 
-Neighbouring ranks of a pipeline are compared, and processes that see different data with copies of one rank's
-stages. Of copies the trained parameters are compared, too: their gradients are reduced in one order.
+Two kinds of neighbours are compared: ranks of a pipeline that have a link, and processes that have copies of
+the same stages and see different data. Copies must train the same parameters, too, since their gradients are
+reduced in one order, and `load_state_dict` must have given them the same values.
 
     rank 0   evaluate()  step()
     rank 1   step()      evaluate()    without this check: trains on the evaluation batch
@@ -12,9 +13,9 @@ both have written: that rank sees a difference, sends nothing, and raises. A che
 NCCL ignores them. The check through the store costs one write per call and one read per neighbour and call,
 and nothing per message.
 
-On CUDA a rank may be several calls ahead of its neighbour. Before its first call of another kind, a rank
-waits for its device. By then its neighbours have made all earlier calls, so what the rank writes is compared
-only with their later calls.
+On CUDA a step returns before its messages have arrived, so a rank may be several calls ahead of its
+neighbour. Its entry stands for all consecutive calls of one kind. Before the first call of another kind
+replaces the entry, the rank waits for its device: by then its neighbours have made all earlier calls.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ from zbpp.schedule import Timetable
 
 
 class _Announced(NamedTuple):
-    """A rank's current call, as the rank writes it into the store."""
+    """A rank's current call, as the rank writes the call into the store."""
 
     number: int
     first: int  # the number of the first of the consecutive calls of this kind
     kind: str
     rows: int | None  # of the batch; None if this rank was given no part of it
-    parameters: int = 0  # a hash of those that are trained; equal where they are not compared
+    # Of copies of stages; 0 between ranks of a pipeline:
+    parameters: int = 0  # a hash of the trained ones
+    loaded: int = 0  # a hash of the values that load_state_dict has loaded
 
 
 class CallOrder:
@@ -59,14 +62,14 @@ class CallOrder:
         self._current = _Announced(-1, -1, "nothing", None)
         self._write()
 
-    def begin(self, kind: str, rows: int | None, parameters: int = 0) -> None:
-        """Announce the next call. Raises AgreementError if a neighbour makes another one in its place."""
-        number, first, previous, _, _ = self._current
+    def begin(self, kind: str, rows: int | None, parameters: int = 0, loaded: int = 0) -> None:
+        """Announce the next call. Raises AgreementError if a neighbour's call of this number is another."""
+        number, first, previous, *_ = self._current
         if kind != previous:
             first = number + 1
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-        self._current = _Announced(number + 1, first, kind, rows, parameters)
+        self._current = _Announced(number + 1, first, kind, rows, parameters, loaded)
         self._write()
         self.check()
 
@@ -75,7 +78,7 @@ class CallOrder:
         mine, what = self._current, self._what
         for rank in self._neighbours:
             with communicating(f"{what} {self._rank}, looking up the call of {what} {rank}"):
-                number, first, kind, rows, parameters = self._store.get(str(rank)).decode().split()
+                number, first, kind, rows, parameters, loaded = self._store.get(str(rank)).decode().split()
             # If the neighbour is not yet at this call, it compares when it gets there.
             if int(number) >= mine.number >= int(first) and kind != mine.kind:
                 raise AgreementError(
@@ -85,11 +88,16 @@ class CallOrder:
             if int(number) == mine.number and mine.rows is not None and rows not in ("None", str(mine.rows)):
                 raise AgreementError(
                     f"{mine.kind}() got {mine.rows} rows on {what} {self._rank} and {rows} on {what} {rank}: "
-                    "what is split along dim 0 is one batch, of which all copies take parts of one size"
+                    "give inputs and targets of one batch, and every copy of a stage as many rows"
                 )
             if int(number) == mine.number and int(parameters) != mine.parameters:
                 raise AgreementError(
                     f"{what} {rank} trains other parameters than {what} {self._rank}: freeze and unfreeze "
+                    "the same ones on all copies of a stage"
+                )
+            if int(number) == mine.number and int(loaded) != mine.loaded:
+                raise AgreementError(
+                    f"load_state_dict gave {what} {rank} other values than {what} {self._rank}: load "
                     "the same ones on all copies of a stage"
                 )
 
@@ -111,10 +119,9 @@ def order_of_copies(place: Place, key: str, rank: int, device: torch.device) -> 
 
 
 def neighbours_of(rank: int, links: Iterable[tuple[int, int]], timetable: Timetable) -> set[int]:
-    """The ranks that must make the same calls as `rank`.
+    """The ranks that must make the same calls as `rank`: those that have a link with it.
 
-    Those that have a link with it; besides, the owners of the first and the last stage are neighbours, since
-    inputs and targets belong to one batch.
+    The owners of the first and the last stage are neighbours, too: inputs and targets belong to one batch.
     """
     pairs = [*links, (timetable.rank_of[0], timetable.rank_of[-1])]
     return {each for pair in pairs if rank in pair for each in pair} - {rank}

@@ -18,6 +18,7 @@ from zbpp.runtime.arguments import built_stages, device_for_messages, model_of
 from zbpp.runtime.copies import untie
 from zbpp.runtime.groups import unique_name
 from zbpp.runtime.mesh import SHARD, TENSOR, Place
+from zbpp.runtime.model_ties import declare_ties
 from zbpp.runtime.parameters import Names, names_of
 from zbpp.runtime.sharding import refusal_of
 from zbpp.runtime.tensor_parallel import has_split_parameters
@@ -26,7 +27,6 @@ from zbpp.runtime.ties import (
     TieReport,
     check_alike,
     check_united,
-    declare_ties,
     put_together,
     report_of,
     ties_of,
@@ -68,9 +68,14 @@ class _Report:
 
 
 def check_ranks_agree(timetable: Timetable, dynamic_shapes: bool, place: Place) -> None:
-    """Raise AgreementError everywhere unless all processes have the same timetable and dynamic_shapes."""
+    """Raise AgreementError everywhere unless all processes have the same timetable and dynamic_shapes.
+
+    The error calls processes by their ranks in the pipeline; in a mesh, where these come again, in the job.
+    """
     mine = {"dynamic_shapes": dynamic_shapes, "timetable (by hash)": _hash(str(timetable))}
-    check_equal("pipelines", place.gather(mine))
+    number = place.rank if place.mesh is None else place.mesh.get_rank()
+    numbers, given = zip(*place.gather((number, mine)), strict=True)
+    check_equal("pipelines", given, numbers)
 
 
 def agree_on_stages(
@@ -226,6 +231,17 @@ def _check_stage(index: Any, module: Any, place: Place) -> None:
     refusal = refusal_of(module, place)
     if refusal:
         raise ValueError(f"stage {index} {refusal}")
+    if place.num_data_parts > 1:
+        _check_dense(index, module)
+
+
+def _check_dense(index: int, stage: nn.Module) -> None:
+    for name, module in stage.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise ValueError(
+                f"{name or 'the module'} of stage {index} makes sparse gradients, which replicas can't "
+                "average: write sparse=False"
+            )
 
 
 def _wrapper_of(module: nn.Module) -> str:

@@ -1,9 +1,12 @@
-"""Copies of one parameter on one rank: sharded stages can't share a parameter object, since FSDP2 gives each
-stage parameters of its own.
+"""Copies of one parameter in several sharded stages of one rank.
 
-    stage 0   embedding.weight   gradient a     begin: what earlier steps left in it stays
-    stage 3   head.weight        gradient b     begin: zeroed, the first one's gradient holds it, too
-              after the step     a + b in both, once ranks with further copies have added theirs
+Sharded stages can't share a Parameter, since FSDP2 gives each stage parameters of its own. So each stage gets
+a copy, and the copies are tied. Their gradients are summed as those of other ranks are (tied_gradients.py):
+
+    begin               the first copy keeps the gradient of earlier steps, the other copies' are set to zero
+    sum_into_first      after the last W: the first copy's gradient becomes the sum over this rank
+                        (if other ranks have copies, too, TiedGradients sums the first copies of all ranks)
+    copy_from_first     all copies of this rank get that sum
 
 The copies start equal and are trained alike, so they stay equal.
 """
@@ -17,15 +20,14 @@ from torch import nn
 
 from zbpp.autograd.leaf_grad import total_of
 from zbpp.runtime.mesh import local_of
-from zbpp.runtime.ties import Tie
+from zbpp.runtime.ties import Tie, declare, replace_parameter
 
 
 def untie(stages: Mapping[int, nn.Module]) -> None:
     """Give each stage its own copy of a parameter that an earlier stage has, too, and declare the tie.
 
-    To be called before the stages are sharded; a sharded stage has parameters of its own.
-
-    Raises ValueError if the parameter has the same name in both: then names could not tell copies apart.
+    Call this before the stages are sharded. Raises ValueError if the parameter has the same name in both
+    stages: then a name would stand for two tensors.
     """
     first: dict[int, tuple[int, str]] = {}
     for index, stage in sorted(stages.items()):
@@ -38,22 +40,15 @@ def untie(stages: Mapping[int, nn.Module]) -> None:
                     f"stages {place[0]} and {index} share the parameter {name}, and shards need two names "
                     "for its copies: give it another name in one of the stages, or use replicate= instead"
                 )
-            _replace(stage, parameter, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
-            known = getattr(stage, "tied_parameters", None) or {}
-            stage.tied_parameters = {**known, name: place}  # type: ignore[assignment]  # a plain attribute
-
-
-def _replace(stage: nn.Module, parameter: nn.Parameter, other: nn.Parameter) -> None:
-    for module in stage.modules():
-        for name, each in module.named_parameters(recurse=False, remove_duplicate=False):
-            if each is parameter:
-                setattr(module, name, other)
+            copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            replace_parameter(stage, parameter, copy)
+            declare(stage, name, place)
 
 
 class LocalCopies:
-    """The sharded parameters of this rank that are tied to each other. Their values become the first one's.
+    """The parameters of this rank's sharded stages that are tied to each other.
 
-    ties: of all ranks.
+    ties: of all ranks. The constructor gives all copies the first one's values.
     """
 
     def __init__(self, ties: Sequence[Tie], stages: Mapping[int, nn.Module]) -> None:
@@ -70,7 +65,7 @@ class LocalCopies:
 
     @property
     def copies(self) -> list[nn.Parameter]:
-        """All but the first of each."""
+        """All but the first of each tie."""
         return [each for _, *others in self._groups for each in others]
 
     @property
@@ -79,7 +74,7 @@ class LocalCopies:
         return [each for group in self._groups for each in group]
 
     def begin(self) -> None:
-        """Forget in the copies what earlier steps have added."""
+        """Set the gradients of copies to zero: the first one's holds the sum of earlier steps."""
         for copy in self.copies:
             total = total_of(copy)
             if total is not None:

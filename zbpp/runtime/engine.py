@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zbpp.autograd import WeightGrads
 from zbpp.runtime.call_order import CallOrder, neighbours_of
 from zbpp.runtime.executor import Executor, StageMethod
 from zbpp.runtime.feed import Call
@@ -39,6 +40,7 @@ from zbpp.runtime.named_losses import NamedLosses
 from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.restored import GradientsBefore
 from zbpp.runtime.stage import Loss, StageWorker
+from zbpp.runtime.weight_offload import offloaded_weights
 from zbpp.runtime.world import CommunicationError
 from zbpp.schedule import Op, Timetable, lower
 
@@ -66,7 +68,7 @@ class CallLosses(NamedTuple):
 class Engine:
     """The stages and links of one rank, with a program for `step` and one for `evaluate`.
 
-    over: why no call may follow; empty until then.
+    over: why no call may follow; empty until then. loaded: see CallOrder.
     key: the prefix of this pipeline's names in the job's store; the other arguments are Pipeline's.
     """
 
@@ -85,10 +87,12 @@ class Engine:
         timeout: float,
         dynamic_shapes: bool,
     ) -> None:
-        self.over = ""
+        self.over, self.loaded = "", 0
         self._release: Release | None = None
         self._timetable, self._loss_fn, self._reductions = timetable, loss_fn, reductions
         last = timetable.num_stages - 1
+        self._offloaded = offloaded_weights(stages.values())
+        run_w = WeightGrads.accumulate if self._offloaded is None else self._offloaded.accumulate
         self._workers = {
             stage: StageWorker(
                 stage,
@@ -97,6 +101,7 @@ class Engine:
                 loss_fn=loss_fn,
                 device=device,
                 around_w=reductions.around_w(stage),
+                run_w=run_w,
             )
             for stage, module in stages.items()
         }
@@ -154,12 +159,14 @@ class Engine:
                 self._order_of_ranks.begin(name, cutter.rows)
             if self._order_of_copies is not None:
                 trained = [(each.requires_grad, *each.shape) for each in self._trained()]
-                self._order_of_copies.begin(name, cutter.rows, hash(tuple(trained)))
+                self._order_of_copies.begin(name, cutter.rows, hash(tuple(trained)), self.loaded)
             release = self._release if name == "step" else None
             if name == "step":
                 before = GradientsBefore(self._trained())
             if release is not None:
                 release.begin(call.loss_scale, has_graph=cutter.has_graph)
+            if self._offloaded is not None:
+                self._offloaded.begin()
             for stage, worker in self._workers.items():
                 worker.begin(feeds[stage])
             with self._reductions.evaluating() if name == "evaluate" else nullcontext():

@@ -7,8 +7,8 @@ at the end of every backward. In a pipeline gradients are complete only after th
     don't reduce      weights are gathered and     reduce-scatter what the       wait; gradients
                       freed as `reshard` says      W's have summed, free         are on the shards
 
-W adds to the `.grad` of the gathered weight, a tensor of its own that the weight's freed memory leaves alone.
-Where the policy's reduce_dtype differs from the weight's dtype, this `.grad` has the reduce_dtype.
+W adds to the `.grad` of the gathered weight. This `.grad` has memory of its own, which stays when FSDP2 frees
+the weight. If the policy's reduce_dtype differs from the weight's dtype, this `.grad` has the reduce_dtype.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ class FullyShardedStage:
     """The weights and gradients of one stage that is wrapped in fully_shard. A Reducer.
 
     reshard: when gathered weights are freed. "step": after the stage's last W. "microbatch": after each F
-    and each B. "never": they stay allocated, and are gathered anew where a shard differs from what was
-    gathered. place: where the shards lie. what: for error messages.
+    and each B. "never": not at all; they are gathered anew if a shard has changed since. place: this process
+    in the mesh. what: for error messages.
 
-    Raises ValueError for a stage whose reductions were turned off, and for a torch that FSDP's private names
-    have changed in. Collective over the shards: each block's weights are gathered once.
+    Raises ValueError for a stage whose reductions were turned off, and for a torch in which FSDP2's private
+    names are others. Collective over the shards: the constructor gathers each block's weights once.
     """
 
     def __init__(self, stage: nn.Module, reshard: Reshard, place: Place, what: str) -> None:
         self._stage, self._place, self._what = stage, place, what
-        self._per_microbatch, self._stays = reshard == "microbatch", reshard == "never"
+        self._per_microbatch, self._keeps_gathered = reshard == "microbatch", reshard == "never"
         self._state: Any = stage._get_fsdp_state()  # type: ignore[operator]
         _check_names("state", self._state)
         self._state._lazy_init()
@@ -71,7 +71,7 @@ class FullyShardedStage:
         self._is_missing: list[bool] = []  # per trained parameter, whether this step gave no gradient here
         self._check_settings()
         self._set_prefetch()
-        self._make_gathered_weights()
+        self._allocate_gathered()
 
     @property
     def _states(self) -> list[Any]:
@@ -84,10 +84,10 @@ class FullyShardedStage:
         """Called before the first F of a step. Raises ValueError if the user has turned reductions off."""
         self._check_settings()
         self._set_reductions(False)
-        self._take_out()
+        self._reuse_gathered()
 
     def start(self, ended: Ended | None = None) -> None:
-        """Reduce what the W's have summed; on gloo this waits."""
+        """Reduce what the W's have summed. On gloo FSDP2 waits here for the other shards."""
         self._trained = [each for each in self._params if each.sharded_param.requires_grad]
         self._before = [each.sharded_param.grad for each in self._trained]
         self._is_missing = [_add_zeros_if_missing(each) for each in self._trained]
@@ -99,7 +99,7 @@ class FullyShardedStage:
             self._call_after_reduction(ended)
 
     def finish(self) -> None:
-        """Wait, and let a parameter that no process of the mesh has used keep the gradient it had."""
+        """Wait. A parameter without a gradient on any process gets back the `.grad` from before the step."""
         with communicating(self._what):
             self._state._root_post_backward_final_callback()
             counts = torch.tensor([not each for each in self._is_missing], dtype=torch.int32)
@@ -109,10 +109,10 @@ class FullyShardedStage:
             for param, before, count in zip(self._trained, self._before, counts.tolist(), strict=True):
                 param.sharded_param.grad = param.sharded_param.grad if count else before
         self._trained, self._before, self._is_missing = [], [], []
-        self._put_away()
+        self._return_to_shards()
 
     def abandon(self) -> None:
-        """Drop all that a step or an evaluation has begun; FSDP's state is as before it."""
+        """Drop what is left of a step or an evaluation that failed; FSDP2's state is as before it."""
         if hasattr(self._stage, "reset_iter_state"):
             self._stage.reset_iter_state()  # type: ignore[operator]
         else:
@@ -126,20 +126,21 @@ class FullyShardedStage:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within it forward runs without gradients; afterwards weights are freed as `reshard` says."""
+        """Within it forward runs without gradients; at its end weights are freed as `reshard` says."""
         self._stage.set_reshard_after_forward(self._per_microbatch)  # type: ignore[operator]
-        self._take_out()
+        self._reuse_gathered()
         yield
-        self._put_away()
+        self._return_to_shards()
 
     @contextmanager
     def gathered_for(self, weight_grads: WeightGrads) -> Iterator[None]:
-        """Within it W may run: weights that it reads (x of a layer may be a weight) are gathered."""
+        """Within it W may run: weights that W reads (the x of a product may be one) are gathered."""
         is_needed = any(map(_is_freed, weight_grads.tensors()))
-        for module in self._modules if is_needed else ():
+        modules = self._modules if is_needed else []
+        for module in modules:
             module.unshard()
         yield
-        for module in self._modules if is_needed else ():
+        for module in modules:
             module.reshard()
 
     @property
@@ -147,25 +148,25 @@ class FullyShardedStage:
         """Whether a W may find the weights freed."""
         return self._per_microbatch
 
-    def _take_out(self) -> None:
-        """Where weights stay: use them as they are, if no shard has changed since they were gathered."""
-        if self._stays and not self._has_changed():
+    def _reuse_gathered(self) -> None:
+        """With reshard="never": compute with the gathered weights, unless a shard has changed since."""
+        if self._keeps_gathered and not self._has_changed():
             for group in self._groups:
                 group._to_unsharded()
 
-    def _put_away(self) -> None:
-        """The stage's parameters are the shards again. Free the gathered weights, unless they stay."""
+    def _return_to_shards(self) -> None:
+        """Make the shards the stage's parameters again; free the gathered weights as `reshard` says."""
         for group in self._groups:
-            if self._stays:
+            if self._keeps_gathered:
                 _register_shards(group)
-            group._post_forward_indices.clear()  # an evaluation adds to these, and no backward takes away
+            group._post_forward_indices.clear()  # forward adds to these; an evaluation has no backward
         self._state._comm_ctx.post_forward_order.clear()
-        if not self._stays:
+        if not self._keeps_gathered:
             for module in self._modules:
                 module.reshard()
 
     def _has_changed(self) -> bool:
-        """Whether a shard of any process differs from its part of the gathered weights. Collective."""
+        """Whether, on any process, a shard differs from the part of the gathered weights that it gave."""
         size, rank = self._place.size(SHARD), self._place.coordinate(SHARD)
         changed = [_differs(each, size, rank) for each in self._params]
         flag = torch.stack(changed).any().int() if changed else torch.zeros((), dtype=torch.int32)
@@ -174,11 +175,14 @@ class FullyShardedStage:
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._place.groups[SHARD])
         return bool(flag)
 
-    def _make_gathered_weights(self) -> None:
-        """Let each gathered weight exist, freed, and sum its gradient in the dtype it is reduced in."""
+    def _allocate_gathered(self) -> None:
+        """Gather each weight and free it again, so that the tensor exists whose `.grad` the W's sum in.
+
+        Its grad_dtype is the dtype in which the policy reduces.
+        """
         for group in self._groups:
             if all(hasattr(each, "_unsharded_param") for each in group.fsdp_params):
-                continue  # a pipeline before this one has done it
+                continue  # an earlier pipeline of the same stages has done this
             group.unshard()
             group.wait_for_unshard()
             for param in group.fsdp_params:
@@ -189,21 +193,22 @@ class FullyShardedStage:
     # ---- Settings
 
     def _set_prefetch(self) -> None:
-        """In B each block gathers the block before it, and the first block none.
+        """In B each block gathers the block before it in the stage, and the first block nothing more.
 
         By default FSDP2 gathers the block that ran before in time, which may be another microbatch's.
         """
         root, *blocks = self._modules
-        in_order = [*blocks, root]
+        in_order = [*blocks, root]  # B enters the root first; the first block is given itself: nothing to do
         for module, before in zip(in_order, [in_order[0], *in_order], strict=False):
             module.set_modules_to_backward_prefetch([before])
 
     def _set_reductions(self, are_on: bool) -> None:
+        """Let FSDP2's backward reduce gradients, or only sum them."""
         stage: Any = self._stage
         stage.set_is_last_backward(are_on)
         stage.set_requires_gradient_sync(are_on)
         stage.set_reshard_after_forward(self._per_microbatch)
-        stage.set_reshard_after_backward(self._per_microbatch or (are_on and not self._stays))
+        stage.set_reshard_after_backward(self._per_microbatch or (are_on and not self._keeps_gathered))
 
     def _check_settings(self) -> None:
         is_on = self._state._state_ctx.is_last_backward
@@ -220,16 +225,16 @@ class FullyShardedStage:
             )
 
     def _call_after_reduction(self, ended: Ended) -> None:
-        """Call `ended` on the stream that the last group's reduction ends on."""
+        """Call `ended` with the stream as the current one on which the last reduction runs."""
         if not self._groups:
             return ended()
-        comm, group = self._state._comm_ctx, self._groups[0]
+        comm, group = self._state._comm_ctx, self._groups[0]  # reduced last, see start
         stream = comm.all_reduce_stream if group._is_hsdp else comm.reduce_scatter_stream
         with group.device_handle.stream(stream):
             return ended()
 
     def _reset(self) -> None:
-        """What FSDPModule.reset_iter_state does; torch 2.11 has no such method."""
+        """Do what FSDPModule.reset_iter_state does; torch 2.11 has no such method."""
         context, comm = self._state._state_ctx, self._state._comm_ctx
         context.iter_forward_root, context.post_backward_final_callback_queued = None, False
         comm.all_gather_state = comm.reduce_scatter_state = None
@@ -262,7 +267,7 @@ def _check_names(kind: str, thing: Any) -> None:
 
 
 def _add_zeros_if_missing(param: Any) -> bool:
-    """Give a parameter without a gradient zeros: all processes have to reduce the same. Returns whether."""
+    """If the gradient is missing, make it zeros: all shards must reduce the same. Returns whether it was."""
     weight = param._unsharded_param
     if weight.grad is not None or param.unsharded_accumulated_grad is not None:
         return False
@@ -279,7 +284,7 @@ def _register_shards(group: Any) -> None:
 
 
 def _differs(param: Any, size: int, rank: int) -> Tensor:
-    """Whether the shard differs from its part of the gathered weight, as a scalar; also if that is freed."""
+    """A boolean scalar: whether the gathered weight is freed, or the shard differs from its part of it."""
     weight, shard = local_of(param._unsharded_param.detach()), local_of(param.sharded_param.detach())
     if _is_freed(weight):
         return torch.ones((), dtype=torch.bool, device=weight.device)
@@ -290,5 +295,6 @@ def _differs(param: Any, size: int, rank: int) -> Tensor:
 
 
 def _is_freed(tensor: Tensor) -> bool:
+    """Whether FSDP2 has freed the tensor's memory: it does so by giving the storage no bytes."""
     local = local_of(tensor)
     return local.layout is torch.strided and local.numel() > 0 and local.untyped_storage().nbytes() == 0

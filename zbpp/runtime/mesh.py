@@ -1,11 +1,14 @@
 """The DeviceMesh that a pipeline lives in, and this process's place in it.
 
-    pipeline     outermost: the stages of one model, on different ranks
-    replicate    copies of a stage that see different data; their gradients are averaged
-    shard        copies of a stage that see different data and hold a part of its weights each (FSDP2)
-    tensor       innermost: parts of each layer of a stage; they see the same data
+    dimension    its processes hold                               they see
+    pipeline     different stages (outermost dimension)           the same batch
+    replicate    copies of the same stages                        different data; gradients are averaged
+    shard        a part of each weight of the same stages, FSDP2  different data; gradients are averaged
+    tensor       a part of each layer (innermost dimension)       the same batch
 
-A process belongs to one group per dimension: the processes that differ from it in this dimension alone.
+A process belongs to one process group per dimension, together with the processes that differ from it in this
+dimension alone.
+The last part of this file holds what the runtime asks of DTensors, the tensors that lie on such a mesh.
 """
 
 from __future__ import annotations
@@ -27,10 +30,10 @@ PIPELINE, REPLICATE, SHARD, TENSOR = DIMENSIONS = ("pipeline", "replicate", "sha
 def make_mesh(
     *, replicate: int = 1, shard: int = 1, tensor: int = 1, device_type: str | None = None
 ) -> DeviceMesh:
-    """A mesh over all processes of the job; the pipeline gets what these degrees leave of it. Collective.
+    """A mesh over all processes of the job. Collective.
 
-    device_type: "cpu" or "cuda"; None: what the job's messages need. Raises ValueError if the number of
-    processes is not divisible by the product of the degrees.
+    Each pipeline has (number of processes) / (replicate x shard x tensor) ranks; ValueError is raised if that
+    is no whole number. device_type: "cpu" or "cuda"; None: "cuda" if the job's backend is NCCL, else "cpu".
     """
     if not dist.is_initialized():
         raise ValueError(
@@ -63,6 +66,7 @@ class Place:
     """This process's groups and coordinates in a mesh; without a mesh, in a pipeline that stands alone.
 
     group: the pipeline's group, if there is no mesh. Raises ValueError for a mesh that zbpp can't use.
+    groups: of each dimension but the pipeline, if it has more than one process.
     """
 
     def __init__(self, mesh: DeviceMesh | None, group: dist.ProcessGroup | None = None) -> None:
@@ -78,11 +82,11 @@ class Place:
         self.pipeline = group if mesh is None else mesh.get_group(PIPELINE)
 
     def size(self, name: str) -> int:
-        """How many processes the group of a dimension has; not for "pipeline"."""
+        """How many processes the group of a dimension has; `name` is any dimension but "pipeline"."""
         return dist.get_world_size(self.groups[name]) if name in self.groups else 1
 
     def coordinate(self, name: str) -> int:
-        """This process's number in the group of a dimension; not for "pipeline"."""
+        """This process's number in the group of a dimension; `name` is any dimension but "pipeline"."""
         return dist.get_rank(self.groups[name]) if name in self.groups else 0
 
     def mesh_groups(self) -> list[dist.ProcessGroup]:
@@ -96,12 +100,12 @@ class Place:
 
     @property
     def num_data_parts(self) -> int:
-        """How many parts a batch has: replicas and shards see different data."""
+        """Into how many parts a step's data are divided: each replica and each shard reads one."""
         return self.size(REPLICATE) * self.size(SHARD)
 
     @property
     def data_part(self) -> int:
-        """Which part of a batch this process reads."""
+        """Which part of a step's data this process reads, from 0."""
         return self.coordinate(REPLICATE) * self.size(SHARD) + self.coordinate(SHARD)
 
     @property
@@ -114,11 +118,11 @@ class Place:
         """Whether this process is the first of every dimension but the pipeline."""
         return not any(map(self.coordinate, self.groups))
 
-    def sum_parts(self, squares: torch.Tensor) -> None:
-        """Add up, in place, what shards and tensor-parallel parts of the same stages have. Collective."""
+    def sum_over_parts(self, values: torch.Tensor) -> None:
+        """Sum the values, in place, over the processes that hold parts of the same parameters. Collective."""
         for name in (TENSOR, SHARD):
             if name in self.groups:
-                dist.all_reduce(squares, group=self.groups[name])
+                dist.all_reduce(values, group=self.groups[name])
 
     def sum_over_data(self, values: torch.Tensor) -> None:
         """Sum the values, in place, over the processes that see different data. Collective."""
@@ -127,16 +131,23 @@ class Place:
                 dist.all_reduce(values, group=self.groups[name])
 
     def counts(self, tensor: torch.Tensor) -> bool:
-        """Whether this process is the one to count its part of a parameter, where several have the same."""
+        """Whether this process counts its part of a parameter where all parts are added up, as for a norm.
+
+        Along a dimension that does not split the parameter, all processes hold the same values: there the
+        first process alone counts them.
+        """
         placements = dimensions_of(tensor)
-        held_alike = [name for name in (TENSOR, SHARD) if not is_split(placements.get(name))]
-        return all(self.coordinate(name) == 0 for name in held_alike)
+        not_split = [name for name in (TENSOR, SHARD) if not is_split(placements.get(name))]
+        return all(self.coordinate(name) == 0 for name in not_split)
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of every process of the mesh, on every process. Collective."""
+        """The value of every process of the mesh, on every process. Collective.
+
+        The ranks of one pipeline stand side by side, those of the first pipeline first.
+        """
         values = gather(value, self.pipeline)
         for group in self.groups.values():
-            values = [each for part in gather(values, group) for each in part]
+            values = [each for values_of_one in gather(values, group) for each in values_of_one]
         return values
 
     def broadcast(self, value: Any) -> Any:
@@ -149,7 +160,7 @@ class Place:
 
 def _check(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> None:
     if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"mesh is a {type(mesh).__name__}: write zbpp.make_mesh(replicate=2)")
+        raise ValueError(f"mesh is a {type(mesh).__name__}: write mesh=zbpp.make_mesh(replicate=2)")
     if group is not None:
         raise ValueError("mesh and group are both given: a mesh has its own groups, leave group out")
     names = mesh.mesh_dim_names or ()
@@ -168,9 +179,9 @@ def copy_to_replicas(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) 
 
 
 def planned_by_rank_0(make: Callable[[], Timetable], place: Place | None = None) -> Timetable:
-    """The timetable that `make` returns on the mesh's first process, on every process; so is its PlanError.
+    """Call `make` on the mesh's first process alone; return its timetable on all, or raise its PlanError.
 
-    Ranks that planned from their own measurements could disagree, so the plan of one travels, as text.
+    Ranks that planned from their own measurements could disagree. So one plans, and the plan travels as text.
     place: None for all processes of the job. Collective.
     """
     place = place or Place(None)
@@ -186,31 +197,35 @@ def planned_by_rank_0(make: Callable[[], Timetable], place: Place | None = None)
     return Timetable.parse(text)
 
 
+# ---- DTensors
+
+
 def is_split(placement: Any) -> bool:
-    """Whether a DTensor's placement gives each process a part of its own."""
+    """Whether a placement of a DTensor is Shard: each process along that dimension has another part."""
     return placement is not None and hasattr(placement, "dim")
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether FSDP2 gives each process a part of the tensor."""
+    """Whether the tensor is split over the mesh's dimension "shard", by FSDP2."""
     return hasattr(tensor, "device_mesh") and is_split(dimensions_of(tensor).get(SHARD))
 
 
 def is_fully_sharded(module: object) -> bool:
-    """Whether the module was given to fully_shard. Found by name, so that nothing is imported."""
+    """Whether the module was given to fully_shard. Found by its class's name, so that nothing is imported."""
     return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a DTensor, which shares its memory; any other tensor as it is."""
+    """This process's part of a DTensor: its local tensor, in the same memory. Any other tensor as it is."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
 
 
 def copy_from(source: int, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Give a tensor, or its part here, the values that it has on a process of the group. Collective over it.
+    """Give a tensor the values that it has on process `source` of the group. Collective over the group.
 
-    A tensor that has them already is left alone: it does not count as changed in place.
+    Of a DTensor, this process's part gets the values of `source`'s part. A tensor that has the values already
+    is left alone: it does not count as changed in place.
     """
     local = local_of(tensor.detach())
     values = local.contiguous().clone()
@@ -226,7 +241,10 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def part_for(own: Any, whole: Any) -> Any:
-    """What to load into a tensor of this process: a DTensor from a whole tensor, any other value as it is."""
+    """What to load into `own` from the value `whole` of a state dict.
+
+    This process's part of `whole` as a DTensor, if `own` is a DTensor and `whole` is none; else `whole`.
+    """
     if (
         not isinstance(whole, torch.Tensor)
         or not hasattr(own, "device_mesh")
@@ -234,7 +252,7 @@ def part_for(own: Any, whole: Any) -> Any:
     ):
         return whole
     part = whole
-    # From the innermost dimension outwards: FSDP2 shards what tensor parallelism has left of a parameter.
+    # From the innermost dimension outwards: FSDP2 shards the parts that tensor parallelism has made.
     for dimension, placement in reversed([*enumerate(own.placements)]):
         if is_split(placement):
             parts = part.chunk(own.device_mesh.size(dimension), placement.dim)
@@ -244,7 +262,10 @@ def part_for(own: Any, whole: Any) -> Any:
 
 
 def like(whole: Any, local: torch.Tensor) -> torch.Tensor:
-    """A tensor like a DTensor, from this process's part; the part itself, if it is like any other tensor."""
+    """This process's part as a DTensor with the mesh, placements and shape of `whole`.
+
+    Returns the part itself if `whole` is a plain tensor.
+    """
     if not hasattr(whole, "device_mesh"):
         return local
     from torch.distributed.tensor import DTensor  # lazily: it imports sympy

@@ -1,7 +1,7 @@
 """Losses that have a name: auxiliary losses, and the entries of a loss that is a dict.
 
-A StageWorker keeps them as tensors. They become numbers only when they are asked for, so a step waits for no
-device.
+A StageWorker keeps them as tensors. They become numbers only when a caller asks for them, so a step does not
+wait for the device.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from torch import Tensor
 from zbpp.autograd.auxiliary import named_scalar
 
 Means = dict[str, list[float]]
-"""Name -> the mean over microbatches of each stage that reported it, in the order of stages."""
+"""{name: one mean over microbatches per stage that reported the name, in the order of stages}."""
 
 
 class NamedLosses:
-    """What the stages of one rank reported in one call. stages: of each stage {name: scalar tensors}."""
+    """What the stages of one rank reported in one step or evaluation.
+
+    stages: for each stage {name: scalar tensors, one per microbatch that reported the name}.
+    """
 
     def __init__(
         self, stages: Iterable[Mapping[str, Sequence[Tensor]]] = (), num_microbatches: int = 1
@@ -27,7 +30,7 @@ class NamedLosses:
         self._stages, self._num_microbatches = list(stages), num_microbatches
 
     def means(self) -> Means:
-        """This rank's part of `summed`. A microbatch in which a stage reported nothing counts as zero."""
+        """This rank's means, for `summed`. A microbatch in which a stage reported nothing counts as zero."""
         pairs = [(name, values) for stage in self._stages for name, values in stage.items()]
         if not pairs:
             return {}
@@ -40,7 +43,7 @@ class NamedLosses:
 
 
 def summed(means: Iterable[Means], num_pipelines: int = 1) -> dict[str, float]:
-    """{name: the sum over the stages of all ranks, averaged over pipelines}, names sorted.
+    """{name: the sum over all stages, averaged over pipelines}, names sorted.
 
     means: of each rank of each pipeline. The sum does not depend on which rank has which stage.
     """

@@ -84,7 +84,7 @@ def squares_in_mesh(pipeline: Pipeline) -> list[float]:
             squares[place] = square_of(total)
         elif id(parameter) in released:
             squares[place] = released[id(parameter)]
-    pipeline.place.sum_parts(squares)
+    pipeline.place.sum_over_parts(squares)
     return squares.tolist()
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from zbpp.runtime.mesh import local_of, part_for
 from zbpp.runtime.ties import Tie
 from zbpp.runtime.world import gather
+from zbpp.seeding import seed_of
 
 _LOSS = "loss."
 
@@ -66,6 +67,13 @@ class StageParameters:
         """The parameters that the loss doesn't share with a stage."""
         own = {id(each) for stage in self._stages.values() for each in stage.parameters()}
         return [each for each in self._loss.parameters() if id(each) not in own]
+
+    def fingerprint(self) -> int:
+        """A number that depends on the values of the parameters; of DTensors, whose parts differ, it doesn't.
+
+        Exact, in whatever order a device adds: the sum of each parameter's bits as integers.
+        """
+        return seed_of(*(_sum_of_bits(each) for _, each in self.named() if not hasattr(each, "to_local")))
 
     def state_dict(self, stage: int | None = None, *, keep_vars: bool = False) -> dict[str, Any]:
         """Parameters and persistent buffers, as `nn.Module.state_dict` gives them.
@@ -167,3 +175,10 @@ def _refuse(*refusals: str) -> None:
     for refusal in refusals:
         if refusal:
             raise RuntimeError(refusal)
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    plain = tensor.detach().contiguous()
+    real = torch.view_as_real(plain) if plain.is_complex() else plain
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return int(real.view(integers[real.element_size()]).sum(dtype=torch.int64).item())

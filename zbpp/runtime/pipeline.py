@@ -26,7 +26,7 @@ from zbpp.runtime.feed import Call
 from zbpp.runtime.fully_shard import Reshard
 from zbpp.runtime.groups import close_groups, group_of_this_process, set_timeout
 from zbpp.runtime.measure import Recorder, measured_timeline
-from zbpp.runtime.mesh import Place
+from zbpp.runtime.mesh import TENSOR, Place
 from zbpp.runtime.named_losses import NamedLosses, summed
 from zbpp.runtime.outputs import Metrics, Outputs
 from zbpp.runtime.parameters import StageParameters
@@ -34,6 +34,8 @@ from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.released import make_release
 from zbpp.runtime.restored import eval_mode, restored_generators
 from zbpp.runtime.stage import Loss
+from zbpp.runtime.tensor_parallel import check_losses_alike
+from zbpp.runtime.weight_offload import check_offloaded
 from zbpp.runtime.world import gather
 from zbpp.schedule import Timeline, Timetable
 from zbpp.seeding import seed_of
@@ -116,6 +118,7 @@ class Pipeline:
         self._parameters = StageParameters(
             self.stages, agreed.names, agreed.ties, self.group, self._loss_fn if computes_loss else None
         )
+        check_offloaded(self.stages.values(), agreed.ties, place)
         self.device = device_of(self.stages.values(), self.group)
         of_loss = self._parameters.of_loss()
         reductions = Reductions(
@@ -151,6 +154,7 @@ class Pipeline:
             dynamic_shapes=dynamic_shapes,
         )
         self.step_losses, self.evaluation_losses = NamedLosses(), NamedLosses()
+        self._compares_losses = TENSOR in place.groups  # in the first step
         self._is_recording, self._recorder = False, Recorder(self.device)
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -182,9 +186,11 @@ class Pipeline:
 
         Raises RuntimeError, before anything is loaded, if a name of this rank is missing or one belongs to no
         stage of the pipeline; not if strict=False. Raises it, too, if tied parameters would get different
-        values. Collective if ranks have copies of a tied parameter.
+        values. Collective if ranks have copies of a tied parameter. The next step raises AgreementError if
+        copies of a stage in a mesh were given different values.
         """
         self._parameters.load_state_dict(state_dict, strict=strict)
+        self._engine.loaded = self._parameters.fingerprint()
 
     def release_gradients(
         self, optimizer: torch.optim.Optimizer, *, accumulate: bool = False, keep_squares: bool = False
@@ -257,7 +263,8 @@ class Pipeline:
         An error on one of several ranks ends the pipeline on all of them. Where another rank waits for a
         message that can't come any more, it stops: on gloo with a CommunicationError at once; on NCCL torch's
         watchdog ends its process at the timeout. Every later call raises RuntimeError, as it does after
-        `close`. Raises AgreementError if another rank is in `evaluate`, or was given another number of rows.
+        `close`. The first step raises ValueError if tensor-parallel processes computed different losses.
+        Raises AgreementError if another rank is in `evaluate`, or was given another number of rows.
 
         A rank that had finished the step keeps its gradients. On each other rank, after an error, num_steps
         is what it was, and a `.grad` that was None is None again. A `.grad` that existed may hold a part of
@@ -268,6 +275,9 @@ class Pipeline:
             recorder = self._recorder if self._is_recording else None
             call = Call(args, target, kwargs, loss_scale=self.loss_scale)
             losses, self.step_losses = self._engine.step(call, self._seeds(), recorder)
+        if self._compares_losses:
+            check_losses_alike(self.place, losses, self.step_losses.means())
+            self._compares_losses = False
         self.num_steps += 1
         return losses
 

@@ -1,9 +1,10 @@
 """Reductions of a step's gradients over the processes that hold copies of the same parameters.
 
-The program says where a stage's gradients are complete on this rank (`Reduce`): right after its last W. There
-the executor starts the stage's Reducer, and goes on with other stages. The step ends when all have finished.
+A stage's gradients are complete on this rank after its last W. There the program has the instruction Reduce:
+the executor starts the stage's Reducer, and goes on with other stages. The step ends when all reductions have
+ended.
 
-    ... 2W6  2W7  Reduce 2  1W6  1W7  Reduce 1 | finish 2, finish 1, tied parameters
+    ... 2W6  2W7  Reduce 2  1W6  1W7  Reduce 1 | finish 1, finish 2, tied parameters
                   [---- stage 2 on its way ----]
                                      [- stage 1 -]
 
@@ -38,14 +39,16 @@ class Reducer(Protocol):
         """Called before the first F of a step."""
 
     def start(self, ended: Ended | None) -> None:
-        """Called when the stage's gradients are complete on this rank; returns without waiting.
+        """Start the reduction; called when the stage's gradients are complete on this rank.
 
-        ended: to be called when the reduction has ended, on any thread; on CUDA where an event that is
-        recorded on the current stream comes after the reduction.
+        Waits for no other process where the backend allows that.
+        ended: a function to call once the reduction has ended, from any thread; not called if there is
+        nothing to reduce. On CUDA the current stream must then be one that runs after the reduction, since
+        the function records an event on it.
         """
 
     def finish(self) -> None:
-        """Make the reduced gradients available to what runs next. Raises CommunicationError."""
+        """Wait, and put the reduced gradients where the optimizer finds them. Raises CommunicationError."""
 
     def abandon(self) -> None:
         """Called when the step fails: drop all that is left of it."""
@@ -54,9 +57,9 @@ class Reducer(Protocol):
 class AllReduce:
     """Sums or averages the gradients of some parameters over a group, in buckets.
 
-    A parameter's gradient is its `main_grad` or else its `.grad`; of a DTensor, this process's part. A
-    parameter that has a gradient on some processes of the group gets one on all; the others add zeros.
-    parameters: in the same order on all processes. what: for error messages.
+    A parameter's gradient is its `main_grad` or else its `.grad`; of a DTensor, this process's part. If a
+    parameter has a gradient on some processes of the group only, the others add zeros and get the result,
+    too. parameters: in the same order on all processes. what: for error messages.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class AllReduce:
         self._parameters: list[nn.Parameter] = []  # those that are trained in this step
         self._group, self._what = group, what
         self._divisor = dist.get_world_size(group) if average else 1
-        self._gradients: list[Tensor] = []  # of each parameter, or zeros
+        self._gradients: list[Tensor] = []  # one per parameter; zeros where it has no gradient here
         self._has_gradient: list[bool] = []
         self._counts: Tensor | None = None  # per parameter, on how many processes it has a gradient
         self._buckets: list[_Bucket] = []
@@ -76,7 +79,7 @@ class AllReduce:
         """A reduction needs no preparation."""
 
     def start(self, ended: Ended | None = None) -> None:
-        """Start to reduce."""
+        """Start all all-reduces; see Reducer.start."""
         self._parameters = [each for each in self._all if each.requires_grad]
         if not self._parameters:
             return
@@ -87,11 +90,11 @@ class AllReduce:
             for parameter, total in zip(self._parameters, totals, strict=True)
         ]
         self._counts = torch.tensor(self._has_gradient, dtype=torch.int32).to(self._gradients[0].device)
-        self._buckets = [_Bucket(part) for part in _parts(self._gradients)]
+        self._buckets = [_Bucket(together) for together in _in_buckets(self._gradients)]
         with communicating(self._what):
             for tensor in (self._counts, *(bucket.tensor for bucket in self._buckets)):
                 work = dist.all_reduce(tensor, group=self._group, async_op=True)
-                assert work is not None  # as for every process that is in the group
+                assert work is not None  # it is None on processes outside the group only
                 self._works.append(work)
         if ended is not None:
             self._works[-1].get_future().then(lambda _: ended())
@@ -108,12 +111,12 @@ class AllReduce:
         self.abandon()
 
     def abandon(self) -> None:
-        """Drop all that a step has begun."""
+        """Drop what is left of a step."""
         self._works, self._buckets, self._gradients = [], [], []
         self._has_gradient, self._counts = [], None
 
     def _adopt(self, counts: Sequence[int]) -> None:
-        """Keep the gradient of a parameter that has one on other processes only."""
+        """Store the result for each parameter that has a gradient on other processes, and none here."""
         rows = zip(self._parameters, self._gradients, self._has_gradient, counts, strict=True)
         for parameter, gradient, is_own, count in rows:
             if count and not is_own:
@@ -121,7 +124,7 @@ class AllReduce:
 
 
 class _Bucket:
-    """Gradients that travel as one tensor: a single one itself, several as a copy."""
+    """Gradients that are reduced as one tensor: a single gradient in its own memory, several as one copy."""
 
     def __init__(self, gradients: list[Tensor]) -> None:
         self._gradients = gradients
@@ -131,6 +134,7 @@ class _Bucket:
         )
 
     def give_back(self, divisor: int) -> None:
+        """Divide the reduced tensor, and write it into the gradients."""
         if divisor > 1:
             self.tensor.div_(divisor)
         if self._is_copy:
@@ -139,9 +143,9 @@ class _Bucket:
                 gradient.copy_(part.view(gradient.shape))
 
 
-def _parts(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+def _in_buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """The gradients of each bucket: one large gradient, or small ones of one dtype in their order."""
-    open_parts: dict[torch.dtype, list[Tensor]] = {}
+    filling: dict[torch.dtype, list[Tensor]] = {}
     sizes: Counter[torch.dtype] = Counter()
     for gradient in gradients:
         if gradient.nbytes >= _ALONE_BYTES:
@@ -149,11 +153,11 @@ def _parts(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
             continue
         dtype = gradient.dtype
         if sizes[dtype] + gradient.nbytes > _BUCKET_BYTES:
-            yield open_parts.pop(dtype)
+            yield filling.pop(dtype)
             sizes[dtype] = 0
-        open_parts.setdefault(dtype, []).append(gradient)
+        filling.setdefault(dtype, []).append(gradient)
         sizes[dtype] += gradient.nbytes
-    yield from open_parts.values()
+    yield from filling.values()
 
 
 def _zeros(parameter: nn.Parameter) -> Tensor:

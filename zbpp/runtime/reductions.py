@@ -1,4 +1,12 @@
-"""What is reduced on one rank after the last W's of a step: its stages' gradients, then tied parameters."""
+"""All reductions of one rank in a step: the gradients of its stages, then those of tied parameters.
+
+when                          what                                                     by
+after a stage's last W        the stage's gradients, over replicas or shards           AllReduce, FSDP2
+when all of these have ended  tied parameters of sharded stages, over this rank        LocalCopies
+                              tied parameters, over the pipeline's ranks               TiedGradients
+then                          parameters of several stages, and of the loss, over      AllReduce
+                              replicas and shards
+"""
 
 from __future__ import annotations
 
@@ -27,10 +35,12 @@ from zbpp.runtime.world import communicating
 class Reductions:
     """The reducers of one rank's stages, its tied parameters, and the weights that FSDP2 gathers.
 
-    Replicas of a stage start with the values of the first one. ties: of all ranks. reshard, mp_policy: as in
-    Pipeline. loss: parameters of the loss, whose gradients are averaged, too. Collective over the mesh.
+    The constructor gives all replicas of a stage the values of the first one. ties: of all ranks. reshard,
+    mp_policy: as in Pipeline. loss: the parameters of the loss that no stage has; their gradients are
+    averaged, too. Collective over the mesh. Raises ValueError on every process for a stage that can't be
+    sharded; on the stage's processes only, for a replicated stage with sparse gradients.
+
     release: what is done with a stage's gradients when they are final; None: they stay.
-    Raises ValueError on every process for a stage that can't be sharded.
     """
 
     def __init__(
@@ -53,9 +63,9 @@ class Reductions:
         self._copies = LocalCopies(ties, stages)
         self._reducers: dict[int, Reducer] = dict(self._sharded)
         self._groups: list[dist.ProcessGroup] = []
-        self._last: list[AllReduce] = []  # what waits for all stages and for tied parameters
+        self._last: list[AllReduce] = []  # they start when all stages and all ties are reduced
         self._stages, self._rank = stages, rank
-        self._known = list(map(id, _parameters(stages)))
+        self._ids = list(map(id, _parameters(stages)))  # of the parameters that are reduced
         for name in (SHARD, REPLICATE):
             if name in place.groups:
                 copied = [each for each in _parameters(stages) if name != SHARD or not is_sharded(each)]
@@ -69,10 +79,12 @@ class Reductions:
         group: dist.ProcessGroup,
         rank: int,
     ) -> None:
-        """Make copies of these processes equal, and average what FSDP2 does not reduce."""
-        _check_dense(stages)
+        """Make reducers that average over one group; give its processes the values of the first of them.
+
+        FSDP2 averages the gradients of sharded stages itself: for these no reducer is made here.
+        """
         self._groups.append(group)
-        # What several stages have is complete after the last W of all of them.
+        # The gradient of a parameter that several stages have is complete after the last W of all of them.
         late = [] if self._sharded else [*dict.fromkeys([*self._tied.parameters, *_shared_by(stages)])]
         late_ids = set(map(id, late))
         for index, stage in stages.items():
@@ -87,7 +99,7 @@ class Reductions:
 
     @property
     def copies(self) -> list[nn.Parameter]:
-        """The parameters that another rank or another stage owns."""
+        """The tied parameters whose first copy is on another rank, or in another sharded stage."""
         return [*self._tied.copies, *self._copies.copies]
 
     @property
@@ -100,7 +112,7 @@ class Reductions:
         if not self.is_shared:
             return
         parameters = _parameters(self._stages)
-        if self._known != list(map(id, parameters)):
+        if self._ids != list(map(id, parameters)):
             raise ValueError(
                 "parameters were added or replaced after the Pipeline was made, and their gradients would "
                 "not be reduced: make a new Pipeline"
@@ -129,7 +141,7 @@ class Reductions:
             reducer.begin()
 
     def start(self, stage: int, ended: Ended | None = None) -> None:
-        """The stage's gradients are complete on this rank; see Reducer.start."""
+        """Start to reduce a stage, whose gradients are complete on this rank; see Reducer.start."""
         self._reducers[stage].start(ended)
 
     def complete(self, stage: int) -> None:
@@ -138,7 +150,10 @@ class Reductions:
             self.release.complete(stage)
 
     def finish(self) -> None:
-        """Wait for all; afterwards the gradients are the same on all copies of a parameter."""
+        """Wait for the stages, then reduce the rest; afterwards all copies of a parameter have one gradient.
+
+        Also gives all replicas the first one's buffers.
+        """
         for stage, reducer in self._reducers.items():
             reducer.finish()
             self.complete(stage)
@@ -161,7 +176,7 @@ class Reductions:
             yield
 
     def around_w(self, stage: int) -> AroundW | None:
-        """What W of a stage has to run within, if its weights may be freed before it."""
+        """The context in which each W of a stage has to run; None if W needs no weights gathered for it."""
         sharded = self._sharded.get(stage)
         return sharded.gathered_for if sharded is not None and sharded.frees_before_w else None
 
@@ -171,7 +186,7 @@ class Reductions:
             reducer.abandon()
 
     def close(self) -> None:
-        """Leave the groups that were made for this pipeline: processes that wait for this one stop."""
+        """Close the groups that were made here: processes that wait for this one stop waiting."""
         self._tied.close()
         self._reducers.clear()  # gloo closes a group's connections once nothing refers to it
         self._last.clear()
@@ -182,7 +197,8 @@ class Reductions:
 def copy_buffers(stages: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
     """Give all buffers the values that they have on the group's first process. Collective over the group.
 
-    All, since a change is not always seen: BatchNorm's kernel does not count its changes of the statistics.
+    All of them, because changed buffers can't be told apart: BatchNorm's kernel changes its statistics and
+    does not raise their count of in-place changes.
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for stage in stages:
@@ -203,13 +219,3 @@ def _shared_by(stages: Mapping[int, nn.Module]) -> list[nn.Parameter]:
     """The parameters that more than one of the stages have."""
     counts = Counter(each for stage in stages.values() for each in stage.parameters())
     return [parameter for parameter, count in counts.items() if count > 1]
-
-
-def _check_dense(stages: Mapping[int, nn.Module]) -> None:
-    for index, stage in stages.items():
-        for name, module in stage.named_modules():
-            if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                raise ValueError(
-                    f"{name} of stage {index} makes sparse gradients, which replicas can't average: write "
-                    "sparse=False"
-                )

@@ -6,10 +6,12 @@ the stage. With "replicate" beside it, FSDP2 shards over the one and replicates 
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,17 +26,20 @@ _PLAIN = "give the Pipeline the plain stage, which it wraps itself: Pipeline(...
 def shard_stages(
     stages: Mapping[int, nn.Module], place: Place, rank: int, reshard: Reshard, policy: Any = None
 ) -> dict[int, FullyShardedStage]:
-    """All stages, sharded, if the mesh has shards; else none. Collective over the mesh.
+    """{index: the stage as a FullyShardedStage}; {} if the mesh has no shards. Collective over the mesh.
 
-    Plain stages are wrapped in fully_shard, with the values that they have on the first of the processes that
-    see different data. rank: for error messages. policy: a MixedPrecisionPolicy. Raises ValueError on every
-    process if one of them can't drive its stages.
+    Plain stages are wrapped in fully_shard here. Before that, all processes that see different data get the
+    values of the first of them. rank: for error messages. policy: a MixedPrecisionPolicy. Raises ValueError
+    on every process if one of them can't drive its stages.
     """
     if reshard not in RESHARD:
         raise ValueError(f"reshard={reshard!r}: write one of {', '.join(RESHARD)}")
     if SHARD not in place.groups:
         if policy is not None:
-            raise ValueError("mp_policy is FSDP2's: it needs a mesh with shards, zbpp.make_mesh(shard=2)")
+            raise ValueError(
+                "mp_policy is for stages that FSDP2 shards, and the mesh has no shards: write "
+                "mesh=zbpp.make_mesh(shard=2), or leave mp_policy out"
+            )
         return {}
     plain = {index: stage for index, stage in stages.items() if not is_fully_sharded(stage)}
     for stage in plain.values():
@@ -45,7 +50,8 @@ def shard_stages(
     try:
         for index, stage in stages.items():
             if index in plain:
-                _wrap(stage, data_mesh(place), policy)
+                _check_optimizers(stage)
+                _wrap(stage, _data_mesh(place), policy)
             what = f"rank {rank}, reducing the gradients of stage {index} over its shards"
             sharded[index] = FullyShardedStage(stage, reshard, place, what)
     except (ValueError, TypeError, AssertionError, RuntimeError) as error:  # what FSDP2 raises
@@ -56,11 +62,24 @@ def shard_stages(
     return sharded
 
 
-def data_mesh(place: Place) -> DeviceMesh:
-    """The part of the mesh that FSDP2 works on."""
+def _data_mesh(place: Place) -> DeviceMesh:
+    """The dimensions of the mesh that FSDP2 works on: shard, and replicate if there are replicas."""
     assert place.mesh is not None
     mesh: DeviceMesh = place.mesh[(REPLICATE, SHARD) if REPLICATE in place.groups else (SHARD,)]
     return mesh
+
+
+def _check_optimizers(stage: nn.Module) -> None:
+    """Raise ValueError if an optimizer holds the parameters that FSDP2 is about to replace."""
+    ids = set(map(id, stage.parameters()))
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.optim.Optimizer) and any(
+            id(parameter) in ids for group in each.param_groups for parameter in group["params"]
+        ):
+            raise ValueError(
+                f"an optimizer ({type(each).__name__}) was made of its parameters, which shards replace, and "
+                "would train nothing: make the optimizer after the Pipeline, of pipeline.parameters()"
+            )
 
 
 def _wrap(stage: nn.Module, mesh: DeviceMesh, policy: Any) -> None:
@@ -82,7 +101,7 @@ def _wrap(stage: nn.Module, mesh: DeviceMesh, policy: Any) -> None:
 
 
 def _blocks_with_own_parameters(stage: nn.Module) -> Iterator[nn.Module]:
-    """The blocks that share no parameter with another part of the stage; FSDP2 would break it in two."""
+    """The blocks that share no parameter with another part of the stage: FSDP2 would make two of it."""
     places = Counter(id(each) for _, each in stage.named_parameters(remove_duplicate=False))
     for block in dict.fromkeys(blocks_of(stage)):
         inside = Counter(id(each) for _, each in block.named_parameters(remove_duplicate=False))
@@ -91,7 +110,7 @@ def _blocks_with_own_parameters(stage: nn.Module) -> Iterator[nn.Module]:
 
 
 def refusal_of(stage: nn.Module, place: Place) -> str:
-    """Why a stage that is wrapped in fully_shard can't be driven in this mesh, or nothing."""
+    """Why a stage that is wrapped in fully_shard can't be driven in this mesh; "" if it can."""
     if not any(map(is_fully_sharded, stage.modules())):
         return ""
     if SHARD not in place.groups:
@@ -121,7 +140,7 @@ def refusal_of(stage: nn.Module, place: Place) -> str:
 
 
 def _lies_on(mesh: DeviceMesh, place: Place) -> bool:
-    """Whether a parameter's mesh has the names of the pipeline's mesh, and in each the same processes."""
+    """Whether each dimension of a parameter's mesh has the processes of that dimension of the pipeline's."""
     names = mesh.mesh_dim_names or ()
     if not set(names) <= set(DIMENSIONS):
         return False

@@ -68,7 +68,7 @@ class StageWorker:
     is_last: whether the stage is the pipeline's last: F then computes the loss, and returns the gradient that
     its B starts from. loss_fn(output, target): for the last stage; None if its module returns the loss.
     device: its generator is seeded for each F, beside the CPU's; None: the CPU.
-    around_w: what W runs within; None: nothing.
+    around_w: what W runs within; None: nothing. run_w: how it runs.
     """
 
     def __init__(
@@ -80,8 +80,9 @@ class StageWorker:
         loss_fn: Loss | None = None,
         device: torch.device | None = None,
         around_w: AroundW | None = None,
+        run_w: Callable[[WeightGrads], None] = WeightGrads.accumulate,
     ) -> None:
-        self._around_w = around_w
+        self._around_w, self._run_w = around_w, run_w
         self._leaf_done: LeafDone | None = None
         self.index, self.module, self._device = index, module, device or torch.device("cpu")
         self._is_last, self._loss_fn = is_last, loss_fn
@@ -219,7 +220,10 @@ class StageWorker:
     def _accumulate(self, microbatch: int, weight_grads: WeightGrads) -> None:
         try:
             with nullcontext() if self._around_w is None else self._around_w(weight_grads):
-                weight_grads.accumulate(None if self._leaf_done is None else self._leaf_done(microbatch))
+                if self._leaf_done is None:
+                    self._run_w(weight_grads)
+                else:
+                    weight_grads.accumulate(self._leaf_done(microbatch))
         except ChangedInPlace as error:
             names = [name for name, each in self.module.named_parameters() if each is error.leaf]
             weights = f", for {', '.join(names)}" if names else ""

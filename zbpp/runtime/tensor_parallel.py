@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zbpp.runtime.mesh import TENSOR, dimensions_of, is_split
+from zbpp.runtime.mesh import TENSOR, Place, dimensions_of, is_split
+from zbpp.runtime.named_losses import Means
+from zbpp.runtime.world import gather
 
 
 def parallelize(model: Any, stages: Mapping[int, nn.Module], mesh: DeviceMesh | None) -> None:
-    """Let the model split its stages over the mesh's tensor dimension, if there is one of more than 1.
+    """Let the model split its stages over the mesh's tensor dimension, if that has more than one process.
 
     Raises ValueError for a model that has no `parallelize(stage, mesh)`, or one that refuses.
     """
@@ -21,7 +24,7 @@ def parallelize(model: Any, stages: Mapping[int, nn.Module], mesh: DeviceMesh | 
     if not hasattr(model, "parallelize"):
         raise ValueError(
             f"{type(model).__name__} has no parallelize(stage, mesh), which splits a stage over the mesh's "
-            f"tensor dimension (see zbpp/stage_api.py): write tensor=1, or add it"
+            "tensor dimension: add the method (see zbpp/stage_api.py), or write tensor=1"
         )
     for stage in stages.values():
         model.parallelize(stage, mesh[TENSOR])
@@ -31,3 +34,29 @@ def has_split_parameters(stages: Iterable[nn.Module]) -> bool:
     """Whether a parameter of these stages is split over the tensor dimension."""
     parameters = (parameter for stage in stages for parameter in stage.parameters())
     return any(is_split(dimensions_of(each).get(TENSOR)) for each in parameters)
+
+
+def check_losses_alike(place: Place, losses: Sequence[Tensor], named: Means) -> None:
+    """Raise ValueError if tensor-parallel processes computed different losses of one batch. Collective.
+
+    A loss of a part of an activation differs from process to process, and so do its gradients, which are then
+    wrong. named: the auxiliary losses.
+    """
+    mine = {"the loss": [each.item() for each in losses], **named}
+    for other in gather(mine, place.groups[TENSOR]):
+        for name, values in other.items():
+            if not _are_close(values, mine.get(name, [])):
+                raise ValueError(
+                    f"{name} differs between tensor-parallel processes ({values}, {mine.get(name)}). Either "
+                    "they were given different data: give all with the same place.data_part the same. Or the "
+                    "loss is computed on a part of an activation, and its gradients are wrong: compute it on "
+                    "the whole one, that is, before a colwise layer or after a rowwise one"
+                )
+
+
+def _are_close(some: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether numbers differ by rounding alone; NaN is close to NaN."""
+    if len(some) != len(others):
+        return False
+    pairs = zip(some, others, strict=True)
+    return all(math.isclose(a, b, rel_tol=1e-6) or (math.isnan(a) and math.isnan(b)) for a, b in pairs)

@@ -1,11 +1,12 @@
 """Copies of one parameter on several ranks of a pipeline: equal values, and one gradient, the sum of theirs.
 
-    rank 0   embedding.weight   gradient a     begin: what earlier steps left in it stays
-    rank 3   head.weight        gradient b     begin: what earlier steps left in it is zeroed, a has it, too
-             after the step     a + b on both ranks
+                                before a step    begin     the W's add    finish
+    rank 0   embedding.weight   g                g         a              g + a + b
+    rank 3   head.weight        g                0         b              g + a + b
 
-The sums are made when a rank has done all its work of the step. Then they are averaged over replicas: a
-replica that was averaged first would have to know which part of its gradient was new.
+g is the gradient of earlier steps. Both ranks have it, and it must count once. The gradients are summed over
+ranks when a rank has done all its work of the step. Replicas are averaged after that; shards were averaged
+before, by FSDP2.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from zbpp.runtime.world import broadcast, check_agreement
 class TiedGradients:
     """This rank's parameters that have copies on other ranks of its pipeline.
 
-    ties: of all ranks. Collective over the pipeline's group: makes a group for each set of ranks that have
-    copies, and gives all copies the first one's values.
+    ties: of all ranks. The constructor makes a process group for each set of ranks that have copies, and
+    gives all copies the owner's values; the first place's rank owns the parameter. Collective over `group`,
+    the pipeline's.
 
-    parameters: all of them. copies: those that another rank owns. A copy begins each step with a gradient of
-    zero; so what the caller adds to gradients before a step has to be added on the owner.
+    parameters: all that have copies. copies: those of them that another rank owns. The gradient of a copy is
+    set to zero at the begin of a step, so a caller who adds to gradients between steps adds on the owner.
     """
 
     def __init__(
@@ -51,48 +53,58 @@ class TiedGradients:
             if together is not None:
                 own = {tie: _parameter(tie, stages) for tie in across if _ranks(tie, rank_of) == ranks}
                 for tie, parameter in own.items():
-                    copy_from(ranks.index(rank_of[tie[0][0]]), parameter, together)
+                    copy_from(ranks.index(_owner(tie, rank_of)), parameter, together)
                 what = f"rank {rank}, summing the gradients of tied parameters over ranks {ranks}"
                 sums = AllReduce(own.values(), together, average=False, what=what)
-                self._shared.append(_Shared(together, own, sums))
+                self._shared.append(_Shared(ranks, together, own, sums))
         mine = [row for shared in self._shared for row in shared.parameters.items()]
         self.parameters = [parameter for _, parameter in mine]
-        self.copies = [parameter for tie, parameter in mine if rank_of[tie[0][0]] != rank]
+        self.copies = [parameter for tie, parameter in mine if _owner(tie, rank_of) != rank]
         self._is_checked = False
 
     def begin(self) -> None:
-        """Forget in the copies what earlier steps have added: the owner's gradient holds it, too.
+        """Set the gradients of copies to zero: the owner's gradient holds the sum of earlier steps.
 
         Before the first step AgreementError is raised, on all ranks that have copies, if copies have
         gradients of different dtypes, or if some of them are frozen.
         """
-        for shared in () if self._is_checked else self._shared:
-            kinds = {text_of(tie): _kind(parameter) for tie, parameter in shared.parameters.items()}
-            check_agreement("gradients of tied parameters", kinds, shared.group)
+        if not self._is_checked:
+            self._check()
         self._is_checked = True
         for copy in self.copies:
             total = total_of(copy)
             if total is not None:
                 total.zero_()
 
+    def _check(self) -> None:
+        for shared in self._shared:
+            kinds = {text_of(tie): _kind(parameter) for tie, parameter in shared.parameters.items()}
+            check_agreement("gradients of tied parameters", kinds, shared.group, shared.ranks)
+
     def finish(self) -> None:
-        """Sum the gradients of all copies."""
+        """Give every copy the sum of all copies' gradients."""
         for shared in self._shared:
             shared.sums.start()
             shared.sums.finish()
 
     def close(self) -> None:
-        """Leave the groups that were made here."""
+        """Close the groups that were made here."""
         close_groups(shared.group for shared in self._shared)
         self._shared.clear()
 
 
 class _Shared(NamedTuple):
-    """Parameters that the same ranks have copies of."""
+    """The tied parameters that one set of ranks has copies of."""
 
+    ranks: tuple[int, ...]  # in the pipeline
     group: dist.ProcessGroup
     parameters: Mapping[Tie, nn.Parameter]
     sums: AllReduce
+
+
+def _owner(tie: Tie, rank_of: Sequence[int]) -> int:
+    first_stage, _ = tie[0]
+    return rank_of[first_stage]
 
 
 def _ranks(tie: Tie, rank_of: Sequence[int]) -> tuple[int, ...]:
@@ -104,6 +116,7 @@ def _parameter(tie: Tie, stages: Mapping[int, nn.Module]) -> nn.Parameter:
 
 
 def _kind(parameter: nn.Parameter) -> str:
+    """The dtype in which the parameter's gradients are summed, or `frozen`."""
     if not parameter.requires_grad:
         return "frozen"
     main = getattr(parameter, "main_grad", None)

@@ -3,36 +3,34 @@
 Stages of one rank hold one Parameter, which is trained once. Stages of different ranks hold a copy each. The
 copies start equal, their gradients are summed in every step (tied_gradients.py), and so they stay equal.
 
-Who says what is tied:
-- a stage: `stage.tied_parameters = {"head.weight": "embedding.weight"}`: the name in this stage, and the name
-  in another one; `(0, "embedding.weight")` where several stages use the other name;
-- a model: `tied()` returns such a mapping for all its stages, in names of the whole model;
-- nobody, if stages share a Parameter object: on one rank that is seen, and the stages that a model builds are
-  built on the meta device, one after the other, and compared (shared_parameters.py).
+How a tie becomes known:
+- a stage declares it: `stage.tied_parameters = {"head.weight": "embedding.weight"}`: the name in this stage,
+  and the name in another one; `(0, "embedding.weight")` where several stages use the other name;
+- a model's `tied()` returns such a mapping for all its stages, in names of the whole model (model_ties.py);
+- stages of one rank have one Parameter object;
+- stages of different ranks would have one, if one process had built all of them: see model_ties.py.
 
-Ties join: what is tied to the same parameter is one tie, however it was said.
+Ties join: if a is tied to b and b to c, then a, b and c are one tie.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.runtime.mesh import local_of
-from zbpp.runtime.shared_parameters import Place, shared_parameters
-from zbpp.runtime.world import gather
+from zbpp.runtime.shared_parameters import Pair, ParameterPlace
 
-Tie = tuple[Place, ...]
-"""All places of one parameter, in order; the first one's rank owns it."""
+Tie = tuple[ParameterPlace, ...]
+"""All places of one parameter, in order; the rank of the first place owns the parameter."""
+PlacesByName = Mapping[str, list[ParameterPlace]]
 
 
 class Facts(NamedTuple):
-    """What is compared of a parameter. identity: the same in all places of a rank that have one Parameter."""
+    """What is known of the parameter in one place. identity: on one rank, equal for one Parameter object."""
 
     identity: int
     shape: list[int]  # of this process's part
@@ -44,67 +42,14 @@ class Facts(NamedTuple):
 
 
 class TieReport(NamedTuple):
-    """What one rank tells the others, or what all have told. declared: what a place is tied to."""
+    """The parameters of one rank's stages, or of all stages; and what each declaration ties a place to."""
 
-    facts: dict[Place, Facts]
-    declared: dict[Place, str | Place]
-
-
-class _Told(NamedTuple):
-    """A rank's report on stages that a model built, and what the model says; or what is wrong."""
-
-    report: TieReport
-    named: Mapping[str, str] = {}
-    shared: Sequence[tuple[Place, Place]] = ()
-    stages: Sequence[int] = ()
-    refusal: str = ""
-
-
-def declare_ties(
-    model: Any,
-    stages: Mapping[int, nn.Module],
-    num_stages: int,
-    *,
-    is_rank_0: bool,
-    group: dist.ProcessGroup | None = None,
-) -> None:
-    """Write into each stage's `tied_parameters` what the model says or shares. Collective over the group.
-
-    stages: this rank's, built by the model. Stages of this rank that hold copies get one Parameter, the first
-    stage's. Raises ValueError on every rank for ties that are impossible.
-    """
-    told: list[_Told] = gather(_told(model, stages, num_stages if is_rank_0 else 1), group)
-    for each in told:
-        if each.refusal:
-            raise ValueError(each.refusal)
-    everyone = put_together([each.report for each in told])
-    shared = list(chain.from_iterable(each.shared for each in told))
-    ties = ties_of(everyone, told[0].named, [pair for pair in shared if everyone.facts.keys() >= set(pair)])
-    check_alike(ties, everyone.facts)
-    of_loss = [first for first, (stage, _) in shared if stage == num_stages]
-    last_rank = next(rank for rank, each in enumerate(told) if num_stages - 1 in each.stages)
-    _check_loss(of_loss, last_rank, ties, everyone.facts)
-    _unite(stages, ties)
-    for first, *others in ties:
-        for stage, name in others:
-            if stage in stages:
-                known = getattr(stages[stage], "tied_parameters", None) or {}
-                stages[stage].tied_parameters = {**known, name: first}  # type: ignore[assignment]
-
-
-def _told(model: Any, stages: Mapping[int, nn.Module], num_stages: int) -> _Told:
-    """num_stages: 1 on ranks that need not build the stages on meta."""
-    try:
-        named = dict(model.tied()) if callable(getattr(model, "tied", None)) else {}
-        shared = shared_parameters(model.build_stage, num_stages, model.loss) if num_stages > 1 else []
-        return _Told(report_of(stages), named, shared, list(stages))
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        return _Told(TieReport({}, {}), refusal=f"ties of {type(model).__name__}: {text}")
+    facts: dict[ParameterPlace, Facts]
+    declared: dict[ParameterPlace, str | ParameterPlace]
 
 
 def report_of(stages: Mapping[int, nn.Module]) -> TieReport:
-    """This rank's report. Raises ValueError for `tied_parameters` that name nothing of their stage."""
+    """This rank's report. Raises ValueError for `tied_parameters` that name no parameter of their stage."""
     report = TieReport({}, {})
     for index, stage in stages.items():
         facts = _facts(stage)
@@ -112,22 +57,29 @@ def report_of(stages: Mapping[int, nn.Module]) -> TieReport:
         for name, other in _declared(index, stage).items():
             if name not in facts:
                 raise ValueError(
-                    f"stage {index} declares {name} in tied_parameters, but has no such parameter"
+                    f"stage {index} declares {name} in tied_parameters, but has no such parameter: write a "
+                    "name that its named_parameters() gives"
                 )
             report.declared[index, name] = other
     return report
 
 
 def put_together(reports: Sequence[TieReport]) -> TieReport:
-    """The report on all stages. reports: per rank."""
-    together = TieReport({}, {})
+    """The report on all stages, from one report per rank."""
+    everyone = TieReport({}, {})
     for rank, (facts, declared) in enumerate(reports):
-        together.facts.update({place: each._replace(rank=rank) for place, each in facts.items()})
-        together.declared.update(declared)
-    return together
+        everyone.facts.update({place: each._replace(rank=rank) for place, each in facts.items()})
+        everyone.declared.update(declared)
+    return everyone
 
 
-def _declared(index: int, stage: nn.Module) -> Mapping[str, str | Place]:
+def declare(stage: nn.Module, name: str, other: ParameterPlace) -> None:
+    """Declare that a parameter of the stage is tied to another place."""
+    known = getattr(stage, "tied_parameters", None) or {}
+    stage.tied_parameters = {**known, name: other}  # type: ignore[assignment]  # a plain attribute
+
+
+def _declared(index: int, stage: nn.Module) -> Mapping[str, str | ParameterPlace]:
     declared = getattr(stage, "tied_parameters", None) or {}
     if not isinstance(declared, Mapping) or not all(map(_is_tied_to, declared.values())):
         raise ValueError(
@@ -161,59 +113,72 @@ def _is_sparse(module: nn.Module) -> bool:
 
 
 def ties_of(
-    everyone: TieReport, named: Mapping[str, str] | None = None, shared: Iterable[tuple[Place, Place]] = ()
+    everyone: TieReport, named: Mapping[str, str] | None = None, shared: Iterable[Pair] = ()
 ) -> list[Tie]:
     """The ties of all ranks.
 
-    everyone: what all ranks have told. named: a model's tied(). shared: pairs of places known to have one
+    everyone: the report on all stages. named: a model's tied(). shared: pairs of places known to have one
     Parameter. Raises ValueError for a declaration that names no parameter, or more than one.
     """
-    by_identity: defaultdict[Any, list[Place]] = defaultdict(list)
-    by_name: defaultdict[str, list[Place]] = defaultdict(list)
+    by_identity: defaultdict[Any, list[ParameterPlace]] = defaultdict(list)
+    by_name: defaultdict[str, list[ParameterPlace]] = defaultdict(list)
     for place, facts in everyone.facts.items():
         by_identity[facts.rank, facts.identity].append(place)
         by_name[place[1]].append(place)
-    certain: list[Iterable[Place]] = [*by_identity.values(), *shared]
+    certain: list[Iterable[ParameterPlace]] = [*by_identity.values(), *shared]
     certain += [_named_places(pair, by_name) for pair in (named or {}).items()]
     rows = everyone.declared.items()
     certain += [(p, _existing(p, other, by_name)) for p, other in rows if isinstance(other, tuple)]
     groups = _merged(certain)
-    found = [(p, _only_one(p, other, by_name, groups)) for p, other in rows if isinstance(other, str)]
-    return sorted(tuple(sorted(group)) for group in _merged([*groups, *found]) if len(group) > 1)
+    # A name without a stage comes last: several stages may use it, if they are known by now to be one tie.
+    by_bare_name = [(p, _only_one(p, other, by_name, groups)) for p, other in rows if isinstance(other, str)]
+    return sorted(tuple(sorted(group)) for group in _merged([*groups, *by_bare_name]) if len(group) > 1)
 
 
-def _merged(groups: Iterable[Iterable[Place]]) -> list[set[Place]]:
+def _merged(groups: Iterable[Iterable[ParameterPlace]]) -> list[set[ParameterPlace]]:
     """The groups, with those joined that have a place in common."""
-    group_of: dict[Place, set[Place]] = {}
+    group_of: dict[ParameterPlace, set[ParameterPlace]] = {}
     for group in groups:
         joined = {place for each in group for place in group_of.get(each, {each})}
         group_of.update(dict.fromkeys(joined, joined))
     return list({id(group): group for group in group_of.values()}.values())
 
 
-def _named_places(pair: tuple[str, str], by_name: Mapping[str, list[Place]]) -> list[Place]:
-    """All places of two names of the whole model: there a name is one parameter."""
+def _named_places(pair: tuple[str, str], by_name: PlacesByName) -> list[ParameterPlace]:
+    """All places of two names of the whole model, where one name is one parameter."""
     for name in pair:
         if name not in by_name:
-            raise ValueError(f"tied() ties {pair[0]} to {pair[1]}, but no stage has {name}")
+            raise ValueError(
+                f"tied() ties {pair[0]} to {pair[1]}, but no stage has {name}: write names that "
+                "named_parameters() of the stages gives"
+            )
     return [place for name in pair for place in by_name[name]]
 
 
-def _existing(place: Place, other: Place, by_name: Mapping[str, list[Place]]) -> Place:
+def _existing(place: ParameterPlace, other: ParameterPlace, by_name: PlacesByName) -> ParameterPlace:
     if other == place or other not in by_name.get(other[1], []):
         what = "which is itself" if other == place else f"which stage {other[0]} does not have"
-        raise ValueError(f"stage {place[0]} declares {place[1]} to be tied to {other}, {what}")
+        raise ValueError(
+            f"stage {place[0]} declares {place[1]} to be tied to {other}, {what}: write (stage, name) of "
+            "another parameter, or leave the declaration out"
+        )
     return other
 
 
 def _only_one(
-    place: Place, other: str, by_name: Mapping[str, list[Place]], groups: Iterable[set[Place]]
-) -> Place:
-    """The place of the parameter that is called `other`. Raises ValueError unless it is one parameter."""
+    place: ParameterPlace, other: str, by_name: PlacesByName, groups: Iterable[set[ParameterPlace]]
+) -> ParameterPlace:
+    """A place of the one parameter that has the name `other`.
+
+    groups: the places that are known to have one parameter. Raises ValueError for no or several parameters.
+    """
     found = [each for each in by_name.get(other, []) if each != place]
     says = f"stage {place[0]} declares {place[1]} to be tied to {other}"
     if not found:
-        raise ValueError(f"{says}, which no {'other ' if place[1] == other else ''}stage has")
+        raise ValueError(
+            f"{says}, which no {'other ' if place[1] == other else ''}stage has: write a name that "
+            "named_parameters() of another stage gives"
+        )
     if not any(group.issuperset(found) for group in groups):
         stages = ", ".join(str(stage) for stage, _ in found)
         raise ValueError(
@@ -223,8 +188,8 @@ def _only_one(
     return found[0]
 
 
-def check_alike(ties: Iterable[Tie], facts: Mapping[Place, Facts]) -> None:
-    """Raise ValueError for places of a tie whose parameters differ, or that ranks can't sum gradients of."""
+def check_alike(ties: Iterable[Tie], facts: Mapping[ParameterPlace, Facts]) -> None:
+    """Raise ValueError for a tie whose parameters differ, or whose gradients can't be summed over ranks."""
     for tie in ties:
         for field in ("shape", "dtype", "placements", "is_trained"):
             values = [getattr(facts[place], field) for place in tie]
@@ -241,7 +206,7 @@ def check_alike(ties: Iterable[Tie], facts: Mapping[Place, Facts]) -> None:
 def _difference(field: str, one: Any, two: Any) -> str:
     if field == "is_trained":
         return "one of them is frozen: freeze all of them, or none"
-    return f"of different {field}, {one} and {two}: one parameter has one"
+    return f"of different {field}, {one} and {two}: make them alike, or do not tie them"
 
 
 def text_of(tie: Tie) -> str:
@@ -249,27 +214,10 @@ def text_of(tie: Tie) -> str:
     return " and ".join(f"{name} of stage {index}" for index, name in tie)
 
 
-def _check_loss(
-    of_loss: Iterable[Place], last_rank: int, ties: Iterable[Tie], facts: Mapping[Place, Facts]
-) -> None:
-    """Raise ValueError for a parameter of the loss that no stage on the last stage's rank has.
-
-    of_loss: places that have one Parameter with the loss.
-    """
-    for place in of_loss:
-        tie = next((each for each in ties if place in each), (place,))
-        if last_rank not in {facts[each].rank for each in tie}:
-            raise ValueError(
-                f"{text_of(tie)} is a parameter of the loss, too, which rank {last_rank} computes: choose a "
-                "schedule that puts both on one rank, such as zb_v, or move that part of the loss into the "
-                "last stage"
-            )
-
-
-def check_united(ties: Iterable[Tie], facts: Mapping[Place, Facts]) -> None:
+def check_united(ties: Iterable[Tie], facts: Mapping[ParameterPlace, Facts]) -> None:
     """Raise ValueError if a rank holds a tied parameter twice."""
     for tie in ties:
-        first: dict[int, Place] = {}
+        first: dict[int, ParameterPlace] = {}
         for place in tie:
             other = first.setdefault(facts[place].rank, place)
             if facts[other].identity != facts[place].identity:
@@ -279,17 +227,8 @@ def check_united(ties: Iterable[Tie], facts: Mapping[Place, Facts]) -> None:
                 )
 
 
-def _unite(stages: Mapping[int, nn.Module], ties: Iterable[Tie]) -> None:
-    """Give all places of a tie that these stages have the first one's Parameter."""
-    for tie in ties:
-        places = [place for place in tie if place[0] in stages]
-        for index, name in places[1:]:
-            new, old = stages[places[0][0]].get_parameter(places[0][1]), stages[index].get_parameter(name)
-            _replace(stages[index], old, new)
-
-
-def _replace(stage: nn.Module, old: Tensor, new: nn.Parameter) -> None:
-    """In every module that has it: the stage may have it under several names."""
+def replace_parameter(stage: nn.Module, old: Tensor, new: nn.Parameter) -> None:
+    """Put a Parameter in another one's place, in every module and under every name of the stage."""
     for module in stage.modules():
         for leaf, each in module._parameters.items():
             if each is old:

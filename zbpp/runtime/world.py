@@ -153,28 +153,34 @@ def communicating(where: str) -> Iterator[None]:
         raise CommunicationError.at(where, error) from error
 
 
-def check_agreement(what: str, value: Any, group: dist.ProcessGroup | None = None) -> None:
-    """Raise AgreementError on EVERY rank, with the difference, unless all have the same value. Collective."""
-    check_equal(what, gather(value, group))
+def check_agreement(
+    what: str, value: Any, group: dist.ProcessGroup | None = None, ranks: Sequence[int] | None = None
+) -> None:
+    """Raise AgreementError on EVERY rank, with the difference, unless all have the same value. Collective.
+
+    ranks: the numbers by which the error calls the group's processes; None: their ranks in the group.
+    """
+    check_equal(what, gather(value, group), ranks)
 
 
-def check_equal(what: str, values: Sequence[Any]) -> None:
+def check_equal(what: str, values: Sequence[Any], ranks: Sequence[int] | None = None) -> None:
     """Raise AgreementError, with the difference, unless all ranks have the same value.
 
-    values: per rank. Dicts are compared key by key.
+    values: per rank; ranks: their numbers, None for 0, 1, ... Dicts are compared key by key.
     """
+    numbers = range(len(values)) if ranks is None else ranks
     if all(_is_same(each, values[0]) for each in values):
         return
     if isinstance(values[0], dict):
         keys = sorted({key for each in values for key in each}, key=str)
         columns = {key: [each.get(key, "(nothing)") for each in values] for key in keys}
         text = "\n".join(
-            f"  {key}: {_by_rank(column)}"
+            f"  {key}: {_by_rank(column, numbers)}"
             for key, column in columns.items()
             if not all(_is_same(each, column[0]) for each in column)
         )
     else:
-        text = "  " + _by_rank(values)
+        text = "  " + _by_rank(values, numbers)
     raise AgreementError(f"the ranks of this job have different {what}:\n{text}")
 
 
@@ -183,8 +189,8 @@ def _is_same(one: Any, other: Any) -> bool:
     return bool(one == other) or repr(one) == repr(other)
 
 
-def _by_rank(values: Sequence[Any]) -> str:
+def _by_rank(values: Sequence[Any], ranks: Sequence[int]) -> str:
     groups: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in zip(ranks, values, strict=True):
         groups.setdefault(repr(value), []).append(rank)
     return "; ".join(f"{text} on rank {', '.join(map(str, ranks))}" for text, ranks in groups.items())

@@ -18,9 +18,9 @@ timeline, sent and not yet consumed. When value k + d + 1 is sent, k or a later 
 consumed, so k has been received (the link is a FIFO); value k is released right after that send. Whatever an
 instruction waits for lies earlier in that timeline, so the waits cannot form a circle.
 
-A Reduce stands where its stage's gradients are complete: behind the stage's last W or BW and the Send that
-follows it. It starts and does not wait. A Release behind the same action comes after it, since a Release may
-have to wait.
+A Reduce stands where its stage's gradients are complete: behind the stage's last W or BW, and behind the Send
+that follows this action. A Reduce starts the reduction and does not wait for it. A Release behind the same
+action comes after the Reduce, since a Release may have to wait.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Release(NamedTuple):
 
 
 class Reduce(NamedTuple):
-    """Start to sum a stage's gradients over its replicas: its last W or BW has run."""
+    """Start to reduce a stage's gradients over its replicas or shards: its last W or BW has run."""
 
     stage: int
 
@@ -77,9 +77,9 @@ class Reduce(NamedTuple):
 
 
 Instruction = Action | Send | Recv | Release | Reduce
-# Around each action of a row, in this order:
-_NUM_PLACES = 5
-_RECV, _ACTION, _SEND, _REDUCE, _RELEASE = range(_NUM_PLACES)
+# The slots around each action of a row, in the order in which they run:
+_NUM_SLOTS = 5
+_RECV, _ACTION, _SEND, _REDUCE, _RELEASE = range(_NUM_SLOTS)
 
 
 class Program(NamedTuple):
@@ -128,26 +128,26 @@ class Programs(Sequence[Program]):
         outbound = {receiver: link for (sender, receiver), link in links.items() if sender == rank}
         row = self._timeline.timetable.rows[rank]
         instructions: list[Instruction] = [*row]
-        keys = [_places(np.arange(len(row)), _ACTION)]
+        keys = [_sort_keys(np.arange(len(row)), _ACTION)]
         for peer, link in inbound.items():
             instructions += [Recv(value, peer) for value in link.values]
-            keys += [_places(link.received_at, _RECV)]
+            keys += [_sort_keys(link.received_at, _RECV)]
         for peer, link in outbound.items():
             behind = link.in_flight + 1  # value k is released where value k + behind is sent
             instructions += [Send(value, peer) for value in link.values]
             instructions += [Release(value, peer) for value in link.values[:-behind]]
-            keys += [_places(link.sent_at, _SEND), _places(link.sent_at[behind:], _RELEASE)]
+            keys += [_sort_keys(link.sent_at, _SEND), _sort_keys(link.sent_at[behind:], _RELEASE)]
         complete_at = complete_stages(row)
         instructions += map(Reduce, complete_at)
-        keys += [_places(np.array([*complete_at.values()], dtype=np.int64), _REDUCE)]
+        keys += [_sort_keys(np.array([*complete_at.values()], dtype=np.int64), _REDUCE)]
         order = np.argsort(np.concatenate(keys), kind="stable").tolist()
         in_flight = {peer: link.in_flight for peer, link in inbound.items()}
         return Program(rank, tuple([instructions[i] for i in order]), in_flight)
 
 
-def _places(positions: Numbers, place: int) -> Numbers:
-    """Sort keys for instructions that stand at a place around the actions at `positions` of a row."""
-    return _NUM_PLACES * positions + place
+def _sort_keys(positions: Numbers, slot: int) -> Numbers:
+    """Sort keys of instructions that stand in a slot around the actions at `positions` of a row."""
+    return _NUM_SLOTS * positions + slot
 
 
 class _Link:
@@ -197,7 +197,7 @@ def _most_in_flight(sent: Floats, consumed: Floats) -> int:
 def lower(timetable: Timetable) -> Programs:
     """Make one program per rank: the timetable's actions with the messages between them, and with Reduces.
 
-    Each stage of a timetable with backwards has one Reduce.
+    Each stage has one Reduce; in a timetable of F's alone, as an evaluation has, none.
     The programs never deadlock, and every message that is sent is received; a property test holds this over
     random timetables and placements. Raises PlanError as `simulate` does.
     """

@@ -15,9 +15,9 @@ from zbpp.schedule.timetable import Op, Row
 
 
 class Reduction(NamedTuple):
-    """The sum of a stage's gradients over its replicas, on the rank that owns the stage.
+    """The sum of a stage's gradients over its replicas, on the rank that owns the stage. Times in ms.
 
-    start: the gradients are complete, and the rank's reduction before this one has ended. Times in ms.
+    start: when the gradients are complete and the rank's earlier reductions have ended.
     """
 
     stage: int
@@ -27,7 +27,7 @@ class Reduction(NamedTuple):
 
 
 def complete_stages(row: Row) -> dict[int, int]:
-    """Stage -> the position of its last W or BW in the row, ascending by position; empty for F's alone."""
+    """{stage: position of its last W or BW in the row}, ascending by position; {} for a row of F's alone."""
     complete = np.flatnonzero((row.ops == Op.W) | (row.ops == Op.BW))
     _, from_the_end = np.unique(row.stages[complete][::-1], return_index=True)
     last = np.sort(complete[::-1][from_the_end])
@@ -37,7 +37,10 @@ def complete_stages(row: Row) -> dict[int, int]:
 def predicted_reductions(
     rank: int, row: Row, ends: npt.NDArray[np.float64], reduce: Sequence[float]
 ) -> Iterator[Reduction]:
-    """One rank's reductions in order. ends: of its actions; reduce: by stage; ms. None takes 0 ms."""
+    """One rank's reductions in order, without those of 0 ms.
+
+    ends: when each action of the row ends; reduce: how long each stage's reduction takes. In ms.
+    """
     free = 0.0
     for stage, position in complete_stages(row).items():
         if reduce[stage] > 0:

@@ -99,9 +99,11 @@ class RandomRegression:
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs [batch_size, in_features] and targets [batch_size, out_features] in float32."""
-        inputs = draw(
-            self.batch_size, len(self._teacher), seed=seed_of(self.seed, "batch", self._first + step)
-        )
+        # Each row has a seed of its own: one large batch has the rows of several smaller ones.
+        first = (self._first + step) * self.batch_size
+        rows = range(first, first + self.batch_size)
+        features = len(self._teacher)
+        inputs = torch.stack([draw(features, seed=seed_of(self.seed, "row", row)) for row in rows])
         return inputs, torch.tanh(inputs @ self._teacher)
 
     def offset(self, num_steps: int) -> RandomRegression:

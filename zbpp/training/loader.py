@@ -34,7 +34,7 @@ class Loaded:
 
     def __init__(self, batches: Iterable[Any], *, batch_size: int, seed: int, name: str = "training") -> None:
         self._batches, self._batch_size, self._seed, self._name = batches, batch_size, seed, name
-        self._number, self._current = -1, None
+        self._number, self._epoch, self._current = -1, -1, None
         self._iterator: Iterator[Any] = iter(())
 
     @property
@@ -56,6 +56,10 @@ class Loaded:
             torch.default_generator.manual_seed(seed_of(self._seed, "batch", number))
             found = next(self._iterator, _NOTHING)
             if found is _NOTHING:
+                # A DataLoader draws an epoch's order here. The seed is the epoch's, not the batch's: so the
+                # order is the same whether one process reads an epoch, or replicas in smaller batches.
+                self._epoch = 0 if number == 0 else self._epoch + 1
+                torch.default_generator.manual_seed(seed_of(self._seed, "epoch", self._epoch))
                 self._iterator = iter(self._batches)
                 found = next(self._iterator, _NOTHING)
         if found is _NOTHING:

@@ -8,14 +8,14 @@ _KEYS = ("value", "num_good_steps")
 
 
 class LossScaleError(RuntimeError):
-    """Gradients overflow without any loss scale: training can't go on."""
+    """Gradients overflow even with the smallest loss scale: training can't go on."""
 
 
 class LossScale:
     """The factor on the loss of the next step, `value`: halved at an overflow, doubled after good steps.
 
-    growth_interval: how many good steps in a row double it. It is a power of two if `start` is one, so that
-    scaling and dividing it out are exact.
+    start: the first factor; choose a power of two, so that scaling and dividing it out are exact.
+    growth_interval: after so many good steps in a row the factor is doubled.
 
         used = pipeline.loss_scale = scale.value
         pipeline.step(x, target=y)
@@ -31,15 +31,15 @@ class LossScale:
     def __init__(self, start: float = 65536.0, growth_interval: int = 2000) -> None:
         if not start >= 1 or growth_interval < 1:
             raise ValueError(
-                f"LossScale(start={start}, growth_interval={growth_interval}): both are 1 or more"
+                f"LossScale(start={start}, growth_interval={growth_interval}): write numbers from 1 upwards"
             )
         self.value, self.growth_interval, self.num_good_steps = float(start), growth_interval, 0
 
     def update(self, *, is_finite: bool) -> None:
         """Choose the next step's factor. is_finite: whether the norm of the last step's gradients is finite.
 
-        All ranks have the same norm, so they stay in step. Raises LossScaleError where the factor would fall
-        below 1.
+        All ranks have the same norm, so they choose the same factor. Raises LossScaleError where the factor
+        would fall below 1.
         """
         if not is_finite:
             self._halve()

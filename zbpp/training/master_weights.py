@@ -4,7 +4,7 @@
     optimizer master, states           float32
     update    parameter <- master      16 bits; F and B of the next step compute with it
 
-With Adam a parameter has 2 + 4 + 4 + 8 bytes: compute weight, main_grad, master, two states.
+With Adam each parameter takes 2 + 4 + 4 + 8 bytes: compute weight, main_grad, master, two states.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 class MasterWeights:
     """The float32 weights that an optimizer updates, for parameters that compute in 16 bits.
 
-    parameters: of stages, or of any modules; one that comes twice (a tied one) gets one master. A trainable
-    one gets a float32 master with its present value, and a `main_grad`, where W sums its gradients; then its
-    data are cast to `dtype`. A frozen one is only cast. Integers and buffers stay as they are. Make this
-    object on the device, with weights in float32 and before the first forward.
+    parameters: of stages, or of any modules; a parameter that comes twice (a tied one) gets one master. A
+    trainable parameter gets a float32 master with its present value, and a `main_grad`, where W sums its
+    gradients; then its data are cast to `dtype`. A frozen parameter is only cast. Integers and buffers stay
+    as they are. Make this object when the weights are on their device, in float32, before the first forward.
 
         masters = MasterWeights(pipeline.parameters(), torch.bfloat16)
         optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-3)
@@ -51,6 +51,7 @@ class MasterWeights:
         for parameter, master in self._masters.items():
             parameter.main_grad = master.grad = torch.zeros_like(master)  # type: ignore[attr-defined]  # zbpp's
         self._versions = [parameter._version for parameter in trained]
+        self._were_changed = False  # whether the masters are known to have an optimizer
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The masters, for an optimizer; with the optimizer's states they are what a checkpoint has to hold.
@@ -64,25 +65,29 @@ class MasterWeights:
         return self._masters.get(parameter, parameter)
 
     def zero_grad(self) -> None:
-        """Set the gradients to 0; in place of the optimizer's zero_grad, which would part them from W's."""
+        """Set the gradients to 0. Call this instead of the optimizer's zero_grad.
+
+        That one sets `.grad` to None, and then the optimizer no longer sees the `main_grad` that W adds to.
+        """
         plain = []
         for parameter, master in self._masters.items():
             master.grad = _main_grad(parameter)
             if type(master.grad) is Tensor:
                 plain.append(master.grad)
             elif master.grad is not None:
-                master.grad.zero_()  # a foreach would leave a DTensor's count of changes as it is
+                master.grad.zero_()  # _foreach_zero_ does not raise a DTensor's count of in-place changes
         if plain:
             torch._foreach_zero_(plain)
 
     @torch.no_grad()
     def update(self) -> None:
-        """Cast the masters into the parameters: after the optimizer's step, once.
+        """Cast the masters into the parameters. Call this once, after the optimizer's step.
 
-        Raises RuntimeError if the optimizer had no gradients, or if somebody else changed a parameter.
+        Raises RuntimeError if the optimizer had no gradients, or if a parameter was changed from outside.
         """
         self._check_gradients()
         self._check_weights()
+        self._check_optimizer()
         weights = [_local(parameter) for parameter in self._masters]
         if weights:
             torch._foreach_copy_(weights, [_local(master) for master in self._masters.values()])
@@ -102,6 +107,18 @@ class MasterWeights:
                 "the change: load weights before MasterWeights is made, or write into the masters"
             )
 
+    def _check_optimizer(self) -> None:
+        """Raise RuntimeError if there were gradients to step with, and no master has ever changed."""
+        if self._were_changed or any(_local(master)._version for master in self._masters.values()):
+            self._were_changed = True
+            return
+        gradients = [_local(master.grad) for master in self._masters.values() if master.grad is not None]
+        if any(each.any() for each in gradients) and all(each.isfinite().all() for each in gradients):
+            raise RuntimeError(
+                "the masters have gradients, but no optimizer has changed the masters: make the optimizer of "
+                "masters.parameters(), not of the pipeline's parameters, and step it before update()"
+            )
+
 
 def _check(parameter: nn.Parameter) -> None:
     mesh: Any = getattr(parameter, "device_mesh", None)
@@ -113,13 +130,21 @@ def _check(parameter: nn.Parameter) -> None:
         )
     if not parameter.is_floating_point():
         raise ValueError(f"a trainable parameter of {parameter.dtype} can't have a float32 master: freeze it")
+    if parameter.grad is not None:
+        raise ValueError(
+            "a parameter has the .grad of an earlier step: set it to None (zero_grad() of its optimizer) "
+            "before MasterWeights is made"
+        )
     if _main_grad(parameter) is not None:
         raise ValueError("a parameter has a main_grad already: does another MasterWeights hold it?")
 
 
 def _master_of(parameter: nn.Parameter) -> nn.Parameter:
-    """A master with the parameter's value, also with its memory if that is float32: the cast leaves it."""
-    # .data, not .detach(): the two shall not share autograd's count of changes.
+    """A float32 master with the parameter's value.
+
+    It takes over the memory of a float32 parameter, which gets new memory when it is cast.
+    """
+    # .data, not .detach(): master and parameter must not share autograd's count of in-place changes.
     return nn.Parameter(parameter.data.to(torch.float32))
 
 

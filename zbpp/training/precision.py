@@ -1,9 +1,9 @@
-"""What a run computes in, by the words of `precision=`.
+"""The dtypes of a run, for each value of `precision=`.
 
-                   weights, F, B   gradients   optimizer, its weights   loss scale
+                   weights, F, B   gradients   optimizer's weights, states   loss scale
     float32        float32         float32     float32
     mixed_bfloat16 bfloat16        float32     float32
-    mixed_float16  float16         float32     float32                  dynamic
+    mixed_float16  float16         float32     float32                       dynamic
     bfloat16       bfloat16        bfloat16    bfloat16
     float64        float64         float64     float64
 
@@ -22,7 +22,11 @@ from torch.utils._pytree import tree_map
 
 
 class Precision(NamedTuple):
-    """compute: of weights and activations. is_mixed: with float32 masters. is_scaled: the loss is scaled."""
+    """One row of the table. compute: the dtype of F and B.
+
+    is_mixed: the optimizer updates float32 weights, master weights or shards. is_scaled: the loss scale is
+    dynamic.
+    """
 
     name: str
     compute: torch.dtype
@@ -31,11 +35,11 @@ class Precision(NamedTuple):
 
     @property
     def stored(self) -> torch.dtype:
-        """The dtype that the optimizer's weights and the buffers have."""
+        """The dtype of the weights that the optimizer updates, and of buffers."""
         return torch.float32 if self.is_mixed else self.compute
 
     def widened(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function (output, target), in a mixed precision with its output argument cast to float32."""
+        """A loss or metrics function (output, target), whose output mixed precision casts to float32."""
         return InFloat32(function) if self.is_mixed else function
 
 
@@ -72,7 +76,7 @@ def check_device(precision: Precision, device: torch.device) -> None:
 class InFloat32(nn.Module):
     """A loss or metrics function (output, target) whose output argument is cast to float32 first.
 
-    A module, so that training and evaluation mode reach a function that is one.
+    This is a module, so that train() and eval() reach the function if that is a module.
     """
 
     def __init__(self, function: Callable[[Any, Any], Any]) -> None:

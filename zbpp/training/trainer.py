@@ -35,11 +35,12 @@ class Trainer:
     learning_rate(step): the factor on the optimizer's rate. clip_norm: the largest norm of the gradients of
     all stages together. metrics(output, target): further numbers of a held-out microbatch, beside its loss.
     num_recorded: how many of the last steps are measured action by action. replan: may replace the pipeline
-    after the first steps. masters: of all trainable parameters, whose optimizer this then is; the targets are
-    float32. loss_scale: chooses the pipeline's loss_scale, step by step; without it that scale stays as it
-    is. Both scales are divided out of norm and gradients. gradient_release: off, or step or accumulate: the
-    pipeline's step updates the weights itself, see Pipeline.release_gradients. Raises ValueError for an
-    optimizer that would read `.grad` where W sums in a `main_grad`.
+    after the first steps. masters: master weights of all trainable parameters; the optimizer must then be
+    over `masters.parameters()`, and floating-point targets are cast to float32. loss_scale: chooses the
+    pipeline's loss_scale before each step; None: that scale stays as it is. In both cases the scale is
+    divided out of norm and gradients. gradient_release: off, step or accumulate: whether the pipeline's step
+    updates the weights itself, see Pipeline.release_gradients. Raises ValueError for an optimizer that would
+    read `.grad` where W sums in a `main_grad`.
     """
 
     pipeline: Pipeline
@@ -142,11 +143,11 @@ class Trainer:
         return with_named_losses(metrics, outcome.named)
 
     def _training_batch(self, step: int) -> tuple[tuple[Any, ...], Any]:
-        """This process's part of a step's data: as many batches as there are parts stand side by side."""
+        """This process's part of a step's data: each replica and each shard reads a batch of its own."""
         return self._batch(self.data.train, self._own_number(step))
 
     def _own_number(self, number: int) -> int:
-        """The number of this process's part of the batch `number` of all replicas and shards."""
+        """The number of the batch that this process reads in step `number`, or in that evaluation batch."""
         place = self.pipeline.place
         return number * place.num_data_parts + place.data_part
 
