@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import StepLR
 from helpers.processes import run_ranks
 from zbpp import MasterWeights, Pipeline, Timetable, clip_grad_norm_, make_mesh, plan
 from zbpp.runtime.norm import norm_of, squares_in_mesh
+from zbpp.runtime.weight_offload import OffloadedWeights
 
 VOCAB, HIDDEN, M, ROWS, STEPS = 11, 8, 4, 8, 5
 OPTIMIZERS = {
@@ -107,7 +108,7 @@ MESHES = [
 
 
 def gradients_at_updates():
-    """How many gradients exist at each update of two replicas with two stages, and how many each stage has."""
+    """How many gradients exist at each update of two replicas with two stages; how many each stage has."""
     with Pipeline(Model(), "zb_v", num_microbatches=M, mesh=make_mesh(replicate=2)) as pipeline:
         parameters, seen = list(pipeline.parameters()), []
         optimizer = torch.optim.AdamW(parameters, lr=0.01)
@@ -270,6 +271,14 @@ def test_master_weights_and_a_foreign_optimizer_are_refused():
     masters = MasterWeights(pipeline.parameters(), torch.bfloat16)
     with pytest.raises(ValueError, match=r"have a main_grad .*write precision=bfloat16"):
         pipeline.release_gradients(torch.optim.SGD(masters.parameters(), lr=0.1))
+
+
+def test_offloaded_weights_are_refused():
+    stage = nn.Sequential(nn.Linear(HIDDEN, HIDDEN))
+    OffloadedWeights({0: stage}, torch.device("cpu"))
+    with Pipeline({0: stage}, "zb_h1", F.mse_loss, num_microbatches=M) as pipeline:
+        with pytest.raises(ValueError, match="weights are offloaded.*leave gradient release off"):
+            pipeline.release_gradients(torch.optim.SGD(pipeline.parameters(), lr=0.1))
 
 
 class Fails(nn.Module):

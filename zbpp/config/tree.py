@@ -238,8 +238,8 @@ class TrainConfig(_RunConfig):
             )
         if self.memory.offload_weights:
             raise ConfigError(
-                f"{setting} doesn't go with memory.offload_weights=true, whose gradients live in host memory: "
-                "turn one of them off"
+                f"{setting} doesn't go with memory.offload_weights=true, whose gradients live in host "
+                "memory: turn one of them off"
             )
         if self.precision == "mixed_float16" or (self.precision in _MIXED and parallel.shard == 1):
             raise ConfigError(

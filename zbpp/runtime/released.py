@@ -34,8 +34,8 @@ def make_release(
     of_loss = list(of_loss)
     if offloaded_weights(stages.values()) is not None:
         raise ValueError(
-            "the stages' weights are offloaded, and their gradients live in host memory: leave gradient release "
-            "off, or the weights on the device (memory.offload_weights=false)"
+            "the stages' weights are offloaded, and their gradients live in host memory: leave gradient "
+            "release off, or the weights on the device (memory.offload_weights=false)"
         )
     own = [*dict.fromkeys([*(each for stage in stages.values() for each in stage.parameters()), *of_loss])]
     _check_parameters(optimizer, own)
