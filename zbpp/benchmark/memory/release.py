@@ -95,7 +95,7 @@ def _trained(
         if watch is not None:
             watch(pipeline)
         batch = torch.randn(_NUM_MICROBATCHES, _SIZE)
-        losses = []
+        losses: list[float] = []
         for _ in range(_NUM_STEPS):
             losses += map(float, pipeline.step(batch, target=batch))
             if release == "off":
