@@ -167,24 +167,6 @@ def test_unknown_keys_wrong_types_and_unknown_choices_are_named(override, words)
             "memory.recompute=block doesn't go with compile=stage: write memory.recompute=none",
         ),
         (
-            "memory.gradient_release=step",
-            "clipping by optimizer.clip_norm=1 needs it: write optimizer.clip_norm=null, with optimizer=stab",
-        ),
-        (
-            "memory.gradient_release=step optimizer.clip_norm=null precision=mixed_float16",
-            "gradient_release=step doesn't go with precision=mixed_float16, whose float32 gradients stay",
-        ),
-        (
-            "memory.gradient_release=accumulate optimizer.clip_norm=null parallel.replicate=2",
-            "would have to be reduced in each microbatch; write memory.gradient_release=step",
-        ),
-        (
-            "memory.gradient_release=step optimizer.clip_norm=null memory.offload_weights=true",
-            "memory.gradient_release=step doesn't go with memory.offload_weights=true",
-        ),
-        ("memory.gradient_release=maybe", "gradient_release=maybe: write off, step or accumulate"),
-        ("optimizer.name=sgd", "optimizer.name=sgd: write adamw, stable_adamw or lion"),
-        (
             "memory.offload_weights=true compile=stage",
             "memory.offload_weights=true doesn't go with compile=stage: write compile=none",
         ),
@@ -196,6 +178,24 @@ def test_unknown_keys_wrong_types_and_unknown_choices_are_named(override, words)
             "memory.offload_weights=true parallel.replicate=2",
             "memory.offload_weights=true doesn't go with parallel.replicate, shard or tensor: leave",
         ),
+        (
+            "memory.offload_weights=true memory.gradient_release=step optimizer.clip_norm=null",
+            "memory.offload_weights=true doesn't go with memory.gradient_release=step: write gradient_rel",
+        ),
+        (
+            "memory.gradient_release=step",
+            "clipping by optimizer.clip_norm=1 needs it: write optimizer.clip_norm=null, with optimizer=stab",
+        ),
+        (
+            "memory.gradient_release=step optimizer.clip_norm=null precision=mixed_float16",
+            "gradient_release=step doesn't go with precision=mixed_float16, whose float32 gradients stay",
+        ),
+        (
+            "memory.gradient_release=accumulate optimizer.clip_norm=null parallel.replicate=2",
+            "would have to be reduced in each microbatch; write memory.gradient_release=step",
+        ),
+        ("memory.gradient_release=maybe", "gradient_release=maybe: write off, step or accumulate"),
+        ("optimizer.name=sgd", "optimizer.name=sgd: write adamw, stable_adamw or lion"),
         ("memory.limit=0", "memory.limit=0.0: write GiB, above 0, or null"),
         ("parallel.device=tpu", "parallel.device=tpu: write auto, cpu or cuda"),
         ("parallel.timeout=0", "parallel.timeout=0.0: write seconds, above 0"),

@@ -27,6 +27,7 @@ from zbpp.builders.trainer import (
     build_optimizer,
     build_pipeline,
     build_replan,
+    build_validation,
     learning_rate_factor,
 )
 from zbpp.config import ConfigError, TrainConfig, naming
@@ -179,7 +180,9 @@ def _prepare_stages(
 def _build_trainer(config: TrainConfig, job: _Job, precision: Precision, mesh: DeviceMesh | None) -> Trainer:
     timetable, model, stages, data = job
     loss_fn = precision.widened(model.loss)
-    pipeline = build_pipeline(stages, timetable, loss_fn, config.seed, config.parallel, precision, mesh)
+    pipeline = build_pipeline(
+        stages, timetable, loss_fn, config.seed, config.parallel, precision, mesh, config.memory
+    )
     # After the pipeline, which gives all copies of a parameter the same float32 values.
     masters = build_masters(pipeline, precision)
     return Trainer(
@@ -198,6 +201,7 @@ def _build_trainer(config: TrainConfig, job: _Job, precision: Precision, mesh: D
         masters=masters,
         loss_scale=LossScale() if precision.is_scaled else None,
         gradient_release=config.memory.gradient_release,
+        post_validation=build_validation(config.optimizer),
     )
 
 

@@ -20,6 +20,8 @@ split.py, graph.py, rules.py and weight_grads.py, in this order.
     auxiliary.py          `auxiliary_loss`: scalars that a forward reports beside its output
     recompute.py          `checkpoint` and `recompute`: one recompute for B and W together
     forward_state.py      the parameters and buffers that a forward used, for its recompute
+    offload.py            saved tensors that leave device memory between F and B
+    copies.py             copies to host memory or a file beside the computation, and back
     explain.py            `explain`: what B would do with each weight
     deferral_reasons.py   why B would do so
     explanation.py        the answer of `explain`, and its text

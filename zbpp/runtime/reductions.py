@@ -37,10 +37,9 @@ class Reductions:
 
     The constructor gives all replicas of a stage the values of the first one. ties: of all ranks. reshard,
     mp_policy: as in Pipeline. loss: the parameters of the loss that no stage has; their gradients are
-    averaged, too. Collective over the mesh. Raises ValueError on every process for a stage that can't be
-    sharded; on the stage's processes only, for a replicated stage with sparse gradients.
-
+    averaged, too. Collective over the mesh.
     release: what is done with a stage's gradients when they are final; None: they stay.
+    Raises ValueError on every process for a stage that can't be sharded.
     """
 
     def __init__(
@@ -133,12 +132,16 @@ class Reductions:
         return stage in self._reducers
 
     def begin(self) -> None:
-        """Called before the first action of a step."""
+        """Called before the first F of a step."""
         self._check_parameters()
-        self._tied.begin()
-        self._copies.begin()
+        self._tied.check()
         for reducer in self._reducers.values():
             reducer.begin()
+
+    def begin_gradients(self) -> None:
+        """Called before the first backward of a step, which is the first to change gradients."""
+        self._tied.begin()
+        self._copies.begin()
 
     def start(self, stage: int, ended: Ended | None = None) -> None:
         """Start to reduce a stage, whose gradients are complete on this rank; see Reducer.start."""

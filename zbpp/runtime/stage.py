@@ -85,7 +85,7 @@ class StageWorker:
         self._around_w, self._run_w = around_w, run_w
         self._leaf_done: LeafDone | None = None
         self.index, self.module, self._device = index, module, device or torch.device("cpu")
-        self._is_last, self._loss_fn = is_last, loss_fn
+        self._is_last, self.loss_fn = is_last, loss_fn
         self._feed = NO_FEED
         self._saved: dict[int, _Saved] = {}  # microbatch -> what its B needs
         self._deferred: dict[int, WeightGrads] = {}  # microbatch -> what its W needs
@@ -99,7 +99,7 @@ class StageWorker:
 
     def begin(self, feed: Feed) -> None:
         """Take what the caller gave for one call. Raises ValueError if a target is needed and missing."""
-        if feed.targets is None and self._is_last and self._loss_fn is not None and feed.observe is None:
+        if feed.targets is None and self._is_last and self.loss_fn is not None and feed.observe is None:
             raise ValueError("the last stage needs target=...: there is a loss_fn")
         self._feed = feed
 
@@ -170,7 +170,7 @@ class StageWorker:
             return ()
         output = self._run_module(microbatch, inputs)
         observe(output, None if targets is None else targets[microbatch])
-        has_loss = _is_loss(output) if self._loss_fn is None else targets is not None
+        has_loss = _is_loss(output) if self.loss_fn is None else targets is not None
         if has_loss:
             self._keep_loss(self._loss(microbatch, output))
         return ()
@@ -230,6 +230,11 @@ class StageWorker:
             error.add_note(f"in W of stage {self.index}, microbatch {microbatch}{weights}")
             raise
 
+    def given(self, microbatch: int) -> tuple[Any, ...]:
+        """What the caller gave for a microbatch."""
+        args, kwargs, targets, *_ = self._feed
+        return args[microbatch] if args else (), kwargs[microbatch], targets and targets[microbatch]
+
     def _inputs(self, microbatch: int, message: Message) -> tuple[Any, ...]:
         return self._feed.args[microbatch] if self._feed.args else message
 
@@ -261,9 +266,9 @@ class StageWorker:
     def _loss(self, microbatch: int, output: Any) -> Tensor:
         if output is None:
             raise BoundaryError(f"stage {self.index}, the last one, returned nothing: is a return missing?")
-        if self._loss_fn is not None:
+        if self.loss_fn is not None:
             assert self._feed.targets is not None  # `begin` refuses a step without a target
-            output = self._loss_fn(output, self._feed.targets[microbatch])
+            output = self.loss_fn(output, self._feed.targets[microbatch])
         if isinstance(output, Mapping):
             return self._sum_of_losses(output)
         if not _is_scalar(output):

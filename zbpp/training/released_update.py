@@ -10,11 +10,11 @@ from torch import Tensor
 from zbpp.runtime import Pipeline
 from zbpp.training.loss_scale import LossScale
 from zbpp.training.master_weights import MasterWeights
-from zbpp.training.outcome import Outcome, outcome_of, share_of
-from zbpp.training.update import Metrics
+from zbpp.training.outcome import outcome_of, share_of
+from zbpp.training.update import Result, Update
 
 
-class ReleasedUpdate:
+class ReleasedUpdate(Update):
     """Sets the learning rate before each step, and gathers the norm after it.
 
     accumulate: whether each microbatch's gradients go into the optimizer's states; there is no norm then.
@@ -43,20 +43,21 @@ class ReleasedUpdate:
                 "gradient release doesn't go with master weights or a loss scale: write precision=bfloat16 "
                 "with optimizer.kahan_sum=true"
             )
-        self._optimizer, self._accumulate = optimizer, accumulate
-        self._base_rates = [group["lr"] for group in optimizer.param_groups]
+        super().__init__(optimizer, clip_norm=None, masters=None, loss_scale=None)
+        self._accumulate = accumulate
         pipeline.release_gradients(optimizer, accumulate=accumulate, keep_squares=not accumulate)
 
     def begin(self, pipeline: Pipeline, factor: float) -> None:
         """Set the learning rate. factor: on the optimizer's."""
-        for group, base in zip(self._optimizer.param_groups, self._base_rates, strict=True):
-            group["lr"] = base * factor
+        self._set_rate(factor)
 
-    def end(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> tuple[Outcome, Metrics]:
+    def end(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> list[Result]:
         """Return the step's outcome and what it adds to the metrics; the weights are updated already."""
-        outcome = outcome_of(pipeline.place.gather(share_of(pipeline, losses)), pipeline)
-        return outcome, {
+        scale = pipeline.loss_scale
+        outcome = outcome_of(pipeline.place.gather(share_of(pipeline, losses)), pipeline, scale)
+        figures = {
             "grad_norm": None if self._accumulate else outcome.norm,
-            "learning_rate": self._optimizer.param_groups[0]["lr"],
+            "learning_rate": self._rate,
             "skipped": False,
         }
+        return [(outcome, figures)]
