@@ -21,6 +21,11 @@ What they use:
     tensor_parallel  stages that their model splits over the tensor dimension
     reductions    what is reduced on one rank: REPLICAS AND TIED PARAMETERS GET ONE GRADIENT
     reduce        a stage's gradients, summed over processes in buckets
+    gradient_release  weights updated inside the step, their gradients dropped; with
+    optimizer_accumulation  gradients of each microbatch go into the optimizer's states
+    partial_updates an optimizer's step for some of its parameters
+    optimizer_trial does an optimizer update each parameter by itself?
+    released      which parameters are released where, and what release doesn't go with
     tied_gradients  copies of one parameter on several ranks; copies: in several sharded stages of one rank
     sharding      stages that FSDP2 shards; fully_shard drives one of them, microbatch by microbatch
     restored      random numbers, training mode, gradients of a step that failed, buffers of one begun again
@@ -42,6 +47,7 @@ What they use:
 
 Beside the step:
 
+    squares       squared norms of gradients
     norm          clip_grad_norm_ over all ranks
     measure       timelines and costs of measured steps
     memory        bytes that one microbatch leaves on a stage

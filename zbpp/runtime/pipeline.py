@@ -447,6 +447,7 @@ class Pipeline:
         time, it doesn't wait. Raises CommunicationError if another rank is gone.
         """
         if self._engine.over:
+            self._close_made_group()
             return
         self.settle()
         try:
@@ -467,9 +468,14 @@ class Pipeline:
             self.close()
         elif not self._engine.over:  # other ranks may wait for a message of this one
             self._end(f"an error ended the pipeline ({error_text(error)})")
+        else:
+            self._close_made_group()
 
     def _end(self, why: str) -> None:
         self._engine.end(why)
+        self._close_made_group()
+
+    def _close_made_group(self) -> None:
         if self._made_group is not None:
             close_groups([self._made_group])
             self._made_group = None
