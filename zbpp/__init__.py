@@ -32,7 +32,14 @@ if TYPE_CHECKING:
     from zbpp.cutting import split_sequential, trace_stages
     from zbpp.partition import split_layers
     from zbpp.planning import SCHEDULES, plan
-    from zbpp.runtime import Pipeline, clip_grad_norm_, make_mesh, per_microbatch, replicate
+    from zbpp.runtime import (
+        ActivationOffload,
+        Pipeline,
+        clip_grad_norm_,
+        make_mesh,
+        per_microbatch,
+        replicate,
+    )
     from zbpp.schedule import Costs, PlanError, Timeline, Timetable, lower, simulate
     from zbpp.training.loss_scale import LossScale
     from zbpp.training.master_weights import MasterWeights
@@ -41,6 +48,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "ActivationOffload": "zbpp.runtime",
     "SCHEDULES": "zbpp.planning",
     "Costs": "zbpp.schedule",
     "LossScale": "zbpp.training.loss_scale",
@@ -69,6 +77,7 @@ _HOME = {
 
 __all__ = [
     "SCHEDULES",
+    "ActivationOffload",
     "Costs",
     "LossScale",
     "MasterWeights",

@@ -49,9 +49,13 @@ class ScheduleConfig(Checked):
 
 @dataclass(kw_only=True)
 class OptimizerConfig(Checked):
-    """AdamW with linear warm-up, then a cosine down to min_ratio of the learning rate."""
+    """An optimizer with linear warm-up, then a cosine down to min_ratio of the learning rate.
+
+    stable_adamw and lion are torch-optimi's; lion takes no eps.
+    """
 
     prefix: ClassVar[str] = "optimizer."
+    name: str = one_of("adamw", "stable_adamw", "lion")
     learning_rate: float = ranged(1e-3, above=0)
     beta1: float = ranged(0.9, below=1)
     beta2: float = ranged(0.95, below=1)
@@ -70,10 +74,15 @@ class OptimizerConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.kahan_sum and importlib.util.find_spec("optimi") is None:
-            raise ConfigError(
-                "optimizer.kahan_sum=true, but the package is not installed: pip install 'zbpp[optimi]'"
-            )
+        if self.kahan_sum:
+            _need_optimi("optimizer.kahan_sum=true")
+        if self.name != "adamw":
+            _need_optimi(f"optimizer.name={self.name}")
+
+
+def _need_optimi(setting: str) -> None:
+    if importlib.util.find_spec("optimi") is None:
+        raise ConfigError(f"{setting}, but the package is not installed: pip install 'zbpp[optimi]'")
 
 
 @dataclass(kw_only=True)
@@ -104,12 +113,37 @@ class MemoryConfig(Checked):
     recompute: what runs forward again in B: nothing, each block by itself, or the whole stage.
     budget: the share of the activations that compiled stages keep between F and B.
     limit: GiB that each rank may hold after replanning, see schedule.replan; null: as much as before it.
+    offload: which activations leave device memory between F and B: none; auto, those whose copies take no
+    time beside the computation; or up to so many GiB of each rank. offload_to: host, or a folder for a file.
+    offload_weights: whether weights, their gradients and the optimizer's states live in host memory.
+    gradient_release: when weights are updated and gradients dropped: after the step; each stage's behind its
+    last W; or each microbatch's gradients into the optimizer's states.
     """
 
     prefix: ClassVar[str] = "memory."
     recompute: str = one_of("none", "block", "stage")
     budget: float = ranged(1.0, most=1)
     limit: float | None = ranged(None, above=0, unit="GiB")
+    offload: int | float | str = "none"
+    offload_to: str = filled("host", "write host, or a folder")
+    offload_weights: bool = False
+    gradient_release: str = one_of("off", "step", "accumulate")
+
+    def __post_init__(self) -> None:
+        if self.gradient_release == "False":  # YAML reads an off without quotes as false
+            self.gradient_release = "off"
+        super().__post_init__()
+        is_number = isinstance(self.offload, int | float) and not isinstance(self.offload, bool)
+        if self.offload not in ("none", "auto") and not (is_number and float(self.offload) > 0):
+            raise ConfigError(
+                f"memory.offload={self.offload}: write none, auto, or the GiB of each rank that may leave, "
+                "above 0"
+            )
+        if self.offload != "none" and self.offload_weights:
+            raise ConfigError(
+                f"memory.offload={self.offload} doesn't go with memory.offload_weights=true, which packs "
+                "saved weights itself: write memory.offload=none, or memory.recompute=block to hold less"
+            )
 
 
 @dataclass(kw_only=True)
@@ -174,6 +208,8 @@ class TrainConfig(_RunConfig):
                 f"optimizer.kahan_sum=true is for weights in bfloat16, but precision={self.precision}: write "
                 "precision=bfloat16, or optimizer.kahan_sum=false"
             )
+        if self.memory.gradient_release != "off":
+            self._check_gradient_release()
         if self.optimizer.validation == "after" and self.optimizer.rollback == "inverse":
             self._check_inverse()
         budget, recompute = self.memory.budget, self.memory.recompute
@@ -196,6 +232,53 @@ class TrainConfig(_RunConfig):
             raise ConfigError(
                 f"memory.recompute={recompute} doesn't go with compile={self.compile}: write "
                 "memory.recompute=none, and a memory.budget below 1 to hold less"
+            )
+        if self.memory.offload_weights:
+            self._check_offloaded_weights()
+
+    def _check_offloaded_weights(self) -> None:
+        """Raise ConfigError for what doesn't go with memory.offload_weights."""
+        if self.compile != "none":
+            given, remedy = f"compile={self.compile}", "write compile=none"
+        elif self.precision in _MIXED:
+            given, remedy = f"precision={self.precision}", "write precision=float32 or bfloat16"
+        elif max(self.parallel.replicate, self.parallel.shard, self.parallel.tensor) > 1:
+            given, remedy = "parallel.replicate, shard or tensor", "leave them at 1, with more pipeline ranks"
+        elif self.optimizer.validation == "after":
+            given, remedy = "optimizer.validation=after", "write validation=before"
+        elif self.memory.gradient_release != "off":
+            given = f"memory.gradient_release={self.memory.gradient_release}"
+            remedy = "write gradient_release=off"
+        else:
+            return
+        raise ConfigError(f"memory.offload_weights=true doesn't go with {given}: {remedy}")
+
+    def _check_gradient_release(self) -> None:
+        """Refuse what needs all gradients of a step at a time."""
+        release, parallel = self.memory.gradient_release, self.parallel
+        setting = f"memory.gradient_release={release}"
+        if self.optimizer.clip_norm is not None:
+            raise ConfigError(
+                f"{setting} updates weights before the norm of all gradients is known, and clipping by "
+                f"optimizer.clip_norm={self.optimizer.clip_norm:g} needs it: write optimizer.clip_norm=null, "
+                "with optimizer=stable_adamw, which limits each update by itself"
+            )
+        if self.optimizer.validation == "after":
+            raise ConfigError(
+                f"{setting} drops the gradients that optimizer.validation=after may need again: leave one out"
+            )
+        if self.precision == "mixed_float16" or (self.precision in _MIXED and parallel.shard == 1):
+            raise ConfigError(
+                f"{setting} doesn't go with precision={self.precision}, whose float32 gradients stay: write "
+                "precision=bfloat16 with optimizer.kahan_sum=true"
+            )
+        if release != "accumulate":
+            return
+        _need_optimi(setting)
+        if parallel.replicate * parallel.shard > 1:
+            raise ConfigError(
+                f"{setting} with parallel.replicate={parallel.replicate}, parallel.shard={parallel.shard}: "
+                "gradients would have to be reduced in each microbatch; write memory.gradient_release=step"
             )
 
     def _check_inverse(self) -> None:

@@ -26,23 +26,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from zbpp.autograd.copies import OffloadError
 from zbpp.runtime.layout import Message
 from zbpp.runtime.measure import Recorder
+from zbpp.runtime.offload import StageOffload
 from zbpp.runtime.p2p import BufferPool, FreshBuffers, Inbox, Outbox
 from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.stage import StageWorker
 from zbpp.runtime.world import CommunicationError, communicating
 from zbpp.schedule import Action, Gate, Op, Program, Recv, Reduce, Release, Send, Value, consumes, produces
 from zbpp.schedule.lower import Instruction
+from zbpp.schedule.offload import Await, Drop, Fetch, Offload
 
 StageMethod = Callable[[StageWorker, int, Message], Message]  # int: the microbatch
 Links = Mapping[tuple[int, int], dist.ProcessGroup]  # (sender, receiver) -> group
 
+_TRANSPORTS: dict[type, Callable[[StageOffload, int], None]] = {
+    Offload: StageOffload.offload,
+    Drop: StageOffload.drop,
+    Fetch: StageOffload.fetch,
+    Await: StageOffload.wait,
+}
 _NO_MESSAGE: Message = ()
 _EMPTY_SLOT, _UNREAD_SLOT, _FIRST_SLOT = 0, 1, 2  # messages wait in the slots from the first on
 
@@ -74,7 +84,8 @@ class Executor:
     """Runs one program over the stages and links of one rank.
 
     methods: {op: the method of StageWorker that does it}. reductions: of the stages' gradients; None where
-    the program has none. gate: makes the program's gate, when it is needed first.
+    the program has none. gate: makes the program's gate, when it is needed first. offloads: by stage, those
+    whose activations leave.
     """
 
     def __init__(
@@ -89,9 +100,10 @@ class Executor:
         dynamic_shapes: bool = False,
         reductions: Reductions | None = None,
         gate: Callable[[], Gate] | None = None,
+        offloads: Mapping[int, StageOffload] = MappingProxyType({}),
     ) -> None:
         self._program, self._workers, self._methods = program, workers, methods
-        self._reductions = reductions
+        self._reductions, self._offloads = reductions, offloads
         self._recorder: Recorder | None = None
         self._num_stages = num_stages
         self._pool = FreshBuffers(device) if dynamic_shapes else BufferPool(device)
@@ -100,9 +112,16 @@ class Executor:
         self._connect(links, dynamic_shapes)
         taken = [value for instruction in program.instructions for value in _taken(instruction)]
         self._slots = dict(zip(taken, count(_FIRST_SLOT)))  # where each value waits
-        self._plain = self._resolution()
-        self._make_gate, self._gate, self._gated = gate, Gate(0, {}, ()), _Resolution([], [])
+        self._make_gate = gate
         self._is_valid: Callable[[], bool] = _is_always_valid
+        self.resolve(program)
+
+    def resolve(self, program: Program) -> None:
+        """Run this program from now on: with the same actions and messages, but another offload."""
+        self._program = program
+        self._leaving = {each.value for each in program.instructions if isinstance(each, Offload)}
+        self._plain = self._resolution()
+        self._gate, self._gated = Gate(0, {}, ()), _Resolution([], [])  # made when they are needed first
 
     def run(self, recorder: Recorder | None = None, *, is_valid: Callable[[], bool] | None = None) -> None:
         """Run the program once. Afterwards slots and links are empty.
@@ -220,9 +239,11 @@ class Executor:
         match instruction:
             case Action(stage, op, microbatch):
                 takes = [self._slots[value] for value in _taken(instruction)]
-                produced = produces(instruction, self._num_stages)
-                gives = [self._slots[value] for value in produced if value in self._slots]
+                made = produces(instruction, self._num_stages)
+                gives = [self._slots[value] for value in made if value in self._slots]
                 function = partial(self._methods[op], self._workers[stage], microbatch)
+                if any(value in self._leaving for value in made):
+                    function = partial(self._offloads[stage].forward, microbatch)
                 return _Resolved(function, *(takes or [_EMPTY_SLOT]), *(gives or [_UNREAD_SLOT]))
             case Recv(value, peer):
                 return _Resolved(_without_message(self._inboxes[peer].receive), gives=self._slots[value])
@@ -233,18 +254,27 @@ class Executor:
                 return _Resolved(_without_message(self._outboxes[peer].release))
             case Reduce(stage):
                 return _Resolved(_without_message(partial(self._reduce, stage)))
+            case Offload(value) | Drop(value) | Fetch(value) | Await(value):
+                method = _TRANSPORTS[type(instruction)]
+                return _Resolved(
+                    _without_message(partial(method, self._offloads[value.stage], value.microbatch))
+                )
 
     def _reduce(self, stage: int) -> None:
         """Start the reduction of a stage's gradients; the recorder is told when it has ended."""
-        if self._reductions is not None and self._reductions.reduces(stage):
+        if self._reductions is None:
+            return
+        if self._reductions.reduces(stage):
             ended = None if self._recorder is None else self._recorder.reduction(stage)
             self._reductions.start(stage, ended)
+        else:
+            self._reductions.complete(stage)
 
     def _explain(self, resolution: _Resolution, position: int, error: Exception) -> None:
         """Raise an error that says which message failed; actions and reductions say that themselves."""
         instructions = resolution.instructions
         instruction = instructions[position]
-        speaks_for_itself = isinstance(error, CommunicationError | torch.OutOfMemoryError)
+        speaks_for_itself = isinstance(error, CommunicationError | OffloadError | torch.OutOfMemoryError)
         if isinstance(instruction, Action) or speaks_for_itself or position == resolution.gate:
             return
         rank = self._program.rank
@@ -266,12 +296,12 @@ def _is_always_valid() -> bool:
 
 
 def _place_of(gate: Gate, instructions: Sequence[Instruction]) -> int:
-    """The number of instructions before the gate: it stands before the receives of the action behind it."""
+    """The number of instructions before the gate: it stands before what the action behind it waits for."""
     actions = [place for place, each in enumerate(instructions) if isinstance(each, Action)]
     if gate.position == len(actions):
         return len(instructions)
     place = actions[gate.position]
-    while place and isinstance(instructions[place - 1], Recv):
+    while place and isinstance(instructions[place - 1], Recv | Offload | Drop | Fetch | Await):
         place -= 1
     return place
 

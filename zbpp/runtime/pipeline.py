@@ -29,13 +29,16 @@ from zbpp.runtime.groups import close_groups, group_of_this_process, set_timeout
 from zbpp.runtime.measure import Recorder, measured_timeline
 from zbpp.runtime.mesh import TENSOR, Place
 from zbpp.runtime.named_losses import NamedLosses, summed
+from zbpp.runtime.offload_plan import ActivationOffload, check_one_offload, offload_maker
 from zbpp.runtime.outputs import Metrics, Outputs
 from zbpp.runtime.parameters import StageParameters
 from zbpp.runtime.posts import Posts
 from zbpp.runtime.reductions import Reductions
+from zbpp.runtime.released import make_release
 from zbpp.runtime.restored import eval_mode, restored_generators
 from zbpp.runtime.stage import Loss
 from zbpp.runtime.tensor_parallel import check_losses_alike
+from zbpp.runtime.weight_offload import check_offloaded
 from zbpp.runtime.world import gather
 from zbpp.schedule import Timeline, Timetable
 from zbpp.seeding import seed_of
@@ -72,6 +75,8 @@ class Pipeline:
     reshard: when gathered weights of sharded stages are freed: "step", after a stage's last W; "microbatch",
     after each F and each B, and then they are gathered twice per microbatch; "never".
     mp_policy: the torch.distributed.fsdp.MixedPrecisionPolicy of the stages that the Pipeline shards.
+    offload: which activations leave device memory between F and B, see ActivationOffload; None: none. Results
+    are the same to the last bit. Without costs of its own it decides after the second step.
     seed: of the random numbers drawn in forward. timeout: seconds that a wait for another rank may last.
     dynamic_shapes: whether messages between stages may differ from microbatch to microbatch (shapes, dtypes,
     which tensors there are); each message then says its layout, and takes one more latency.
@@ -107,6 +112,7 @@ class Pipeline:
         device: torch.device | str | None = None,
         reshard: Reshard = "step",
         mp_policy: Any = None,
+        offload: ActivationOffload | None = None,
     ) -> None:
         given = Place(mesh, group)
         for each in given.mesh_groups():
@@ -116,6 +122,7 @@ class Pipeline:
         self.rank = rank_in(given.pipeline, timetable)
         self.seed, self.num_steps, self.loss_scale = seed, 0, 1.0
         self._timeout, self._dynamic_shapes, self._reshard = timeout, dynamic_shapes, reshard
+        self._offload = offload
         # One rank of a larger job needs a group, too, for what is collective; this pipeline closes it.
         is_alone = timetable.num_ranks == 1 and given.pipeline is None
         self._made_group = group_of_this_process() if is_alone else None
@@ -130,6 +137,8 @@ class Pipeline:
         self._parameters = StageParameters(
             self.stages, agreed.names, agreed.ties, self.group, self._loss_fn if computes_loss else None
         )
+        check_offloaded(self.stages.values(), agreed.ties, place)
+        check_one_offload(offload, self.stages.values(), place)
         self.device = device_of(self.stages.values(), self.group)
         of_loss = self._parameters.of_loss()
         reductions = Reductions(
@@ -150,6 +159,8 @@ class Pipeline:
                 "its place in the stage: let the loss hold the stage's module instead of its parameter"
             )
         self._copies = set(map(id, reductions.copies))
+        self._late, self._release_arguments = reductions.late, dict[str, Any]()
+        make_offload = offload_maker(offload, timetable, self.device, place)
         self._engine = Engine(
             timetable,
             self.rank,
@@ -162,6 +173,7 @@ class Pipeline:
             key=agreed.key,
             timeout=timeout,
             dynamic_shapes=dynamic_shapes,
+            make_offload=make_offload,
         )
         self.step_losses, self.evaluation_losses = NamedLosses(), NamedLosses()
         self._compares_losses = TENSOR in place.groups  # in the first step
@@ -204,6 +216,62 @@ class Pipeline:
         self.settle()
         self._parameters.load_state_dict(state_dict, strict=strict)
         self._engine.loaded = self._parameters.fingerprint()
+
+    def release_gradients(
+        self, optimizer: torch.optim.Optimizer, *, accumulate: bool = False, keep_squares: bool = False
+    ) -> None:
+        """From the next step on, `step` updates this rank's weights itself and drops their gradients.
+
+        A stage is updated behind its last W, or when its gradients have been reduced over replicas and
+        shards; shared and tied parameters at the end. Losses are those of a loop with `optimizer.step()`
+        after each step, to the last bit. Such a loop goes on without it, and without zero_grad; the
+        learning rate may be changed between steps, also by torch's schedulers.
+
+        optimizer: of all or some of `parameters()`; gradients of others stay, as without release.
+        accumulate: each microbatch's gradients go into the states of an optimizer of torch-optimi, and are
+        dropped one by one; see zbpp/runtime/optimizer_accumulation.py. keep_squares: `released_squares` then
+        has what the norm is made of; not with accumulate.
+
+        Gradients are gone when `step` returns: nothing can clip them by their norm, scale them, or skip an
+        update because one is infinite or NaN. A step that fails may have updated some weights, and no
+        step may follow it. Raises ValueError, on every rank, for what can't work. Collective over the mesh.
+        """
+        release, refusal = None, ""
+        loss = self._loss_fn if isinstance(self._loss_fn, nn.Module) else nn.Module()
+        last = self.timetable.num_stages - 1
+        try:
+            release = make_release(
+                optimizer,
+                self.stages,
+                self._late,
+                loss.parameters() if last in self.stages else (),
+                self.place,
+                last,
+                self.timetable.num_microbatches,
+                accumulate=accumulate,
+                keep_squares=keep_squares,
+            )
+        except ValueError as error:
+            refusal = str(error)
+        for each in self.place.gather(refusal):
+            if each:
+                raise ValueError(each)
+        self._engine.release_gradients(release)
+        self._release_arguments = {
+            "optimizer": optimizer,
+            "accumulate": accumulate,
+            "keep_squares": keep_squares,
+        }
+
+    @property
+    def releases_gradients(self) -> bool:
+        """Whether steps update the weights themselves, and leave no gradients."""
+        return bool(self._release_arguments)
+
+    @property
+    def released_squares(self) -> Mapping[int, Tensor]:
+        """By id of each parameter that the last step updated, its gradient's sum of squares; see above."""
+        return self._engine.released_squares
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> list[Tensor]:
         """Forward and backward of one whole batch. Adds to each `.grad` the mean over microbatches.
@@ -327,6 +395,10 @@ class Pipeline:
             raise RuntimeError("no step was recorded: run one inside `with pipeline.recording():`")
         return measured_timeline(self._recorder, self.timetable, self.group)
 
+    def offloaded_bytes(self) -> dict[int, int]:
+        """Per stage of this rank, the most bytes of a microbatch that have left; {} without offload."""
+        return self._engine.offloaded_bytes()
+
     def with_timetable(self, timetable: Timetable) -> Pipeline:
         """Close this pipeline; return one that goes on with the same stages under another timetable.
 
@@ -352,8 +424,11 @@ class Pipeline:
             timeout=self._timeout,
             dynamic_shapes=self._dynamic_shapes,
             reshard=self._reshard,
+            offload=self._offload,
         )
         following.num_steps, following.loss_scale = self.num_steps, self.loss_scale
+        if self._release_arguments:
+            following.release_gradients(**self._release_arguments)
         return following
 
     def close(self) -> None:

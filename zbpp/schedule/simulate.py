@@ -13,6 +13,7 @@ import numpy.typing as npt
 from zbpp.schedule.costs import ACTIVATIONS, Costs, StageCosts
 from zbpp.schedule.dataflow import Value, consumes
 from zbpp.schedule.dataflow_arrays import Numbers, Values, kinds_of
+from zbpp.schedule.offload import CopySpan, RankCopies, RankOffload, changes_of
 from zbpp.schedule.reductions import Reduction, predicted_reductions
 from zbpp.schedule.timetable import Op, PlanError, Row, Timetable
 
@@ -45,6 +46,7 @@ class Timeline:
     transfers: the messages of a measured timeline; `transfers.py` also makes those of a predicted one.
     reductions: of each stage's gradients over its replicas, rank by rank, in order; empty where none takes
     time.
+    copies: of what leaves the device and comes back, rank by rank, in order.
     """
 
     timetable: Timetable
@@ -54,6 +56,7 @@ class Timeline:
     message_ms: tuple[float, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     reductions: tuple[Reduction, ...] = ()
+    copies: tuple[CopySpan, ...] = ()
     memory_unit: str = ACTIVATIONS
     measured: bool = False
 
@@ -100,12 +103,21 @@ class Timeline:
         return range(self.timetable.num_ranks)
 
 
-def simulate(timetable: Timetable, costs: Costs | None = None, *, num_steps: int = 1) -> Timeline:
+def simulate(
+    timetable: Timetable,
+    costs: Costs | None = None,
+    offload: Sequence[RankOffload] = (),
+    *,
+    num_steps: int = 1,
+) -> Timeline:
     """Run each row in order, every action as soon as its inputs have arrived.
 
     Times are in ms. A message takes costs.comm and overlaps computation. So does a stage's reduction, which
     takes costs.reduce: it starts when the stage's last W or BW has ended, and the rank's reduction before it.
     A timetable of F's alone is legal: evaluation runs it.
+
+    offload: of each rank, what leaves the device and comes back (`choose_offload`). An action whose copy is
+    late waits for it; peak_memory is what is left on the device.
 
     num_steps: so many steps one after the other, as post-validation runs them (zbpp.PostValidation, or
     optimizer.validation=after); real while no update has to be redone. A rank begins a step when it has ended
@@ -124,7 +136,9 @@ def simulate(timetable: Timetable, costs: Costs | None = None, *, num_steps: int
     stage_costs = costs.per_stage(timetable.num_stages)
     if num_steps < 1:
         raise PlanError(f"num_steps={num_steps}: write 1 or more")
-    ranks = _run(timetable, stage_costs)
+    placed = [*offload] or [()] * timetable.num_ranks
+    copies = [RankCopies(rank, each, stage_costs) if each else None for rank, each in enumerate(placed)]
+    ranks = _run(timetable, stage_costs, copies)
     reductions = list(_reductions(ranks, stage_costs.reduce))
     for _ in range(num_steps - 1):
         _run_step(ranks, _ends(ranks, reductions))
@@ -133,9 +147,12 @@ def simulate(timetable: Timetable, costs: Costs | None = None, *, num_steps: int
         timetable if num_steps == 1 else timetable.repeated(num_steps),
         starts=tuple(np.frombuffer(rank.starts) for rank in ranks),
         ends=tuple(np.frombuffer(rank.ends) for rank in ranks),
-        peak_memory=tuple(_peak(row, stage_costs) for row in timetable.rows),
+        peak_memory=tuple(
+            _peak(row, stage_costs, each) for row, each in zip(timetable.rows, placed, strict=True)
+        ),
         message_ms=tuple(stage_costs.comm),
         reductions=tuple(sorted(reductions, key=lambda each: each.rank)),
+        copies=tuple(span for each in copies if each is not None for span in each.spans),
         memory_unit=costs.memory_unit,
     )
 
@@ -195,7 +212,14 @@ class _RankRun:
     awaited, given: for each action the number of the value from, and for, another rank; or _NONE.
     """
 
-    def __init__(self, timetable: Timetable, rank: int, values: Values, costs: StageCosts) -> None:
+    def __init__(
+        self,
+        timetable: Timetable,
+        rank: int,
+        values: Values,
+        costs: StageCosts,
+        copies: RankCopies | None = None,
+    ) -> None:
         row = timetable.rows[rank]
         made_at, made = values.produced_in(row)
         used_at, used = values.consumed_in(row)
@@ -203,7 +227,7 @@ class _RankRun:
         local_made_at, local_used_at = made_at[in_made], used_at[in_used]
         too_early = local_used_at[local_used_at <= local_made_at]
         leaves = np.array(timetable.rank_of)[values.stages(made)] != rank
-        self.rank, self.row, self.values = rank, row, values
+        self.rank, self.row, self.values, self.copies = rank, row, values, copies
         self.stops_at = int(too_early.min(initial=len(row)))
         self.awaited = _by_action(len(row), np.delete(used_at, in_used), np.delete(used, in_used))
         self.given = _by_action(len(row), made_at[leaves], made[leaves])
@@ -220,15 +244,19 @@ class _RankRun:
         value -> the rank that waits for it. awake: the ranks that can go on; a rank is added once its value
         is made.
         """
-        clock = begin
+        clock, copies = begin, self.copies
         columns = (self.awaited, self.durations, self.given, self.delays)
         # Iterated as memoryviews (.data): as lists, the numbers of all ranks would take gigabytes.
         steps = zip(*(column[: self.stops_at].data for column in columns), strict=True)
-        for needs, duration, gives, delay in steps:
+        for position, (needs, duration, gives, delay) in enumerate(steps):
+            if copies is not None:
+                clock = copies.run(position, True, clock)
             if needs != _NONE:
                 while (arrived := arrival[needs]) is None:
                     yield needs
                 clock = max(clock, arrived)
+            if copies is not None:
+                clock = copies.run(position, False, clock)
             self.starts.append(clock)
             clock += duration
             self.ends.append(clock)
@@ -256,10 +284,10 @@ def _by_action(length: int, positions: Numbers, numbers: Numbers) -> npt.NDArray
     return column
 
 
-def _run(timetable: Timetable, costs: StageCosts) -> list[_RankRun]:
+def _run(timetable: Timetable, costs: StageCosts, copies: Sequence[RankCopies | None]) -> list[_RankRun]:
     """Run one step, which begins at 0 ms."""
     values = Values(timetable.num_stages, timetable.num_microbatches)
-    ranks = [_RankRun(timetable, rank, values, costs) for rank in range(timetable.num_ranks)]
+    ranks = [_RankRun(timetable, rank, values, costs, copies[rank]) for rank in range(timetable.num_ranks)]
     arrival = _run_step(ranks, [0.0] * len(ranks))
     stuck = [rank.complaint(arrival) for rank in ranks if len(rank.ends) < len(rank.row)]
     if stuck:
@@ -299,10 +327,13 @@ def _reductions(ranks: list[_RankRun], reduce: list[float]) -> Iterator[Reductio
         yield from predicted_reductions(each.rank, each.row, ends, reduce)
 
 
-def _peak(row: Row, costs: StageCosts) -> float:
-    """The most memory that the rank holds after any action of its row."""
+def _peak(row: Row, costs: StageCosts, offload: RankOffload = ()) -> float:
+    """The most memory that the rank holds after any action of its row, or after any Fetch."""
     change = np.zeros(len(row))
     for op, per_stage in costs.memory.items():
         chosen = row.ops == op
         change[chosen] = np.asarray(per_stage)[row.stages[chosen]]
+    if offload:
+        places, amounts = zip(*changes_of(offload, costs), strict=True)
+        change = np.insert(change, places, amounts)
     return float(np.cumsum(change).max())

@@ -25,6 +25,7 @@ from zbpp.training.loss_scale import LossScale
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.named_losses import with_evaluation_losses, with_named_losses
 from zbpp.training.post_validation import PostValidatedUpdate, Validation
+from zbpp.training.released_update import ReleasedUpdate
 from zbpp.training.replan import Replan
 from zbpp.training.update import Metrics, Result, Update
 
@@ -39,8 +40,10 @@ class Trainer:
     after the first steps. masters: master weights of all trainable parameters; the optimizer must then be
     over `masters.parameters()`, and floating-point targets are cast to float32. loss_scale: chooses the
     pipeline's loss_scale before each step; None: that scale stays as it is. In both cases the scale is
-    divided out of norm and gradients. Raises ValueError for an optimizer that would read `.grad` where W sums
-    in a `main_grad`, and for one whose step can't be taken back with post_validation.
+    divided out of norm and gradients. gradient_release: off, or step or accumulate: the pipeline's step
+    updates the weights itself, see Pipeline.release_gradients. Raises ValueError for an optimizer that would
+    read `.grad` where W sums in a `main_grad`, and for one whose step can't be taken back with
+    post_validation.
 
     post_validation: how the weights are updated before the norm is known; a step's metrics then come one step
     later. None: the update waits for the norm.
@@ -57,6 +60,7 @@ class Trainer:
     replan: Replan | None = None
     masters: MasterWeights | None = None
     loss_scale: LossScale | None = None
+    gradient_release: str = "off"
     post_validation: Validation | None = None
 
     def __post_init__(self) -> None:
@@ -151,17 +155,22 @@ class Trainer:
         return finished
 
     def _make_update(self) -> Update:
+        options: Any = {
+            "clip_norm": self.clip_norm,
+            "masters": self.masters,
+            "loss_scale": self.loss_scale,
+        }
+        if self.gradient_release != "off":
+            if self.post_validation is not None:
+                raise ValueError(
+                    "gradient release drops the gradients that post-validation may need again: leave one out"
+                )
+            accumulate = self.gradient_release == "accumulate"
+            return ReleasedUpdate(self.pipeline, self.optimizer, accumulate=accumulate, **options)
         if self.post_validation is None:
-            return Update(
-                self.optimizer, clip_norm=self.clip_norm, masters=self.masters, loss_scale=self.loss_scale
-            )
+            return Update(self.optimizer, **options)
         return PostValidatedUpdate(
-            self.optimizer,
-            pipeline=self.pipeline,
-            clip_norm=self.clip_norm,
-            masters=self.masters,
-            loss_scale=self.loss_scale,
-            validation=self.post_validation,
+            self.optimizer, pipeline=self.pipeline, validation=self.post_validation, **options
         )
 
     def _training_batch(self, step: int) -> tuple[tuple[Any, ...], Any]:

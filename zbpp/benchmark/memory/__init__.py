@@ -1,1 +1,1 @@
-"""Figures of the switches for memory and for the optimizer's step."""
+"""What each switch of memory and of the optimizer's step costs and saves, measured."""
