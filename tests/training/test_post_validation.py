@@ -278,6 +278,20 @@ def test_a_stage_that_changes_its_inputs_is_refused_before_the_second_step():
             steps.settle()
 
 
+def test_gradient_release_is_refused_with_it():
+    with Pipeline({0: nn.Linear(WIDTH, WIDTH)}, plan("1f1b", 1, M), F.mse_loss) as pipeline:
+        optimizer = adamw(pipeline.parameters())
+        pipeline.release_gradients(optimizer)
+        with pytest.raises(ValueError, match="gradient release drops the gradients"):
+            PostValidation(pipeline, optimizer)
+    with Pipeline({0: nn.Linear(WIDTH, WIDTH)}, plan("1f1b", 1, M), F.mse_loss) as pipeline:
+        optimizer = adamw(pipeline.parameters())
+        steps = PostValidation(pipeline, optimizer)
+        steps.step(batch(0)[0], target=batch(0)[1])
+        with pytest.raises(ValueError, match="gradient release drops the gradients"):
+            pipeline.release_gradients(optimizer)
+
+
 def refused(rank):
     model, timetable = Model(), plan("1f1b", 2, M)
     with Pipeline({rank: model.build_stage(rank, 2)}, timetable, model.loss) as pipeline:

@@ -299,7 +299,7 @@ _CHANGED_INPUTS = (
 def _agreed_rollback(name: str, optimizer: torch.optim.Optimizer, pipeline: Pipeline) -> Rollback:
     """The rollback, once all ranks have one. Raises ValueError on all ranks if one has none."""
     made: Rollback | None = None
-    refusal = ""
+    refusal = pipeline.gate_refusal
     try:
         made = _rollback(name, optimizer)
     except ValueError as error:
