@@ -55,6 +55,12 @@ def test_the_commands_of_the_parallel_page_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_commands_of_the_optimizer_page_run(tmp_path: Path) -> None:
+    for block in blocks("docs/optimizer.md", "bash"):
+        run_command(f"set -e\n{block}", tmp_path)
+
+
+@pytest.mark.slow
 def test_the_commands_of_the_planning_page_run(tmp_path: Path) -> None:
     for block in blocks("docs/planning.md", "bash"):
         run_command(f"set -e\n{block}", tmp_path)

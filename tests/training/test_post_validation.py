@@ -1,6 +1,7 @@
 """Post-validation against the synchronous run: the same losses and weights, to the last bit."""
 
 import math
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -88,10 +89,10 @@ def synchronous(pipeline, optimizer, scheduler):
     return losses, norms
 
 
-def validated(pipeline, optimizer, scheduler):
+def validated(pipeline, optimizer, scheduler, rollback="exact"):
     losses, norms, now = [], [], [0]
     poison(pipeline, now)
-    steps = PostValidation(pipeline, optimizer, clip_norm=CLIP)
+    steps = PostValidation(pipeline, optimizer, clip_norm=CLIP, rollback=rollback)
     for step in range(STEPS):
         now[0], (x, y) = step, batch(step)
         losses.append([each.item() for each in steps.step(x, target=y)])
@@ -146,7 +147,6 @@ def both(rank, num_ranks, schedules, **options):
     }
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")  # the first update is not made at once
 @pytest.mark.parametrize("num_ranks, schedules", [(1, ["1f1b", "zb_v"]), (2, ["zb_h1", "zb_v"])])
 def test_forced_clips_and_a_forced_inf_give_the_synchronous_runs_losses(num_ranks, schedules):
     if num_ranks == 1:
@@ -161,6 +161,18 @@ def test_forced_clips_and_a_forced_inf_give_the_synchronous_runs_losses(num_rank
             assert {*CLIPPED} <= {step for step in norms if norms[step] > CLIP}
             assert any(norm <= CLIP for norm in norms.values())
             assert_same(expected, got)
+
+
+def inverted(rank):
+    """A synchronous run, and one whose updates are computed backwards."""
+    runs = (synchronous, partial(validated, rollback="inverse"))
+    return [trained(rank, 2, "zb_h2", run) for run in runs]
+
+
+def test_updates_that_are_computed_backwards_are_near_the_synchronous_run():
+    for expected, got in run_ranks(inverted, 2):
+        losses = [torch.tensor(each[0]) for each in (got, expected)]
+        torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 def in_mesh(rank, degrees):
@@ -264,6 +276,20 @@ def test_a_stage_that_changes_its_inputs_is_refused_before_the_second_step():
         steps.step(x.clone(), target=y)
         with pytest.raises(ValueError, match="changes its inputs or targets in place"):
             steps.settle()
+
+
+def test_gradient_release_is_refused_with_it():
+    with Pipeline({0: nn.Linear(WIDTH, WIDTH)}, plan("1f1b", 1, M), F.mse_loss) as pipeline:
+        optimizer = adamw(pipeline.parameters())
+        pipeline.release_gradients(optimizer)
+        with pytest.raises(ValueError, match="gradient release drops the gradients"):
+            PostValidation(pipeline, optimizer)
+    with Pipeline({0: nn.Linear(WIDTH, WIDTH)}, plan("1f1b", 1, M), F.mse_loss) as pipeline:
+        optimizer = adamw(pipeline.parameters())
+        steps = PostValidation(pipeline, optimizer)
+        steps.step(batch(0)[0], target=batch(0)[1])
+        with pytest.raises(ValueError, match="gradient release drops the gradients"):
+            pipeline.release_gradients(optimizer)
 
 
 def refused(rank):

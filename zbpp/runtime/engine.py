@@ -70,6 +70,9 @@ the call with which the step begins again.
 """
 
 
+_RELEASED = "gradient release drops the gradients that post-validation may need again: leave one of them out"
+
+
 class CallLosses(NamedTuple):
     """The losses of one call on this rank; `losses` is empty but on the last stage's owner."""
 
@@ -164,9 +167,23 @@ class Engine:
                 "gradient release doesn't go with offloaded weights, whose gradients are on the host: leave "
                 "one of them out"
             )
+        if release is not None and self.posts is not None:
+            raise ValueError(_RELEASED)
         self._release = self._reductions.release = release
         for stage, worker in self._workers.items():
             worker.release_leaves(None if release is None else partial(release.leaf_done, stage))
+
+    @property
+    def gate_refusal(self) -> str:
+        """Why no step can have a gate, or nothing."""
+        if self._release is not None:
+            return _RELEASED
+        if self._offloaded is not None:
+            return (
+                "post-validation doesn't go with offloaded weights, whose copies on the device it would not "
+                "take back: leave one of them out"
+            )
+        return ""
 
     @property
     def released_squares(self) -> Mapping[int, Tensor]:

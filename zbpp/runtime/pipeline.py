@@ -331,6 +331,11 @@ class Pipeline:
         return self._engine.posts
 
     @property
+    def gate_refusal(self) -> str:
+        """Why no step of this rank can have a gate, or nothing."""
+        return self._engine.gate_refusal
+
+    @property
     def has_changed_inputs(self) -> bool:
         """Whether a stage of this rank has changed what a step was given; False until `posts` is called."""
         return self._engine.has_changed_inputs

@@ -149,6 +149,9 @@ class PostValidatedUpdate(Update):
         self._rollback.keep(gradients if scale != 1 else [])
         if steps:
             self._update(gradients, 1 / scale)
+        else:
+            # The step comes later: torch's learning-rate schedulers warn if they are called before the first.
+            self._optimizer._opt_called = True  # type: ignore[attr-defined]  # the schedulers' own attribute
         self._rollback.after_step(has_stepped=steps)
         if self._loss_scale is not None:  # for the next step, if all is well
             self._loss_scale.update(is_finite=True)
@@ -296,7 +299,7 @@ _CHANGED_INPUTS = (
 def _agreed_rollback(name: str, optimizer: torch.optim.Optimizer, pipeline: Pipeline) -> Rollback:
     """The rollback, once all ranks have one. Raises ValueError on all ranks if one has none."""
     made: Rollback | None = None
-    refusal = ""
+    refusal = pipeline.gate_refusal
     try:
         made = _rollback(name, optimizer)
     except ValueError as error:
