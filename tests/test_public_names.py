@@ -25,9 +25,9 @@ from zbpp.models.mlp import Mlp
 
 NAMES = [
     "ActivationOffload", "SCHEDULES", "Costs", "LossScale", "MasterWeights", "Pipeline", "PlanError",
-    "Timeline", "Timetable", "WeightGrads", "auxiliary_loss", "auxiliary_losses", "backward_input",
-    "checkpoint", "clip_grad_norm_", "lower", "make_mesh", "per_microbatch", "plan", "replicate",
-    "simulate", "split_layers", "split_sequential", "trace_stages",
+    "PostValidation", "Timeline", "Timetable", "WeightGrads", "auxiliary_loss", "auxiliary_losses",
+    "backward_input", "checkpoint", "clip_grad_norm_", "lower", "make_mesh", "per_microbatch", "plan",
+    "replicate", "simulate", "split_layers", "split_sequential", "trace_stages",
 ]  # fmt: skip
 
 POSITIONAL, KEYWORD = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
@@ -78,7 +78,9 @@ def test_the_signature_of_costs_and_their_defaults():
 
 
 def test_the_signature_of_simulate_and_lower():
-    assert parameters(simulate)[:2] == [("timetable", POSITIONAL), ("costs", POSITIONAL)]
+    assert parameters(simulate) == [
+        ("timetable", POSITIONAL), ("costs", POSITIONAL), ("offload", POSITIONAL), ("num_steps", KEYWORD),
+    ]  # fmt: skip
     assert [name for name, _ in parameters(lower)] == ["timetable", "offload"]
     assert defaults(lower) == {"offload": ()}
 

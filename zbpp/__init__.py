@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from zbpp.schedule import Costs, PlanError, Timeline, Timetable, lower, simulate
     from zbpp.training.loss_scale import LossScale
     from zbpp.training.master_weights import MasterWeights
+    from zbpp.training.post_validation import PostValidation
 
 __version__ = "0.1.0"
 
@@ -54,6 +55,7 @@ _HOME = {
     "MasterWeights": "zbpp.training.master_weights",
     "Pipeline": "zbpp.runtime",
     "PlanError": "zbpp.schedule",
+    "PostValidation": "zbpp.training.post_validation",
     "Timeline": "zbpp.schedule",
     "Timetable": "zbpp.schedule",
     "WeightGrads": "zbpp.autograd",
@@ -81,6 +83,7 @@ __all__ = [
     "MasterWeights",
     "Pipeline",
     "PlanError",
+    "PostValidation",
     "Timeline",
     "Timetable",
     "WeightGrads",

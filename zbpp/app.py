@@ -27,6 +27,7 @@ from zbpp.builders.trainer import (
     build_optimizer,
     build_pipeline,
     build_replan,
+    build_validation,
     learning_rate_factor,
 )
 from zbpp.config import ConfigError, TrainConfig, naming
@@ -186,7 +187,9 @@ def _build_trainer(config: TrainConfig, job: _Job, precision: Precision, mesh: D
     masters = build_masters(pipeline, precision)
     return Trainer(
         pipeline=pipeline,
-        optimizer=build_optimizer((masters or pipeline).parameters(), config.optimizer),
+        optimizer=build_optimizer(
+            (masters or pipeline).parameters(), config.optimizer, config.memory.gradient_release
+        ),
         data=limit_evaluation(
             data, config.evaluate_every, config.evaluation_batches, pipeline.place.num_data_parts
         ),
@@ -197,6 +200,8 @@ def _build_trainer(config: TrainConfig, job: _Job, precision: Precision, mesh: D
         replan=build_replan(config.schedule.replan, config.memory.limit, timetable, loss_fn, stages),
         masters=masters,
         loss_scale=LossScale() if precision.is_scaled else None,
+        gradient_release=config.memory.gradient_release,
+        post_validation=build_validation(config.optimizer),
     )
 
 

@@ -7,6 +7,7 @@ split.py, graph.py, rules.py and weight_grads.py, in this order.
     graph.py              the walk: which gradients can wait (sites, chains)
     rules.py              one rule per kind of node: what W needs of it, how W computes the gradient
     weight_grads.py       W: the tasks that B leaves, and running them
+    leaf_by_leaf.py       W for those who take each gradient away when it is complete
     arguments.py          the arguments of backward_input, checked
     node_roles.py         what each type of node means for the walk
     views.py              chains that only make views of a weight

@@ -23,6 +23,7 @@ from torch import Tensor
 from zbpp.autograd.chains import like_output, run_chains
 from zbpp.autograd.graph import Edge, WeightUse
 from zbpp.autograd.hooks import run_hooks, run_post_accumulate_hooks
+from zbpp.autograd.leaf_by_leaf import run_leaf_by_leaf
 from zbpp.autograd.leaf_grad import add_to_grad, new_gradient, total_of
 from zbpp.autograd.rules import name_of, tensors_in, version_of
 from zbpp.autograd.sharded import AddOfShards
@@ -276,11 +277,13 @@ class WeightGrads:
             found = next(iter(parts))
             yield found, WeightGrads(parts.pop(found))
 
-    def accumulate(self) -> None:
+    def accumulate(self, done: Callable[[Tensor], None] | None = None) -> None:
         """W: add the gradients to each parameter's `.grad`, and drop all that was held.
 
-        Post-accumulate-grad hooks fire, once per parameter. Raises RuntimeError at a second call, and
-        ChangedInPlace, a RuntimeError, if a tensor that W reads was changed in place since B.
+        Post-accumulate-grad hooks fire, once per parameter. Then `done` is called with the parameter: its
+        gradient is complete, and `done` may take it away and change the parameter. Raises RuntimeError at a
+        second call, and ChangedInPlace, a RuntimeError, if a tensor that W reads was changed in place since
+        B.
         """
         if self._tasks is None:
             raise RuntimeError(
@@ -288,6 +291,8 @@ class WeightGrads:
                 "call backward_input again after another forward"
             )
         tasks, self._tasks = self._tasks, None
+        if done is not None:
+            return run_leaf_by_leaf(tasks, done)
         tasks.reverse()
         tasks_left: dict[int, int] = {}  # id of a leaf -> how many tasks are left after the leaf's last one
         with torch.set_grad_enabled(False):  # no_grad() takes twice as long

@@ -18,7 +18,8 @@ from zbpp.runtime.fully_shard import Reshard
 from zbpp.runtime.mesh import SHARD
 from zbpp.schedule import Costs, Timetable
 from zbpp.training.master_weights import MasterWeights
-from zbpp.training.optimizer import adamw, warmup_cosine
+from zbpp.training.optimizer import OPTIMIZERS, warmup_cosine
+from zbpp.training.post_validation import Validation
 from zbpp.training.precision import Precision
 from zbpp.training.replan import Replan
 
@@ -75,16 +76,26 @@ def build_masters(pipeline: Pipeline, precision: Precision) -> MasterWeights | N
     return MasterWeights(pipeline.parameters(), precision.compute)
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], options: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW over this rank's parameters or master weights."""
-    return adamw(
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], options: OptimizerConfig, gradient_release: str = "off"
+) -> torch.optim.Optimizer:
+    """The optimizer over this rank's parameters or master weights."""
+    return OPTIMIZERS[options.name](
         parameters,
         learning_rate=options.learning_rate,
         betas=(options.beta1, options.beta2),
         eps=options.eps,
         weight_decay=options.weight_decay,
         kahan_sum=options.kahan_sum,
+        gradient_release=gradient_release,
     )
+
+
+def build_validation(options: OptimizerConfig) -> Validation | None:
+    """How updates are validated after they are made; None: they wait for the norm."""
+    if options.validation == "before":
+        return None
+    return Validation(after=options.validation_after, rollback=options.rollback)
 
 
 def learning_rate_factor(options: OptimizerConfig, num_steps: int) -> Callable[[int], float]:

@@ -23,7 +23,8 @@ What they use:
     reduce        a stage's gradients, summed over processes in buckets
     tied_gradients  copies of one parameter on several ranks; copies: in several sharded stages of one rank
     sharding      stages that FSDP2 shards; fully_shard drives one of them, microbatch by microbatch
-    restored      random numbers, training mode, and the gradients of a step that failed
+    restored      random numbers, training mode, gradients of a step that failed, buffers of one begun again
+    posts         a gather in two halves: post a value now, collect all of them later
     offload_plan  which activations leave the device: chosen once, or measured first
     offload       what of one stage's activations is away
     outputs       outputs and metrics of an evaluation

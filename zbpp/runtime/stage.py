@@ -38,6 +38,7 @@ from zbpp.runtime.layout import Message, describe, layout_of
 from zbpp.runtime.named_losses import checked_losses
 
 Loss = Callable[..., Tensor | Mapping[str, Tensor]]
+LeafDone = Callable[[int], Callable[[Tensor], None] | None]  # of a microbatch
 AroundW = Callable[[WeightGrads], AbstractContextManager[None]]
 
 
@@ -82,6 +83,7 @@ class StageWorker:
         run_w: Callable[[WeightGrads], None] = WeightGrads.accumulate,
     ) -> None:
         self._around_w, self._run_w = around_w, run_w
+        self._leaf_done: LeafDone | None = None
         self.index, self.module, self._device = index, module, device or torch.device("cpu")
         self._is_last, self.loss_fn = is_last, loss_fn
         self._feed = NO_FEED
@@ -90,6 +92,10 @@ class StageWorker:
         self._loss_grads: dict[Any, Tensor] = {}  # the gradient of every loss, by kind of tensor
         self.losses: list[Tensor] = []
         self.named: dict[str, list[Tensor]] = {}
+
+    def release_leaves(self, leaf_done: LeafDone | None) -> None:
+        """From now on let W call `leaf_done(microbatch)` with each leaf whose gradient is complete."""
+        self._leaf_done = leaf_done
 
     def begin(self, feed: Feed) -> None:
         """Take what the caller gave for one call. Raises ValueError if a target is needed and missing."""
@@ -214,7 +220,10 @@ class StageWorker:
     def _accumulate(self, microbatch: int, weight_grads: WeightGrads) -> None:
         try:
             with nullcontext() if self._around_w is None else self._around_w(weight_grads):
-                self._run_w(weight_grads)
+                if self._leaf_done is None:
+                    self._run_w(weight_grads)
+                else:
+                    weight_grads.accumulate(self._leaf_done(microbatch))
         except ChangedInPlace as error:
             names = [name for name, each in self.module.named_parameters() if each is error.leaf]
             weights = f", for {', '.join(names)}" if names else ""

@@ -34,6 +34,7 @@ import numpy as np
 
 from zbpp.schedule.dataflow import Value, produces
 from zbpp.schedule.dataflow_arrays import Numbers, Values
+from zbpp.schedule.gate import Gate, gate_positions
 from zbpp.schedule.offload import RankOffload, Transport
 from zbpp.schedule.reductions import complete_stages
 from zbpp.schedule.simulate import Floats, Timeline, simulate
@@ -123,6 +124,20 @@ class Programs(Sequence[Program]):
     def __getitem__(self, rank: int | slice) -> Program | list[Program]:
         chosen = range(len(self))[rank]
         return self._lower(chosen) if isinstance(chosen, int) else [self._lower(rank) for rank in chosen]
+
+    def gate(self, rank: int) -> Gate:
+        """The rank's gate, see gate.py."""
+        timetable, ends = self._timeline.timetable, self._timeline.ends
+        positions = gate_positions(timetable)
+        sent, dropped = {}, []
+        for sender in (sender for sender, receiver in self.links if receiver == rank):
+            link = _Link(self._timeline, self._values, sender, rank)
+            sent[sender] = num_sent = int((link.sent_at < positions[sender]).sum())
+            num_received = int((link.received_at < positions[rank]).sum())
+            times = ends[sender][link.sent_at[num_received:num_sent]].tolist()
+            dropped += [(time, sender) for time in times]
+        # In the order of their sends in one timeline, so that the waits can't form a circle.
+        return Gate(positions[rank], sent, tuple([sender for _, sender in sorted(dropped)]))
 
     def _lower(self, rank: int) -> Program:
         touching = sorted(pair for pair in self._links if rank in pair)
