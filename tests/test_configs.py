@@ -166,6 +166,36 @@ def test_unknown_keys_wrong_types_and_unknown_choices_are_named(override, words)
             "compile=stage memory.recompute=block",
             "memory.recompute=block doesn't go with compile=stage: write memory.recompute=none",
         ),
+        (
+            "memory.offload_weights=true compile=stage",
+            "memory.offload_weights=true doesn't go with compile=stage: write compile=none",
+        ),
+        (
+            "memory.offload_weights=true precision=mixed_bfloat16",
+            "memory.offload_weights=true doesn't go with precision=mixed_bfloat16: write precision=float32",
+        ),
+        (
+            "memory.offload_weights=true parallel.replicate=2",
+            "memory.offload_weights=true doesn't go with parallel.replicate, shard or tensor: leave",
+        ),
+        (
+            "memory.offload_weights=true memory.gradient_release=step optimizer.clip_norm=null",
+            "memory.offload_weights=true doesn't go with memory.gradient_release=step: write gradient_rel",
+        ),
+        (
+            "memory.gradient_release=step",
+            "clipping by optimizer.clip_norm=1 needs it: write optimizer.clip_norm=null, with optimizer=stab",
+        ),
+        (
+            "memory.gradient_release=step optimizer.clip_norm=null precision=mixed_float16",
+            "gradient_release=step doesn't go with precision=mixed_float16, whose float32 gradients stay",
+        ),
+        (
+            "memory.gradient_release=accumulate optimizer.clip_norm=null parallel.replicate=2",
+            "would have to be reduced in each microbatch; write memory.gradient_release=step",
+        ),
+        ("memory.gradient_release=maybe", "gradient_release=maybe: write off, step or accumulate"),
+        ("optimizer.name=sgd", "optimizer.name=sgd: write adamw, stable_adamw or lion"),
         ("memory.limit=0", "memory.limit=0.0: write GiB, above 0, or null"),
         ("parallel.device=tpu", "parallel.device=tpu: write auto, cpu or cuda"),
         ("parallel.timeout=0", "parallel.timeout=0.0: write seconds, above 0"),
@@ -248,6 +278,28 @@ def test_wandb_without_the_package_is_refused_with_the_way_to_install_it(monkeyp
     with pytest.raises(configs.ConfigError, match=r"not installed: pip install 'zbpp\[wandb\]'"):
         typed("logger=wandb")
     assert typed("logger=jsonl").logger.name == "jsonl"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["optimizer=stable_adamw"],
+        ["optimizer=lion"],
+        ["memory.gradient_release=accumulate", "optimizer.clip_norm=null"],
+    ],
+)
+def test_what_is_torch_optimis_is_refused_without_the_package(overrides, monkeypatch):
+    typed(*overrides)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "optimi" else found(name))
+    with pytest.raises(configs.ConfigError, match=r"not installed: pip install 'zbpp\[optimi\]'"):
+        typed(*overrides)
+
+
+def test_gradient_release_may_be_off_without_quotes():
+    """YAML reads it as false."""
+    assert typed("memory.gradient_release=false").memory.gradient_release == "off"
+    assert typed("memory.gradient_release=off").memory.gradient_release == "off"
 
 
 def test_kahan_summation_without_the_package_is_refused_with_the_way_to_install_it(monkeypatch):

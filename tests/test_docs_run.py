@@ -12,7 +12,7 @@ TRAINING = "docs/training.md"
 FILES = ("my_file.py", "load.py", "chain.py", "traced.py")
 
 
-@pytest.mark.parametrize("page", ["pipeline", "split", "memory", "compiled", "planning"])
+@pytest.mark.parametrize("page", ["pipeline", "split", "memory", "compiled", "planning", "optimizer"])
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: str) -> None:
     namespace: dict[str, object] = {}
     for block in blocks(f"docs/{page}.md", "python"):

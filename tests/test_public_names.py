@@ -24,10 +24,10 @@ from zbpp import (
 from zbpp.models.mlp import Mlp
 
 NAMES = [
-    "SCHEDULES", "Costs", "LossScale", "MasterWeights", "Pipeline", "PlanError", "Timeline", "Timetable",
-    "WeightGrads", "auxiliary_loss", "auxiliary_losses", "backward_input", "checkpoint", "clip_grad_norm_",
-    "lower", "make_mesh", "per_microbatch", "plan", "replicate", "simulate", "split_layers",
-    "split_sequential", "trace_stages",
+    "ActivationOffload", "SCHEDULES", "Costs", "LossScale", "MasterWeights", "Pipeline", "PlanError",
+    "PostValidation", "Timeline", "Timetable", "WeightGrads", "auxiliary_loss", "auxiliary_losses",
+    "backward_input", "checkpoint", "clip_grad_norm_", "lower", "make_mesh", "per_microbatch", "plan",
+    "replicate", "simulate", "split_layers", "split_sequential", "trace_stages",
 ]  # fmt: skip
 
 POSITIONAL, KEYWORD = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
@@ -72,14 +72,17 @@ def test_the_signature_of_plan():
 
 
 def test_the_signature_of_costs_and_their_defaults():
-    names = ["f", "b", "w", "bw", "comm", "saved", "deferred", "reduce", "static"]
+    names = ["f", "b", "w", "bw", "comm", "saved", "deferred", "reduce", "host", "static"]
     assert [name for name, _ in parameters(Costs)] == names
-    assert list(defaults(Costs).values()) == [1.0, 1.0, 1.0, None, 0.0, 1.0, 0.5, 0.0, 0.0]
+    assert list(defaults(Costs).values()) == [1.0, 1.0, 1.0, None, 0.0, 1.0, 0.5, 0.0, 0.0, 0.0]
 
 
 def test_the_signature_of_simulate_and_lower():
-    assert parameters(simulate) == [("timetable", POSITIONAL), ("costs", POSITIONAL)]
-    assert [name for name, _ in parameters(lower)] == ["timetable"]
+    assert parameters(simulate) == [
+        ("timetable", POSITIONAL), ("costs", POSITIONAL), ("offload", POSITIONAL), ("num_steps", KEYWORD),
+    ]  # fmt: skip
+    assert [name for name, _ in parameters(lower)] == ["timetable", "offload"]
+    assert defaults(lower) == {"offload": ()}
 
 
 def test_the_signature_of_backward_input():

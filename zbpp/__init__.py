@@ -34,20 +34,30 @@ if TYPE_CHECKING:
     from zbpp.cutting import split_sequential, trace_stages
     from zbpp.partition import split_layers
     from zbpp.planning import SCHEDULES, plan
-    from zbpp.runtime import Pipeline, clip_grad_norm_, make_mesh, per_microbatch, replicate
+    from zbpp.runtime import (
+        ActivationOffload,
+        Pipeline,
+        clip_grad_norm_,
+        make_mesh,
+        per_microbatch,
+        replicate,
+    )
     from zbpp.schedule import Costs, PlanError, Timeline, Timetable, lower, simulate
     from zbpp.training.loss_scale import LossScale
     from zbpp.training.master_weights import MasterWeights
+    from zbpp.training.post_validation import PostValidation
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "ActivationOffload": "zbpp.runtime",
     "SCHEDULES": "zbpp.planning",
     "Costs": "zbpp.schedule",
     "LossScale": "zbpp.training.loss_scale",
     "MasterWeights": "zbpp.training.master_weights",
     "Pipeline": "zbpp.runtime",
     "PlanError": "zbpp.schedule",
+    "PostValidation": "zbpp.training.post_validation",
     "Timeline": "zbpp.schedule",
     "Timetable": "zbpp.schedule",
     "WeightGrads": "zbpp.autograd",
@@ -69,11 +79,13 @@ _HOME = {
 
 __all__ = [
     "SCHEDULES",
+    "ActivationOffload",
     "Costs",
     "LossScale",
     "MasterWeights",
     "Pipeline",
     "PlanError",
+    "PostValidation",
     "Timeline",
     "Timetable",
     "WeightGrads",

@@ -21,12 +21,13 @@ from zbpp.builders.loggers import build_loggers
 from zbpp.builders.model import build_model, build_stages, check_data_fit, layers_per_stage, metrics_of
 from zbpp.builders.parallel import build_mesh, pipeline_ranks, split_stages
 from zbpp.builders.plan import build_timetable, check_layers, check_plan, title_of
-from zbpp.builders.stages import compile_stages, move_stages, recompute_stages
+from zbpp.builders.stages import compile_stages, move_stages, offload_weights, recompute_stages
 from zbpp.builders.trainer import (
     build_masters,
     build_optimizer,
     build_pipeline,
     build_replan,
+    build_validation,
     learning_rate_factor,
 )
 from zbpp.config import ConfigError, TrainConfig, naming
@@ -176,12 +177,14 @@ def _prepare_stages(
     config: TrainConfig, job: _Job, device: torch.device, precision: Precision, mesh: DeviceMesh | None
 ) -> None:
     """Move, split and tie the stages, try the data on them, then have them recompute or compile."""
-    move_stages(job.stages, device, precision)
+    move_stages(job.stages, device, precision, stay_on_host=config.memory.offload_weights)
     split_stages(job.model, job.stages, mesh)
     place = Place(mesh)
     with naming("model"):
         num_stages = job.timetable.num_stages
         declare_ties(job.model, job.stages, num_stages, is_rank_0=place.rank == 0, group=place.pipeline)
+    if config.memory.offload_weights:
+        offload_weights(job.stages, device)
     with naming("data"):
         args, _ = batch_for(job.stages, job.timetable.num_stages, job.data.train, 0, device)
         num_microbatches = job.timetable.num_microbatches
@@ -194,12 +197,16 @@ def _prepare_stages(
 def _build_trainer(config: TrainConfig, job: _Job, precision: Precision, mesh: DeviceMesh | None) -> Trainer:
     timetable, model, stages, data = job
     loss_fn = precision.widened(model.loss)
-    pipeline = build_pipeline(stages, timetable, loss_fn, config.seed, config.parallel, precision, mesh)
+    pipeline = build_pipeline(
+        stages, timetable, loss_fn, config.seed, config.parallel, precision, mesh, config.memory
+    )
     # After the pipeline, which gives all copies of a parameter the same float32 values.
     masters = build_masters(pipeline, precision)
     return Trainer(
         pipeline=pipeline,
-        optimizer=build_optimizer((masters or pipeline).parameters(), config.optimizer),
+        optimizer=build_optimizer(
+            (masters or pipeline).parameters(), config.optimizer, config.memory.gradient_release
+        ),
         data=limit_evaluation(
             data, config.evaluate_every, config.evaluation_batches, pipeline.place.num_data_parts
         ),
@@ -211,6 +218,8 @@ def _build_trainer(config: TrainConfig, job: _Job, precision: Precision, mesh: D
         masters=masters,
         loss_scale=LossScale() if precision.is_scaled else None,
         memory_report=MemoryReport(config.steps - 1) if config.memory.report else None,
+        gradient_release=config.memory.gradient_release,
+        post_validation=build_validation(config.optimizer),
     )
 
 

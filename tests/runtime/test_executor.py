@@ -58,7 +58,8 @@ def producer(timetable, action):
 def test_a_message_that_no_action_takes_is_an_error():
     """One that an action makes beside the one that is taken from it cannot be; so here an F takes nothing."""
     run, _ = executor(Timetable.parse("0F0 1F0 1BW0 0BW0"))
-    run._resolved[1] = run._resolved[1]._replace(takes=0)
+    functions = run._plain.functions
+    functions[1] = functions[1]._replace(takes=0)
     with pytest.raises(RuntimeError, match=r"a call ended with values left over: x\(1,0\)$"):
         run.run()
 

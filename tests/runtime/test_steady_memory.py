@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from optimi import AdamW
 
 from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
@@ -54,9 +55,12 @@ def test_buffers_and_live_bytes_do_not_grow_with_the_number_of_microbatches(sche
         assert max(live) - min(live) <= 4 * (SIZES[-1] - SIZES[0]) < BOUNDARY
 
 
-def run_60_steps(rank):
+def run_60_steps(rank, release="off"):
     """What lives after 10 steps and after 60 without garbage collection, and the bytes between."""
     pipeline = pipeline_for(rank, "zb_v", 2, 2)
+    if release != "off":
+        optimizer = AdamW(pipeline.parameters(), lr=1e-6, gradient_release=True)
+        pipeline.release_gradients(optimizer, accumulate=release == "accumulate")
     batch = torch.ones(2, SIZE)
 
     def steps(number):
@@ -86,8 +90,9 @@ def census():
     }
 
 
-def test_nothing_outlives_a_step_with_the_garbage_collector_off():
-    for before, afterwards, new_bytes, highest in run_ranks(run_60_steps, 2):
+@pytest.mark.parametrize("release", ["off", "step", "accumulate"])
+def test_nothing_outlives_a_step_with_the_garbage_collector_off(release):
+    for before, afterwards, new_bytes, highest in run_ranks(run_60_steps, 2, release):
         assert before == afterwards
         assert before["tensors"] > 0
         assert new_bytes == 0

@@ -13,7 +13,8 @@ from zbpp.models.mlp import Mlp
 from zbpp.planning import compare
 from zbpp.runtime.world import World
 from zbpp.training.data import regression_data
-from zbpp.training.optimizer import adamw, warmup_cosine
+from zbpp.training.loss_scale import LossScale
+from zbpp.training.optimizer import OPTIMIZERS, adamw, warmup_cosine
 from zbpp.training.progress import brief
 from zbpp.training.summary import Title, summarise
 from zbpp.training.trainer import Trainer
@@ -38,14 +39,14 @@ def data():
     return regression_data(in_features=6, out_features=3, batch_size=BATCH, seed=0)
 
 
-def trainer_of(schedule="zb_v", **options):
+def trainer_of(schedule="zb_v", optimizer=adamw, **options):
     model, timetable = mlp(), plan(schedule, 1, M)
     stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(0)}
     options.setdefault("loss_fn", model.loss)
     pipeline = Pipeline(stages, timetable, options.pop("loss_fn"))
     return Trainer(
         pipeline=pipeline,
-        optimizer=adamw(
+        optimizer=optimizer(
             pipeline.parameters(), learning_rate=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
         ),
         data=data(),
@@ -173,3 +174,40 @@ def test_the_last_steps_are_measured_action_by_action(num_steps, num_recorded, e
     assert len(trainer.timelines) == expected
     num_actions = len(trainer.pipeline.timetable.rows[0])
     assert all(len(timeline.starts[0]) == num_actions for timeline in trainer.timelines)
+
+
+@pytest.mark.parametrize("name", ["adamw", "stable_adamw", "lion"])
+def test_a_run_that_releases_gradients_has_the_metrics_of_one_that_does_not(name):
+    """Losses, norms and learning rates are equal to the last bit."""
+    found = {}
+    for release in ("off", "step"):
+        trainer = trainer_of(
+            optimizer=partial(OPTIMIZERS[name], gradient_release=release), gradient_release=release
+        )
+        found[release] = [
+            (each["loss"], each["grad_norm"], each["learning_rate"], each["skipped"])
+            for each in trainer.run(STEPS)
+        ]
+    assert found["step"] == found["off"]
+    assert len(set(found["step"])) == STEPS
+
+
+def test_a_run_that_accumulates_in_the_optimizer_trains_and_has_no_norm():
+    trainer = trainer_of(
+        optimizer=partial(adamw, gradient_release="accumulate"), gradient_release="accumulate"
+    )
+    history = list(trainer.run(STEPS))
+    assert history[-1]["loss"] < history[0]["loss"]
+    assert {each["grad_norm"] for each in history} == {None}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"clip_norm": 1.0}, "clip_norm=1 needs the norm of all gradients before the first update"),
+        ({"loss_scale": LossScale()}, "doesn't go with master weights or a loss scale"),
+    ],
+)
+def test_a_trainer_that_releases_gradients_refuses_what_needs_all_of_them(options, words):
+    with pytest.raises(ValueError, match=words):
+        trainer_of(gradient_release="step", **options)

@@ -7,9 +7,11 @@ split.py, graph.py, rules.py and weight_grads.py, in this order.
     graph.py              the walk: which gradients can wait (sites, chains)
     rules.py              one rule per kind of node: what W needs of it, how W computes the gradient
     weight_grads.py       W: the tasks that B leaves, and running them
+    leaf_by_leaf.py       W for those who take each gradient away when it is complete
     arguments.py          the arguments of backward_input, checked
     node_roles.py         what each type of node means for the walk
     views.py              chains that only make views of a weight
+    chains.py             chains that compute: a cast of a weight, say, which W runs by autograd
     leaf_grad.py          where a leaf's gradients are summed: `.grad` or `main_grad`
     hooks.py              users' hooks: whether there are any, and running those that W has to run
     gradient_guard.py     notices Python code that changes a captured gradient during B
@@ -18,6 +20,8 @@ split.py, graph.py, rules.py and weight_grads.py, in this order.
     auxiliary.py          `auxiliary_loss`: scalars that a forward reports beside its output
     recompute.py          `checkpoint` and `recompute`: one recompute for B and W together
     forward_state.py      the parameters and buffers that a forward used, for its recompute
+    offload.py            saved tensors that leave device memory between F and B
+    copies.py             copies to host memory or a file beside the computation, and back
     explain.py            `explain`: what B would do with each weight
     deferral_reasons.py   why B would do so
     explanation.py        the answer of `explain`, and its text

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zbpp.autograd.gradient_guard import has_own_hooks
@@ -24,11 +25,11 @@ Gradients = Sequence[Tensor | None]
 class Collector:
     """Takes the tasks that Functions put off while one B runs: the attribute `zbpp_collector` of their nodes.
 
-    inputs: the inputs of that B. wanted: as in `survey`. is_hooked: as in `split`.
+    inputs: the inputs of that B. wanted: as in `survey`. is_hooked, keep: as in `split`.
     """
 
-    def __init__(self, inputs: tuple[Any, ...], wanted: set[int] | None, is_hooked: bool) -> None:
-        self.inputs, self.wanted, self.is_hooked = inputs, wanted, is_hooked
+    def __init__(self, inputs: tuple[Any, ...], wanted: set[int] | None, is_hooked: bool, keep: bool) -> None:
+        self.inputs, self.wanted, self.is_hooked, self.keep = inputs, wanted, is_hooked, keep
         self.tasks: list[Task] = []
         # A checkpoint's function may close over a tensor that was computed from the inputs. The split of its
         # recompute then finds gradients of these inputs, too, which are added to those of this B.
@@ -57,6 +58,15 @@ def collector_of(ctx: Any) -> Collector | None:
     return getattr(ctx, "zbpp_collector", None)
 
 
+def refuse_create_graph(what: str, remedy: str) -> None:
+    """Raise RuntimeError in a backward with create_graph=True, whose gradients would miss this Function's."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"a backward with create_graph=True goes through {what}: {remedy} the part of the model that a "
+            "gradient penalty differentiates twice"
+        )
+
+
 def defer(ctx: Any, leaf: Tensor, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor | None:
     """Put off the gradient of a weight until W; called in the backward of a custom autograd Function.
 
@@ -71,7 +81,8 @@ def defer(ctx: Any, leaf: Tensor, compute: Callable[..., Tensor], *tensors: Tens
             return dy @ weight, defer(ctx, weight, lambda dy, x: dy.T @ x, dy, x)
     """
     collector = collector_of(ctx)
-    held = tuple(tensor.detach() for tensor in tensors)
+    # A plain backward with create_graph=True, which alone has gradients on, goes on through the result.
+    held = tensors if torch.is_grad_enabled() else tuple(tensor.detach() for tensor in tensors)
     if collector is None or not (leaf.is_leaf and leaf.requires_grad and collector.may_defer(leaf)):
         return compute(*held)
     if collector.wanted is None or id(leaf) in collector.wanted:

@@ -30,7 +30,18 @@ from torch.autograd.graph import Node
 
 from zbpp.autograd.hooks import has_node_hooks
 from zbpp.autograd.node_roles import FUNCTION_NODES_LIVE, role_of_type, view_of_type
-from zbpp.autograd.rules import Add, HeldTensors, Rule, saved_by, tensors_in, version_of
+from zbpp.autograd.offload import SavedTensor, unpack
+from zbpp.autograd.rules import (
+    Add,
+    HeldTensors,
+    Rule,
+    UnpackingAdd,
+    is_kept,
+    saved,
+    saved_by,
+    tensors_in,
+    version_of,
+)
 from zbpp.autograd.sharded import capture_shards, is_on_mesh
 from zbpp.autograd.views import MATRIX_TRANSPOSE, View
 
@@ -193,16 +204,23 @@ def _capture(
     if rule.ready is not None and not rule.ready(site):
         return None
     direct = rule.direct.get(operand)
-    if direct is not None and getattr(site, direct.raw_attribute).unpack_hook is None:
-        # detach() shares the version with the saved tensor; .data would not.
-        x = getattr(site, direct.attribute).detach()
-        if x.layout is not _STRIDED:
-            return None
+    raw = None if direct is None else getattr(site, direct.raw_attribute)
+    hook = None if raw is None else raw.unpack_hook
+    if direct is not None and (hook is None or hook is unpack):
+        if hook is None or is_kept(raw):
+            # detach() shares the version with the saved tensor; .data would not.
+            x = getattr(site, direct.attribute).detach()
+            if x.layout is not _STRIDED:
+                return None
+        else:
+            x = saved(site, direct.name)
         held: HeldTensors = (x,)
         version = x._version
         add = direct.add
         if views and views[-1] is MATRIX_TRANSPOSE:
             add, views = direct.add_transposed, views[:-1]
+        if type(x) is SavedTensor:
+            add = UnpackingAdd(add)
     else:
         capture = rule.capture(site, operand)
         if capture is None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from zbpp.autograd.auxiliary import auxiliary_loss, auxiliary_losses
-from zbpp.autograd.collector import collector_of
+from zbpp.autograd.collector import collector_of, refuse_create_graph
 from zbpp.autograd.forward_state import ForwardState, version
 from zbpp.autograd.hooks import num_hooks_made
 from zbpp.autograd.split import split
@@ -148,6 +148,7 @@ class _Checkpoint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        refuse_create_graph("zbpp.checkpoint, whose recompute has no second derivative", "do not checkpoint")
         saved = iter(ctx.saved_tensors)
         tensors = [_fresh(next(saved)) if is_tensor else None for is_tensor in ctx.is_tensor]
         num_hooks = num_hooks_made()
@@ -169,7 +170,9 @@ class _Checkpoint(torch.autograd.Function):
         is_hooked = is_hooked or collector.is_hooked
         # It may also have been computed from the inputs of the B around this one.
         inputs = (*tensors, *collector.inputs)
-        grads, tasks = split(roots, root_grads, inputs, collector.wanted, is_hooked=is_hooked)
+        # If fn closes over a computed tensor, this pass goes through the graph around the checkpoint, too.
+        keep = collector.keep
+        grads, tasks = split(roots, root_grads, inputs, collector.wanted, is_hooked=is_hooked, keep=keep)
         collector.tasks += tasks
         collector.input_grads.append(grads[len(tensors) :])
         return (None, None, *grads[: len(tensors)], *nothing)

@@ -29,10 +29,13 @@ def whole_backward(
     inputs: tuple[Any, ...],
     edges: dict[int, Edge],
     wanted: set[int] | None,
+    *,
+    keep: bool,
 ) -> tuple[Tensor | None, ...]:
     """Run a plain backward, and return the gradients of the inputs, whose own `.grad` stays as it was.
 
-    edges: position of an input -> its edge. wanted: the ids of the parameters that the caller named.
+    keep: whether another pass will follow. edges: position of an input -> its edge. wanted: the ids of the
+    parameters that the caller named.
     Raises ValueError if only a part of the graph is asked for: a plain backward stops at leaves only, and it
     adds to the `.grad` of all of them.
     """
@@ -49,7 +52,7 @@ def whole_backward(
     before = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
-    torch.autograd.backward(roots, root_grads)
+    torch.autograd.backward(roots, root_grads, retain_graph=keep)
     for leaf, grad in zip(leaves, before, strict=True):
         leaf.grad = grad
     for handle in handles:

@@ -22,8 +22,10 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
+from zbpp.autograd.offload import SavedTensor, Stays, unpack
+
 HeldTensors = tuple[Any, ...]
-"""Tensors and Packed tensors that are held from B until W."""
+"""What is held from B until W: tensors, Packed ones, and SavedTensors, which may be away (offload.py)."""
 Add = Callable[[Tensor, HeldTensors, Tensor, bool], None]
 
 
@@ -86,6 +88,10 @@ class Packed(NamedTuple):
     data: Any
     unpack_hook: Callable[[Any], Tensor]
 
+    def unpack(self) -> Tensor:
+        """The tensor."""
+        return self.unpack_hook(self.data)
+
     def tensors(self) -> list[Tensor]:
         """The tensors inside the packed data."""
         return [leaf for leaf in tree_leaves(self.data) if isinstance(leaf, Tensor)]
@@ -134,16 +140,19 @@ def name_of(rule: Rule) -> str:
     return next(name for name, each in _RULES.items() if each is rule)
 
 
-def saved(node: Node, name: str) -> Tensor | Packed | None:
+def saved(node: Node, name: str) -> Tensor | Packed | SavedTensor | None:
     """A tensor that a node has saved, without the graph that a saved activation was computed by.
 
-    A tensor that save_on_cpu packed is returned packed, and W unpacks it. Returns None for tensors that other
-    hooks packed, because unpacking a checkpoint's tensor in the walk would recompute too early. Returns None
-    for sparse tensors: their products are left to autograd.
+    A tensor that save_on_cpu or `SavedActivations` packed is returned packed, and W unpacks it. Returns None
+    for tensors that other hooks packed, because unpacking a checkpoint's tensor in the walk would recompute
+    too early. Returns None for sparse tensors: their products are left to autograd.
     """
     raw = getattr(node, "_raw_saved_" + name)
     hook = raw.unpack_hook
-    if hook is None:
+    if hook is unpack and type(raw.data) is SavedTensor:
+        raw.data.check()
+        return raw.data
+    if is_kept(raw):
         tensor: Tensor = getattr(node, "_saved_" + name)
         if tensor.layout is not torch.strided:
             return None
@@ -151,6 +160,12 @@ def saved(node: Node, name: str) -> Tensor | Packed | None:
     if getattr(hook, "__qualname__", "").startswith("save_on_cpu."):
         return Packed(raw.data, hook)
     return None
+
+
+def is_kept(raw: Any) -> bool:
+    """Whether a node's raw saved tensor is the tensor itself: no hook packed it, or it stays."""
+    hook = raw.unpack_hook
+    return hook is None or (hook is unpack and type(raw.data) is Stays)
 
 
 def tensors_in(held: HeldTensors) -> Iterator[Tensor]:
@@ -165,25 +180,31 @@ def saved_by(node: Any) -> Iterator[Tensor]:
         if name.startswith("_raw_saved_"):
             raw = getattr(node, name)
             for each in raw if isinstance(raw, tuple) else (raw,):
-                yield from Packed(each.data, each.unpack_hook).tensors()
+                if each.unpack_hook is unpack:
+                    yield from each.data.tensors()
+                else:
+                    yield from Packed(each.data, each.unpack_hook).tensors()
 
 
-def keep(tensors: Tensor | Packed | tuple[Tensor | Packed | None, ...] | None, add: Add) -> Capture | None:
+_Kept = Tensor | Packed | SavedTensor | None
+
+
+def keep(tensors: _Kept | tuple[_Kept, ...], add: Add) -> Capture | None:
     """A Capture of one saved tensor, or of several; None if one of them is None."""
     held = tensors if type(tensors) is tuple else (tensors,)
     if any(each is None for each in held):
         return None
-    return Capture(held, _UnpackingAdd(add) if any(isinstance(each, Packed) for each in held) else add)
+    return Capture(held, add if all(isinstance(each, Tensor) for each in held) else UnpackingAdd(add))
 
 
-class _UnpackingAdd:
+class UnpackingAdd:
     """Unpacks the held tensors in W, then calls `add`."""
 
     def __init__(self, add: Add) -> None:
         self.add = add
 
     def __call__(self, target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
-        unpacked = [each.unpack_hook(each.data) if isinstance(each, Packed) else each for each in held]
+        unpacked = [each if isinstance(each, Tensor) else each.unpack() for each in held]
         self.add(target, tuple(unpacked), dy, fresh)
 
 

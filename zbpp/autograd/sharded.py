@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zbpp.autograd.rules import Add, Capture, DirectCapture, HeldTensors, Rule
+from zbpp.autograd.rules import Add, Capture, DirectCapture, HeldTensors, Rule, is_kept
 from zbpp.autograd.views import MATRIX_TRANSPOSE, View
 
 Placements = tuple[Any, ...]
@@ -116,7 +116,7 @@ def capture_shards(
 
 def _saved_on_mesh(site: Any, direct: DirectCapture, is_transposed: bool) -> Capture | None:
     """The factor that a product has saved. Its shard is taken before detach() makes another one."""
-    if getattr(site, direct.raw_attribute).unpack_hook is not None:
+    if not is_kept(getattr(site, direct.raw_attribute)):
         return None
     factor = getattr(site, direct.attribute)
     if not is_on_mesh(factor):

@@ -16,6 +16,9 @@ as its node has run, no node runs twice, and nothing that WeightGrads holds refe
 few nodes of a weight's own chain, see graph.py). torch's own split (torch.distributed.pipelining) keeps the
 whole graph until W.
 
+Several passes. With keep=True the pass retains the graph, so that another B can follow. The tasks of each
+pass hold x (shared with the graph, no copy) and a dy of their own.
+
 Who notices a change in place. Autograd checks that its saved tensors are unchanged; the split checks the
 same of all that W reads. If Python code changes a gradient while B's pass runs, B raises ChangedInPlace
 (gradient_guard.py); if an x, a dy or a gradient changes between B and W, W raises it (weight_grads.py).
@@ -31,6 +34,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from zbpp.autograd.arguments import Outputs, Root, as_list, edge_of, leaf_ids, needs_grad, roots_and_grads
+from zbpp.autograd.chains import share_chains
 from zbpp.autograd.collector import Collector
 from zbpp.autograd.gradient_guard import GradientGuard
 from zbpp.autograd.graph import Edge, Survey, new_tuple, survey
@@ -54,6 +58,8 @@ def backward_input(
     output_grads: Tensor | Sequence[Tensor | None] | Mapping[Any, Tensor | None] | None,
     inputs: Tensor | Sequence[Any],
     parameters: Iterable[Tensor] | None = None,
+    *,
+    keep: bool = False,
 ) -> tuple[tuple[Tensor | None, ...], WeightGrads]:
     """B: the gradients of `inputs`, and a WeightGrads from which W computes those of `parameters`.
 
@@ -65,6 +71,9 @@ def backward_input(
     inputs: the tensors whose gradients are wanted; one without grad gets None.
     parameters: leaves. None stands for every trainable leaf that the graph reaches, inputs excluded. The walk
     stops at each input: with inputs=[x, h], h computed from x, a weight between x and h gets no gradient.
+    keep: leave the graph and its saved tensors for another backward_input, as retain_graph=True does. Each
+    pass has a WeightGrads of its own; their W's may run in any order, before or after later passes. The last
+    pass, without keep, frees the saved tensors. Without a last pass the graph lives as long as the outputs.
 
     Tensor hooks run, on leaves and on tensors that were computed from inputs. Two kinds don't: hooks on views
     of a deferred weight (`w.t()`), and hooks on the nodes of such views. If an input lies in the middle of a
@@ -72,8 +81,9 @@ def backward_input(
     from torch.autograd.grad.
 
     Returns (gradients, one per input, None where none flows; WeightGrads). No `.grad` changes until
-    `WeightGrads.accumulate()`. The graph's saved tensors are freed, as by backward(). A graph that holds a
-    reentrant torch checkpoint takes one plain backward instead: then every `.grad` is complete before W.
+    `WeightGrads.accumulate()`. Without keep the graph's saved tensors are freed, as by backward(). A graph
+    that holds a reentrant torch checkpoint takes one plain backward instead: then every `.grad` is complete
+    before W.
 
     Raises ValueError for arguments that don't fit, before anything runs; RuntimeError for a graph that an
     earlier backward has gone through; ChangedInPlace, a RuntimeError, if a Function's backward or a hook
@@ -81,7 +91,8 @@ def backward_input(
     """
     roots, root_grads = roots_and_grads(outputs, output_grads)
     inputs = tuple(as_list(inputs))
-    grads, tasks = split(roots, root_grads, inputs, leaf_ids(parameters), is_hooked=num_hooks_made() > 0)
+    wanted = leaf_ids(parameters)
+    grads, tasks = split(roots, root_grads, inputs, wanted, is_hooked=num_hooks_made() > 0, keep=keep)
     return grads, WeightGrads(tasks)
 
 
@@ -92,11 +103,12 @@ def split(
     wanted: set[int] | None,
     *,
     is_hooked: bool,
+    keep: bool = False,
 ) -> tuple[tuple[Tensor | None, ...], list[Task]]:
     """`backward_input` after its checks. Returns the inputs' gradients and the tasks of W.
 
     wanted: ids of the parameters, None for all. is_hooked: whether computed tensors or nodes may have hooks;
-    looking for hooks takes time.
+    looking for hooks takes time. keep: as in backward_input.
     """
     edges = {position: edge_of(each) for position, each in enumerate(inputs) if needs_grad(each)}
     try:
@@ -105,9 +117,11 @@ def split(
     except RuntimeError as error:
         raise _in_our_words(error) from error
     if found.functions and any(map(is_reentrant, found.functions)):
-        return whole_backward(roots, root_grads, inputs, edges, wanted), []
-    collector = Collector(inputs, wanted, is_hooked) if found.functions else None
-    captured = iter(_captured(roots, root_grads, [*edges.values()], found, collector, is_hooked))
+        return whole_backward(roots, root_grads, inputs, edges, wanted, keep=keep), []
+    if keep:
+        share_chains(found.uses)
+    collector = Collector(inputs, wanted, is_hooked, keep) if found.functions else None
+    captured = iter(_captured(roots, root_grads, [*edges.values()], found, collector, is_hooked, keep))
     grads: list[Tensor | None] = [None] * len(inputs)
     for position in edges:
         grads[position] = next(captured)
@@ -122,6 +136,7 @@ def _captured(
     found: Survey,
     collector: Collector | None,
     is_hooked: bool,
+    keep: bool,
 ) -> Gradients:
     """Run the pass. Returns the gradients of the inputs, then each site's dy, then those of other leaves."""
     targets = [new_tuple(GradientEdge, (*edge, None)) for edge in edges]
@@ -133,7 +148,7 @@ def _captured(
     runs_python = found.functions or is_hooked
     guard = GradientGuard(found.sites, found.computed_in_b.values()) if runs_python else None
     try:
-        captured = _run(roots, root_grads, targets)
+        captured = _run(roots, root_grads, targets, keep)
     finally:
         for function in found.functions:
             del function.zbpp_collector
@@ -169,8 +184,10 @@ def _tasks(found: Survey, captured: Iterator[Tensor | None]) -> list[Task]:
     return tasks
 
 
-def _run(roots: Sequence[Root], root_grads: list[Tensor], targets: list[GradientEdge]) -> Gradients:
-    """torch.autograd.grad(roots, targets, root_grads, allow_unused=True) without its checks.
+def _run(
+    roots: Sequence[Root], root_grads: list[Tensor], targets: list[GradientEdge], keep: bool
+) -> Gradients:
+    """torch.autograd.grad(roots, targets, root_grads, keep, allow_unused=True) without its checks.
 
     The checks have been made before, or are needless (StageWorker). Here they would cost as much as B of ten
     linear layers, and import sympy.
@@ -182,7 +199,7 @@ def _run(roots: Sequence[Root], root_grads: list[Tensor], targets: list[Gradient
         captured: Gradients = engine.run_backward(
             tuple(roots),
             tuple(root_grads),
-            False,  # keep_graph
+            keep,  # keep_graph
             False,  # create_graph
             tuple(targets),
             allow_unreachable=True,
@@ -199,6 +216,7 @@ def _in_our_words(error: RuntimeError) -> Exception:
         return multi_grad_hook_error(error)
     return RuntimeError(
         "this graph has been gone through before, and B keeps nothing of it. One of these helps: run the "
-        "forward again; give all outputs and their gradients to one backward_input; if the function of a "
+        "forward again; give all outputs and their gradients to one backward_input; write "
+        "backward_input(..., keep=True) in every pass but the last; if the function of a "
         "zbpp.checkpoint uses a tensor that was computed outside, pass that tensor as an argument"
     )

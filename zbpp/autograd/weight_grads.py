@@ -19,10 +19,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
+from zbpp.autograd.chains import like_output, run_chains
 from zbpp.autograd.graph import Edge, WeightUse
 from zbpp.autograd.hooks import run_hooks, run_post_accumulate_hooks
+from zbpp.autograd.leaf_by_leaf import run_leaf_by_leaf
 from zbpp.autograd.leaf_grad import add_to_grad, new_gradient, total_of
 from zbpp.autograd.rules import name_of, tensors_in, version_of
 from zbpp.autograd.sharded import AddOfShards
@@ -190,23 +191,11 @@ def _through_chains(leaf: Tensor, uses: list[UseTask]) -> Tensor:
         head = use.chain[0]
         fresh = head not in at_head
         if fresh:
-            at_head[head] = _like_output(head)
+            at_head[head] = like_output(head)
         use.add(at_head[head], use.held, dy, fresh)
-    starts: list[Any] = [GradientEdge(*head) for head in at_head]
-    gradients = list(at_head.values())
-    direct = [each for each in uses if each.use.views is not None]
-    if direct:  # their gradient starts at the leaf itself
-        starts.append(leaf)
-        gradients.append(_sum_of(leaf, direct))
-    (gradient,) = torch.autograd.grad(starts, leaf, gradients)
-    return gradient
-
-
-def _like_output(edge: Edge) -> Tensor:
-    """Uninitialised memory for the gradient of a node's output."""
-    node: Any = edge[0]
-    meta = node._input_metadata[edge[1]]
-    return torch.empty(tuple(meta.shape), dtype=meta.dtype, device=meta.device)
+    direct = [each for each in uses if each.use.views is not None]  # their gradient starts at the leaf itself
+    start = _sum_of(leaf, direct) if direct else None
+    return run_chains(leaf, at_head, start, [each.use for each in uses])
 
 
 class ComputedTask(NamedTuple):
@@ -273,11 +262,28 @@ class WeightGrads:
         """The tensors that W will read."""
         return (tensor for task in self._tasks or () for tensor in task.tensors())
 
-    def accumulate(self) -> None:
+    def leaves(self) -> Iterator[Tensor]:
+        """The parameters that W adds to; of a compiled call the first."""
+        return (task.leaf for task in self._tasks or ())
+
+    def parts(self, key: Callable[[Tensor], Any]) -> Iterator[tuple[Any, WeightGrads]]:
+        """Take W apart: (key, the W of the parameters with this key). This object is empty afterwards."""
+        tasks, self._tasks = self._tasks or [], None
+        parts: dict[Any, list[Task]] = {}
+        for task in tasks:
+            parts.setdefault(key(task.leaf), []).append(task)
+        tasks.clear()
+        while parts:
+            found = next(iter(parts))
+            yield found, WeightGrads(parts.pop(found))
+
+    def accumulate(self, done: Callable[[Tensor], None] | None = None) -> None:
         """W: add the gradients to each parameter's `.grad`, and drop all that was held.
 
-        Post-accumulate-grad hooks fire, once per parameter. Raises RuntimeError at a second call, and
-        ChangedInPlace, a RuntimeError, if a tensor that W reads was changed in place since B.
+        Post-accumulate-grad hooks fire, once per parameter. Then `done` is called with the parameter: its
+        gradient is complete, and `done` may take it away and change the parameter. Raises RuntimeError at a
+        second call, and ChangedInPlace, a RuntimeError, if a tensor that W reads was changed in place since
+        B.
         """
         if self._tasks is None:
             raise RuntimeError(
@@ -285,6 +291,8 @@ class WeightGrads:
                 "call backward_input again after another forward"
             )
         tasks, self._tasks = self._tasks, None
+        if done is not None:
+            return run_leaf_by_leaf(tasks, done)
         tasks.reverse()
         tasks_left: dict[int, int] = {}  # id of a leaf -> how many tasks are left after the leaf's last one
         with torch.set_grad_enabled(False):  # no_grad() takes twice as long

@@ -11,20 +11,24 @@ from torch import nn
 from zbpp.autograd import recompute
 from zbpp.config import ConfigError, naming
 from zbpp.runtime.blocks import blocks_of
+from zbpp.runtime.weight_offload import OffloadedWeights
 from zbpp.training.precision import Precision, check_device
 
 
-def move_stages(stages: Mapping[int, nn.Module], device: torch.device, precision: Precision) -> None:
+def move_stages(
+    stages: Mapping[int, nn.Module], device: torch.device, precision: Precision, *, stay_on_host: bool = False
+) -> None:
     """Move the stages to a device; floating-point tensors get the dtype that the precision stores.
 
-    Raises ConfigError for a device or a norm that can't compute in the precision.
+    stay_on_host: the stages are left on the CPU, though they will compute on `device`. Raises ConfigError
+    for a device or a norm that can't compute in the precision.
     """
     with naming("precision"):
         check_device(precision, device)
     if precision.is_mixed:
         _check_norms(stages, precision)
     for stage in stages.values():
-        stage.to(device, precision.stored)
+        stage.to("cpu" if stay_on_host else device, precision.stored)
 
 
 def _check_norms(stages: Mapping[int, nn.Module], precision: Precision) -> None:
@@ -38,6 +42,12 @@ def _check_norms(stages: Mapping[int, nn.Module], precision: Precision) -> None:
                     "whose running statistics stay in float32, and torch wants its weights in float32, too: "
                     "write precision=float32 or bfloat16, affine=False, or take a norm without statistics"
                 )
+
+
+def offload_weights(stages: Mapping[int, nn.Module], device: torch.device) -> None:
+    """Let the weights live on the host. Raises ConfigError for stages that can't."""
+    with naming("memory.offload_weights=true"):
+        OffloadedWeights(stages, device)
 
 
 def recompute_stages(stages: Mapping[int, nn.Module], what: str) -> None:

@@ -11,14 +11,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from zbpp.config import OptimizerConfig, ParallelConfig
+from zbpp.config import MemoryConfig, OptimizerConfig, ParallelConfig
 from zbpp.planning import placement_of, plan
-from zbpp.runtime import Pipeline
+from zbpp.runtime import ActivationOffload, Pipeline
 from zbpp.runtime.fully_shard import Reshard
 from zbpp.runtime.mesh import SHARD
 from zbpp.schedule import Costs, Timetable
 from zbpp.training.master_weights import MasterWeights
-from zbpp.training.optimizer import adamw, warmup_cosine
+from zbpp.training.optimizer import OPTIMIZERS, warmup_cosine
+from zbpp.training.post_validation import Validation
 from zbpp.training.precision import Precision
 from zbpp.training.replan import Replan
 
@@ -33,6 +34,7 @@ def build_pipeline(
     parallel: ParallelConfig,
     precision: Precision,
     mesh: DeviceMesh | None,
+    memory: MemoryConfig,
 ) -> Pipeline:
     """This rank's part of the pipeline. Collective.
 
@@ -51,7 +53,16 @@ def build_pipeline(
         seed=seed,
         timeout=parallel.timeout,
         dynamic_shapes=parallel.dynamic_shapes,
+        offload=build_offload(memory),
     )
+
+
+def build_offload(memory: MemoryConfig) -> ActivationOffload | None:
+    """Which activations leave device memory."""
+    if memory.offload == "none":
+        return None
+    gib: Any = memory.offload  # "auto" or a number: the config has checked it
+    return ActivationOffload(gib, memory.offload_to)
 
 
 def build_masters(pipeline: Pipeline, precision: Precision) -> MasterWeights | None:
@@ -65,16 +76,26 @@ def build_masters(pipeline: Pipeline, precision: Precision) -> MasterWeights | N
     return MasterWeights(pipeline.parameters(), precision.compute)
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], options: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW over this rank's parameters or master weights."""
-    return adamw(
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], options: OptimizerConfig, gradient_release: str = "off"
+) -> torch.optim.Optimizer:
+    """The optimizer over this rank's parameters or master weights."""
+    return OPTIMIZERS[options.name](
         parameters,
         learning_rate=options.learning_rate,
         betas=(options.beta1, options.beta2),
         eps=options.eps,
         weight_decay=options.weight_decay,
         kahan_sum=options.kahan_sum,
+        gradient_release=gradient_release,
     )
+
+
+def build_validation(options: OptimizerConfig) -> Validation | None:
+    """How updates are validated after they are made; None: they wait for the norm."""
+    if options.validation == "before":
+        return None
+    return Validation(after=options.validation_after, rollback=options.rollback)
 
 
 def learning_rate_factor(options: OptimizerConfig, num_steps: int) -> Callable[[int], float]:

@@ -49,9 +49,13 @@ class ScheduleConfig(Checked):
 
 @dataclass(kw_only=True)
 class OptimizerConfig(Checked):
-    """AdamW with linear warm-up, then a cosine down to min_ratio of the learning rate."""
+    """An optimizer with linear warm-up, then a cosine down to min_ratio of the learning rate.
+
+    stable_adamw and lion are torch-optimi's; lion takes no eps.
+    """
 
     prefix: ClassVar[str] = "optimizer."
+    name: str = one_of("adamw", "stable_adamw", "lion")
     learning_rate: float = ranged(1e-3, above=0)
     beta1: float = ranged(0.9, below=1)
     beta2: float = ranged(0.95, below=1)
@@ -62,13 +66,23 @@ class OptimizerConfig(Checked):
     # The largest norm that the gradients of all stages together may have; null: no clipping.
     clip_norm: float | None = ranged(1.0, above=0)
     kahan_sum: bool = False  # true: for precision=bfloat16, what rounding takes off an update is kept
+    # after: ranks update before they know the norm, and take the update back if it had to be clipped.
+    validation: str = one_of("before", "after")
+    # With validation=after: it begins after so many steps in a row that were not clipped. 0: always.
+    validation_after: int = ranged(10)
+    rollback: str = one_of("exact", "inverse")  # how an update is taken back: by a copy, or computed
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.kahan_sum and importlib.util.find_spec("optimi") is None:
-            raise ConfigError(
-                "optimizer.kahan_sum=true, but the package is not installed: pip install 'zbpp[optimi]'"
-            )
+        if self.kahan_sum:
+            _need_optimi("optimizer.kahan_sum=true")
+        if self.name != "adamw":
+            _need_optimi(f"optimizer.name={self.name}")
+
+
+def _need_optimi(setting: str) -> None:
+    if importlib.util.find_spec("optimi") is None:
+        raise ConfigError(f"{setting}, but the package is not installed: pip install 'zbpp[optimi]'")
 
 
 @dataclass(kw_only=True)
@@ -100,6 +114,11 @@ class MemoryConfig(Checked):
     budget: the share of the activations that compiled stages keep between F and B.
     limit: GiB of each rank's device, for weights, gradients and optimizer states, too. `zbpp memory` compares
         with it; replanning keeps within it (see schedule.replan; null: what the first plan needs).
+    offload: which activations leave device memory between F and B: none; auto, those whose copies take no
+    time beside the computation; or up to so many GiB of each rank. offload_to: host, or a folder for a file.
+    offload_weights: whether weights, their gradients and the optimizer's states live in host memory.
+    gradient_release: when weights are updated and gradients dropped: after the step; each stage's behind its
+    last W; or each microbatch's gradients into the optimizer's states.
     """
 
     prefix: ClassVar[str] = "memory."
@@ -107,6 +126,26 @@ class MemoryConfig(Checked):
     budget: float = ranged(1.0, most=1)
     limit: float | None = ranged(None, above=0, unit="GiB")
     report: bool = False  # true: the last step's memory, measured beside predicted, in memory.json and .png
+    offload: int | float | str = "none"
+    offload_to: str = filled("host", "write host, or a folder")
+    offload_weights: bool = False
+    gradient_release: str = one_of("off", "step", "accumulate")
+
+    def __post_init__(self) -> None:
+        if self.gradient_release == "False":  # YAML reads an off without quotes as false
+            self.gradient_release = "off"
+        super().__post_init__()
+        is_number = isinstance(self.offload, int | float) and not isinstance(self.offload, bool)
+        if self.offload not in ("none", "auto") and not (is_number and float(self.offload) > 0):
+            raise ConfigError(
+                f"memory.offload={self.offload}: write none, auto, or the GiB of each rank that may leave, "
+                "above 0"
+            )
+        if self.offload != "none" and self.offload_weights:
+            raise ConfigError(
+                f"memory.offload={self.offload} doesn't go with memory.offload_weights=true, which packs "
+                "saved weights itself: write memory.offload=none, or memory.recompute=block to hold less"
+            )
 
 
 @dataclass(kw_only=True)
@@ -177,6 +216,10 @@ class TrainConfig(_RunConfig):
                 "memory.report=true measures the last step, when optimizer states and receive buffers are "
                 f"there: write steps={least} or more"
             )
+        if self.memory.gradient_release != "off":
+            self._check_gradient_release()
+        if self.optimizer.validation == "after" and self.optimizer.rollback == "inverse":
+            self._check_inverse()
         budget, recompute = self.memory.budget, self.memory.recompute
         if self.compile == "none" and budget != 1:
             raise ConfigError(
@@ -197,6 +240,66 @@ class TrainConfig(_RunConfig):
             raise ConfigError(
                 f"memory.recompute={recompute} doesn't go with compile={self.compile}: write "
                 "memory.recompute=none, and a memory.budget below 1 to hold less"
+            )
+        if self.memory.offload_weights:
+            self._check_offloaded_weights()
+
+    def _check_offloaded_weights(self) -> None:
+        """Raise ConfigError for what doesn't go with memory.offload_weights."""
+        if self.compile != "none":
+            given, remedy = f"compile={self.compile}", "write compile=none"
+        elif self.precision in _MIXED:
+            given, remedy = f"precision={self.precision}", "write precision=float32 or bfloat16"
+        elif max(self.parallel.replicate, self.parallel.shard, self.parallel.tensor) > 1:
+            given, remedy = "parallel.replicate, shard or tensor", "leave them at 1, with more pipeline ranks"
+        elif self.optimizer.validation == "after":
+            given, remedy = "optimizer.validation=after", "write validation=before"
+        elif self.memory.gradient_release != "off":
+            given = f"memory.gradient_release={self.memory.gradient_release}"
+            remedy = "write gradient_release=off"
+        else:
+            return
+        raise ConfigError(f"memory.offload_weights=true doesn't go with {given}: {remedy}")
+
+    def _check_gradient_release(self) -> None:
+        """Refuse what needs all gradients of a step at a time."""
+        release, parallel = self.memory.gradient_release, self.parallel
+        setting = f"memory.gradient_release={release}"
+        if self.optimizer.clip_norm is not None:
+            raise ConfigError(
+                f"{setting} updates weights before the norm of all gradients is known, and clipping by "
+                f"optimizer.clip_norm={self.optimizer.clip_norm:g} needs it: write optimizer.clip_norm=null, "
+                "with optimizer=stable_adamw, which limits each update by itself"
+            )
+        if self.optimizer.validation == "after":
+            raise ConfigError(
+                f"{setting} drops the gradients that optimizer.validation=after may need again: leave one out"
+            )
+        if self.precision == "mixed_float16" or (self.precision in _MIXED and parallel.shard == 1):
+            raise ConfigError(
+                f"{setting} doesn't go with precision={self.precision}, whose float32 gradients stay: write "
+                "precision=bfloat16 with optimizer.kahan_sum=true"
+            )
+        if release != "accumulate":
+            return
+        _need_optimi(setting)
+        if parallel.replicate * parallel.shard > 1:
+            raise ConfigError(
+                f"{setting} with parallel.replicate={parallel.replicate}, parallel.shard={parallel.shard}: "
+                "gradients would have to be reduced in each microbatch; write memory.gradient_release=step"
+            )
+
+    def _check_inverse(self) -> None:
+        """What can't be computed backwards."""
+        if self.precision == "mixed_float16":
+            raise ConfigError(
+                "optimizer.rollback=inverse needs gradients without a loss scale, which precision="
+                "mixed_float16 divides out of them: write optimizer.rollback=exact"
+            )
+        if self.optimizer.kahan_sum:
+            raise ConfigError(
+                "optimizer.rollback=inverse is for torch's AdamW, and optimizer.kahan_sum=true takes another "
+                "one: write optimizer.rollback=exact"
             )
 
     @property

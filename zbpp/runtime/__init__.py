@@ -23,7 +23,10 @@ What they use:
     reduce        a stage's gradients, summed over processes in buckets
     tied_gradients  copies of one parameter on several ranks; copies: in several sharded stages of one rank
     sharding      stages that FSDP2 shards; fully_shard drives one of them, microbatch by microbatch
-    restored      random numbers, training mode, and the gradients of a step that failed
+    restored      random numbers, training mode, gradients of a step that failed, buffers of one begun again
+    posts         a gather in two halves: post a value now, collect all of them later
+    offload_plan  which activations leave the device: chosen once, or measured first
+    offload       what of one stage's activations is away
     outputs       outputs and metrics of an evaluation
     named_losses  auxiliary losses, and losses that are dicts, by name
     parameters    names, state_dict and declared ties of the parameters
@@ -49,11 +52,13 @@ from zbpp.runtime.measure import measured_costs, peak_memory_bytes
 from zbpp.runtime.mesh import make_mesh
 from zbpp.runtime.microbatch import per_microbatch, replicate
 from zbpp.runtime.norm import clip_grad_norm_
+from zbpp.runtime.offload_plan import ActivationOffload
 from zbpp.runtime.pipeline import Pipeline
 from zbpp.runtime.stage import StageWorker
 from zbpp.runtime.world import AgreementError, CommunicationError, DeviceError
 
 __all__ = [
+    "ActivationOffload",
     "AgreementError",
     "BoundaryError",
     "CommunicationError",

@@ -13,6 +13,7 @@ from torch import nn
 from zbpp.planning import plan
 from zbpp.runtime.mesh import Place, planned_by_rank_0
 from zbpp.runtime.tensor_parallel import parallelize
+from zbpp.runtime.weight_offload import offloaded_weights
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel
 
@@ -107,6 +108,9 @@ def device_for_messages(group: dist.ProcessGroup | None) -> torch.device:
 
 def device_of(stages: Iterable[nn.Module], group: dist.ProcessGroup | None) -> torch.device:
     """Where the stages' tensors are; for stages without any, where the group's messages go."""
+    stages = [*stages]
+    if (offloaded := offloaded_weights(stages)) is not None:
+        return offloaded.device
     tensors = (tensor for stage in stages for tensor in (*stage.parameters(), *stage.buffers()))
     first = next(tensors, None)
     return device_for_messages(group) if first is None else first.device

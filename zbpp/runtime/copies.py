@@ -68,6 +68,11 @@ class LocalCopies:
         """All but the first of each tie."""
         return [each for _, *others in self._groups for each in others]
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The first ones and their copies."""
+        return [each for group in self._groups for each in group]
+
     def begin(self) -> None:
         """Set the gradients of copies to zero: the first one's holds the sum of earlier steps."""
         for copy in self.copies:

@@ -19,26 +19,34 @@ alive, the other rank waits there until that group's timeout.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zbpp.autograd import WeightGrads
 from zbpp.runtime.call_order import CallOrder, neighbours_of
-from zbpp.runtime.executor import Executor, StageMethod
+from zbpp.runtime.executor import BeginAgain, Executor, StageMethod
 from zbpp.runtime.feed import Call
+from zbpp.runtime.gradient_release import Release
 from zbpp.runtime.groups import close_groups, job_store, link_groups
 from zbpp.runtime.measure import Recorder
 from zbpp.runtime.microbatch import Cutter
 from zbpp.runtime.named_losses import NamedLosses
+from zbpp.runtime.offload_plan import OffloadPlan
+from zbpp.runtime.posts import Posts
 from zbpp.runtime.reductions import Reductions
-from zbpp.runtime.restored import GradientsBefore
+from zbpp.runtime.restored import Buffers, GradientsBefore, InPlaceChanges
 from zbpp.runtime.stage import Loss, StageWorker
+from zbpp.runtime.weight_offload import offloaded_weights
 from zbpp.runtime.world import CommunicationError
 from zbpp.schedule import Op, Timetable, lower
+
+MakeOffload = Callable[[Mapping[int, StageWorker]], OffloadPlan]
 
 _METHODS: dict[str, dict[Op, StageMethod]] = {
     "step": {
@@ -49,6 +57,17 @@ _METHODS: dict[str, dict[Op, StageMethod]] = {
     },
     "evaluate": {Op.F: StageWorker.evaluate},
 }
+
+_HALF_UPDATED = "since gradients are released, some of its weights and optimizer states have been updated"
+_RELOAD = "load weights and optimizer states of an earlier step on every rank"
+
+
+Settle = Callable[[], Call | None]
+"""What a step does at its gate: it learns whether the weights are right, and makes them right.
+
+It returns None if they were right, so that the F's before the gate are valid. If they were not, it returns
+the call with which the step begins again.
+"""
 
 
 class CallLosses(NamedTuple):
@@ -61,7 +80,10 @@ class CallLosses(NamedTuple):
 class Engine:
     """The stages and links of one rank, with a program for `step` and one for `evaluate`.
 
-    over: why no call may follow; empty until then. loaded: see CallOrder.
+    over: why no call may follow; empty until then. loaded: see CallOrder. posts: what the ranks post about
+    their updates; None where no step has a gate. has_changed_inputs: with posts, whether a stage has changed,
+    in place, what a step was given from outside; such a step could not begin again.
+    make_offload: makes the OffloadPlan of these stages; None: nothing leaves.
     key: the prefix of this pipeline's names in the job's store; the other arguments are Pipeline's.
     """
 
@@ -79,10 +101,15 @@ class Engine:
         key: str,
         timeout: float,
         dynamic_shapes: bool,
+        make_offload: MakeOffload | None = None,
     ) -> None:
-        self.over, self.loaded = "", 0
+        self.over, self.loaded, self.has_changed_inputs = "", 0, False
+        self._release: Release | None = None
+        self.posts: Posts | None = None
         self._timetable, self._loss_fn, self._reductions = timetable, loss_fn, reductions
         last = timetable.num_stages - 1
+        self._offloaded = offloaded_weights(stages.values())
+        run_w = WeightGrads.accumulate if self._offloaded is None else self._offloaded.accumulate
         self._workers = {
             stage: StageWorker(
                 stage,
@@ -91,13 +118,17 @@ class Engine:
                 loss_fn=loss_fn,
                 device=device,
                 around_w=reductions.around_w(stage),
+                run_w=run_w,
             )
             for stage, module in stages.items()
         }
+        self._rank = rank
+        self._offload = None if make_offload is None else make_offload(self._workers)
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._order_of_ranks: CallOrder | None = None
         self._order_of_copies = order_of_copies
-        programs = {"step": lower(timetable), "evaluate": lower(timetable.forward_only())}
+        leaving = () if self._offload is None else self._offload.plan
+        programs = {"step": lower(timetable, leaving), "evaluate": lower(timetable.forward_only())}
         pairs = programs["step"].links
         if pairs:
             neighbours = neighbours_of(rank, pairs, timetable)
@@ -113,48 +144,153 @@ class Engine:
                 device,
                 dynamic_shapes=dynamic_shapes,
                 reductions=reductions if name == "step" else None,
+                gate=lambda: lower(timetable).gate(rank),
+                offloads={} if self._offload is None else self._offload.stages,
             )
             for name, lowered in programs.items()
         }
+        loss_modules = [loss_fn] if isinstance(loss_fn, nn.Module) else []
+        self._buffers = Buffers([*stages.values(), *loss_modules])
+        self._before: GradientsBefore | None = None  # the gradients of the step that runs
+        self._inputs = InPlaceChanges(())
 
-    def step(self, call: Call, seeds: Mapping[int, int], recorder: Recorder | None) -> CallLosses:
-        """Train on one batch; returns the losses. seeds: per stage, of its microbatch 0."""
-        return self._run("step", call, seeds, recorder)
+    def release_gradients(self, release: Release | None) -> None:
+        """From the next step on, let `release` have the gradients; None: they stay.
+
+        Raises ValueError for weights that live on the host.
+        """
+        if release is not None and self._offloaded is not None:
+            raise ValueError(
+                "gradient release doesn't go with offloaded weights, whose gradients are on the host: leave "
+                "one of them out"
+            )
+        self._release = self._reductions.release = release
+        for stage, worker in self._workers.items():
+            worker.release_leaves(None if release is None else partial(release.leaf_done, stage))
+
+    @property
+    def released_squares(self) -> Mapping[int, Tensor]:
+        """See Pipeline."""
+        return {} if self._release is None else self._release.squares
+
+    def step(
+        self,
+        call: Call,
+        seeds: Mapping[int, int],
+        recorder: Recorder | None,
+        settle: Settle | None = None,
+    ) -> CallLosses:
+        """Train on one batch; returns the losses. seeds: per stage, of its microbatch 0.
+
+        settle: what the step does at its gate; None: there is no gate.
+        """
+        if self._offload is None:
+            return self._run("step", call, seeds, recorder, settle)
+        recorder = recorder or self._offload.recorder
+        losses = self._run("step", call, seeds, recorder, settle)
+        if self._offload.step_done(recorder):
+            self._executors["step"].resolve(lower(self._timetable, self._offload.plan)[self._rank])
+        return losses
 
     def evaluate(self, call: Call, seeds: Mapping[int, int]) -> CallLosses:
         """Forward of one batch, whose shapes may be others than the last one's; returns the losses."""
         self._executors["evaluate"].forget_layouts()
-        return self._run("evaluate", call, seeds, None)
+        return self._run("evaluate", call, seeds, None, None)
 
     def receive_buffers(self) -> list[Tensor]:
         """The pool of `step`."""
         return self._executors["step"].receive_buffers()
 
-    def _run(self, name: str, call: Call, seeds: Mapping[int, int], recorder: Recorder | None) -> CallLosses:
+    def offloaded_bytes(self) -> dict[int, int]:
+        """Per stage, the most bytes of a microbatch that have left; {} without offload."""
+        return {} if self._offload is None else {s: each.nbytes for s, each in self._offload.stages.items()}
+
+    def _run(
+        self,
+        name: str,
+        call: Call,
+        seeds: Mapping[int, int],
+        recorder: Recorder | None,
+        settle: Settle | None,
+    ) -> CallLosses:
         if self.over:
             raise RuntimeError(f"{self.over}: make a new Pipeline")
-        before: GradientsBefore | None = None
+        self._before, executor = None, self._executors[name]
         try:
-            cutter = Cutter(self._timetable.num_microbatches)
-            feeds = call.feeds(cutter, seeds, last_stage=self._timetable.num_stages - 1)
+            cutter = self._begin(call, seeds)
             if self._order_of_ranks is not None:
                 self._order_of_ranks.begin(name, cutter.rows)
             if self._order_of_copies is not None:
                 trained = [(each.requires_grad, *each.shape) for each in self._trained()]
                 self._order_of_copies.begin(name, cutter.rows, hash(tuple(trained)), self.loaded)
-            if name == "step":
-                before = GradientsBefore(self._trained())
-            for stage, worker in self._workers.items():
-                worker.begin(feeds[stage])
+            release = self._release if name == "step" else None
+            if name == "step" and settle is None:
+                self._before = GradientsBefore(self._trained())
+            if release is not None:
+                release.begin(call.loss_scale, has_graph=cutter.has_graph)
+            if self._offloaded is not None:
+                self._offloaded.begin()
             with self._reductions.evaluating() if name == "evaluate" else nullcontext():
-                self._executors[name].run(recorder)
+                if settle is None:
+                    executor.run(recorder)
+                else:
+                    cutter = self._run_with_gate(executor, seeds, recorder, settle) or cutter
             ended = [worker.end() for worker in self._workers.values()]
+            if self._offload is not None:
+                self._offload.end()
             cutter.backward()
+            if release is not None:
+                release.finish()
+            self.has_changed_inputs |= self._inputs.are_found()
         except BaseException as error:
-            self._fail(error, before)
+            self._fail(error, self._before)
             raise
+        finally:
+            self._before, self._inputs = None, InPlaceChanges(())
         losses = [loss for each in ended for loss in each.losses]
         return CallLosses(losses, NamedLosses([each.named for each in ended], cutter.num_microbatches))
+
+    def _begin(self, call: Call, seeds: Mapping[int, int]) -> Cutter:
+        """Give the stages their parts of a call."""
+        cutter = Cutter(self._timetable.num_microbatches)
+        feeds = call.feeds(cutter, seeds, last_stage=self._timetable.num_stages - 1)
+        if self.posts is not None:
+            given = [(feed.args, feed.kwargs, feed.targets) for feed in feeds.values()]
+            self._inputs = InPlaceChanges(given)
+        for stage, worker in self._workers.items():
+            worker.begin(feeds[stage])
+        return cutter
+
+    def _run_with_gate(
+        self, executor: Executor, seeds: Mapping[int, int], recorder: Recorder | None, settle: Settle
+    ) -> Cutter | None:
+        """Run a step whose F's before its gate may have to run again; then returns the new call's Cutter."""
+        self._buffers.keep()
+        trained = list(self._trained())  # a sharded stage has others while its weights are gathered
+        again: Call | None = None
+
+        def is_valid() -> bool:
+            nonlocal again
+            again = settle()
+            if again is None:  # from here on the step adds to gradients
+                self._before = GradientsBefore(trained)
+            return again is None
+
+        with suppress(BeginAgain):
+            executor.run(recorder, is_valid=is_valid)
+        if again is None:
+            return None
+        executor.drop_messages()
+        for worker in self._workers.values():
+            worker.abandon()
+        if self._offload is not None:
+            self._offload.abandon()
+        self._reductions.abandon()
+        self._buffers.restore()
+        cutter = self._begin(again, seeds)
+        self._before = GradientsBefore(trained)
+        executor.run(recorder)
+        return cutter
 
     def _trained(self) -> Iterable[nn.Parameter]:
         """The parameters that a step of this rank may add gradients to, each once."""
@@ -167,12 +303,19 @@ class Engine:
         """Drop all that is left of a call; with several ranks or replicas, the pipeline ends."""
         for worker in self._workers.values():
             worker.abandon()
+        if self._offload is not None:
+            self._offload.abandon()
         self._reductions.abandon()
         left = "" if before is None else before.restore()
         if left:
             error.add_note(left)
+        is_half_updated = before is not None and self._release is not None and self._release.has_updated
+        if is_half_updated:
+            error.add_note(f"{_HALF_UPDATED}: {_RELOAD}")
         if self._timetable.num_ranks > 1 or self._reductions.is_shared:
             self.end(f"an earlier call failed ({error_text(error)}), and its messages are lost")
+        if is_half_updated:
+            self.end(f"an earlier step failed ({error_text(error)}), and {_HALF_UPDATED}, {_RELOAD}")
         if isinstance(error, CommunicationError):
             for order in (self._order_of_ranks, self._order_of_copies):
                 with suppress(CommunicationError):  # the store may be gone, too
@@ -183,11 +326,16 @@ class Engine:
     def end(self, why: str) -> None:
         """Close links and reductions for good: on gloo, processes that wait for this one stop waiting."""
         self.over = why
+        if self.posts is not None:
+            with suppress(RuntimeError):  # the store may be gone, too
+                self.posts.give_up(why)
         for executor in self._executors.values():
             executor.close()
         close_groups(self._links.values())
         self._links.clear()
         self._reductions.close()
+        if self._offload is not None:
+            self._offload.close()
 
 
 def error_text(error: BaseException) -> str:

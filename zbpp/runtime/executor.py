@@ -15,30 +15,44 @@ nothing up and decides nothing (the dot stands for the message):
 
 Slot 0 is always empty: an instruction without a message takes from it. Slot 1 is never read: a result that
 no instruction takes goes there.
+
+A pass with a gate (zbpp/schedule/gate.py) runs another list of the same functions, with the gate at its
+place. If the F's before the gate are not valid, the gate ends the pass by BeginAgain; `drop_messages` then
+empties the links, and the program can be run from its beginning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from zbpp.autograd.copies import OffloadError
 from zbpp.runtime.layout import Message
 from zbpp.runtime.measure import Recorder
+from zbpp.runtime.offload import StageOffload
 from zbpp.runtime.p2p import BufferPool, FreshBuffers, Inbox, Outbox
 from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.stage import StageWorker
-from zbpp.runtime.world import CommunicationError
-from zbpp.schedule import Action, Op, Program, Recv, Reduce, Release, Send, Value, consumes, produces
+from zbpp.runtime.world import CommunicationError, communicating
+from zbpp.schedule import Action, Gate, Op, Program, Recv, Reduce, Release, Send, Value, consumes, produces
 from zbpp.schedule.lower import Instruction
+from zbpp.schedule.offload import Await, Drop, Fetch, Offload
 
 StageMethod = Callable[[StageWorker, int, Message], Message]  # int: the microbatch
 Links = Mapping[tuple[int, int], dist.ProcessGroup]  # (sender, receiver) -> group
 
+_TRANSPORTS: dict[type, Callable[[StageOffload, int], None]] = {
+    Offload: StageOffload.offload,
+    Drop: StageOffload.drop,
+    Fetch: StageOffload.fetch,
+    Await: StageOffload.wait,
+}
 _NO_MESSAGE: Message = ()
 _EMPTY_SLOT, _UNREAD_SLOT, _FIRST_SLOT = 0, 1, 2  # messages wait in the slots from the first on
 
@@ -51,11 +65,27 @@ class _Resolved(NamedTuple):
     gives: int = _UNREAD_SLOT
 
 
+class BeginAgain(Exception):
+    """The F's of this pass were computed with weights that have changed since."""
+
+
+class _Resolution(NamedTuple):
+    """A program as functions. instructions: what each function was; None for what is no instruction.
+
+    gate: the place of the gate; None without one.
+    """
+
+    functions: list[_Resolved]
+    instructions: list[Instruction | None]
+    gate: int | None = None
+
+
 class Executor:
     """Runs one program over the stages and links of one rank.
 
     methods: {op: the method of StageWorker that does it}. reductions: of the stages' gradients; None where
-    the program has none.
+    the program has none. gate: makes the program's gate, when it is needed first. offloads: by stage, those
+    whose activations leave.
     """
 
     def __init__(
@@ -69,9 +99,11 @@ class Executor:
         *,
         dynamic_shapes: bool = False,
         reductions: Reductions | None = None,
+        gate: Callable[[], Gate] | None = None,
+        offloads: Mapping[int, StageOffload] = MappingProxyType({}),
     ) -> None:
         self._program, self._workers, self._methods = program, workers, methods
-        self._reductions = reductions
+        self._reductions, self._offloads = reductions, offloads
         self._recorder: Recorder | None = None
         self._num_stages = num_stages
         self._pool = FreshBuffers(device) if dynamic_shapes else BufferPool(device)
@@ -80,28 +112,32 @@ class Executor:
         self._connect(links, dynamic_shapes)
         taken = [value for instruction in program.instructions for value in _taken(instruction)]
         self._slots = dict(zip(taken, count(_FIRST_SLOT)))  # where each value waits
-        first = [_Resolved(_without_message(inbox.begin)) for inbox in self._inboxes.values()]
-        last = [_Resolved(_without_message(outbox.finish)) for outbox in self._outboxes.values()]
-        if reductions is not None:
-            first.append(_Resolved(_without_message(reductions.begin)))
-            last.append(_Resolved(_without_message(reductions.finish)))
-        self._resolved = [*first, *map(self._resolve, program.instructions), *last]
-        self._num_first = len(first)
-        # What each entry of _resolved was; None for what is done before and after the program.
-        self._instructions = [*[None] * len(first), *program.instructions, *[None] * len(last)]
+        self._make_gate = gate
+        self._is_valid: Callable[[], bool] = _is_always_valid
+        self.resolve(program)
 
-    def run(self, recorder: Recorder | None = None) -> None:
+    def resolve(self, program: Program) -> None:
+        """Run this program from now on: with the same actions and messages, but another offload."""
+        self._program = program
+        self._leaving = {each.value for each in program.instructions if isinstance(each, Offload)}
+        self._plain = self._resolution()
+        self._gate, self._gated = Gate(0, {}, ()), _Resolution([], [])  # made when they are needed first
+
+    def run(self, recorder: Recorder | None = None, *, is_valid: Callable[[], bool] | None = None) -> None:
         """Run the program once. Afterwards slots and links are empty.
 
+        is_valid: called at the program's gate; says whether the F's before the gate are valid. Raises
+        BeginAgain if they aren't. None: the program has no gate.
         Raises what a stage raises; where a message fails, CommunicationError with the rank, the instruction
         and its number, the value and the peer; ValueError for a message whose layout has changed.
         """
-        mark = None if recorder is None else recorder.begin(self._instructions)
+        resolution = self._plain if is_valid is None else self._with_gate(is_valid)
+        mark = None if recorder is None else recorder.begin(resolution.instructions)
         self._recorder = recorder
         slots = [_NO_MESSAGE] * (_FIRST_SLOT + len(self._slots))
         position = 0
         try:
-            for position, (function, takes, gives) in enumerate(self._resolved):  # noqa: B007  # for _explain
+            for position, (function, takes, gives) in enumerate(resolution.functions):  # noqa: B007  # for _explain
                 # The slot is emptied, so that a message's memory is free as soon as no stage needs it.
                 message, slots[takes] = slots[takes], _NO_MESSAGE
                 if mark:
@@ -109,12 +145,25 @@ class Executor:
                 slots[gives] = function(message)
                 if mark:
                     mark()
-        except Exception as error:
-            self._explain(position, error)
+        except BeginAgain:
             raise
+        except Exception as error:
+            self._explain(resolution, position, error)
+            raise
+        finally:
+            self._is_valid = _is_always_valid
         if any(slots[_FIRST_SLOT:]):
             left = [str(value) for value, slot in self._slots.items() if slots[slot]]
             raise RuntimeError(f"a call ended with values left over: {', '.join(left)}")
+
+    def drop_messages(self) -> None:
+        """Empty the links after BeginAgain: receive what other ranks have sent before their gates."""
+        rank = self._program.rank
+        with communicating(f"rank {rank}, dropping the messages of a step that begins again"):
+            for sender in self._gate.dropped:
+                self._inboxes[sender].receive()
+            for outbox in self._outboxes.values():
+                outbox.finish()
 
     def forget_layouts(self) -> None:
         """Let shapes change: each channel's next message has a header again, and old receive buffers go."""
@@ -153,13 +202,52 @@ class Executor:
                 int(peer > rank), links[rank, peer], self._pool.device, dynamic_shapes
             )
 
+    def _resolution(self, gate: Gate | None = None) -> _Resolution:
+        """The functions of a pass: those before the program, the program, those after it."""
+        program, place = self._program.instructions, 0
+        first: list[Callable[[], Any]] = []
+        for peer, inbox in self._inboxes.items():
+            first.append(inbox.begin if gate is None else partial(inbox.begin, gate.sent[peer]))
+        at_gate: list[Callable[[], Any]] = []
+        last: list[Callable[[], Any]] = [outbox.finish for outbox in self._outboxes.values()]
+        if gate is not None:
+            place = _place_of(gate, program)
+            at_gate.append(self._pass_gate)
+        if self._reductions is not None:
+            first.append(self._reductions.begin)
+            at_gate.append(self._reductions.begin_gradients)
+            last.append(self._reductions.finish)
+        functions, instructions = list[_Resolved](), list[Instruction | None]()
+        for work, part in ((first, program[:place]), (at_gate, program[place:]), (last, ())):
+            functions += [_Resolved(_without_message(each)) for each in work]
+            functions += map(self._resolve, part)
+            instructions += [*[None] * len(work), *part]
+        return _Resolution(functions, instructions, None if gate is None else len(first) + place)
+
+    def _with_gate(self, is_valid: Callable[[], bool]) -> _Resolution:
+        """The program with its gate, which is resolved when it is needed first."""
+        if not self._gated.functions:
+            assert self._make_gate is not None  # only a program with backwards is run with a gate
+            self._gate = self._make_gate()
+            self._gated = self._resolution(self._gate)
+        self._is_valid = is_valid
+        return self._gated
+
+    def _pass_gate(self) -> None:
+        if not self._is_valid():
+            raise BeginAgain
+        for inbox in self._inboxes.values():
+            inbox.open()
+
     def _resolve(self, instruction: Instruction) -> _Resolved:
         match instruction:
             case Action(stage, op, microbatch):
                 takes = [self._slots[value] for value in _taken(instruction)]
-                produced = produces(instruction, self._num_stages)
-                gives = [self._slots[value] for value in produced if value in self._slots]
+                made = produces(instruction, self._num_stages)
+                gives = [self._slots[value] for value in made if value in self._slots]
                 function = partial(self._methods[op], self._workers[stage], microbatch)
+                if any(value in self._leaving for value in made):
+                    function = partial(self._offloads[stage].forward, microbatch)
                 return _Resolved(function, *(takes or [_EMPTY_SLOT]), *(gives or [_UNREAD_SLOT]))
             case Recv(value, peer):
                 return _Resolved(_without_message(self._inboxes[peer].receive), gives=self._slots[value])
@@ -170,31 +258,56 @@ class Executor:
                 return _Resolved(_without_message(self._outboxes[peer].release))
             case Reduce(stage):
                 return _Resolved(_without_message(partial(self._reduce, stage)))
+            case Offload(value) | Drop(value) | Fetch(value) | Await(value):
+                method = _TRANSPORTS[type(instruction)]
+                return _Resolved(
+                    _without_message(partial(method, self._offloads[value.stage], value.microbatch))
+                )
 
     def _reduce(self, stage: int) -> None:
         """Start the reduction of a stage's gradients; the recorder is told when it has ended."""
-        if self._reductions is not None and self._reductions.reduces(stage):
+        if self._reductions is None:
+            return
+        if self._reductions.reduces(stage):
             ended = None if self._recorder is None else self._recorder.reduction(stage)
             self._reductions.start(stage, ended)
+        else:
+            self._reductions.complete(stage)
 
-    def _explain(self, position: int, error: Exception) -> None:
+    def _explain(self, resolution: _Resolution, position: int, error: Exception) -> None:
         """Raise an error that says which message failed; actions and reductions say that themselves."""
-        instruction = self._instructions[position]
-        speaks_for_itself = isinstance(error, CommunicationError | torch.OutOfMemoryError)
-        if isinstance(instruction, Action) or speaks_for_itself:
+        instructions = resolution.instructions
+        instruction = instructions[position]
+        speaks_for_itself = isinstance(error, CommunicationError | OffloadError | torch.OutOfMemoryError)
+        if isinstance(instruction, Action) or speaks_for_itself or position == resolution.gate:
             return
         rank = self._program.rank
         if isinstance(error, RuntimeError):
-            number = position - self._num_first
+            number = sum(each is not None for each in instructions[:position])
             if instruction is not None:
                 place = f"instruction {number} of its program ({instruction})"
             else:
-                place = "its first receives" if number < 0 else "its last sends"
+                place = "its first receives" if number == 0 else "its last sends"
             raise CommunicationError.at(f"rank {rank}, {place}", error) from error
         if isinstance(error, ValueError) and isinstance(instruction, Send):
             raise ValueError(
                 f"{instruction.value} from rank {rank} to rank {instruction.peer}: {error}"
             ) from None
+
+
+def _is_always_valid() -> bool:
+    return True
+
+
+def _place_of(gate: Gate, instructions: Sequence[Instruction]) -> int:
+    """The number of instructions before the gate: it stands before what the action behind it waits for."""
+    actions = [place for place, each in enumerate(instructions) if isinstance(each, Action)]
+    if gate.position == len(actions):
+        return len(instructions)
+    place = actions[gate.position]
+    while place and isinstance(instructions[place - 1], Recv | Offload | Drop | Fetch | Await):
+        place -= 1
+    return place
 
 
 def _taken(instruction: Instruction) -> tuple[Value, ...]:

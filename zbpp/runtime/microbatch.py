@@ -96,6 +96,11 @@ class Cutter:
         pieces = {name: self.cut(name, value) for name, value in values.items()}
         return [{name: each[i] for name, each in pieces.items()} for i in range(self.num_microbatches)]
 
+    @property
+    def has_graph(self) -> bool:
+        """Whether the caller's graph gets gradients: `backward` runs through it."""
+        return bool(self._leaves)
+
     def backward(self) -> None:
         """Run the backward of the caller's graph, from the gradients that the leaves have collected."""
         reached = [(tensor, leaf.grad) for tensor, leaf in self._leaves if leaf.grad is not None]

@@ -17,6 +17,7 @@ from torch import Tensor
 from zbpp.autograd.leaf_grad import total_of
 from zbpp.runtime.mesh import local_of
 from zbpp.runtime.pipeline import Pipeline
+from zbpp.runtime.squares import square_of
 from zbpp.runtime.world import gather
 
 
@@ -36,9 +37,14 @@ def clip_grad_norm_(
     The result is that of `torch.nn.utils.clip_grad_norm_` over the whole model in one process. A parameter
     that several stages share counts once; a parameter with a `main_grad` counts with its `main_grad`. If the
     norm is infinite or NaN and `error_if_nonfinite` is set, RuntimeError is raised on every rank and nothing
-    is scaled.
+    is scaled. It is raised, too, for a pipeline that releases gradients.
     """
     if isinstance(parameters, Pipeline):
+        if parameters.releases_gradients:
+            raise RuntimeError(
+                "the pipeline releases gradients: they are used and gone when step returns. Leave clipping "
+                "out, and take an optimizer that limits its updates itself, such as optimi.StableAdamW"
+            )
         norm = norm_of(gather(squares_in_mesh(parameters), parameters.group))
         gradients = gradients_of(parameters.parameters())
     else:
@@ -64,29 +70,28 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 def squares_in_mesh(pipeline: Pipeline) -> list[float]:
     """The sum of squares of the gradient of each of this rank's parameters; 0 where another rank counts it.
 
-    The parts of a gradient that shards and tensor-parallel processes have are added up first, in float64.
-    Collective over them.
+    Of a gradient that the last step has released, what was kept of it counts. The parts of a gradient that
+    shards and tensor-parallel processes have are added up first, in float64. Collective over them.
     """
     counted = set(map(id, pipeline.counted_parameters()))
     squares = torch.zeros(len(list(pipeline.parameters())), dtype=torch.float64, device=pipeline.device)
+    released = pipeline.released_squares
     for place, parameter in enumerate(pipeline.parameters()):
         total = total_of(parameter)
-        if total is not None and id(parameter) in counted:
-            squares[place] = _square(total)
+        if id(parameter) not in counted:
+            continue
+        if total is not None:
+            squares[place] = square_of(total)
+        elif id(parameter) in released:
+            squares[place] = released[id(parameter)]
     pipeline.place.sum_over_parts(squares)
     return squares.tolist()
 
 
 def squared_norms(gradients: Iterable[Tensor]) -> list[float]:
     """The sum of squares of each gradient, computed in float64."""
-    squares = list(map(_square, gradients))
+    squares = list(map(square_of, gradients))
     return torch.stack([each.to(squares[0].device) for each in squares]).tolist() if squares else []
-
-
-def _square(gradient: Tensor) -> Tensor:
-    values = _values(gradient)
-    real = torch.view_as_real(values) if values.is_complex() else values
-    return torch.linalg.vector_norm(real, dtype=torch.float64).square()
 
 
 def norm_of(squares: Iterable[Iterable[float]]) -> float:
@@ -100,8 +105,3 @@ def scale_gradients(gradients: Iterable[Tensor], factor: float) -> None:
     if tensors:
         with torch.no_grad():
             torch._foreach_mul_(tensors, factor)
-
-
-def _values(gradient: Tensor) -> Tensor:
-    """This process's part of a gradient; of a sparse one its entries, summed where an index occurs twice."""
-    return gradient.coalesce().values() if gradient.is_sparse else local_of(gradient)

@@ -175,6 +175,9 @@ class Inbox:
 
     channels: the channel of each message of a pass, in the order in which the link carries them.
     depth: how many messages to keep posted beside the one that is waited for; behind a header none.
+
+    If the sender may begin its pass again, `begin` says how many messages it sends until that is decided: no
+    receive of a later message is posted before `open`, since a posted receive can't be taken back.
     """
 
     peer: int
@@ -187,10 +190,17 @@ class Inbox:
     _posted: deque[_Posted] = field(default_factory=deque)
     _num_posted: int = 0
     _num_received: int = 0
+    _last: int = 0  # no receive is posted of this message or a later one
 
-    def begin(self) -> None:
-        """Post the first receives of a pass."""
+    def begin(self, num_messages: int | None = None) -> None:
+        """Post the first receives of a pass. num_messages: until `open`; None: all."""
         self._num_posted = self._num_received = 0
+        self._last = len(self.channels) if num_messages is None else num_messages
+        self._post_ahead()
+
+    def open(self) -> None:
+        """From now on post receives of all messages."""
+        self._last = len(self.channels)
         self._post_ahead()
 
     def receive(self) -> Message:
@@ -212,7 +222,7 @@ class Inbox:
         # Behind a header nothing can be posted: it says how many tensors follow it.
         while (
             len(self._posted) < max(self.depth, 1)
-            and self._num_posted < len(self.channels)
+            and self._num_posted < self._last
             and not (self._posted and self._posted[-1].layout is None)
         ):
             channel = self.channels[self._num_posted]

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -28,16 +29,30 @@ from zbpp.runtime.groups import close_groups, group_of_this_process, set_timeout
 from zbpp.runtime.measure import Recorder, measured_timeline
 from zbpp.runtime.mesh import TENSOR, Place
 from zbpp.runtime.named_losses import NamedLosses, summed
+from zbpp.runtime.offload_plan import ActivationOffload, check_one_offload, offload_maker
 from zbpp.runtime.outputs import Metrics, Outputs
 from zbpp.runtime.parameters import StageParameters
+from zbpp.runtime.posts import Posts
 from zbpp.runtime.reductions import Reductions
+from zbpp.runtime.released import make_release
 from zbpp.runtime.restored import eval_mode, restored_generators
 from zbpp.runtime.stage import Loss
 from zbpp.runtime.tensor_parallel import check_losses_alike
+from zbpp.runtime.weight_offload import check_offloaded
 from zbpp.runtime.world import gather
 from zbpp.schedule import Timeline, Timetable
 from zbpp.seeding import seed_of
 from zbpp.stage_api import PipelineModel
+
+
+class Gate(Protocol):
+    """An update of the weights that is not known to be right yet: see Pipeline.gate."""
+
+    def validate(self) -> bool:
+        """Wait until it is known, and make the weights right. Returns whether they were right."""
+
+    def open(self) -> None:
+        """Drop the gradients of the update: the next step adds its own from now on."""
 
 
 class Pipeline:
@@ -60,6 +75,8 @@ class Pipeline:
     reshard: when gathered weights of sharded stages are freed: "step", after a stage's last W; "microbatch",
     after each F and each B, and then they are gathered twice per microbatch; "never".
     mp_policy: the torch.distributed.fsdp.MixedPrecisionPolicy of the stages that the Pipeline shards.
+    offload: which activations leave device memory between F and B, see ActivationOffload; None: none. Results
+    are the same to the last bit. Without costs of its own it decides after the second step.
     seed: of the random numbers drawn in forward. timeout: seconds that a wait for another rank may last.
     dynamic_shapes: whether messages between stages may differ from microbatch to microbatch (shapes, dtypes,
     which tensors there are); each message then says its layout, and takes one more latency.
@@ -71,6 +88,8 @@ class Pipeline:
     step_losses, evaluation_losses: this rank's part of the named losses of the last step and evaluation.
     loss_scale: a factor on all gradients that `step` computes, 1.0 until it is set; the losses that `step`
     returns don't have it. With float16 it keeps small gradients above zero; whoever sets it divides it out.
+    gate: an update that the next call has to wait for: `step` before its first B, other methods at once; see
+    zbpp.PostValidation, which sets it.
 
     Raises TypeError or ValueError for stages, a group or a mesh that don't fit the timetable, for stages in
     DistributedDataParallel, and for stages in FSDP that aren't sharded over this mesh; AgreementError if
@@ -93,6 +112,7 @@ class Pipeline:
         device: torch.device | str | None = None,
         reshard: Reshard = "step",
         mp_policy: Any = None,
+        offload: ActivationOffload | None = None,
     ) -> None:
         given = Place(mesh, group)
         for each in given.mesh_groups():
@@ -102,6 +122,7 @@ class Pipeline:
         self.rank = rank_in(given.pipeline, timetable)
         self.seed, self.num_steps, self.loss_scale = seed, 0, 1.0
         self._timeout, self._dynamic_shapes, self._reshard = timeout, dynamic_shapes, reshard
+        self._offload = offload
         # One rank of a larger job needs a group, too, for what is collective; this pipeline closes it.
         is_alone = timetable.num_ranks == 1 and given.pipeline is None
         self._made_group = group_of_this_process() if is_alone else None
@@ -116,6 +137,8 @@ class Pipeline:
         self._parameters = StageParameters(
             self.stages, agreed.names, agreed.ties, self.group, self._loss_fn if computes_loss else None
         )
+        check_offloaded(self.stages.values(), agreed.ties, place)
+        check_one_offload(offload, self.stages.values(), place)
         self.device = device_of(self.stages.values(), self.group)
         of_loss = self._parameters.of_loss()
         reductions = Reductions(
@@ -136,6 +159,8 @@ class Pipeline:
                 "its place in the stage: let the loss hold the stage's module instead of its parameter"
             )
         self._copies = set(map(id, reductions.copies))
+        self._late, self._release_arguments = reductions.late, dict[str, Any]()
+        make_offload = offload_maker(offload, timetable, self.device, place)
         self._engine = Engine(
             timetable,
             self.rank,
@@ -148,11 +173,13 @@ class Pipeline:
             key=agreed.key,
             timeout=timeout,
             dynamic_shapes=dynamic_shapes,
+            make_offload=make_offload,
         )
         self.step_losses, self.evaluation_losses = NamedLosses(), NamedLosses()
         self._compares_losses = TENSOR in place.groups  # in the first step
         self._recorder = Recorder(self.device)
         self._recording: Recorder | None = None
+        self.gate: Gate | None = None
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages and of a loss that is a module, each once: for optimizers."""
@@ -176,6 +203,7 @@ class Pipeline:
 
     def state_dict(self, stage: int | None = None, *, keep_vars: bool = False) -> dict[str, Any]:
         """Parameters and persistent buffers under those names: of one stage, or of all this rank's."""
+        self.settle()
         return self._parameters.state_dict(stage, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -186,8 +214,65 @@ class Pipeline:
         values. Collective if ranks have copies of a tied parameter. The next step raises AgreementError if
         copies of a stage in a mesh were given different values.
         """
+        self.settle()
         self._parameters.load_state_dict(state_dict, strict=strict)
         self._engine.loaded = self._parameters.fingerprint()
+
+    def release_gradients(
+        self, optimizer: torch.optim.Optimizer, *, accumulate: bool = False, keep_squares: bool = False
+    ) -> None:
+        """From the next step on, `step` updates this rank's weights itself and drops their gradients.
+
+        A stage is updated behind its last W, or when its gradients have been reduced over replicas and
+        shards; shared and tied parameters at the end. Losses are those of a loop with `optimizer.step()`
+        after each step, to the last bit. Such a loop goes on without it, and without zero_grad; the
+        learning rate may be changed between steps, also by torch's schedulers.
+
+        optimizer: of all or some of `parameters()`; gradients of others stay, as without release.
+        accumulate: each microbatch's gradients go into the states of an optimizer of torch-optimi, and are
+        dropped one by one; see zbpp/runtime/optimizer_accumulation.py. keep_squares: `released_squares` then
+        has what the norm is made of; not with accumulate.
+
+        Gradients are gone when `step` returns: nothing can clip them by their norm, scale them, or skip an
+        update because one is infinite or NaN. A step that fails may have updated some weights, and no
+        step may follow it. Raises ValueError, on every rank, for what can't work. Collective over the mesh.
+        """
+        release, refusal = None, ""
+        loss = self._loss_fn if isinstance(self._loss_fn, nn.Module) else nn.Module()
+        last = self.timetable.num_stages - 1
+        try:
+            release = make_release(
+                optimizer,
+                self.stages,
+                self._late,
+                loss.parameters() if last in self.stages else (),
+                self.place,
+                last,
+                self.timetable.num_microbatches,
+                accumulate=accumulate,
+                keep_squares=keep_squares,
+            )
+        except ValueError as error:
+            refusal = str(error)
+        for each in self.place.gather(refusal):
+            if each:
+                raise ValueError(each)
+        self._engine.release_gradients(release)
+        self._release_arguments = {
+            "optimizer": optimizer,
+            "accumulate": accumulate,
+            "keep_squares": keep_squares,
+        }
+
+    @property
+    def releases_gradients(self) -> bool:
+        """Whether steps update the weights themselves, and leave no gradients."""
+        return bool(self._release_arguments)
+
+    @property
+    def released_squares(self) -> Mapping[int, Tensor]:
+        """By id of each parameter that the last step updated, its gradient's sum of squares; see above."""
+        return self._engine.released_squares
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> list[Tensor]:
         """Forward and backward of one whole batch. Adds to each `.grad` the mean over microbatches.
@@ -215,12 +300,40 @@ class Pipeline:
         with restored_generators(self.device):
             recorder = self._recording
             call = Call(args, target, kwargs, loss_scale=self.loss_scale)
-            losses, self.step_losses = self._engine.step(call, self._seeds(), recorder)
+            settle = None if self.gate is None else partial(self._pass_gate, self.gate, call)
+            losses, self.step_losses = self._engine.step(call, self._seeds(), recorder, settle)
         if self._compares_losses:
             check_losses_alike(self.place, losses, self.step_losses.means())
             self._compares_losses = False
         self.num_steps += 1
         return losses
+
+    def _pass_gate(self, gate: Gate, call: Call) -> Call | None:
+        """Settle an update at the gate of a step. Returns the step's new call, if it has to begin again."""
+        self.gate = None
+        was_right = gate.validate()
+        gate.open()
+        return None if was_right else call._replace(loss_scale=self.loss_scale)
+
+    def settle(self) -> None:
+        """Wait for an update that is not known to be right yet; afterwards the weights are."""
+        gate, self.gate = self.gate, None
+        if gate is not None:
+            gate.validate()
+
+    def posts(self) -> Posts:
+        """What the ranks post about updates that later steps have a gate for. The first call is collective.
+
+        From then on each step notes whether a stage changes its inputs in place (`has_changed_inputs`).
+        """
+        if self._engine.posts is None:
+            self._engine.posts = Posts(self.place, self._timeout)
+        return self._engine.posts
+
+    @property
+    def has_changed_inputs(self) -> bool:
+        """Whether a stage of this rank has changed what a step was given; False until `posts` is called."""
+        return self._engine.has_changed_inputs
 
     def auxiliary_losses(self) -> dict[str, float]:
         """The auxiliary losses of the last step by name, and the entries of a loss that is a dict.
@@ -247,6 +360,7 @@ class Pipeline:
         metrics(output, target) -> {name: number}, called per microbatch; the means over all rows, {} on other
         ranks.
         """
+        self.settle()
         seen = Outputs(is_kept=return_outputs, metrics=metrics) if return_outputs or metrics else None
         with (
             restored_generators(self.device),
@@ -289,6 +403,10 @@ class Pipeline:
             raise RuntimeError("no step was recorded: run one inside `with pipeline.recording():`")
         return measured_timeline(self._recorder, self.timetable, self.group)
 
+    def offloaded_bytes(self) -> dict[int, int]:
+        """Per stage of this rank, the most bytes of a microbatch that have left; {} without offload."""
+        return self._engine.offloaded_bytes()
+
     def with_timetable(self, timetable: Timetable) -> Pipeline:
         """Close this pipeline; return one that goes on with the same stages under another timetable.
 
@@ -302,6 +420,7 @@ class Pipeline:
                 "the timetable places the stages on other ranks than this pipeline's: rank_of "
                 f"{list(timetable.rank_of)} instead of {list(self.timetable.rank_of)}"
             )
+        self.settle()
         self.close()
         following = Pipeline(
             self.stages,
@@ -313,8 +432,11 @@ class Pipeline:
             timeout=self._timeout,
             dynamic_shapes=self._dynamic_shapes,
             reshard=self._reshard,
+            offload=self._offload,
         )
         following.num_steps, following.loss_scale = self.num_steps, self.loss_scale
+        if self._release_arguments:
+            following.release_gradients(**self._release_arguments)
         return following
 
     def close(self) -> None:
@@ -326,6 +448,7 @@ class Pipeline:
         """
         if self._engine.over:
             return
+        self.settle()
         try:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from zbpp.runtime.copies import LocalCopies
 from zbpp.runtime.fully_shard import Reshard
+from zbpp.runtime.gradient_release import Release
 from zbpp.runtime.groups import close_groups, group_like
 from zbpp.runtime.mesh import REPLICATE, SHARD, Place, copy_to_replicas, is_sharded, local_of
 from zbpp.runtime.reduce import AllReduce, Ended, Reducer
@@ -36,8 +37,9 @@ class Reductions:
 
     The constructor gives all replicas of a stage the values of the first one. ties: of all ranks. reshard,
     mp_policy: as in Pipeline. loss: the parameters of the loss that no stage has; their gradients are
-    averaged, too. Collective over the mesh. Raises ValueError on every process for a stage that can't be
-    sharded; on the stage's processes only, for a replicated stage with sparse gradients.
+    averaged, too. Collective over the mesh.
+    release: what is done with a stage's gradients when they are final; None: they stay.
+    Raises ValueError on every process for a stage that can't be sharded.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Reductions:
         mp_policy: Any = None,
         loss: Iterable[nn.Parameter] = (),
     ) -> None:
+        self.release: Release | None = None
         self._sharded = shard_stages(stages, place, rank, reshard, mp_policy)
         self._tied = TiedGradients(ties, stages, rank_of, rank, group, timeout)
         self._copies = LocalCopies(ties, stages)
@@ -98,6 +101,11 @@ class Reductions:
         """The tied parameters whose first copy is on another rank, or in another sharded stage."""
         return [*self._tied.copies, *self._copies.copies]
 
+    @property
+    def late(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are final only when all stages' are."""
+        return [*self._tied.parameters, *self._copies.parameters, *_shared_by(self._stages)]
+
     def _check_parameters(self) -> None:
         """Raise ValueError for parameters that the user has changed in a way that reductions don't allow."""
         if not self.is_shared:
@@ -124,24 +132,34 @@ class Reductions:
         return stage in self._reducers
 
     def begin(self) -> None:
-        """Called before the first action of a step."""
+        """Called before the first F of a step."""
         self._check_parameters()
-        self._tied.begin()
-        self._copies.begin()
+        self._tied.check()
         for reducer in self._reducers.values():
             reducer.begin()
+
+    def begin_gradients(self) -> None:
+        """Called before the first backward of a step, which is the first to change gradients."""
+        self._tied.begin()
+        self._copies.begin()
 
     def start(self, stage: int, ended: Ended | None = None) -> None:
         """Start to reduce a stage, whose gradients are complete on this rank; see Reducer.start."""
         self._reducers[stage].start(ended)
+
+    def complete(self, stage: int) -> None:
+        """The stage's gradients are final on all its copies."""
+        if self.release is not None:
+            self.release.complete(stage)
 
     def finish(self) -> None:
         """Wait for the stages, then reduce the rest; afterwards all copies of a parameter have one gradient.
 
         Also gives all replicas the first one's buffers.
         """
-        for reducer in self._reducers.values():
+        for stage, reducer in self._reducers.items():
             reducer.finish()
+            self.complete(stage)
         self._copies.sum_into_first()
         self._tied.finish()
         self._copies.copy_from_first()

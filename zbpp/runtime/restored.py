@@ -1,4 +1,7 @@
-"""What a call of the pipeline restores: random numbers, training mode, and gradients after a failed step."""
+"""What a call of the pipeline restores.
+
+Random numbers, training mode, gradients after a failed step, and buffers of a step that begins again.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from zbpp.runtime.mesh import local_of
 
@@ -52,6 +56,48 @@ class GradientsBefore:
 
 def _flag_as_partial(total: Tensor) -> None:
     setattr(total, _PARTIAL, total._version)
+
+
+class Buffers:
+    """Copies of the buffers of some modules, which forward may change (BatchNorm's statistics).
+
+    The memory of the copies is used again.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = [*dict.fromkeys(each for module in modules for each in module.modules())]
+        self._kept: dict[tuple[nn.Module, str], tuple[Tensor, Tensor]] = {}
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy all buffers."""
+        before, self._kept = self._kept, {}
+        for module in self._modules:
+            for name, buffer in module.named_buffers(recurse=False):
+                _, copy = before.get((module, name), (None, None))
+                local = local_of(buffer)
+                if copy is None or copy.shape != local.shape or copy.dtype != local.dtype:
+                    copy = torch.empty_like(local)
+                self._kept[module, name] = buffer, copy.copy_(local)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give the modules the buffers, with the values, that they had at the last `keep`."""
+        for (module, name), (buffer, copy) in self._kept.items():
+            module._buffers[name] = buffer
+            local_of(buffer).copy_(copy)
+
+
+class InPlaceChanges:
+    """Whether tensors that the caller gave are changed in place; values: what holds the tensors."""
+
+    def __init__(self, values: object) -> None:
+        tensors = [each for each in tree_leaves(values) if isinstance(each, Tensor)]
+        self._versions = [(tensor, tensor._version) for tensor in tensors]
+
+    def are_found(self) -> bool:
+        """Whether a tensor was changed since this object was made."""
+        return any(tensor._version != version for tensor, version in self._versions)
 
 
 @contextmanager

@@ -38,6 +38,7 @@ from zbpp.runtime.layout import Message, describe, layout_of
 from zbpp.runtime.named_losses import checked_losses
 
 Loss = Callable[..., Tensor | Mapping[str, Tensor]]
+LeafDone = Callable[[int], Callable[[Tensor], None] | None]  # of a microbatch
 AroundW = Callable[[WeightGrads], AbstractContextManager[None]]
 
 
@@ -67,7 +68,7 @@ class StageWorker:
     is_last: whether the stage is the pipeline's last: F then computes the loss, and returns the gradient that
     its B starts from. loss_fn(output, target): for the last stage; None if its module returns the loss.
     device: its generator is seeded for each F, beside the CPU's; None: the CPU.
-    around_w: what W runs within; None: nothing.
+    around_w: what W runs within; None: nothing. run_w: how it runs.
     """
 
     def __init__(
@@ -79,10 +80,12 @@ class StageWorker:
         loss_fn: Loss | None = None,
         device: torch.device | None = None,
         around_w: AroundW | None = None,
+        run_w: Callable[[WeightGrads], None] = WeightGrads.accumulate,
     ) -> None:
-        self._around_w = around_w
+        self._around_w, self._run_w = around_w, run_w
+        self._leaf_done: LeafDone | None = None
         self.index, self.module, self._device = index, module, device or torch.device("cpu")
-        self._is_last, self._loss_fn = is_last, loss_fn
+        self._is_last, self.loss_fn = is_last, loss_fn
         self._feed = NO_FEED
         self._saved: dict[int, _Saved] = {}  # microbatch -> what its B needs
         self._deferred: dict[int, WeightGrads] = {}  # microbatch -> what its W needs
@@ -90,9 +93,13 @@ class StageWorker:
         self.losses: list[Tensor] = []
         self.named: dict[str, list[Tensor]] = {}
 
+    def release_leaves(self, leaf_done: LeafDone | None) -> None:
+        """From now on let W call `leaf_done(microbatch)` with each leaf whose gradient is complete."""
+        self._leaf_done = leaf_done
+
     def begin(self, feed: Feed) -> None:
         """Take what the caller gave for one call. Raises ValueError if a target is needed and missing."""
-        if feed.targets is None and self._is_last and self._loss_fn is not None and feed.observe is None:
+        if feed.targets is None and self._is_last and self.loss_fn is not None and feed.observe is None:
             raise ValueError("the last stage needs target=...: there is a loss_fn")
         self._feed = feed
 
@@ -163,7 +170,7 @@ class StageWorker:
             return ()
         output = self._run_module(microbatch, inputs)
         observe(output, None if targets is None else targets[microbatch])
-        has_loss = _is_loss(output) if self._loss_fn is None else targets is not None
+        has_loss = _is_loss(output) if self.loss_fn is None else targets is not None
         if has_loss:
             self._keep_loss(self._loss(microbatch, output))
         return ()
@@ -213,12 +220,20 @@ class StageWorker:
     def _accumulate(self, microbatch: int, weight_grads: WeightGrads) -> None:
         try:
             with nullcontext() if self._around_w is None else self._around_w(weight_grads):
-                weight_grads.accumulate()
+                if self._leaf_done is None:
+                    self._run_w(weight_grads)
+                else:
+                    weight_grads.accumulate(self._leaf_done(microbatch))
         except ChangedInPlace as error:
             names = [name for name, each in self.module.named_parameters() if each is error.leaf]
             weights = f", for {', '.join(names)}" if names else ""
             error.add_note(f"in W of stage {self.index}, microbatch {microbatch}{weights}")
             raise
+
+    def given(self, microbatch: int) -> tuple[Any, ...]:
+        """What the caller gave for a microbatch."""
+        args, kwargs, targets, *_ = self._feed
+        return args[microbatch] if args else (), kwargs[microbatch], targets and targets[microbatch]
 
     def _inputs(self, microbatch: int, message: Message) -> tuple[Any, ...]:
         return self._feed.args[microbatch] if self._feed.args else message
@@ -251,9 +266,9 @@ class StageWorker:
     def _loss(self, microbatch: int, output: Any) -> Tensor:
         if output is None:
             raise BoundaryError(f"stage {self.index}, the last one, returned nothing: is a return missing?")
-        if self._loss_fn is not None:
+        if self.loss_fn is not None:
             assert self._feed.targets is not None  # `begin` refuses a step without a target
-            output = self._loss_fn(output, self._feed.targets[microbatch])
+            output = self.loss_fn(output, self._feed.targets[microbatch])
         if isinstance(output, Mapping):
             return self._sum_of_losses(output)
         if not _is_scalar(output):

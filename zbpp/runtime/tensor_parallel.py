@@ -47,9 +47,10 @@ def check_losses_alike(place: Place, losses: Sequence[Tensor], named: Means) -> 
         for name, values in other.items():
             if not _are_close(values, mine.get(name, [])):
                 raise ValueError(
-                    f"{name} differs between tensor-parallel processes ({values}, {mine.get(name)}): it "
-                    "is computed on a part of an activation, and its gradients are wrong. Compute it on the "
-                    "whole activation, that is, before a colwise layer or after a rowwise one"
+                    f"{name} differs between tensor-parallel processes ({values}, {mine.get(name)}). Either "
+                    "they were given different data: give all with the same place.data_part the same. Or the "
+                    "loss is computed on a part of an activation, and its gradients are wrong: compute it on "
+                    "the whole one, that is, before a colwise layer or after a rowwise one"
                 )
 
 
@@ -58,4 +59,4 @@ def _are_close(some: Sequence[float], others: Sequence[float]) -> bool:
     if len(some) != len(others):
         return False
     pairs = zip(some, others, strict=True)
-    return all(math.isclose(a, b, rel_tol=1e-3) or (math.isnan(a) and math.isnan(b)) for a, b in pairs)
+    return all(math.isclose(a, b, rel_tol=1e-6) or (math.isnan(a) and math.isnan(b)) for a, b in pairs)

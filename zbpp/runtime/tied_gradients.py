@@ -62,24 +62,23 @@ class TiedGradients:
         self.copies = [parameter for tie, parameter in mine if _owner(tie, rank_of) != rank]
         self._is_checked = False
 
-    def begin(self) -> None:
-        """Set the gradients of copies to zero: the owner's gradient holds the sum of earlier steps.
+    def check(self) -> None:
+        """Called before a step's first F.
 
         Before the first step AgreementError is raised, on all ranks that have copies, if copies have
         gradients of different dtypes, or if some of them are frozen.
         """
-        if not self._is_checked:
-            self._check()
+        for shared in () if self._is_checked else self._shared:
+            kinds = {text_of(tie): _kind(parameter) for tie, parameter in shared.parameters.items()}
+            check_agreement("gradients of tied parameters", kinds, shared.group, shared.ranks)
         self._is_checked = True
+
+    def begin(self) -> None:
+        """Set the gradients of copies to zero: the owner's gradient holds the sum of earlier steps."""
         for copy in self.copies:
             total = total_of(copy)
             if total is not None:
                 total.zero_()
-
-    def _check(self) -> None:
-        for shared in self._shared:
-            kinds = {text_of(tie): _kind(parameter) for tie, parameter in shared.parameters.items()}
-            check_agreement("gradients of tied parameters", kinds, shared.group, shared.ranks)
 
     def finish(self) -> None:
         """Give every copy the sum of all copies' gradients."""

@@ -13,7 +13,9 @@ dataflow.py         which values an action needs and makes: the only statement o
 costs.py            how long actions and messages take, and how much memory is held between actions
 simulate.py         timetable and costs -> timeline: when each action runs; refuses what can never finish
 lower.py            timetable -> one program per rank: actions, sends, receives, reductions
+gate.py             how far a rank runs into a step before the update of all weights is known to be right
 reductions.py       when each stage's gradients are complete and are summed over its replicas
+offload.py          what leaves the device between two actions and comes back
 dataflow_arrays.py  the table of dataflow.py as arrays of numbers, for plans with millions of actions
 numbering.py        gives each op of an order its microbatch; used by families and by the search
 transfers.py        a timeline's messages: when each one was sent and when it arrived
@@ -22,8 +24,10 @@ interchange.py      timetables in files: text, and the CSV of torch.distributed.
 
 from zbpp.schedule.costs import Costs, CostsInBytes
 from zbpp.schedule.dataflow import Value, consumes, produces
+from zbpp.schedule.gate import Gate, gate_positions
 from zbpp.schedule.interchange import from_csv, read_timetable, to_csv
 from zbpp.schedule.lower import Program, Programs, Recv, Reduce, Release, Send, lower
+from zbpp.schedule.offload import choose_offload, offload_of
 from zbpp.schedule.simulate import Timeline, simulate
 from zbpp.schedule.timetable import Action, Op, PlanError, Row, Timetable
 
@@ -31,6 +35,7 @@ __all__ = [
     "Action",
     "Costs",
     "CostsInBytes",
+    "Gate",
     "Op",
     "PlanError",
     "Program",
@@ -43,9 +48,12 @@ __all__ = [
     "Timeline",
     "Timetable",
     "Value",
+    "choose_offload",
     "consumes",
     "from_csv",
+    "gate_positions",
     "lower",
+    "offload_of",
     "produces",
     "read_timetable",
     "simulate",

@@ -25,6 +25,8 @@ class StageCosts(NamedTuple):
     comm: list[float]  # ms, of a message that leaves the stage
     memory: dict[Op, list[float]]  # what an action adds to the memory that its rank holds; < 0 if it frees
     reduce: list[float]  # ms, of the sum of the stage's gradients over its replicas
+    host: list[float]  # ms, of a copy of what F saves to host memory, or back
+    held: dict[str, list[float]]  # what "saved" and "deferred" of a microbatch hold
     static: list[float]  # held all the time
 
 
@@ -43,6 +45,7 @@ class CostNumbers:
     saved: PerStage = 1.0
     deferred: PerStage = 0.5
     reduce: PerStage = 0.0
+    host: PerStage = 0.0
     static: PerStage = 0.0
 
     def __post_init__(self) -> None:
@@ -70,6 +73,8 @@ class Costs(CostNumbers):
     saved: held from F until the end of B or BW; deferred: held from B until the end of W.
     reduce: time of summing the stage's gradients over its replicas, once a step; it occupies no rank, but a
         rank reduces one stage at a time. It holds no memory here.
+    host: time of copying what F of a microbatch saves to host memory, or back; it occupies no rank, but a
+        rank copies one thing at a time. 0: nothing leaves (offload.py).
     static: held all the time: the stage's weights, gradients and optimizer states.
     memory_unit: the unit that memory is printed in: activations here, bytes in `CostsInBytes`.
     Raises PlanError for a value that is no number, and for a number that is negative or not finite.
@@ -104,6 +109,8 @@ class Costs(CostNumbers):
                 Op.BW: [-freed for freed in saved],
             },
             reduce=spread("reduce"),
+            host=spread("host"),
+            held={"saved": saved, "deferred": deferred},
             static=spread("static"),
         )
 

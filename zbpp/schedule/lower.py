@@ -21,6 +21,8 @@ instruction waits for lies earlier in that timeline, so the waits cannot form a 
 A Reduce stands where its stage's gradients are complete: behind the stage's last W or BW, and behind the Send
 that follows this action. A Reduce starts the reduction and does not wait for it. A Release behind the same
 action comes after the Reduce, since a Release may have to wait.
+
+What leaves the device between two actions is another matter, and each rank's own: see offload.py.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ import numpy as np
 
 from zbpp.schedule.dataflow import Value, produces
 from zbpp.schedule.dataflow_arrays import Numbers, Values
+from zbpp.schedule.gate import Gate, gate_positions
+from zbpp.schedule.offload import RankOffload, Transport
 from zbpp.schedule.reductions import complete_stages
 from zbpp.schedule.simulate import Floats, Timeline, simulate
 from zbpp.schedule.timetable import Action, Op, Timetable
@@ -76,10 +80,10 @@ class Reduce(NamedTuple):
         return f"Reduce {self.stage}"
 
 
-Instruction = Action | Send | Recv | Release | Reduce
+Instruction = Action | Send | Recv | Release | Reduce | Transport
 # The slots around each action of a row, in the order in which they run:
-_NUM_SLOTS = 5
-_RECV, _ACTION, _SEND, _REDUCE, _RELEASE = range(_NUM_SLOTS)
+_NUM_SLOTS = 7
+_COPY, _RECV, _WAIT, _ACTION, _SEND, _REDUCE, _RELEASE = range(_NUM_SLOTS)
 
 
 class Program(NamedTuple):
@@ -100,8 +104,8 @@ class Program(NamedTuple):
 class Programs(Sequence[Program]):
     """A sequence of one program per rank. A program is made when it is indexed: a rank needs only its own."""
 
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
+    def __init__(self, timeline: Timeline, offload: Sequence[RankOffload] = ()) -> None:
+        self._timeline, self._offload = timeline, offload
         self._links = _connected(timeline.timetable)
         self._values = Values(timeline.timetable.num_stages, timeline.timetable.num_microbatches)
 
@@ -120,6 +124,20 @@ class Programs(Sequence[Program]):
     def __getitem__(self, rank: int | slice) -> Program | list[Program]:
         chosen = range(len(self))[rank]
         return self._lower(chosen) if isinstance(chosen, int) else [self._lower(rank) for rank in chosen]
+
+    def gate(self, rank: int) -> Gate:
+        """The rank's gate, see gate.py."""
+        timetable, ends = self._timeline.timetable, self._timeline.ends
+        positions = gate_positions(timetable)
+        sent, dropped = {}, []
+        for sender in (sender for sender, receiver in self.links if receiver == rank):
+            link = _Link(self._timeline, self._values, sender, rank)
+            sent[sender] = num_sent = int((link.sent_at < positions[sender]).sum())
+            num_received = int((link.received_at < positions[rank]).sum())
+            times = ends[sender][link.sent_at[num_received:num_sent]].tolist()
+            dropped += [(time, sender) for time in times]
+        # In the order of their sends in one timeline, so that the waits can't form a circle.
+        return Gate(positions[rank], sent, tuple([sender for _, sender in sorted(dropped)]))
 
     def _lower(self, rank: int) -> Program:
         touching = sorted(pair for pair in self._links if rank in pair)
@@ -140,6 +158,13 @@ class Programs(Sequence[Program]):
         complete_at = complete_stages(row)
         instructions += map(Reduce, complete_at)
         keys += [_sort_keys(np.array([*complete_at.values()], dtype=np.int64), _REDUCE)]
+        placed = self._offload[rank] if self._offload else ()
+        instructions += [each.instruction for each in placed]
+        keys += [
+            np.array(
+                [_NUM_SLOTS * each.before + (_COPY if each.at_once else _WAIT) for each in placed], np.int64
+            )
+        ]
         order = np.argsort(np.concatenate(keys), kind="stable").tolist()
         in_flight = {peer: link.in_flight for peer, link in inbound.items()}
         return Program(rank, tuple([instructions[i] for i in order]), in_flight)
@@ -194,11 +219,13 @@ def _most_in_flight(sent: Floats, consumed: Floats) -> int:
     return int(waiting.max(initial=0))
 
 
-def lower(timetable: Timetable) -> Programs:
+def lower(timetable: Timetable, offload: Sequence[RankOffload] = ()) -> Programs:
     """Make one program per rank: the timetable's actions with the messages between them, and with Reduces.
 
     Each stage has one Reduce; in a timetable of F's alone, as an evaluation has, none.
+    offload: of each rank, what leaves the device and comes back (`choose_offload`); a rank's offload concerns
+    no other rank.
     The programs never deadlock, and every message that is sent is received; a property test holds this over
     random timetables and placements. Raises PlanError as `simulate` does.
     """
-    return Programs(simulate(timetable))
+    return Programs(simulate(timetable), offload)

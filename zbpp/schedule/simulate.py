@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ import numpy.typing as npt
 from zbpp.schedule.costs import ACTIVATIONS, Costs, StageCosts
 from zbpp.schedule.dataflow import Value, consumes
 from zbpp.schedule.dataflow_arrays import Numbers, Values, kinds_of
+from zbpp.schedule.offload import CopySpan, RankCopies, RankOffload, changes_of
 from zbpp.schedule.reductions import Reduction, predicted_reductions
 from zbpp.schedule.timetable import Op, PlanError, Row, Timetable
 
@@ -45,6 +46,7 @@ class Timeline:
     transfers: the messages of a measured timeline; `transfers.py` also makes those of a predicted one.
     reductions: of each stage's gradients over its replicas, rank by rank, in order; empty where none takes
     time.
+    copies: of what leaves the device and comes back, rank by rank, in order.
     """
 
     timetable: Timetable
@@ -54,6 +56,7 @@ class Timeline:
     message_ms: tuple[float, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     reductions: tuple[Reduction, ...] = ()
+    copies: tuple[CopySpan, ...] = ()
     memory_unit: str = ACTIVATIONS
     measured: bool = False
 
@@ -100,12 +103,29 @@ class Timeline:
         return range(self.timetable.num_ranks)
 
 
-def simulate(timetable: Timetable, costs: Costs | None = None) -> Timeline:
+def simulate(
+    timetable: Timetable,
+    costs: Costs | None = None,
+    offload: Sequence[RankOffload] = (),
+    *,
+    num_steps: int = 1,
+) -> Timeline:
     """Run each row in order, every action as soon as its inputs have arrived.
 
     Times are in ms. A message takes costs.comm and overlaps computation. So does a stage's reduction, which
     takes costs.reduce: it starts when the stage's last W or BW has ended, and the rank's reduction before it.
     A timetable of F's alone is legal: evaluation runs it.
+
+    offload: of each rank, what leaves the device and comes back (`choose_offload`). An action whose copy is
+    late waits for it; peak_memory is what is left on the device.
+
+    num_steps: so many steps one after the other, as post-validation runs them (zbpp.PostValidation, or
+    optimizer.validation=after); real while no update has to be redone. A rank begins a step when it has ended
+    the one before, reductions included. It waits at its gate (gate.py) until all ranks have ended that step,
+    but never longer than for its messages: the first B needs an F of every rank. Neither the update of the
+    weights nor the exchange of norms takes time. The Timeline is one of `timetable.repeated(num_steps)`.
+    With an update that waits for all ranks, n steps take n times the makespan of one.
+
     Raises PlanError if an action repeats or is missing, if the microbatches of a stage don't ascend, or if
     the timetable can never finish.
     """
@@ -114,14 +134,25 @@ def simulate(timetable: Timetable, costs: Costs | None = None) -> Timeline:
     _check_backwards(timetable)
     costs = costs or Costs()
     stage_costs = costs.per_stage(timetable.num_stages)
-    ranks = _run(timetable, stage_costs)
+    if num_steps < 1:
+        raise PlanError(f"num_steps={num_steps}: write 1 or more")
+    placed = [*offload] or [()] * timetable.num_ranks
+    copies = [RankCopies(rank, each, stage_costs) if each else None for rank, each in enumerate(placed)]
+    ranks = _run(timetable, stage_costs, copies)
+    reductions = list(_reductions(ranks, stage_costs.reduce))
+    for _ in range(num_steps - 1):
+        _run_step(ranks, _ends(ranks, reductions))
+        reductions += _reductions(ranks, stage_costs.reduce)
     return Timeline(
-        timetable,
+        timetable if num_steps == 1 else timetable.repeated(num_steps),
         starts=tuple(np.frombuffer(rank.starts) for rank in ranks),
         ends=tuple(np.frombuffer(rank.ends) for rank in ranks),
-        peak_memory=tuple(_peak(row, stage_costs) for row in timetable.rows),
+        peak_memory=tuple(
+            _peak(row, stage_costs, each) for row, each in zip(timetable.rows, placed, strict=True)
+        ),
         message_ms=tuple(stage_costs.comm),
-        reductions=tuple(_reductions(ranks, stage_costs.reduce)),
+        reductions=tuple(sorted(reductions, key=lambda each: each.rank)),
+        copies=tuple(span for each in copies if each is not None for span in each.spans),
         memory_unit=costs.memory_unit,
     )
 
@@ -181,7 +212,14 @@ class _RankRun:
     awaited, given: for each action the number of the value from, and for, another rank; or _NONE.
     """
 
-    def __init__(self, timetable: Timetable, rank: int, values: Values, costs: StageCosts) -> None:
+    def __init__(
+        self,
+        timetable: Timetable,
+        rank: int,
+        values: Values,
+        costs: StageCosts,
+        copies: RankCopies | None = None,
+    ) -> None:
         row = timetable.rows[rank]
         made_at, made = values.produced_in(row)
         used_at, used = values.consumed_in(row)
@@ -189,7 +227,7 @@ class _RankRun:
         local_made_at, local_used_at = made_at[in_made], used_at[in_used]
         too_early = local_used_at[local_used_at <= local_made_at]
         leaves = np.array(timetable.rank_of)[values.stages(made)] != rank
-        self.rank, self.row, self.values = rank, row, values
+        self.rank, self.row, self.values, self.copies = rank, row, values, copies
         self.stops_at = int(too_early.min(initial=len(row)))
         self.awaited = _by_action(len(row), np.delete(used_at, in_used), np.delete(used, in_used))
         self.given = _by_action(len(row), made_at[leaves], made[leaves])
@@ -197,21 +235,28 @@ class _RankRun:
         self.delays = np.array(costs.comm)[row.stages]
         self.starts, self.ends = array("d"), array("d")
 
-    def run(self, arrival: list[float | None], waiting: dict[int, int], awake: list[int]) -> Iterator[int]:
+    def run(
+        self, begin: float, arrival: list[float | None], waiting: dict[int, int], awake: list[int]
+    ) -> Iterator[int]:
         """Run the row as far as `stops_at`. Yield the number of each value that has to be waited for.
 
-        arrival: for each value when it arrives, None until it is made. waiting: value -> the rank that waits
-        for it. awake: the ranks that can go on; a rank is added once its value is made.
+        begin: when it may begin. arrival: for each value when it arrives, None until it is made. waiting:
+        value -> the rank that waits for it. awake: the ranks that can go on; a rank is added once its value
+        is made.
         """
-        clock = 0.0
+        clock, copies = begin, self.copies
         columns = (self.awaited, self.durations, self.given, self.delays)
         # Iterated as memoryviews (.data): as lists, the numbers of all ranks would take gigabytes.
         steps = zip(*(column[: self.stops_at].data for column in columns), strict=True)
-        for needs, duration, gives, delay in steps:
+        for position, (needs, duration, gives, delay) in enumerate(steps):
+            if copies is not None:
+                clock = copies.run(position, True, clock)
             if needs != _NONE:
                 while (arrived := arrival[needs]) is None:
                     yield needs
                 clock = max(clock, arrived)
+            if copies is not None:
+                clock = copies.run(position, False, clock)
             self.starts.append(clock)
             clock += duration
             self.ends.append(clock)
@@ -239,36 +284,60 @@ def _by_action(length: int, positions: Numbers, numbers: Numbers) -> npt.NDArray
     return column
 
 
-def _run(timetable: Timetable, costs: StageCosts) -> list[_RankRun]:
-    """Let each rank run until it has to wait for a value; the rank that makes the value wakes it."""
+def _run(timetable: Timetable, costs: StageCosts, copies: Sequence[RankCopies | None]) -> list[_RankRun]:
+    """Run one step, which begins at 0 ms."""
     values = Values(timetable.num_stages, timetable.num_microbatches)
-    ranks = [_RankRun(timetable, rank, values, costs) for rank in range(timetable.num_ranks)]
-    arrival: list[float | None] = [None] * len(values)
-    waiting: dict[int, int] = {}
-    awake = list(range(timetable.num_ranks))
-    running = [rank.run(arrival, waiting, awake) for rank in ranks]
-    while awake:
-        rank = awake.pop()
-        value = next(running[rank], None)
-        if value is not None:
-            waiting[value] = rank
+    ranks = [_RankRun(timetable, rank, values, costs, copies[rank]) for rank in range(timetable.num_ranks)]
+    arrival = _run_step(ranks, [0.0] * len(ranks))
     stuck = [rank.complaint(arrival) for rank in ranks if len(rank.ends) < len(rank.row)]
     if stuck:
         raise PlanError(f"the timetable cannot proceed: {'; '.join(stuck)}")
     return ranks
 
 
+def _run_step(ranks: list[_RankRun], begins: Sequence[float]) -> list[float | None]:
+    """Let each rank run until it has to wait for a value; the rank that makes the value wakes it.
+
+    begins: for each rank, when it may begin. Returns when each value arrives.
+    """
+    arrival: list[float | None] = [None] * len(ranks[0].values)
+    waiting: dict[int, int] = {}
+    awake = list(range(len(ranks)))
+    running = [rank.run(begin, arrival, waiting, awake) for rank, begin in zip(ranks, begins, strict=True)]
+    while awake:
+        rank = awake.pop()
+        value = next(running[rank], None)
+        if value is not None:
+            waiting[value] = rank
+    return arrival
+
+
+def _ends(ranks: list[_RankRun], reductions: list[Reduction]) -> list[float]:
+    """When each rank has ended all that it has begun, reductions included."""
+    ends = [rank.ends[-1] for rank in ranks]
+    for each in reductions:
+        ends[each.rank] = max(ends[each.rank], each.end)
+    return ends
+
+
 def _reductions(ranks: list[_RankRun], reduce: list[float]) -> Iterator[Reduction]:
-    """All ranks' reductions; without such costs no row is looked through."""
+    """All ranks' reductions in their last step; without such costs no row is looked through."""
     for each in ranks if any(reduce) else ():
-        yield from predicted_reductions(each.rank, each.row, np.frombuffer(each.ends), reduce)
+        ends = np.array(each.ends[-len(each.row) :])
+        yield from predicted_reductions(each.rank, each.row, ends, reduce)
 
 
-def _peak(row: Row, costs: StageCosts) -> float:
-    """The most memory that the rank holds after any action of its row, with what it holds all the time."""
+def _peak(row: Row, costs: StageCosts, offload: RankOffload = ()) -> float:
+    """The most memory that the rank holds after any action of its row, or after any Fetch.
+
+    With what the rank holds all the time.
+    """
     change = np.zeros(len(row))
     for op, per_stage in costs.memory.items():
         chosen = row.ops == op
         change[chosen] = np.asarray(per_stage)[row.stages[chosen]]
+    if offload:
+        places, amounts = zip(*changes_of(offload, costs), strict=True)
+        change = np.insert(change, places, amounts)
     static: float = sum(costs.static[stage] for stage in np.unique(row.stages).tolist())
     return float(np.cumsum(change).max()) + static

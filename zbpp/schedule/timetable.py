@@ -161,6 +161,18 @@ class Timetable:
         """The F's alone, with the same placement and order. Evaluation runs this timetable."""
         return Timetable(row.select(row.ops == Op.F) for row in self.rows)
 
+    def repeated(self, num_steps: int) -> Timetable:
+        """The same actions once for each step: microbatch 0 of step 2 has the number 2 * num_microbatches."""
+        first = np.arange(num_steps, dtype=np.int32) * self.num_microbatches
+        return Timetable(
+            Row(
+                np.tile(row.stages, num_steps),
+                np.tile(row.ops, num_steps),
+                (first[:, None] + row.microbatches).ravel(),
+            )
+            for row in self.rows
+        )
+
     def stages_of(self, rank: int) -> list[int]:
         """The stages that a rank owns, ascending."""
         return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]

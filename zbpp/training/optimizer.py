@@ -1,9 +1,10 @@
-"""AdamW and its learning rate."""
+"""The optimizers of the config, and their learning rate."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,23 +18,85 @@ def adamw(
     eps: float,
     weight_decay: float,
     kahan_sum: bool = False,
+    gradient_release: str = "off",
 ) -> torch.optim.Optimizer:
     """AdamW over the trainable ones of the parameters; matrices decay, biases and norm scales don't.
 
-    kahan_sum: of 16-bit weights, what rounding takes off an update is kept and added later. This is
-    torch-optimi's AdamW, of the same formula.
+    kahan_sum: of 16-bit weights, what rounding takes off an update is kept and added later. With it, and with
+    gradient_release=accumulate, this is torch-optimi's AdamW, of the same formula.
     """
+    groups = _groups(parameters, weight_decay)
+    if kahan_sum or gradient_release == "accumulate":
+        from optimi import AdamW
+
+        is_released = gradient_release != "off"
+        return AdamW(
+            groups,
+            lr=learning_rate,
+            betas=betas,
+            eps=eps,
+            kahan_sum=kahan_sum,
+            gradient_release=is_released,
+        )
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps)
+
+
+def stable_adamw(
+    parameters: Iterable[nn.Parameter],
+    *,
+    learning_rate: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    kahan_sum: bool = False,
+    gradient_release: str = "off",
+) -> torch.optim.Optimizer:
+    """torch-optimi's StableAdamW, which limits each parameter's update by itself: no clipping is needed."""
+    from optimi import StableAdamW
+
+    return StableAdamW(
+        _groups(parameters, weight_decay),
+        lr=learning_rate,
+        betas=betas,
+        eps=eps,
+        kahan_sum=kahan_sum,
+        gradient_release=gradient_release != "off",
+    )
+
+
+def lion(
+    parameters: Iterable[nn.Parameter],
+    *,
+    learning_rate: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    kahan_sum: bool = False,
+    gradient_release: str = "off",
+) -> torch.optim.Optimizer:
+    """torch-optimi's Lion: one state per weight, and no eps."""
+    from optimi import Lion
+
+    return Lion(
+        _groups(parameters, weight_decay),
+        lr=learning_rate,
+        betas=betas,
+        kahan_sum=kahan_sum,
+        gradient_release=gradient_release != "off",
+    )
+
+
+OPTIMIZERS = {"adamw": adamw, "stable_adamw": stable_adamw, "lion": lion}
+
+
+def _groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """The trainable parameters in two groups: matrices, and the rest without decay."""
     trained = [p for p in parameters if p.requires_grad]
     # A group may be empty: a rank whose stages are all frozen has nothing to update.
-    groups = [
+    return [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
-    if kahan_sum:
-        from optimi import AdamW
-
-        return AdamW(groups, lr=learning_rate, betas=betas, eps=eps, kahan_sum=True)
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps)
 
 
 def warmup_cosine(step: int, *, num_steps: int, warmup_steps: int, min_ratio: float) -> float:

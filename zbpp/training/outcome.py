@@ -49,10 +49,13 @@ def share_of(pipeline: Pipeline, losses: Sequence[Tensor]) -> Share:
     return Share(mean, squares_in_mesh(pipeline), pipeline.step_losses.means())
 
 
-def outcome_of(shares: Sequence[Share], pipeline: Pipeline) -> Outcome:
-    """The outcome from the shares of all processes, in the order of `place.gather`."""
+def outcome_of(shares: Sequence[Share], pipeline: Pipeline, loss_scale: float) -> Outcome:
+    """The outcome from the shares of all processes, in the order of `place.gather`.
+
+    loss_scale: the pipeline's in that step.
+    """
     found = [each.loss for each in shares if each.loss is not None]  # from the owners of the last stage
     # All pipelines have the same gradients: the norm is that of the first one.
-    norm = norm_of(each.squares for each in shares[: pipeline.timetable.num_ranks]) / pipeline.loss_scale
+    norm = norm_of(each.squares for each in shares[: pipeline.timetable.num_ranks]) / loss_scale
     named = summed([each.named for each in shares], pipeline.place.num_pipelines)
     return Outcome(math.fsum(found) / len(found), norm, named)

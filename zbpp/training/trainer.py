@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,10 @@ from zbpp.training.loss_scale import LossScale
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.memory_report import MemoryReport
 from zbpp.training.named_losses import with_evaluation_losses, with_named_losses
+from zbpp.training.post_validation import PostValidatedUpdate, Validation
+from zbpp.training.released_update import ReleasedUpdate
 from zbpp.training.replan import Replan
-from zbpp.training.update import Metrics, Update
+from zbpp.training.update import Metrics, Result, Update
 
 
 @dataclass(kw_only=True)
@@ -38,8 +41,14 @@ class Trainer:
     after the first steps. masters: master weights of all trainable parameters; the optimizer must then be
     over `masters.parameters()`, and floating-point targets are cast to float32. loss_scale: chooses the
     pipeline's loss_scale before each step; None: that scale stays as it is. In both cases the scale is
-    divided out of norm and gradients. memory_report: records the memory of one step. Raises ValueError for an
-    optimizer that would read `.grad` where W sums in a `main_grad`.
+    divided out of norm and gradients. memory_report: records the memory of one step.
+    gradient_release: off, or step or accumulate: the pipeline's step
+    updates the weights itself, see Pipeline.release_gradients. Raises ValueError for an optimizer that would
+    read `.grad` where W sums in a `main_grad`, and for one whose step can't be taken back with
+    post_validation.
+
+    post_validation: how the weights are updated before the norm is known; a step's metrics then come one step
+    later. None: the update waits for the norm.
     """
 
     pipeline: Pipeline
@@ -53,33 +62,43 @@ class Trainer:
     replan: Replan | None = None
     masters: MasterWeights | None = None
     loss_scale: LossScale | None = None
+    gradient_release: str = "off"
+    post_validation: Validation | None = None
     memory_report: MemoryReport | None = None
 
     def __post_init__(self) -> None:
         _check_gradients(self.pipeline, self.optimizer, self.masters)
-        self._update = Update(
-            self.optimizer, clip_norm=self.clip_norm, masters=self.masters, loss_scale=self.loss_scale
-        )
+        self._update = self._make_update()
         self.timelines: list[Timeline] = []
+        self._begun: deque[Metrics] = deque()  # of steps whose outcome is not known yet
 
     def run(self, num_steps: int) -> Iterator[Metrics]:
-        """Train; yields each step's metrics when it is done. All but the times are equal on all ranks."""
+        """Train; yields each step's metrics when they are known. All but the times are equal on all ranks."""
         for step in range(num_steps):
             recorded = step >= num_steps - self.num_recorded or self._is_measured(step)
-            if self.memory_report is not None and step == self.memory_report.step:
-                recorded = False  # the recorder notes levels in place of times
-                with self.memory_report.recording(self):
-                    metrics = self._step(step)
-            else:
-                with self.pipeline.recording() if recorded else nullcontext():
-                    metrics = self._step(step)
-            if self.evaluate_every and ((step + 1) % self.evaluate_every == 0 or step + 1 == num_steps):
-                metrics |= self.evaluate()
+            evaluated = self.evaluate_every and (
+                (step + 1) % self.evaluate_every == 0 or step + 1 == num_steps
+            )
+            report = self.memory_report if self.memory_report and self.memory_report.step == step else None
+            known = self._settled() if recorded else []
+            recorded = recorded and report is None  # a report notes levels in place of times
+            with self._recorded(recorded, report):
+                known += self._step(step)
+            if recorded or evaluated or step + 1 == num_steps or self.replan is not None:
+                known += self._settled()  # so that the last one is this step's
+            if evaluated:
+                known[-1] |= self.evaluate()
             if recorded:
                 self.timelines.append(self.pipeline.timeline())
             if step + 1 < num_steps:
-                metrics |= self._replan(step)
-            yield metrics
+                self._replan(step, known)
+            yield from known
+
+    def _recorded(self, recorded: bool, report: MemoryReport | None) -> AbstractContextManager[None]:
+        """What a step runs within."""
+        if report is not None:
+            return report.recording(self)
+        return self.pipeline.recording() if recorded else nullcontext()
 
     @property
     def items_per_step(self) -> int:
@@ -119,23 +138,51 @@ class Trainer:
         found = with_evaluation_losses(found, self.pipeline.evaluation_losses)
         return {"loss": math.fsum(map(float, losses)) / len(losses), **found} if losses else {}
 
-    def _step(self, step: int) -> Metrics:
+    def _step(self, step: int) -> list[Metrics]:
+        """Train on one batch; returns the metrics of all steps whose outcome is known by now."""
         begin = time.perf_counter()
         self._update.begin(self.pipeline, self.learning_rate(step))
         args, target = self._training_batch(step)
         losses = self.pipeline.step(*args, target=target)
-        outcome, figures = self._update.end(self.pipeline, losses)
+        results = self._update.end(self.pipeline, losses)
         if self.pipeline.device.type == "cuda":
             torch.cuda.synchronize(self.pipeline.device)
         seconds = time.perf_counter() - begin
-        metrics = {
-            "step": step + 1,
-            "loss": outcome.loss,
-            **figures,
-            f"{self.data.unit}_per_second": self.items_per_step / seconds,
-            "step_seconds": seconds,
+        times = {f"{self.data.unit}_per_second": self.items_per_step / seconds, "step_seconds": seconds}
+        self._begun.append({"step": step + 1, **times})
+        return self._finished(results)
+
+    def _settled(self) -> list[Metrics]:
+        """Wait until the weights are right; returns the metrics that have become known."""
+        return self._finished(self._update.settle())
+
+    def _finished(self, results: Iterable[Result]) -> list[Metrics]:
+        """The metrics of the oldest steps that were begun, with their results."""
+        finished = []
+        for outcome, figures in results:
+            times = self._begun.popleft()
+            metrics = {"step": times.pop("step"), "loss": outcome.loss, **figures, **times}
+            finished.append(with_named_losses(metrics, outcome.named))
+        return finished
+
+    def _make_update(self) -> Update:
+        options: Any = {
+            "clip_norm": self.clip_norm,
+            "masters": self.masters,
+            "loss_scale": self.loss_scale,
         }
-        return with_named_losses(metrics, outcome.named)
+        if self.gradient_release != "off":
+            if self.post_validation is not None:
+                raise ValueError(
+                    "gradient release drops the gradients that post-validation may need again: leave one out"
+                )
+            accumulate = self.gradient_release == "accumulate"
+            return ReleasedUpdate(self.pipeline, self.optimizer, accumulate=accumulate, **options)
+        if self.post_validation is None:
+            return Update(self.optimizer, **options)
+        return PostValidatedUpdate(
+            self.optimizer, pipeline=self.pipeline, validation=self.post_validation, **options
+        )
 
     def _training_batch(self, step: int) -> tuple[tuple[Any, ...], Any]:
         """This process's part of a step's data: each replica and each shard reads a batch of its own."""
@@ -160,16 +207,16 @@ class Trainer:
     def _is_measured(self, step: int) -> bool:
         return self.replan is not None and self.replan.is_measured(step)
 
-    def _replan(self, step: int) -> Metrics:
-        """Let the replanner, if there is one, replace the pipeline; returns its metrics."""
+    def _replan(self, step: int, known: Sequence[Metrics]) -> None:
+        """Let the replanner, if there is one, replace the pipeline; its metrics are added to the step's."""
         if self.replan is None:
-            return {}
+            return
         _, target = self._training_batch(step)
         following, metrics = self.replan.after(step, self.pipeline, self.timelines, target)
         if following is not self.pipeline:
             self.pipeline = following
             self.timelines.clear()
-        return metrics
+        known[-1].update(metrics)
 
 
 def _check_gradients(

@@ -19,6 +19,8 @@ from zbpp.training.master_weights import MasterWeights
 from zbpp.training.outcome import Outcome, outcome_of, share_of
 
 Metrics = dict[str, Any]
+Result = tuple[Outcome, Metrics]
+"""What a step came to, and what that adds to its metrics."""
 
 
 class Update:
@@ -41,39 +43,61 @@ class Update:
 
     def begin(self, pipeline: Pipeline, factor: float) -> None:
         """Prepare a step. factor: on the optimizer's learning rate."""
+        self._zero_grad()
+        self._set_loss_scale(pipeline)
+        self._set_rate(factor)
+
+    def end(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> list[Result]:
+        """Update the weights. Returns the results of steps that are known by now, in the order of steps."""
+        scale, rate = pipeline.loss_scale, self._rate
+        outcome = outcome_of(pipeline.place.gather(share_of(pipeline, losses)), pipeline, scale)
+        # All ranks have the same norm: if it isn't finite, all of them skip the update.
+        if outcome.is_finite:
+            self._update(gradients_of(pipeline.parameters()), self._factor(outcome.norm, scale))
+        if self._loss_scale is not None:
+            self._loss_scale.update(is_finite=outcome.is_finite)
+        return [self._result(outcome, scale, rate)]
+
+    def settle(self) -> list[Result]:
+        """Wait until the weights are right. Returns the results that have become known."""
+        return []
+
+    def _zero_grad(self) -> None:
         (self._masters or self._optimizer).zero_grad()
+
+    def _set_loss_scale(self, pipeline: Pipeline) -> None:
         if self._loss_scale is not None:
             pipeline.loss_scale = self._loss_scale.value
+
+    def _set_rate(self, factor: float) -> None:
         for group, base in zip(self._optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = base * factor
 
-    def end(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> tuple[Outcome, Metrics]:
-        """Update the weights. Returns the step's outcome and what it adds to the metrics."""
-        outcome = outcome_of(pipeline.place.gather(share_of(pipeline, losses)), pipeline)
-        # All ranks have the same norm: if it isn't finite, all of them skip the update.
-        if outcome.is_finite:
-            self._update(pipeline, outcome.norm)
-        metrics = {
-            "grad_norm": outcome.norm,
-            "learning_rate": self._optimizer.param_groups[0]["lr"],
-            "skipped": not outcome.is_finite,
-            **self._next_loss_scale(pipeline, is_finite=outcome.is_finite),
-        }
-        return outcome, metrics
-
-    def _update(self, pipeline: Pipeline, norm: float) -> None:
-        factor = 1 / pipeline.loss_scale
+    def _factor(self, norm: float, loss_scale: float) -> float:
+        """What the gradients are multiplied by: their loss scale is divided out, and they are clipped."""
+        factor = 1 / loss_scale
         if self._clip_norm is not None and norm > self._clip_norm:
             factor *= self._clip_norm / norm
+        return factor
+
+    def _update(self, gradients: list[Tensor], factor: float) -> None:
         if factor != 1:
-            scale_gradients(gradients_of(pipeline.parameters()), factor)
+            scale_gradients(gradients, factor)
         self._optimizer.step()
         if self._masters is not None:
             self._masters.update()
 
-    def _next_loss_scale(self, pipeline: Pipeline, *, is_finite: bool) -> Metrics:
-        """Choose the next step's loss scale, if it is dynamic; returns the last one as a metric."""
-        if self._loss_scale is None:
-            return {}
-        self._loss_scale.update(is_finite=is_finite)
-        return {"loss_scale": pipeline.loss_scale}
+    @property
+    def _rate(self) -> float:
+        rate: float = self._optimizer.param_groups[0]["lr"]
+        return rate
+
+    def _result(self, outcome: Outcome, loss_scale: float, rate: float) -> Result:
+        """The outcome of a step, and what it adds to the metrics. loss_scale, rate: in this step."""
+        metrics = {
+            "grad_norm": outcome.norm,
+            "learning_rate": rate,
+            "skipped": not outcome.is_finite,
+            **({} if self._loss_scale is None else {"loss_scale": loss_scale}),
+        }
+        return outcome, metrics

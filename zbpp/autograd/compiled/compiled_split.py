@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
-from zbpp.autograd.collector import collector_of
+from zbpp.autograd.collector import collector_of, refuse_create_graph
 from zbpp.autograd.compiled.inductor import Boxed
 from zbpp.autograd.hooks import run_hooks
 from zbpp.autograd.leaf_grad import add_to_grad, grad_dtype, total_of
@@ -141,6 +141,7 @@ class _SplitFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        refuse_create_graph("a compiled stage, which has no second derivative", "do not compile")
         split: CompiledSplit = ctx.split
         b, w = split.b, split.w
         ctx.read.check()

@@ -1,1 +1,1 @@
-"""What each switch of memory costs and saves, measured."""
+"""What each switch of memory and of the optimizer's step costs and saves, measured."""

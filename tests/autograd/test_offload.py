@@ -1,0 +1,248 @@
+"""Saved tensors that leave and come back: the same gradients, less memory, changes in place noticed."""
+
+import errno
+import resource
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.processes import outcomes
+from zbpp import backward_input
+from zbpp.autograd.copies import OffloadError, copier_for
+from zbpp.autograd.offload import SavedActivations
+from zbpp.runtime.memory import live_bytes
+
+CPU = torch.device("cpu")
+ROWS, SIZE = 64, 32
+SMALLEST = 1  # bytes: everything leaves
+
+
+class Layers(nn.Module):
+    """Products, a convolution, norms, a softmax, dropout, views of one storage, a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(16, SIZE)
+        self.norm = nn.LayerNorm(SIZE)
+        self.qkv = nn.Linear(SIZE, 3 * SIZE)
+        self.convolution = nn.Conv1d(SIZE, SIZE, 3, padding=1)
+        self.out = nn.Linear(SIZE, SIZE, bias=False)
+        self.register_buffer("scale", torch.rand(ROWS, SIZE))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) * self.scale
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + torch.dropout(torch.softmax(q @ k.mT, -1), 0.1, True) @ v
+        x = torch.tanh(self.convolution(x.mT[None])[0].mT)
+        return self.out(x)
+
+
+def layers():
+    torch.manual_seed(0)
+    return Layers()
+
+
+def tokens():
+    return torch.arange(ROWS) % 16
+
+
+def activations_of(module, copier, call, **options):
+    saved = SavedActivations(copier, **options)
+    saved.keep([*module.parameters(), *module.buffers()])
+    with saved.saving():
+        output = call()
+    return saved, output
+
+
+def gradients(module):
+    return {name: each.grad for name, each in module.named_parameters()}
+
+
+def trained(to=None, *, fetched=True):
+    """The gradients of one F, B, W; with a place to go, all that may leave is away in between."""
+    module = layers()
+    torch.manual_seed(1)
+    if to is None:
+        output = module(tokens())
+    else:
+        copier = copier_for(CPU, to)
+        saved, output = activations_of(module, copier, lambda: module(tokens()), least_bytes=SMALLEST)
+        assert saved.nbytes > 10 * ROWS * SIZE * 4
+        saved.offload()
+        saved.drop()
+        if fetched:
+            saved.fetch()
+    _, weight_grads = backward_input(output, torch.ones_like(output), ())
+    tasks = [type(each).__name__ for each in weight_grads._tasks]
+    weight_grads.accumulate()
+    if to is not None:
+        assert copier.used_bytes == 0
+        copier.close()
+    return gradients(module), tasks
+
+
+@pytest.mark.parametrize("fetched", [True, False])
+@pytest.mark.parametrize("where", ["host", "file"])
+def test_gradients_are_equal_to_the_last_bit_and_the_same_weights_wait(where, fetched, tmp_path):
+    """Also of what nobody fetched: it comes back when it is unpacked."""
+    expected, tasks = trained()
+    found, found_tasks = trained("host" if where == "host" else tmp_path, fetched=fetched)
+    assert found_tasks == tasks
+    for name, each in expected.items():
+        assert torch.equal(found[name], each), name
+    assert list(tmp_path.iterdir()) == []  # the file has no name
+
+
+def test_a_storage_leaves_once_and_its_device_memory_is_free_until_it_is_fetched(tmp_path):
+    """torch's profiler counts the allocations; what is in the file is no tensor."""
+    module = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+    x = torch.randn(512, 256)
+    copier = copier_for(CPU, tmp_path)
+    wide = 512 * 1024 * 4
+    kept = []
+
+    def away():
+        saved, output = activations_of(module, copier, lambda: module(x))
+        saved.offload()
+        saved.drop()
+        kept.extend((saved, output))
+        assert saved.nbytes == 2 * wide + x.nbytes  # GELU's input and output, which are saved twice, and x
+
+    assert live_bytes(away, CPU).after == 512 * 256 * 4  # the output
+    assert live_bytes(lambda: (kept[0].fetch(), kept[0].wait()), CPU).after == 2 * wide + x.nbytes
+    copier.close()
+
+
+def test_parameters_buffers_and_what_the_caller_keeps_stay():
+    module, copier = layers(), copier_for(CPU)
+    x = torch.randn(ROWS, SIZE)
+    saved, output = activations_of(
+        module, copier, lambda: module.scale * module.out(x) * module.out.weight[0], least_bytes=SMALLEST
+    )
+    assert saved.nbytes == x.nbytes + output.nbytes  # and scale * out(x)
+    saved.keep([x])
+    assert saved.nbytes == output.nbytes
+
+
+def test_small_storages_stay():
+    module, copier = nn.Linear(8, 8), copier_for(CPU)
+    saved, _ = activations_of(module, copier, lambda: module(torch.randn(4, 8)))
+    assert saved.nbytes == 0
+
+
+def test_above_its_limit_a_copier_takes_nothing():
+    module, copier = layers(), copier_for(CPU)
+    copier.most_bytes = 100
+    saved, output = activations_of(module, copier, lambda: module(tokens()), least_bytes=SMALLEST)
+    saved.offload()
+    saved.drop()
+    assert copier.total_bytes == 0
+    backward_input(output, torch.ones_like(output), ())[1].accumulate()
+
+
+@pytest.mark.parametrize("when", ["before", "copied", "away", "back"])
+def test_a_change_in_place_is_noticed_as_autograd_notices_it(when):
+    """Plain autograd raises in B, whenever it happened; so does what was away."""
+    copier = copier_for(CPU)
+    x = torch.randn(5, 4)
+    layer = nn.Linear(4, 4)
+    saved, output = activations_of(layer, copier, lambda: torch.tanh(layer(x)), least_bytes=SMALLEST)
+    change = x.zero_
+    steps = {
+        "before": [change, saved.offload, saved.drop, saved.fetch],
+        "copied": [saved.offload, change, saved.drop, saved.fetch],
+        "away": [saved.offload, saved.drop, change, saved.fetch],
+        "back": [saved.offload, saved.drop, saved.fetch, change],
+    }
+    for step in steps[when]:
+        step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        backward_input(output, torch.ones(5, 4), ())
+
+
+def test_a_change_in_place_between_b_and_w_is_noticed():
+    copier = copier_for(CPU)
+    x = torch.randn(5, 4)
+    layer = nn.Linear(4, 4)
+    saved, output = activations_of(layer, copier, lambda: layer(x), least_bytes=SMALLEST)
+    saved.offload()
+    saved.drop()
+    _, weight_grads = backward_input(output, torch.ones(5, 4), ())
+    x.zero_()
+    with pytest.raises(RuntimeError, match=r"the input that AddmmBackward0 saved .*changed in place"):
+        weight_grads.accumulate()
+
+
+def test_an_activation_that_is_never_used_gives_its_space_back():
+    module, copier = layers(), copier_for(CPU)
+    saved, output = activations_of(module, copier, lambda: module(tokens()), least_bytes=SMALLEST)
+    saved.offload()
+    saved.drop()
+    assert copier.used_bytes > 0
+    del output
+    assert copier.used_bytes == 0
+    number = copier.num_spaces
+    saved, _output = activations_of(module, copier, lambda: module(tokens()), least_bytes=SMALLEST)
+    saved.offload()
+    assert copier.num_spaces == number
+
+
+def test_host_memory_that_runs_out_is_said_with_what_to_write():
+    module, copier = layers(), copier_for(CPU)
+
+    def full(nbytes):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    copier._make_space = full
+    saved, output = activations_of(module, copier, lambda: module(tokens()), least_bytes=SMALLEST)
+    with pytest.raises(OffloadError, match=r"no room for \d+ more bytes .* in host memory.*memory.offload"):
+        saved.offload()
+    backward_input(output, torch.ones_like(output), ())[1].accumulate()  # all is still here
+
+
+def with_a_small_disk(rank, folder):
+    """A file may not grow above 1 MiB in this process."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+    module = nn.Linear(256, 1024)
+    x = torch.randn(2048, 256, requires_grad=True) * 1
+    copier = copier_for(CPU, folder)
+    saved, _ = activations_of(module, copier, lambda: module(x))
+    saved.offload()
+
+
+def test_a_full_disk_is_said(tmp_path):
+    ((succeeded, text),) = outcomes(with_a_small_disk, 1, tmp_path)
+    assert not succeeded
+    assert "OffloadError: no room for 2097152 more bytes of offloaded activations in a file in" in text
+    assert f"Errno {errno.EFBIG}" in text
+
+
+def test_a_folder_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(OffloadError, match="activations can't be offloaded to .*missing"):
+        copier_for(CPU, tmp_path / "missing")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_gradients_are_equal_to_the_last_bit():
+    """NOT RUN ON A GPU YET."""
+    device = torch.device("cuda", 0)
+
+    def grads(is_away):
+        module = layers().to(device)
+        torch.manual_seed(1)
+        saved = SavedActivations(copier_for(device), least_bytes=SMALLEST)
+        saved.keep([*module.parameters(), *module.buffers()])
+        with saved.saving():
+            output = module(tokens().to(device))
+        if is_away:
+            saved.offload()
+            saved.drop()
+            saved.fetch()
+            saved.wait()
+        _, weight_grads = backward_input(output, torch.ones_like(output), ())
+        weight_grads.accumulate()
+        return gradients(module)
+
+    expected, found = grads(False), grads(True)
+    assert all(torch.equal(found[name], each) for name, each in expected.items())

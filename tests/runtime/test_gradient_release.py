@@ -1,0 +1,347 @@
+"""Weights updated inside the step: losses and weights of the ordinary loop, to the last bit."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from helpers.processes import run_ranks
+from zbpp import MasterWeights, Pipeline, Timetable, clip_grad_norm_, make_mesh, plan
+from zbpp.runtime.norm import norm_of, squares_in_mesh
+
+VOCAB, HIDDEN, M, ROWS, STEPS = 11, 8, 4, 8, 5
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adamw, tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)),
+    "adamw, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adamw, foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
+}
+
+
+class Model:
+    """Embedding, layers and a head; is_tied: the head has the embedding's weight, as one object or a copy."""
+
+    def __init__(self, is_tied=False, dtype=torch.float64):
+        torch.manual_seed(0)
+        self.is_tied = is_tied
+        layers = [nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.GELU()) for _ in range(6)]
+        self.parts = {"embedding": nn.Embedding(VOCAB, HIDDEN)}
+        self.parts |= {f"layer_{i}": layer for i, layer in enumerate(layers)}
+        self.parts["head"] = nn.Linear(HIDDEN, VOCAB, bias=False)
+        for part in self.parts.values():
+            part.to(dtype)
+
+    def build_stage(self, index, num_stages):
+        names = list(self.parts)
+        stage = nn.Sequential()
+        for name in names[len(names) * index // num_stages : len(names) * (index + 1) // num_stages]:
+            stage.add_module(name, self.parts[name])
+        return stage
+
+    def loss(self, output, target):
+        return F.cross_entropy(output.flatten(0, 1).double(), target.flatten())
+
+    def tied(self):
+        return {"head.weight": "embedding.weight"} if self.is_tied else {}
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(VOCAB, (ROWS, 5), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def trained(pipeline, optimizer, *, released, steps=range(STEPS), scheduler=None):
+    """Losses and, at the end, weights; the ordinary loop steps the optimizer itself."""
+    losses = []
+    for step in steps:
+        inputs, target = batch(step)
+        rows = ROWS // pipeline.place.num_data_parts
+        part = slice(pipeline.place.data_part * rows, (pipeline.place.data_part + 1) * rows)
+        losses += map(float, pipeline.step(inputs[part], target=target[part]))
+        if released:
+            assert all(each.grad is None for each in pipeline.parameters())
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+    weights = {name: each.detach() for name, each in pipeline.named_parameters()}
+    return losses, {name: getattr(each, "_local_tensor", each).clone() for name, each in weights.items()}
+
+
+def run(make_optimizer, schedule, *, released, is_tied=False, **options):
+    with Pipeline(Model(is_tied), schedule, num_microbatches=M, **options) as pipeline:
+        optimizer = make_optimizer(pipeline.parameters())
+        scheduler = StepLR(optimizer, 2, 0.5)
+        if released:
+            pipeline.release_gradients(optimizer)
+        return trained(pipeline, optimizer, released=released, scheduler=scheduler)
+
+
+def same(one, other):
+    assert one[0] == other[0]
+    assert one[1].keys() == other[1].keys()
+    assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_losses_and_weights_are_those_of_the_ordinary_step(name):
+    """Two stages in one process, which share the embedding's weight; the learning rate falls."""
+    losses, weights = run(OPTIMIZERS[name], "zb_v", released=True, is_tied=True)
+    same((losses, weights), run(OPTIMIZERS[name], "zb_v", released=False, is_tied=True))
+    assert len(set(losses)) == len(losses) == M * STEPS
+
+
+MESHES = [
+    ("two ranks", {}, "zb_h1", True),
+    ("four stages", {}, "zb_v", False),
+    ("replicas", {"replicate": 2}, "zb_v", True),
+    ("shards", {"shard": 2}, "zb_v", True),
+]
+
+
+def in_meshes(rank):
+    found = {}
+    for name, degrees, schedule, is_tied in MESHES:
+        for released in (True, False):
+            mesh = make_mesh(**degrees) if degrees else None
+            options = {"mesh": mesh, "is_tied": is_tied}
+            found[name, released] = run(OPTIMIZERS["adamw"], schedule, released=released, **options)
+    return found
+
+
+def test_two_processes_train_as_with_the_ordinary_step():
+    """Ranks, replicas, shards, tied copies; replicas and copies of a parameter stay equal."""
+    everyone = run_ranks(in_meshes, 2)
+    for found in everyone:
+        for name, *_ in MESHES:
+            same(found[name, True], found[name, False])
+    first, second = (found["replicas", True][1] for found in everyone)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    own, copy = (everyone[rank]["two ranks", True][1] for rank in (0, 1))
+    assert torch.equal(own["embedding.weight"], copy["head.weight"])
+    assert any(found["two ranks", True][0] for found in everyone)
+
+
+def on_one_rank(schedule="zb_v", model=None, **options):
+    return Pipeline(model or Model(), schedule, num_microbatches=M, **options)
+
+
+def released(make_optimizer=OPTIMIZERS["adamw"], **options):
+    pipeline = on_one_rank(**options)
+    optimizer = make_optimizer(pipeline.parameters())
+    pipeline.release_gradients(optimizer)
+    return pipeline, optimizer
+
+
+class CountsInItsGroup(torch.optim.SGD):
+    """Its rate falls with a count of steps that the group keeps, as schedule-free optimizers' does."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
+class CountsInItself(torch.optim.SGD):
+    """As an optimizer that warms up by a count of its own."""
+
+    num_steps = 0
+
+    def step(self, closure=None):
+        self.num_steps += 1
+        return super().step(closure)
+
+
+class ClipsByItself(torch.optim.SGD):
+    """Clips by the norm of all gradients, as LAMB does in some libraries."""
+
+    def step(self, closure=None):
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (torch.optim.LBFGS, "its step needs a closure that computes all gradients again"),
+        (lambda p: CountsInItsGroup(p, lr=0.1), "it keeps 'k' of a group for all parameters together"),
+        (lambda p: CountsInItself(p, lr=0.1), "it keeps its attribute num_steps for all parameters together"),
+        (
+            lambda p: ClipsByItself(p, lr=0.1),
+            "the update of one parameter depends on the gradients of others",
+        ),
+    ],
+)
+def test_an_optimizer_that_updates_parameters_together_is_refused(make, words):
+    pipeline = on_one_rank()
+    with pytest.raises(ValueError, match=f"{words}. Write gradient_release=off"):
+        pipeline.release_gradients(make(pipeline.parameters()))
+    assert not pipeline.releases_gradients
+
+
+def test_the_trial_leaves_the_optimizer_as_it_was():
+    _, optimizer = released()
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["lr"] == 0.01
+
+
+def test_sparse_gradients_are_released():
+    def trained_embedding(is_released):
+        torch.manual_seed(0)
+        stage = nn.Sequential(
+            nn.Embedding(VOCAB, HIDDEN, sparse=True), nn.Flatten(), nn.Linear(4 * HIDDEN, 1)
+        )
+        stage[2].requires_grad_(False)
+        with Pipeline({0: stage}, "zb_h1", lambda y, _: y.square().mean(), num_microbatches=M) as pipeline:
+            optimizer = torch.optim.SparseAdam([stage[0].weight], lr=0.1)
+            if is_released:
+                pipeline.release_gradients(optimizer)
+            return trained(pipeline, optimizer, released=is_released)
+
+    same(trained_embedding(True), trained_embedding(False))
+
+
+def test_post_hooks_run_once_per_step_after_all_updates_and_pre_hooks_are_refused():
+    pipeline, optimizer = released()
+    seen = []
+    before = [each.detach().clone() for each in pipeline.parameters()]
+
+    def see(optimizer, _args, _kwargs):
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        seen.append([torch.equal(*pair) for pair in zip(parameters, before, strict=True)])
+
+    optimizer.register_step_post_hook(see)
+    trained(pipeline, optimizer, released=True, steps=range(1))
+    assert seen == [[False] * len(before)]
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    inputs, target = batch(1)
+    with pytest.raises(ValueError, match="the optimizer has a step pre-hook"):
+        pipeline.step(inputs, target=target)
+    handle.remove()
+    pipeline.step(inputs, target=target)  # nothing had been updated, so the pipeline goes on
+
+
+def test_what_needs_all_gradients_is_refused_before_anything_runs():
+    pipeline, optimizer = released()
+    inputs, target = batch(0)
+    with pytest.raises(RuntimeError, match="releases gradients.*such as optimi.StableAdamW"):
+        clip_grad_norm_(pipeline, 1.0)
+    pipeline.loss_scale = 1024.0
+    with pytest.raises(ValueError, match=r"loss_scale=1024 .*write pipeline.loss_scale = 1"):
+        pipeline.step(inputs, target=target)
+    pipeline.loss_scale = 1.0
+    next(pipeline.parameters()).grad = torch.ones_like(next(pipeline.parameters()))
+    with pytest.raises(ValueError, match="gradients of several steps don't add up"):
+        pipeline.step(inputs, target=target)
+    optimizer.zero_grad()
+    pipeline.step(inputs, target=target)
+
+
+def test_master_weights_and_a_foreign_optimizer_are_refused():
+    pipeline = on_one_rank(model=Model(dtype=torch.float32))
+    with pytest.raises(ValueError, match="holds no parameter of this rank's stages"):
+        pipeline.release_gradients(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+    masters = MasterWeights(pipeline.parameters(), torch.bfloat16)
+    with pytest.raises(ValueError, match=r"have a main_grad .*write precision=bfloat16"):
+        pipeline.release_gradients(torch.optim.SGD(masters.parameters(), lr=0.1))
+
+
+class Fails(nn.Module):
+    """Fails in B of a microbatch: behind it in the pipeline, stages may have been updated already."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_backwards = 0
+
+    def forward(self, x):
+        x = x * 1.0
+        x.register_hook(self.count)
+        return x
+
+    def count(self, _):
+        self.num_backwards += 1
+        if self.num_backwards == M:
+            raise RuntimeError("planned")
+
+
+def test_no_step_follows_one_that_failed_after_an_update():
+    """The last stage has done all its work when the first one's last B fails."""
+    first = nn.Sequential(nn.Embedding(VOCAB, HIDDEN).double(), Fails())
+    last = nn.Linear(HIDDEN, VOCAB).double()
+    timetable = Timetable.parse("0F0 0F1 0F2 0F3 1F0 1F1 1F2 1F3 1BW0 1BW1 1BW2 1BW3 0BW0 0BW1 0BW2 0BW3")
+    pipeline = Pipeline({0: first, 1: last}, timetable, Model().loss)
+    before = last.weight.detach().clone()
+    pipeline.release_gradients(torch.optim.SGD(pipeline.parameters(), lr=0.1))
+    inputs, target = batch(0)
+    with pytest.raises(RuntimeError, match="planned") as caught:
+        pipeline.step(inputs, target=target)
+    assert "some of its weights and optimizer states have been updated" in "\n".join(caught.value.__notes__)
+    assert not torch.equal(before, last.weight)
+    with pytest.raises(
+        RuntimeError, match="earlier step failed .*planned.* load weights and optimizer states"
+    ):
+        pipeline.step(inputs, target=target)
+    with pytest.raises(RuntimeError, match="load weights"):
+        pipeline.evaluate(inputs, target=target)
+    pipeline.close()
+
+
+def test_a_step_that_failed_before_any_update_may_be_repeated():
+    pipeline, _ = released()
+    inputs, target = batch(0)
+    with pytest.raises(IndexError):
+        pipeline.step(inputs + VOCAB, target=target)
+    assert len(pipeline.step(inputs, target=target)) == M
+
+
+def test_another_timetable_goes_on_releasing_and_evaluate_changes_nothing():
+    pipeline, optimizer = released()
+    losses, _ = trained(pipeline, optimizer, released=True, steps=range(2))
+    inputs, target = batch(9)
+    pipeline.evaluate(inputs, target=target)
+    pipeline = pipeline.with_timetable(plan("interleaved_zb", 1, M, stages_per_rank=2))
+    more, weights = trained(pipeline, optimizer, released=True, steps=range(2, STEPS))
+    same((losses + more, weights), run_plain())
+
+
+def run_plain():
+    pipeline = on_one_rank()
+    return trained(pipeline, OPTIMIZERS["adamw"](pipeline.parameters()), released=False)
+
+
+def test_a_parameter_that_the_callers_graph_uses_too_gets_its_whole_gradient():
+    """Its gradient is complete only when the step has run the caller's graph: all updates wait for that."""
+
+    def run_with_graph(is_released):
+        torch.manual_seed(0)
+        stage = nn.Linear(HIDDEN, HIDDEN).double()
+        pipeline = Pipeline({0: stage}, "zb_h1", F.mse_loss, num_microbatches=M)
+        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.1)
+        if is_released:
+            pipeline.release_gradients(optimizer)
+        x = torch.ones(M, HIDDEN, dtype=torch.float64)
+        for _ in range(2):
+            pipeline.step(x @ stage.weight, target=x)
+            if not is_released:
+                optimizer.step()
+                optimizer.zero_grad()
+        return stage.weight.detach()
+
+    assert torch.equal(run_with_graph(True), run_with_graph(False))
+
+
+def test_the_norm_of_released_gradients_is_the_norm_that_clipping_would_have_found():
+    pipeline = on_one_rank()
+    pipeline.release_gradients(OPTIMIZERS["adamw"](pipeline.parameters()), keep_squares=True)
+    inputs, target = batch(0)
+    pipeline.step(inputs, target=target)
+    plain = on_one_rank()
+    plain.step(inputs, target=target)
+    assert norm_of([squares_in_mesh(pipeline)]) == clip_grad_norm_(plain, 1e9).item() > 0

@@ -1,0 +1,442 @@
+"""Weights that live on the host: equal numbers to the last bit, in the memory of three blocks."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+
+from helpers.moe import Moe
+from helpers.processes import run_ranks
+from helpers.split import grads_of
+from zbpp import Pipeline, app, backward_input
+from zbpp import config as configs
+from zbpp.autograd import recompute
+from zbpp.models.gpt import Gpt
+from zbpp.models.llama import Llama
+from zbpp.runtime.memory import live_bytes
+from zbpp.runtime.weight_buffers import FileHost, MemoryHost
+from zbpp.runtime.weight_offload import OffloadedWeights
+
+SIZES = {"vocab_size": 20, "num_layers": 3, "hidden_size": 16, "num_heads": 4, "sequence_length": 8}
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+
+
+def tokens(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(20, (2, 8, 8), generator=generator)
+
+
+def train(model, offload, *, schedule="zb_h1", num_stages=1, optimizer=adamw, change=lambda stage: None):
+    """Losses of three steps and evaluations, and the weights after them."""
+    torch.manual_seed(0)
+    stages = {index: model.build_stage(index, num_stages) for index in range(num_stages)}
+    weights = OffloadedWeights(stages, host=offload) if offload else None
+    for stage in stages.values():
+        change(stage)
+    pipeline = Pipeline(stages, schedule, loss_fn=model.loss, num_microbatches=4)
+    trained = [*pipeline.parameters()]
+    updates = optimizer(trained)
+    losses = []
+    for step in range(3):
+        x, target = tokens(step)
+        updates.zero_grad(set_to_none=step != 1)
+        losses += pipeline.step(x, target=target)
+        updates.step()
+        losses += pipeline.evaluate(x, target=target)
+    assert [*pipeline.parameters()] == trained or all(
+        a is b for a, b in zip(pipeline.parameters(), trained, strict=True)
+    )
+    return torch.stack(losses), pipeline.state_dict(), weights
+
+
+def assert_same(found, expected):
+    assert torch.equal(found[0], expected[0])
+    assert found[1].keys() == expected[1].keys()
+    for name, value in expected[1].items():
+        assert torch.equal(found[1][name], value), name
+
+
+def recompute_blocks(stage):
+    for child in stage.children():
+        for block in child if isinstance(child, nn.ModuleList) else [child]:
+            recompute(block)
+
+
+CASES = {
+    "1f1b": {"schedule": "1f1b"},
+    "momentum": {"optimizer": momentum},
+    "two stages in a V": {"schedule": "zb_v", "num_stages": 2},
+    "recompute": {"change": recompute_blocks},
+    "recompute of the stage": {"change": recompute},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("model", [Llama(**SIZES), Gpt(**SIZES, dropout=0.1)], ids=["llama", "gpt"])
+def test_a_model_trains_as_without_to_the_last_bit(model, name, tmp_path):
+    assert_same(train(model, FileHost(tmp_path), **CASES[name]), train(model, None, **CASES[name]))
+
+
+def test_the_host_may_be_memory():
+    model = Llama(**SIZES)
+    assert_same(train(model, MemoryHost()), train(model, None))
+
+
+# ---------------------------------------------------------------- memory
+
+
+class Deep:
+    """Ten equal layers, whose weights are far larger than their activations."""
+
+    def build_stage(self, index, num_stages):
+        layers = [nn.Linear(128, 128) for _ in range(10)]
+        return nn.Sequential(*(each for layer in layers for each in (layer, nn.Tanh())))
+
+
+def steps_of_deep(host, budget=None):
+    """Losses of three steps, and the most live bytes on the device from offloading on."""
+    torch.manual_seed(0)
+    stages = {0: Deep().build_stage(0, 1)}
+    losses = []
+
+    def run():
+        if host is not None:
+            OffloadedWeights(stages, host=host, budget=budget)
+        pipeline = Pipeline(stages, "zb_h1", loss_fn=F.mse_loss, num_microbatches=2)
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        for step in range(3):
+            x = torch.randn(2, 128, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            losses.extend(pipeline.step(x, target=x))
+            optimizer.step()
+
+    level = live_bytes(run, torch.device("cpu"))
+    return torch.stack(losses), level.highest
+
+
+def test_a_model_of_three_times_the_budget_trains_with_equal_losses(tmp_path):
+    """The host is a file: what the allocator counts is the device's."""
+    one = 4 * (128 * 128 + 128)
+    budget = 3 * one
+    plain, most_without = steps_of_deep(None)
+    losses, most = steps_of_deep(FileHost(tmp_path), budget)
+    assert torch.equal(losses, plain)
+    activations = 2 * 20 * 128 * 4 * 2  # outputs and their gradients
+    assert most <= budget + activations < 1.3 * budget
+    assert 10 * one >= 3 * budget
+    assert most_without >= 10 * one  # its gradients alone: its weights were allocated before
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_budget_that_is_too_small_names_the_least_one():
+    stages = {0: Deep().build_stage(0, 1)}
+    least = 3 * 4 * (128 * 128 + 128)
+    with pytest.raises(ValueError, match=f"budget={least - 1} bytes is too small.*are {least} bytes"):
+        OffloadedWeights(stages, budget=least - 1)
+    assert OffloadedWeights(stages, budget=least).device_bytes == least
+
+
+def test_a_block_is_copied_once_for_f_and_once_for_b():
+    """The last block is still there for B, the first one for the next F."""
+    stages = {0: Deep().build_stage(0, 1)}
+    weights = OffloadedWeights(stages)
+    pipeline = Pipeline(stages, "zb_h1", loss_fn=F.mse_loss, num_microbatches=1)
+    for step in (1, 2):
+        pipeline.step(torch.randn(2, 128), target=torch.randn(2, 128))
+        assert weights.num_copies == step * (10 + 8)
+
+
+# ---------------------------------------------------------------- kinds of blocks
+
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        return dy * weight, (dy * x).sum(0)
+
+
+class Everything(nn.Module):
+    """Weights in a Function, in a chain that computes, in a product of weights, and in norms."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.norm = nn.Parameter(torch.randn(6)), nn.LayerNorm(6)
+        self.left, self.right = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(6, 6))
+        self.unused, self.frozen = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, x):
+        x = self.norm(Scale.apply(x, self.scale))
+        x = F.linear(x, torch.tanh(self.left) * self.left)
+        return self.frozen(x @ (self.left @ self.right))
+
+
+def images():
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.GELU(), nn.Sequential(nn.Conv2d(4, 2, 3), nn.Flatten())
+    ).to(memory_format=torch.channels_last)
+
+
+BLOCKS = {
+    "everything": (lambda: nn.Sequential(Everything(), nn.Linear(6, 6), Everything()), (8, 6)),
+    "images": (images, (8, 3, 8, 8)),
+    "one block": (lambda: nn.Linear(6, 6), (8, 6)),
+    "attention": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True), (8, 3, 8)),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 6)), None),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_every_kind_of_weight_gets_its_gradient(name):
+    make, shape = BLOCKS[name]
+    sides = []
+    for offload in (False, True):
+        torch.manual_seed(1)
+        module = make()
+        x = torch.randint(9, (8, 3)) if shape is None else torch.randn(shape)
+        if offload:
+            OffloadedWeights({0: module})
+        pipeline = Pipeline({0: module}, "zb_h1", loss_fn=lambda y, _: y.square().mean(), num_microbatches=2)
+        losses = [*pipeline.step(x, target=x), *pipeline.step(x, target=x)]
+        sides.append((torch.stack(losses), grads_of(module) | dict(module.named_buffers())))
+    assert_same(sides[1], sides[0])
+
+
+def test_auxiliary_losses_of_blocks_count():
+    sides = []
+    for offload in (False, True):
+        model = Moe()
+        stages = {0: model.build_stage(0, 1)}
+        if offload:
+            OffloadedWeights(stages)
+        pipeline = Pipeline(stages, "zb_h1", loss_fn=model.loss, num_microbatches=2)
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).double()
+        losses = pipeline.step(x, target=x)
+        sides.append((torch.stack(losses), grads_of(stages[0]), pipeline.auxiliary_losses()))
+    assert_same(sides[1], sides[0])
+    assert sides[1][2] == sides[0][2]
+
+
+def test_without_a_pipeline():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    plain = copy.deepcopy(module)
+    weights = OffloadedWeights({0: module})
+    x, dy = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6)
+    (grad,), later = backward_input(module(x), dy, x)
+    weights.accumulate(later)
+    (expected,), later = backward_input(plain(x), dy, x)
+    later.accumulate()
+    assert torch.equal(grad, expected)
+    assert all(torch.equal(g, grads_of(plain)[name]) for name, g in grads_of(module).items())
+    with pytest.raises(TypeError, match="copy them before"):
+        copy.deepcopy(module)
+
+
+def test_weights_written_through_data_between_steps_are_used():
+    """Neither autograd nor a count of changes sees such a write."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain = copy.deepcopy(module)
+    OffloadedWeights({0: module})
+    x = torch.randn(2, 4)
+    losses = []
+    for each in (plain, module):
+        pipeline = Pipeline({0: each}, "zb_h1", loss_fn=F.mse_loss, num_microbatches=1)
+        for _ in range(2):
+            losses += pipeline.step(x, target=x)
+            each[0].weight.data.mul_(0.5)
+    assert torch.equal(losses[1], losses[3])
+
+
+def two_ranks(rank):
+    model = Llama(**SIZES)
+    found = []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        stages = {rank: model.build_stage(rank, 2)}
+        if offload:
+            OffloadedWeights(stages)
+        with Pipeline(stages, "zb_h1", loss_fn=model.loss, num_microbatches=4) as pipeline:
+            optimizer = adamw(pipeline.parameters())
+            x, target = tokens(0)
+            for _ in range(2):
+                optimizer.zero_grad()
+                losses = pipeline.step(x, target=target)
+                optimizer.step()
+            found.append((losses, [each.detach().clone() for each in pipeline.parameters()]))
+    return found
+
+
+def test_two_ranks_train_as_without():
+    for plain, offloaded in run_ranks(two_ranks, 2):
+        for one, other in zip((*plain[0], *plain[1]), (*offloaded[0], *offloaded[1]), strict=True):
+            assert torch.equal(one, other)
+
+
+def run_of_the_trainer(folder, *overrides):
+    from hydra import compose, initialize_config_dir
+
+    sizes = ("num_layers=2", "hidden_size=16", "num_heads=2", "sequence_length=8")
+    given = [f"run_dir={folder}", "steps=3", "num_microbatches=2", "parallel.device=cpu", *overrides]
+    configs.register()
+    with initialize_config_dir(str(configs.config_folder()), version_base="1.3"):
+        config = compose("train", [*given, "optimizer.clip_norm=0.1", *(f"model.{each}" for each in sizes)])
+    figures = app.train(configs.typed(config), configs.flat(config), configs.as_yaml(config))
+    (weights,) = folder.glob("*.safetensors")
+    return figures, load_file(weights)
+
+
+def test_the_trainer_offloads_weights(tmp_path):
+    """Clipping and evaluation included; the written weights are equal to the last bit."""
+    plain, expected = run_of_the_trainer(tmp_path / "plain")
+    figures, found = run_of_the_trainer(
+        tmp_path / "offloaded", "memory.offload_weights=true", "memory.recompute=block"
+    )
+    assert figures["evaluation_loss"] == plain["evaluation_loss"]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(each, expected[name]) for name, each in found.items())
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+class Holds(nn.Module):
+    """A block that leaves its weight somewhere."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.linear, self.how = nn.Linear(4, 4), how
+
+    def forward(self, x):
+        return self.how(self, x)
+
+
+class KeepsOnCtx(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight.detach()
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy @ ctx.weight.t(), None
+
+
+def keep_in_attribute(module, x):
+    module.kept = module.linear.weight.detach()
+    return module.linear(x)
+
+
+HOLDERS = {
+    "returned": lambda module, x: (module.linear(x), module.linear.weight.t()),
+    "attribute": keep_in_attribute,
+    "ctx": lambda module, x: KeepsOnCtx.apply(x, module.linear.weight),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_block_that_keeps_its_weight_is_refused_in_its_first_forward(name):
+    """The buffer will hold other weights: what was kept would change in silence."""
+    stage = nn.Sequential(Holds(HOLDERS[name]))
+    OffloadedWeights({0: stage})
+    with pytest.raises(RuntimeError, match="forward of 0 of stage 0 leaves a tensor that is a weight"):
+        stage(torch.randn(2, 4))
+
+
+def tied():
+    stage = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    stage[1].weight = stage[0].weight
+    return stage
+
+
+def with_own_parameter():
+    stage = nn.Sequential(nn.Linear(4, 4))
+    stage.scale = nn.Parameter(torch.ones(4))
+    return stage
+
+
+def with_recompute():
+    stage = nn.Sequential(nn.Linear(4, 4))
+    recompute(stage[0])
+    return stage
+
+
+def with_main_grad():
+    stage = nn.Sequential(nn.Linear(4, 4))
+    stage[0].weight.main_grad = torch.zeros(4, 4)
+    return stage
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (tied, "0 of stage 0 and 1 of stage 0 share a parameter"),
+        (with_own_parameter, "scale of stage 0 belongs to no block"),
+        (with_recompute, "offload weights first"),
+        (with_main_grad, "has a main_grad"),
+    ],
+)
+def test_stages_that_cannot_be_offloaded_are_refused_and_left_as_they_are(make, said):
+    stage = make()
+    before = {name: each.data_ptr() for name, each in stage.named_parameters()}
+    with pytest.raises(ValueError, match=said):
+        OffloadedWeights({0: stage})
+    assert {name: each.data_ptr() for name, each in stage.named_parameters()} == before
+    stage(torch.randn(2, 4))
+
+
+def test_a_hook_on_a_weight_is_refused():
+    stage = nn.Sequential(nn.Linear(4, 4))
+    OffloadedWeights({0: stage})
+    stage[0].weight.register_post_accumulate_grad_hook(lambda weight: None)
+    pipeline = Pipeline({0: stage}, "zb_h1", loss_fn=F.mse_loss, num_microbatches=1)
+    with pytest.raises(RuntimeError, match="a weight of 0 of stage 0 has a hook"):
+        pipeline.step(torch.randn(2, 4), target=torch.randn(2, 4))
+
+
+def test_a_weight_that_changes_between_f_and_b_is_refused():
+    stage = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    OffloadedWeights({0: stage})
+    x = torch.randn(2, 4, requires_grad=True)
+    y = stage(x)
+    torch.optim.SGD(stage.parameters(), lr=0.1)
+    with torch.no_grad():
+        stage[1].weight.add_(1)
+    with pytest.raises(RuntimeError, match="a weight of 1 of stage 0 was changed in place between F and B"):
+        backward_input(y, torch.ones(2, 4), x)
+
+
+def test_after_a_forward_that_fails_the_weights_are_on_the_host():
+    class Fails(nn.Linear):
+        def forward(self, x):
+            raise KeyError("in the forward")
+
+    stage = nn.Sequential(nn.Linear(4, 4), Fails(4, 4))
+    OffloadedWeights({0: stage})
+    homes = [each.data_ptr() for each in stage.parameters()]
+    with pytest.raises(KeyError, match="in the forward"):
+        stage(torch.randn(2, 4))
+    assert [each.data_ptr() for each in stage.parameters()] == homes
+
+
+def test_stages_offloaded_apart_are_refused():
+    stages = {index: nn.Sequential(nn.Linear(4, 4)) for index in (0, 1)}
+    for index, stage in stages.items():
+        OffloadedWeights({index: stage})
+    with pytest.raises(ValueError, match="offloaded apart"):
+        Pipeline(stages, "zb_v", loss_fn=F.mse_loss, num_microbatches=2)

@@ -1,0 +1,138 @@
+"""What leaves the device between two actions: chosen so that nothing is late, simulated, and lowered."""
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from zbpp import Costs, PlanError, lower, plan, simulate
+from zbpp.schedule import Action, Op, Value, choose_offload, offload_of
+from zbpp.schedule.offload import Await, Drop, Fetch, Offload
+
+NAMES = ["gpipe", "1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "interleaved_1f1b"]
+
+
+def drawn_costs(seed, num_stages, host):
+    rng = random.Random(seed)
+
+    def numbers(low, high):
+        return [rng.uniform(low, high) for _ in range(num_stages)]
+
+    return Costs(
+        f=numbers(1, 3), b=numbers(1, 3), w=numbers(1, 3), comm=rng.uniform(0, 1), host=numbers(*host)
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("host", [(0.1, 0.5), (1, 3), (4, 9)])
+def test_what_is_chosen_makes_no_action_late_and_holds_no_more(name, host):
+    """With drawn costs: every action starts when it starts without offload."""
+    timetable = plan(name, 4, 8)
+    costs = drawn_costs(name + str(host), timetable.num_stages, host)
+    without = simulate(timetable, costs)
+    offload = choose_offload(without, costs)
+    timeline = simulate(timetable, costs, offload)
+    for before, after in zip(without.starts, timeline.starts, strict=True):
+        np.testing.assert_allclose(after, before)
+    assert all(
+        after <= before for before, after in zip(without.peak_memory, timeline.peak_memory, strict=True)
+    )
+    assert any(offload) == bool(timeline.copies)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rank_makes_one_copy_at_a_time_and_each_instruction_waits_for_its_own(name, late):
+    timetable = plan(name, 4, 8)
+    costs = drawn_costs(name, timetable.num_stages, (1, 3))
+    timeline = simulate(timetable, costs, choose_offload(simulate(timetable, costs), costs, late=late))
+    for rank in range(4):
+        copies = [each for each in timeline.copies if each.rank == rank]
+        assert all(first.end <= second.start for first, second in pairwise(copies))
+        for each in copies:
+            row = timetable.rows[rank]
+            used = [i for i, a in enumerate(row) if a[::2] == each.value[1:] and a.op in (Op.B, Op.BW)]
+            made = [i for i, a in enumerate(row) if a[::2] == each.value[1:] and a.op is Op.F]
+            assert each.start >= timeline.ends[rank][made[0]]
+            assert each.end <= timeline.starts[rank][used[0]] + 1e-9
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_four_instructions_of_a_value_stand_between_its_producer_and_its_consumer(name):
+    timetable = plan(name, 4, 8)
+    costs = drawn_costs(name, timetable.num_stages, (0.5, 2))
+    for late in (False, True):
+        offload = choose_offload(simulate(timetable, costs), costs, late=late)
+        for rank, program in enumerate(lower(timetable, offload)):
+            places = {str(each): place for place, each in enumerate(program.instructions)}
+            left = [each.value for each in program.instructions if isinstance(each, Offload)]
+            assert len(left) == len(offload[rank]) / 4
+            for value in left:
+                end = Op.BW if str(Action(value.stage, Op.BW, value.microbatch)) in places else Op.B
+                order = [Action(value.stage, Op.F, value.microbatch), Offload(value), Drop(value)]
+                order += [Fetch(value), Await(value), Action(value.stage, end, value.microbatch)]
+                found = [places[str(each)] for each in order]
+                assert found == sorted(found)
+                between = program.instructions[found[2] : found[3]]
+                assert any(isinstance(each, Action) for each in between)  # it is away while something runs
+
+
+def test_the_first_rank_can_spare_all_where_round_trips_fit_beside_the_computation():
+    """PipeOffload, arXiv:2503.01328: full offload is free where k <= 1."""
+    timetable = plan("1f1b", 4, 16)
+    for k, least, most in ((0.5, 16, 16), (1.0, 15, 16), (2.0, 1, 8)):  # of 16 microbatches
+        costs = Costs(host=k * 3 / 2)  # F = B = W = 1
+        chosen = choose_offload(simulate(timetable, costs), costs)
+        assert least <= len(chosen[0]) / 4 <= most
+
+
+def test_the_longest_lifespans_leave_first_under_a_limit():
+    """Of a V, rank 0's first stage waits longest; a limit of one activation leaves the rest."""
+    timetable = plan("zb_v", 4, 8)
+    costs = Costs(f=2, b=2, w=2, host=0.1)
+    chosen = choose_offload(simulate(timetable, costs), costs, 1.0)[0]
+    assert {each.instruction.value.stage for each in chosen} == {0}
+    away = most = 0
+    for each in chosen:
+        away += isinstance(each.instruction, Offload) - isinstance(each.instruction, Await)
+        most = max(most, away)
+    assert most == 1
+
+
+def test_late_copies_hold_the_peak_and_take_the_time():
+    timetable, costs = plan("1f1b", 4, 8), Costs(f=2, b=2, w=2, host=10)
+    without = simulate(timetable, costs)
+    free, late = (
+        simulate(timetable, costs, choose_offload(without, costs, late=late)) for late in (False, True)
+    )
+    assert free.makespan == without.makespan < late.makespan
+    assert late.peak_memory[1] <= without.peak_memory[1]
+
+
+def test_without_a_host_nothing_leaves():
+    timetable = plan("zb_v", 2, 4)
+    assert choose_offload(simulate(timetable), Costs()) == ((), ())
+
+
+def test_exactly_the_named_values_leave():
+    timetable = plan("1f1b", 2, 4)
+    offload = offload_of(timetable, [Value("saved", 0, 1)])
+    program = str(lower(timetable, offload)[0])
+    assert "0F1\nSend x(1,1) to 1\nOffload saved(0,1)\nRecv g(0,0) from 1\nDrop saved(0,1)\n0BW0" in program
+    assert "Fetch saved(0,1)\n0F2" in program
+    assert "Await saved(0,1)\n0BW1" in program
+    assert offload[1] == ()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (Value("saved", 1, 0), "used right after"),
+        (Value("saved", 0, 9), "only saved of a stage of this plan can"),
+        (Value("g", 0, 0), "only saved"),
+    ],
+)
+def test_a_value_that_cannot_leave_is_refused(value, words):
+    with pytest.raises(PlanError, match=words):
+        offload_of(plan("1f1b", 2, 4), [value])

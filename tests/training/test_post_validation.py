@@ -1,0 +1,294 @@
+"""Post-validation against the synchronous run: the same losses and weights, to the last bit."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from helpers.processes import run_ranks
+from zbpp import LossScale, Pipeline, PostValidation, clip_grad_norm_, make_mesh, plan
+from zbpp.builders.stages import move_stages
+from zbpp.builders.trainer import build_masters
+from zbpp.runtime.mesh import local_of
+from zbpp.runtime.norm import gradients_of, scale_gradients
+from zbpp.runtime.posts import Posts
+from zbpp.runtime.world import CommunicationError
+from zbpp.training.data import Data
+from zbpp.training.post_validation import Switch, Validation
+from zbpp.training.precision import PRECISIONS
+from zbpp.training.trainer import Trainer
+
+M, ROWS, WIDTH, STEPS = 8, 32, 6, 10
+# Some steps are clipped by force. In others the norm of all stages is just above the threshold, and that of
+# each rank below: ranks update, and take it back.
+CLIP = 5.5
+CLIPPED = (3, 7)
+INFINITE = 5  # no rank has gradients
+POISONED = 8  # the first stage's are infinite, other ranks update
+
+
+class Model:
+    """Layers with dropout, whose seeds must come again, and with BatchNorm, whose statistics must go back."""
+
+    def __init__(self, norm=nn.BatchNorm1d):
+        self.norm = norm
+
+    def build_stage(self, index, num_stages):
+        torch.manual_seed(0)
+        layers = [
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), self.norm(WIDTH), nn.Tanh(), nn.Dropout(0.2))
+            for _ in range(8)
+        ]
+        mine = layers[len(layers) * index // num_stages : len(layers) * (index + 1) // num_stages]
+        return nn.Sequential(*mine)
+
+    def loss(self, output, target):
+        return F.mse_loss(output, target)
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(2, ROWS, WIDTH, generator=generator)
+    if step in CLIPPED:
+        y = y * 1e4
+    if step == INFINITE:
+        y[ROWS // 2] = math.inf
+    return x, y
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def poison(pipeline, now):
+    """Let gradients of the first stage be infinite at one step."""
+    if 0 in pipeline.stages and pipeline.place.num_pipelines == 1:  # FSDP2 calls no tensor hooks
+        weight = next(pipeline.stages[0].parameters())
+        weight.register_hook(lambda grad: grad * math.inf if now[0] == POISONED else grad)
+
+
+def synchronous(pipeline, optimizer, scheduler):
+    losses, norms, now = [], [], [0]
+    poison(pipeline, now)
+    for step in range(STEPS):
+        now[0], (x, y) = step, batch(step)
+        optimizer.zero_grad()
+        losses.append([each.item() for each in pipeline.step(x, target=y)])
+        norm = clip_grad_norm_(pipeline, math.inf).item()
+        if math.isfinite(norm):
+            if norm > CLIP:
+                scale_gradients(gradients_of(pipeline.parameters()), CLIP / norm)
+            optimizer.step()
+        scheduler.step()
+        norms.append(norm)
+    return losses, norms
+
+
+def validated(pipeline, optimizer, scheduler):
+    losses, norms, now = [], [], [0]
+    poison(pipeline, now)
+    steps = PostValidation(pipeline, optimizer, clip_norm=CLIP)
+    for step in range(STEPS):
+        now[0], (x, y) = step, batch(step)
+        losses.append([each.item() for each in steps.step(x, target=y)])
+        scheduler.step()
+        if step:
+            norms.append(steps.norm)
+    steps.settle()
+    norms.append(steps.norm)
+    assert steps.num_redone == sum(not norm <= CLIP for norm in norms)
+    assert steps.num_redone > len(CLIPPED)
+    if pipeline.place.num_pipelines == 1 < pipeline.timetable.num_ranks and pipeline.rank:
+        assert steps.num_taken_back > 0  # at least that of the poisoned step
+    return losses, norms
+
+
+def trained(rank, num_ranks, schedule, run, make=adamw, **options):
+    """Losses and norms of a run, and the weights and buffers at its end."""
+    model, timetable = Model(), plan(schedule, num_ranks, M)
+    stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(rank)}
+    with Pipeline(stages, timetable, model.loss, **options) as pipeline:
+        optimizer = make(pipeline.parameters())
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        losses, norms = run(pipeline, optimizer, scheduler)
+        state = {name: local_of(each).clone() for name, each in pipeline.state_dict().items()}
+        kept = tree_map(
+            lambda each: local_of(each) if isinstance(each, torch.Tensor) else each, optimizer.state_dict()
+        )
+        return losses, norms, state, kept
+
+
+def assert_same(one, other):
+    """Equal to the last bit, NaN equal to NaN."""
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one.nan_to_num(7.5), other.nan_to_num(7.5))
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for pair in zip(one, other, strict=True):
+            assert_same(*pair)
+    else:
+        assert one == other or (one != one and other != other)
+
+
+def both(rank, num_ranks, schedules, **options):
+    """Per schedule the synchronous run and the validated one."""
+    return {
+        schedule: [trained(rank, num_ranks, schedule, run, **options) for run in (synchronous, validated)]
+        for schedule in schedules
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")  # the first update is not made at once
+@pytest.mark.parametrize("num_ranks, schedules", [(1, ["1f1b", "zb_v"]), (2, ["zb_h1", "zb_v"])])
+def test_forced_clips_and_a_forced_inf_give_the_synchronous_runs_losses(num_ranks, schedules):
+    if num_ranks == 1:
+        everyone = [both(0, 1, schedules)]
+    else:
+        everyone = run_ranks(both, num_ranks, num_ranks, schedules)
+    for found in everyone:
+        for schedule in schedules:
+            expected, got = found[schedule]
+            norms = dict(enumerate(expected[1]))
+            assert [step for step in norms if not math.isfinite(norms[step])] == [INFINITE, POISONED]
+            assert {*CLIPPED} <= {step for step in norms if norms[step] > CLIP}
+            assert any(norm <= CLIP for norm in norms.values())
+            assert_same(expected, got)
+
+
+def in_mesh(rank, degrees):
+    """Both runs of this process, whose rows differ from the other's."""
+    mesh = make_mesh(**degrees)
+    return both(mesh.get_local_rank("pipeline"), mesh.size(0), ["zb_h1"], mesh=mesh)["zb_h1"]
+
+
+@pytest.mark.parametrize("degrees", [{"replicate": 2}, {"shard": 2}])
+def test_replicas_and_shards_give_the_synchronous_runs_losses(degrees):
+    for expected, got in run_ranks(in_mesh, 2, degrees):
+        assert_same(expected, got)
+
+
+# ---- The trainer
+
+
+class Batches:
+    def batch(self, step):
+        return batch(step)
+
+
+def trainer_of(post_validation, precision="mixed_float16", **options):
+    chosen, model = PRECISIONS[precision], Model(nn.LayerNorm)
+    stages = {index: model.build_stage(index, 2) for index in range(2)}
+    move_stages(stages, torch.device("cpu"), chosen)
+    pipeline = Pipeline(stages, plan("zb_v", 1, M), chosen.widened(model.loss))
+    masters = build_masters(pipeline, chosen)
+    options.setdefault("num_recorded", 1)
+    return Trainer(
+        pipeline=pipeline,
+        optimizer=adamw((masters or pipeline).parameters()),
+        data=Data(Batches(), Batches(), 1, ROWS, "row", ""),
+        learning_rate=lambda step: 1 / (step + 1),
+        clip_norm=CLIP,
+        masters=masters,
+        loss_scale=LossScale(2.0**12, growth_interval=2) if chosen.is_scaled else None,
+        post_validation=post_validation,
+        **options,
+    )
+
+
+def history_of(trainer, num_steps=STEPS):
+    """The metrics without the times, and the weights at the end."""
+    history = [
+        {name: value for name, value in each.items() if "second" not in name}
+        for each in trainer.run(num_steps)
+    ]
+    return history, [each.detach().clone() for each in trainer.pipeline.parameters()]
+
+
+def test_a_trainer_with_masters_and_a_loss_scale_has_the_synchronous_runs_metrics():
+    """The loss scale grows at some steps and is halved at others: F's of the last stage depend on it."""
+    expected = history_of(trainer_of(None, evaluate_every=4))
+    trainer = trainer_of(Validation(after=0), evaluate_every=4)
+    assert_same(expected, history_of(trainer))
+    scales = [each["loss_scale"] for each in expected[0]]
+    assert any(b > a for a, b in pairwise(scales))
+    assert any(b < a for a, b in pairwise(scales))
+    assert {each["skipped"] for each in expected[0]} == {True, False}
+    assert trainer._update.num_redone > 2
+
+
+def test_the_metrics_of_a_step_come_when_the_next_step_has_passed_its_gate():
+    trainer = trainer_of(Validation(after=0), "float32", num_recorded=0)
+    running = trainer.run(STEPS)
+    assert [next(running)["step"], trainer.pipeline.num_steps] == [1, 2]
+    assert trainer.pipeline.gate is not None
+    assert [each["step"] for each in running] == [*range(2, STEPS + 1)]
+    assert trainer.pipeline.gate is None
+
+
+def test_it_is_on_after_steps_without_clipping_and_off_where_clipping_is_frequent():
+    switch = Switch(after=3)
+    seen = []
+    for is_good in [True, True, False, True, True, True, False, *[True] * 4, False, True, True, True]:
+        switch.note(is_good=is_good)
+        seen.append(switch.is_on)
+    assert seen == [*[False] * 5, *[True] * 6, *[False] * 3, True]
+    assert_same(
+        history_of(trainer_of(None, "float32")), history_of(trainer_of(Validation(after=1), "float32"))
+    )
+
+
+# ---- What is refused
+
+
+class ChangesItsInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(x.mul_(2))
+
+
+def test_a_stage_that_changes_its_inputs_is_refused_before_the_second_step():
+    with Pipeline({0: ChangesItsInput()}, plan("1f1b", 1, M), F.mse_loss) as pipeline:
+        steps = PostValidation(pipeline, adamw(pipeline.parameters()))
+        x, y = batch(0)
+        steps.step(x.clone(), target=y)
+        with pytest.raises(ValueError, match="changes its inputs or targets in place"):
+            steps.settle()
+
+
+def refused(rank):
+    model, timetable = Model(), plan("1f1b", 2, M)
+    with Pipeline({rank: model.build_stage(rank, 2)}, timetable, model.loss) as pipeline:
+        make = torch.optim.LBFGS if rank else torch.optim.AdamW
+        with pytest.raises(ValueError, match="LBFGS.step needs a closure"):
+            PostValidation(pipeline, make(pipeline.parameters()))
+        posts, found = Posts(pipeline.place, timeout=1.0), []
+        if rank == 0:
+            with pytest.raises(CommunicationError, match="rank 0 waits .* on rank 1: after 1 s"):
+                posts.post("mine").collect()
+        posts = Posts(pipeline.place, timeout=20.0)
+        for number in range(5):
+            ticket = posts.post((rank, number))
+            found.append(ticket.collect() == pipeline.place.gather((rank, number)))
+        left = [posts._store.check([f"{number}/{rank}"]) for number in range(5)]
+        posts.give_up("it was told to")
+        if rank == 0:
+            with pytest.raises(CommunicationError, match="told to"):
+                posts.post("mine").collect()
+    return found, left
+
+
+def test_a_gather_in_two_halves_and_what_one_rank_refuses_all_refuse():
+    for found, left in run_ranks(refused, 2):
+        assert found == [True] * 5
+        assert left == [False] * 3 + [True] * 2  # a value is removed when everybody has read it

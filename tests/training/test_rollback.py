@@ -1,0 +1,208 @@
+"""A step that is taken back and done otherwise, beside torch's optimizer that never did it."""
+
+import copy
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+
+from zbpp.training.inverse import InverseRollback
+from zbpp.training.rollback import ExactRollback
+
+SHAPES = (7, 5), (5,), ()
+
+
+def parameters(dtype=torch.float32):
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in SHAPES]
+
+
+def set_gradients(of, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for each in of:
+        each.grad = torch.randn(each.shape, dtype=each.dtype, generator=generator)
+
+
+class Counting(torch.optim.SGD):
+    """Counts in its options, as some optimizers do, keeps a nest of things, and changes its gradients."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["num_steps"] = group.get("num_steps", 0) + 1
+            for each in group["params"]:
+                kept = self.state[each].setdefault("nest", {"past": [], "pair": (0.0, torch.zeros(()))})
+                kept["past"].append(each.grad.norm())
+                kept["pair"] = (kept["pair"][0] + 1, kept["pair"][1] + 1)
+                each.grad.mul_(group["num_steps"]).add_(torch.rand(()) * len(kept["past"]))
+        super().step(closure)
+
+
+MAKE = {
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1, foreach=True),
+    "AdamW amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "AdamW tensor rate": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), foreach=False),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1),
+    "Counting": lambda p: Counting(p, lr=0.1),
+    "Muon": lambda p: torch.optim.Muon([each for each in p if each.dim() == 2], lr=0.1),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+}
+if importlib.util.find_spec("optimi"):
+    import optimi
+
+    MAKE["optimi Kahan"] = lambda p: optimi.AdamW(p, lr=0.1, kahan_sum=True)
+    MAKE["optimi Lion"] = lambda p: optimi.Lion(p, lr=0.1)
+
+
+def tensors_of(optimizer):
+    """All tensors and numbers of parameters, states and options, in one order."""
+    state = optimizer.state_dict()
+    parts = [[each.detach() for group in optimizer.param_groups for each in group["params"]]]
+    return torch.utils._pytree.tree_leaves([*parts, state["state"], state["param_groups"]])
+
+
+def assert_same(one, other):
+    pairs = list(zip(tensors_of(one), tensors_of(other), strict=True))
+    assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+
+
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("name", MAKE)
+def test_a_step_taken_back_and_done_otherwise_leaves_nothing(name, first):
+    """first: the number of steps before; in the very first one states don't exist yet."""
+    dtype = torch.bfloat16 if "Kahan" in name else torch.float32
+    ours, plain = parameters(dtype), parameters(dtype)
+    validated, reference = MAKE[name](ours), MAKE[name](plain)
+    rollback = ExactRollback(validated)
+    for step in range(first + 3):
+        seeds = 10 + step, step  # of wrong gradients and of right ones
+        set_gradients(plain, seeds[1])
+        torch.manual_seed(step)
+        if step != first + 1:  # that one is skipped
+            for group in reference.param_groups:
+                group["lr"] = group["lr"] * 0 + 0.1 / (step + 1)
+            reference.step()
+        torch.manual_seed(step)
+        set_gradients(ours, seeds[1])
+        for group in validated.param_groups:
+            group["lr"] = group["lr"] * 0 + 0.1 / (step + 1)
+        rollback.keep([])
+        validated.step()
+        rollback.after_step(has_stepped=True)
+        for group in validated.param_groups:
+            group["lr"] = group["lr"] * 0 + 7.0  # a scheduler's, for the next step
+        if step >= first:
+            with rollback.undone():
+                if step != first + 1:
+                    validated.step()
+            assert all(group["lr"] == 7.0 for group in validated.param_groups)
+        for groups in zip(validated.param_groups, reference.param_groups, strict=True):
+            groups[0]["lr"] = copy.copy(groups[1]["lr"])
+        assert_same(validated, reference)
+
+
+def test_copies_use_their_memory_again():
+    ours = parameters()
+    optimizer = torch.optim.AdamW(ours)
+    rollback = ExactRollback(optimizer)
+    addresses = []
+    for step in range(4):
+        set_gradients(ours, step)
+        rollback.keep([])
+        addresses.append(sorted(each.data_ptr() for _, each in rollback._copies._copies.values()))
+        optimizer.step()
+        rollback.after_step(has_stepped=True)
+    num_elements = sum(each.numel() for each in ours)
+    assert addresses[2] == addresses[3]
+    assert rollback.num_bytes == 4 * (3 * num_elements + len(ours))  # weights, two states, the step's number
+    rollback.forget()
+    assert rollback.num_bytes == 0
+
+
+class KeepsAnObject(torch.optim.SGD):
+    def step(self, closure=None):
+        for each in self.param_groups[0]["params"]:
+            self.state[each]["generator"] = torch.Generator()
+        super().step(closure)
+
+
+class KeepsAnAttribute(torch.optim.SGD):
+    def step(self, closure=None):
+        self.num_steps = getattr(self, "num_steps", 0) + 1
+        super().step(closure)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (KeepsAnObject, "KeepsAnObject: the optimizer keeps a Generator in its state"),
+        (KeepsAnAttribute, "KeepsAnAttribute changes its attributes num_steps in step"),
+        (torch.optim.LBFGS, "LBFGS.step needs a closure"),
+    ],
+)
+def test_an_optimizer_whose_step_cannot_be_taken_back_is_refused_before_the_first_step(make, message):
+    optimizer = make(parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=message):
+        ExactRollback(optimizer)
+    assert not optimizer.state  # the trial step was a twin's
+
+
+def inverted(make, dtype, num_steps):
+    """Parameters and states before a step, and after it was done and computed backwards."""
+    ours = parameters(dtype)
+    optimizer = make(ours)
+    rollback = InverseRollback(optimizer)
+    for step in range(num_steps):
+        set_gradients(ours, step)
+        rollback.keep([])
+        before = [each.clone() if isinstance(each, torch.Tensor) else each for each in tensors_of(optimizer)]
+        optimizer.step()
+        rollback.after_step(has_stepped=True)
+        if step == num_steps - 1:
+            with rollback.undone():
+                pass
+        assert optimizer.param_groups[0]["lr"] == 0.01
+    return before, tensors_of(optimizer)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.01, weight_decay=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, dampening=0.5, weight_decay=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.1),
+    ],
+)
+@pytest.mark.parametrize("num_steps", [1, 5])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-13)])
+def test_the_inverse_gives_back_what_was_there_but_for_rounding(make, num_steps, dtype, tolerance):
+    before, after = inverted(make, dtype, num_steps)
+    for old, new in zip(before, after, strict=True):
+        if isinstance(old, torch.Tensor):
+            torch.testing.assert_close(new, old, rtol=tolerance, atol=tolerance)
+        else:
+            assert new == old
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda p: torch.optim.Adam(p), "for torch's AdamW and SGD, not Adam"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad=True"),
+        (lambda p: torch.optim.AdamW(p, betas=(0.0, 0.9)), "betas above 0"),
+    ],
+)
+def test_the_inverse_refuses_what_it_cannot_compute(make, message):
+    with pytest.raises(ValueError, match=message):
+        InverseRollback(make(parameters()))

@@ -1,0 +1,41 @@
+"""W where each leaf's gradient is taken away as soon as it is complete: no two need exist at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zbpp.autograd.hooks import run_post_accumulate_hooks
+from zbpp.autograd.storages import storages_of
+
+
+def run_leaf_by_leaf(tasks: list[Any], done: Callable[[Tensor], None]) -> None:
+    """Run the tasks of a W; run hooks and call `done` after the last task of each leaf.
+
+    A leaf that other tasks read (the weight of one product is the x of another) is done after all tasks.
+    """
+    leaves = {id(leaf): leaf for task in tasks for leaf in _leaves_of(task)}
+    last = {key: place for place, task in enumerate(tasks) for key in map(id, _leaves_of(task))}
+    read = {each.data_ptr() for task in tasks for tensor in task.tensors() for each in storages_of(tensor)}
+    at_the_end = {
+        key for key, leaf in leaves.items() if any(each.data_ptr() in read for each in storages_of(leaf))
+    }
+    ends: dict[int, list[Tensor]] = {}  # place of a task -> the leaves that are done after it
+    for key, place in last.items():
+        ends.setdefault(len(tasks) - 1 if key in at_the_end else place, []).append(leaves[key])
+    tasks.reverse()
+    with torch.set_grad_enabled(False):
+        for place in range(len(tasks)):
+            tasks.pop().accumulate()  # its tensors are freed now
+            for leaf in ends.get(place, ()):
+                if leaf._post_accumulate_grad_hooks:
+                    run_post_accumulate_hooks(leaf)
+                done(leaf)
+
+
+def _leaves_of(task: Any) -> list[Tensor]:
+    """The leaves that a task adds gradients to: those of a compiled call are several."""
+    return list(task.leaves()) if hasattr(task, "leaves") else [task.leaf]

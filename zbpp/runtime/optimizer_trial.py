@@ -1,0 +1,147 @@
+"""Does an optimizer update parameters one by one, so that parts of them can be updated at different times?
+
+Two copies of the optimizer, over throwaway parameters, take the same steps: one updates all parameters
+together, the other one part after the other. Whatever differs afterwards, a parameter or a value that the
+optimizer keeps for all parameters (a count of steps in a group), is the reason why parts don't work.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_NUM_STEPS = 3
+_GRADIENTS = (0.1, 7.0)  # of part 0 and of part 1
+_RATE = 0.01  # a schedule may begin at 0, where no update could be seen
+# Of the optimizer's attributes these are made anew; `step` is the wrapper of a learning rate schedule.
+_NOT_COPIED = ("state", "param_groups", "step")
+
+
+def refusal_of_parts(optimizer: torch.optim.Optimizer) -> str:
+    """Why the optimizer can't update parts of its parameters by themselves, or nothing."""
+    _, *arguments = inspect.signature(type(optimizer).step).parameters.values()
+    if any(each.default is each.empty and each.kind in _POSITIONAL for each in arguments):
+        return "its step needs a closure that computes all gradients again"
+    if not any(group["params"] for group in optimizer.param_groups):
+        return ""
+    problems = []
+    for is_sparse in (False, True):  # SparseAdam takes sparse gradients alone
+        try:
+            return _difference(optimizer, is_sparse=is_sparse)
+        except Exception as error:  # whatever a user's optimizer raises
+            problems.append(f"{type(error).__name__}: {error}")
+    return f"a trial step failed ({problems[0]})"
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _difference(optimizer: torch.optim.Optimizer, *, is_sparse: bool) -> str:
+    together, apart = _Trial(optimizer), _Trial(optimizer)
+    for step in range(_NUM_STEPS):
+        together.step(step, range(2), is_sparse=is_sparse)
+        for part in range(2):
+            apart.step(step, [part], is_sparse=is_sparse)
+    kept, kept_apart = together.shared_values(), apart.shared_values()
+    for name in [*kept, *kept_apart]:
+        if not _is_same(kept.get(name), kept_apart.get(name)):
+            return f"it keeps {name} for all parameters together"
+    pairs = zip(together.parameters(), apart.parameters(), strict=True)
+    if not all(_is_same(one, other) for one, other in pairs):
+        return "the update of one parameter depends on the gradients of others"
+    return ""
+
+
+class _Trial:
+    """A copy of an optimizer over two throwaway parameters in place of each group's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._parts: list[list[nn.Parameter]] = [[], []]
+        known: dict[int, Any] = {}  # deepcopy's memo: a throwaway in place of each parameter
+        groups = []
+        for group in optimizer.param_groups:
+            mine = [_throwaway(each) for each in group["params"][:1] for _ in self._parts]
+            for part, parameter in zip(self._parts, mine, strict=False):
+                part.append(parameter)
+            known |= {id(each): mine[0] for each in group["params"]}
+            groups.append((group, mine))
+        self._optimizer: Any = type(optimizer).__new__(type(optimizer))
+        attributes = {name: value for name, value in vars(optimizer).items() if name not in _NOT_COPIED}
+        for name in attributes:
+            if name.startswith("_optimizer_") and name.endswith("_hooks"):
+                attributes[name] = OrderedDict()
+        vars(self._optimizer).update(copy.deepcopy(attributes, known))
+        self._optimizer.state = defaultdict(dict)
+        self._optimizer.param_groups = [_group(group, mine, known) for group, mine in groups]
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [each for part in self._parts for each in part]
+
+    def step(self, number: int, parts: Iterable[int], *, is_sparse: bool) -> None:
+        """Update the parameters of some parts; part 0 has gradients of another size than part 1."""
+        wanted = {id(each) for part in parts for each in self._parts[part]}
+        whole = [group["params"] for group in self._optimizer.param_groups]
+        for size, part in zip(_GRADIENTS, self._parts, strict=True):
+            for parameter in part:
+                gradient = torch.full_like(parameter, (number + 1) * size)
+                parameter.grad = gradient.to_sparse() if is_sparse else gradient
+        for group in self._optimizer.param_groups:
+            group["params"] = [each for each in group["params"] if id(each) in wanted]
+        self._optimizer.step()
+        for group, parameters in zip(self._optimizer.param_groups, whole, strict=True):
+            group["params"] = parameters
+
+    def shared_values(self) -> dict[str, Any]:
+        """What the optimizer keeps for several parameters: values of groups, attributes, other states."""
+        optimizer = self._optimizer
+        values = {
+            f"{name!r} of a group": [group[name] for group in optimizer.param_groups]
+            for name in dict.fromkeys(name for group in optimizer.param_groups for name in group)
+            if name != "params" and all(name in group for group in optimizer.param_groups)
+        }
+        own = set(map(id, self.parameters()))
+        values |= {
+            f"the state {key!r}": state for key, state in optimizer.state.items() if id(key) not in own
+        }
+        hidden = (*_NOT_COPIED, "defaults")
+        values |= {
+            f"its attribute {name}": each for name, each in vars(optimizer).items() if name not in hidden
+        }
+        return values
+
+
+def _throwaway(parameter: Tensor) -> nn.Parameter:
+    """A small parameter of the same kind; of a DTensor a plain one."""
+    ones = torch.ones((2,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
+    return nn.Parameter(ones)
+
+
+def _group(group: dict[str, Any], parameters: list[nn.Parameter], known: dict[int, Any]) -> dict[str, Any]:
+    values = {name: value for name, value in group.items() if name not in ("params", "lr")}
+    copied: dict[str, Any] = {**copy.deepcopy(values, known), "params": parameters}
+    if "lr" in group:
+        rate = group["lr"]
+        copied["lr"] = torch.full_like(rate, _RATE) if isinstance(rate, Tensor) else _RATE
+    return copied
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two values are equal; objects of other kinds than numbers, texts and containers always are."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one.detach(), other.detach())
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, _PLAIN) or isinstance(other, _PLAIN):
+        return type(one) is type(other) and bool(one == other)
+    return True
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))

@@ -1,0 +1,90 @@
+"""A gather in two halves: each process posts a value and goes on; later it collects the values of all.
+
+Values travel through the job's store. A process posts its value k + 1 only after it has collected all values
+k; so when it posts value k, everybody has collected the values k - 2, and it removes its own.
+"""
+
+from __future__ import annotations
+
+import pickle
+from datetime import timedelta
+from time import monotonic
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from zbpp.runtime.groups import Store, job_store, unique_name
+from zbpp.runtime.mesh import Place
+from zbpp.runtime.world import CommunicationError
+
+_SLICE = 1.0  # s; how often a process that waits looks whether another one has given up
+
+
+class Posts:
+    """Values that the processes of a mesh exchange without waiting for each other.
+
+    timeout: seconds that `collect` may wait. Collective.
+    """
+
+    def __init__(self, place: Place, timeout: float) -> None:
+        self._timeout, self._number = timeout, 0
+        # The same order as that of `place.gather`, by construction.
+        everyone = place.gather(place.broadcast(unique_name()) if dist.is_initialized() else "")
+        names = place.gather(dist.get_rank() if dist.is_initialized() else 0)
+        self._names = [str(name) for name in names]
+        self._mine = str(dist.get_rank()) if dist.is_initialized() else "0"
+        self._store: Store | None = job_store(f"{everyone[0]}/posts") if len(names) > 1 else None
+
+    def post(self, value: Any) -> Ticket:
+        """Make a value known to all processes. Returns at once; the values before it must be collected."""
+        number = self._number
+        self._number += 1
+        if self._store is not None:
+            # torch takes bytes, too, but its annotation says str.
+            self._store.set(f"{number}/{self._mine}", pickle.dumps(value))  # type: ignore[arg-type]
+            if number >= 2:
+                self._store.delete_key(f"{number - 2}/{self._mine}")
+        return Ticket(self, number, value)
+
+    def give_up(self, why: str) -> None:
+        """Let processes that wait for this one's value stop waiting."""
+        if self._store is not None:
+            self._store.set("over", f"rank {self._mine}: {why}")
+
+    def _collect(self, number: int, own: Any) -> list[Any]:
+        if self._store is None:
+            return [own]
+        keys = [f"{number}/{name}" for name in self._names]
+        self._wait(self._store, keys)
+        return [pickle.loads(value) for value in self._store.multi_get(keys)]
+
+    def _wait(self, store: Store, keys: list[str]) -> None:
+        end = monotonic() + self._timeout
+        while not store.check(keys):
+            remaining = end - monotonic()
+            if remaining <= 0 or store.check(["over"]):
+                raise CommunicationError(self._complaint(store, keys))
+            try:
+                store.wait(keys, timedelta(seconds=min(_SLICE, remaining)))
+            except RuntimeError:
+                continue  # not there yet
+
+    def _complaint(self, store: Store, keys: list[str]) -> str:
+        reason = store.get("over").decode() if store.check(["over"]) else f"after {self._timeout:g} s"
+        missing = [name for name, key in zip(self._names, keys, strict=True) if not store.check([key])]
+        return f"rank {self._mine} waits for the gradients' norm on rank {', '.join(missing)}: {reason}"
+
+
+class Ticket(NamedTuple):
+    """A value that was posted."""
+
+    posts: Posts
+    number: int
+    value: Any
+
+    def collect(self) -> list[Any]:
+        """The values of all processes, in the order of `place.gather`; waits until all are there.
+
+        Raises CommunicationError, with the ranks whose values are missing.
+        """
+        return self.posts._collect(self.number, self.value)

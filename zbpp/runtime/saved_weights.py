@@ -1,0 +1,75 @@
+"""What autograd has saved of a block's weights, found in the graph of the block's outputs, and packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from zbpp.runtime.weight_buffers import View
+
+
+def pack_views(
+    outputs: Iterable[Any], inputs: Iterable[Any], memory: Tensor, unpack: Callable[[View], Tensor]
+) -> None:
+    """Pack every saved tensor that is a view of this memory as a View, which `unpack` turns into a tensor.
+
+    The graph is searched from the outputs down to the inputs. Tensors that other saved-tensor hooks have
+    packed are left alone.
+    """
+    start = memory.untyped_storage().data_ptr()
+
+    def pack(tensor: Tensor) -> View:
+        return View(tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+
+    seen: set[Any] = {None, *_nodes(inputs)}
+    nodes = [node for node in _nodes(outputs) if node not in seen]
+    seen.update(nodes)
+    for node in nodes:  # the list grows during the loop
+        for raw_name, name in _saved_names(type(node)):
+            raws, values = getattr(node, raw_name), None
+            for number, raw in enumerate(raws if isinstance(raws, tuple) else (raws,)):
+                if raw is None or raw.unpack_hook is not None:
+                    continue
+                values = getattr(node, name) if values is None else values
+                value = values[number] if isinstance(raws, tuple) else values
+                if isinstance(value, Tensor) and _starts_at(value, start):
+                    del value
+                    values = None
+                    raw.register_hooks(pack, unpack)
+        for below, _ in node.next_functions:
+            if below not in seen:
+                seen.add(below)
+                nodes.append(below)
+
+
+def _starts_at(tensor: Tensor, start: int) -> bool:
+    try:
+        return tensor.untyped_storage().data_ptr() == start
+    except (RuntimeError, NotImplementedError):  # a tensor without a storage
+        return False
+
+
+def _nodes(tensors: Iterable[Any]) -> list[Any]:
+    return [
+        tensor.grad_fn
+        for tensor in dict.fromkeys(tensors)
+        if isinstance(tensor, Tensor) and tensor.grad_fn is not None
+    ]
+
+
+@cache
+def _saved_names(cls: type) -> list[tuple[str, str]]:
+    """The attributes of a type of node: (its raw saved tensors, what they hold)."""
+    raws = [name for name in dir(cls) if name.startswith("_raw_saved_")]
+    return [
+        (
+            name,
+            "saved_tensors"
+            if name == "_raw_saved_tensors" and hasattr(cls, "saved_tensors")
+            else name.removeprefix("_raw"),
+        )
+        for name in raws
+    ]

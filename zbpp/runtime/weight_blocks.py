@@ -1,0 +1,129 @@
+"""The blocks of stages whose weights are offloaded: found, and refused where offloading would be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.autograd.storages import storages_of
+from zbpp.runtime.blocks import blocks_of
+from zbpp.runtime.weight_buffers import Piece, is_dense
+
+
+class Block:
+    """The weights of one block: their places, and their memory on the host.
+
+    host, homes: that memory, and the weights in it. grads: host memory of the same form for the gradients;
+    empty until W has computed one. beside: {+1: the block after this one in the stage, -1: the block before}.
+    """
+
+    def __init__(self, name: str, module: nn.Module, parameters: list[nn.Parameter]) -> None:
+        self.name, self.module, self.parameters = name, module, parameters
+        self.piece = Piece(parameters)
+        self.host = self.grads = torch.empty(0)
+        self.homes: list[Tensor] = []
+        self.beside: dict[int, Block] = {}
+
+    def neighbours(self, direction: int) -> list[Block]:
+        """The block that is used next; none at the end of a stage."""
+        return [self.beside[direction]] if direction in self.beside else []
+
+    def version(self) -> int:
+        """A number that grows when a weight is changed in place."""
+        return sum([each._version for each in self.parameters])
+
+    def move_to(self, host: Tensor) -> None:
+        """Copy the weights to host memory, where the parameters then are."""
+        self.host, self.homes = host, self.piece.views(host)
+        for parameter, home in zip(self.parameters, self.homes, strict=True):
+            home.copy_(parameter.detach())
+            parameter.data = home
+
+    @contextmanager
+    def in_memory(self, memory: Tensor) -> Iterator[None]:
+        """Within it the parameters are in this memory, afterwards in host memory again."""
+        views = self.piece.views(memory)
+        for parameter, view in zip(self.parameters, views, strict=True):
+            parameter.data = view
+        del views, parameter, view
+        try:
+            yield
+        finally:
+            self.go_home()
+
+    def go_home(self) -> None:
+        """Let the parameters be in host memory."""
+        for parameter, home in zip(self.parameters, self.homes, strict=True):
+            parameter.data = home
+
+
+def find_blocks(index: int, stage: nn.Module) -> list[Block]:
+    """The blocks of a stage. Raises ValueError for one that can't be offloaded."""
+    modules = [*blocks_of(stage)] or [stage]
+    names = {id(module): name for name, module in stage.named_modules()}
+    blocks = []
+    for module in modules:
+        name = f"{names[id(module)] or type(module).__name__} of stage {index}"
+        parameters = [*module.parameters()]
+        for parameter in parameters:
+            _refuse(name, parameter)
+        if "forward" in vars(module):
+            raise ValueError(
+                f"{name} recomputes, is compiled or has another forward of its own: offload weights first"
+            )
+        if parameters:
+            blocks.append(Block(name, module, parameters))
+    inside = {id(each) for block in blocks for each in block.parameters}
+    outside = [name for name, each in stage.named_parameters() if id(each) not in inside]
+    if outside:
+        raise ValueError(
+            f"{', '.join(outside)} of stage {index} belongs to no block of the stage, so nothing says when "
+            "it is used: put it into a module that is a child of the stage"
+        )
+    return blocks
+
+
+def _refuse(name: str, parameter: nn.Parameter) -> None:
+    """Raise ValueError for a parameter that can't be offloaded."""
+    if type(parameter.data) is not Tensor or parameter.layout is not torch.strided or not is_dense(parameter):
+        reason = "is no plain dense tensor (sharded over a mesh?)"
+    elif getattr(parameter, "main_grad", None) is not None:
+        reason = "has a main_grad: write precision=float32 or bfloat16, without master weights"
+    elif parameter.grad is not None:
+        reason = "has a gradient already: set it to None"
+    else:
+        return
+    raise ValueError(f"a parameter of {name} can't be offloaded: it {reason}")
+
+
+def refuse_hooks(block: Block) -> None:
+    """Raise RuntimeError if a weight of the block has a hook or a main_grad."""
+    for parameter in block.parameters:
+        _refuse_hook(block, parameter)
+
+
+def _refuse_hook(block: Block, parameter: nn.Parameter) -> None:
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise RuntimeError(
+            f"a weight of {block.name} has a hook, which would find no weight on the device: "
+            "remove the hook, or do not offload weights"
+        )
+    if getattr(parameter, "main_grad", None) is not None:
+        raise RuntimeError(f"a weight of {block.name} has a main_grad: offloaded weights can't have one")
+
+
+def refuse_shared(blocks: Sequence[Block]) -> None:
+    """Raise ValueError if two blocks share a parameter, or the memory of one."""
+    owner: dict[int, Block] = {}
+    for block in blocks:
+        for parameter in block.parameters:
+            for storage in storages_of(parameter):
+                other = owner.setdefault(storage.data_ptr() if storage.nbytes() else id(parameter), block)
+                if other is not block:
+                    raise ValueError(
+                        f"{other.name} and {block.name} share a parameter, which would have to be in two "
+                        "buffers: untie them, or do not offload weights"
+                    )

@@ -1,0 +1,242 @@
+"""Weights that live in host memory, and are on the device from just before they are used until after.
+
+    OffloadedWeights(stages, device)    once, before Pipeline and before the optimizer is made
+
+    F   a block's forward finds its weights in a device buffer; the next block's are being copied meanwhile.
+        Behind it, what autograd has saved of the weights (a linear layer needs W for dx) is packed: as a
+        view, without memory.
+    B   when autograd unpacks such a view, the block's weights are brought into a buffer again, and the
+        copy of the block before begins.
+    W   block by block, the gradients that exist come to the device, W adds to them, and they go back.
+
+Between these, and whenever the caller looks, a parameter and its `.grad` are host memory. So the optimizer
+updates on the host, and its states are there. The device holds two buffers of the largest block's size for
+weights, and during a W the gradients of one block, whatever the number of blocks.
+
+A parameter keeps its identity: only `parameter.data` changes between host and device. Nobody may hold the
+device memory of a block behind its forward: this is checked by the number of references to the buffer.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from types import MethodType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from zbpp.autograd import WeightGrads, auxiliary_loss, auxiliary_losses
+from zbpp.runtime.mesh import Place
+from zbpp.runtime.saved_weights import pack_views
+from zbpp.runtime.ties import Tie
+from zbpp.runtime.weight_blocks import Block, find_blocks, refuse_hooks, refuse_shared
+from zbpp.runtime.weight_buffers import DeviceBuffers, Host, MemoryHost, View
+
+_ATTRIBUTE = "_zbpp_offloaded_weights"
+
+
+class OffloadedWeights:
+    """Moves the weights of stages to the host; from now on the stages' blocks bring them when they run.
+
+    stages: on the CPU, or on the device. A block is a child of a stage (a stage without children is one
+    block); their buffers go to `device`. host: where the weights and their gradients live, the CPU's memory
+    by default. budget: bytes that may be used on the device for weights and their gradients; None: any.
+
+    Raises ValueError for stages that can't be offloaded, and for a budget that is too small; it names the
+    least one that is enough.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        device: torch.device | str | None = None,
+        *,
+        host: Host | None = None,
+        budget: int | None = None,
+    ) -> None:
+        self.device = torch.device(device or "cpu")
+        self._host = host or MemoryHost()
+        blocks = [find_blocks(index, stage) for index, stage in sorted(stages.items())]
+        self._blocks = [block for some in blocks for block in some]
+        refuse_shared(self._blocks)
+        largest = max((block.piece.nbytes for block in self._blocks), default=0)
+        self._check_budget(budget, 3 * largest)
+        for block in self._blocks:
+            block.move_to(self._host.empty(block.piece.nbytes, self.device))
+        self._buffers = DeviceBuffers(largest, self.device)
+        self._largest = largest
+        self._block_of = {id(each): block for block in self._blocks for each in block.parameters}
+        for some in blocks:
+            for block, following in pairwise(some):
+                block.beside[1], following.beside[-1] = following, block
+            for block in some:
+                block.module.forward = _OnDevice(self, block)
+        for stage in stages.values():
+            _move_buffers(stage, self.device)
+            vars(stage)[_ATTRIBUTE] = self
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device at most: the two buffers, and during a W one block's gradients."""
+        return self._buffers.nbytes + self._largest
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the weights on the host; as many again for their gradients, once there are any."""
+        return sum(block.piece.nbytes for block in self._blocks)
+
+    @property
+    def num_copies(self) -> int:
+        """How often a block's weights were copied to the device so far."""
+        return self._buffers.num_copies
+
+    def begin(self) -> None:
+        """Begin a step or an evaluation: weights may have changed, also by writes through `.data`.
+
+        Raises RuntimeError for hooks on weights.
+        """
+        self._buffers.forget()
+        for block in self._blocks:
+            refuse_hooks(block)
+
+    def accumulate(self, weight_grads: WeightGrads) -> None:
+        """W: as `weight_grads.accumulate()`, block by block; the gradients are on the host afterwards."""
+        for block, part in weight_grads.parts(lambda leaf: self._block_of.get(id(leaf))):
+            if block is None:
+                part.accumulate()
+                continue
+            with self._gradients_on_device(block, part):
+                part.accumulate()
+
+    @contextmanager
+    def _gradients_on_device(self, block: Block, part: WeightGrads) -> Iterator[None]:
+        """Within it the block's parameters and those gradients that W adds to are on the device."""
+        trained = {id(leaf) for leaf in part.leaves()}
+        refuse_hooks(block)
+        # W reads no weight, only the shape, layout and device of one: any buffer will do, whatever is in it.
+        with block.in_memory(self._buffers.some()):
+            before = [_taken(parameter) for parameter in block.parameters]
+            try:
+                for parameter, gradient in zip(block.parameters, before, strict=True):
+                    if id(parameter) in trained and gradient is not None:
+                        parameter.grad = torch.empty_like(gradient, device=self.device).copy_(gradient)
+                yield
+            finally:
+                after = [_taken(parameter) for parameter in block.parameters]
+                block.go_home()
+                for number, (home, found) in enumerate(zip(before, after, strict=True)):
+                    if found is not None:
+                        home = self._gradient_home(block, number) if home is None else home
+                        home.copy_(found)
+                    block.parameters[number].grad = home
+
+    def _gradient_home(self, block: Block, number: int) -> Tensor:
+        if not block.grads.nbytes:
+            block.grads = self._host.empty(block.piece.nbytes, self.device)
+        return block.piece.views(block.grads)[number]
+
+    def run(self, block: Block, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A block's forward: its weights are on the device while it runs."""
+        memory = self._buffers.load(block)
+        self._buffers.prefetch(block.neighbours(1))
+        references = _references(memory)
+        with block.in_memory(memory), auxiliary_losses() as found:
+            output = forward(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._pack(block, memory, [output, *found.values()], [args, kwargs])
+        if _references(memory) > references and gc.collect() >= 0 and _references(memory) > references:
+            _raise_held(block)
+        for name, value in found.items():
+            auxiliary_loss(name, value)
+        return output
+
+    def _pack(self, block: Block, memory: Tensor, outputs: Any, inputs: Any) -> None:
+        """Replace what autograd saved of the block's weights by views without memory."""
+        version = block.version()
+
+        def unpack(view: View) -> Tensor:
+            if block.version() != version:
+                raise RuntimeError(
+                    f"a weight of {block.name} was changed in place between F and B, which needs it as F "
+                    "used it: let the optimizer step after the last backward"
+                )
+            memory = self._buffers.load(block)
+            self._buffers.prefetch(block.neighbours(-1))
+            return view.of(memory)
+
+        pack_views(tree_leaves(outputs), tree_leaves(inputs), memory, unpack)
+
+    def _check_budget(self, budget: int | None, needed: int) -> None:
+        if budget is not None and needed > budget:
+            raise ValueError(
+                f"budget={budget} bytes is too small for offloaded weights: two buffers for weights and "
+                f"the gradients of a block, each as large as the largest block, are {needed} bytes; write a "
+                "budget of at least that, or stages of smaller blocks"
+            )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("stages with offloaded weights can't be copied: copy them before OffloadedWeights")
+
+
+class _OnDevice:
+    """Takes the place of a block's forward."""
+
+    def __init__(self, weights: OffloadedWeights, block: Block) -> None:
+        self._weights, self._block = weights, block
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._block.module
+        forward = MethodType(type(module).forward, module)
+        return self._weights.run(self._block, forward, args, kwargs)
+
+
+def offloaded_weights(stages: Iterable[nn.Module]) -> OffloadedWeights | None:
+    """The OffloadedWeights of these stages, None if they have none. Raises ValueError for two of them."""
+    found = {id(each): each for stage in stages if (each := vars(stage).get(_ATTRIBUTE)) is not None}
+    if len(found) > 1:
+        raise ValueError("the stages were offloaded apart: give all of this rank's to one OffloadedWeights")
+    return next(iter(found.values()), None)
+
+
+def check_offloaded(stages: Iterable[nn.Module], ties: Sequence[Tie], place: Place) -> None:
+    """Raise ValueError on every process if there are offloaded weights and ties, or a mesh. Collective."""
+    refusal = ""
+    if offloaded_weights(stages) is not None:
+        if ties:
+            refusal = "stages with offloaded weights can't have tied parameters: untie them"
+        elif place.mesh is not None:
+            refusal = "offloaded weights are for a pipeline without a mesh: leave the mesh out"
+    for each in place.gather(refusal):
+        if each:
+            raise ValueError(each)
+
+
+def _raise_held(block: Block) -> NoReturn:
+    raise RuntimeError(
+        f"the forward of {block.name} leaves a tensor that is a weight or a view of one: in its output, in "
+        "an attribute, in an autograd Function (as ctx.x, not by save_for_backward) or under saved-tensor "
+        "hooks. Its memory is needed for the next block: let the forward return or keep a clone"
+    )
+
+
+def _references(memory: Tensor) -> int:
+    """How many tensors use this memory."""
+    count: int = torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
+    return count
+
+
+def _taken(parameter: nn.Parameter) -> Tensor | None:
+    gradient, parameter.grad = parameter.grad, None
+    return gradient
+
+
+def _move_buffers(stage: nn.Module, device: torch.device) -> None:
+    for module in stage.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)

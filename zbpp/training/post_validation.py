@@ -1,0 +1,316 @@
+"""Post-validation: ranks update their weights before they know the norm of all gradients.
+
+Method of the Zero Bubble paper, arXiv:2401.10241, section 4. A rank whose own gradients are finite and below
+the clipping threshold updates its weights at once, unclipped, and begins the next step. Its F's use the new
+weights; its first B waits at the gate (zbpp/schedule/gate.py) until the norm is known:
+
+    rank 0   ... W  update  F  F  F  F  |gate  B  F  W ...
+    rank 1      ... W  update  F  F  F  |gate  B  F  W ...
+                       all shares are posted: the norm is known
+
+If the gradients had to be clipped, or are not finite on any rank, each rank takes its update back, does what
+the synchronous run does (it scales and updates, or skips the update), and begins the step again. So losses
+and weights are those of the synchronous run, to the last bit, with the exact rollback.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zbpp.runtime import Pipeline
+from zbpp.runtime.norm import gradients_of, norm_of
+from zbpp.runtime.posts import Ticket
+from zbpp.training.inverse import InverseRollback
+from zbpp.training.loss_scale import LossScale
+from zbpp.training.master_weights import MasterWeights
+from zbpp.training.outcome import Outcome, Share, outcome_of, share_of
+from zbpp.training.rollback import ExactRollback, Rollback
+from zbpp.training.update import Result, Update
+
+ROLLBACKS = ("exact", "inverse")
+
+_WINDOW, _MOST_REDONE = 10, 1  # off if more of the last steps had to be redone
+
+
+class Validation(NamedTuple):
+    """How updates are validated after them. after: as in Switch. rollback: "exact" or "inverse"."""
+
+    after: int = 10
+    rollback: str = "exact"
+
+
+class Switch:
+    """Whether updates are validated afterwards, which pays where clipping is rare.
+
+    after: on after so many steps in a row that were not clipped; off again if two of the last ten updates
+    had to be redone. 0: always on.
+    """
+
+    def __init__(self, after: int) -> None:
+        if after < 0:
+            raise ValueError(f"after={after}: write a number of steps, 0 or more")
+        self.is_on, self._after, self._num_good = after == 0, after, 0
+        self._redone: deque[bool] = deque(maxlen=_WINDOW)
+
+    def note(self, *, is_good: bool) -> None:
+        """Take notice of a step; is_good: finite and not clipped."""
+        self._num_good = self._num_good + 1 if is_good else 0
+        if not self._after:
+            return
+        if not self.is_on:
+            self.is_on = self._num_good >= self._after
+            return
+        self._redone.append(not is_good)
+        if sum(self._redone) > _MOST_REDONE:
+            self.is_on = False
+            self._redone.clear()
+
+
+class _Posted(NamedTuple):
+    """What a rank tells the others after its last W. refusal: why it can't go on, or nothing."""
+
+    share: Share
+    has_stepped: bool
+    refusal: str
+
+
+class _Pending(NamedTuple):
+    """An update that is not known to be right yet. loss_scale, rate: in its step.
+
+    gradients: a sharded stage has other parameters while its weights are gathered, in the next step.
+    """
+
+    pipeline: Pipeline
+    gradients: list[Tensor]
+    ticket: Ticket
+    has_stepped: bool
+    loss_scale: float
+    rate: float
+    scale_before: dict[str, Any] | None  # the state of the LossScale
+
+
+class PostValidatedUpdate(Update):
+    """An Update that does not wait for the norm. The Gate of its pipeline.
+
+    num_redone: how many updates were done again. num_taken_back: how many of them this rank had made.
+    validation.rollback: "exact", by copies of parameters and states; "inverse", computed, see inverse.py.
+    Raises ValueError on all ranks for an optimizer whose step can't be taken back. Collective.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        pipeline: Pipeline,
+        clip_norm: float | None,
+        masters: MasterWeights | None,
+        loss_scale: LossScale | None,
+        validation: Validation,
+    ) -> None:
+        super().__init__(optimizer, clip_norm=clip_norm, masters=masters, loss_scale=loss_scale)
+        self._switch = Switch(validation.after)
+        self._rollback = _agreed_rollback(validation.rollback, optimizer, pipeline)
+        self._pending: _Pending | None = None
+        self._results: list[Result] = []
+        self.num_redone = self.num_taken_back = 0
+
+    def begin(self, pipeline: Pipeline, factor: float) -> None:
+        """Prepare a step. factor: on the optimizer's learning rate."""
+        self.prepare(pipeline)
+        self._set_rate(factor)
+
+    def prepare(self, pipeline: Pipeline) -> None:
+        """As `begin`, but leave the learning rate to the caller."""
+        pipeline.posts()
+        if self._pending is None:  # otherwise gradients are zeroed behind the gate
+            self._zero_grad()
+        self._set_loss_scale(pipeline)
+
+    def end(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> list[Result]:
+        """Update the weights at once. Returns the results of earlier steps that are known by now."""
+        if not self._switch.is_on:
+            self._results += super().end(pipeline, losses)
+            self._switch.note(is_good=self._is_good(self._results[-1][0].norm))
+            return self._taken()
+        share, scale = share_of(pipeline, losses), pipeline.loss_scale
+        steps = self._is_good(norm_of([share.squares]) / scale)
+        refusal = _CHANGED_INPUTS.format(rank=pipeline.rank) if pipeline.has_changed_inputs else ""
+        ticket = pipeline.posts().post(_Posted(share, steps, refusal))
+        scale_before = None if self._loss_scale is None else self._loss_scale.state_dict()
+        gradients = gradients_of(pipeline.parameters())
+        self._pending = _Pending(pipeline, gradients, ticket, steps, scale, self._rate, scale_before)
+        # Also where this rank does not update: its learning rate may change before it does.
+        self._rollback.keep(gradients if scale != 1 else [])
+        if steps:
+            self._update(gradients, 1 / scale)
+        self._rollback.after_step(has_stepped=steps)
+        if self._loss_scale is not None:  # for the next step, if all is well
+            self._loss_scale.update(is_finite=True)
+        pipeline.gate = self
+        return self._taken()
+
+    def settle(self) -> list[Result]:
+        """Wait until the weights are right. Returns the results that have become known."""
+        if self._pending is not None:
+            self._pending.pipeline.settle()
+        return self._taken()
+
+    # ---- The Gate of a pipeline
+
+    def validate(self) -> bool:
+        """Wait for the norm; do the update again if it was wrong. Returns whether it was right.
+
+        Raises ValueError on all ranks if a rank can't go on.
+        """
+        pending, self._pending = self._pending, None
+        assert pending is not None  # the pipeline has a gate because of it
+        posted: list[_Posted] = pending.ticket.collect()
+        for each in posted:
+            if each.refusal:
+                raise ValueError(each.refusal)
+        shares = [each.share for each in posted]
+        outcome = outcome_of(shares, pending.pipeline, pending.loss_scale)
+        is_right = self._is_good(outcome.norm) and all(each.has_stepped for each in posted)
+        if not is_right:
+            self.num_redone += 1
+            self.num_taken_back += pending.has_stepped
+            with self._rollback.undone():
+                self._redo(pending, outcome)
+        self._results.append(self._result(outcome, pending.loss_scale, pending.rate))
+        self._switch.note(is_good=is_right)
+        if not self._switch.is_on:
+            self._rollback.forget()
+        return is_right
+
+    def open(self) -> None:
+        """See Gate. The next step's gradients are summed from here on."""
+        self._zero_grad()
+
+    def _redo(self, pending: _Pending, outcome: Outcome) -> None:
+        """Do the update as the synchronous run does it."""
+        if outcome.is_finite:
+            self._update(pending.gradients, self._factor(outcome.norm, pending.loss_scale))
+            return
+        if self._masters is not None:
+            self._masters.update()  # the parameters were cast from the wrong ones
+        if self._loss_scale is not None and pending.scale_before is not None:
+            self._loss_scale.load_state_dict(pending.scale_before)
+            self._loss_scale.update(is_finite=False)
+            pending.pipeline.loss_scale = self._loss_scale.value
+
+    def _is_good(self, norm: float) -> bool:
+        """Whether gradients of this norm are used as they are."""
+        return math.isfinite(norm) and (self._clip_norm is None or norm <= self._clip_norm)
+
+    def _taken(self) -> list[Result]:
+        results, self._results = self._results, []
+        return results
+
+
+class PostValidation:
+    """Steps of a pipeline and an optimizer, without a wait between them; in place of `pipeline.step`.
+
+    clip_norm: the largest norm of the gradients of all stages together; None: no clipping. A step whose
+    gradients are not finite is skipped. masters, loss_scale: as in a loop without this class; both are
+    updated here. rollback: "exact", by a copy of parameters and optimizer states, for every optimizer; or
+    "inverse", computed, for torch's AdamW and SGD, which is not exact.
+
+        validated = zbpp.PostValidation(pipeline, optimizer, clip_norm=1.0)
+        for x, y in batches:
+            losses = validated.step(x, target=y)
+            scheduler.step()
+        validated.settle()
+
+    Losses and weights are those of this loop, to the last bit with the exact rollback:
+
+            optimizer.zero_grad()
+            losses = pipeline.step(x, target=y)
+            norm = clip_grad_norm_(pipeline, 1.0)     # scales if norm > clip_norm, by clip_norm / norm
+            if norm.isfinite():
+                optimizer.step()
+            scheduler.step()
+
+    Between steps the weights may still be taken back: `settle` before they are read. The pipeline's own
+    methods (evaluate, state_dict, close, ...) settle first. norm: of the last step that is known.
+    Raises ValueError on all ranks for an optimizer whose step can't be taken back. Collective.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip_norm: float | None = None,
+        masters: MasterWeights | None = None,
+        loss_scale: LossScale | None = None,
+        rollback: str = "exact",
+    ) -> None:
+        self.pipeline, self.norm = pipeline, math.nan
+        self._update = PostValidatedUpdate(
+            optimizer,
+            pipeline=pipeline,
+            clip_norm=clip_norm,
+            masters=masters,
+            loss_scale=loss_scale,
+            validation=Validation(after=0, rollback=rollback),
+        )
+
+    @property
+    def num_redone(self) -> int:
+        """How many updates had to be done again so far."""
+        return self._update.num_redone
+
+    @property
+    def num_taken_back(self) -> int:
+        """How many of them this rank had made at once; the others it had not."""
+        return self._update.num_taken_back
+
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> list[Tensor]:
+        """`pipeline.step` and the update of the weights; returns the losses. Gradients are zeroed before."""
+        self._update.prepare(self.pipeline)
+        losses = self.pipeline.step(*args, target=target, **kwargs)
+        self._note(self._update.end(self.pipeline, losses))
+        return losses
+
+    def settle(self) -> None:
+        """Wait until the last update is known to be right, or done again."""
+        self._note(self._update.settle())
+
+    def _note(self, results: Sequence[Result]) -> None:
+        for outcome, _ in results:
+            self.norm = outcome.norm
+
+
+_CHANGED_INPUTS = (
+    "a stage on rank {rank} changes its inputs or targets in place, and a step that begins again would get "
+    "the changed ones: clone them in the stage, or write optimizer.validation=before"
+)
+
+
+def _agreed_rollback(name: str, optimizer: torch.optim.Optimizer, pipeline: Pipeline) -> Rollback:
+    """The rollback, once all ranks have one. Raises ValueError on all ranks if one has none."""
+    made: Rollback | None = None
+    refusal = ""
+    try:
+        made = _rollback(name, optimizer)
+    except ValueError as error:
+        refusal = str(error)
+    for each in pipeline.place.gather(refusal):
+        if each:
+            raise ValueError(each)
+    assert made is not None  # or there is a refusal
+    return made
+
+
+def _rollback(name: str, optimizer: torch.optim.Optimizer) -> Rollback:
+    if name == "exact":
+        return ExactRollback(optimizer)
+    if name == "inverse":
+        return InverseRollback(optimizer)
+    raise ValueError(f"rollback={name!r}: write {' or '.join(ROLLBACKS)}")

@@ -1,0 +1,63 @@
+"""The update where the pipeline's step updates the weights itself: see zbpp/runtime/gradient_release.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zbpp.runtime import Pipeline
+from zbpp.training.loss_scale import LossScale
+from zbpp.training.master_weights import MasterWeights
+from zbpp.training.outcome import outcome_of, share_of
+from zbpp.training.update import Result, Update
+
+
+class ReleasedUpdate(Update):
+    """Sets the learning rate before each step, and gathers the norm after it.
+
+    accumulate: whether each microbatch's gradients go into the optimizer's states; there is no norm then.
+    The other arguments are the Trainer's. Raises ValueError for what needs all gradients at a time.
+    Collective.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        optimizer: torch.optim.Optimizer,
+        *,
+        accumulate: bool,
+        clip_norm: float | None,
+        masters: MasterWeights | None,
+        loss_scale: LossScale | None,
+    ) -> None:
+        if clip_norm is not None:
+            raise ValueError(
+                f"clip_norm={clip_norm:g} needs the norm of all gradients before the first update, and "
+                "gradient release updates each stage before that: write clip_norm=None, and take an "
+                "optimizer that limits each update by itself, such as optimi.StableAdamW"
+            )
+        if loss_scale is not None or masters is not None:
+            raise ValueError(
+                "gradient release doesn't go with master weights or a loss scale: write precision=bfloat16 "
+                "with optimizer.kahan_sum=true"
+            )
+        super().__init__(optimizer, clip_norm=None, masters=None, loss_scale=None)
+        self._accumulate = accumulate
+        pipeline.release_gradients(optimizer, accumulate=accumulate, keep_squares=not accumulate)
+
+    def begin(self, pipeline: Pipeline, factor: float) -> None:
+        """Set the learning rate. factor: on the optimizer's."""
+        self._set_rate(factor)
+
+    def end(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> list[Result]:
+        """Return the step's outcome and what it adds to the metrics; the weights are updated already."""
+        scale = pipeline.loss_scale
+        outcome = outcome_of(pipeline.place.gather(share_of(pipeline, losses)), pipeline, scale)
+        figures = {
+            "grad_norm": None if self._accumulate else outcome.norm,
+            "learning_rate": self._rate,
+            "skipped": False,
+        }
+        return [(outcome, figures)]

@@ -1,0 +1,300 @@
+"""Taking back an optimizer's step, to the last bit, whatever the optimizer is.
+
+Before the step, all that it may change is copied: parameters, `optimizer.state`, the options in
+`optimizer.param_groups`, and the state of torch's random numbers on the CPU. The memory of the copies is used
+again, so steps allocate nothing once the optimizer has all its states.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.autograd.leaf_grad import total_of
+from zbpp.runtime.mesh import local_of
+
+_CONSTANTS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
+
+
+class Rollback(Protocol):
+    """Takes back the last step of an optimizer."""
+
+    def keep(self, scaled: list[Tensor]) -> None:
+        """Called before the step. scaled: gradients that the caller will scale before it."""
+
+    def after_step(self, *, has_stepped: bool) -> None:
+        """Called after the step, or where it would be. Raises ValueError if it could not be taken back."""
+
+    def undone(self) -> Any:
+        """A context: within it the step, and the scaling, are not done yet, and may be done otherwise.
+
+        Options of the optimizer that were changed since (a learning rate) are not in force within it.
+        """
+
+    def forget(self) -> None:
+        """Free what was kept: the mode is switched off."""
+
+
+class Copies:
+    """Copies of tensors, taken and given back all at once; of a DTensor the part that is here."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # id of a tensor -> the tensor and its copy
+
+    @torch.no_grad()
+    def take(self, tensors: Iterable[Tensor]) -> None:
+        """Copy these tensors, and drop the copies of others."""
+        before, self._copies = self._copies, {}
+        for tensor in tensors:
+            local = local_of(tensor.detach())
+            _, copy = before.get(id(tensor), (None, None))
+            if copy is None or not _are_alike(copy, local):
+                copy = torch.empty_like(local)
+            self._copies[id(tensor)] = tensor, copy
+        for originals, copies in self._lists():
+            torch._foreach_copy_(copies, originals)
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """Give the tensors the values that they had at the last `take`."""
+        for originals, copies in self._lists():
+            torch._foreach_copy_(originals, copies)
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of the copies."""
+        return sum(copy.nbytes for _, copy in self._copies.values())
+
+    def _lists(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """(tensors, copies) per device and dtype: tensors of one list are copied together if they agree."""
+        lists: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+        for tensor, copy in self._copies.values():
+            originals, copies = lists.setdefault((copy.device, copy.dtype), ([], []))
+            originals.append(local_of(tensor.detach()))
+            copies.append(copy)
+        yield from lists.values()
+
+
+class ExactRollback:
+    """A Rollback by copies. Raises ValueError for an optimizer whose step can't be taken back."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        refusal = refusal_of(optimizer)
+        if refusal:
+            raise ValueError(refusal)
+        self._optimizer, self._copies = optimizer, Copies()
+        self._options = Options(optimizer)
+        self._restore_state: Callable[[], Any] = _nothing
+        self._generator: Tensor | None = None
+        self._gradients: list[tuple[Tensor, int]] = []
+        # Few optimizers do; after the first step it is known.
+        self._changes_gradients = True
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of the copies."""
+        return self._copies.num_bytes
+
+    def keep(self, scaled: list[Tensor]) -> None:
+        """Copy what the step may change."""
+        parameters = parameters_of(self._optimizer)
+        tensors: list[Tensor] = list(parameters)
+        self._restore_state = snapshot(self._optimizer.state, tensors)
+        self._options.keep(tensors)
+        self._generator = torch.get_rng_state()
+        gradients = [local_of(each) for each in map(total_of, parameters) if each is not None]
+        tensors += gradients if self._changes_gradients else scaled
+        self._gradients = [] if scaled else [(each, each._version) for each in gradients]
+        self._copies.take(tensors)
+
+    def after_step(self, *, has_stepped: bool) -> None:
+        """Look what the step has left."""
+        self._options.after_step()
+        if self._gradients and has_stepped:
+            self._changes_gradients = any(each._version != version for each, version in self._gradients)
+        snapshot(self._optimizer.state, [])  # raises for a state that the next `keep` can't copy
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """See Rollback."""
+        generator = torch.get_rng_state()
+        self._restore_state()
+        with self._options.before_step():
+            self._copies.give_back()
+            assert self._generator is not None  # `keep` came before
+            torch.set_rng_state(self._generator)
+            yield
+        torch.set_rng_state(generator)
+
+    def forget(self) -> None:
+        """Free the copies."""
+        self._copies, self._restore_state, self._gradients = Copies(), _nothing, []
+
+
+class Options:
+    """The options of an optimizer's groups, before and after a step. Some optimizers count in them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._restore: list[Callable[[], Any]] = []
+        self._after: list[dict[str, Any]] = []
+
+    def keep(self, tensors: list[Tensor]) -> None:
+        """Remember the options; tensors among them are added to `tensors`."""
+        self._restore = [snapshot(_options(group), tensors) for group in self._optimizer.param_groups]
+
+    def after_step(self) -> None:
+        """Remember the options that the step has left."""
+        self._after = [_copied(group) for group in self._optimizer.param_groups]
+
+    @contextmanager
+    def before_step(self) -> Iterator[None]:
+        """Within it the options are those of `keep`; afterwards later changes, as of a rate, count again."""
+        groups = self._optimizer.param_groups
+        later = [_changes(group, after) for group, after in zip(groups, self._after, strict=True)]
+        for group, restore in zip(groups, self._restore, strict=True):
+            restored = restore()
+            for name in set(_options(group)) - set(restored):
+                del group[name]
+            group.update(restored)
+        yield
+        for group, changes in zip(groups, later, strict=True):
+            for name, value in changes.items():
+                if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
+                    group[name].copy_(value)
+                else:
+                    group[name] = value
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """All parameters of the optimizer's groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def snapshot(value: Any, tensors: list[Tensor]) -> Callable[[], Any]:
+    """A function that makes a nest of dicts, lists and tuples what it is now, and returns it.
+
+    The values of its tensors are not remembered: they are added to `tensors`. Raises ValueError for other
+    objects, whose changes nobody could take back.
+    """
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return lambda: value
+    if isinstance(value, dict):
+        items = {key: snapshot(each, tensors) for key, each in value.items()}
+        return lambda: _refilled(value, {key: restore() for key, restore in items.items()})
+    if isinstance(value, list):
+        entries = [snapshot(each, tensors) for each in value]
+        return lambda: _refilled(value, [restore() for restore in entries])
+    if type(value) is tuple:
+        parts = [snapshot(each, tensors) for each in value]
+        return lambda: tuple(restore() for restore in parts)
+    if isinstance(value, _CONSTANTS) or inspect.isroutine(value):
+        return lambda: value
+    raise ValueError(
+        f"the optimizer keeps a {type(value).__name__} in its state, and post-validation can copy tensors, "
+        "numbers, and dicts, lists and tuples of them: write optimizer.validation=before, or keep tensors"
+    )
+
+
+def refusal_of(optimizer: torch.optim.Optimizer) -> str:
+    """Why a step of this optimizer can't be taken back, or nothing.
+
+    What the optimizer would keep is found by a step of its twin on one small parameter with gradient zero.
+    """
+    name = type(optimizer).__name__
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return f"{name}.step needs a closure, which a pipeline has none of: use another optimizer"
+    try:
+        snapshot(optimizer.state, [])
+        for group in optimizer.param_groups:
+            snapshot(_options(group), [])
+    except ValueError as error:
+        return f"{name}: {error}"
+    twin = _twin(optimizer)
+    before = dict(vars(twin))
+    try:
+        twin.step()
+    except Exception:
+        return ""  # it takes more than one small parameter: then each step's state is looked at
+    try:
+        snapshot(twin.state, [])
+    except ValueError as error:
+        return f"{name}: {error}"
+    changed = [key for key, value in vars(twin).items() if value is not before.get(key)]
+    if changed:
+        return (
+            f"{name} changes its attributes {', '.join(changed)} in step, where post-validation doesn't copy "
+            "them: write optimizer.validation=before, or keep them in optimizer.state"
+        )
+    return ""
+
+
+def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer with the same options over one small parameter per group, without hooks and states."""
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    vars(twin).update(vars(optimizer))
+    vars(twin).pop("step", None)  # of a learning rate's scheduler, bound to the optimizer itself
+    vars(twin).pop("_optimizer_step_pre_hooks", None)
+    vars(twin).pop("_optimizer_step_post_hooks", None)
+    twin._optimizer_step_pre_hooks = OrderedDict()
+    twin._optimizer_step_post_hooks = OrderedDict()
+    twin.state = defaultdict(dict)
+    twin.param_groups = [
+        {**_copied(group), "params": _small(group["params"])} for group in optimizer.param_groups
+    ]
+    return twin
+
+
+def _small(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    """A parameter with the shape of the smallest one, and a gradient of zeros."""
+    if not parameters:
+        return []
+    like = local_of(min(parameters, key=lambda each: each.numel()).detach())
+    small = nn.Parameter(torch.zeros_like(like))
+    small.grad = torch.zeros_like(like)
+    return [small]
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, with copies of tensors."""
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value for name, value in _options(group).items()
+    }
+
+
+def _changes(group: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that differ from those after the step."""
+    return {name: value for name, value in _copied(group).items() if _differ(value, after.get(name))}
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return not torch.equal(one, other)
+    return one is not other and bool(one != other)
+
+
+def _refilled(container: Any, content: Any) -> Any:
+    container.clear()
+    container.extend(content) if isinstance(container, list) else container.update(content)
+    return container
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+
+
+def _nothing() -> None:
+    pass
