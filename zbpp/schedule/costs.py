@@ -32,7 +32,7 @@ class StageCosts(NamedTuple):
 
 @dataclass(frozen=True)
 class CostNumbers:
-    """The nine costs, each a number or a list of numbers.
+    """The ten costs, each a number or a list of numbers.
 
     A number is for a stage in `Costs`, and for a rank's share of the model in `zbpp.planning.RankCosts`.
     """
