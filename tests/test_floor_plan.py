@@ -36,7 +36,7 @@ MAY_IMPORT = {
     # The split is measured on a Llama's blocks, in one process: no schedule, no training.
     "zbpp/benchmark/split/": {"autograd", "benchmark", "models", "runtime"},
     # Switches are measured on EMULATED stages, in a job of their own.
-    "zbpp/benchmark/memory/": {"benchmark", "launch", "models"} | _TRAINING,
+    "zbpp/benchmark/memory/": {"benchmark", "launch", "models", "render"} | _TRAINING,
     "zbpp/benchmark/": {"benchmark", "render"} | _TRAINING,
     "zbpp/schedule/": {"schedule"},
     "zbpp/families/": {"families", "schedule"},
