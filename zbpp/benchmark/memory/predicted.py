@@ -34,7 +34,8 @@ def _figure(rank: dict[str, Any]) -> str:
     predicted, found = rank["predicted"]["peak"], rank["measured"]["peak"]
     pairs = zip(rank["predicted"]["during"], rank["measured"]["during"], strict=True)
     worst = max(abs(one - other) for one, other in pairs) / found
-    return f"{memory_text(predicted, BYTES)}, {memory_text(found, BYTES)}; any action: within {worst:.2%} of the peak"
+    peaks = f"{memory_text(predicted, BYTES)}, {memory_text(found, BYTES)}"
+    return f"{peaks}; any action: within {worst:.2%} of the peak"
 
 
 def measured(*overrides: str) -> dict[str, Any]:
