@@ -51,7 +51,7 @@ def levels_of(rank, overrides):
     recompute_stages(stages, config.memory.recompute)
     data = build_data(config.data, timetable.num_microbatches * config.microbatch_size, 0)
     loss_fn = precision.widened(model.loss)
-    pipeline = build_pipeline(stages, timetable, loss_fn, 0, config.parallel, precision, None)
+    pipeline = build_pipeline(stages, timetable, loss_fn, 0, config.parallel, precision, None, config.memory)
     masters = build_masters(pipeline, precision)
     optimizer = build_optimizer((masters or pipeline).parameters(), config.optimizer)
     args, target = batch_for(stages, timetable.num_stages, data.train, 0, pipeline.device)

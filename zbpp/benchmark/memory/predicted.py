@@ -9,7 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from zbpp.render import in_bytes
+from zbpp.planning.memory_limit import memory_text
+from zbpp.schedule.costs import BYTES
 
 MODELS = ("gpt_tiny", "llama_tiny")
 SCHEDULES = ("1f1b", "zb_h1", "v_half")
@@ -33,7 +34,8 @@ def _figure(rank: dict[str, Any]) -> str:
     predicted, found = rank["predicted"]["peak"], rank["measured"]["peak"]
     pairs = zip(rank["predicted"]["during"], rank["measured"]["during"], strict=True)
     worst = max(abs(one - other) for one, other in pairs) / found
-    return f"{in_bytes(predicted)}, {in_bytes(found)}; any action: within {worst:.2%} of the peak"
+    peaks = f"{memory_text(predicted, BYTES)}, {memory_text(found, BYTES)}"
+    return f"{peaks}; any action: within {worst:.2%} of the peak"
 
 
 def measured(*overrides: str) -> dict[str, Any]:
