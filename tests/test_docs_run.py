@@ -67,6 +67,21 @@ def test_the_commands_of_the_planning_page_run(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"plans.html", "plans.png", "plans.json"}
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_commands_of_the_memory_page_run(tmp_path: Path) -> None:
+    """The first says what fits; the second one's prediction is what it measures."""
+    predict, train = blocks("docs/memory.md", "bash")
+    printed = run_command(predict, tmp_path)
+    assert "schedule=v_min" in printed
+    assert "everything fits" in printed
+    assert "predicted peak" in run_command(train, tmp_path)
+    report = json.loads((tmp_path / "runs/memory/memory.json").read_text())
+    for rank in report["ranks"]:
+        assert rank["predicted"]["peak"] == pytest.approx(rank["measured"]["peak"], rel=0.001)
+    assert (tmp_path / "runs/memory/memory.png").stat().st_size > 1000
+
+
 def test_no_command_takes_more_than_two_lines() -> None:
     assert max(len(block.strip().splitlines()) for block in blocks(TRAINING, "bash")) <= 2
 

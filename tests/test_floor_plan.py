@@ -27,13 +27,16 @@ MAY_IMPORT = {
     "zbpp/config/": {"config", "ranges"},
     "zbpp/launch.py": {"ranges"} | _TRAINING,
     "zbpp/builders/": {"builders", "config"} | _TRAINING,
-    "zbpp/app.py": {"builders", "config", "render"} | _TRAINING,
+    "zbpp/app.py": {"builders", "config", "predict_memory", "render"} | _TRAINING,
     "zbpp/explain_stage.py": {"builders", "config", "training", "autograd"},
+    # What each rank will hold: the stages run on fake tensors.
+    "zbpp/predict_memory.py": {"builders", "config"} | _TRAINING,
+    "zbpp/memory_switches.py": {"builders", "config", "planning", "predict_memory", "render", "schedule"},
     "zbpp/benchmark/jobs.py": {"builders", "benchmark", "config"} | _TRAINING,
     # The split is measured on a Llama's blocks, in one process: no schedule, no training.
     "zbpp/benchmark/split/": {"autograd", "benchmark", "models", "runtime"},
     # Switches are measured on EMULATED stages, in a job of their own.
-    "zbpp/benchmark/memory/": {"benchmark", "launch", "models"} | _TRAINING,
+    "zbpp/benchmark/memory/": {"benchmark", "launch", "models", "render"} | _TRAINING,
     "zbpp/benchmark/": {"benchmark", "render"} | _TRAINING,
     "zbpp/schedule/": {"schedule"},
     "zbpp/families/": {"families", "schedule"},
@@ -49,7 +52,16 @@ MAY_IMPORT = {
     "zbpp/cutting/": {"autograd", "cutting", "partition"},
     "zbpp/models/": {"models", "partition"} | _LEAVES,
     # The command line: parses, calls one function, prints.
-    "zbpp/commands/": {"commands", "app", "explain_stage", "builders", "benchmark", "config", "launch"}
+    "zbpp/commands/": {
+        "commands",
+        "app",
+        "explain_stage",
+        "memory_switches",
+        "builders",
+        "benchmark",
+        "config",
+        "launch",
+    }
     | _TRAINING,
     "zbpp/__main__.py": {"__version__", "commands"},
     "zbpp/train.py": {"commands"},  # torchrun -m zbpp.train

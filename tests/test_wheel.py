@@ -6,7 +6,7 @@ import pytest
 
 from helpers.installed import ROOT, Installation
 
-COMMANDS = ("plan", "train", "bench", "measure", "explain", "compare")
+COMMANDS = ("plan", "train", "bench", "measure", "memory", "explain", "compare")
 
 
 @pytest.fixture
@@ -37,7 +37,10 @@ def test_the_command_lists_its_commands_and_knows_its_version(wheel, tmp_path):
     for command in COMMANDS:
         assert sum(line.startswith(f"  {command} ") for line in lines) == 1
     assert f"zbpp {version('zbpp')}" in lines
-    assert "error: unknown command 'zoom': write plan, train, bench, measure, explain or compare" in lines
+    assert (
+        "error: unknown command 'zoom': write plan, train, bench, measure, memory, explain or compare"
+        in lines
+    )
     assert str(packages(wheel) / "zbpp/__init__.py") in lines
     assert lines[-1] == "ModuleNotFoundError: No module named 'scripts'"  # the repository is not found
 

@@ -16,6 +16,8 @@
 
     partition    which layers go to which stage
     stage_api    the contract between zbpp and a user's model
+    predict_memory, memory_switches
+                 what each rank will hold, and what each switch would save
     app          builds the parts of a training run and runs them
     launch       starts a job's ranks on this machine
 

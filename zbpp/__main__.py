@@ -13,6 +13,7 @@ COMMANDS = {
     "train": "train a model in a pipeline",
     "bench": "time schedules and runtimes on one model, in turns",
     "measure": "measure what a model's stages and messages cost on this machine",
+    "memory": "predict what each rank will hold, and what each switch would save",
     "explain": "show which weight gradients of a stage wait for W, and why others do not",
     "compare": "compare finished runs: are their losses equal to the last bit?",
 }

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,7 +31,8 @@ from zbpp.builders.trainer import (
     learning_rate_factor,
 )
 from zbpp.config import ConfigError, TrainConfig, naming
-from zbpp.render import chrome_trace, render_picture
+from zbpp.planning.memory_budget import RankMemory
+from zbpp.render import chrome_trace, render_memory_picture, render_picture, render_report
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.microbatch import into_microbatches
 from zbpp.runtime.model_ties import declare_ties
@@ -41,6 +42,7 @@ from zbpp.training.batch import batch_for
 from zbpp.training.data import Data
 from zbpp.training.loggers import Loggers, finite
 from zbpp.training.loss_scale import LossScale
+from zbpp.training.memory_report import MemoryReport, RankReport, figures
 from zbpp.training.precision import PRECISIONS, Precision
 from zbpp.training.progress import progress
 from zbpp.training.run_folder import RunFolder, check_free, claimed
@@ -49,6 +51,9 @@ from zbpp.training.summary import Summary, Title, summarise
 from zbpp.training.trainer import Trainer
 from zbpp.training.update import Metrics
 from zbpp.training.weights import save_weights
+
+if TYPE_CHECKING:
+    from zbpp.predict_memory import MeasuredStages
 
 
 class _Job(NamedTuple):
@@ -71,6 +76,8 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     rank, num_processes = _place_in_job(config.parallel.num_processes)
     num_ranks = pipeline_ranks(config.parallel, num_processes)
     job = _plan_job(config, num_ranks) if rank == 0 else None
+    # Before the process group exists: parts of layers are measured in a group that does not.
+    measured = _measured_stages(config, job) if config.memory.report and job else None
     with (
         _run_folder(config.run_dir, config.overwrite, rank) as folder,
         world(device=config.parallel.device, timeout=config.parallel.timeout) as here,
@@ -93,6 +100,10 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
             summary = summarise(title, trainer, history, here, precision.compute)
             if cut is not None:
                 summary.figures["layers_per_stage"] = cut
+            if trainer.memory_report is not None:
+                reports = trainer.memory_report.gathered(trainer)
+                if measured is not None:
+                    _write_memory(path, measured.predicted(trainer.pipeline.timetable), reports)
             if config.save_weights:
                 save_weights(path, trainer.pipeline, trainer.masters)
             if here.rank == 0:
@@ -100,6 +111,12 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
                 _write(path, title, summary)
                 print(f"written to {path}", flush=True)
         return summary.figures
+
+
+def _measured_stages(config: TrainConfig, job: _Job) -> MeasuredStages:
+    from zbpp.predict_memory import Predictor  # imports torch's fake tensors: seconds
+
+    return Predictor().measure(config, job.timetable)
 
 
 def check_before_start(config: TrainConfig, num_processes: int) -> None:
@@ -202,6 +219,7 @@ def _build_trainer(config: TrainConfig, job: _Job, precision: Precision, mesh: D
         loss_scale=LossScale() if precision.is_scaled else None,
         gradient_release=config.memory.gradient_release,
         post_validation=build_validation(config.optimizer),
+        memory_report=MemoryReport(config.steps - 1) if config.memory.report else None,
     )
 
 
@@ -228,3 +246,11 @@ def _write(folder: Path, title: Title, summary: Summary) -> None:
     }
     render_picture(panels, folder / "timeline.png")
     (folder / "trace.json").write_text(json.dumps(chrome_trace(panels)))
+
+
+def _write_memory(folder: Path, predicted: list[RankMemory], reports: list[RankReport]) -> None:
+    """memory.json and memory.png; prints both peaks, and what outlives the step."""
+    found = figures(predicted, reports)
+    (folder / "memory.json").write_text(json.dumps(found, indent=2) + "\n")
+    render_memory_picture(found, folder / "memory.png")
+    print(render_report(found), flush=True)

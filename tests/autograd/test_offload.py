@@ -121,7 +121,7 @@ def test_parameters_buffers_and_what_the_caller_keeps_stay():
         module, copier, lambda: module.scale * module.out(x) * module.out.weight[0], least_bytes=SMALLEST
     )
     assert saved.nbytes == x.nbytes + output.nbytes  # and scale * out(x)
-    saved.keep([x])
+    saved.leave_out([x])
     assert saved.nbytes == output.nbytes
 
 

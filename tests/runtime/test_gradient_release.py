@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import StepLR
 from helpers.processes import run_ranks
 from zbpp import MasterWeights, Pipeline, Timetable, clip_grad_norm_, make_mesh, plan
 from zbpp.runtime.norm import norm_of, squares_in_mesh
+from zbpp.runtime.weight_offload import OffloadedWeights
 
 VOCAB, HIDDEN, M, ROWS, STEPS = 11, 8, 4, 8, 5
 OPTIMIZERS = {
@@ -106,8 +107,25 @@ MESHES = [
 ]
 
 
+def gradients_at_updates():
+    """How many gradients exist at each update of two replicas with two stages; how many each stage has."""
+    with Pipeline(Model(), "zb_v", num_microbatches=M, mesh=make_mesh(replicate=2)) as pipeline:
+        parameters, seen = list(pipeline.parameters()), []
+        optimizer = torch.optim.AdamW(parameters, lr=0.01)
+        pipeline.release_gradients(optimizer)
+        update = optimizer.step
+
+        def step():
+            seen.append(sum(each.grad is not None for each in parameters))
+            update()
+
+        optimizer.step = step  # as a learning rate schedule wraps it
+        trained(pipeline, optimizer, released=True, steps=range(1))
+        return seen, [len(list(stage.parameters())) for stage in pipeline.stages.values()]
+
+
 def in_meshes(rank):
-    found = {}
+    found = {"updates": gradients_at_updates()}
     for name, degrees, schedule, is_tied in MESHES:
         for released in (True, False):
             mesh = make_mesh(**degrees) if degrees else None
@@ -120,6 +138,8 @@ def test_two_processes_train_as_with_the_ordinary_step():
     """Ranks, replicas, shards, tied copies; replicas and copies of a parameter stay equal."""
     everyone = run_ranks(in_meshes, 2)
     for found in everyone:
+        seen, sizes = found["updates"]
+        assert seen == [sum(sizes), sum(sizes) - sizes[0]]  # a stage's gradients go before the next update
         for name, *_ in MESHES:
             same(found[name, True], found[name, False])
     first, second = (found["replicas", True][1] for found in everyone)
@@ -251,6 +271,14 @@ def test_master_weights_and_a_foreign_optimizer_are_refused():
     masters = MasterWeights(pipeline.parameters(), torch.bfloat16)
     with pytest.raises(ValueError, match=r"have a main_grad .*write precision=bfloat16"):
         pipeline.release_gradients(torch.optim.SGD(masters.parameters(), lr=0.1))
+
+
+def test_offloaded_weights_are_refused():
+    stage = nn.Sequential(nn.Linear(HIDDEN, HIDDEN))
+    OffloadedWeights({0: stage}, torch.device("cpu"))
+    pipeline = Pipeline({0: stage}, "zb_h1", F.mse_loss, num_microbatches=M)
+    with pytest.raises(ValueError, match="weights are offloaded.*leave gradient release off"):
+        pipeline.release_gradients(torch.optim.SGD(pipeline.parameters(), lr=0.1))
 
 
 class Fails(nn.Module):

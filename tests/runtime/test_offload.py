@@ -14,8 +14,11 @@ from helpers.processes import run_ranks
 from zbpp import ActivationOffload, Costs, Pipeline, make_mesh, plan
 from zbpp.autograd import recompute
 from zbpp.autograd.copies import OffloadError
+from zbpp.builders.trainer import build_offload
+from zbpp.config import ConfigError, MemoryConfig
 from zbpp.runtime.memory import live_bytes
 from zbpp.runtime.mesh import local_of
+from zbpp.runtime.weight_offload import OffloadedWeights
 
 CPU = torch.device("cpu")
 M, ROWS, SIZE, WIDE = 6, 64, 64, 512
@@ -293,7 +296,7 @@ def on_a_mesh(rank):
 def meshed(mesh, offload):
     timetable, x, losses = plan("gpipe", 1, M), batch(), []
     stages = stages_for(0, timetable)
-    if "tensor" in mesh.mesh_dim_names:
+    if mesh["tensor"].size() > 1:
         for block in stages[0]:
             parallelize_module(
                 block, mesh["tensor"], {"first": ColwiseParallel(), "second": RowwiseParallel()}
@@ -312,3 +315,25 @@ def test_weights_that_fsdp2_gathers_stay_and_what_is_split_over_a_mesh_is_equal_
         assert rank["tensor"][0]
         assert rank["shard"][1] == pytest.approx(plain, rel=0.1)  # no weight among them
         assert 0 < rank["tensor"][1] < plain  # DTensors stay
+
+
+def test_activations_and_weights_that_leave_are_refused_together():
+    timetable = plan("gpipe", 1, M)
+    stages = stages_for(0, timetable)
+    OffloadedWeights(stages, CPU)
+    with pytest.raises(ValueError, match="doesn't go with offloaded weights"):
+        Pipeline(stages, timetable, F.mse_loss, offload=ActivationOffload())
+    with pytest.raises(ConfigError, match="memory.offload=auto doesn't go with memory.offload_weights=true"):
+        MemoryConfig(offload="auto", offload_weights=True)
+
+
+@pytest.mark.parametrize("wrong", [0, -1.5, "all", True])
+def test_the_config_refuses_what_is_no_offload(wrong):
+    with pytest.raises(ConfigError, match=f"memory.offload={wrong}: write"):
+        MemoryConfig(offload=wrong)
+
+
+@pytest.mark.parametrize("offload", [0.5, "auto"])
+def test_the_config_becomes_options(offload):
+    assert build_offload(MemoryConfig()) is None
+    assert build_offload(MemoryConfig(offload=offload, offload_to="/x")) == ActivationOffload(offload, "/x")

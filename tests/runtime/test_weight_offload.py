@@ -14,6 +14,7 @@ from helpers.split import grads_of
 from zbpp import Pipeline, app, backward_input
 from zbpp import config as configs
 from zbpp.autograd import recompute
+from zbpp.autograd.compiled import compile_stage
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
 from zbpp.runtime.memory import live_bytes
@@ -192,7 +193,16 @@ def images():
     ).to(memory_format=torch.channels_last)
 
 
+class InPlace(nn.Linear):
+    """Changes its input in place."""
+
+    def forward(self, x):
+        x += super().forward(torch.tanh(x))
+        return x
+
+
 BLOCKS = {
+    "in place": (lambda: nn.Sequential(nn.Linear(6, 6), InPlace(6, 6), InPlace(6, 6)), (8, 6)),
     "everything": (lambda: nn.Sequential(Everything(), nn.Linear(6, 6), Everything()), (8, 6)),
     "images": (images, (8, 3, 8, 8)),
     "one block": (lambda: nn.Linear(6, 6), (8, 6)),
@@ -244,6 +254,9 @@ def test_without_a_pipeline():
     later.accumulate()
     assert torch.equal(grad, expected)
     assert all(torch.equal(g, grads_of(plain)[name]) for name, g in grads_of(module).items())
+    for each in (module, plain):
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    assert torch.equal(module(x), plain(x))  # no buffer has the weights of before
     with pytest.raises(TypeError, match="copy them before"):
         copy.deepcopy(module)
 
@@ -434,9 +447,40 @@ def test_after_a_forward_that_fails_the_weights_are_on_the_host():
     assert [each.data_ptr() for each in stage.parameters()] == homes
 
 
+def test_a_block_that_is_compiled_afterwards_is_refused():
+    """Its compiled forward would find the weights on the host."""
+    stage = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    OffloadedWeights({0: stage})
+    compile_stage(stage[0], backend="eager")
+    with pytest.raises(ValueError, match="the forward of 0 of stage 0 was replaced"):
+        Pipeline({0: stage}, "zb_h1", loss_fn=F.mse_loss, num_microbatches=1)
+
+
 def test_stages_offloaded_apart_are_refused():
     stages = {index: nn.Sequential(nn.Linear(4, 4)) for index in (0, 1)}
     for index, stage in stages.items():
         OffloadedWeights({index: stage})
     with pytest.raises(ValueError, match="offloaded apart"):
         Pipeline(stages, "zb_v", loss_fn=F.mse_loss, num_microbatches=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_on_a_gpu_gradients_are_those_without():
+    """Not run anywhere yet."""
+    sides = []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        stages = {0: Deep().build_stage(0, 1)}
+        if offload:
+            weights = OffloadedWeights(stages, "cuda")
+            assert {each.device.type for each in stages[0].parameters()} == {"cpu"}
+            assert weights.device_bytes < weights.host_bytes
+        else:
+            stages[0].cuda()
+        pipeline = Pipeline(stages, "zb_h1", loss_fn=F.mse_loss, num_microbatches=4)
+        x = torch.randn(8, 128, generator=torch.Generator().manual_seed(1)).cuda()
+        losses = [*pipeline.step(x, target=x), *pipeline.step(x, target=x)]
+        grads = {name: each.cpu() for name, each in grads_of(stages[0]).items()}
+        sides.append((torch.stack(losses).cpu(), grads))
+    assert_same(sides[1], sides[0])

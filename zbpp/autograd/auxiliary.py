@@ -47,6 +47,9 @@ def auxiliary_loss(name: str, value: Tensor) -> None:
     Raises ValueError for a name that is not a non-empty string, for a value that is no such tensor, and where
     gradients are off but were on when the step or the block began: there the value would train nothing.
     """
+    if torch.compiler.is_compiling():
+        # A graph would hold the block of the call that was traced; torch 2.15 traces ContextVar.get.
+        torch._dynamo.graph_break()
     value = named_scalar("auxiliary_loss", name, value)
     block = _innermost.get()
     if block is None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -170,20 +171,30 @@ class SavedActivations:
 
     def __init__(self, copier: Copier, *, least_bytes: int = LEAST_BYTES) -> None:
         self._copier, self._least_bytes = copier, max(1, least_bytes)
-        self._stays: set[int] = set()  # addresses of storages
+        # By address. Held while tensors are packed: a storage made later could get the address of one freed.
+        self._stays: dict[int, UntypedStorage] = {}
         self._memories: dict[int, weakref.ref[_Memory]] = {}  # by the storage's address
         self._leaving: Copy | None = None
         self._arriving: Copy | None = None
 
-    def saving(self) -> saved_tensors_hooks:
+    @contextmanager
+    def saving(self) -> Iterator[None]:
         """Within this context, what autograd saves may leave later."""
-        return saved_tensors_hooks(self._pack, unpack)
+        try:
+            with saved_tensors_hooks(self._pack, unpack):
+                yield
+        finally:
+            self._stays.clear()
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Let the storages of these tensors stay; called before `offload`, while the tensors live."""
+        """Let the storages of these tensors stay; called before `saving`."""
+        for tensor in tensors:
+            self._stays.update((storage._cdata, storage) for storage in storages_of(tensor))
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Let the storages of these tensors stay after all; called between `saving` and `offload`."""
         for tensor in tensors:
             for storage in storages_of(tensor):
-                self._stays.add(storage._cdata)
                 self._memories.pop(storage._cdata, None)
 
     @property

@@ -231,3 +231,10 @@ class _Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.before or MethodType(type(self.module).forward, self.module)
         return checkpoint(forward, *args, **kwargs)
+
+
+def recomputed(forward: Any) -> Any:
+    """The forward that `recompute` has wrapped; any other forward itself."""
+    while isinstance(forward, _Recomputed):
+        forward = forward.before
+    return forward

@@ -136,7 +136,7 @@ def shard_of(tensor: Any) -> Tensor:
     """The tensor that holds a DTensor's shard on this rank; waits for it if it is still being received."""
     with torch.no_grad():  # with gradients to_local() returns a view, and waits for nothing
         shard: Any = tensor.to_local()
-    return shard if type(shard) is Tensor else shard.wait()
+    return shard.wait() if hasattr(shard, "wait") else shard
 
 
 def bytes_here(tensor: Tensor) -> int:

@@ -9,9 +9,10 @@ from zbpp.benchmark.link_speed import LinkSpeed, link_speeds
 from zbpp.benchmark.runner import ZbppRunner
 from zbpp.benchmark.workload import Workload
 from zbpp.runtime.measure import measured_costs
-from zbpp.runtime.memory import StageMemory, first_inputs, memory_per_stage
+from zbpp.runtime.memory import StageMemory, first_inputs, memory_per_stage, static_per_stage
 from zbpp.runtime.microbatch import into_microbatches
 from zbpp.schedule import Action, Costs, Op, Timetable, lower
+from zbpp.schedule.costs import PerStage
 
 
 class Measurement(NamedTuple):
@@ -28,11 +29,15 @@ class Measurement(NamedTuple):
 
     @property
     def in_activations(self) -> Costs:
-        """The costs with memory in activations: what a microbatch leaves on a mean stage from F until B."""
+        """The costs with memory in activations: what a microbatch leaves on a mean stage from F until B.
+
+        Weights don't count: a limit in activations is for microbatches.
+        """
         unit = sum(each.saved for each in self.held) / len(self.held) or 1
-        held = {
+        held: dict[str, PerStage] = {
             "saved": [each.saved / unit for each in self.held],
             "deferred": [each.deferred / unit for each in self.held],
+            "static": 0.0,
         }
         return Costs(**{**self.costs.numbers, **held})
 
@@ -48,7 +53,11 @@ def measure(workload: Workload, timetable: Timetable, num_steps: int) -> Measure
     close_all(runs)
     held = _held(workload, timetable)
     times = measured_costs(*(timeline for run in runs for timeline in run.timelines))
-    costs = times.in_bytes(saved=[each.saved for each in held], deferred=[each.deferred for each in held])
+    costs = times.in_bytes(
+        saved=[each.saved for each in held],
+        deferred=[each.deferred for each in held],
+        static=static_per_stage(workload.stages(timetable), timetable.num_stages),
+    )
     links = link_speeds(lower(timetable).links, workload.here.device) if timetable.num_ranks > 1 else []
     return Measurement(costs, links, held)
 

@@ -1,1 +1,1 @@
-"""The command line: `zbpp plan | train | bench | measure | explain | compare`, a file each."""
+"""The command line: `zbpp plan | train | bench | measure | memory | explain | compare`, a file each."""

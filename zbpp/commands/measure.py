@@ -3,9 +3,10 @@
     zbpp measure -n 2 model=gpt_tiny data=stdlib run_dir=runs/costs
     zbpp plan zb_auto --ranks 2 --microbatches 8 --costs runs/costs/costs.json
 
-Writes costs.json: f, b, w, bw, comm in ms, saved and deferred in bytes, one number per stage; and under
-"about" where they were measured and how fast each link is. Starts its own ranks, without torchrun. -n N is
-short for num_ranks=N. The schedule decides how many stages the model is cut into.
+Writes costs.json: f, b, w, bw, comm in ms, saved, deferred and static in bytes, a number per stage; and under
+"about" where they were measured and how fast each link is. static is there all the time: weights, buffers,
+gradients, and two states per weight, as AdamW has them. Starts its own ranks, without torchrun. -n N is short
+for num_ranks=N. The schedule decides how many stages the model is cut into.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ def measure_on_rank(config: MeasureConfig) -> dict[str, Any]:
 def _table(costs: dict[str, Any]) -> str:
     """A row per stage, then a line per pair of ranks."""
     columns = [name for name, numbers in costs.items() if isinstance(numbers, list)]
-    lines = ["", "stage" + "".join(f"{name:>12}" for name in columns) + "   (ms; saved, deferred: bytes)"]
+    lines = [
+        "",
+        "stage" + "".join(f"{name:>12}" for name in columns) + "   (ms; saved, deferred, static: bytes)",
+    ]
     for stage, numbers in enumerate(zip(*(costs[name] for name in columns), strict=True)):
         lines.append(f"{stage:>5}" + "".join(f"{number:>12.4g}" for number in numbers))
     for link in costs["about"]["links"]:

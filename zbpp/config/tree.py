@@ -112,7 +112,8 @@ class MemoryConfig(Checked):
 
     recompute: what runs forward again in B: nothing, each block by itself, or the whole stage.
     budget: the share of the activations that compiled stages keep between F and B.
-    limit: GiB that each rank may hold after replanning, see schedule.replan; null: as much as before it.
+    limit: GiB of each rank's device, for weights, gradients and optimizer states, too. `zbpp memory` compares
+        with it; replanning keeps within it (see schedule.replan; null: what the first plan needs).
     offload: which activations leave device memory between F and B: none; auto, those whose copies take no
     time beside the computation; or up to so many GiB of each rank. offload_to: host, or a folder for a file.
     offload_weights: whether weights, their gradients and the optimizer's states live in host memory.
@@ -124,6 +125,7 @@ class MemoryConfig(Checked):
     recompute: str = one_of("none", "block", "stage")
     budget: float = ranged(1.0, most=1)
     limit: float | None = ranged(None, above=0, unit="GiB")
+    report: bool = False  # true: the last step's memory, measured beside predicted, in memory.json and .png
     offload: int | float | str = "none"
     offload_to: str = filled("host", "write host, or a folder")
     offload_weights: bool = False
@@ -212,6 +214,12 @@ class TrainConfig(_RunConfig):
             self._check_gradient_release()
         if self.optimizer.validation == "after" and self.optimizer.rollback == "inverse":
             self._check_inverse()
+        least = 9 if self.schedule.replan is not None else 3
+        if self.memory.report and self.steps < least:
+            raise ConfigError(
+                "memory.report=true measures the last step, when optimizer states and receive buffers are "
+                f"there: write steps={least} or more"
+            )
         budget, recompute = self.memory.budget, self.memory.recompute
         if self.compile == "none" and budget != 1:
             raise ConfigError(

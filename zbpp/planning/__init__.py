@@ -21,6 +21,8 @@ What they use:
     complete_stages_early   the order of last W's that ends reductions early
     objective        what a plan is judged by: makespan or span
     memory_limit     memory limits: read, resolved per rank, checked
+    memory_budget    the bytes that each rank holds over a step, from those of its stages
+    recompute        which stages compute their activations again, so that everything fits
     size_limit       refuses plans that are too large
     tolerance        the two tolerances of planning
     messages         the values that pass from stage to stage, by kind of action

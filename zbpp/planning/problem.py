@@ -157,12 +157,21 @@ class Problem:
 
     @cached_property
     def ceilings(self) -> list[float]:
-        """Per rank, the limit plus what the rounding of a level, a sum of floats, may add."""
-        return [ceiling(limit) for limit in self.limits]
+        """Per rank, the most that microbatches may hold beside what is held all the time.
+
+        With what the rounding of a level, a sum of floats, may add.
+        """
+        pairs = zip(self.limits, self.static, strict=True)
+        return [ceiling(limit) - static for limit, static in pairs]
+
+    @cached_property
+    def static(self) -> list[float]:
+        """Per rank, what its stages hold all the time."""
+        return [sum(self.stage_costs.static[stage] for stage in stages) for stages in self.stages_of]
 
     @cached_property
     def least_memory(self) -> list[float]:
-        """Per rank, the least memory that works: one microbatch on all its stages.
+        """Per rank, the least memory that microbatches need: one microbatch on all its stages.
 
         Any B comes after all F's of its microbatch, so a rank holds `saved` of all its stages at once.
         Microbatch after microbatch with whole backwards needs no more, see `one_by_one`.
@@ -170,8 +179,9 @@ class Problem:
         return [sum(self.stage_costs.memory[Op.F][stage] for stage in stages) for stages in self.stages_of]
 
     def require(self, least: Sequence[float]) -> None:
-        """Raises PlanError if some rank's limit is below `least`."""
-        check_holds_one_microbatch(least, self.limits, self.costs.memory_unit)
+        """Raises PlanError if some rank's limit is below `least` and what it holds all the time."""
+        needed = [own + static for own, static in zip(least, self.static, strict=True)]
+        check_holds_one_microbatch(needed, self.limits, self.costs.memory_unit)
 
     # -- the objective ------------------------------------------------------------------------
 

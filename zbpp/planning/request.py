@@ -61,12 +61,21 @@ class PlanningRequest:
         return memory_of_1f1b(self.costs_for(self.num_ranks), self.num_ranks)
 
     @cached_property
+    def static(self) -> float:
+        """The most that a rank holds all the time, with one stage per rank."""
+        return max(self.costs_for(self.num_ranks).per_stage(self.num_ranks).static)
+
+    def multiple(self, number: float) -> float:
+        """The memory limit under which microbatches hold so many times 1F1B's activations."""
+        return number * self.memory_of_1f1b + self.static
+
+    @cached_property
     def limits(self) -> list[MemoryLimit]:
         """The limits of the memory sweep, ascending; None comes last.
 
         The given limit is sorted in, or stands first if it is a list with one number per rank.
         """
-        sweep = {multiple * self.memory_of_1f1b for multiple in SWEEP_MULTIPLES}
+        sweep = set(map(self.multiple, SWEEP_MULTIPLES))
         if self.memory_limit is None:
             return [*sorted(sweep), None]
         if isinstance(self.memory_limit, Sequence):
@@ -76,7 +85,7 @@ class PlanningRequest:
     @property
     def span_limits(self) -> list[MemoryLimit]:
         """The limits under which both objectives are tried: the given one, and twice 1F1B's memory."""
-        given, twice = self.memory_limit, 2 * self.memory_of_1f1b
+        given, twice = self.memory_limit, self.multiple(2)
         return [given] if given == twice else [given, twice]
 
     def costs_for(self, num_stages: int) -> Costs:

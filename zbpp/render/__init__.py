@@ -2,6 +2,7 @@
 
 text.py        the staircase: one line of letters per rank
 table.py       figures of one timeline, or of several schedules beside each other
+memory.py      what each rank holds over a step, and what switches would save
 picture.py     PNG, SVG or PDF, with matplotlib
 page.py, web/  an HTML page to zoom into, with memory curves
 trace.py       Chrome's trace format, for Perfetto
@@ -13,6 +14,14 @@ cuts.py        which layers belong on which stage
 
 from zbpp.render.advice import render_advice
 from zbpp.render.cuts import render_cuts
+from zbpp.render.memory import (
+    in_bytes,
+    render_limit,
+    render_memory,
+    render_memory_picture,
+    render_report,
+    render_switches,
+)
 from zbpp.render.page import render_page
 from zbpp.render.picture import render_picture
 from zbpp.render.statements import Statement, statements
@@ -25,11 +34,17 @@ __all__ = [
     "Statement",
     "Timelines",
     "chrome_trace",
+    "in_bytes",
     "render_advice",
     "render_cuts",
     "render_figures",
+    "render_limit",
+    "render_memory",
+    "render_memory_picture",
     "render_page",
     "render_picture",
+    "render_report",
+    "render_switches",
     "render_table",
     "render_text",
     "statements",

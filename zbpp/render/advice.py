@@ -51,8 +51,18 @@ def _question(answer: Answer) -> str:
         f"{request.objective} first.\n"
         f"1.00p is {request.num_ranks} times the activations of the largest stage, "
         f"{_amount(answer, request.memory_of_1f1b)}; with equal stages 1F1B holds as much.\n"
+        f"{_static(answer)}"
         "Bound: no plan with the row's placement and within the memory limit takes less."
     )
+
+
+def _static(answer: Answer) -> str:
+    """What a rank holds beside activations, as a sentence; nothing where that is not known."""
+    static = answer.request.static
+    if not static:
+        return ""
+    most = memory_text(static, answer.request.costs.memory_unit)
+    return f"Weights, gradients and optimizer states, up to {most} per rank, count in every limit and peak.\n"
 
 
 def _amount(answer: Answer, memory: float) -> str:

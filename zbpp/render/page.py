@@ -116,7 +116,7 @@ def _data(timeline: Timeline, costs: Costs | None, memory_limit: MemoryLimit) ->
         "fills": fills,  # by kind: colours
         "reductionFills": [_mixed(*REDUCTION_COLOURS, place) for place in _places(timetable)],  # by stage
         "inks": ["#000" if _is_light(fill) else "#fff" for fill in fills],
-        **_costs(costs, timetable.num_stages),
+        **_costs(costs, timetable),
         "peaks": timeline.peak_memory,
         "inBytes": timeline.memory_unit == BYTES,
         "limits": _limits(memory_limit, timetable.num_ranks),
@@ -147,12 +147,19 @@ def _times(timeline: Timeline, clock: Floats) -> list[float]:
     return [int(time) if time.is_integer() else time for time in times]
 
 
-def _costs(costs: Costs | None, num_stages: int) -> dict[str, list[float] | None]:
-    """comm: by stage the time of a message. changes: by kind what an action adds to its rank's memory."""
+def _costs(costs: Costs | None, timetable: Timetable) -> dict[str, list[float] | None]:
+    """comm: by stage the time of a message. changes: by kind what an action adds to its rank's memory.
+
+    static: by rank what it holds all the time.
+    """
+    num_stages = timetable.num_stages
     if costs is None:
-        return {"comm": [0.0] * num_stages, "changes": None}
+        return {"comm": [0.0] * num_stages, "static": None, "changes": None}
     own = costs.per_stage(num_stages)
-    return {"comm": own.comm, "changes": [own.memory[op][stage] for stage in range(num_stages) for op in Op]}
+    changes = [own.memory[op][stage] for stage in range(num_stages) for op in Op]
+    stages = map(timetable.stages_of, range(timetable.num_ranks))
+    static = [sum(own.static[stage] for stage in each) for each in stages]
+    return {"comm": own.comm, "static": static, "changes": changes}
 
 
 def _limits(memory_limit: MemoryLimit, num_ranks: int) -> list[float | None]:

@@ -51,8 +51,9 @@ def limit_text(answer: Answer, limit: MemoryLimit) -> str:
         return "any memory"
     if not isinstance(limit, int | float):
         return "the given memory"
-    unit, text = answer.request.memory_of_1f1b, memory_text(limit, answer.request.costs.memory_unit)
-    return f"{text} ({limit / unit:.2f}p)" if unit else text
+    request = answer.request
+    unit, text = request.memory_of_1f1b, memory_text(limit, request.costs.memory_unit)
+    return f"{text} ({(limit - request.static) / unit:.2f}p)" if unit else text
 
 
 def _undercuts(best: Choice, bound: Bound) -> bool:
@@ -102,7 +103,7 @@ def _twice_the_memory(answer: Answer) -> Iterator[Statement]:
     Proved if the V beats every plan with one stage per rank at 2p.
     """
     request = answer.request
-    twice, paper = 2 * request.memory_of_1f1b, answer.named("zb_2p")
+    twice, paper = request.multiple(2), answer.named("zb_2p")
     bound = request.bound("one", twice)
     theirs = paper.value(request.objective) if paper else 0.0
     for limit in request.limits:

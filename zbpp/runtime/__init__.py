@@ -21,6 +21,11 @@ What they use:
     tensor_parallel  stages that their model splits over the tensor dimension
     reductions    what is reduced on one rank: REPLICAS AND TIED PARAMETERS GET ONE GRADIENT
     reduce        a stage's gradients, summed over processes in buckets
+    gradient_release  weights updated inside the step, their gradients dropped; with
+    optimizer_accumulation  gradients of each microbatch go into the optimizer's states
+    partial_updates an optimizer's step for some of its parameters
+    optimizer_trial does an optimizer update each parameter by itself?
+    released      which parameters are released where, and what release doesn't go with
     tied_gradients  copies of one parameter on several ranks; copies: in several sharded stages of one rank
     sharding      stages that FSDP2 shards; fully_shard drives one of them, microbatch by microbatch
     restored      random numbers, training mode, gradients of a step that failed, buffers of one begun again
@@ -32,14 +37,22 @@ What they use:
     parameters    names, state_dict and declared ties of the parameters
     ties          parameters that are one parameter of the model, in several places of its stages
     model_ties    ties that a model names, or whose stages share a Parameter object (shared_parameters)
+    blocks        the blocks of a stage: what is recomputed, compiled or offloaded by itself
+    weight_offload  weights that live in host memory: WHERE A WEIGHT IS, AND WHEN
+    weight_blocks   the blocks whose weights are offloaded, and what is refused
+    weight_buffers  host memory or files, and the two buffers on the device
+    saved_weights   what autograd has saved of a block's weights, packed
     world         joining the job; gather, broadcast, agreement between ranks
     groups        process groups: one for each link, and for each kind of reduction
 
 Beside the step:
 
+    squares       squared norms of gradients
     norm          clip_grad_norm_ over all ranks
     measure       timelines and costs of measured steps
     memory        bytes that one microbatch leaves on a stage
+    live_tensors, microbatch_memory, memory_record
+                  bytes of live tensors, fake ones too; what a microbatch needs; what a step held
 
 WHERE A W GOES is decided by the timetable alone: a schedule (zbpp/families) or the search
 (zbpp/planning/search/insert_weight_grads.py, then its moves) puts it there, and the executor runs it there.

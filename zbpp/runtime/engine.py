@@ -218,6 +218,10 @@ class Engine:
         """Per stage, the most bytes of a microbatch that have left; {} without offload."""
         return {} if self._offload is None else {s: each.nbytes for s, each in self._offload.stages.items()}
 
+    def receive_buffers(self) -> list[Tensor]:
+        """The pool of `step`."""
+        return self._executors["step"].receive_buffers()
+
     def _run(
         self,
         name: str,

@@ -171,6 +171,10 @@ class Executor:
         for box in self._boxes():
             box.layouts.clear()
 
+    def receive_buffers(self) -> list[torch.Tensor]:
+        """The pool's buffers."""
+        return self._pool.buffers()
+
     def close(self) -> None:
         """Give up all messages under way, and the links."""
         for box in self._boxes():

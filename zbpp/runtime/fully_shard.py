@@ -118,7 +118,7 @@ class FullyShardedStage:
         else:
             self._reset()
         for param in self._params:
-            param._unsharded_param.grad = param.unsharded_accumulated_grad = None
+            _drop_gradient(param)
         self._trained, self._before, self._is_missing = [], [], []
         self._set_reductions(True)
 
@@ -273,6 +273,13 @@ def _add_zeros_if_missing(param: Any) -> bool:
         return False
     weight.grad = torch.zeros_like(weight, dtype=getattr(weight, "grad_dtype", None) or weight.dtype)
     return True
+
+
+def _drop_gradient(param: Any) -> None:
+    """Drop what has been summed. Before torch 2.15 FSDP2 may hold a sum of its own beside `.grad`."""
+    param._unsharded_param.grad = None
+    if param.unsharded_accumulated_grad is not None:
+        param.unsharded_accumulated_grad = None
 
 
 def _register_shards(group: Any) -> None:

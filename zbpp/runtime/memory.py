@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # not in its __all__
 
+from zbpp.autograd.storages import storages_of
 from zbpp.runtime.feed import Feed
 from zbpp.runtime.layout import Layout, TensorLayout, layout_of
 from zbpp.runtime.stage import Loss, StageWorker
@@ -121,6 +122,34 @@ def memory_per_stage(
     for each in gather(mine, group):
         found |= each
     return [found[index] for index in range(num_stages)]
+
+
+def static_per_stage(
+    stages: Mapping[int, nn.Module], num_stages: int, group: dist.ProcessGroup | None = None
+) -> list[int]:
+    """Bytes that each stage of the pipeline holds all the time, in stage order. Collective.
+
+    Weights and buffers; of what is trained also the gradient and two states, as AdamW has them. stages: this
+    rank's.
+    """
+    mine = {index: static_bytes(stage) for index, stage in stages.items()}
+    found = {index: size for each in gather(mine, group) for index, size in each.items()}
+    return [found[index] for index in range(num_stages)]
+
+
+def static_bytes(stage: nn.Module) -> int:
+    """The bytes of one stage, on this rank; a main_grad comes with a float32 master."""
+    trained = {each for each in stage.parameters() if each.requires_grad}
+    held = _local_bytes([*stage.parameters(), *stage.buffers()])
+    for each in trained:
+        main = getattr(each, "main_grad", None)
+        held += 3 * _local_bytes([each]) if main is None else 4 * _local_bytes([main])
+    return held
+
+
+def _local_bytes(tensors: Iterable[Tensor]) -> int:
+    sizes = {part._cdata: part.nbytes() for each in tensors for part in storages_of(each)}
+    return sum(sizes.values())
 
 
 def stage_memory(

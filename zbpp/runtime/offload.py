@@ -40,7 +40,7 @@ class StageOffload:
             result = self._worker.forward(microbatch, message)
         # A message is held by others, too: by the pool of receive buffers, by a send, by the next stage here.
         # If it left, it would not be freed, and come back as a second copy.
-        activations.keep(each for each in (*message, *result) if each is not None)
+        activations.leave_out(each for each in (*message, *result) if each is not None)
         self._activations[microbatch] = activations
         return result
 

@@ -80,6 +80,10 @@ class BufferPool:
         # A new tensor object: what a user sets on it (requires_grad, hooks) ends with this use.
         return buffer.detach().requires_grad_(layout.requires_grad)
 
+    def buffers(self) -> list[Tensor]:
+        """All buffers that are kept."""
+        return [each for kept in self._buffers.values() for each in kept]
+
     def clear(self) -> None:
         """Forget all buffers; those in use live as long as their users."""
         self._buffers.clear()

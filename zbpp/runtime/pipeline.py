@@ -177,7 +177,8 @@ class Pipeline:
         )
         self.step_losses, self.evaluation_losses = NamedLosses(), NamedLosses()
         self._compares_losses = TENSOR in place.groups  # in the first step
-        self._is_recording, self._recorder = False, Recorder(self.device)
+        self._recorder = Recorder(self.device)
+        self._recording: Recorder | None = None
         self.gate: Gate | None = None
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -297,7 +298,7 @@ class Pipeline:
         that forward made to buffers (BatchNorm's statistics), and all changes by hooks, are not undone.
         """
         with restored_generators(self.device):
-            recorder = self._recorder if self._is_recording else None
+            recorder = self._recording
             call = Call(args, target, kwargs, loss_scale=self.loss_scale)
             settle = None if self.gate is None else partial(self._pass_gate, self.gate, call)
             losses, self.step_losses = self._engine.step(call, self._seeds(), recorder, settle)
@@ -383,13 +384,20 @@ class Pipeline:
         return tuple(found)
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Measure each action and message of the steps inside the block; `timeline` gives the last step."""
-        self._is_recording = True
+    def recording(self, recorder: Recorder | None = None) -> Iterator[None]:
+        """Measure each action and message of the steps inside the block; `timeline` gives the last step.
+
+        recorder: what notes them instead, and `timeline` does not.
+        """
+        self._recording = self._recorder if recorder is None else recorder
         try:
             yield
         finally:
-            self._is_recording = False
+            self._recording = None
+
+    def receive_buffers(self) -> list[Tensor]:
+        """The buffers that messages of `step` are received into: as many as are in use at once."""
+        return self._engine.receive_buffers()
 
     def timeline(self) -> Timeline:
         """The last step inside `recording`, as it ran on all ranks; it starts at 0 ms. Collective.
@@ -444,6 +452,7 @@ class Pipeline:
         time, it doesn't wait. Raises CommunicationError if another rank is gone.
         """
         if self._engine.over:
+            self._close_made_group()
             return
         self.settle()
         try:
@@ -464,9 +473,14 @@ class Pipeline:
             self.close()
         elif not self._engine.over:  # other ranks may wait for a message of this one
             self._end(f"an error ended the pipeline ({error_text(error)})")
+        else:
+            self._close_made_group()
 
     def _end(self, why: str) -> None:
         self._engine.end(why)
+        self._close_made_group()
+
+    def _close_made_group(self) -> None:
         if self._made_group is not None:
             close_groups([self._made_group])
             self._made_group = None

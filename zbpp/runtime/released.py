@@ -10,6 +10,7 @@ from torch import nn
 from zbpp.runtime.gradient_release import GradientRelease, Release, parameters_of
 from zbpp.runtime.mesh import REPLICATE, SHARD, Place
 from zbpp.runtime.optimizer_accumulation import OptimizerAccumulation
+from zbpp.runtime.weight_offload import offloaded_weights
 
 _STEP = "write gradient_release=step (accumulate=False)"
 
@@ -31,6 +32,11 @@ def make_release(
     of_loss: all parameters of the loss, on the rank that computes it. Raises ValueError for what can't work.
     """
     of_loss = list(of_loss)
+    if offloaded_weights(stages.values()) is not None:
+        raise ValueError(
+            "the stages' weights are offloaded, and their gradients live in host memory: leave gradient "
+            "release off, or the weights on the device (memory.offload_weights=false)"
+        )
     own = [*dict.fromkeys([*(each for stage in stages.values() for each in stage.parameters()), *of_loss])]
     _check_parameters(optimizer, own)
     not_own = {id(each) for each in (*late, *of_loss)}

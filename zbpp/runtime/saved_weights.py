@@ -12,23 +12,24 @@ from zbpp.runtime.weight_buffers import View
 
 
 def pack_views(
-    outputs: Iterable[Any], inputs: Iterable[Any], memory: Tensor, unpack: Callable[[View], Tensor]
+    outputs: Iterable[Any], below: Iterable[Any], memory: Tensor, unpack: Callable[[View], Tensor]
 ) -> None:
     """Pack every saved tensor that is a view of this memory as a View, which `unpack` turns into a tensor.
 
-    The graph is searched from the outputs down to the inputs. Tensors that other saved-tensor hooks have
-    packed are left alone.
+    The graph is searched from the outputs down to the nodes `below`. Tensors that other saved-tensor hooks
+    have packed are left alone.
     """
     start = memory.untyped_storage().data_ptr()
 
     def pack(tensor: Tensor) -> View:
-        return View(tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        return View(tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
-    seen: set[Any] = {None, *_nodes(inputs)}
-    nodes = [node for node in _nodes(outputs) if node not in seen]
+    seen: set[Any] = {None, *below}
+    nodes = [node for node in dict.fromkeys(nodes_of(outputs)) if node not in seen]
     seen.update(nodes)
     for node in nodes:  # the list grows during the loop
-        for raw_name, name in _saved_names(type(node)):
+        kind: Any = type(node)
+        for raw_name, name in _saved_names(kind):
             raws, values = getattr(node, raw_name), None
             for number, raw in enumerate(raws if isinstance(raws, tuple) else (raws,)):
                 if raw is None or raw.unpack_hook is not None:
@@ -52,16 +53,13 @@ def _starts_at(tensor: Tensor, start: int) -> bool:
         return False
 
 
-def _nodes(tensors: Iterable[Any]) -> list[Any]:
-    return [
-        tensor.grad_fn
-        for tensor in dict.fromkeys(tensors)
-        if isinstance(tensor, Tensor) and tensor.grad_fn is not None
-    ]
+def nodes_of(tensors: Iterable[Any]) -> list[Any]:
+    """The nodes that these tensors were computed by; other values are passed over."""
+    return [tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor) and tensor.grad_fn is not None]
 
 
 @cache
-def _saved_names(cls: type) -> list[tuple[str, str]]:
+def _saved_names(cls: Any) -> list[tuple[str, str]]:
     """The attributes of a type of node: (its raw saved tensors, what they hold)."""
     raws = [name for name in dir(cls) if name.startswith("_raw_saved_")]
     return [

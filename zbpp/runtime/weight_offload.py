@@ -31,8 +31,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zbpp.autograd import WeightGrads, auxiliary_loss, auxiliary_losses
+from zbpp.autograd.recompute import recomputed
 from zbpp.runtime.mesh import Place
-from zbpp.runtime.saved_weights import pack_views
+from zbpp.runtime.saved_weights import nodes_of, pack_views
 from zbpp.runtime.ties import Tie
 from zbpp.runtime.weight_blocks import Block, find_blocks, refuse_hooks, refuse_shared
 from zbpp.runtime.weight_buffers import DeviceBuffers, Host, MemoryHost, View
@@ -95,6 +96,16 @@ class OffloadedWeights:
         """How often a block's weights were copied to the device so far."""
         return self._buffers.num_copies
 
+    def replaced(self) -> str:
+        """Which block has got another forward, that leaves the weights on the host; "" if none has."""
+        for block in self._blocks:
+            if not isinstance(recomputed(vars(block.module).get("forward")), _OnDevice):
+                return (
+                    f"the forward of {block.name} was replaced (compiled?) after its weights were offloaded: "
+                    "only zbpp.autograd.recompute may wrap it then"
+                )
+        return ""
+
     def begin(self) -> None:
         """Begin a step or an evaluation: weights may have changed, also by writes through `.data`.
 
@@ -145,18 +156,24 @@ class OffloadedWeights:
         memory = self._buffers.load(block)
         self._buffers.prefetch(block.neighbours(1))
         references = _references(memory)
+        below = nodes_of(
+            tree_leaves([args, kwargs])
+        )  # before the forward, which may change its input in place
         with block.in_memory(memory), auxiliary_losses() as found:
             output = forward(*args, **kwargs)
         if torch.is_grad_enabled():
-            self._pack(block, memory, [output, *found.values()], [args, kwargs])
+            self._pack(block, memory, tree_leaves([output, *found.values()]), below)
         if _references(memory) > references and gc.collect() >= 0 and _references(memory) > references:
             _raise_held(block)
         for name, value in found.items():
             auxiliary_loss(name, value)
         return output
 
-    def _pack(self, block: Block, memory: Tensor, outputs: Any, inputs: Any) -> None:
-        """Replace what autograd saved of the block's weights by views without memory."""
+    def _pack(self, block: Block, memory: Tensor, outputs: list[Any], below: list[Any]) -> None:
+        """Replace what autograd saved of the block's weights by views without memory.
+
+        below: the nodes that the block's inputs were computed by.
+        """
         version = block.version()
 
         def unpack(view: View) -> Tensor:
@@ -169,7 +186,7 @@ class OffloadedWeights:
             self._buffers.prefetch(block.neighbours(-1))
             return view.of(memory)
 
-        pack_views(tree_leaves(outputs), tree_leaves(inputs), memory, unpack)
+        pack_views(outputs, below, memory, unpack)
 
     def _check_budget(self, budget: int | None, needed: int) -> None:
         if budget is not None and needed > budget:
@@ -204,13 +221,19 @@ def offloaded_weights(stages: Iterable[nn.Module]) -> OffloadedWeights | None:
 
 
 def check_offloaded(stages: Iterable[nn.Module], ties: Sequence[Tie], place: Place) -> None:
-    """Raise ValueError on every process if there are offloaded weights and ties, or a mesh. Collective."""
-    refusal = ""
-    if offloaded_weights(stages) is not None:
-        if ties:
-            refusal = "stages with offloaded weights can't have tied parameters: untie them"
-        elif place.mesh is not None:
-            refusal = "offloaded weights are for a pipeline without a mesh: leave the mesh out"
+    """Raise ValueError on every process for offloaded weights with ties, a mesh or a compiled block.
+
+    Collective.
+    """
+    weights = offloaded_weights(stages)
+    if weights is None:
+        refusal = ""
+    elif ties:
+        refusal = "stages with offloaded weights can't have tied parameters: untie them"
+    elif place.mesh is not None:
+        refusal = "offloaded weights are for a pipeline without a mesh: leave the mesh out"
+    else:
+        refusal = weights.replaced()
     for each in place.gather(refusal):
         if each:
             raise ValueError(each)

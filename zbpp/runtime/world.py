@@ -53,6 +53,19 @@ class World:
 
 
 @contextmanager
+def fake_world(size: int) -> Iterator[None]:
+    """A process group of so many processes that don't exist: collectives do nothing, and return at once."""
+    # torch's own tests use this group, and torchtitan's estimates of memory.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
 def world(*, device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
     """Join the job that torchrun started, and leave it at the end. Without torchrun: a job of one rank.
 

@@ -27,11 +27,12 @@ class StageCosts(NamedTuple):
     reduce: list[float]  # ms, of the sum of the stage's gradients over its replicas
     host: list[float]  # ms, of a copy of what F saves to host memory, or back
     held: dict[str, list[float]]  # what "saved" and "deferred" of a microbatch hold
+    static: list[float]  # held all the time
 
 
 @dataclass(frozen=True)
 class CostNumbers:
-    """The nine costs, each a number or a list of numbers.
+    """The ten costs, each a number or a list of numbers.
 
     A number is for a stage in `Costs`, and for a rank's share of the model in `zbpp.planning.RankCosts`.
     """
@@ -45,6 +46,7 @@ class CostNumbers:
     deferred: PerStage = 0.5
     reduce: PerStage = 0.0
     host: PerStage = 0.0
+    static: PerStage = 0.0
 
     def __post_init__(self) -> None:
         for name, value in self.numbers.items():
@@ -73,15 +75,17 @@ class Costs(CostNumbers):
         rank reduces one stage at a time. It holds no memory here.
     host: time of copying what F of a microbatch saves to host memory, or back; it occupies no rank, but a
         rank copies one thing at a time. 0: nothing leaves (offload.py).
+    static: held all the time: the stage's weights, gradients and optimizer states.
     memory_unit: the unit that memory is printed in: activations here, bytes in `CostsInBytes`.
     Raises PlanError for a value that is no number, and for a number that is negative or not finite.
     """
 
     memory_unit: ClassVar[str] = ACTIVATIONS
 
-    def in_bytes(self, saved: PerStage, deferred: PerStage) -> CostsInBytes:
+    def in_bytes(self, saved: PerStage, deferred: PerStage, static: PerStage = 0.0) -> CostsInBytes:
         """The same times with memory in bytes."""
-        return CostsInBytes(**{**self.numbers, "saved": saved, "deferred": deferred})
+        held = {"saved": saved, "deferred": deferred, "static": static}
+        return CostsInBytes(**{**self.numbers, **held})
 
     def per_stage(self, num_stages: int) -> StageCosts:
         """Every cost as a list of `num_stages` floats. Raises PlanError for a list of another length."""
@@ -107,6 +111,7 @@ class Costs(CostNumbers):
             reduce=spread("reduce"),
             host=spread("host"),
             held={"saved": saved, "deferred": deferred},
+            static=spread("static"),
         )
 
 

@@ -217,7 +217,7 @@ class _RankChoice:
         back = self._last_free(float(self.starts[used]), time)
         dropped = max(made + 1, int(np.searchsorted(self.starts, out + time - _TINY)))
         fetched = min(used, int(np.searchsorted(self.ends, back + _TINY, "right")))
-        if out + time > back or dropped >= fetched:
+        if dropped >= fetched:  # so it is, too, if the copies would overlap
             return None
         insort(self.busy, (out, out + time))
         insort(self.busy, (back, back + time))

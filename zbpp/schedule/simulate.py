@@ -328,7 +328,7 @@ def _reductions(ranks: list[_RankRun], reduce: list[float]) -> Iterator[Reductio
 
 
 def _peak(row: Row, costs: StageCosts, offload: RankOffload = ()) -> float:
-    """The most memory that the rank holds after any action of its row, or after any Fetch."""
+    """The most that the rank holds after any action of its row or any Fetch, and all the time."""
     change = np.zeros(len(row))
     for op, per_stage in costs.memory.items():
         chosen = row.ops == op
@@ -336,4 +336,5 @@ def _peak(row: Row, costs: StageCosts, offload: RankOffload = ()) -> float:
     if offload:
         places, amounts = zip(*changes_of(offload, costs), strict=True)
         change = np.insert(change, places, amounts)
-    return float(np.cumsum(change).max())
+    static: float = sum(costs.static[stage] for stage in np.unique(row.stages).tolist())
+    return float(np.cumsum(change).max()) + static

@@ -154,7 +154,7 @@ def _main_grad(parameter: nn.Parameter) -> Tensor | None:
 
 def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     """Change the dtype of the parameter, which stays the same object."""
-    if type(parameter.data) is Tensor:
+    if not hasattr(parameter.data, "__tensor_flatten__"):
         parameter.data = parameter.data.to(dtype)
         return
     # A subclass such as DTensor has its values in a tensor of its own, which `.data` does not change.

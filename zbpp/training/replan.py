@@ -21,7 +21,7 @@ from torch import nn
 
 from zbpp.runtime import Pipeline
 from zbpp.runtime.measure import measured_costs
-from zbpp.runtime.memory import first_inputs, memory_per_stage
+from zbpp.runtime.memory import first_inputs, memory_per_stage, static_per_stage
 from zbpp.runtime.mesh import planned_by_rank_0
 from zbpp.runtime.microbatch import into_microbatches
 from zbpp.schedule import Costs, Timeline, Timetable, simulate
@@ -36,8 +36,8 @@ class Replan:
     Make this object before the first step: it records the inputs of each stage.
 
     plan(costs, limits): a timetable of the same cut; costs in ms and bytes, limits in bytes per rank.
-    stages: this rank's. memory_limit: bytes that each rank may hold between F, B and W; None: as many as
-    under the first plan, rank by rank. is_done: whether the new plan was made.
+    stages: this rank's. memory_limit: bytes that each rank may hold, with weights, gradients and optimizer
+    states; None: as many as under the first plan, rank by rank. is_done: whether the new plan was made.
     """
 
     plan: Callable[[Costs, Sequence[float]], Timetable]
@@ -102,5 +102,7 @@ class Replan:
         )
         self._inputs.clear()
         return measured_costs(*timelines).in_bytes(
-            saved=[each.saved for each in held], deferred=[each.deferred for each in held]
+            saved=[each.saved for each in held],
+            deferred=[each.deferred for each in held],
+            static=static_per_stage(self.stages, pipeline.timetable.num_stages, pipeline.group),
         )

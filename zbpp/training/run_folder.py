@@ -22,7 +22,7 @@ from typing import IO
 
 OF_A_RUN = (
     "job.json", "config.yaml", "metrics.jsonl", "summary.json", "timeline.png", "trace.json", "bench.json",
-    "bench.png", "costs.json", "*.safetensors", "wandb", "attempt-*",
+    "bench.png", "costs.json", "memory.json", "memory.png", "*.safetensors", "wandb", "attempt-*",
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from zbpp.training.batch import Source, batch_for
 from zbpp.training.data import Data
 from zbpp.training.loss_scale import LossScale
 from zbpp.training.master_weights import MasterWeights
+from zbpp.training.memory_report import MemoryReport
 from zbpp.training.named_losses import with_evaluation_losses, with_named_losses
 from zbpp.training.post_validation import PostValidatedUpdate, Validation
 from zbpp.training.released_update import ReleasedUpdate
@@ -41,9 +42,9 @@ class Trainer:
     over `masters.parameters()`, and floating-point targets are cast to float32. loss_scale: chooses the
     pipeline's loss_scale before each step; None: that scale stays as it is. In both cases the scale is
     divided out of norm and gradients. gradient_release: off, or step or accumulate: the pipeline's step
-    updates the weights itself, see Pipeline.release_gradients. Raises ValueError for an optimizer that would
-    read `.grad` where W sums in a `main_grad`, and for one whose step can't be taken back with
-    post_validation.
+    updates the weights itself, see Pipeline.release_gradients. memory_report: records the memory of one step.
+    Raises ValueError for an optimizer that would read `.grad` where W sums in a `main_grad`, and for one
+    whose step can't be taken back with post_validation.
 
     post_validation: how the weights are updated before the norm is known; a step's metrics then come one step
     later. None: the update waits for the norm.
@@ -62,6 +63,7 @@ class Trainer:
     loss_scale: LossScale | None = None
     gradient_release: str = "off"
     post_validation: Validation | None = None
+    memory_report: MemoryReport | None = None
 
     def __post_init__(self) -> None:
         _check_gradients(self.pipeline, self.optimizer, self.masters)
@@ -72,14 +74,16 @@ class Trainer:
     def run(self, num_steps: int) -> Iterator[Metrics]:
         """Train; yields each step's metrics when they are known. All but the times are equal on all ranks."""
         for step in range(num_steps):
-            recorded = step >= num_steps - self.num_recorded or self._is_measured(step)
+            is_reported = self.memory_report is not None and step == self.memory_report.step
+            # A recorder notes either times or levels of memory.
+            recorded = (step >= num_steps - self.num_recorded or self._is_measured(step)) and not is_reported
             evaluated = self.evaluate_every and (
                 (step + 1) % self.evaluate_every == 0 or step + 1 == num_steps
             )
-            known = self._settled() if recorded else []
-            with self.pipeline.recording() if recorded else nullcontext():
+            known = self._settled() if recorded or is_reported else []
+            with self._watching(recorded=recorded, is_reported=is_reported):
                 known += self._step(step)
-            if recorded or evaluated or step + 1 == num_steps or self.replan is not None:
+            if recorded or is_reported or evaluated or step + 1 == num_steps or self.replan is not None:
                 known += self._settled()  # so that the last one is this step's
             if evaluated:
                 known[-1] |= self.evaluate()
@@ -88,6 +92,12 @@ class Trainer:
             if step + 1 < num_steps:
                 self._replan(step, known)
             yield from known
+
+    def _watching(self, *, recorded: bool, is_reported: bool) -> AbstractContextManager[None]:
+        """What a step runs in: a recording of its times, or of its memory, or nothing."""
+        if is_reported and self.memory_report is not None:
+            return self.memory_report.recording(self)
+        return self.pipeline.recording() if recorded else nullcontext()
 
     @property
     def items_per_step(self) -> int:

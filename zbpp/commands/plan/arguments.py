@@ -48,6 +48,7 @@ COST_OPTIONS = {
     "deferred": "memory held from B until W (0.5)",
     "reduce": "sum of the gradients over replicas, once a step, ms (0)",
     "host": "copy of what F saves to host memory, or back, ms (0: none is made)",
+    "static": "memory held all the time: weights, gradients, optimizer states (0)",
 }
 
 

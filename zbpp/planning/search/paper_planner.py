@@ -13,6 +13,7 @@ is always right, so all eight combinations run and the smallest max span wins:
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 from zbpp.planning.problem import Plan, Problem
 from zbpp.schedule.costs import Costs
@@ -51,6 +52,7 @@ def memory_of_1f1b(costs: Costs, num_ranks: int) -> float:
 
 def _within(multiple: int, num_ranks: int, num_microbatches: int, costs: Costs) -> Timetable:
     limit = multiple * memory_of_1f1b(costs, num_ranks)
+    costs = replace(costs, static=0.0)  # the limit is for activations
     problem = Problem.placed(num_ranks, num_microbatches, costs=costs, memory_limit=limit, objective="span")
     return problem.timetable_of(paper_plan(problem))
 

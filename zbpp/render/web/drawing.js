@@ -160,11 +160,11 @@ class Drawing {
   paintMemory(pen, rank, from, to) {
     const { peaks, limits } = this.timeline;
     const { theme } = this.view;
-    const { starts, ends, levels, highest } = this.timeline.ranks[rank];
+    const { starts, ends, levels, highest, static: least } = this.timeline.ranks[rank];
     const y = (level) => this.level(rank, level);
     const base = y(0);
     const left = this.x(from ? ends[from - 1] : starts[0]);
-    let [x, level] = [left, from ? levels[from - 1] : 0];
+    let [x, level] = [left, from ? levels[from - 1] : least];
     const curve = new Path2D();
     curve.moveTo(x, y(level));
     const last = Math.min(to, ends.length - 1); // one beyond the right edge, if there is one

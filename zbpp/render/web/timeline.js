@@ -34,7 +34,7 @@ class Timeline {
     this.end = Math.max(...this.ranks.flatMap(({ ends, reductions }) => [
       ends.at(-1), ...reductions.map(([, , , end]) => end),
     ]));
-    if (this.changes) this.ranks.forEach((rank) => this.addLevels(rank));
+    if (this.changes) this.ranks.forEach((rank, index) => this.addLevels(rank, this.static[index]));
   }
 
   /** Memory as text. */
@@ -42,9 +42,9 @@ class Timeline {
     return quantity(memory, this.inBytes) + (this.inBytes ? "" : " activations");
   }
 
-  /** The memory level after each action, and the index of the highest. */
-  addLevels(rank) {
-    let level = 0;
+  /** The memory level after each action, and the index of the highest. static: what is held all the time. */
+  addLevels(rank, level) {
+    rank.static = level;
     rank.levels = Float64Array.from(rank.kinds, (kind) => (level += this.changes[kind]));
     rank.highest = rank.levels.indexOf(rank.levels.reduce((one, other) => Math.max(one, other)));
   }

@@ -1,0 +1,17 @@
+"""Configs as the command line makes them, in this process."""
+
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+
+from zbpp import config as configs
+from zbpp.commands import command_line
+
+FOLDER = Path(__file__).parents[2] / "configs"
+
+
+def composed(*given, name="train"):
+    """The checked config of a command with these arguments."""
+    configs.register()
+    with initialize_config_dir(str(FOLDER), version_base="1.3"):
+        return configs.typed(compose(name, overrides=command_line.arguments(list(given), name)))

@@ -1,0 +1,50 @@
+"""The predicted curve: against the simulator's peaks, and against a step that is counted by hand."""
+
+import pytest
+
+from zbpp import Costs, PlanError, Timetable, plan, simulate
+from zbpp.planning.memory_budget import StageBytes, excess, predict_memory
+from zbpp.schedule import Op
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zb_v", "v_half", "interleaved_1f1b"])
+def test_without_messages_the_peak_is_the_simulated_one(schedule):
+    timetable = plan(schedule, 4, 8)
+    num = timetable.num_stages
+    saved, deferred, static = [[3.0 + s for s in range(num)], [2.0] * num, [100.0 * s for s in range(num)]]
+    stages = [
+        StageBytes(weights=a, saved=b, deferred=c) for a, b, c in zip(static, saved, deferred, strict=True)
+    ]
+    expected = simulate(timetable, Costs(saved=saved, deferred=deferred, static=static)).peak_memory
+    assert [max(rank.totals) for rank in predict_memory(timetable, stages)] == list(expected)
+
+
+def test_one_microbatch_on_two_ranks_by_hand():
+    """Rank 1 keeps x until W and g until B; each rank has a receive buffer, from the begin on."""
+    timetable = Timetable.parse("0F0 0B0 0W0\n1F0 1B0 1W0")
+    stages = [
+        StageBytes(weights=1000, gradients=500, saved=10, deferred=4, g=7, sent_x=7),
+        StageBytes(weights=2000, gradients=600, saved=20, deferred=6, x=7, sent_g=7, x_until=Op.W),
+    ]
+    first, second = predict_memory(timetable, stages)
+    #                              begin  F            B             W
+    assert list(first.totals) == [1007, 1007 + 10 + 7, 1007 + 4 + 7, 1007 + 500 + 7]
+    assert list(second.totals) == [2007, 2007 + 20, 2007 + 6 + 7, 2007 + 600 + 7]
+    assert first.peak_at == "0W0"
+    assert {name: size for name, size in first.at_peak.items() if size} == {
+        "weights": 1000,
+        "gradients": 500,
+        "buffers": 14,
+    }
+    assert excess([first, second], [1500, 5000]) == {0: 1014 + 500 - 1500}
+
+
+def test_what_an_action_needs_for_itself_counts_at_the_peak():
+    stages = [StageBytes(weights=10, saved=5, deferred=2, rises=(50, 3, 0, 3), update=30)]
+    (rank,) = predict_memory(plan("zb_h1", 1, 1), stages)
+    assert (rank.peak, rank.peak_at, rank.at_peak["temporary"]) == (60, "0F0", 45)
+
+
+def test_a_wrong_number_of_stages_is_refused():
+    with pytest.raises(PlanError, match="1 stages were measured, the timetable has 4"):
+        predict_memory(plan("zb_h1", 4, 8), [StageBytes(weights=1)])

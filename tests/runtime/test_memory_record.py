@@ -1,0 +1,103 @@
+"""What a step held, and what outlives it."""
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.configs import composed
+from zbpp import Pipeline
+from zbpp.config import ConfigError
+from zbpp.runtime.live_tensors import LiveTensors
+from zbpp.runtime.memory_record import MemoryRecord
+
+ROWS, HIDDEN, M = 4, 8, 2
+SIZE = ROWS * HIDDEN * 4  # bytes of one microbatch's activation
+
+
+def test_live_tensors_are_counted_once_and_until_they_are_freed():
+    before = torch.ones(100)
+    with LiveTensors() as live:
+        kept = torch.empty(600, dtype=torch.uint8)
+        view = before[:10]  # of memory that was there before
+        dropped = torch.empty(1000, dtype=torch.uint8)
+        half = kept[:300]
+        del dropped
+        assert (live.now, live.highest) == (600, 1600)
+        del kept
+        assert live.now == 600  # a view holds it
+        del half, view
+        assert live.now == 0
+        live.count([before])
+        assert live.now == 400
+
+
+def recorded(pipeline):
+    """The record of a pipeline's third step."""
+    record = MemoryRecord(pipeline.device)
+
+    def static():
+        for each in pipeline.parameters():
+            yield from (tensor for tensor in (each, each.grad) if tensor is not None)
+
+    batch = torch.randn(M * ROWS, HIDDEN), torch.randn(M * ROWS, HIDDEN)
+    for step in range(3):
+        if step < 2:
+            pipeline.step(batch[0], target=batch[1])
+        else:
+            with record.step(static), pipeline.recording(record.recorder):
+                pipeline.step(batch[0], target=batch[1])
+    return record
+
+
+def pipeline_of(stage):
+    return Pipeline({0: stage}, "zb_h1", num_microbatches=M, loss_fn=nn.functional.mse_loss)
+
+
+def test_each_action_has_its_levels_and_nothing_outlives_the_step():
+    record = recorded(pipeline_of(nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh())))
+    assert [str(span.action) for span in record.spans] == ["0F0", "0B0", "0W0", "0F1", "0B1", "0W1"]
+    first = record.spans[0]
+    assert first.after > first.before
+    assert first.highest >= first.after
+    assert record.leftovers == []
+
+
+class Keeper(nn.Module):
+    """A module whose hook keeps what the layer returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(HIDDEN, HIDDEN)
+        self.kept = None
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.kept = y.detach() * 1
+        return y
+
+
+def test_an_attribute_that_keeps_a_tensor_is_named():
+    record = recorded(pipeline_of(Keeper()))
+    (leftover,) = record.leftovers
+    assert leftover.size == SIZE
+    assert leftover.owner == "Keeper.kept"
+
+
+def test_a_hook_that_keeps_a_tensor_in_its_closure_is_named():
+    layer, seen = nn.Linear(HIDDEN, HIDDEN), []
+
+    def remember(module, args, output):
+        seen.append(output.detach() * 1)
+
+    layer.register_forward_hook(remember)
+    record = recorded(pipeline_of(layer))
+    assert [each.size for each in record.leftovers] == [SIZE] * M  # those of the last step
+    assert all("seen in the closure of" in each.owner for each in record.leftovers)
+    assert all("remember" in each.owner for each in record.leftovers)
+
+
+def test_a_report_of_too_few_steps_is_refused():
+    with pytest.raises(ConfigError, match="memory.report=true measures the last step.*write steps=3 or more"):
+        composed("steps=2", "memory.report=true")
+    with pytest.raises(ConfigError, match="write steps=9 or more"):
+        composed("schedule=auto", "steps=8", "memory.report=true")

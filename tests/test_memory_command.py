@@ -1,0 +1,86 @@
+"""`zbpp memory`: what it predicts of a config, what fits, and what it refuses."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.configs import composed
+from zbpp.config import ConfigError
+from zbpp.memory_switches import Switches, memory_text
+from zbpp.models.mlp import Mlp
+from zbpp.predict_memory import FAKE, Predictor, predict
+
+MLP = ["model=mlp", "data=regression", "num_microbatches=8", "microbatch_size=64", "parallel.num_processes=2"]
+
+
+def test_bytes_per_parameter_are_those_of_the_page_on_training():
+    """With Adam in mixed precision 2 + 4 + 4 + 8 bytes, in float32 4 + 4 + 8; its counters are a few more."""
+    model = Mlp(in_features=32, hidden_size=64, out_features=8, num_layers=8)
+    parameters = sum(each.numel() for each in model.build_stage(0, 2).parameters())
+    for precision, expected in (
+        ("float32", (4, 4, 8)),
+        ("mixed_bfloat16", (2, 4, 12)),
+        ("bfloat16", (2, 2, 4)),
+    ):
+        stage = predict(composed(*MLP, f"precision={precision}")).stages[0]
+        found = stage.weights, stage.gradients, stage.optimizer
+        assert found == pytest.approx(
+            [each * parameters for each in expected], rel=0.01
+        )  # and Adam's counters
+
+
+def test_shards_hold_a_part_of_weights_and_states_and_gather_the_rest():
+    whole, part = (
+        predict(composed(*MLP, *more)).stages[0]
+        for more in ([], ["parallel.num_processes=4", "parallel.shard=2"])
+    )
+    assert (part.weights, part.optimizer) == pytest.approx((whole.weights / 2, whole.optimizer / 2), rel=0.01)
+    assert part.gathered == whole.weights
+    assert part.gradients == whole.gradients
+    assert part.reduced == pytest.approx(whole.gradients / 2)
+
+
+def test_it_says_what_fits_and_the_least_that_does():
+    config = composed(*MLP)
+    with pytest.raises(ConfigError, match="memory.limit=1e-05: nothing fits; the least that does") as caught:
+        list(memory_text(replace(config, memory=replace(config.memory, limit=1e-5))))
+    least, switches = re.findall(r"memory.limit=([\d.]+) with (.*)$", str(caught.value))[0]
+    *_, last = memory_text(replace(config, memory=replace(config.memory, limit=float(least))))
+    assert "everything fits" in last or switches in last
+
+
+def test_a_combination_that_fits_really_fits_and_what_is_not_listed_does_not():
+    switches = Switches(composed(*MLP, "microbatch_size=512"), Predictor())
+    own, (_, least) = switches.row(), switches.fitting(1)
+    limit = (own.peak + least.peak) / 2
+    assert not own.fits(limit)
+    fitting, _ = switches.fitting(limit)
+    assert least.changes in [each.changes for each in fitting]
+    assert [each.step for each in fitting] == sorted(each.step for each in fitting)
+    for each in fitting:
+        assert max(rank.peak for rank in each.prediction.ranks) <= limit
+
+
+class Choosy(Mlp):
+    """A model that looks at its numbers, which fake tensors don't have."""
+
+    def build_stage(self, index, num_stages):
+        return nn.Sequential(Look(), super().build_stage(index, num_stages))
+
+
+class Look(nn.Module):
+    def forward(self, x):
+        return x if float(x.detach().sum()) > -1e9 else torch.zeros_like(x)
+
+
+def test_a_model_that_fake_tensors_can_not_run_runs_really():
+    config = composed(*MLP)
+    plain = predict(config)
+    target = f"{Choosy.__module__}.{Choosy.__qualname__}"
+    real = predict(replace(config, model={**config.model, "_target_": target}))
+    assert plain.how == FAKE
+    assert real.how.startswith("by one microbatch on the CPU, since it can't run on fake tensors: ")
+    assert [each.peak for each in real.ranks] == pytest.approx([each.peak for each in plain.ranks], rel=0.01)

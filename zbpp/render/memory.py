@@ -1,0 +1,117 @@
+"""What each rank holds over a step, as text: a table, the curves, what doesn't fit, what switches bring."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from zbpp.planning.memory_budget import COMPONENTS, Levels, RankMemory, excess
+from zbpp.planning.memory_limit import memory_text
+from zbpp.render.table import aligned, percent
+from zbpp.schedule.costs import BYTES
+
+_BARS = " ▁▂▃▄▅▆▇█"
+_FILLS = ("#9aa1b0", "#38895a", "#87479b", "#2c6fb3", "#fbc592", "#d9d3c4")  # one per component
+_WIDTH = 72  # columns of a curve
+
+
+def in_bytes(amount: float) -> str:
+    """`5.59 GiB`."""
+    return memory_text(amount, BYTES)
+
+
+def render_memory(ranks: Sequence[RankMemory], how: str = "") -> str:
+    """A line per rank: what it holds when it holds the most, and when that is; then the curves."""
+    head = ("rank", *COMPONENTS, "temporary", "peak", "at")
+    rows = [head, *map(_row, ranks)]
+    largest = max(ranks, key=lambda each: each.peak)
+    top = largest.peak
+    curves = [f"{each.rank:>4}  {curve_text(each.during, top)}" for each in ranks]
+    note = f" ({how})" if how else ""
+    return "\n".join(
+        [
+            f"bytes that each rank holds at its peak, predicted{note}",
+            *(line.rstrip() for line in aligned(rows)),
+            "",
+            f"over a step's actions; full height: {in_bytes(top)}",
+            *curves,
+        ]
+    )
+
+
+def _row(rank: RankMemory) -> tuple[str, ...]:
+    amounts = rank.at_peak
+    cells = [in_bytes(amounts[name]) for name in (*COMPONENTS, "temporary")]
+    return str(rank.rank), *cells, in_bytes(rank.peak), rank.peak_at
+
+
+def curve_text(levels: Levels, top: float) -> str:
+    """The levels as a line of bars, at most _WIDTH wide: the highest of the levels that share a column."""
+    columns = np.array_split(np.asarray(levels), min(_WIDTH, len(levels)))
+    heights = [max(1, round(float(each.max()) / (top or 1.0) * (len(_BARS) - 1))) for each in columns]
+    return "".join(_BARS[height] for height in heights)
+
+
+def render_limit(ranks: Sequence[RankMemory], limits: Sequence[float]) -> str:
+    """Whether everything fits; else by how much each rank doesn't."""
+    above = excess(ranks, limits)
+    if not above:
+        share = max(each.peak / limit for each, limit in zip(ranks, limits, strict=True))
+        return f"everything fits: no rank needs more than {percent(share)} of its limit"
+    return "\n".join(
+        f"rank {rank} doesn't fit: it needs {in_bytes(limits[rank] + more)}, {in_bytes(more)} more than "
+        f"{in_bytes(limits[rank])}"
+        for rank, more in above.items()
+    )
+
+
+def render_switches(rows: Sequence[Mapping[str, str]]) -> str:
+    """A line per switch: the peak with it, what that saves, and how long a step takes; or why it can't be."""
+    head = ("switch", "peak of any rank", "saves", "step time", "")
+    cells = [(row["switch"], row["peak"], row["saves"], row["time"]) for row in rows]
+    lines = aligned([head[:4], *cells])
+    notes = ["", *(row["note"] for row in rows)]
+    return "\n".join(f"{line}  {note}".rstrip() for line, note in zip(lines, notes, strict=True))
+
+
+# ---------------------------------------------------------------- predicted beside measured
+
+
+def render_report(found: Mapping[str, Any]) -> str:
+    """Both peaks per rank, and what outlives the step. found: as in memory.json."""
+    head = ("memory of the last step", "predicted peak", "measured", "difference")
+    rows = [_peaks(each) for each in found["ranks"]]
+    lines = [*aligned([head, *rows]), f"(measured by {found['measured_by']})"]
+    for rank in found["ranks"]:
+        for each in rank["leftovers"]:
+            lines.append(f"rank {rank['rank']}: {in_bytes(each['size'])} outlive the step: {each['owner']}")
+    return "\n".join(lines)
+
+
+def _peaks(rank: Mapping[str, Any]) -> tuple[str, ...]:
+    predicted, measured = rank["predicted"]["peak"], rank["measured"]["peak"]
+    difference = percent(predicted / measured - 1) if measured else ""
+    return f"rank {rank['rank']}", in_bytes(predicted), in_bytes(measured), difference
+
+
+def render_memory_picture(found: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Draw a panel per rank: the predicted components one upon the other, the measured level as a line."""
+    from matplotlib.figure import Figure
+
+    ranks = found["ranks"]
+    figure = Figure(figsize=(9, 1 + 2 * len(ranks)), layout="constrained")
+    panels = figure.subplots(len(ranks), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, rank in zip(panels, ranks, strict=True):
+        levels = np.array(rank["predicted"]["levels"]) / 2**20
+        places = np.arange(len(levels))
+        axes.stackplot(places, levels.T, step="post", colors=_FILLS, labels=found["components"])
+        measured = np.array(rank["measured"]["levels"]) / 2**20
+        axes.step(places, measured, where="post", color="black", linewidth=1, label="measured")
+        axes.set_title(f"rank {rank['rank']}", loc="left", fontsize=9)
+        axes.set_ylabel("MiB")
+    panels[-1].set_xlabel("actions of one step")
+    panels[0].legend(fontsize=7, ncols=len(_FILLS) + 1, loc="lower center", bbox_to_anchor=(0.5, 1.1))
+    figure.savefig(path)

@@ -1,0 +1,101 @@
+"""The bytes of live tensors at any moment, counted without an allocator's help.
+
+A dispatch mode sees what every operator returns and counts each memory once, until it is freed. So it also
+counts fake tensors, which have no memory, and it counts on the CPU, whose allocator has no counter. It does
+not see what an operator needs inside for itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zbpp.autograd.storages import storages_of
+
+
+class LiveTensors(TorchDispatchMode):
+    """Counts the bytes of tensors made inside the with block, and of those given to `count`.
+
+    A tensor that was there before is not counted, nor are its views. highest: the most since `mark`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # address -> bytes counted
+        self._bytes = self._highest = 0
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
+        return self
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for tensor in _tensors((args, kwargs)):
+            self._see(tensor, counted=False)
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            self._see(tensor, counted=True)
+        return result
+
+    @property
+    def now(self) -> int:
+        """The bytes alive now. A memory that was resized since it was seen counts as it is."""
+        for address, (storage, counted) in list(self._seen.items()):
+            found = storage()
+            if counted and found is not None and found.nbytes() != counted:
+                self._bytes += found.nbytes() - counted
+                self._seen[address] = storage, found.nbytes()
+        return self._bytes
+
+    @property
+    def highest(self) -> int:
+        """The most bytes that were alive at a time since `mark`."""
+        return max(self._highest, self.now)
+
+    def mark(self) -> int:
+        """Let `highest` start again; returns the bytes alive now."""
+        self._highest = self.now
+        return self._highest
+
+    def count(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that were there before."""
+        for tensor in tensors:
+            self.forget(tensor)
+            self._see(tensor, counted=True)
+
+    def forget(self, tensor: Tensor) -> None:
+        """Count the tensor's memory no more."""
+        for storage in storages_of(tensor):
+            _, counted = self._seen.pop(storage._cdata, (None, 0))
+            self._bytes -= counted
+
+    def alive(self) -> list[torch.UntypedStorage]:
+        """The memory that is counted now."""
+        found = (storage() for storage, counted in list(self._seen.values()) if counted)
+        return [each for each in found if each is not None]
+
+    def _see(self, tensor: Tensor, *, counted: bool) -> None:
+        for storage in storages_of(tensor):
+            address = storage._cdata
+            if address in self._seen:
+                continue
+            size = storage.nbytes() if counted else 0
+            dropped = weakref.ref(storage, lambda _, address=address: self._drop(address))  # type: ignore[misc]  # mypy reads no default
+            self._seen[address] = dropped, size
+            self._bytes += size
+            self._highest = max(self._highest, self._bytes)
+
+    def _drop(self, address: int) -> None:
+        _, counted = self._seen.pop(address, (None, 0))
+        self._bytes -= counted
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]

@@ -1,0 +1,99 @@
+"""What a run's last step held, measured, beside what was predicted; and what outlived the step.
+
+predicted   made before the run, from the bytes of its stages: see zbpp.planning.memory_budget
+measured    levels at each action of one step
+leftovers   memory that was made in the step and is still there: a hook that keeps a tensor, say
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zbpp.planning.memory_budget import COMPONENTS, RankMemory
+from zbpp.runtime.memory_record import Leftover, MemoryRecord, Span
+
+if TYPE_CHECKING:
+    from zbpp.training.trainer import Trainer
+
+
+class RankReport(NamedTuple):
+    """One rank's step as it was measured; how: what counted."""
+
+    rank: int
+    spans: list[Span]
+    highest: int
+    leftovers: list[Leftover]
+    how: str
+
+
+class MemoryReport:
+    """Records a step of a Trainer, the one with this number."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self._record: MemoryRecord | None = None
+
+    @contextmanager
+    def recording(self, trainer: Trainer) -> Iterator[None]:
+        """Record the step inside."""
+        record = self._record = MemoryRecord(trainer.pipeline.device)
+        with record.step(lambda: _staying(trainer)), trainer.pipeline.recording(record.recorder):
+            yield
+
+    def gathered(self, trainer: Trainer) -> list[RankReport]:
+        """The reports of all ranks of the first pipeline. Collective."""
+        record, pipeline = self._record, trainer.pipeline
+        assert record is not None  # the step was run
+        mine = RankReport(pipeline.rank, record.spans, record.highest, record.leftovers, record.how)
+        reports: list[RankReport] = pipeline.place.gather(mine)
+        return reports[: pipeline.timetable.num_ranks]
+
+
+def _staying(trainer: Trainer) -> Iterable[Tensor]:
+    """All tensors that stay from step to step."""
+    for stage in trainer.pipeline.stages.values():
+        for each in (*stage.parameters(), *stage.buffers()):
+            found = each, each.grad, getattr(each, "main_grad", None)
+            yield from (tensor for tensor in found if tensor is not None)
+    if trainer.masters is not None:
+        yield from trainer.masters.parameters()
+    for state in trainer.optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+    yield from trainer.pipeline.receive_buffers()
+
+
+# ---------------------------------------------------------------- beside the prediction
+
+
+def figures(predicted: Sequence[RankMemory], measured: Sequence[RankReport]) -> dict[str, Any]:
+    """memory.json: per rank both curves, both peaks, and the leftovers. Bytes."""
+    return {
+        "unit": "bytes",
+        "measured_by": measured[0].how,
+        "components": list(COMPONENTS),
+        "ranks": [_rank(own, found) for own, found in zip(predicted, measured, strict=True)],
+    }
+
+
+def _rank(predicted: RankMemory, measured: RankReport) -> dict[str, Any]:
+    return {
+        "rank": predicted.rank,
+        "actions": [str(span.action) for span in measured.spans],
+        "predicted": {
+            "peak": max(predicted.during),
+            "at": predicted.peak_at,
+            "levels": predicted.levels.tolist(),
+            "during": predicted.during.tolist(),
+        },
+        "measured": {
+            "peak": measured.highest,
+            "levels": [measured.spans[0].before, *(span.after for span in measured.spans)],
+            "during": [span.highest for span in measured.spans],
+        },
+        "leftovers": [each._asdict() for each in measured.leftovers],
+    }
