@@ -1,0 +1,128 @@
+"""Switches for memory and for the optimizer's step, in pairs: the losses of the plain run, or a refusal."""
+
+import gc
+import math
+from itertools import combinations
+
+import pytest
+import torch
+from optimi import AdamW
+from torch import nn
+
+from zbpp import ActivationOffload, Pipeline, PostValidation, clip_grad_norm_, plan
+from zbpp.autograd import recompute
+from zbpp.models.mlp import Mlp
+from zbpp.runtime.norm import gradients_of, scale_gradients
+from zbpp.runtime.weight_offload import OffloadedWeights
+
+SIZE, M, STEPS, SCHEDULE = 64, 4, 5, "zb_v"
+CLIP = 0.05  # the first steps' gradients are larger: every kind of update has to clip
+SWITCHES = ("recompute", "offload", "offload_weights", "release", "accumulate", "validation")
+REFUSED = {
+    ("offload", "offload_weights"): "offloaded",
+    ("offload_weights", "release"): "offloaded",
+    ("offload_weights", "accumulate"): "offloaded",
+    ("offload_weights", "validation"): "offloaded|host",
+    ("release", "validation"): "releas",
+    ("accumulate", "validation"): "releas",
+}
+PAIRS = [pair for pair in combinations(SWITCHES, 2) if pair != ("release", "accumulate")]
+ALLOWED = [pair for pair in PAIRS if pair not in REFUSED]
+
+
+class Run:
+    """A pipeline of one rank with some of the switches on, and how it makes a step."""
+
+    def __init__(self, on):
+        timetable = plan(SCHEDULE, 1, M)
+        model = Mlp(in_features=SIZE, hidden_size=SIZE, out_features=SIZE, num_layers=4)
+        stages = {s: in_two_blocks(model.build_stage(s, 2)) for s in range(timetable.num_stages)}
+        if "offload_weights" in on:
+            OffloadedWeights(stages, "cpu")
+        for stage in stages.values() if "recompute" in on else ():
+            recompute(stage[0])
+            recompute(stage[1])
+        everything = ActivationOffload(values=[(0, m) for m in range(M)], least_bytes=1)
+        leaving = everything if "offload" in on else None
+        self.pipeline = Pipeline(stages, timetable, model.loss, offload=leaving)
+        releases = {"release", "accumulate"} & set(on)
+        self.optimizer = AdamW(self.pipeline.parameters(), lr=1e-2, gradient_release=bool(releases))
+        self.clips = not {"release", "accumulate"} & set(on)
+        self.validated = None
+        if releases:
+            self.pipeline.release_gradients(self.optimizer, accumulate="accumulate" in on)
+        if "validation" in on:
+            self.validated = PostValidation(self.pipeline, self.optimizer, clip_norm=CLIP)
+
+    def step(self, number):
+        x = torch.randn(M * 2, SIZE, generator=torch.Generator().manual_seed(number))
+        if self.validated is not None:
+            return torch.stack(self.validated.step(x, target=-x))
+        if self.clips:
+            self.optimizer.zero_grad()
+        losses = torch.stack(self.pipeline.step(x, target=-x))
+        if self.clips:
+            norm = clip_grad_norm_(self.pipeline, math.inf).item()
+            if norm > CLIP:
+                scale_gradients(gradients_of(self.pipeline.parameters()), CLIP / norm)
+            self.optimizer.step()
+        return losses
+
+
+def in_two_blocks(stage):
+    layers = list(stage.children())
+    half = len(layers) // 2
+    return nn.Sequential(nn.Sequential(*layers[:half]), nn.Sequential(*layers[half:]))
+
+
+def losses_of(on):
+    run = Run(on)
+    losses = torch.stack([run.step(number) for number in range(STEPS)])
+    assert any(run.pipeline.offloaded_bytes().values()) == ("offload" in on)
+    return losses
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The losses with clipping, without it, and with optimizer accumulation alone."""
+    found = {
+        (): losses_of(()),
+        ("release",): losses_of(("release",)),
+        ("accumulate",): losses_of(("accumulate",)),
+    }
+    assert not torch.equal(found[()], found["release",])  # clipping matters
+    assert not torch.equal(found["accumulate",], found["release",])
+    return found
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_a_pair_of_switches_gives_the_losses_of_the_run_without_them_or_is_refused(pair, plain):
+    if pair in REFUSED:
+        with pytest.raises(ValueError, match=REFUSED[pair]):
+            Run(pair)
+        return
+    expected = plain[tuple(each for each in pair if each in ("release", "accumulate"))]
+    assert torch.equal(losses_of(pair), expected)
+
+
+@pytest.mark.parametrize("on", [*((each,) for each in SWITCHES), *ALLOWED], ids="+".join)
+def test_nothing_outlives_a_step_with_switches_on(on):
+    run = Run(on)
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(4):
+            run.step(number)
+        before = live_tensors()
+        for number in range(4, 12):
+            run.step(number)
+        assert live_tensors() == before
+    finally:
+        gc.enable()
+
+
+def live_tensors():
+    """How many tensors live, and the bytes of their storages."""
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return len(tensors), sum(storages.values())
