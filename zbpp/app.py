@@ -103,7 +103,8 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
             if trainer.memory_report is not None:
                 reports = trainer.memory_report.gathered(trainer)
                 if measured is not None:
-                    _write_memory(path, measured.predicted(trainer.pipeline.timetable), reports)
+                    predicted = measured.predicted(trainer.pipeline.timetable)
+                    _write_memory(path, predicted, reports, config.not_predicted)
             if config.save_weights:
                 save_weights(path, trainer.pipeline, trainer.masters)
             if here.rank == 0:
@@ -248,9 +249,11 @@ def _write(folder: Path, title: Title, summary: Summary) -> None:
     (folder / "trace.json").write_text(json.dumps(chrome_trace(panels)))
 
 
-def _write_memory(folder: Path, predicted: list[RankMemory], reports: list[RankReport]) -> None:
+def _write_memory(
+    folder: Path, predicted: list[RankMemory], reports: list[RankReport], not_predicted: list[str]
+) -> None:
     """memory.json and memory.png; prints both peaks, and what outlives the step."""
-    found = figures(predicted, reports)
+    found = {**figures(predicted, reports), "not_predicted": not_predicted}
     (folder / "memory.json").write_text(json.dumps(found, indent=2) + "\n")
     render_memory_picture(found, folder / "memory.png")
     print(render_report(found), flush=True)

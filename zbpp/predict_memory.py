@@ -78,7 +78,8 @@ class Predictor:
             check_layers(build_model(config.model, config.seed), config.schedule, num_ranks)
             timetable = build_timetable(config.schedule, num_ranks, config.num_microbatches)
         measured = self.measure(config, timetable)
-        how = measured.how + _not_counted(config)
+        found = ", ".join(config.not_predicted)
+        how = measured.how + (f"; NOT COUNTED: what {found} would change" if found else "")
         return Prediction(timetable, measured.stages, measured.predicted(timetable), how)
 
     def measure(self, config: TrainConfig, timetable: Timetable) -> MeasuredStages:
@@ -112,19 +113,6 @@ def _measured(config: TrainConfig, timetable: Timetable) -> MeasuredStages:
             reason = f"{REAL}, since it can't run on fake tensors: {_first_line(error)}"
             with naming("model"), explained_as_data("the forward failed"):
                 return MeasuredStages(run.measured(None), run.batch_bytes, reason)
-
-
-def _not_counted(config: TrainConfig) -> str:
-    """The switches that are on and whose saving the prediction doesn't know, for the note."""
-    memory = config.memory
-    found = [
-        f"memory.{name}={getattr(memory, name)}"
-        for name, off in (("offload", "none"), ("offload_weights", False), ("gradient_release", "off"))
-        if getattr(memory, name) != off
-    ]
-    if config.optimizer.validation == "after":
-        found.append("optimizer.validation=after")
-    return f"; NOT COUNTED: what {', '.join(found)} would change" if found else ""
 
 
 @contextmanager

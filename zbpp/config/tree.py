@@ -303,6 +303,14 @@ class TrainConfig(_RunConfig):
             )
 
     @property
+    def not_predicted(self) -> list[str]:
+        """The switches that are on and whose change of memory `zbpp memory` does not know, as `key=value`."""
+        off = {"offload": "none", "offload_weights": False, "gradient_release": "off"}
+        values = {name: getattr(self.memory, name) for name in off}
+        found = [f"memory.{name}={value}" for name, value in values.items() if value != off[name]]
+        return found + ["optimizer.validation=after"] * (self.optimizer.validation == "after")
+
+    @property
     def batch_size(self) -> int:
         """Rows of a whole batch."""
         return (self.num_microbatches or NUM_MICROBATCHES) * self.microbatch_size

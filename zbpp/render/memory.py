@@ -85,6 +85,8 @@ def render_report(found: Mapping[str, Any]) -> str:
     head = ("memory of the last step", "predicted peak", "measured", "difference")
     rows = [_peaks(each) for each in found["ranks"]]
     lines = [*aligned([head, *rows]), f"(measured by {found['measured_by']})"]
+    if found.get("not_predicted"):
+        lines.append(f"(the prediction does not know {', '.join(found['not_predicted'])})")
     for rank in found["ranks"]:
         for each in rank["leftovers"]:
             lines.append(f"rank {rank['rank']}: {in_bytes(each['size'])} outlive the step: {each['owner']}")
