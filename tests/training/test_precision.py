@@ -178,7 +178,7 @@ def amplifying_trainer(rank, num_ranks, **options):
 
 def overflowing(rank):
     """Per step: metrics, whether this rank's own gradients were finite, whether its weights moved."""
-    trainer = amplifying_trainer(rank, 2, loss_scale=LossScale(start=2.0**12, growth_interval=3))
+    trainer = amplifying_trainer(rank, 2, loss_scale=LossScale(start=2.0**11, growth_interval=3))
     masters, found = list(trainer.masters.parameters()), []
     before = [master.detach().clone() for master in masters]
     for metrics in trainer.run(8):
@@ -198,7 +198,7 @@ def test_an_overflow_on_one_rank_is_skipped_on_every_rank_and_halves_the_scale()
     assert all(second[number][2] for number in skipped)  # not on rank 1
     for found in (first, second):
         assert [not each[1] for each in found] == [each[3] for each in found]  # moved unless skipped
-    expected, num_good = [2.0**12], 0
+    expected, num_good = [2.0**11], 0
     for _, is_skipped, *_ in first[:-1]:
         num_good = 0 if is_skipped else num_good + 1
         expected.append(expected[-1] * (0.5 if is_skipped else 2.0 if num_good % 3 == 0 else 1.0))

@@ -49,7 +49,9 @@ def auxiliary_loss(name: str, value: Tensor) -> None:
     """
     if torch.compiler.is_compiling():
         # A graph would hold the block of the call that was traced; torch 2.15 traces ContextVar.get.
-        torch._dynamo.graph_break()
+        from zbpp.autograd.compiled.dynamo import break_graph
+
+        break_graph()
     value = named_scalar("auxiliary_loss", name, value)
     block = _innermost.get()
     if block is None:

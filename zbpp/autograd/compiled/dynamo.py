@@ -173,3 +173,8 @@ def _refuse_foreign_random(graph: GraphModule) -> None:
 def _is_numpy_random(node: Node) -> bool:
     function = getattr(node.target, "f", None)  # Dynamo wraps torch's version of a numpy function
     return getattr(function, "__module__", None) == "torch._numpy.random"
+
+
+def break_graph() -> None:
+    """Called in code that is being traced: the code from here on runs as Python."""
+    torch._dynamo.graph_break()
