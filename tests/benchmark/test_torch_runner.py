@@ -187,6 +187,4 @@ def peaks_of_a_first_and_a_second_runner(rank):
 
 def test_a_peak_does_not_depend_on_who_built_the_stages():
     for first, second in run_ranks(peaks_of_a_first_and_a_second_runner, P):
-        assert first == pytest.approx(
-            second, abs=10_000
-        )  # a rank's weights are 50 KB or more, a message 1 KB
+        assert first == pytest.approx(second, abs=10_000)  # weights are 50 KB or more, a message 1 KB
