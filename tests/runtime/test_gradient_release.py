@@ -373,3 +373,12 @@ def test_the_norm_of_released_gradients_is_the_norm_that_clipping_would_have_fou
     plain = on_one_rank()
     plain.step(inputs, target=target)
     assert norm_of([squares_in_mesh(pipeline)]) == clip_grad_norm_(plain, 1e9).item() > 0
+
+
+def test_a_second_optimizer_is_refused():
+    """It replaced the first one, whose weights then stayed as they were."""
+    stage = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipeline = Pipeline({0: stage}, "1f1b", num_microbatches=2, loss_fn=nn.functional.mse_loss)
+    pipeline.release_gradients(torch.optim.SGD(stage[0].parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="released to another optimizer already"):
+        pipeline.release_gradients(torch.optim.SGD(stage[1].parameters(), lr=0.1))

@@ -484,3 +484,129 @@ def test_on_a_gpu_gradients_are_those_without():
         grads = {name: each.cpu() for name, each in grads_of(stages[0]).items()}
         sides.append((torch.stack(losses).cpu(), grads))
     assert_same(sides[1], sides[0])
+
+
+# ---- What an attack found: silently wrong before
+
+
+class CallsTheNext(nn.Module):
+    """Its first block calls the second one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Outer(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.first(x, self.second)
+
+
+class Outer(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, x, inner):
+        return super().forward(inner(x))
+
+
+class Clamps(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def test_a_block_within_a_block_and_a_forward_that_changes_a_weight_are_refused():
+    x = torch.randn(2, 4)
+    nested = CallsTheNext()
+    OffloadedWeights({0: nested})
+    with pytest.raises(RuntimeError, match="second of stage 0 is called within the forward of first of st"):
+        nested(x)
+    clamping = nn.Sequential(Clamps(4, 4))
+    OffloadedWeights({0: clamping})
+    with pytest.raises(RuntimeError, match="0 of stage 0 changes a weight in place"):
+        clamping(x)
+
+
+def test_parameters_with_one_memory_and_sparse_gradients_are_refused():
+    block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    block[1].weight.data = block[0].weight.data
+    with pytest.raises(ValueError, match="two parameters of 0 of stage 0 use the same memory"):
+        OffloadedWeights({0: nn.Sequential(block)})
+    with pytest.raises(ValueError, match="0 of stage 0 makes sparse gradients"):
+        OffloadedWeights({0: nn.Sequential(nn.Embedding(4, 4, sparse=True))})
+
+
+def test_statistics_are_updated_once_under_recompute():
+    sides = []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        stage = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3)))
+        if offload:
+            OffloadedWeights({0: stage})
+        for block in stage:
+            recompute(block)
+        pipeline = Pipeline({0: stage}, "zb_h1", num_microbatches=2, loss_fn=F.mse_loss)
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+        pipeline.step(x, target=x)
+        sides.append(pipeline.state_dict())
+    for name, value in sides[0].items():
+        assert torch.equal(sides[1][name], value), name
+
+
+class Complex(nn.Module):
+    """Saves a conjugate view of its weight, and a negative one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex128))
+
+    def forward(self, x):
+        return (x.to(self.weight.dtype) @ self.weight.conj()).abs() * (x * self.weight.conj().imag[0])
+
+
+def test_conjugate_and_negative_views_of_weights_are_saved_as_such():
+    sides = []
+    for offload in (False, True):
+        module = nn.Sequential(Complex(), Complex())
+        if offload:
+            OffloadedWeights({0: module})
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).double().requires_grad_()
+        (grad,), later = backward_input(module(x), torch.ones(3, 4).double(), x)
+        later.accumulate()
+        sides.append([grad, *(each.grad for each in module.parameters())])
+    assert all(map(torch.equal, *sides))
+
+
+def test_weights_that_get_other_memory_between_steps_are_taken_in():
+    losses = []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        stage = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        if offload:
+            OffloadedWeights({0: stage})
+        pipeline = Pipeline({0: stage}, "1f1b", num_microbatches=2, loss_fn=F.mse_loss)
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+        for _ in range(2):
+            losses.append(torch.stack(pipeline.step(x, target=x)))
+            for parameter in pipeline.parameters():
+                parameter.data = parameter.data * 0.5
+    assert torch.equal(torch.stack(losses[:2]), torch.stack(losses[2:]))
+    stage.zero_grad()
+    stage[0].weight.data = torch.zeros(2, 4)
+    with pytest.raises(RuntimeError, match="got another shape or dtype after its weights were offloaded"):
+        pipeline.step(x, target=x)
+
+
+def test_gradients_that_the_caller_keeps_stay_as_they_are():
+    stage = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    OffloadedWeights({0: stage})
+    pipeline = Pipeline({0: stage}, "1f1b", num_microbatches=2, loss_fn=F.mse_loss)
+    x = torch.randn(4, 4)
+    pipeline.step(x, target=x)
+    kept = [each.grad for each in stage.parameters()]
+    values = [each.clone() for each in kept]
+    stage.zero_grad()
+    pipeline.step(3 * x, target=x)
+    assert all(map(torch.equal, kept, values))
+    assert not any(map(torch.equal, kept, (each.grad for each in stage.parameters())))

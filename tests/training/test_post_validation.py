@@ -274,8 +274,65 @@ def test_a_stage_that_changes_its_inputs_is_refused_before_the_second_step():
         steps = PostValidation(pipeline, adamw(pipeline.parameters()))
         x, y = batch(0)
         steps.step(x.clone(), target=y)
-        with pytest.raises(ValueError, match="changes its inputs or targets in place"):
+        with pytest.raises(ValueError, match="changes its inputs, its targets or a frozen param"):
             steps.settle()
+
+
+class MovesAFrozenWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.slow = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x):
+        self.slow.weight.lerp_(self.linear.weight.detach(), 0.1)
+        return self.linear(x) + self.slow(x)
+
+
+def test_a_stage_that_moves_a_frozen_parameter_is_refused_before_the_second_step():
+    with Pipeline({0: MovesAFrozenWeight()}, plan("1f1b", 1, M), F.mse_loss) as pipeline:
+        steps = PostValidation(pipeline, adamw(p for p in pipeline.parameters() if p.requires_grad))
+        x, y = batch(0)
+        steps.step(x, target=y)
+        with pytest.raises(ValueError, match=r"a frozen parameter in place.*make such a parameter a buffer"):
+            steps.settle()
+
+
+class FillsBuffers(nn.Linear):
+    """A buffer that is None at first, and one that a later forward registers."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("last", None)
+
+    def forward(self, x):
+        x = x if self.last is None else x + 0.5 * self.last
+        if self.last is not None and "seen" not in self._buffers:
+            self.register_buffer("seen", x.detach().mean(0))
+        self.last = x.detach().mean(0)
+        return super().forward(x) + self._buffers.get("seen", 0)
+
+
+def test_buffers_that_a_discarded_forward_made_are_gone():
+    losses = []
+    for train in (synchronous, validated):
+        pipeline = Pipeline({0: FillsBuffers()}, plan("1f1b", 1, M), F.mse_loss)
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        if train is synchronous:
+            losses.append(synchronous(pipeline, optimizer, scheduler)[0])
+            continue
+        steps = PostValidation(pipeline, optimizer, clip_norm=CLIP)
+        poison(pipeline, now := [0])
+        found = []
+        for step in range(STEPS):
+            now[0], (x, y) = step, batch(step)
+            found.append([each.item() for each in steps.step(x, target=y)])
+            scheduler.step()
+        steps.settle()
+        assert steps.num_redone
+        losses.append(found)
+    assert_same(*losses)
 
 
 def test_gradient_release_is_refused_with_it():
@@ -318,3 +375,101 @@ def test_a_gather_in_two_halves_and_what_one_rank_refuses_all_refuse():
     for found, left in run_ranks(refused, 2):
         assert found == [True] * 5
         assert left == [False] * 3 + [True] * 2  # a value is removed when everybody has read it
+
+
+# ---- What an attack found: silently wrong before
+
+
+def habits(change, clip=CLIP):
+    """The losses of a loop that does something by habit before each step."""
+    with Pipeline({0: Model().build_stage(0, 1)}, plan("zb_h1", 1, M), F.mse_loss) as pipeline:
+        optimizer = adamw(pipeline.parameters())
+        steps, losses = PostValidation(pipeline, optimizer, clip_norm=clip), []
+        for step in range(5):
+            steps = change(steps, pipeline, optimizer) or steps
+            x, y = batch(step)
+            losses.append([each.item() for each in steps.step(x, target=y)])
+        steps.settle()
+        return losses
+
+
+def test_zero_grad_by_habit_and_a_second_post_validation_change_nothing():
+    expected = habits(lambda *_: None)
+    assert habits(lambda steps, pipeline, optimizer: optimizer.zero_grad()) == expected
+
+    def again(steps, pipeline, optimizer):
+        return PostValidation(pipeline, optimizer, clip_norm=CLIP)
+
+    assert habits(again) == expected
+
+
+def clipped_by_torch(steps, pipeline, optimizer):
+    torch.nn.utils.clip_grad_norm_(pipeline.parameters(), 1e-4)
+
+
+def zeroed_in_place(steps, pipeline, optimizer):
+    optimizer.zero_grad(set_to_none=False)
+
+
+def stepped(steps, pipeline, optimizer):
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (stepped, "a weight was changed between an update and the gate"),
+        (clipped_by_torch, "gradients were changed between an update and the gate"),
+        (zeroed_in_place, "gradients were changed between an update and the gate"),
+    ],
+)
+def test_what_else_is_done_by_habit_is_refused(change, said):
+    with pytest.raises(RuntimeError, match=said):
+        habits(change, clip=1e-3)
+
+
+@pytest.mark.parametrize("clip", [0, -1.0, math.nan, math.inf])
+def test_a_threshold_that_is_none_is_refused(clip):
+    with pytest.raises(ValueError, match="write a number above 0, or None for no clipping"):
+        habits(lambda *_: None, clip=clip)
+
+
+class Fails(torch.optim.SGD):
+    """Its step raises where it is told to."""
+
+    fails = False
+
+    def step(self, closure=None):
+        if self.fails:
+            raise RuntimeError("out of order")
+        return super().step(closure)
+
+
+def test_after_an_update_that_failed_nothing_goes_on():
+    pipeline = Pipeline({0: Model().build_stage(0, 1)}, plan("1f1b", 1, M), F.mse_loss)
+    optimizer = Fails(pipeline.parameters(), lr=0.1)
+    steps = PostValidation(pipeline, optimizer)
+    x, y = batch(0)
+    steps.step(x, target=y)
+    steps.settle()
+    optimizer.fails = True
+    with pytest.raises(RuntimeError, match="out of order"):
+        steps.step(x, target=y)
+    for call in (pipeline.state_dict, lambda: steps.step(x, target=y), pipeline.settle):
+        with pytest.raises(RuntimeError, match=r"an update failed .*out of order"):
+            call()
+
+
+def test_after_a_validation_that_failed_no_weights_are_given_out():
+    pipeline = Pipeline({0: Model().build_stage(0, 1)}, plan("1f1b", 1, M), F.mse_loss)
+    optimizer = Fails(pipeline.parameters(), lr=0.1)
+    steps = PostValidation(pipeline, optimizer, clip_norm=1e9)
+    x, y = batch(0)
+    steps.step(x, target=math.inf * y)  # this rank does not update, and the norm is no number
+    steps.settle()
+    steps.step(x, target=1e12 * y)
+    optimizer.fails = True  # in the update that has to be done again
+    with pytest.raises(RuntimeError, match="out of order"):
+        steps.settle()
+    with pytest.raises(RuntimeError, match=r"an update could not be validated .*load weights"):
+        pipeline.state_dict()

@@ -273,7 +273,8 @@ class Engine:
         feeds = call.feeds(cutter, seeds, last_stage=self._timetable.num_stages - 1)
         if self.posts is not None:
             given = [(feed.args, feed.kwargs, feed.targets) for feed in feeds.values()]
-            self._inputs = InPlaceChanges(given)
+            frozen = [each for each in self._trained() if not each.requires_grad]
+            self._inputs = InPlaceChanges([given, frozen])
         for stage, worker in self._workers.items():
             worker.begin(feeds[stage])
         return cutter
@@ -329,10 +330,10 @@ class Engine:
         is_half_updated = before is not None and self._release is not None and self._release.has_updated
         if is_half_updated:
             error.add_note(f"{_HALF_UPDATED}: {_RELOAD}")
-        if self._timetable.num_ranks > 1 or self._reductions.is_shared:
-            self.end(f"an earlier call failed ({error_text(error)}), and its messages are lost")
         if is_half_updated:
             self.end(f"an earlier step failed ({error_text(error)}), and {_HALF_UPDATED}, {_RELOAD}")
+        elif not self.over and (self._timetable.num_ranks > 1 or self._reductions.is_shared):
+            self.end(f"an earlier call failed ({error_text(error)}), and its messages are lost")
         if isinstance(error, CommunicationError):
             for order in (self._order_of_ranks, self._order_of_copies):
                 with suppress(CommunicationError):  # the store may be gone, too

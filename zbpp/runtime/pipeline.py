@@ -180,6 +180,7 @@ class Pipeline:
         self._recorder = Recorder(self.device)
         self._recording: Recorder | None = None
         self.gate: Gate | None = None
+        self._lost_update = ""
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages and of a loss that is a module, each once: for optimizers."""
@@ -238,6 +239,11 @@ class Pipeline:
         step may follow it. Raises ValueError, on every rank, for what can't work. Collective over the mesh.
         """
         release, refusal = None, ""
+        if self._release_arguments.get("optimizer", optimizer) is not optimizer:
+            refusal = (
+                "gradients are released to another optimizer already, and one call replaces the other: make "
+                "one optimizer with a group for each kind of parameters"
+            )
         loss = self._loss_fn if isinstance(self._loss_fn, nn.Module) else nn.Module()
         last = self.timetable.num_stages - 1
         try:
@@ -310,16 +316,35 @@ class Pipeline:
 
     def _pass_gate(self, gate: Gate, call: Call) -> Call | None:
         """Settle an update at the gate of a step. Returns the step's new call, if it has to begin again."""
-        self.gate = None
-        was_right = gate.validate()
+        was_right = self._validated(gate)
         gate.open()
         return None if was_right else call._replace(loss_scale=self.loss_scale)
 
     def settle(self) -> None:
-        """Wait for an update that is not known to be right yet; afterwards the weights are."""
-        gate, self.gate = self.gate, None
-        if gate is not None:
-            gate.validate()
+        """Wait for an update that is not known to be right yet; afterwards the weights are.
+
+        Raises RuntimeError if that failed before: the weights may be wrong for good.
+        """
+        if self._lost_update:
+            raise RuntimeError(self._lost_update)
+        if self.gate is not None:
+            self._validated(self.gate)
+
+    def _validated(self, gate: Gate) -> bool:
+        self.gate = None
+        try:
+            return gate.validate()
+        except BaseException as error:
+            self.give_up(f"an update could not be validated ({error_text(error)}), and may be wrong")
+            raise
+
+    def give_up(self, why: str) -> None:
+        """End this pipeline, whose weights are not those of any step."""
+        self._lost_update = (
+            f"{why}: load weights and optimizer states of an earlier step, and make a new Pipeline"
+        )
+        self.gate = None
+        self._end(why)
 
     def posts(self) -> Posts:
         """What the ranks post about updates that later steps have a gate for. The first call is collective.

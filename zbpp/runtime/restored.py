@@ -67,11 +67,13 @@ class Buffers:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [*dict.fromkeys(each for module in modules for each in module.modules())]
         self._kept: dict[tuple[nn.Module, str], tuple[Tensor, Tensor]] = {}
+        self._tables: dict[nn.Module, dict[str, Tensor | None]] = {}  # each module's buffers, also None
 
     @torch.no_grad()
     def keep(self) -> None:
         """Copy all buffers."""
         before, self._kept = self._kept, {}
+        self._tables = {module: dict(module._buffers) for module in self._modules}
         for module in self._modules:
             for name, buffer in module.named_buffers(recurse=False):
                 _, copy = before.get((module, name), (None, None))
@@ -82,9 +84,11 @@ class Buffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give the modules the buffers, with the values, that they had at the last `keep`."""
-        for (module, name), (buffer, copy) in self._kept.items():
-            module._buffers[name] = buffer
+        """Give the modules the buffers, with the values, that they had at the last `keep`, and no others."""
+        for module, table in self._tables.items():
+            module._buffers.clear()
+            module._buffers.update(table)
+        for buffer, copy in self._kept.values():
             local_of(buffer).copy_(copy)
 
 

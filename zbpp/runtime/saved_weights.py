@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from zbpp.runtime.weight_buffers import View
+
+
+class _Packed(NamedTuple):
+    """A view, and whether its values are the conjugate, or the negative, of what is in memory."""
+
+    view: View
+    is_conj: bool
+    is_neg: bool
 
 
 def pack_views(
@@ -21,8 +30,14 @@ def pack_views(
     """
     start = memory.untyped_storage().data_ptr()
 
-    def pack(tensor: Tensor) -> View:
-        return View(tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+    def pack(tensor: Tensor) -> _Packed:
+        view = View(tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+        return _Packed(view, tensor.is_conj(), tensor.is_neg())
+
+    def unpack_whole(packed: _Packed) -> Tensor:
+        tensor = unpack(packed.view)
+        tensor = tensor.conj() if packed.is_conj else tensor
+        return torch._neg_view(tensor) if packed.is_neg else tensor
 
     seen: set[Any] = {None, *below}
     nodes = [node for node in dict.fromkeys(nodes_of(outputs)) if node not in seen]
@@ -39,7 +54,7 @@ def pack_views(
                 if isinstance(value, Tensor) and _starts_at(value, start):
                     del value
                     values = None
-                    raw.register_hooks(pack, unpack)
+                    raw.register_hooks(pack, unpack_whole)
         for below, _ in node.next_functions:
             if below not in seen:
                 seen.add(below)

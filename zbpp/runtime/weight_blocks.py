@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,7 @@ class Block:
         self.piece = Piece(parameters)
         self.host = self.grads = torch.empty(0)
         self.homes: list[Tensor] = []
+        self.given: dict[int, weakref.ref[Tensor]] = {}  # the gradients in `grads` that were given out
         self.beside: dict[int, Block] = {}
 
     def neighbours(self, direction: int) -> list[Block]:
@@ -39,6 +42,22 @@ class Block:
         """Copy the weights to host memory, where the parameters then are."""
         self.host, self.homes = host, self.piece.views(host)
         for parameter, home in zip(self.parameters, self.homes, strict=True):
+            home.copy_(parameter.detach())
+            parameter.data = home
+
+    def take_in(self) -> None:
+        """Copy weights that were given other memory (`parameter.data = ...`) to the host's.
+
+        Raises RuntimeError for a weight that has another shape or dtype.
+        """
+        for parameter, home in zip(self.parameters, self.homes, strict=True):
+            if parameter.data_ptr() == home.data_ptr():
+                continue
+            if (parameter.shape, parameter.dtype) != (home.shape, home.dtype):
+                raise RuntimeError(
+                    f"a weight of {self.name} got another shape or dtype after its weights were offloaded: "
+                    "change weights before OffloadedWeights is made"
+                )
             home.copy_(parameter.detach())
             parameter.data = home
 
@@ -70,6 +89,8 @@ def find_blocks(index: int, stage: nn.Module) -> list[Block]:
         parameters = [*module.parameters()]
         for parameter in parameters:
             _refuse(name, parameter)
+        if any(getattr(each, "sparse", False) for each in module.modules()):
+            raise ValueError(f"{name} makes sparse gradients, which can't be offloaded: write sparse=False")
         if "forward" in vars(module):
             raise ValueError(
                 f"{name} recomputes, is compiled or has another forward of its own: offload weights first"
@@ -116,7 +137,9 @@ def _refuse_hook(block: Block, parameter: nn.Parameter) -> None:
 
 
 def refuse_shared(blocks: Sequence[Block]) -> None:
-    """Raise ValueError if two blocks share a parameter, or the memory of one."""
+    """Raise ValueError if blocks share a parameter or its memory, or two parameters of one share memory."""
+    for block in blocks:
+        _refuse_overlap(block)
     owner: dict[int, Block] = {}
     for block in blocks:
         for parameter in block.parameters:
@@ -127,3 +150,14 @@ def refuse_shared(blocks: Sequence[Block]) -> None:
                         f"{other.name} and {block.name} share a parameter, which would have to be in two "
                         "buffers: untie them, or do not offload weights"
                     )
+
+
+def _refuse_overlap(block: Block) -> None:
+    spans = sorted(
+        (each.data_ptr(), each.data_ptr() + each.nbytes) for each in block.parameters if each.numel()
+    )
+    if any(end > begin for (_, end), (begin, _) in pairwise(spans)):
+        raise ValueError(
+            f"two parameters of {block.name} use the same memory, and would be two after offloading: let the "
+            "modules share one Parameter object, or do not offload weights"
+        )

@@ -20,6 +20,7 @@ device memory of a block behind its forward: this is checked by the number of re
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -71,6 +72,7 @@ class OffloadedWeights:
             block.move_to(self._host.empty(block.piece.nbytes, self.device))
         self._buffers = DeviceBuffers(largest, self.device)
         self._largest = largest
+        self._running: Block | None = None  # whose forward runs
         self._block_of = {id(each): block for block in self._blocks for each in block.parameters}
         for some in blocks:
             for block, following in pairwise(some):
@@ -109,11 +111,12 @@ class OffloadedWeights:
     def begin(self) -> None:
         """Begin a step or an evaluation: weights may have changed, also by writes through `.data`.
 
-        Raises RuntimeError for hooks on weights.
+        Raises RuntimeError for hooks on weights, and for a weight that has another shape or dtype.
         """
         self._buffers.forget()
         for block in self._blocks:
             refuse_hooks(block)
+            block.take_in()
 
     def accumulate(self, weight_grads: WeightGrads) -> None:
         """W: as `weight_grads.accumulate()`, block by block; the gradients are on the host afterwards."""
@@ -147,12 +150,33 @@ class OffloadedWeights:
                     block.parameters[number].grad = home
 
     def _gradient_home(self, block: Block, number: int) -> Tensor:
-        if not block.grads.nbytes:
-            block.grads = self._host.empty(block.piece.nbytes, self.device)
-        return block.piece.views(block.grads)[number]
+        """Host memory for a gradient: the same as before, unless the caller keeps the gradient of before."""
+        parameter, given = block.parameters[number], block.given.get(number)
+        if given is not None and given() is not None:
+            memory = self._host.empty(parameter.nbytes, self.device)
+            home = View(parameter.dtype, 0, parameter.shape, parameter.stride()).of(memory)
+        else:
+            if not block.grads.nbytes:
+                block.grads = self._host.empty(block.piece.nbytes, self.device)
+            home = block.piece.views(block.grads)[number]
+            block.given[number] = weakref.ref(home)
+        return home
 
     def run(self, block: Block, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A block's forward: its weights are on the device while it runs."""
+        if self._running is not None:
+            raise RuntimeError(
+                f"{block.name} is called within the forward of {self._running.name}, and the weights of both "
+                "would be needed at a time: put the two into one block, that is, one child of the stage"
+            )
+        self._running = block
+        try:
+            return self._run(block, forward, args, kwargs)
+        finally:
+            self._running = None
+
+    def _run(self, block: Block, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        version = block.version()
         memory = self._buffers.load(block)
         self._buffers.prefetch(block.neighbours(1))
         references = _references(memory)
@@ -161,6 +185,11 @@ class OffloadedWeights:
         )  # before the forward, which may change its input in place
         with block.in_memory(memory), auxiliary_losses() as found:
             output = forward(*args, **kwargs)
+        if block.version() != version:
+            raise RuntimeError(
+                f"the forward of {block.name} changes a weight in place, and the change would be lost: "
+                "make that weight a buffer, or do not offload weights"
+            )
         if torch.is_grad_enabled():
             self._pack(block, memory, tree_leaves([output, *found.values()]), below)
         if _references(memory) > references and gc.collect() >= 0 and _references(memory) > references:
@@ -205,6 +234,7 @@ class _OnDevice:
 
     def __init__(self, weights: OffloadedWeights, block: Block) -> None:
         self._weights, self._block = weights, block
+        self.module = block.module  # a recompute looks for the modules that a forward uses
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._block.module

@@ -21,9 +21,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from zbpp.autograd.leaf_grad import total_of
 from zbpp.runtime import Pipeline
+from zbpp.runtime.mesh import local_of
 from zbpp.runtime.norm import gradients_of, norm_of
 from zbpp.runtime.posts import Ticket
 from zbpp.training.inverse import InverseRollback
@@ -84,10 +86,12 @@ class _Pending(NamedTuple):
     """An update that is not known to be right yet. loss_scale, rate: in its step.
 
     gradients: a sharded stage has other parameters while its weights are gathered, in the next step.
+    left: each parameter with its count of changes, its gradient, and that one's count, after the update.
     """
 
     pipeline: Pipeline
     gradients: list[Tensor]
+    left: list[tuple[nn.Parameter, int, Tensor | None, int]]
     ticket: Ticket
     has_stepped: bool
     loss_scale: float
@@ -113,7 +117,11 @@ class PostValidatedUpdate(Update):
         loss_scale: LossScale | None,
         validation: Validation,
     ) -> None:
+        if clip_norm is not None and not 0 < clip_norm < math.inf:
+            raise ValueError(f"clip_norm={clip_norm}: write a number above 0, or None for no clipping")
         super().__init__(optimizer, clip_norm=clip_norm, masters=masters, loss_scale=loss_scale)
+        pipeline.settle()  # another PostValidation may have had it
+        pipeline.posts()
         self._switch = Switch(validation.after)
         self._rollback = _agreed_rollback(validation.rollback, optimizer, pipeline)
         self._pending: _Pending | None = None
@@ -127,7 +135,8 @@ class PostValidatedUpdate(Update):
 
     def prepare(self, pipeline: Pipeline) -> None:
         """As `begin`, but leave the learning rate to the caller."""
-        pipeline.posts()
+        if pipeline.gate is not None and pipeline.gate is not self:
+            pipeline.settle()
         if self._pending is None:  # otherwise gradients are zeroed behind the gate
             self._zero_grad()
         self._set_loss_scale(pipeline)
@@ -144,15 +153,20 @@ class PostValidatedUpdate(Update):
         ticket = pipeline.posts().post(_Posted(share, steps, refusal))
         scale_before = None if self._loss_scale is None else self._loss_scale.state_dict()
         gradients = gradients_of(pipeline.parameters())
-        self._pending = _Pending(pipeline, gradients, ticket, steps, scale, self._rate, scale_before)
-        # Also where this rank does not update: its learning rate may change before it does.
-        self._rollback.keep(gradients if scale != 1 else [])
-        if steps:
-            self._update(gradients, 1 / scale)
-        else:
-            # The step comes later: torch's learning-rate schedulers warn if they are called before the first.
-            self._optimizer._opt_called = True  # type: ignore[attr-defined]  # the schedulers' own attribute
-        self._rollback.after_step(has_stepped=steps)
+        try:
+            # Also where this rank does not update: its learning rate may change before it does.
+            self._rollback.keep(gradients if scale != 1 else [])
+            if steps:
+                self._update(gradients, 1 / scale)
+            else:
+                # The step comes later: torch's learning-rate schedulers warn if called before the first.
+                self._optimizer._opt_called = True  # type: ignore[attr-defined]  # the schedulers' own
+            self._rollback.after_step(has_stepped=steps)
+        except BaseException as error:  # the other ranks have this rank's share, and go on
+            pipeline.give_up(f"an update failed ({type(error).__name__}: {error}), and may be half done")
+            raise
+        left = [*map(_left, pipeline.parameters())]
+        self._pending = _Pending(pipeline, gradients, left, ticket, steps, scale, self._rate, scale_before)
         if self._loss_scale is not None:  # for the next step, if all is well
             self._loss_scale.update(is_finite=True)
         pipeline.gate = self
@@ -180,6 +194,7 @@ class PostValidatedUpdate(Update):
         shares = [each.share for each in posted]
         outcome = outcome_of(shares, pending.pipeline, pending.loss_scale)
         is_right = self._is_good(outcome.norm) and all(each.has_stepped for each in posted)
+        _check_left(pending.left, needs_gradients=not is_right)
         if not is_right:
             self.num_redone += 1
             self.num_taken_back += pending.has_stepped
@@ -230,7 +245,8 @@ class PostValidation:
             scheduler.step()
         validated.settle()
 
-    Losses and weights are those of this loop, to the last bit with the exact rollback:
+    Losses and weights are those of this loop, to the last bit with the exact rollback, but for the 1e-6 that
+    `clip_grad_norm_` adds to the norm that it divides by:
 
             optimizer.zero_grad()
             losses = pipeline.step(x, target=y)
@@ -290,9 +306,35 @@ class PostValidation:
             self.norm = outcome.norm
 
 
+def _left(parameter: nn.Parameter) -> tuple[nn.Parameter, int, Tensor | None, int]:
+    total = total_of(parameter)
+    return parameter, parameter._version, total, 0 if total is None else local_of(total)._version
+
+
+def _check_left(left: list[tuple[nn.Parameter, int, Tensor | None, int]], *, needs_gradients: bool) -> None:
+    """Give gradients back that were set to None. Raises RuntimeError for other changes since the update."""
+    for parameter, version, total, total_version in left:
+        if parameter._version != version:
+            raise RuntimeError(
+                "a weight was changed between an update and the gate of the next step (by optimizer.step(), "
+                "by load_state_dict of a module, or in forward): PostValidation makes the update itself; "
+                "call its settle() before weights are changed"
+            )
+        if not needs_gradients or total is None:
+            continue
+        if total_of(parameter) is None:
+            parameter.grad = total  # zero_grad() between steps
+        if total_of(parameter) is not total or local_of(total)._version != total_version:
+            raise RuntimeError(
+                "gradients were changed between an update and the gate of the next step, and the update has "
+                "to be done again: leave zero_grad and clipping to PostValidation"
+            )
+
+
 _CHANGED_INPUTS = (
-    "a stage on rank {rank} changes its inputs or targets in place, and a step that begins again would get "
-    "the changed ones: clone them in the stage, or write optimizer.validation=before"
+    "a stage on rank {rank} changes its inputs, its targets or a frozen parameter in place, and a step that "
+    "begins again would get the changed ones: clone inputs in the stage, make such a parameter a buffer, or "
+    "write optimizer.validation=before"
 )
 
 
