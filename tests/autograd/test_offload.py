@@ -85,7 +85,7 @@ def trained(to=None, *, fetched=True):
 @pytest.mark.parametrize("fetched", [True, False])
 @pytest.mark.parametrize("where", ["host", "file"])
 def test_gradients_are_equal_to_the_last_bit_and_the_same_weights_wait(where, fetched, tmp_path):
-    """Also of what nobody fetched: it comes back when it is unpacked."""
+    """A tensor that nobody has fetched comes back when autograd unpacks it."""
     expected, tasks = trained()
     found, found_tasks = trained("host" if where == "host" else tmp_path, fetched=fetched)
     assert found_tasks == tasks

@@ -88,7 +88,7 @@ def test_the_first_rank_can_spare_all_where_round_trips_fit_beside_the_computati
 
 
 def test_the_longest_lifespans_leave_first_under_a_limit():
-    """Of a V, rank 0's first stage waits longest; a limit of one activation leaves the rest."""
+    """In a V, rank 0's first stage waits longest for its B. A limit of one activation keeps the others."""
     timetable = plan("zb_v", 4, 8)
     costs = Costs(f=2, b=2, w=2, host=0.1)
     chosen = choose_offload(simulate(timetable, costs), costs, 1.0)[0]

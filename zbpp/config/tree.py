@@ -114,11 +114,12 @@ class MemoryConfig(Checked):
     budget: the share of the activations that compiled stages keep between F and B.
     limit: GiB of each rank's device, for weights, gradients and optimizer states, too. `zbpp memory` compares
         with it; replanning keeps within it (see schedule.replan; null: what the first plan needs).
-    offload: which activations leave device memory between F and B: none; auto, those whose copies take no
-    time beside the computation; or up to so many GiB of each rank. offload_to: host, or a folder for a file.
+    offload: which activations leave device memory between F and B: "none"; "auto": those whose copies take no
+        time beside the computation; a number: up to so many GiB of each rank.
+    offload_to: "host", or a folder for a file.
     offload_weights: whether weights, their gradients and the optimizer's states live in host memory.
-    gradient_release: when weights are updated and gradients dropped: after the step; each stage's behind its
-    last W; or each microbatch's gradients into the optimizer's states.
+    gradient_release: when weights are updated and gradients dropped. "off": after the step; "step": each
+        stage's behind its last W; "accumulate": each microbatch's gradients go into the optimizer's states.
     """
 
     prefix: ClassVar[str] = "memory."

@@ -112,7 +112,7 @@ class FullyShardedStage:
         self._return_to_shards()
 
     def abandon(self) -> None:
-        """Drop what is left of a step or an evaluation that failed; FSDP2's state is as before it."""
+        """Drop what a failed step or evaluation has left, and put FSDP2 into the state that it had before."""
         if hasattr(self._stage, "reset_iter_state"):
             self._stage.reset_iter_state()  # type: ignore[operator]
         else:

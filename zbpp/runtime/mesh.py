@@ -224,8 +224,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def copy_from(source: int, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Give a tensor the values that it has on process `source` of the group. Collective over the group.
 
-    Of a DTensor, this process's part gets the values of `source`'s part. A tensor that has the values already
-    is left alone: it does not count as changed in place.
+    If it is a DTensor, this process's part gets the values of `source`'s part. A tensor that has the values
+    already is left alone: it does not count as changed in place.
     """
     local = local_of(tensor.detach())
     values = local.contiguous().clone()

@@ -70,8 +70,8 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 def squares_in_mesh(pipeline: Pipeline) -> list[float]:
     """The sum of squares of the gradient of each of this rank's parameters; 0 where another rank counts it.
 
-    Of a gradient that the last step has released, what was kept of it counts. The parts of a gradient that
-    shards and tensor-parallel processes have are added up first, in float64. Collective over them.
+    A gradient that the last step has released counts with the sum that was kept of it. The parts of a
+    gradient on shards and tensor-parallel processes are added up first, in float64. Collective over these.
     """
     counted = set(map(id, pipeline.counted_parameters()))
     squares = torch.zeros(len(list(pipeline.parameters())), dtype=torch.float64, device=pipeline.device)

@@ -69,7 +69,7 @@ class StageOffload:
             raise RuntimeError(f"a call ended with activations left over: {', '.join(left)}")
 
     def abandon(self) -> None:
-        """Drop what is left of a step that failed."""
+        """Drop the activations that a failed step has left."""
         self._activations.clear()
 
     def _stays(self, microbatch: int) -> Iterator[Tensor]:

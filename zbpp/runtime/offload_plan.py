@@ -179,7 +179,7 @@ class OffloadPlan:
             stage.end()
 
     def abandon(self) -> None:
-        """Drop what is left of a step that failed."""
+        """Let all stages drop the activations that a failed step has left."""
         for stage in self.stages.values():
             stage.abandon()
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 _NUM_STEPS = 3
 _GRADIENTS = (0.1, 7.0)  # of part 0 and of part 1
 _RATE = 0.01  # a schedule may begin at 0, where no update could be seen
-# Of the optimizer's attributes these are made anew; `step` is the wrapper of a learning rate schedule.
+# These attributes of an optimizer are made anew for its copy; `step` is a learning rate schedule's wrapper.
 _NOT_COPIED = ("state", "param_groups", "step")
 
 

@@ -111,7 +111,7 @@ class AllReduce:
         self.abandon()
 
     def abandon(self) -> None:
-        """Drop what is left of a step."""
+        """Drop the buckets and messages that a step has left."""
         self._works, self._buckets, self._gradients = [], [], []
         self._has_gradient, self._counts = [], None
 

@@ -184,7 +184,7 @@ class Reductions:
         return sharded.gathered_for if sharded is not None and sharded.frees_before_w else None
 
     def abandon(self) -> None:
-        """Drop what is left of a step that failed."""
+        """Let all reducers drop what a failed step has left."""
         for reducer in self._reducers.values():
             reducer.abandon()
 

@@ -25,65 +25,55 @@ def adamw(
     kahan_sum: of 16-bit weights, what rounding takes off an update is kept and added later. With it, and with
     gradient_release=accumulate, this is torch-optimi's AdamW, of the same formula.
     """
-    groups = _groups(parameters, weight_decay)
     if kahan_sum or gradient_release == "accumulate":
-        from optimi import AdamW
-
-        is_released = gradient_release != "off"
-        return AdamW(
-            groups,
-            lr=learning_rate,
+        return _of_optimi(
+            "AdamW",
+            parameters,
+            learning_rate=learning_rate,
             betas=betas,
             eps=eps,
+            weight_decay=weight_decay,
             kahan_sum=kahan_sum,
-            gradient_release=is_released,
+            gradient_release=gradient_release,
         )
+    groups = _groups(parameters, weight_decay)
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps)
 
 
-def stable_adamw(
+def _of_optimi(
+    name: str,
     parameters: Iterable[nn.Parameter],
     *,
     learning_rate: float,
     betas: tuple[float, float],
-    eps: float,
+    eps: float | None,
     weight_decay: float,
     kahan_sum: bool = False,
     gradient_release: str = "off",
 ) -> torch.optim.Optimizer:
+    """An optimizer of torch-optimi by its name there. eps: None for one that takes none."""
+    import optimi
+
+    more: dict[str, Any] = {} if eps is None else {"eps": eps}
+    optimizer: torch.optim.Optimizer = getattr(optimi, name)(
+        _groups(parameters, weight_decay),
+        lr=learning_rate,
+        betas=betas,
+        kahan_sum=kahan_sum,
+        gradient_release=gradient_release != "off",
+        **more,
+    )
+    return optimizer
+
+
+def stable_adamw(parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
     """torch-optimi's StableAdamW, which limits each parameter's update by itself: no clipping is needed."""
-    from optimi import StableAdamW
-
-    return StableAdamW(
-        _groups(parameters, weight_decay),
-        lr=learning_rate,
-        betas=betas,
-        eps=eps,
-        kahan_sum=kahan_sum,
-        gradient_release=gradient_release != "off",
-    )
+    return _of_optimi("StableAdamW", parameters, **options)
 
 
-def lion(
-    parameters: Iterable[nn.Parameter],
-    *,
-    learning_rate: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    kahan_sum: bool = False,
-    gradient_release: str = "off",
-) -> torch.optim.Optimizer:
+def lion(parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
     """torch-optimi's Lion: one state per weight, and no eps."""
-    from optimi import Lion
-
-    return Lion(
-        _groups(parameters, weight_decay),
-        lr=learning_rate,
-        betas=betas,
-        kahan_sum=kahan_sum,
-        gradient_release=gradient_release != "off",
-    )
+    return _of_optimi("Lion", parameters, **{**options, "eps": None})
 
 
 OPTIMIZERS = {"adamw": adamw, "stable_adamw": stable_adamw, "lion": lion}
