@@ -68,7 +68,7 @@ def trained(rank, timetable, offload, num_steps=3, stages=None):
 
 
 def num_spaces(pipeline):
-    offload = pipeline._engine._offload
+    offload = pipeline._engine._activations
     return 0 if offload is None else (offload.copier.num_spaces, offload.copier.used_bytes)
 
 
@@ -203,7 +203,7 @@ def test_host_memory_that_runs_out_leaves_no_gradient_and_the_next_step_is_whole
     timetable = plan("gpipe", 1, M)
     stages = stages_for(0, timetable)
     with Pipeline(stages, timetable, F.mse_loss, offload=offload) as pipeline:
-        copier = pipeline._engine._offload.copier
+        copier = pipeline._engine._activations.copier
         make, copier._make_space = copier._make_space, full
         with pytest.raises(OffloadError, match=r"no room for \d+ more bytes of offloaded activations"):
             pipeline.step(batch(), target=batch())
@@ -222,7 +222,7 @@ def test_a_copy_that_fails_is_raised_where_it_is_waited_for():
     offload = ActivationOffload(costs=COSTS, least_bytes=SMALLEST)
     timetable = plan("gpipe", 1, M)
     with Pipeline(stages_for(0, timetable), timetable, F.mse_loss, offload=offload) as pipeline:
-        pipeline._engine._offload.copier._write = broken
+        pipeline._engine._activations.copier._write = broken
         with pytest.raises(OffloadError, match="copying offloaded activations failed: planted"):
             pipeline.step(batch(), target=batch())
         assert {each.grad for each in pipeline.parameters()} == {None}

@@ -111,8 +111,8 @@ class Engine:
         self.posts: Posts | None = None
         self._timetable, self._loss_fn, self._reductions = timetable, loss_fn, reductions
         last = timetable.num_stages - 1
-        self._offloaded = offloaded_weights(stages.values())
-        run_w = WeightGrads.accumulate if self._offloaded is None else self._offloaded.accumulate
+        self._weights_on_host = offloaded_weights(stages.values())
+        run_w = WeightGrads.accumulate if self._weights_on_host is None else self._weights_on_host.accumulate
         self._workers = {
             stage: StageWorker(
                 stage,
@@ -126,11 +126,11 @@ class Engine:
             for stage, module in stages.items()
         }
         self._rank = rank
-        self._offload = None if make_offload is None else make_offload(self._workers)
+        self._activations = None if make_offload is None else make_offload(self._workers)
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._order_of_ranks: CallOrder | None = None
         self._order_of_copies = order_of_copies
-        leaving = () if self._offload is None else self._offload.plan
+        leaving = () if self._activations is None else self._activations.plan
         programs = {"step": lower(timetable, leaving), "evaluate": lower(timetable.forward_only())}
         pairs = programs["step"].links
         if pairs:
@@ -148,7 +148,7 @@ class Engine:
                 dynamic_shapes=dynamic_shapes,
                 reductions=reductions if name == "step" else None,
                 gate=lambda: lower(timetable).gate(rank),
-                offloads={} if self._offload is None else self._offload.stages,
+                offloads={} if self._activations is None else self._activations.stages,
             )
             for name, lowered in programs.items()
         }
@@ -162,7 +162,7 @@ class Engine:
 
         Raises ValueError for weights that live on the host.
         """
-        if release is not None and self._offloaded is not None:
+        if release is not None and self._weights_on_host is not None:
             raise ValueError(
                 "gradient release doesn't go with offloaded weights, whose gradients are on the host: leave "
                 "one of them out"
@@ -178,7 +178,7 @@ class Engine:
         """Why no step can have a gate, or nothing."""
         if self._release is not None:
             return _RELEASED
-        if self._offloaded is not None:
+        if self._weights_on_host is not None:
             return (
                 "post-validation doesn't go with offloaded weights, whose copies on the device it would not "
                 "take back: leave one of them out"
@@ -201,12 +201,12 @@ class Engine:
 
         settle: what the step does at its gate; None: there is no gate.
         """
-        if self._offload is None:
+        if self._activations is None:
             return self._run("step", call, seeds, recorder, settle)
-        recorder = recorder or self._offload.recorder
+        recorder = recorder or self._activations.recorder
         losses = self._run("step", call, seeds, recorder, settle)
-        if self._offload.step_done(recorder):
-            self._executors["step"].resolve(lower(self._timetable, self._offload.plan)[self._rank])
+        if self._activations.step_done(recorder):
+            self._executors["step"].resolve(lower(self._timetable, self._activations.plan)[self._rank])
         return losses
 
     def evaluate(self, call: Call, seeds: Mapping[int, int]) -> CallLosses:
@@ -216,7 +216,11 @@ class Engine:
 
     def offloaded_bytes(self) -> dict[int, int]:
         """Per stage, the most bytes of a microbatch that have left; {} without offload."""
-        return {} if self._offload is None else {s: each.nbytes for s, each in self._offload.stages.items()}
+        return (
+            {}
+            if self._activations is None
+            else {s: each.nbytes for s, each in self._activations.stages.items()}
+        )
 
     def receive_buffers(self) -> list[Tensor]:
         """The pool of `step`."""
@@ -245,16 +249,16 @@ class Engine:
                 self._before = GradientsBefore(self._trained())
             if release is not None:
                 release.begin(call.loss_scale, has_graph=cutter.has_graph)
-            if self._offloaded is not None:
-                self._offloaded.begin()
+            if self._weights_on_host is not None:
+                self._weights_on_host.begin()
             with self._reductions.evaluating() if name == "evaluate" else nullcontext():
                 if settle is None:
                     executor.run(recorder)
                 else:
                     cutter = self._run_with_gate(executor, seeds, recorder, settle) or cutter
             ended = [worker.end() for worker in self._workers.values()]
-            if self._offload is not None:
-                self._offload.end()
+            if self._activations is not None:
+                self._activations.end()
             cutter.backward()
             if release is not None:
                 release.finish()
@@ -301,8 +305,8 @@ class Engine:
         executor.drop_messages()
         for worker in self._workers.values():
             worker.abandon()
-        if self._offload is not None:
-            self._offload.abandon()
+        if self._activations is not None:
+            self._activations.abandon()
         self._reductions.abandon()
         self._buffers.restore()
         cutter = self._begin(again, seeds)
@@ -321,8 +325,8 @@ class Engine:
         """Drop all that is left of a call; with several ranks or replicas, the pipeline ends."""
         for worker in self._workers.values():
             worker.abandon()
-        if self._offload is not None:
-            self._offload.abandon()
+        if self._activations is not None:
+            self._activations.abandon()
         self._reductions.abandon()
         left = "" if before is None else before.restore()
         if left:
@@ -352,8 +356,8 @@ class Engine:
         close_groups(self._links.values())
         self._links.clear()
         self._reductions.close()
-        if self._offload is not None:
-            self._offload.close()
+        if self._activations is not None:
+            self._activations.close()
 
 
 def error_text(error: BaseException) -> str:
