@@ -26,6 +26,7 @@ from zbpp.models.hf_calls import (
 )
 from zbpp.models.hf_cut import Cut, CutError, LibraryError, Stage, layers_at
 from zbpp.models.hf_init import constants_of, initialise
+from zbpp.models.hf_load import FolderWeights
 from zbpp.models.hf_shrink import build_on_meta, with_small_copy
 from zbpp.models.hf_ties import aliases_of, names_of, summed_gradients
 from zbpp.seeding import seed_of
@@ -76,10 +77,19 @@ def _find_cut(
     return cut
 
 
-def build_stage(config: PretrainedConfig, cut: Cut, index: int, seed: int) -> Stage:
+def build_stage(
+    config: PretrainedConfig,
+    cut: Cut,
+    index: int,
+    seed: int,
+    weights: FolderWeights | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Stage:
     """A stage with its initial values, on the CPU; tensors of other stages are never allocated.
 
-    Raises CutError unless the model has exactly the parameters that the cut names.
+    weights: the folder that its tensors are read from, as `dtype`; what the folder does not hold, such as
+    tables of positions, gets the library's initial values. Raises CutError unless the model has exactly the
+    parameters that the cut names.
     """
     model = build_on_meta(config)
     names = set(names_of(model))
@@ -94,7 +104,14 @@ def build_stage(config: PretrainedConfig, cut: Cut, index: int, seed: int) -> St
             return cut.owners[name] == index
         return name.startswith(own_layers) or not name.startswith(inside)
 
-    initialise(model, seed, is_own, cut.constants)
+    if weights is None:
+        initialise(model, seed, is_own, cut.constants)
+        return Stage(model, cut, index)
+    initialise(model, seed, lambda name: is_own(name) and not weights.holds(name), cut.constants)
+    if torch.get_default_device().type != "meta":  # else somebody looks for shared parameters only
+        weights.load(model, [name for name in model.state_dict() if is_own(name) and weights.holds(name)], dtype)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype if parameter.is_floating_point() else None)
     return Stage(model, cut, index)
 
 
