@@ -28,7 +28,6 @@ from zbpp.partition import split_layers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from transformers import PretrainedConfig
 
 _log = logging.getLogger(__name__)
 
@@ -137,9 +136,7 @@ class HuggingFace:
         return str(self._config.model_type)
 
 
-def _check_sources(
-    config: object, path: str | None, overrides: Mapping[str, Any] | None, dtype: str
-) -> None:
+def _check_sources(config: object, path: str | None, overrides: Mapping[str, Any] | None, dtype: str) -> None:
     """Raises ValueError for arguments that contradict each other."""
     if dtype not in _DTYPES:
         raise ValueError(f"dtype={dtype}: write one of {', '.join(_DTYPES)}")

@@ -28,9 +28,7 @@ def read_config(config: Mapping[str, Any] | str, sizes: Mapping[str, int]) -> Pr
     return _checked(AutoConfig.for_model(**known), sizes)
 
 
-def read_folder(
-    folder: Path, overrides: Mapping[str, Any], sizes: Mapping[str, int]
-) -> PretrainedConfig:
+def read_folder(folder: Path, overrides: Mapping[str, Any], sizes: Mapping[str, int]) -> PretrainedConfig:
     """The config of a folder with weights. overrides: values that replace those of its config.json."""
     from transformers import AutoConfig
 
