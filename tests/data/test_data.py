@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from zbpp.training.corpus import load_corpus
-from zbpp.training.data import Batches, RandomRegression, text_data
+from zbpp.data import Batches, RandomRegression, text_data
+from zbpp.data.corpus import load_corpus
 
 TEXT = "the quick brown fox jumps over the lazy dog\n"
 
