@@ -22,6 +22,7 @@ from zbpp.data.batch import Source
 from zbpp.runtime import Pipeline
 from zbpp.schedule import Timeline
 from zbpp.training.batch import batch_for
+from zbpp.training.callbacks import Callback
 from zbpp.training.loss_scale import LossScale
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.memory_report import MemoryReport
@@ -49,6 +50,8 @@ class Trainer:
 
     post_validation: how the weights are updated before the norm is known; a step's metrics then come one step
     later. None: the update waits for the norm.
+
+    callbacks: what else happens around the steps, see callbacks.py.
     """
 
     pipeline: Pipeline
@@ -65,34 +68,64 @@ class Trainer:
     gradient_release: str = "off"
     post_validation: Validation | None = None
     memory_report: MemoryReport | None = None
+    callbacks: Sequence[Callback] = ()
 
     def __post_init__(self) -> None:
         _check_gradients(self.pipeline, self.optimizer, self.masters)
         self._update = self._make_update()
         self.timelines: list[Timeline] = []
+        self.next_step = 0  # the step that `run` begins with
+        self.leaving: str | None = None  # why the run ends early; the same on all ranks
+        self._wish: str | None = None  # this rank's reason to end it
         self._begun: deque[Metrics] = deque()  # of steps whose outcome is not known yet
 
     def run(self, num_steps: int) -> Iterator[Metrics]:
-        """Train; yields each step's metrics when they are known. All but the times are equal on all ranks."""
-        for step in range(num_steps):
-            is_reported = self.memory_report is not None and step == self.memory_report.step
-            # A recorder notes either times or levels of memory.
-            recorded = (step >= num_steps - self.num_recorded or self._is_measured(step)) and not is_reported
-            evaluated = self.evaluate_every and (
-                (step + 1) % self.evaluate_every == 0 or step + 1 == num_steps
-            )
-            known = self._settled() if recorded or is_reported else []
-            with self._watching(recorded=recorded, is_reported=is_reported):
-                known += self._step(step)
-            if recorded or is_reported or evaluated or step + 1 == num_steps or self.replan is not None:
-                known += self._settled()  # so that the last one is this step's
-            if evaluated:
-                known[-1] |= self.evaluate()
-            if recorded:
-                self.timelines.append(self.pipeline.timeline())
-            if step + 1 < num_steps:
-                self._replan(step, known)
-            yield from known
+        """Train from `next_step` until `num_steps` steps are done, or until a callback wants to leave.
+
+        Yields each step's metrics when they are known. All but the times are equal on all ranks.
+        """
+        self.leaving = self._wish = None
+        while self.next_step < num_steps and self.leaving is None:
+            yield from self._run_step(self.next_step, num_steps=num_steps)
+        yield from self._settled()
+        for callback in self.callbacks:
+            callback.finish(self)
+
+    def leave(self, reason: str) -> None:
+        """End the run after the present step, on all ranks; for callbacks that may_leave."""
+        self._wish = self._wish or reason
+
+    def _run_step(self, step: int, *, num_steps: int) -> list[Metrics]:
+        is_last = step + 1 == num_steps
+        is_reported = self.memory_report is not None and step == self.memory_report.step
+        # A recorder notes either times or levels of memory.
+        recorded = (step >= num_steps - self.num_recorded or self._is_measured(step)) and not is_reported
+        evaluated = self.evaluate_every and ((step + 1) % self.evaluate_every == 0 or is_last)
+        for callback in self.callbacks:
+            callback.before_step(self, step)
+        known = self._settled() if recorded or is_reported else []
+        with self._watching(recorded=recorded, is_reported=is_reported):
+            known += self._step(step)
+        self.next_step = step + 1
+        needed = any(callback.needs_weights(step) for callback in self.callbacks)
+        if recorded or is_reported or evaluated or is_last or needed or self.replan is not None:
+            known += self._settled()  # so that the last one is this step's
+        if evaluated:
+            known[-1] |= self.evaluate()
+        if recorded:
+            self.timelines.append(self.pipeline.timeline())
+        for callback in self.callbacks:
+            callback.after_step(self, step, known)
+        self.leaving = self._agreed_reason()
+        if not is_last:
+            self._replan(step, known)
+        return known
+
+    def _agreed_reason(self) -> str | None:
+        """The first rank's reason to leave of those that have one; asked only if a callback may leave."""
+        if not any(callback.may_leave for callback in self.callbacks):
+            return None
+        return next(filter(None, self.pipeline.place.gather(self._wish)), None)
 
     def _watching(self, *, recorded: bool, is_reported: bool) -> AbstractContextManager[None]:
         """What a step runs in: a recording of its times, or of its memory, or nothing."""
