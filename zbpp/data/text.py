@@ -1,23 +1,22 @@
-"""Batches of text: windows of tokens, inputs and the tokens that follow them."""
+"""Batches of tokens: inputs and the tokens that follow them; and `text_data`, such batches from text files."""
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
-import torch
-from torch import Tensor
+from typing import Any
 
-from zbpp.data.corpus import Tokens, load_corpus
+import numpy as np
+import torch
+
+from zbpp.data.corpus import load_corpus
 from zbpp.data.source import Data, check_at_least_one
-from zbpp.seeding import seed_of
+from zbpp.data.windows import Numbers, Samples, Tokens, Windows
 
 
 class Batches:
-    """Batches of (inputs, targets) from a sequence of tokens, cut into windows that don't overlap.
+    """Batches of (inputs, targets) from a sequence of tokens, cut into windows.
 
-    Each epoch takes every window once, in an order drawn from (seed, epoch); with `seed` None in the order of
-    the text, for evaluation. Tokens at the end that don't fill a window are not used. `name`: what error
-    messages call the tokens. Raises ValueError for fewer tokens than a window has.
+    See `Windows` for their order, `from_samples` for other samples. A batch depends on its number only. Raises
+    ValueError for fewer tokens than a window has.
     """
 
     def __init__(
@@ -27,52 +26,42 @@ class Batches:
         sequence_length: int,
         batch_size: int,
         seed: int | None,
+        ends: Numbers | None = None,
         name: str = "the corpus",
     ) -> None:
-        check_at_least_one(sequence_length=sequence_length, batch_size=batch_size)
-        if len(tokens) < sequence_length + 1:
-            raise ValueError(
-                f"sequence_length={sequence_length} needs {sequence_length + 1} tokens (each target is the "
-                f"next one), but {name} has {len(tokens)}: write sequence_length={max(1, len(tokens) - 1)} "
-                "or less, or give more text"
-            )
-        self.sequence_length = sequence_length
-        self.batch_size = batch_size
-        self.seed = seed
-        self._tokens = tokens
-        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+        windows = Windows(tokens, sequence_length=sequence_length, seed=seed, ends=ends, name=name)
+        self._take(windows, batch_size)
 
-    @property
-    def num_windows(self) -> int:
-        """Samples per epoch."""
-        return (len(self._tokens) - 1) // self.sequence_length
+    @classmethod
+    def from_samples(cls, samples: Samples, batch_size: int) -> Batches:
+        """Batches of `samples`, such as a mixture's."""
+        made = cls.__new__(cls)
+        made._take(samples, batch_size)
+        return made
+
+    def _take(self, samples: Samples, batch_size: int) -> None:
+        check_at_least_one(batch_size=batch_size)
+        self.samples, self.batch_size = samples, batch_size
 
     @property
     def num_batches(self) -> int:
-        """Full batches per epoch, but at least one: fewer windows than a batch are repeated in it."""
-        return max(1, self.num_windows // self.batch_size)
+        """Full batches per epoch, but at least one: fewer samples than a batch are repeated in it."""
+        return max(1, self.samples.num_samples // self.batch_size)
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+    def batch(self, step: int) -> Any:
         """Inputs and targets of `step` (from 0), int64 [batch_size, sequence_length] each.
 
-        A target is the token after its input. A batch may reach into the next epoch.
+        A target is the token after its input. A batch may reach into the next epoch. Where documents are told
+        apart, a dict of input_ids, position_ids, which begin at 0 with each document, and labels.
         """
-        samples = range(step * self.batch_size, (step + 1) * self.batch_size)
-        windows = np.array([self._window(sample) for sample in samples])
-        positions = windows[:, None] * self.sequence_length + np.arange(self.sequence_length + 1)
-        tokens = torch.from_numpy(self._tokens[positions].astype(np.int64))
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-    def _window(self, sample: int) -> int:
-        epoch, place = divmod(sample, self.num_windows)
-        return place if self.seed is None else int(self._epoch_order(self.seed, epoch)[place])
-
-    def _epoch_order(self, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-        # Steps ascend, so the order of one epoch is kept: drawing it for each step would be slow.
-        if epoch != self._epoch:
-            generator = np.random.default_rng(seed_of(seed, "epoch", epoch))
-            self._epoch, self._order = epoch, generator.permutation(self.num_windows)
-        return self._order
+        first = step * self.batch_size
+        tokens, positions = self.samples.rows(np.arange(first, first + self.batch_size))
+        inputs, targets = (
+            torch.from_numpy(np.ascontiguousarray(each)) for each in (tokens[:, :-1], tokens[:, 1:])
+        )
+        if positions is None:
+            return inputs, targets
+        return {"input_ids": inputs, "position_ids": torch.from_numpy(positions), "labels": targets}
 
 
 def text_data(
@@ -99,6 +88,7 @@ def text_data(
         )
     shape = {"sequence_length": sequence_length, "batch_size": batch_size}
     train = Batches(corpus.train, **shape, seed=seed, name="the corpus")
+    check_fills_a_batch(train, "the corpus")
     evaluation = Batches(corpus.held_out, **shape, seed=None, name="the held-out part") if held_out else None
     return Data(
         train=train,
@@ -108,3 +98,13 @@ def text_data(
         fingerprint=corpus.fingerprint,
         unigram_entropy=corpus.unigram_entropy(),
     )
+
+
+def check_fills_a_batch(batches: Batches, name: str) -> None:
+    """Raises ValueError for fewer samples than a batch, which would hold the same text several times."""
+    found, wanted = batches.samples.num_samples, batches.batch_size
+    if found < wanted:
+        raise ValueError(
+            f"{name} has {found} windows of sequence_length tokens, and a batch takes {wanted}: give more "
+            "text, or write a smaller microbatch_size, num_microbatches or model.sequence_length"
+        )
