@@ -2,7 +2,8 @@
 
 From `Pipeline(...)` to the end of a step, in reading order:
 
-    pipeline      Pipeline: what a user calls
+    pipeline      Pipeline: what a user calls; its other methods are in pipeline_state, pipeline_release,
+                  pipeline_gate, pipeline_timeline and pipeline_end
     arguments     a schedule's name becomes a timetable, a model becomes stages
     checks        do the ranks of the pipeline fit together? What is wrong on one is raised on all
     engine        runs step and evaluate; WHEN A RANK FAILS or dies is explained here
