@@ -6,11 +6,11 @@ with eight layers where their number can be chosen. "equal" means: the stages, o
 uncut model's logits and gradients, in float64 (in float32 for models that run in no other dtype). Embeddings
 are not tied; --tied tries the families whose config class ties them, with all that they tie.
 
---loaded goes the whole way with real weights: a small model of the family, with the ties of its config class,
-is saved by the library; each stage reads its own tensors; logits and gradients are compared with the library's
+--loaded goes the whole way with weights: a small model of the family, with the ties of its config class, is
+saved by the library; each stage reads its own tensors; logits and gradients are compared with the library's
 from_pretrained; the stages are trained for five steps by a Pipeline, and exported as `zbpp export` does; the
 library loads that folder, and its logits are compared with the stages'. The table also says what masks and
-packed sequences the family takes ("2d": padding, "ids": positions that begin again, "4d": a mask of blocks).
+packed sequences the family takes (2d: padding; ids: positions that begin again; 4d: a mask of blocks, too).
 """
 
 from __future__ import annotations
