@@ -29,5 +29,6 @@ def saved(kind, folder, *, dtype=torch.float32, files="5GB", base=False, **value
 
 
 def reference(folder, **options):
-    """The library's model of a folder, in float32."""
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+    """The library's model of a folder, in float32; with a cache it would not keep packed documents apart."""
+    options = {"dtype": torch.float32, "use_cache": False, **options}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
