@@ -6,7 +6,7 @@ import transformers
 TOKENS = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(0))
 _SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
 _OF_KIND = {
-    "gpt2": {"n_embd": 32, "n_layer": 4, "n_head": 4},
+    "gpt2": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 16},
     "bloom": {"hidden_size": 32, "n_layer": 4, "n_head": 4},
     "mixtral": {**_SIZES, "num_key_value_heads": 4, "num_local_experts": 4},
 }
