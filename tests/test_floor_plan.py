@@ -27,10 +27,11 @@ MAY_IMPORT = {
     "zbpp/config/": {"config", "ranges"},
     "zbpp/launch.py": {"ranges"} | _TRAINING,
     "zbpp/builders/": {"builders", "config"} | _TRAINING,
-    "zbpp/app.py": {"builders", "config", "predict_memory", "render"} | _TRAINING,
+    "zbpp/app.py": {"builders", "config", "predict_memory", "render", "stage_memory"} | _TRAINING,
     "zbpp/explain_stage.py": {"builders", "config", "training", "autograd"},
     # What each rank will hold: the stages run on fake tensors.
-    "zbpp/predict_memory.py": {"builders", "config"} | _TRAINING,
+    "zbpp/stage_memory.py": {"builders", "config"} | _TRAINING,
+    "zbpp/predict_memory.py": {"builders", "config", "stage_memory"} | _TRAINING,
     "zbpp/memory_switches.py": {"builders", "config", "planning", "predict_memory", "render", "schedule"},
     "zbpp/benchmark/jobs.py": {"builders", "benchmark", "config"} | _TRAINING,
     # The split is measured on a Llama's blocks, in one process: no schedule, no training.

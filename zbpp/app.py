@@ -53,7 +53,7 @@ from zbpp.training.update import Metrics
 from zbpp.training.weights import save_weights
 
 if TYPE_CHECKING:
-    from zbpp.predict_memory import MeasuredStages
+    from zbpp.stage_memory import MeasuredStages
 
 
 class _Job(NamedTuple):
@@ -103,7 +103,9 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
             if trainer.memory_report is not None:
                 reports = trainer.memory_report.gathered(trainer)
                 if measured is not None:
-                    predicted = measured.predicted(trainer.pipeline.timetable)
+                    predicted = _predicted(
+                        measured, trainer, is_validated_later=reports[0].is_validated_later
+                    )
                     _write_memory(path, predicted, reports, config.not_predicted)
             if config.save_weights:
                 save_weights(path, trainer.pipeline, trainer.masters)
@@ -112,6 +114,14 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
                 _write(path, title, summary)
                 print(f"written to {path}", flush=True)
         return summary.figures
+
+
+def _predicted(measured: MeasuredStages, trainer: Trainer, *, is_validated_later: bool) -> list[RankMemory]:
+    """Each rank's step, with the plan of offload that the run has come to."""
+    pipeline = trainer.pipeline
+    return measured.predicted(
+        pipeline.timetable, pipeline.offload_plan, is_validated_later=is_validated_later
+    )
 
 
 def _measured_stages(config: TrainConfig, job: _Job) -> MeasuredStages:

@@ -215,7 +215,8 @@ class TrainConfig(_RunConfig):
             self._check_gradient_release()
         if self.optimizer.validation == "after" and self.optimizer.rollback == "inverse":
             self._check_inverse()
-        least = 9 if self.schedule.replan is not None else 3
+        least = 4 if self.memory.offload != "none" else 3
+        least = 9 if self.schedule.replan is not None else least
         if self.memory.report and self.steps < least:
             raise ConfigError(
                 "memory.report=true measures the last step, when optimizer states and receive buffers are "
@@ -306,10 +307,7 @@ class TrainConfig(_RunConfig):
     @property
     def not_predicted(self) -> list[str]:
         """The switches that are on and whose change of memory `zbpp memory` does not know, as `key=value`."""
-        off = {"offload": "none", "offload_weights": False, "gradient_release": "off"}
-        values = {name: getattr(self.memory, name) for name in off}
-        found = [f"memory.{name}={value}" for name, value in values.items() if value != off[name]]
-        return found + ["optimizer.validation=after"] * (self.optimizer.validation == "after")
+        return [] if self.compile == "none" else [f"compile={self.compile}"]
 
     @property
     def batch_size(self) -> int:

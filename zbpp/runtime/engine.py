@@ -45,6 +45,7 @@ from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.weight_offload import offloaded_weights
 from zbpp.runtime.world import CommunicationError
 from zbpp.schedule import Op, Timetable, lower
+from zbpp.schedule.offload import RankOffload
 
 MakeOffload = Callable[[Mapping[int, StageWorker]], OffloadPlan]
 
@@ -221,6 +222,11 @@ class Engine:
             if self._activations is None
             else {s: each.nbytes for s, each in self._activations.stages.items()}
         )
+
+    @property
+    def offload_plan(self) -> tuple[RankOffload, ...]:
+        """See Pipeline."""
+        return () if self._activations is None else tuple(self._activations.plan)
 
     def receive_buffers(self) -> list[Tensor]:
         """The pool of `step`."""

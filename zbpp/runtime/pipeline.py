@@ -41,6 +41,7 @@ from zbpp.runtime.tensor_parallel import check_losses_alike
 from zbpp.runtime.weight_offload import check_offloaded
 from zbpp.runtime.world import gather
 from zbpp.schedule import Timeline, Timetable
+from zbpp.schedule.offload import RankOffload
 from zbpp.seeding import seed_of
 from zbpp.stage_api import PipelineModel
 
@@ -319,6 +320,11 @@ class Pipeline:
         was_right = self._validated(gate)
         gate.open()
         return None if was_right else call._replace(loss_scale=self.loss_scale)
+
+    @property
+    def offload_plan(self) -> tuple[RankOffload, ...]:
+        """Of each rank, what leaves the device and comes back in the next step; () without offload."""
+        return self._engine.offload_plan
 
     def settle(self) -> None:
         """Wait for an update that is not known to be right yet; afterwards the weights are.

@@ -76,11 +76,12 @@ class Trainer:
         for step in range(num_steps):
             is_reported = self.memory_report is not None and step == self.memory_report.step
             # A recorder notes either times or levels of memory.
-            recorded = (step >= num_steps - self.num_recorded or self._is_measured(step)) and not is_reported
+            recorded = step >= num_steps - self.num_recorded or self._is_measured(step)
+            recorded &= not is_reported and not self._is_before_report(step)
             evaluated = self.evaluate_every and (
                 (step + 1) % self.evaluate_every == 0 or step + 1 == num_steps
             )
-            known = self._settled() if recorded or is_reported else []
+            known = self._settled() if recorded else []
             with self._watching(recorded=recorded, is_reported=is_reported):
                 known += self._step(step)
             if recorded or is_reported or evaluated or step + 1 == num_steps or self.replan is not None:
@@ -202,6 +203,16 @@ class Trainer:
             pipeline.device,
             target_dtype=None if self.masters is None else torch.float32,
         )
+
+    @property
+    def update_copies(self) -> list[Tensor]:
+        """What is kept to take the last update back; none if updates wait for the norm."""
+        return self._update.copies()
+
+    def _is_before_report(self, step: int) -> bool:
+        """Whether the next step's memory is reported, which begins before this step's update is validated."""
+        report = self.memory_report if self.post_validation is not None else None
+        return report is not None and step + 1 == report.step
 
     def _is_measured(self, step: int) -> bool:
         return self.replan is not None and self.replan.is_measured(step)
