@@ -32,7 +32,16 @@ MAY_IMPORT = {
     # What each rank will hold: the stages run on fake tensors.
     "zbpp/stage_memory.py": {"builders", "config"} | _TRAINING,
     "zbpp/predict_memory.py": {"builders", "config", "stage_memory"} | _TRAINING,
-    "zbpp/memory_switches.py": {"builders", "config", "planning", "predict_memory", "render", "schedule"},
+    "zbpp/step_time.py": {"config", "planning", "predict_memory", "schedule"},
+    "zbpp/memory_switches.py": {
+        "builders",
+        "config",
+        "planning",
+        "predict_memory",
+        "render",
+        "schedule",
+        "step_time",
+    },
     "zbpp/benchmark/jobs.py": {"builders", "benchmark", "config"} | _TRAINING,
     # The split is measured on a Llama's blocks, in one process: no schedule, no training.
     "zbpp/benchmark/split/": {"autograd", "benchmark", "models", "runtime"},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from zbpp.builders.model import build_model
@@ -32,7 +32,8 @@ _GIB = 2**30
 class Prediction(NamedTuple):
     """stages: the bytes of each. ranks: their step. how: what the stages ran on, and why if really.
 
-    offload: of each rank, what leaves the device and comes back; () for nothing.
+    offload: of each rank, what leaves the device and comes back; () for nothing. recomputed: the stages that
+    recompute; None: as configured.
     """
 
     timetable: Timetable
@@ -40,6 +41,7 @@ class Prediction(NamedTuple):
     ranks: list[RankMemory]
     how: str
     offload: tuple[RankOffload, ...] = ()
+    recomputed: frozenset[int] | None = None
 
 
 @dataclass
@@ -70,7 +72,7 @@ class Predictor:
         offload = _planned_offload(config, timetable, measured.stages)
         is_later = config.optimizer.validation == "after"
         ranks = measured.predicted(timetable, offload, is_validated_later=is_later)
-        return Prediction(timetable, measured.stages, ranks, _how(config, measured), offload)
+        return Prediction(timetable, measured.stages, ranks, _how(config, measured), offload, recomputed)
 
     def measure(
         self, config: TrainConfig, timetable: Timetable, recomputed: frozenset[int] | None = None
@@ -78,12 +80,13 @@ class Predictor:
         """The bytes of each stage of the timetable's cut."""
         sizes = timetable.num_stages, timetable.num_microbatches, config.microbatch_size
         parallel, memory = config.parallel, config.memory
-        mesh = parallel.shard, parallel.tensor, parallel.reshard, parallel.replicate > 1
-        switches = memory.offload != "none", memory.offload_weights, memory.gradient_release
-        key = *sizes, *mesh, *switches, memory.recompute, recomputed, config.precision, str(config.optimizer)
+        mesh = parallel.shard, parallel.tensor, parallel.reshard
+        accumulates = memory.gradient_release == "accumulate"
+        optimizer = str(replace(config.optimizer, validation="before", clip_norm=None))
+        key = *sizes, *mesh, accumulates, memory.recompute, recomputed, config.precision, optimizer
         if key not in self._known:
             self._known[key] = measure_stages(config, timetable, recomputed)
-        return self._known[key]
+        return self._known[key].switched(config)
 
 
 def predict(config: TrainConfig) -> Prediction:

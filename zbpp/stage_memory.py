@@ -45,12 +45,26 @@ REAL = "by one microbatch on the CPU"
 _REAL_ONLY = (nn.RNNBase,)  # their operators keep memory that fake tensors don't show
 
 
+class WeightBytes(NamedTuple):
+    """Of a stage's weights: all, those of the largest block, and those that are trained and held here."""
+
+    all: float
+    block: float
+    trained: float
+
+
 class MeasuredStages(NamedTuple):
     """batch: bytes of the inputs and of the target. how: what the stages ran on, and why if really."""
 
     stages: list[StageBytes]
+    weights: list[WeightBytes]
     batch: tuple[int, int]
     how: str
+
+    def switched(self, config: TrainConfig) -> MeasuredStages:
+        """With the switches of the config that concern weights, gradients and updates."""
+        pairs = zip(self.stages, self.weights, strict=True)
+        return self._replace(stages=[_switched(each, weights, config) for each, weights in pairs])
 
     def predicted(
         self,
@@ -66,6 +80,18 @@ class MeasuredStages(NamedTuple):
         )
 
 
+def _switched(stage: StageBytes, weights: WeightBytes, config: TrainConfig) -> StageBytes:
+    if config.memory.offload_weights:
+        stage = weights_on_host(stage, parameters=weights.all, block=weights.block)
+    if config.memory.gradient_release == "step":
+        parallel = config.parallel
+        stage = released(stage, is_shared=parallel.shard * parallel.replicate > 1)
+    if config.optimizer.validation == "after":
+        is_exact = config.optimizer.rollback == "exact"
+        stage = validated_later(stage, trained=weights.trained, is_exact=is_exact)
+    return stage
+
+
 class _NotOnFake(Exception):
     """What fake tensors would get wrong."""
 
@@ -75,12 +101,13 @@ def measure_stages(
 ) -> MeasuredStages:
     """The bytes of each stage of the timetable's cut. recomputed: the stages to recompute; None: all or none.
 
-    The config's switches of memory are counted in. Raises ConfigError for stages that can't run.
+    Of the config's switches those are counted in that change what an action holds: recompute, and gradients
+    that go into the optimizer's states. Raises ConfigError for stages that can't run.
     """
     with _tensor_mesh(config.parallel) as mesh:
         run = _Stages(config, timetable, mesh, recomputed)
         try:
-            return MeasuredStages(run.measured(FakeTensorMode()), run.batch_bytes, FAKE)
+            return MeasuredStages(*run.measured(FakeTensorMode()), run.batch_bytes, FAKE)
         except ConfigError:
             raise
         except Exception as error:  # whatever an operator without a fake form raises
@@ -92,7 +119,7 @@ def measure_stages(
             why = str(error) if isinstance(error, _NotOnFake) else _first_line(error)
             reason = f"{REAL}, since it can't run on fake tensors: {why}"
             with naming("model"), explained_as_data("the forward failed"):
-                return MeasuredStages(run.measured(None), run.batch_bytes, reason)
+                return MeasuredStages(*run.measured(None), run.batch_bytes, reason)
 
 
 @contextmanager
@@ -120,14 +147,14 @@ class _Stages:
         self._is_sharded = config.parallel.shard > 1
         self.batch_bytes = 0, 0
 
-    def measured(self, fake: FakeTensorMode | None) -> list[StageBytes]:
+    def measured(self, fake: FakeTensorMode | None) -> tuple[list[StageBytes], list[WeightBytes]]:
         """The bytes of each stage; fake: what to run in."""
         inside: AbstractContextManager[Any] = nullcontext() if fake is None else fake
         args, target = self._microbatch(inside)
         if fake is not None:
             args, target = tree_map(lambda value: _faked(fake, value), (args, target))
-        found: list[StageBytes] = []
-        alike: dict[Any, tuple[StageBytes, tuple[Any, ...]]] = {}
+        found: list[tuple[StageBytes, WeightBytes]] = []
+        alike: dict[Any, tuple[StageBytes, WeightBytes, tuple[Any, ...]]] = {}
         with inside, torch.random.fork_rng([]):
             for index in range(self._timetable.num_stages):
                 stage = self._built(index)
@@ -136,9 +163,9 @@ class _Stages:
                 key = self._likeness(index, stage, args)
                 if key not in alike:
                     alike[key] = self._stage_bytes(index, stage, args, target)
-                each, args = alike[key]
-                found.append(each)
-        return found
+                each, weights, args = alike[key]
+                found.append((each, weights))
+        return [each for each, _ in found], [weights for _, weights in found]
 
     def _microbatch(self, inside: AbstractContextManager[Any]) -> tuple[tuple[Any, ...], Any]:
         """The inputs and the target of the first microbatch."""
@@ -170,7 +197,7 @@ class _Stages:
 
     def _stage_bytes(
         self, index: int, stage: nn.Module, args: tuple[Any, ...], target: Any
-    ) -> tuple[StageBytes, tuple[Any, ...]]:
+    ) -> tuple[StageBytes, WeightBytes, tuple[Any, ...]]:
         config, precision = self._config, self._precision
         is_last = index == self._timetable.num_stages - 1
         masters = None
@@ -187,34 +214,22 @@ class _Stages:
             accumulation = _accumulation(optimizer, index, stage) if release == "accumulate" else None
             memory = microbatch_memory(index, stage, args, live, release=accumulation, **run)
             states, update = _optimizer_bytes(live, optimizer)
-        leaves = 0
-        if config.memory.offload != "none":
-            leaves = bytes_that_leave(index, stage, args, **run)
         parameters = _bytes(stage.parameters())
+        trained = 0 if masters else _bytes(each for each in stage.parameters() if each.requires_grad)
         found = StageBytes(
             weights=_bytes([*stage.parameters(), *stage.buffers()]),
             gradients=_bytes(_gradients_of(stage)),
             optimizer=states + (0 if masters is None else _bytes(masters.parameters())),
             keeps_gradients=masters is not None,
             update=0 if accumulation is not None else update,
-            leaves=leaves,
+            leaves=bytes_that_leave(index, stage, args, **run),
             **_of_messages(memory),
         )
+        weights = WeightBytes(parameters, max((Piece(each).nbytes for each in blocks), default=0), trained)
         if self._is_sharded:
             found = self._in_shards(found, stage, states, largest)
-        if config.memory.offload_weights:
-            block = max((Piece(each).nbytes for each in blocks), default=0)
-            found = weights_on_host(found, parameters=parameters, block=block)
-        if release == "step":
-            parallel = config.parallel
-            found = released(found, is_shared=parallel.shard * parallel.replicate > 1)
-        if config.optimizer.validation == "after":
-            trained = _bytes(each for each in stage.parameters() if each.requires_grad)
-            if self._is_sharded:
-                trained = round(trained * found.weights / max(1, parameters))
-            is_exact = config.optimizer.rollback == "exact"
-            found = validated_later(found, trained=0 if masters else trained, is_exact=is_exact)
-        return found, memory.outputs
+            weights = weights._replace(trained=trained * found.weights / max(1, parameters))
+        return found, weights, memory.outputs
 
     def _recompute_of(self, index: int) -> str:
         """What of a stage is recomputed."""

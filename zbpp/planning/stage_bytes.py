@@ -23,7 +23,7 @@ class StageBytes:
     copies: of what an update changes, all the time, so that the update can be taken back.
     releases: whether the stage is updated behind its last W, and its gradients go.
     block: weights of the largest block, where weights live on the host; a rank has two buffers of the largest
-    block of its stages. host: bytes on the host, all the time.
+    block of its stages. on_host: bytes of weights there. host: all bytes on the host, all the time.
     """
 
     weights: float
@@ -47,6 +47,7 @@ class StageBytes:
     copies: float = 0.0
     releases: bool = False
     block: float = 0.0
+    on_host: float = 0.0
     host: float = 0.0
 
     @property
@@ -91,6 +92,7 @@ def weights_on_host(stage: StageBytes, *, parameters: float, block: float) -> St
         optimizer=0.0,
         update=0.0,
         block=block,
+        on_host=parameters,
         host=moved,
         rises=(f, b, w + block, whole + block),
     )
