@@ -27,11 +27,12 @@ MAY_IMPORT = {
     "zbpp/config/": {"config", "ranges"},
     "zbpp/launch.py": {"ranges"} | _TRAINING,
     "zbpp/builders/": {"builders", "config"} | _TRAINING,
-    "zbpp/app.py": {"builders", "config", "predict_memory", "render", "stage_memory"} | _TRAINING,
+    "zbpp/app.py": {"builders", "config", "predict_memory", "render", "measured_stages"} | _TRAINING,
     "zbpp/explain_stage.py": {"builders", "config", "training", "autograd"},
     # What each rank will hold: the stages run on fake tensors.
-    "zbpp/stage_memory.py": {"builders", "config"} | _TRAINING,
-    "zbpp/predict_memory.py": {"builders", "config", "stage_memory"} | _TRAINING,
+    "zbpp/measured_stages.py": {"config", "planning", "schedule"},
+    "zbpp/stage_memory.py": {"builders", "config", "measured_stages"} | _TRAINING,
+    "zbpp/predict_memory.py": {"builders", "config", "measured_stages", "stage_memory"} | _TRAINING,
     "zbpp/step_time.py": {"config", "planning", "predict_memory", "schedule"},
     "zbpp/memory_switches.py": {
         "builders",

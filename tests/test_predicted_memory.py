@@ -88,7 +88,8 @@ def test_the_predicted_curve_is_the_measured_one(measured, name):
     reports, plans = zip(*(found[name] for found in measured), strict=True)
     is_later = config.optimizer.validation == "after"
     assert [each.is_validated_later for each in reports] == [is_later] * RANKS
-    ranks = Predictor().measure(config, timetable).predicted(timetable, plans[0], is_validated_later=is_later)
+    stages, _ = Predictor().measure(config, timetable)
+    ranks = stages.predicted(timetable, plans[0], is_validated_later=is_later)
     for rank, report in zip(ranks, reports, strict=True):
         levels = [report.spans[0].before, *(each.after for each in report.spans)]
         assert list(rank.totals) == pytest.approx(levels, abs=0.001 * report.highest)
@@ -101,7 +102,7 @@ def test_activations_really_leave(measured):
     assert all(plans[0])
     config = composed(*CASES["offload"], f"parallel.num_processes={RANKS}")
     timetable = build_timetable(config.schedule, RANKS, config.num_microbatches)
-    without = Predictor().measure(config, timetable).predicted(timetable)
+    without = Predictor().measure(config, timetable)[0].predicted(timetable)
     assert all(found.highest < 0.9 * rank.peak for found, rank in zip(reports, without, strict=True))
 
 

@@ -89,7 +89,8 @@ class Switches:
             own = canonical_name(config.schedule.name)
             yield [{"schedule.name": name} for name in SCHEDULES if name != own]
         if memory.recompute == "none" and config.compile == "none":
-            yield [{"memory.recompute": "block"}]
+            names = ["block"] if memory.limit is None else ["block", "auto"]
+            yield [{"memory.recompute": name} for name in names]
         if config.parallel.shard > 1 and config.parallel.reshard != "microbatch":
             yield [{"parallel.reshard": "microbatch"}]
         if memory.offload == "none" and not memory.offload_weights:

@@ -9,19 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 from zbpp.builders.model import build_model
 from zbpp.builders.parallel import pipeline_ranks
 from zbpp.builders.plan import build_timetable, check_layers
-from zbpp.config import TrainConfig
+from zbpp.config import ConfigError, TrainConfig
+from zbpp.measured_stages import MeasuredStages
 from zbpp.planning.costs_file import read_costs
 from zbpp.planning.memory_budget import RankMemory
 from zbpp.planning.rank_costs import RankCosts
+from zbpp.planning.recompute import LimitTooLow, Stages, cheapest_recompute, with_recompute
 from zbpp.planning.stage_bytes import StageBytes
 from zbpp.schedule import Costs, Timetable, choose_offload, simulate
+from zbpp.schedule.costs import BYTES
 from zbpp.schedule.offload import RankOffload
-from zbpp.stage_memory import FAKE, REAL, MeasuredStages, measure_stages
+from zbpp.stage_memory import FAKE, REAL, measure_stages
 
 __all__ = ["FAKE", "REAL", "Prediction", "Predictor", "costs_of", "predict"]
 
@@ -33,7 +37,7 @@ class Prediction(NamedTuple):
     """stages: the bytes of each. ranks: their step. how: what the stages ran on, and why if really.
 
     offload: of each rank, what leaves the device and comes back; () for nothing. recomputed: the stages that
-    recompute; None: as configured.
+    recompute.
     """
 
     timetable: Timetable
@@ -41,7 +45,7 @@ class Prediction(NamedTuple):
     ranks: list[RankMemory]
     how: str
     offload: tuple[RankOffload, ...] = ()
-    recomputed: frozenset[int] | None = None
+    recomputed: Stages = frozenset()
 
 
 @dataclass
@@ -53,45 +57,85 @@ class Predictor:
 
     _known: dict[tuple[Any, ...], MeasuredStages] = field(default_factory=dict)
 
-    def predict(
-        self,
-        config: TrainConfig,
-        timetable: Timetable | None = None,
-        recomputed: frozenset[int] | None = None,
-    ) -> Prediction:
-        """The memory of each rank of a step. recomputed: the stages that recompute; None: as configured.
-
-        Raises ConfigError or PlanError.
-        """
+    def predict(self, config: TrainConfig, timetable: Timetable | None = None) -> Prediction:
+        """The memory of each rank of a step. Raises ConfigError or PlanError."""
         parallel = config.parallel
         num_ranks = pipeline_ranks(parallel, parallel.num_processes or 1)
         if timetable is None:
             check_layers(build_model(config.model, config.seed), config.schedule, num_ranks)
             timetable = build_timetable(config.schedule, num_ranks, config.num_microbatches)
-        measured = self.measure(config, timetable, recomputed)
+        measured, recomputed = self.measure(config, timetable)
         offload = _planned_offload(config, timetable, measured.stages)
         is_later = config.optimizer.validation == "after"
         ranks = measured.predicted(timetable, offload, is_validated_later=is_later)
         return Prediction(timetable, measured.stages, ranks, _how(config, measured), offload, recomputed)
 
-    def measure(
-        self, config: TrainConfig, timetable: Timetable, recomputed: frozenset[int] | None = None
-    ) -> MeasuredStages:
-        """The bytes of each stage of the timetable's cut."""
+    def measure(self, config: TrainConfig, timetable: Timetable) -> tuple[MeasuredStages, Stages]:
+        """The bytes of each stage of the timetable's cut, and which stages recompute.
+
+        Raises ConfigError if nothing fits with memory.recompute=auto.
+        """
+        if config.memory.recompute != "auto":
+            is_on = config.memory.recompute != "none"
+            chosen = frozenset(range(timetable.num_stages) if is_on else ())
+            return self._measured(config, timetable).switched(config), chosen
+        plain, recomputed = (
+            self._measured(_with_recompute(config, each), timetable).switched(config)
+            for each in ("none", "block")
+        )
+        chosen = choose_recompute(config, timetable, plain, recomputed)
+        return plain.mixed(recomputed, chosen), chosen
+
+    def _measured(self, config: TrainConfig, timetable: Timetable) -> MeasuredStages:
         sizes = timetable.num_stages, timetable.num_microbatches, config.microbatch_size
         parallel, memory = config.parallel, config.memory
         mesh = parallel.shard, parallel.tensor, parallel.reshard
         accumulates = memory.gradient_release == "accumulate"
         optimizer = str(replace(config.optimizer, validation="before", clip_norm=None))
-        key = *sizes, *mesh, accumulates, memory.recompute, recomputed, config.precision, optimizer
+        key = *sizes, *mesh, accumulates, memory.recompute, config.precision, optimizer
         if key not in self._known:
-            self._known[key] = measure_stages(config, timetable, recomputed)
-        return self._known[key].switched(config)
+            self._known[key] = measure_stages(config, timetable)
+        return self._known[key]
 
 
 def predict(config: TrainConfig) -> Prediction:
     """The memory of each rank of a configured run."""
     return Predictor().predict(config)
+
+
+def choose_recompute(
+    config: TrainConfig, timetable: Timetable, plain: MeasuredStages, recomputed: MeasuredStages
+) -> Stages:
+    """The stages that recompute, so that every rank stays within memory.limit and the step is the shortest.
+
+    What memory.offload would bring is not counted on. Raises ConfigError, with the least limit, if nothing
+    fits.
+    """
+    is_later = config.optimizer.validation == "after"
+    limit = (config.memory.limit or math.inf) * _GIB
+    costs = costs_of(config, timetable)
+
+    @cache
+    def peak(rank: int, chosen: Stages) -> float:
+        mixed = plain.mixed(recomputed, chosen)
+        (found,) = mixed.predicted(timetable, is_validated_later=is_later, ranks=[rank])
+        return found.peak
+
+    def step(chosen: Stages) -> float:
+        return simulate(timetable, with_recompute(costs, chosen, timetable.num_stages)).makespan
+
+    try:
+        return cheapest_recompute(timetable.rank_of, peak, step, [limit] * timetable.num_ranks, BYTES)
+    except LimitTooLow as error:
+        least = math.ceil(max(error.least) / _GIB * 1000) / 1000
+        raise ConfigError(
+            f"memory.recompute=auto, memory.limit={config.memory.limit:g}: {error}; write "
+            f"memory.limit={least:g} or more (zbpp memory says which other switches make it fit)"
+        ) from error
+
+
+def _with_recompute(config: TrainConfig, what: str) -> TrainConfig:
+    return replace(config, memory=replace(config.memory, recompute=what))
 
 
 def costs_of(config: TrainConfig, timetable: Timetable) -> Costs:

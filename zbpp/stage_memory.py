@@ -5,10 +5,10 @@ Each stage is built, and runs F, B and W of a microbatch and an optimizer step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,8 @@ from zbpp.builders.parallel import build_mesh, split_stages
 from zbpp.builders.stages import recompute_stages
 from zbpp.builders.trainer import build_optimizer
 from zbpp.config import ConfigError, ParallelConfig, TrainConfig, naming
-from zbpp.planning.memory_budget import RankMemory, predict_memory
-from zbpp.planning.stage_bytes import StageBytes, released, sharded, validated_later, weights_on_host
+from zbpp.measured_stages import MeasuredStages, WeightBytes
+from zbpp.planning.stage_bytes import StageBytes, sharded
 from zbpp.runtime.blocks import blocks_of
 from zbpp.runtime.layout import layout_of
 from zbpp.runtime.live_tensors import LiveTensors
@@ -34,7 +34,6 @@ from zbpp.runtime.partial_updates import OneByOne, is_optimi
 from zbpp.runtime.weight_buffers import Piece
 from zbpp.runtime.world import fake_world
 from zbpp.schedule import Timetable
-from zbpp.schedule.offload import RankOffload
 from zbpp.training.batch import batch_for
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.precision import PRECISIONS
@@ -45,67 +44,18 @@ REAL = "by one microbatch on the CPU"
 _REAL_ONLY = (nn.RNNBase,)  # their operators keep memory that fake tensors don't show
 
 
-class WeightBytes(NamedTuple):
-    """Of a stage's weights: all, those of the largest block, and those that are trained and held here."""
-
-    all: float
-    block: float
-    trained: float
-
-
-class MeasuredStages(NamedTuple):
-    """batch: bytes of the inputs and of the target. how: what the stages ran on, and why if really."""
-
-    stages: list[StageBytes]
-    weights: list[WeightBytes]
-    batch: tuple[int, int]
-    how: str
-
-    def switched(self, config: TrainConfig) -> MeasuredStages:
-        """With the switches of the config that concern weights, gradients and updates."""
-        pairs = zip(self.stages, self.weights, strict=True)
-        return self._replace(stages=[_switched(each, weights, config) for each, weights in pairs])
-
-    def predicted(
-        self,
-        timetable: Timetable,
-        offload: Sequence[RankOffload] = (),
-        *,
-        is_validated_later: bool = False,
-    ) -> list[RankMemory]:
-        """Each rank's step under a timetable of the same cut. The other arguments: see predict_memory."""
-        stages = self.stages if is_validated_later else [replace(each, copies=0.0) for each in self.stages]
-        return predict_memory(
-            timetable, stages, *self.batch, offload=offload, is_validated_later=is_validated_later
-        )
-
-
-def _switched(stage: StageBytes, weights: WeightBytes, config: TrainConfig) -> StageBytes:
-    if config.memory.offload_weights:
-        stage = weights_on_host(stage, parameters=weights.all, block=weights.block)
-    if config.memory.gradient_release == "step":
-        parallel = config.parallel
-        stage = released(stage, is_shared=parallel.shard * parallel.replicate > 1)
-    if config.optimizer.validation == "after":
-        is_exact = config.optimizer.rollback == "exact"
-        stage = validated_later(stage, trained=weights.trained, is_exact=is_exact)
-    return stage
-
-
 class _NotOnFake(Exception):
     """What fake tensors would get wrong."""
 
 
-def measure_stages(
-    config: TrainConfig, timetable: Timetable, recomputed: Collection[int] | None = None
-) -> MeasuredStages:
+def measure_stages(config: TrainConfig, timetable: Timetable) -> MeasuredStages:
     """The bytes of each stage of the timetable's cut. recomputed: the stages to recompute; None: all or none.
 
     Of the config's switches those are counted in that change what an action holds: recompute, and gradients
     that go into the optimizer's states. Raises ConfigError for stages that can't run.
     """
     with _tensor_mesh(config.parallel) as mesh:
-        run = _Stages(config, timetable, mesh, recomputed)
+        run = _Stages(config, timetable, mesh)
         try:
             return MeasuredStages(*run.measured(FakeTensorMode()), run.batch_bytes, FAKE)
         except ConfigError:
@@ -135,11 +85,8 @@ def _tensor_mesh(parallel: ParallelConfig) -> Iterator[Any]:
 class _Stages:
     """The stages of a run, built and measured one after the other."""
 
-    def __init__(
-        self, config: TrainConfig, timetable: Timetable, mesh: Any, recomputed: Collection[int] | None
-    ) -> None:
+    def __init__(self, config: TrainConfig, timetable: Timetable, mesh: Any) -> None:
         self._config, self._timetable, self._mesh = config, timetable, mesh
-        self._recomputed = range(timetable.num_stages) if recomputed is None else recomputed
         self._precision = PRECISIONS[config.precision]
         self._model = build_model(config.model, config.seed)
         rows = timetable.num_microbatches * config.microbatch_size
@@ -192,8 +139,7 @@ class _Stages:
         last = self._timetable.num_stages - 1
         tensors = [(name, each.dtype, each.shape, each.requires_grad) for name, each in _named_tensors(stage)]
         modules = [(type(each), sorted(_plain_attributes(each))) for each in stage.modules()]
-        ends = index == 0, index == last, index in self._recomputed
-        return str((*ends, layout_of(args), tensors, modules))
+        return str((index == 0, index == last, layout_of(args), tensors, modules))
 
     def _stage_bytes(
         self, index: int, stage: nn.Module, args: tuple[Any, ...], target: Any
@@ -205,7 +151,7 @@ class _Stages:
             masters = MasterWeights(stage.parameters(), precision.compute)
         blocks = [[*each.parameters()] for each in [*blocks_of(stage)] or [stage]]
         largest = max(map(_bytes, blocks), default=0)
-        recompute_stages({index: stage}, self._recompute_of(index))
+        recompute_stages({index: stage}, config.memory.recompute)
         loss_fn = precision.widened(self._model.loss) if is_last else None
         release = config.memory.gradient_release
         optimizer = build_optimizer((masters or stage).parameters(), config.optimizer, release)
@@ -230,11 +176,6 @@ class _Stages:
             found = self._in_shards(found, stage, states, largest)
             weights = weights._replace(trained=trained * found.weights / max(1, parameters))
         return found, weights, memory.outputs
-
-    def _recompute_of(self, index: int) -> str:
-        """What of a stage is recomputed."""
-        wanted = self._config.memory.recompute
-        return wanted if index in self._recomputed else "none"
 
     def _in_shards(self, whole: StageBytes, stage: nn.Module, states: int, largest: int) -> StageBytes:
         """FSDP2: shards and gradients in the stored dtype, gathered weights in the computed one."""

@@ -38,11 +38,8 @@ def step_ms(config: TrainConfig, prediction: Prediction) -> tuple[float, str]:
 def _costs(config: TrainConfig, prediction: Prediction) -> tuple[Costs, str]:
     num_stages = prediction.timetable.num_stages
     costs = costs_of(config, prediction.timetable)
-    chosen = prediction.recomputed
-    if chosen is None and config.memory.recompute != "none":
-        chosen = frozenset(range(num_stages))
-    if chosen:
-        costs = with_recompute(costs, chosen, num_stages)
+    if prediction.recomputed:
+        costs = with_recompute(costs, prediction.recomputed, num_stages)
     if not config.memory.offload_weights:
         return costs, ""
     if not _has_host(costs):

@@ -93,13 +93,14 @@ def predict_memory(
     *,
     offload: Sequence[RankOffload] = (),
     is_validated_later: bool = False,
+    ranks: Sequence[int] | None = None,
 ) -> list[RankMemory]:
     """Each rank's memory over a step of the steady state: optimizer states and receive buffers exist.
 
     stages: one per stage. inputs, target: bytes of the whole batch, which the ranks with stage 0 and with the
     last stage hold. offload: of each rank, what leaves the device and comes back (`choose_offload`).
     is_validated_later: the update before the step is not known to be right until the step's gate, where its
-    gradients go (post-validation).
+    gradients go (post-validation). ranks: those to predict; None: all.
     Raises PlanError for another number of stages.
     """
     if len(stages) != timetable.num_stages:
@@ -109,8 +110,8 @@ def predict_memory(
     programs = lower(timetable, offload)
     gates = gate_positions(timetable) if is_validated_later else (0,) * timetable.num_ranks
     return [
-        _RankRun(timetable, program, stages, batch, gate).run()
-        for program, gate in zip(programs, gates, strict=True)
+        _RankRun(timetable, programs[rank], stages, batch, gates[rank]).run()
+        for rank in (range(timetable.num_ranks) if ranks is None else ranks)
     ]
 
 
