@@ -54,11 +54,13 @@ def cheapest_recompute(
     step: Callable[[Stages], float],
     limits: Sequence[float],
     unit: str,
+    most_tried: int = _MOST_TRIED,
 ) -> Stages:
     """The stages to recompute: every rank fits, and the step is the shortest.
 
     rank_of[stage]: the placement. peak(rank, stages): what a rank holds at most if these of its stages
-    recompute. step(stages): how long a step takes then. limits: one per rank.
+    recompute. step(stages): how long a step takes then. limits: one per rank. most_tried: combinations of all
+    ranks' sets, above which ranks choose in turns.
     Raises LimitTooLow if a rank doesn't fit, whatever is recomputed.
     """
     least: list[float] = []
@@ -73,7 +75,7 @@ def cheapest_recompute(
         raise LimitTooLow(
             f"no choice of stages to recompute fits; the least that does, per rank: {needed}", least
         )
-    if prod(map(len, options)) <= _MOST_TRIED:
+    if prod(map(len, options)) <= most_tried:
         return min((_united(each) for each in product(*options)), key=lambda each: _worth(each, step))
     return _in_turns(options, step)
 
