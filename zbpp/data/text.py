@@ -1,4 +1,4 @@
-"""Batches of tokens: inputs and the tokens that follow them; and `text_data`, such batches from text files."""
+"""Batches of tokens: inputs and the tokens that follow them; `text_data`: such batches from text files."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from zbpp.data.windows import Numbers, Samples, Tokens, Windows
 class Batches:
     """Batches of (inputs, targets) from a sequence of tokens, cut into windows.
 
-    See `Windows` for their order, `from_samples` for other samples. A batch depends on its number only. Raises
-    ValueError for fewer tokens than a window has.
+    See `Windows` for their order, `from_samples` for other samples. A batch depends on its number only.
+    Raises ValueError for fewer tokens than a window has.
     """
 
     def __init__(
