@@ -1,4 +1,4 @@
-"""Batches of tokens: inputs and the tokens that follow them; `text_data`: such batches from text files."""
+"""Batches of tokens, inputs and the tokens that follow them; and `text_data`: batches from text files."""
 
 from __future__ import annotations
 
