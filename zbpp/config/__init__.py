@@ -10,6 +10,7 @@ from zbpp.config.compose import (
     composition_error,
     config_folder,
     flat,
+    read_run_config,
     register,
     typed,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "flat",
     "instantiate_node",
     "naming",
+    "read_run_config",
     "register",
     "typed",
 ]
