@@ -159,7 +159,7 @@ def _plan_job(config: TrainConfig, num_ranks: int) -> _Job:
 def _build_job(config: TrainConfig, model: Any, timetable: Timetable, rank: int) -> _Job:
     stages = build_stages(model, timetable, rank)
     batch_size = timetable.num_microbatches * config.microbatch_size
-    return _Job(timetable, model, stages, build_data(config.data, batch_size, config.seed))
+    return _Job(timetable, model, stages, build_data(config.data, batch_size, config.seed, config.read_ahead))
 
 
 def _agreed_job(
@@ -214,6 +214,7 @@ def _build_trainer(config: TrainConfig, job: _Job, precision: Precision, mesh: D
         learning_rate=learning_rate_factor(config.optimizer, config.steps),
         clip_norm=config.optimizer.clip_norm,
         evaluate_every=config.evaluate_every,
+        read_ahead=config.read_ahead,
         metrics=metrics_of(model, precision),
         replan=build_replan(config.schedule.replan, config.memory.limit, timetable, loss_fn, stages),
         masters=masters,

@@ -202,6 +202,7 @@ class TrainConfig(_RunConfig):
     evaluate_every: int = ranged(50)  # steps; 0: never
     evaluation_batches: int = ranged(2, least=1)
     print_every: int = ranged(10, least=1)  # steps, where no progress bar can be drawn
+    read_ahead: int = ranged(0)  # batches that a thread reads and moves to the device early; 0: none
     save_weights: bool = True  # at the end, a file per stage
 
     def __post_init__(self) -> None:

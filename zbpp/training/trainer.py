@@ -19,6 +19,7 @@ from torch import Tensor
 
 from zbpp.data import Data
 from zbpp.data.batch import Source
+from zbpp.data.read_ahead import ReadAhead, check_thread_may_read
 from zbpp.runtime import Pipeline
 from zbpp.schedule import Timeline
 from zbpp.training.batch import batch_for
@@ -51,7 +52,8 @@ class Trainer:
     post_validation: how the weights are updated before the norm is known; a step's metrics then come one step
     later. None: the update waits for the norm.
 
-    callbacks: what else happens around the steps, see callbacks.py.
+    callbacks: what else happens around the steps, see callbacks.py. read_ahead: how many batches a thread
+    reads while others are trained on, see zbpp/data/read_ahead.py; 0: none.
     """
 
     pipeline: Pipeline
@@ -69,6 +71,7 @@ class Trainer:
     post_validation: Validation | None = None
     memory_report: MemoryReport | None = None
     callbacks: Sequence[Callback] = ()
+    read_ahead: int = 0
 
     def __post_init__(self) -> None:
         _check_gradients(self.pipeline, self.optimizer, self.masters)
@@ -78,6 +81,7 @@ class Trainer:
         self.leaving: str | None = None  # why the run ends early; the same on all ranks
         self._wish: str | None = None  # this rank's reason to end it
         self._begun: deque[Metrics] = deque()  # of steps whose outcome is not known yet
+        self._ahead = self._make_read_ahead()
 
     def run(self, num_steps: int) -> Iterator[Metrics]:
         """Train from `next_step` until `num_steps` steps are done, or until a callback wants to leave.
@@ -85,8 +89,12 @@ class Trainer:
         Yields each step's metrics when they are known. All but the times are equal on all ranks.
         """
         self.leaving = self._wish = None
-        while self.next_step < num_steps and self.leaving is None:
-            yield from self._run_step(self.next_step, num_steps=num_steps)
+        try:
+            while self.next_step < num_steps and self.leaving is None:
+                yield from self._run_step(self.next_step, num_steps=num_steps)
+        finally:
+            if self._ahead is not None:
+                self._ahead.close()
         yield from self._settled()
         for callback in self.callbacks:
             callback.finish(self)
@@ -160,7 +168,7 @@ class Trainer:
 
     def _evaluated(self, number: int) -> dict[str, float]:
         """The loss and metrics of a held-out batch on the last stage's owner; {} on other ranks."""
-        args, target = self._batch(self.data.evaluation, self._own_number(number))
+        args, target = self._batch(self.data.evaluation, self._own_number(number), self.pipeline.device)
         found: Mapping[str, float] = {}
         if self.metrics is None:
             losses = self.pipeline.evaluate(*args, target=target)
@@ -219,21 +227,38 @@ class Trainer:
 
     def _training_batch(self, step: int) -> tuple[tuple[Any, ...], Any]:
         """This process's part of a step's data: each replica and each shard reads a batch of its own."""
-        return self._batch(self.data.train, self._own_number(step))
+        if self._ahead is not None:
+            found: tuple[tuple[Any, ...], Any] = self._ahead.batch(step)
+            return found
+        return self._read_training_batch(step, self.pipeline.device)
+
+    def _read_training_batch(self, step: int, device: torch.device) -> tuple[tuple[Any, ...], Any]:
+        return self._batch(self.data.train, self._own_number(step), device)
+
+    def _make_read_ahead(self) -> ReadAhead | None:
+        """None where nothing is to be read ahead: between the first and the last stage nothing is read."""
+        ends = {0, self.pipeline.timetable.num_stages - 1}
+        if not self.read_ahead or not ends & self.pipeline.stages.keys():
+            return None
+        check_thread_may_read(self.data.train)
+        host = torch.device("cpu")  # from there the thread moves batches by itself
+        return ReadAhead(
+            lambda step: self._read_training_batch(step, host), self.read_ahead, self.pipeline.device
+        )
 
     def _own_number(self, number: int) -> int:
         """The number of the batch that this process reads in step `number`, or in that evaluation batch."""
         place = self.pipeline.place
         return number * place.num_data_parts + place.data_part
 
-    def _batch(self, source: Source, number: int) -> tuple[tuple[Any, ...], Any]:
+    def _batch(self, source: Source, number: int, device: torch.device) -> tuple[tuple[Any, ...], Any]:
         pipeline = self.pipeline
         return batch_for(
             pipeline.stages,
             pipeline.timetable.num_stages,
             source,
             number,
-            pipeline.device,
+            device,
             target_dtype=None if self.masters is None else torch.float32,
         )
 
@@ -247,7 +272,10 @@ class Trainer:
         _, target = self._training_batch(step)
         following, metrics = self.replan.after(step, self.pipeline, self.timelines, target)
         if following is not self.pipeline:
+            if self._ahead is not None:
+                self._ahead.close()  # what was read is for the stages that this rank had
             self.pipeline = following
+            self._ahead = self._make_read_ahead()
             self.timelines.clear()
         known[-1].update(metrics)
 
