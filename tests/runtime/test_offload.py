@@ -23,7 +23,7 @@ from zbpp.runtime.weight_offload import OffloadedWeights
 CPU = torch.device("cpu")
 M, ROWS, SIZE, WIDE = 6, 64, 64, 512
 SMALLEST = 1
-SCHEDULES = ["1f1b", "zb_h1", "zb_v"]
+SCHEDULES = ["1f1b", "zb_h1", "zb_h2", "zb_v", "interleaved_zb"]
 # Times that leave room for every copy, so that all leave whose F and B have an action between them.
 COSTS = Costs(f=2, b=2, w=2, host=0.1)
 EVERYTHING = ActivationOffload(costs=COSTS, least_bytes=SMALLEST)

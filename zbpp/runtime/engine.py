@@ -148,7 +148,7 @@ class Engine:
                 dynamic_shapes=dynamic_shapes,
                 reductions=reductions if name == "step" else None,
                 gate=lambda: lower(timetable).gate(rank),
-                offloads={} if self._activations is None else self._activations.stages,
+                offloads={} if self._activations is None else self._activations.offloads,
             )
             for name, lowered in programs.items()
         }
@@ -216,11 +216,7 @@ class Engine:
 
     def offloaded_bytes(self) -> dict[int, int]:
         """Per stage, the most bytes of a microbatch that have left; {} without offload."""
-        return (
-            {}
-            if self._activations is None
-            else {s: each.nbytes for s, each in self._activations.stages.items()}
-        )
+        return {} if self._activations is None else self._activations.nbytes("saved")
 
     def receive_buffers(self) -> list[Tensor]:
         """The pool of `step`."""
