@@ -11,6 +11,7 @@ CPU a thread stands for the stream, and the caller waits.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import tempfile
@@ -236,13 +237,13 @@ class FileCopier(ThreadCopier):
         return start
 
     def _write(self, storage: UntypedStorage, space: Any) -> None:
-        left = memoryview(bytes_of(storage).numpy().data)
+        left = _memory_of(storage)
         while left:
             written = os.pwrite(self._file.fileno(), left, space)
             left, space = left[written:], space + written
 
     def _read(self, storage: UntypedStorage, space: Any) -> None:
-        left = memoryview(bytes_of(storage).numpy().data)
+        left = _memory_of(storage)
         while left:
             read = os.preadv(self._file.fileno(), [left], space)
             if not read:
@@ -319,6 +320,11 @@ def _space_size(nbytes: int) -> int:
     """The size rounded up to one of eight sizes between two powers of two."""
     step = 1 << max(0, nbytes.bit_length() - 4)
     return -(-nbytes // step) * step
+
+
+def _memory_of(storage: UntypedStorage) -> memoryview:
+    """The storage's memory on the CPU. (After Tensor.numpy() a storage could never change its size.)"""
+    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
 
 
 def bytes_of(storage: UntypedStorage) -> Tensor:
