@@ -45,6 +45,7 @@ from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.weight_offload import offloaded_weights
 from zbpp.runtime.world import CommunicationError
 from zbpp.schedule import Op, Timetable, lower
+from zbpp.schedule.offload import RankOffload
 
 MakeOffload = Callable[[Mapping[int, StageWorker]], OffloadPlan]
 
@@ -213,6 +214,11 @@ class Engine:
         """Forward of one batch, whose shapes may be others than the last one's; returns the losses."""
         self._executors["evaluate"].forget_layouts()
         return self._run("evaluate", call, seeds, None, None)
+
+    @property
+    def offload_plan(self) -> tuple[RankOffload, ...]:
+        """See Pipeline."""
+        return () if self._activations is None else self._activations.plan
 
     def offloaded_bytes(self) -> dict[int, int]:
         """Per stage, the most bytes of a microbatch that have left; {} without offload."""

@@ -219,15 +219,20 @@ def measured_costs(*timelines: Timeline) -> Costs:
     each. A message's time is the delay from the end of its producer to the start of a consumer that was idle
     and waited for it. A stage without such a message gets the median of all stages. reduce is the median
     duration of a stage's reduction, without the time for which it waited behind another one; 0 without any.
+    host is the median time of copying what a stage's F saves, of the slower direction; 0 without copies.
     """
     durations: dict[tuple[int, Op], list[float]] = defaultdict(list)
     delays: dict[int, list[float]] = defaultdict(list)
     reduced: dict[int, list[float]] = defaultdict(list)
+    copied: dict[int, dict[bool, list[float]]] = defaultdict(lambda: defaultdict(list))
     for timeline in timelines:
         _collect_durations(timeline, durations)
         for each in timeline.reductions:
             reduced[each.stage].append(each.end - each.start)
         _collect_delays(timeline, delays)
+        for copy in timeline.copies:
+            if copy.value.name == "saved":
+                copied[copy.value.stage][copy.is_out].append(copy.end - copy.start)
 
     def of(op: Op, stage: int) -> float | None:
         found = durations.get((stage, op))
@@ -245,6 +250,7 @@ def measured_costs(*timelines: Timeline) -> Costs:
         bw=[_first(bw[stage], b[stage] + w[stage]) for stage in stages],
         comm=[max(0.0, median(delays.get(stage, [usual]))) for stage in stages],
         reduce=[median(reduced.get(stage, [0.0])) for stage in stages] if reduced else 0.0,
+        host=[max(map(median, copied[stage].values()), default=0.0) for stage in stages] if copied else 0.0,
     )
 
 

@@ -41,6 +41,7 @@ from zbpp.runtime.tensor_parallel import check_losses_alike
 from zbpp.runtime.weight_offload import check_offloaded
 from zbpp.runtime.world import gather
 from zbpp.schedule import Timeline, Timetable
+from zbpp.schedule.offload import RankOffload
 from zbpp.seeding import seed_of
 from zbpp.stage_api import PipelineModel
 
@@ -436,6 +437,11 @@ class Pipeline:
     def offloaded_bytes(self) -> dict[int, int]:
         """Per stage of this rank, the most bytes of a microbatch that have left; {} without offload."""
         return self._engine.offloaded_bytes()
+
+    @property
+    def offload_plan(self) -> tuple[RankOffload, ...]:
+        """What leaves in the next step, for every rank of the pipeline: for `simulate`; () without offload."""
+        return self._engine.offload_plan
 
     def with_timetable(self, timetable: Timetable) -> Pipeline:
         """Close this pipeline; return one that goes on with the same stages under another timetable.
