@@ -8,7 +8,8 @@
     cutting      an existing module cut into stages
     models       models that are built one stage at a time
     render       timelines and answers of the planner as text, pictures and pages
-    training     everything around the step: data, optimizer, checkpoints, trainer
+    data         batches: text, a user's own Dataset
+    training     everything around the step: optimizer, checkpoints, trainer
     config       the config: its typed tree, and composing it
     builders     objects from their parts of the config
     benchmark    measuring costs; timing schedules and runtimes
