@@ -41,7 +41,16 @@ def refusals() -> tuple[type[Exception], ...]:
     from zbpp.training.run_folder import FolderError
 
     training = FolderError, LossScaleError
-    return ConfigError, PlanError, Refusal, *training, AgreementError, BoundaryError, DeviceError, OffloadError
+    return (
+        ConfigError,
+        PlanError,
+        Refusal,
+        *training,
+        AgreementError,
+        BoundaryError,
+        DeviceError,
+        OffloadError,
+    )
 
 
 def wants_traceback() -> bool:

@@ -13,7 +13,9 @@ from zbpp.schedule import Value, choose_offload
 
 M, ROWS, SIZE, WIDE = 6, 64, 64, 512
 # Nothing runs between F and B, so that saved stays; all that is deferred waits for the end.
-LATE_W = Timetable.parse(" ".join(f"0F{m} 0B{m}" for m in range(M)) + " " + " ".join(f"0W{m}" for m in range(M)))
+LATE_W = Timetable.parse(
+    " ".join(f"0F{m} 0B{m}" for m in range(M)) + " " + " ".join(f"0W{m}" for m in range(M))
+)
 COSTS = Costs(f=2, b=2, w=2, host=0.1)
 OFFLOAD = ActivationOffload(costs=COSTS, least_bytes=1)
 

@@ -167,9 +167,7 @@ class ThreadCopier(Copier):
     def back(self, moves: Moves, watch: Watch | None = None) -> Copy:
         return _ThreadCopy(self._thread.submit(self._copy, self._read, moves, watch))
 
-    def _copy(
-        self, copy: Callable[[UntypedStorage, Any], None], moves: Moves, watch: Watch | None
-    ) -> None:
+    def _copy(self, copy: Callable[[UntypedStorage, Any], None], moves: Moves, watch: Watch | None) -> None:
         """In the thread: copy one after another."""
         ended = None if watch is None else watch()
         try:
@@ -280,9 +278,7 @@ class _CudaHostCopier(Copier):
         pairs = [(bytes_of(storage), space[: storage.nbytes()]) for storage, space in moves]
         return self._start(pairs, moves, watch)
 
-    def _start(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], moves: Moves, watch: Watch | None
-    ) -> Copy:
+    def _start(self, pairs: Sequence[tuple[Tensor, Tensor]], moves: Moves, watch: Watch | None) -> Copy:
         # Out: the current stream wrote the storage. Back: it may still read what lay in this memory before.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):

@@ -215,7 +215,9 @@ class SavedActivations:
         for each in leaving:
             each.space = self._copier.space(each.nbytes)
         if leaving:
-            self._leaving = self._copier.out([(each.content, each.space) for each in leaving if each.content], watch)
+            self._leaving = self._copier.out(
+                [(each.content, each.space) for each in leaving if each.content], watch
+            )
 
     def drop(self) -> None:
         """Wait until the copies have ended; then free the memory on the device. Raises OffloadError."""

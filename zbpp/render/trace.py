@@ -107,4 +107,10 @@ def _copies(timeline: Timeline, first_id: int) -> Iterator[Event]:
         name, kind = (str(Offload(value)), "offload") if is_out else (str(Fetch(value)), "fetch")
         args = {"stage": value.stage, "microbatch": value.microbatch, "value": value.name}
         about = {"ph": "X", "name": name, "cat": kind, "args": args}
-        yield {**about, "pid": first_id + rank, "tid": thread, "ts": 1e3 * (start - first), "dur": 1e3 * (end - start)}
+        yield {
+            **about,
+            "pid": first_id + rank,
+            "tid": thread,
+            "ts": 1e3 * (start - first),
+            "dur": 1e3 * (end - start),
+        }

@@ -229,6 +229,8 @@ class Engine:
             raise
         finally:
             self._before, self._inputs = None, InPlaceChanges(())
+            if self._weights_on_host is not None:
+                self._weights_on_host.end()
         losses = [loss for each in ended for loss in each.losses]
         return CallLosses(losses, NamedLosses([each.named for each in ended], cutter.num_microbatches))
 

@@ -60,7 +60,9 @@ class ActivationOffload:
         if not isinstance(self.to, Copier) and (not isinstance(self.to, str | Path) or self.to == ""):
             raise ValueError(f'to={self.to!r}: write "host", or the folder for a file')
         if isinstance(self.least_bytes, bool) or not isinstance(self.least_bytes, int):
-            raise ValueError(f"least_bytes={self.least_bytes!r}: write a number of bytes, such as {LEAST_BYTES}")
+            raise ValueError(
+                f"least_bytes={self.least_bytes!r}: write a number of bytes, such as {LEAST_BYTES}"
+            )
         if self.gib == "auto":
             return
         if isinstance(self.gib, bool) or not isinstance(self.gib, int | float) or not self.gib > 0:
@@ -189,7 +191,9 @@ class OffloadPlan:
 
     def _bytes_of_all(self, name: str) -> list[int]:
         """The bytes of such a value that left, for each stage of the pipeline. Collective."""
-        found = {stage: each for some in gather(self.nbytes(name), self._group) for stage, each in some.items()}
+        found = {
+            stage: each for some in gather(self.nbytes(name), self._group) for stage, each in some.items()
+        }
         return [found[stage] for stage in range(self._timetable.num_stages)]
 
     def end(self) -> None:
