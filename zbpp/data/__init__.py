@@ -6,6 +6,9 @@
     windows      a sequence of tokens in windows, in an order that is computed
     permutation  that order
     text         batches of windows; `text_data`
+    prepared     tokens in a folder, mapped
+    prepare      text to such a folder: documents, encoding
+    tokens       batches of them; mixture: of several such folders
     regression   random regression
     loader       a user's own Dataset, DataLoader or list of batches
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from zbpp.data.regression import RandomRegression, regression_data
     from zbpp.data.source import Data
     from zbpp.data.text import Batches, text_data
+    from zbpp.data.tokens import token_data
 
 _HOME = {
     "Batches": "text",
@@ -32,9 +36,19 @@ _HOME = {
     "loaded_data": "loader",
     "regression_data": "regression",
     "text_data": "text",
+    "token_data": "tokens",
 }
 
-__all__ = ["Batches", "Data", "RandomRegression", "Source", "loaded_data", "regression_data", "text_data"]
+__all__ = [
+    "Batches",
+    "Data",
+    "RandomRegression",
+    "Source",
+    "loaded_data",
+    "regression_data",
+    "text_data",
+    "token_data",
+]
 
 
 def __getattr__(name: str) -> Any:

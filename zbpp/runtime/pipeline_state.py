@@ -37,6 +37,11 @@ class PipelineState(PipelineGate):
         """
         return self._parameters.named()
 
+    @property
+    def has_prefixed_names(self) -> bool:
+        """Whether names begin with `stages.{index}.`, see `named_parameters`: then they depend on the cut."""
+        return self._parameters.is_prefixed
+
     def state_dict(self, stage: int | None = None, *, keep_vars: bool = False) -> dict[str, Any]:
         """Parameters and persistent buffers under those names: of one stage, or of all this rank's."""
         self.settle()
