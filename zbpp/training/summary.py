@@ -45,7 +45,7 @@ def summarise(
     times = measured_costs(*trainer.timelines)
     num_ranks = pipeline.timetable.num_ranks
     costs = _with_usual_memory(times, pipeline.timetable.num_stages, num_ranks)
-    predicted = simulate(measured.timetable, costs)
+    predicted = simulate(measured.timetable, costs, pipeline.offload_plan)
     items_per_second = trainer.items_per_step / median([metrics["step_seconds"] for metrics in history])
     own = sum(local_of(each).numel() for each in pipeline.counted_parameters())
     num_parameters = sum(gather(own)) // pipeline.place.size(REPLICATE)  # each replica counts its own
