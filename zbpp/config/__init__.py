@@ -13,7 +13,7 @@ from zbpp.config.compose import (
     register,
     typed,
 )
-from zbpp.config.instantiate import instantiate_node, naming
+from zbpp.config.instantiate import instantiate_node, naming, partial_of_node
 from zbpp.config.tree import (
     NUM_MICROBATCHES,
     BenchConfig,
@@ -50,6 +50,7 @@ __all__ = [
     "flat",
     "instantiate_node",
     "naming",
+    "partial_of_node",
     "register",
     "typed",
 ]
