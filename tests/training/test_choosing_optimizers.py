@@ -19,7 +19,7 @@ from zbpp.builders.optimizer import (
     optimizer_of,
 )
 from zbpp.config import ConfigError, OptimizerConfig
-from zbpp.training.data import Data
+from zbpp.data import Data
 from zbpp.training.parameter_groups import Named
 from zbpp.training.post_validation import Validation
 from zbpp.training.trainer import Trainer

@@ -6,10 +6,11 @@ Wrong types and unknown keys fail while Hydra composes; ranges (zbpp/ranges.py) 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig
 
 from zbpp.ranges import Checked, ConfigError, filled, one_of, ranged
 
@@ -92,7 +93,8 @@ class OptimizerConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.build, self.lr_scheduler = _node("build", self.build), _node("lr_scheduler", self.lr_scheduler)
+        for name in ("build", "lr_scheduler"):
+            _check_node(name, getattr(self, name))
         if self.kahan_sum:
             _need_optimi("optimizer.kahan_sum=true")
         if self.name in ("stable_adamw", "lion"):
@@ -101,7 +103,7 @@ class OptimizerConfig(Checked):
         self._check_schedule()
 
     def _check_custom(self) -> None:
-        target = self.build.get("_target_")
+        target = (self.build or {}).get("_target_")
         if self.name != "custom":
             if self.build:
                 raise ConfigError(f"optimizer.build is for optimizer=custom, but optimizer.name={self.name}")
@@ -141,14 +143,11 @@ class OptimizerConfig(Checked):
             )
 
 
-def _node(name: str, value: Any) -> dict[str, Any]:
-    """An open node as a dict, {} for null. Raises ConfigError for anything else."""
-    plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-    if plain is not None and not isinstance(plain, dict):
+def _check_node(name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, Mapping):
         raise ConfigError(
-            f"optimizer.{name}={plain}: write optimizer.{name}._target_=..., the name of a class"
+            f"optimizer.{name}={value}: write optimizer.{name}._target_=..., a class"
         )
-    return {str(key): each for key, each in (plain or {}).items()}
 
 
 def _default_of(kind: Any, name: str) -> Any:

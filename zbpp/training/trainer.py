@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from zbpp.data import Data
+from zbpp.data.batch import Source
 from zbpp.runtime import Pipeline
 from zbpp.schedule import Timeline
-from zbpp.training.batch import Source, batch_for
+from zbpp.training.batch import batch_for
 from zbpp.training.callbacks import Callback
-from zbpp.training.data import Data
 from zbpp.training.loss_scale import LossScale
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.memory_report import MemoryReport
