@@ -14,7 +14,7 @@ from zbpp.config.compose import (
     register,
     typed,
 )
-from zbpp.config.instantiate import instantiate_node, naming
+from zbpp.config.instantiate import instantiate_node, naming, partial_of_node
 from zbpp.config.tree import (
     NUM_MICROBATCHES,
     BenchConfig,
@@ -51,6 +51,7 @@ __all__ = [
     "flat",
     "instantiate_node",
     "naming",
+    "partial_of_node",
     "read_run_config",
     "register",
     "typed",

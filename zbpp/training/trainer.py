@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from zbpp.data import Data
 from zbpp.data.batch import Source
@@ -38,7 +39,8 @@ from zbpp.training.update import Metrics, Result, Update
 class Trainer:
     """Trains the stages of one rank together with the other ranks.
 
-    learning_rate(step): the factor on the optimizer's rate. clip_norm: the largest norm of the gradients of
+    learning_rate(step): the factor on the optimizer's rate; scheduler: one of torch's, which sets the rate
+    instead, and whose state belongs into a checkpoint. clip_norm: the largest norm of the gradients of
     all stages together. metrics(output, target): further numbers of a held-out microbatch, beside its loss.
     num_recorded: how many of the last steps are measured action by action. replan: may replace the pipeline
     after the first steps. masters: master weights of all trainable parameters; the optimizer must then be
@@ -59,7 +61,8 @@ class Trainer:
     pipeline: Pipeline
     optimizer: torch.optim.Optimizer
     data: Data
-    learning_rate: Callable[[int], float]
+    learning_rate: Callable[[int], float] | None = None
+    scheduler: LRScheduler | None = None
     clip_norm: float | None = None
     evaluate_every: int = 0
     metrics: Callable[[Any, Any], Mapping[str, float | Tensor]] | None = None
@@ -75,6 +78,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         _check_gradients(self.pipeline, self.optimizer, self.masters)
+        if (self.learning_rate is None) == (self.scheduler is None):
+            raise ValueError("give the trainer one of learning_rate and scheduler: each sets the rate")
         self._update = self._make_update()
         self.timelines: list[Timeline] = []
         self.next_step = 0  # the step that `run` begins with
@@ -182,10 +187,14 @@ class Trainer:
     def _step(self, step: int) -> list[Metrics]:
         """Train on one batch; returns the metrics of all steps whose outcome is known by now."""
         begin = time.perf_counter()
-        self._update.begin(self.pipeline, self.learning_rate(step))
+        self._update.begin(self.pipeline, None if self.learning_rate is None else self.learning_rate(step))
         args, target = self._training_batch(step)
         losses = self.pipeline.step(*args, target=target)
         results = self._update.end(self.pipeline, losses)
+        if self.scheduler is not None:
+            # An update may have been skipped or may be later: torch's schedulers warn before the first one.
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # the schedulers' own
+            self.scheduler.step()
         if self.pipeline.device.type == "cuda":
             torch.cuda.synchronize(self.pipeline.device)
         seconds = time.perf_counter() - begin
