@@ -17,6 +17,7 @@ from zbpp.config.instantiate import instantiate_node, naming
 from zbpp.config.tree import (
     NUM_MICROBATCHES,
     BenchConfig,
+    EarlyStopConfig,
     ExplainConfig,
     JobConfig,
     LoggerConfig,
@@ -24,6 +25,7 @@ from zbpp.config.tree import (
     MemoryConfig,
     OptimizerConfig,
     ParallelConfig,
+    SampleConfig,
     ScheduleConfig,
     TrainConfig,
 )
@@ -34,6 +36,7 @@ __all__ = [
     "BenchConfig",
     "Composed",
     "ConfigError",
+    "EarlyStopConfig",
     "ExplainConfig",
     "JobConfig",
     "LoggerConfig",
@@ -41,6 +44,7 @@ __all__ = [
     "MemoryConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "SampleConfig",
     "ScheduleConfig",
     "TrainConfig",
     "as_yaml",

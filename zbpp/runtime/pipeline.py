@@ -408,6 +408,21 @@ class Pipeline:
             found.append(seen.metrics())
         return tuple(found)
 
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """The last stage's output for a batch of any size, which is one microbatch; None on other ranks.
+
+        As in `evaluate`: in eval mode, without gradients, at any time between steps. No loss is computed.
+        """
+        self.settle()
+        seen = Outputs(is_kept=True, metrics=None)
+        with (
+            restored_generators(self.device),
+            eval_mode([*self.stages.values(), self._loss_fn]),
+            torch.no_grad(),
+        ):
+            self._engine.predict(Call(args, None, kwargs, seen.take), self._seeds())
+        return seen.concatenated()
+
     @contextmanager
     def recording(self, recorder: Recorder | None = None) -> Iterator[None]:
         """Measure each action and message of the steps inside the block; `timeline` gives the last step.
@@ -419,6 +434,13 @@ class Pipeline:
             yield
         finally:
             self._recording = None
+
+    def name_actions(self, is_named: bool) -> None:
+        """Show torch's profiler the instructions of the steps that follow by their text, `2F5`; or no longer.
+
+        While they have no names, steps take no time for this.
+        """
+        self._engine.name_actions(is_named)
 
     def receive_buffers(self) -> list[Tensor]:
         """The buffers that messages of `step` are received into: as many as are in use at once."""
