@@ -33,6 +33,7 @@ from zbpp.builders.trainer import (
     learning_rate_factor,
 )
 from zbpp.config import ConfigError, TrainConfig, naming
+from zbpp.data import Data
 from zbpp.planning.memory_budget import RankMemory
 from zbpp.render import chrome_trace, render_memory_picture, render_picture, render_report
 from zbpp.runtime.mesh import Place
@@ -41,7 +42,6 @@ from zbpp.runtime.model_ties import declare_ties
 from zbpp.runtime.world import World, broadcast, check_agreement, world
 from zbpp.schedule import Timetable
 from zbpp.training.batch import batch_for
-from zbpp.training.data import Data
 from zbpp.training.leaving.signals import LeaveOnSignal
 from zbpp.training.loggers import Loggers, finite
 from zbpp.training.loss_scale import LossScale

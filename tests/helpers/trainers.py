@@ -3,8 +3,8 @@
 from functools import partial
 
 from zbpp import Pipeline, plan
+from zbpp.data import regression_data
 from zbpp.models.mlp import Mlp
-from zbpp.training.data import regression_data
 from zbpp.training.optimizer import adamw, warmup_cosine
 from zbpp.training.trainer import Trainer
 

@@ -14,11 +14,11 @@ from helpers.processes import run_ranks
 from zbpp import LossScale, Pipeline, PostValidation, clip_grad_norm_, make_mesh, plan
 from zbpp.builders.stages import move_stages
 from zbpp.builders.trainer import build_masters
+from zbpp.data import Data
 from zbpp.runtime.mesh import local_of
 from zbpp.runtime.norm import gradients_of, scale_gradients
 from zbpp.runtime.posts import Posts
 from zbpp.runtime.world import CommunicationError
-from zbpp.training.data import Data
 from zbpp.training.post_validation import Switch, Validation
 from zbpp.training.precision import PRECISIONS
 from zbpp.training.trainer import Trainer

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from zbpp.config import ConfigError, TrainConfig, naming
+from zbpp.data import Data
+from zbpp.data.corpus import load_tokenizer
+from zbpp.data.prepared import HEADER, TOKENIZER
 from zbpp.runtime.world import World
 from zbpp.training.callbacks import Callback
-from zbpp.training.corpus import load_tokenizer
-from zbpp.training.data import Data
 from zbpp.training.leaving.early_stop import EarlyStop
 from zbpp.training.leaving.time_limit import TimeLimit
 from zbpp.training.live_figures import LiveFigures
@@ -70,9 +71,11 @@ def _sampler(config: TrainConfig, data: Data, here: World, folder: Path, loggers
 def _coder(config: TrainConfig) -> Coder:
     """The tokenizer that the config names, the data's, or bytes."""
     path = config.sample.tokenizer or config.data.get("tokenizer")
+    source = str(config.data.get("path") or (config.data.get("mixture") or [{}])[0].get("path") or "")
+    if path is None and (Path(source) / HEADER).is_file() and (Path(source) / TOKENIZER).is_file():
+        path = str(Path(source) / TOKENIZER)
     if path is not None:
         return TokenizerFile(load_tokenizer(Path(path)))
-    source = str(config.data.get("path") or "")
     if source.endswith((".npy", ".bin")):
         raise ValueError(
             f"data.path={source} holds tokens, and nothing says what text they are: write "

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from zbpp.config import ConfigError, instantiate_node, naming
-from zbpp.training.data import Data
-from zbpp.training.loader import loaded_data
+from zbpp.data import Data
+from zbpp.data.loader import loaded_data
 
 
 def build_data(node: dict[str, Any], batch_size: int, seed: int) -> Data:

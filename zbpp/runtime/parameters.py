@@ -46,7 +46,7 @@ class StageParameters:
         self._loss = loss if isinstance(loss, nn.Module) else nn.Module()
         rank_of = {index: rank for rank, names in enumerate(all_names) for index in names}
         self._has_copies = any(len({rank_of[index] for index, _ in tie}) > 1 for tie in ties)
-        self._is_prefixed = _has_homonyms(all_names, ties)
+        self.is_prefixed = _has_homonyms(all_names, ties)
         self._known = {
             f"{self._prefix(index)}{name}" for names in all_names for index in names for name in names[index]
         }
@@ -126,7 +126,7 @@ class StageParameters:
         return digests
 
     def _prefix(self, index: int) -> str:
-        return f"stages.{index}." if self._is_prefixed else ""
+        return f"stages.{index}." if self.is_prefixed else ""
 
 
 def names_of(stages: Mapping[int, nn.Module]) -> Names:

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zbpp.data import Data
+from zbpp.data.batch import Source
 from zbpp.runtime import Pipeline
 from zbpp.schedule import Timeline
-from zbpp.training.batch import Source, batch_for
+from zbpp.training.batch import batch_for
 from zbpp.training.callbacks import Callback
-from zbpp.training.data import Data
 from zbpp.training.loss_scale import LossScale
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.memory_report import MemoryReport
