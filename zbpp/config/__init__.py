@@ -18,6 +18,7 @@ from zbpp.config.instantiate import instantiate_node, naming, partial_of_node
 from zbpp.config.tree import (
     NUM_MICROBATCHES,
     BenchConfig,
+    EarlyStopConfig,
     ExplainConfig,
     JobConfig,
     LoggerConfig,
@@ -25,6 +26,7 @@ from zbpp.config.tree import (
     MemoryConfig,
     OptimizerConfig,
     ParallelConfig,
+    SampleConfig,
     ScheduleConfig,
     TrainConfig,
 )
@@ -35,6 +37,7 @@ __all__ = [
     "BenchConfig",
     "Composed",
     "ConfigError",
+    "EarlyStopConfig",
     "ExplainConfig",
     "JobConfig",
     "LoggerConfig",
@@ -42,6 +45,7 @@ __all__ = [
     "MemoryConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "SampleConfig",
     "ScheduleConfig",
     "TrainConfig",
     "as_yaml",

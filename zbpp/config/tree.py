@@ -145,9 +145,7 @@ class OptimizerConfig(Checked):
 
 def _check_node(name: str, value: Any) -> None:
     if value is not None and not isinstance(value, Mapping):
-        raise ConfigError(
-            f"optimizer.{name}={value}: write optimizer.{name}._target_=..., a class"
-        )
+        raise ConfigError(f"optimizer.{name}={value}: write optimizer.{name}._target_=..., a class")
 
 
 def _default_of(kind: Any, name: str) -> Any:
@@ -225,17 +223,50 @@ class MemoryConfig(Checked):
 
 @dataclass(kw_only=True)
 class LoggerConfig(Checked):
-    """project and mode are wandb's."""
+    """Where metrics go beside metrics.jsonl, which every run has. project and mode are wandb's."""
 
     prefix: ClassVar[str] = "logger."
-    name: str = one_of("jsonl", "wandb")
+    wandb: bool = False
+    tensorboard: bool = False
     project: str = "zbpp"
     mode: str = one_of("online", "offline", "disabled")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.name == "wandb" and importlib.util.find_spec("wandb") is None:
-            raise ConfigError("logger=wandb, but the package is not installed: pip install 'zbpp[wandb]'")
+        for name in ("wandb", "tensorboard"):
+            if getattr(self, name) and importlib.util.find_spec(name) is None:
+                raise ConfigError(
+                    f"logger={name}, but the package is not installed: pip install 'zbpp[{name}]'"
+                )
+
+
+@dataclass(kw_only=True)
+class EarlyStopConfig(Checked):
+    """When a run ends because it improves no more. metric: such as evaluation_loss; null: never.
+
+    patience: how many evaluations in a row without a better value. min_delta: how much better it must be.
+    """
+
+    prefix: ClassVar[str] = "early_stop."
+    metric: str | None = None
+    patience: int = ranged(3, least=1)
+    min_delta: float = ranged(0.0)
+    mode: str = one_of("min", "max")
+
+
+@dataclass(kw_only=True)
+class SampleConfig(Checked):
+    """Text from the model every so many steps; every=0: none. temperature=0: always the likeliest token.
+
+    tokenizer: a tokenizer.json; null: the data's, else bytes.
+    """
+
+    prefix: ClassVar[str] = "sample."
+    every: int = ranged(0)
+    prompt: str = filled("The ", "write a text, such as sample.prompt='The '")
+    max_tokens: int = ranged(64, least=1)
+    temperature: float = ranged(0.0)
+    tokenizer: str | None = None
 
 
 # ---------------------------------------------------------------- commands
@@ -269,6 +300,8 @@ class TrainConfig(_RunConfig):
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
     precision: str = one_of("float32", *_MIXED, *_PRECISIONS[1:])  # mixed: with float32 master weights
     steps: int = ranged(100, least=1)
     num_microbatches: int | None = ranged(None, least=1)  # null: as many as schedule.timetable has, or 8
@@ -278,9 +311,17 @@ class TrainConfig(_RunConfig):
     print_every: int = ranged(10, least=1)  # steps, where no progress bar can be drawn
     read_ahead: int = ranged(0)  # batches that a thread reads and moves to the device early; 0: none
     save_weights: bool = True  # at the end, a file per stage
+    # One step of so many is measured action by action, for the bubble shown; 0: the last steps only.
+    measure_every: int = ranged(100)
+    max_hours: float | None = ranged(None, above=0, unit="hours")  # the run leaves before they are over
+    profile: str | None = None  # START:STOP, the steps that torch.profiler records, STOP excluded
+    profile_ranks: list[int] | None = None  # null: all
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_early_stop()
+        if self.profile is not None:
+            self.profiled_steps  # noqa: B018  # refuses what is no START:STOP
         if self.optimizer.kahan_sum and self.precision != "bfloat16":
             raise ConfigError(
                 f"optimizer.kahan_sum=true is for weights in bfloat16, but precision={self.precision}: write "
@@ -319,6 +360,33 @@ class TrainConfig(_RunConfig):
             )
         if self.memory.offload_weights:
             self._check_offloaded_weights()
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps of `profile`, counted from 1 as in metrics.jsonl. Raises ConfigError."""
+        start, colon, stop = (self.profile or "").partition(":")
+        if not (colon and start.isdecimal() and stop.isdecimal() and 1 <= int(start) < int(stop)):
+            raise ConfigError(f"profile={self.profile}: write START:STOP, such as 3:5 for the steps 3 and 4")
+        if int(start) > self.steps:
+            raise ConfigError(
+                f"profile={self.profile} begins after the last step: write steps={start} or more"
+            )
+        return range(int(start), int(stop))
+
+    def _check_early_stop(self) -> None:
+        """Refuse a metric that no evaluation would give."""
+        metric = self.early_stop.metric
+        if metric is None:
+            return
+        if not metric.startswith("evaluation_"):
+            raise ConfigError(
+                f"early_stop.metric={metric}: write a metric of evaluations, such as evaluation_loss"
+            )
+        if not self.evaluate_every:
+            raise ConfigError(
+                f"early_stop.metric={metric} with evaluate_every=0: nothing is evaluated; write "
+                "evaluate_every=50, or early_stop.metric=null"
+            )
 
     def _check_offloaded_weights(self) -> None:
         """Raise ConfigError for what doesn't go with memory.offload_weights."""

@@ -147,7 +147,7 @@ class PostValidatedUpdate(Update):
             self._results += super().end(pipeline, losses)
             self._switch.note(is_good=self._is_good(self._results[-1][0].norm))
             return self._taken()
-        share, scale = share_of(pipeline, losses), pipeline.loss_scale
+        share, scale = share_of(pipeline, losses, self.wish), pipeline.loss_scale
         steps = self._is_good(norm_of([share.squares]) / scale)
         refusal = _CHANGED_INPUTS.format(rank=pipeline.rank) if pipeline.has_changed_inputs else ""
         ticket = pipeline.posts().post(_Posted(share, steps, refusal))
