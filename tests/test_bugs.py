@@ -9,9 +9,9 @@ from helpers.processes import outcomes
 from zbpp import Pipeline, plan
 from zbpp.builders.model import build_model
 from zbpp.config import ConfigError
+from zbpp.data import regression_data
 from zbpp.models.mlp import Mlp
 from zbpp.runtime import measured_costs
-from zbpp.training.data import regression_data
 from zbpp.training.optimizer import adamw
 from zbpp.training.trainer import Trainer
 

@@ -82,7 +82,7 @@ class ReportingModel(Model):
 
 
 def test_weights_that_an_auxiliary_loss_trains_are_explained_and_the_loss_may_be_a_dict():
-    data = {"_target_": "zbpp.training.data.regression_data", "in_features": 4, "out_features": 4}
+    data = {"_target_": "zbpp.data.regression_data", "in_features": 4, "out_features": 4}
     config = ExplainConfig(
         model={"_target_": f"{__name__}.ReportingModel"}, data=data, stage=1, num_stages=2, microbatch_size=2
     )
@@ -91,7 +91,7 @@ def test_weights_that_an_auxiliary_loss_trains_are_explained_and_the_loss_may_be
 
 @pytest.mark.parametrize("compile", ["stage", "layer"])
 def test_with_compile_it_tells_what_compiles_and_what_stays_eager_and_why(compile, capsys, caplog):
-    regression = {"_target_": "zbpp.training.data.regression_data", "in_features": 4, "out_features": 4}
+    regression = {"_target_": "zbpp.data.regression_data", "in_features": 4, "out_features": 4}
     explanation = explain_stage(
         ExplainConfig(
             model={"_target_": f"{__name__}.Model"},

@@ -12,23 +12,35 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # schedule <- families <- planning <- render; {schedule, autograd} <- runtime <- training;
-# these <- {app, benchmark} <- scripts.
+# these <- {app, benchmark} <- scripts;
+# data <- training: batches know no stage.
 # stage_api, seeding, ranges and partition know nobody.
 _PLANS = {"schedule", "families", "planning"}
 _LEAVES = {"stage_api", "seeding"}
 _RUNTIME = {"runtime", "schedule", "autograd"} | _LEAVES
-_TRAINING = {"training", "planning"} | _RUNTIME
+_TRAINING = {"training", "data", "planning", "checkpoint"} | _RUNTIME
 MAY_IMPORT = {
-    "zbpp/__init__.py": {"schedule", "planning", "autograd", "runtime", "cutting", "partition", "training"},
+    "zbpp/__init__.py": {
+        "schedule",
+        "planning",
+        "autograd",
+        "runtime",
+        "cutting",
+        "partition",
+        "checkpoint",
+        "training",
+    },
     "zbpp/stage_api.py": set(),
     "zbpp/seeding.py": set(),
     "zbpp/partition.py": set(),
     "zbpp/ranges.py": set(),
     "zbpp/config/": {"config", "ranges"},
-    "zbpp/launch.py": {"ranges"} | _TRAINING,
+    "zbpp/launch.py": {"pass_signals", "ranges"} | _TRAINING,
+    "zbpp/pass_signals.py": set(),
     "zbpp/builders/": {"builders", "config"} | _TRAINING,
-    "zbpp/app.py": {"builders", "config", "predict_memory", "render", "measured_stages"} | _TRAINING,
-    "zbpp/explain_stage.py": {"builders", "config", "training", "autograd"},
+    "zbpp/app.py": {"builders", "config", "measured_stages", "predict_memory", "render"} | _TRAINING,
+    "zbpp/data/": {"data", "seeding"},
+    "zbpp/explain_stage.py": {"builders", "config", "data", "training", "autograd"},
     # What each rank will hold: the stages run on fake tensors.
     "zbpp/measured_stages.py": {"config", "planning", "schedule"},
     "zbpp/stage_memory.py": {"builders", "config", "measured_stages"} | _TRAINING,
@@ -59,6 +71,7 @@ MAY_IMPORT = {
     # Pipeline(stages, "zb_h1"): a schedule's name in place of a timetable. No other file of runtime plans.
     "zbpp/runtime/arguments.py": {"planning"} | _RUNTIME,
     "zbpp/runtime/": _RUNTIME,
+    "zbpp/checkpoint/": {"checkpoint"} | _RUNTIME,
     "zbpp/training/": _TRAINING,
     "zbpp/cutting/": {"autograd", "cutting", "partition"},
     "zbpp/models/": {"models", "partition"} | _LEAVES,
@@ -90,6 +103,7 @@ MUST_NOT_IMPORT = [
     ("zbpp/families/", ("zbpp.schedule.lower",), "families know no messages"),
     ("zbpp/autograd/", ("torch.distributed",), "the split is usable on its own"),
     ("zbpp/models/", ("torch.distributed",), "a model sees no rank and no group"),
+    ("zbpp/data/", ("torch.distributed",), "every rank makes the same batches"),
     ("zbpp/commands/plan/", ("torch", "hydra", "omegaconf"), "it runs without torch"),
     ("scripts/plan.py", ("torch", "hydra", "omegaconf", "zbpp.app", "zbpp.config"), "it runs without torch"),
 ]
@@ -212,6 +226,7 @@ def test_every_room_keeps_to_the_floor_plan():
         ("zbpp/runtime/pipeline.py", "from zbpp.config import TrainConfig", "may import autograd,"),
         ("zbpp/runtime/p2p.py", "dist.init_process_group()", "runtime/world.py alone"),
         ("zbpp/training/trainer.py", "from zbpp import app", "may import autograd,"),
+        ("zbpp/data/text.py", "from zbpp.training import batch", "may import data, seeding"),
         ("zbpp/training/trainer.py", "from omegaconf import OmegaConf", "belong to zbpp/config/"),
         (
             "zbpp/benchmark/interleaved_timing.py",

@@ -25,12 +25,12 @@ from zbpp import app, launch
 from zbpp import config as configs
 from zbpp.builders import trainer as trainer_parts
 from zbpp.commands import command_line, compare
+from zbpp.data import text_data
 from zbpp.launch import RankError, Refusal, on_ranks
 from zbpp.models.gpt import Gpt
 from zbpp.planning import SCHEDULES, plan
 from zbpp.runtime.world import world
 from zbpp.schedule import PlanError, to_csv
-from zbpp.training.data import text_data
 from zbpp.training.run_folder import FolderError
 
 ROOT = Path(__file__).parent.parent

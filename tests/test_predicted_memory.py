@@ -7,9 +7,10 @@ from helpers.configs import composed
 from helpers.processes import run_ranks
 from zbpp.builders.data import build_data
 from zbpp.builders.model import build_model, build_stages
+from zbpp.builders.optimizer import build_optimizer
 from zbpp.builders.plan import build_timetable
 from zbpp.builders.stages import move_stages, offload_weights, recompute_stages
-from zbpp.builders.trainer import build_masters, build_optimizer, build_pipeline, build_validation
+from zbpp.builders.trainer import build_masters, build_pipeline, build_validation
 from zbpp.predict_memory import Predictor
 from zbpp.training.memory_report import MemoryReport
 from zbpp.training.precision import PRECISIONS

@@ -6,7 +6,7 @@ import pytest
 
 from helpers.installed import ROOT, Installation
 
-COMMANDS = ("plan", "train", "bench", "measure", "memory", "explain", "compare")
+COMMANDS = ("plan", "train", "bench", "measure", "memory", "explain", "export", "compare")
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_commands_find_the_packaged_configs_and_add_a_users_folder(wheel, tmp_pa
     done = wheel.start(tmp_path, ["bash", "-c", script])
     assert done.rc == 0, done.text
     assert done.text.count("_target_: my_file.Tower") == len(commands)
-    assert done.text.count("_target_: zbpp.training.data.regression_data") == len(commands)
+    assert done.text.count("_target_: zbpp.data.regression_data") == len(commands)
     assert {path.name for path in tmp_path.iterdir()} == {"conf"}
 
 

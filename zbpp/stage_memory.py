@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zbpp.autograd.storages import storages_of
 from zbpp.builders.data import build_data
 from zbpp.builders.model import build_model, explained_as_data
+from zbpp.builders.optimizer import build_optimizer
 from zbpp.builders.parallel import build_mesh, split_stages
 from zbpp.builders.stages import recompute_stages
-from zbpp.builders.trainer import build_optimizer
 from zbpp.config import ConfigError, ParallelConfig, TrainConfig, naming
 from zbpp.measured_stages import MeasuredStages, WeightBytes
 from zbpp.planning.stage_bytes import StageBytes, sharded
@@ -36,6 +36,7 @@ from zbpp.runtime.world import fake_world
 from zbpp.schedule import Timetable
 from zbpp.training.batch import batch_for
 from zbpp.training.master_weights import MasterWeights
+from zbpp.training.parameter_groups import Named
 from zbpp.training.precision import PRECISIONS
 
 FAKE = "on fake tensors: no memory was needed"
@@ -154,7 +155,7 @@ class _Stages:
         recompute_stages({index: stage}, config.memory.recompute)
         loss_fn = precision.widened(self._model.loss) if is_last else None
         release = config.memory.gradient_release
-        optimizer = build_optimizer((masters or stage).parameters(), config.optimizer, release)
+        optimizer = build_optimizer(_named(stage, masters), config.optimizer, release)
         run: dict[str, Any] = {"is_last": is_last, "loss_fn": loss_fn, "target": target}
         with LiveTensors() as live:
             accumulation = _accumulation(optimizer, index, stage) if release == "accumulate" else None
@@ -195,6 +196,12 @@ class _Stages:
             block=largest,
         )
         return replace(found, gradients=full * stored, update=whole.update * share)
+
+
+def _named(stage: nn.Module, masters: MasterWeights | None) -> list[Named]:
+    """What the optimizer gets of a stage."""
+    pairs = stage.named_parameters()
+    return [Named((name,), each if masters is None else masters.of(each)) for name, each in pairs]
 
 
 def _check_modules(stage: nn.Module) -> None:

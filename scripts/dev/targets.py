@@ -27,7 +27,7 @@ from zbpp.planning import certificate, plan
 from zbpp.planning.problem import Problem
 from zbpp.schedule import Costs, Timeline, simulate
 
-DATA = Path(__file__).resolve().parent.parent.parent / "tests/data"
+DATA = Path(__file__).resolve().parent.parent.parent / "tests/reference"
 COLUMNS = ((10, 10, 10, 0), (10, 12, 7, 1), (10, 16, 8, 2))  # F, B, W, message; ms
 # (microbatches, memory in p, what each column is to reach; None: within .6 % of the bound)
 V_MARKS = (

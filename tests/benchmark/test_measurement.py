@@ -13,12 +13,12 @@ from zbpp.benchmark.delay import delayed_messages
 from zbpp.benchmark.link_speed import link_speeds
 from zbpp.benchmark.measurement import measure, with_split_backward, with_whole_backward
 from zbpp.benchmark.workload import Workload
+from zbpp.data import regression_data
 from zbpp.models.emulated import Emulated
 from zbpp.planning import SCHEDULES
 from zbpp.runtime.mesh import planned_by_rank_0
 from zbpp.runtime.world import World
 from zbpp.schedule import PlanError
-from zbpp.training.data import regression_data
 
 P, M = 2, 4
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ from zbpp import plan, simulate
 from zbpp.benchmark.interleaved_timing import TimedRunner, start, time_in_turns, try_to_start
 from zbpp.benchmark.runner import ZbppRunner
 from zbpp.benchmark.workload import Workload
+from zbpp.data import regression_data
 from zbpp.models import emulated
 from zbpp.models.mlp import Mlp
 from zbpp.runtime.world import World
-from zbpp.training.data import regression_data
 
 P, M = 2, 4
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import pytest
 from zbpp.planning import plan
 from zbpp.schedule import Costs, simulate
 
-TABLE = json.loads((Path(__file__).parent.parent / "data" / "zb_paper_table.json").read_text())
+TABLE = json.loads((Path(__file__).parent.parent / "reference" / "zb_paper_table.json").read_text())
 ROWS = [dict(zip(TABLE["columns"], row, strict=True)) for row in TABLE["rows"]]
 
 

@@ -15,7 +15,7 @@ from zbpp.planning import plan
 from zbpp.planning.bounds import Bound, certificate, lower_bound
 from zbpp.schedule import Costs, PlanError, Timetable, simulate
 
-DATA = Path(__file__).parent.parent / "data"
+DATA = Path(__file__).parent.parent / "reference"
 PAPER = json.loads((DATA / "zb_paper_table.json").read_text())
 TARGETS = json.loads((DATA / "zb_targets.json").read_text())
 PROFILED = {(row[0], row[2]): dict(zip(PAPER["columns"], row, strict=True)) for row in PAPER["rows"]}

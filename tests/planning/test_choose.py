@@ -15,7 +15,7 @@ from zbpp.planning.tolerance import EQUAL
 from zbpp.render import render_advice, statements
 from zbpp.schedule import Costs, PlanError, Send, Timetable, lower, simulate
 
-DATA = Path(__file__).parent.parent / "data"
+DATA = Path(__file__).parent.parent / "reference"
 EQUAL_TIMES = RankCosts(f=10, b=10, w=10)
 UNEVEN = RankCosts(f=10, b=12, w=7, comm=1)
 LONG_B = RankCosts(f=10, b=16, w=8, comm=2)

@@ -10,7 +10,7 @@ from zbpp.planning import plan
 from zbpp.planning.objective import OBJECTIVES, objective_value
 from zbpp.schedule import Costs, PlanError, simulate
 
-DATA = Path(__file__).parent.parent / "data"
+DATA = Path(__file__).parent.parent / "reference"
 PAPER = json.loads((DATA / "zb_paper_table.json").read_text())
 TARGETS = json.loads((DATA / "zb_targets.json").read_text())
 ROWS = [dict(zip(PAPER["columns"], row, strict=True)) for row in PAPER["rows"]]

@@ -12,10 +12,10 @@ from helpers.processes import run_ranks
 from helpers.split import assert_close
 from zbpp import Pipeline, clip_grad_norm_, plan
 from zbpp.autograd import recompute
+from zbpp.data import Data
 from zbpp.models.gpt import Gpt
 from zbpp.runtime.shared_parameters import shared_parameters
 from zbpp.runtime.ties import check_alike, check_united, put_together, report_of, ties_of
-from zbpp.training.data import Data
 from zbpp.training.optimizer import adamw
 from zbpp.training.trainer import Trainer
 from zbpp.training.weights import save_weights

@@ -10,8 +10,8 @@ from torch import nn
 
 from helpers.processes import open_things, run_ranks
 from zbpp import Pipeline, PlanError, Timetable, make_mesh, plan, simulate
+from zbpp.data import text_data
 from zbpp.models.gpt import Gpt
-from zbpp.training.data import text_data
 from zbpp.training.optimizer import adamw
 from zbpp.training.replan import Replan
 from zbpp.training.trainer import Trainer

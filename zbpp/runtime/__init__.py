@@ -2,10 +2,12 @@
 
 From `Pipeline(...)` to the end of a step, in reading order:
 
-    pipeline      Pipeline: what a user calls
+    pipeline      Pipeline: what a user calls; its other methods are in pipeline_state, pipeline_release,
+                  pipeline_gate, pipeline_timeline and pipeline_end
     arguments     a schedule's name becomes a timetable, a model becomes stages
     checks        do the ranks of the pipeline fit together? What is wrong on one is raised on all
     engine        runs step and evaluate; WHEN A RANK FAILS or dies is explained here
+    rank_parts    what the engine runs: one rank's stages, links and programs
     executor      one rank's program, resolved into functions; sends, receives and actions in the plan's order
     stage         StageWorker: F, B, W and BW of one stage (zbpp/autograd splits B and W)
     p2p           links: messages between two ranks; THE LIFE OF A RECEIVE BUFFER is explained here

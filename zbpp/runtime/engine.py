@@ -28,36 +28,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zbpp.autograd import WeightGrads
-from zbpp.runtime.call_order import CallOrder, neighbours_of
-from zbpp.runtime.executor import BeginAgain, Executor, StageMethod
+from zbpp.runtime.call_order import CallOrder
+from zbpp.runtime.executor import BeginAgain, Executor
 from zbpp.runtime.feed import Call
 from zbpp.runtime.gradient_release import Release
-from zbpp.runtime.groups import close_groups, job_store, link_groups
 from zbpp.runtime.measure import Recorder
 from zbpp.runtime.microbatch import Cutter
 from zbpp.runtime.named_losses import NamedLosses
-from zbpp.runtime.offload_plan import OffloadPlan
 from zbpp.runtime.posts import Posts
+from zbpp.runtime.rank_parts import MakeOffload, RankParts
 from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.restored import Buffers, GradientsBefore, InPlaceChanges
-from zbpp.runtime.stage import Loss, StageWorker
-from zbpp.runtime.weight_offload import offloaded_weights
+from zbpp.runtime.stage import Loss
 from zbpp.runtime.world import CommunicationError
-from zbpp.schedule import Op, Timetable, lower
+from zbpp.schedule import Timetable, lower
 from zbpp.schedule.offload import RankOffload
-
-MakeOffload = Callable[[Mapping[int, StageWorker]], OffloadPlan]
-
-_METHODS: dict[str, dict[Op, StageMethod]] = {
-    "step": {
-        Op.F: StageWorker.forward,
-        Op.B: StageWorker.backward_input,
-        Op.W: StageWorker.backward_weight,
-        Op.BW: StageWorker.backward,
-    },
-    "evaluate": {Op.F: StageWorker.evaluate},
-}
 
 _HALF_UPDATED = "since gradients are released, some of its weights and optimizer states have been updated"
 _RELOAD = "load weights and optimizer states of an earlier step on every rank"
@@ -82,7 +67,7 @@ class CallLosses(NamedTuple):
 
 
 class Engine:
-    """The stages and links of one rank, with a program for `step` and one for `evaluate`.
+    """The stages and links of one rank, with a program for `step`, one for `evaluate` and one for `predict`.
 
     over: why no call may follow; empty until then. loaded: see CallOrder. posts: what the ranks post about
     their updates; None where no step has a gate. has_changed_inputs: with posts, whether a stage has changed,
@@ -110,49 +95,23 @@ class Engine:
         self.over, self.loaded, self.has_changed_inputs = "", 0, False
         self._release: Release | None = None
         self.posts: Posts | None = None
-        self._timetable, self._loss_fn, self._reductions = timetable, loss_fn, reductions
-        last = timetable.num_stages - 1
-        self._weights_on_host = offloaded_weights(stages.values())
-        run_w = WeightGrads.accumulate if self._weights_on_host is None else self._weights_on_host.accumulate
-        self._workers = {
-            stage: StageWorker(
-                stage,
-                module,
-                is_last=stage == last,
-                loss_fn=loss_fn,
-                device=device,
-                around_w=reductions.around_w(stage),
-                run_w=run_w,
-            )
-            for stage, module in stages.items()
-        }
-        self._rank = rank
-        self._activations = None if make_offload is None else make_offload(self._workers)
-        self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
-        self._order_of_ranks: CallOrder | None = None
-        self._order_of_copies = order_of_copies
-        leaving = () if self._activations is None else self._activations.plan
-        programs = {"step": lower(timetable, leaving), "evaluate": lower(timetable.forward_only())}
-        pairs = programs["step"].links
-        if pairs:
-            neighbours = neighbours_of(rank, pairs, timetable)
-            self._order_of_ranks = CallOrder(job_store(key), rank, neighbours, device)
-            self._links = link_groups(group, pairs, timeout, device)
-        self._executors = {
-            name: Executor(
-                lowered[rank],
-                self._workers,
-                _METHODS[name],
-                timetable.num_stages,
-                self._links,
-                device,
-                dynamic_shapes=dynamic_shapes,
-                reductions=reductions if name == "step" else None,
-                gate=lambda: lower(timetable).gate(rank),
-                offloads={} if self._activations is None else self._activations.stages,
-            )
-            for name, lowered in programs.items()
-        }
+        self._timetable, self._rank, self._loss_fn, self._reductions = timetable, rank, loss_fn, reductions
+        self._parts = parts = RankParts(
+            timetable,
+            rank,
+            stages,
+            loss_fn,
+            device,
+            reductions,
+            group=group,
+            key=key,
+            timeout=timeout,
+            dynamic_shapes=dynamic_shapes,
+            make_offload=make_offload,
+        )
+        self._workers, self._executors = parts.workers, parts.executors
+        self._activations, self._weights_on_host = parts.activations, parts.weights_on_host
+        self._order_of_ranks, self._order_of_copies = parts.order_of_ranks, order_of_copies
         loss_modules = [loss_fn] if isinstance(loss_fn, nn.Module) else []
         self._buffers = Buffers([*stages.values(), *loss_modules])
         self._before: GradientsBefore | None = None  # the gradients of the step that runs
@@ -215,18 +174,23 @@ class Engine:
         self._executors["evaluate"].forget_layouts()
         return self._run("evaluate", call, seeds, None, None)
 
-    def offloaded_bytes(self) -> dict[int, int]:
-        """Per stage, the most bytes of a microbatch that have left; {} without offload."""
-        return (
-            {}
-            if self._activations is None
-            else {s: each.nbytes for s, each in self._activations.stages.items()}
-        )
-
     @property
     def offload_plan(self) -> tuple[RankOffload, ...]:
         """See Pipeline."""
-        return () if self._activations is None else tuple(self._activations.plan)
+        return () if self._activations is None else self._activations.plan
+
+    def predict(self, call: Call, seeds: Mapping[int, int]) -> None:
+        """Forward of one microbatch, whose shapes may be others than the last one's."""
+        self._executors["predict"].forget_layouts()
+        self._run("predict", call, seeds, None, None)
+
+    def name_actions(self, is_named: bool) -> None:
+        """See Executor."""
+        self._executors["step"].name_actions(is_named)
+
+    def offloaded_bytes(self) -> dict[int, int]:
+        """Per stage, the most bytes of a microbatch that have left; {} without offload."""
+        return {} if self._activations is None else self._activations.nbytes("saved")
 
     def receive_buffers(self) -> list[Tensor]:
         """The pool of `step`."""
@@ -244,7 +208,7 @@ class Engine:
             raise RuntimeError(f"{self.over}: make a new Pipeline")
         self._before, executor = None, self._executors[name]
         try:
-            cutter = self._begin(call, seeds)
+            cutter = self._begin(call, seeds, 1 if name == "predict" else self._timetable.num_microbatches)
             if self._order_of_ranks is not None:
                 self._order_of_ranks.begin(name, cutter.rows)
             if self._order_of_copies is not None:
@@ -257,7 +221,7 @@ class Engine:
                 release.begin(call.loss_scale, has_graph=cutter.has_graph)
             if self._weights_on_host is not None:
                 self._weights_on_host.begin()
-            with self._reductions.evaluating() if name == "evaluate" else nullcontext():
+            with self._reductions.evaluating() if name != "step" else nullcontext():
                 if settle is None:
                     executor.run(recorder)
                 else:
@@ -274,12 +238,14 @@ class Engine:
             raise
         finally:
             self._before, self._inputs = None, InPlaceChanges(())
+            if self._weights_on_host is not None:
+                self._weights_on_host.end()
         losses = [loss for each in ended for loss in each.losses]
         return CallLosses(losses, NamedLosses([each.named for each in ended], cutter.num_microbatches))
 
-    def _begin(self, call: Call, seeds: Mapping[int, int]) -> Cutter:
+    def _begin(self, call: Call, seeds: Mapping[int, int], num_microbatches: int) -> Cutter:
         """Give the stages their parts of a call."""
-        cutter = Cutter(self._timetable.num_microbatches)
+        cutter = Cutter(num_microbatches)
         feeds = call.feeds(cutter, seeds, last_stage=self._timetable.num_stages - 1)
         if self.posts is not None:
             given = [(feed.args, feed.kwargs, feed.targets) for feed in feeds.values()]
@@ -309,13 +275,9 @@ class Engine:
         if again is None:
             return None
         executor.drop_messages()
-        for worker in self._workers.values():
-            worker.abandon()
-        if self._activations is not None:
-            self._activations.abandon()
-        self._reductions.abandon()
+        self._parts.abandon()
         self._buffers.restore()
-        cutter = self._begin(again, seeds)
+        cutter = self._begin(again, seeds, self._timetable.num_microbatches)
         self._before = GradientsBefore(trained)
         executor.run(recorder)
         return cutter
@@ -329,11 +291,7 @@ class Engine:
 
     def _fail(self, error: BaseException, before: GradientsBefore | None) -> None:
         """Drop all that is left of a call; with several ranks or replicas, the pipeline ends."""
-        for worker in self._workers.values():
-            worker.abandon()
-        if self._activations is not None:
-            self._activations.abandon()
-        self._reductions.abandon()
+        self._parts.abandon()
         left = "" if before is None else before.restore()
         if left:
             error.add_note(left)
@@ -357,13 +315,7 @@ class Engine:
         if self.posts is not None:
             with suppress(RuntimeError):  # the store may be gone, too
                 self.posts.give_up(why)
-        for executor in self._executors.values():
-            executor.close()
-        close_groups(self._links.values())
-        self._links.clear()
-        self._reductions.close()
-        if self._activations is not None:
-            self._activations.close()
+        self._parts.close()
 
 
 def error_text(error: BaseException) -> str:

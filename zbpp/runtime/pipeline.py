@@ -3,16 +3,21 @@
     timetable --lower--> program --resolve--> [(what to call, with which messages)] --run--> .grad
 
 Everything that can be known before the first step is done in the constructor. `step` and `evaluate` are run
-by the Engine, which also says what happens when a rank fails.
+by the Engine, which also says what happens when a rank fails. This file has construction, `step` and
+`evaluate`; the other methods are in
+
+    pipeline_state     parameters, their names, state_dict
+    pipeline_release   weights that are updated inside the step
+    pipeline_gate      an update that the next step waits for
+    pipeline_timeline  what is measured
+    pipeline_end       close, and the end after an error
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,41 +27,30 @@ from torch.distributed.device_mesh import DeviceMesh
 from zbpp.runtime.arguments import device_of, model_of, rank_in, timetable_of
 from zbpp.runtime.call_order import order_of_copies
 from zbpp.runtime.checks import agree_on_stages, check_ranks_agree
-from zbpp.runtime.engine import Engine, error_text
+from zbpp.runtime.engine import Engine
 from zbpp.runtime.feed import Call
 from zbpp.runtime.fully_shard import Reshard
-from zbpp.runtime.groups import close_groups, group_of_this_process, set_timeout
-from zbpp.runtime.measure import Recorder, measured_timeline
+from zbpp.runtime.groups import group_of_this_process, set_timeout
+from zbpp.runtime.measure import Recorder
 from zbpp.runtime.mesh import TENSOR, Place
 from zbpp.runtime.named_losses import NamedLosses, summed
 from zbpp.runtime.offload_plan import ActivationOffload, check_one_offload, offload_maker
 from zbpp.runtime.outputs import Metrics, Outputs
 from zbpp.runtime.parameters import StageParameters
-from zbpp.runtime.posts import Posts
+from zbpp.runtime.pipeline_release import PipelineRelease
+from zbpp.runtime.pipeline_state import PipelineState
+from zbpp.runtime.pipeline_timeline import PipelineTimeline
 from zbpp.runtime.reductions import Reductions
-from zbpp.runtime.released import make_release
 from zbpp.runtime.restored import eval_mode, restored_generators
 from zbpp.runtime.stage import Loss
 from zbpp.runtime.tensor_parallel import check_losses_alike
 from zbpp.runtime.weight_offload import check_offloaded
-from zbpp.runtime.world import gather
-from zbpp.schedule import Timeline, Timetable
-from zbpp.schedule.offload import RankOffload
+from zbpp.schedule import Timetable
 from zbpp.seeding import seed_of
 from zbpp.stage_api import PipelineModel
 
 
-class Gate(Protocol):
-    """An update of the weights that is not known to be right yet: see Pipeline.gate."""
-
-    def validate(self) -> bool:
-        """Wait until it is known, and make the weights right. Returns whether they were right."""
-
-    def open(self) -> None:
-        """Drop the gradients of the update: the next step adds its own from now on."""
-
-
-class Pipeline:
+class Pipeline(PipelineState, PipelineRelease, PipelineTimeline):
     """One rank of a pipeline.
 
     stages: {stage index: module}, exactly those that `timetable` gives to this rank; or a model (see
@@ -180,106 +174,6 @@ class Pipeline:
         self._compares_losses = TENSOR in place.groups  # in the first step
         self._recorder = Recorder(self.device)
         self._recording: Recorder | None = None
-        self.gate: Gate | None = None
-        self._lost_update = ""
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank's stages and of a loss that is a module, each once: for optimizers."""
-        return (parameter for _, parameter in self._parameters.named())
-
-    def counted_parameters(self) -> Iterator[nn.Parameter]:
-        """Those of `parameters` that this process counts: over the mesh, each part of each comes once.
-
-        Replicas count each for itself.
-        """
-        mine = (each for each in self.parameters() if id(each) not in self._copies)
-        return filter(self.place.counts, mine)
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters with the names that they have in the whole model: the stage modules' own.
-
-        Where two stages of the pipeline use one name for different tensors, every name on every rank begins
-        with `stages.{index}.`.
-        """
-        return self._parameters.named()
-
-    def state_dict(self, stage: int | None = None, *, keep_vars: bool = False) -> dict[str, Any]:
-        """Parameters and persistent buffers under those names: of one stage, or of all this rank's."""
-        self.settle()
-        return self._parameters.state_dict(stage, keep_vars=keep_vars)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Load this rank's part of a state dict, which may be the whole model's.
-
-        Raises RuntimeError, before anything is loaded, if a name of this rank is missing or one belongs to no
-        stage of the pipeline; not if strict=False. Raises it, too, if tied parameters would get different
-        values. Collective if ranks have copies of a tied parameter. The next step raises AgreementError if
-        copies of a stage in a mesh were given different values.
-        """
-        self.settle()
-        self._parameters.load_state_dict(state_dict, strict=strict)
-        self._engine.loaded = self._parameters.fingerprint()
-
-    def release_gradients(
-        self, optimizer: torch.optim.Optimizer, *, accumulate: bool = False, keep_squares: bool = False
-    ) -> None:
-        """From the next step on, `step` updates this rank's weights itself and drops their gradients.
-
-        A stage is updated behind its last W, or when its gradients have been reduced over replicas and
-        shards; shared and tied parameters at the end. Losses are those of a loop with `optimizer.step()`
-        after each step, to the last bit. Such a loop goes on without it, and without zero_grad; the
-        learning rate may be changed between steps, also by torch's schedulers.
-
-        optimizer: of all or some of `parameters()`; gradients of others stay, as without release.
-        accumulate: each microbatch's gradients go into the states of an optimizer of torch-optimi, and are
-        dropped one by one; see zbpp/runtime/optimizer_accumulation.py. keep_squares: `released_squares` then
-        has what the norm is made of; not with accumulate.
-
-        Gradients are gone when `step` returns: nothing can clip them by their norm, scale them, or skip an
-        update because one is infinite or NaN. A step that fails may have updated some weights, and no
-        step may follow it. Raises ValueError, on every rank, for what can't work. Collective over the mesh.
-        """
-        release, refusal = None, ""
-        if self._release_arguments.get("optimizer", optimizer) is not optimizer:
-            refusal = (
-                "gradients are released to another optimizer already, and one call replaces the other: make "
-                "one optimizer with a group for each kind of parameters"
-            )
-        loss = self._loss_fn if isinstance(self._loss_fn, nn.Module) else nn.Module()
-        last = self.timetable.num_stages - 1
-        try:
-            release = make_release(
-                optimizer,
-                self.stages,
-                self._late,
-                loss.parameters() if last in self.stages else (),
-                self.place,
-                last,
-                self.timetable.num_microbatches,
-                accumulate=accumulate,
-                keep_squares=keep_squares,
-            )
-        except ValueError as error:
-            refusal = str(error)
-        for each in self.place.gather(refusal):
-            if each:
-                raise ValueError(each)
-        self._engine.release_gradients(release)
-        self._release_arguments = {
-            "optimizer": optimizer,
-            "accumulate": accumulate,
-            "keep_squares": keep_squares,
-        }
-
-    @property
-    def releases_gradients(self) -> bool:
-        """Whether steps update the weights themselves, and leave no gradients."""
-        return bool(self._release_arguments)
-
-    @property
-    def released_squares(self) -> Mapping[int, Tensor]:
-        """By id of each parameter that the last step updated, its gradient's sum of squares; see above."""
-        return self._engine.released_squares
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> list[Tensor]:
         """Forward and backward of one whole batch. Adds to each `.grad` the mean over microbatches.
@@ -314,62 +208,6 @@ class Pipeline:
             self._compares_losses = False
         self.num_steps += 1
         return losses
-
-    def _pass_gate(self, gate: Gate, call: Call) -> Call | None:
-        """Settle an update at the gate of a step. Returns the step's new call, if it has to begin again."""
-        was_right = self._validated(gate)
-        gate.open()
-        return None if was_right else call._replace(loss_scale=self.loss_scale)
-
-    @property
-    def offload_plan(self) -> tuple[RankOffload, ...]:
-        """Of each rank, what leaves the device and comes back in the next step; () without offload."""
-        return self._engine.offload_plan
-
-    def settle(self) -> None:
-        """Wait for an update that is not known to be right yet; afterwards the weights are.
-
-        Raises RuntimeError if that failed before: the weights may be wrong for good.
-        """
-        if self._lost_update:
-            raise RuntimeError(self._lost_update)
-        if self.gate is not None:
-            self._validated(self.gate)
-
-    def _validated(self, gate: Gate) -> bool:
-        self.gate = None
-        try:
-            return gate.validate()
-        except BaseException as error:
-            self.give_up(f"an update could not be validated ({error_text(error)}), and may be wrong")
-            raise
-
-    def give_up(self, why: str) -> None:
-        """End this pipeline, whose weights are not those of any step."""
-        self._lost_update = (
-            f"{why}: load weights and optimizer states of an earlier step, and make a new Pipeline"
-        )
-        self.gate = None
-        self._end(why)
-
-    def posts(self) -> Posts:
-        """What the ranks post about updates that later steps have a gate for. The first call is collective.
-
-        From then on each step notes whether a stage changes its inputs in place (`has_changed_inputs`).
-        """
-        if self._engine.posts is None:
-            self._engine.posts = Posts(self.place, self._timeout)
-        return self._engine.posts
-
-    @property
-    def gate_refusal(self) -> str:
-        """Why no step of this rank can have a gate, or nothing."""
-        return self._engine.gate_refusal
-
-    @property
-    def has_changed_inputs(self) -> bool:
-        """Whether a stage of this rank has changed what a step was given; False until `posts` is called."""
-        return self._engine.has_changed_inputs
 
     def auxiliary_losses(self) -> dict[str, float]:
         """The auxiliary losses of the last step by name, and the entries of a loss that is a dict.
@@ -414,34 +252,20 @@ class Pipeline:
             found.append(seen.metrics())
         return tuple(found)
 
-    @contextmanager
-    def recording(self, recorder: Recorder | None = None) -> Iterator[None]:
-        """Measure each action and message of the steps inside the block; `timeline` gives the last step.
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """The last stage's output for a batch of any size, which is one microbatch; None on other ranks.
 
-        recorder: what notes them instead, and `timeline` does not.
+        As in `evaluate`: in eval mode, without gradients, at any time between steps. No loss is computed.
         """
-        self._recording = self._recorder if recorder is None else recorder
-        try:
-            yield
-        finally:
-            self._recording = None
-
-    def receive_buffers(self) -> list[Tensor]:
-        """The buffers that messages of `step` are received into: as many as are in use at once."""
-        return self._engine.receive_buffers()
-
-    def timeline(self) -> Timeline:
-        """The last step inside `recording`, as it ran on all ranks; it starts at 0 ms. Collective.
-
-        peak_memory as `measured_timeline` has it. Raises RuntimeError if no step was recorded.
-        """
-        if self._recorder.is_empty:
-            raise RuntimeError("no step was recorded: run one inside `with pipeline.recording():`")
-        return measured_timeline(self._recorder, self.timetable, self.group)
-
-    def offloaded_bytes(self) -> dict[int, int]:
-        """Per stage of this rank, the most bytes of a microbatch that have left; {} without offload."""
-        return self._engine.offloaded_bytes()
+        self.settle()
+        seen = Outputs(is_kept=True, metrics=None)
+        with (
+            restored_generators(self.device),
+            eval_mode([*self.stages.values(), self._loss_fn]),
+            torch.no_grad(),
+        ):
+            self._engine.predict(Call(args, None, kwargs, seen.take), self._seeds())
+        return seen.concatenated()
 
     def with_timetable(self, timetable: Timetable) -> Pipeline:
         """Close this pipeline; return one that goes on with the same stages under another timetable.
@@ -474,47 +298,6 @@ class Pipeline:
         if self._release_arguments:
             following.release_gradients(**self._release_arguments)
         return following
-
-    def close(self) -> None:
-        """Give up the links and process groups that were made for this pipeline; no step follows.
-
-        Modules, gradients and the group that the caller gave stay. Collective: a rank waits here until all
-        ranks have come, since another may still read what this one has sent. After a failure, and the second
-        time, it doesn't wait. Raises CommunicationError if another rank is gone.
-        """
-        if self._engine.over:
-            self._close_made_group()
-            return
-        self.settle()
-        try:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            if self.timetable.num_ranks > 1:
-                gather(None, self.group)
-        finally:
-            self._end("the pipeline was closed")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
-        elif not self._engine.over:  # other ranks may wait for a message of this one
-            self._end(f"an error ended the pipeline ({error_text(error)})")
-        else:
-            self._close_made_group()
-
-    def _end(self, why: str) -> None:
-        self._engine.end(why)
-        self._close_made_group()
-
-    def _close_made_group(self) -> None:
-        if self._made_group is not None:
-            close_groups([self._made_group])
-            self._made_group = None
 
     def _seeds(self) -> dict[int, int]:
         """Per stage, the seed of its microbatch 0 in the next step."""

@@ -1,28 +1,17 @@
-"""A batch taken apart: the positional inputs of stage 0, and the target.
-
-(inputs, target), or more: (x, y, ..., target)       positional inputs in their order, the target last
-{"target": ..., "x": ..., "y": ...}                  the target is called target or labels; a single other
-                                                     entry is the input, several go to stage 0 by name
-"""
+"""A rank's part of a batch: the inputs if it owns stage 0, the target if it owns the last stage."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-_TARGETS = ("target", "labels")
-
-
-class Source(Protocol):
-    """Whole batches by number, the same on every rank."""
-
-    def batch(self, step: int) -> Any: ...
+from zbpp.data.batch import Source, parts_of
 
 
 def batch_for(
@@ -55,25 +44,6 @@ def batch_for(
     return args, tree_map(partial(moved, target_dtype or dtype), target) if is_last else None
 
 
-def parts_of(batch: Any) -> tuple[tuple[Any, ...] | dict[str, Any], Any]:
-    """(inputs by position or by name, target). Raises ValueError for a batch of another form."""
-    if isinstance(batch, Mapping):
-        named = [name for name in _TARGETS if name in batch]
-        if len(named) != 1 or len(batch) < 2:
-            raise ValueError(
-                f"a batch has the entries {', '.join(map(str, batch)) or '(none)'}: call one of them "
-                f"{' or '.join(_TARGETS)}, the others are the model's inputs"
-            )
-        return {name: value for name, value in batch.items() if name != named[0]}, batch[named[0]]
-    if isinstance(batch, tuple | list) and len(batch) >= 2:
-        return tuple(batch[:-1]), batch[-1]
-    length = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
-    raise ValueError(
-        f"a batch is a {type(batch).__name__}{length}: give (inputs, target), or a dict with the target "
-        "under target or labels"
-    )
-
-
 def positional(inputs: tuple[Any, ...] | dict[str, Any], module: nn.Module) -> tuple[Any, ...]:
     """The inputs in the order of `module`'s arguments. Raises ValueError for names that it doesn't take."""
     if isinstance(inputs, tuple):
@@ -92,9 +62,3 @@ def positional(inputs: tuple[Any, ...] | dict[str, Any], module: nn.Module) -> t
             "let its forward take them as ordinary arguments"
         )
     return bound.args[1:]
-
-
-def num_rows(batch: Any) -> int | None:
-    """The length of dim 0 of the batch's first tensor; None without such a tensor."""
-    lengths = (len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
-    return next(lengths, None)

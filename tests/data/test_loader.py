@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from zbpp import Pipeline, plan
 from zbpp.builders.data import build_data
 from zbpp.config import ConfigError
-from zbpp.training.batch import batch_for, parts_of
-from zbpp.training.loader import Loaded, loaded_data
+from zbpp.data.batch import parts_of
+from zbpp.data.loader import Loaded, loaded_data
+from zbpp.training.batch import batch_for
 from zbpp.training.trainer import Trainer
 
 ROWS, BATCH = 20, 4

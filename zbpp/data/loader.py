@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from zbpp.data.batch import num_rows, parts_of
+from zbpp.data.source import Data
 from zbpp.seeding import seed_of
-from zbpp.training.batch import num_rows, parts_of
-from zbpp.training.data import Data
 
 _ENDLESS = 2**40  # batches of a source that doesn't say how many it has
 
@@ -109,7 +109,7 @@ def _loaded(given: Any, batch_size: int, seed: int, name: str, *, shuffle: bool)
     if not isinstance(batches, Iterable) or isinstance(batches, str | dict | Tensor):
         raise ValueError(
             f"a {type(given).__name__} yields no batches: give a torch Dataset, a DataLoader, a list of "
-            "batches, a pair of such (to train on, held out), or a zbpp.training.data.Data"
+            "batches, a pair of such (to train on, held out), or a zbpp.data.Data"
         )
     if isinstance(batches, DataLoader) and not batches.drop_last and isinstance(batches.dataset, Sized):
         rest = len(batches.dataset) % (batches.batch_size or 1)

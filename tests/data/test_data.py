@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from zbpp.training.corpus import load_corpus
-from zbpp.training.data import Batches, RandomRegression, text_data
+from zbpp.data import Batches, RandomRegression, text_data
+from zbpp.data.corpus import load_corpus
 
 TEXT = "the quick brown fox jumps over the lazy dog\n"
 
@@ -205,7 +205,7 @@ def test_a_tokenizer_file_gives_its_tokens_and_vocabulary(folder, tokenizer_file
 def windows_of(batches, steps):
     """The first token of each sample: the number of its window, where the tokens count up."""
     firsts = torch.cat([batches.batch(step)[0][:, 0] for step in steps])
-    return (firsts // batches.sequence_length).tolist()
+    return (firsts // batches.samples.sequence_length).tolist()
 
 
 def counting(num_tokens=101, sequence_length=4, batch_size=5, seed=0):
@@ -228,7 +228,7 @@ def test_batches_are_int64_and_contiguous():
 
 @pytest.mark.parametrize(("num_tokens", "num_windows"), [(101, 25), (100, 24), (104, 25), (5, 1)])
 def test_windows_need_one_token_more_for_the_last_target(num_tokens, num_windows):
-    assert counting(num_tokens).num_windows == num_windows
+    assert counting(num_tokens).samples.num_samples == num_windows
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 2])

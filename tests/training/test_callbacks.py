@@ -1,0 +1,62 @@
+"""Callbacks of the Trainer: when they are called, what they may read, and leaving early."""
+
+import pytest
+
+from helpers.trainers import small_trainer
+from zbpp.training.callbacks import Callback
+from zbpp.training.post_validation import Validation
+
+
+class Witness(Callback):
+    """Notes its calls, and the steps whose metrics it was shown; leaves after a step, if told to."""
+
+    may_leave = True
+
+    def __init__(self, *, needy_step=None, last_step=None):
+        self.calls, self.shown = [], {}
+        self.needy_step, self.last_step = needy_step, last_step
+
+    def needs_weights(self, step):
+        return step == self.needy_step
+
+    def before_step(self, trainer, step):
+        self.calls.append(("before", step))
+
+    def after_step(self, trainer, step, known):
+        self.calls.append(("after", step))
+        self.shown[step] = [metrics["step"] for metrics in known]
+        if step == self.last_step:
+            trainer.leave("enough")
+
+    def finish(self, trainer):
+        self.calls.append(("finish", trainer.next_step))
+
+
+def test_callbacks_are_called_around_each_step_and_once_at_the_end():
+    witness = Witness()
+    steps = [metrics["step"] for metrics in small_trainer(callbacks=[witness]).run(3)]
+    assert steps == [1, 2, 3]
+    assert witness.calls == [
+        *[(when, step) for step in range(3) for when in ("before", "after")],
+        ("finish", 3),
+    ]
+
+
+def test_a_callback_ends_the_run_and_a_second_run_continues_it():
+    whole = [metrics["loss"] for metrics in small_trainer().run(6)]
+    trainer = small_trainer(callbacks=[Witness(last_step=2)])
+    first = [metrics["loss"] for metrics in trainer.run(6)]
+    assert (len(first), trainer.leaving, trainer.next_step) == (3, "enough", 3)
+    assert first + [metrics["loss"] for metrics in trainer.run(6)] == whole
+
+
+@pytest.mark.parametrize("last_step", [None, 3])
+def test_with_post_validation_only_a_callback_that_needs_the_weights_is_shown_its_own_step(last_step):
+    witness = Witness(needy_step=2, last_step=last_step)
+    trainer = small_trainer(
+        callbacks=[witness], post_validation=Validation(after=0), clip_norm=2.0, num_recorded=0
+    )
+    steps = [metrics["step"] for metrics in trainer.run(6)]
+    assert witness.shown[2][-1] == 3
+    assert witness.shown[1] == [1]
+    assert steps == list(range(1, len(steps) + 1)) == list(range(1, 7 if last_step is None else 5))

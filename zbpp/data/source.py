@@ -1,0 +1,36 @@
+"""`Data`: what a trainer reads, batches by step and facts about them.
+
+A batch depends on the arguments and on the step's number, and on nothing else: there is no state to save, and
+any number of ranks sees the same global batches.
+
+For data of your own, name in the config a function, or a torch Dataset class, that makes them (`data=custom
+data._target_=my_file.my_data`). The function gets `batch_size` (rows of a whole batch) and `seed` if it takes
+them. It returns a torch Dataset, a DataLoader (with that batch size and drop_last=True), a list of batches, a
+pair of any of these (to train on, held out), or a `Data`. What a batch may be: zbpp/data/batch.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from zbpp.data.batch import Source
+
+
+class Data(NamedTuple):
+    """What a trainer reads: batches by step, and facts about them."""
+
+    train: Source
+    evaluation: Source
+    num_evaluation_batches: int
+    items_per_batch: int
+    fingerprint: str  # equal on two ranks that read the same data
+    unigram_entropy: float | None = None  # nats per token
+    unit: str = "tokens"  # what the items of a batch are: "tokens" or "rows"
+
+
+def check_at_least_one(**sizes: int) -> None:
+    """Raises ValueError naming the first size below 1."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name}={size} must be positive: write 1 or more")

@@ -1,0 +1,50 @@
+"""What happens around the steps of a run beside training: saving, leaving early, sampling, profiling.
+
+    for each step:    before_step   the step   after_step
+    at the end:       finish, also of a run that is left early, not of one that fails
+
+All ranks have the same callbacks in the same order, and call them at the same places: so a callback may
+communicate.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from zbpp.training.update import Metrics
+
+if TYPE_CHECKING:
+    from zbpp.training.trainer import Trainer
+
+
+class Callback:
+    """One such thing; each method does nothing until it is overridden. Steps count from 0."""
+
+    # Whether the run must end after the very step in which this callback calls `trainer.leave`: then ranks
+    # gather after each step. Without it, the wish goes to the other ranks with the next step's loss.
+    may_leave = False
+
+    @property
+    def seconds_to_finish(self) -> float:
+        """How long `finish` may take, by this callback's estimate; a time limit leaves so much earlier."""
+        return 0.0
+
+    def needs_weights(self, step: int) -> bool:
+        """Whether `after_step` of this step needs the final weights and this step's metrics.
+
+        With post-validation both are known during the next step only, unless the trainer waits for them.
+        """
+        return False
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        """Called before a step reads its batch."""
+
+    def after_step(self, trainer: Trainer, step: int, known: list[Metrics]) -> None:
+        """Called after a step.
+
+        known: the metrics of the steps whose outcome has become known, oldest first. Their dicts may be
+        added to. Where `needs_weights(step)`, the last one is this step's.
+        """
+
+    def finish(self, trainer: Trainer) -> None:
+        """Called once after the last step, whose number is `trainer.next_step - 1`."""
