@@ -161,6 +161,7 @@ class _Stages:
             accumulation = _accumulation(optimizer, index, stage) if release == "accumulate" else None
             memory = microbatch_memory(index, stage, args, live, release=accumulation, **run)
             states, update = _optimizer_bytes(live, optimizer)
+        leaving = bytes_that_leave(index, stage, args, **run)
         parameters = _bytes(stage.parameters())
         trained = 0 if masters else _bytes(each for each in stage.parameters() if each.requires_grad)
         found = StageBytes(
@@ -169,7 +170,8 @@ class _Stages:
             optimizer=states + (0 if masters is None else _bytes(masters.parameters())),
             keeps_gradients=masters is not None,
             update=0 if accumulation is not None else update,
-            leaves=bytes_that_leave(index, stage, args, **run),
+            leaves=leaving.saved,
+            deferred_leaves=leaving.deferred,
             **_of_messages(memory),
         )
         weights = WeightBytes(parameters, max((Piece(each).nbytes for each in blocks), default=0), trained)

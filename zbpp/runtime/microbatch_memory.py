@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from zbpp.autograd.copies import Copier, Copy, Moves, Watch
+from zbpp.autograd.deferred_offload import DeferredTensors
 from zbpp.autograd.offload import LEAST_BYTES, may_leave
 from zbpp.autograd.storages import storages_of
 from zbpp.runtime.feed import Feed
@@ -81,19 +83,52 @@ def bytes_that_leave(
     loss_fn: Loss | None = None,
     target: Any = None,
     least_bytes: int = LEAST_BYTES,
-) -> int:
-    """The bytes of what F of a microbatch saves that may leave the device: see SavedActivations."""
+) -> LeavingBytes:
+    """The bytes of what F and B of a microbatch keep that may leave the device, on the CPU or fake."""
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn)
-    worker.begin(Feed([inputs] if index == 0 else (), [{}], [target], [0]))
+    feed = Feed([inputs] if index == 0 else (), [{}], [target], [0])
     message = tuple(map(_received, inputs)) if index else ()
     loss = loss_fn if isinstance(loss_fn, nn.Module) else nn.Module()
     stays = [*module.parameters(), *module.buffers(), *loss.parameters(), *loss.buffers(), target]
     found = _Leaving(least_bytes, [*message, *inputs, *stays])
+    worker.begin(feed)
     with saved_tensors_hooks(found.pack, _same):
         outputs = worker.forward(0, message)
-    size = found.nbytes([each for each in outputs if each is not None])
+    saved = found.nbytes([each for each in outputs if each is not None])
     worker.abandon()
-    return size
+    del outputs
+    worker.begin(feed)  # once more: hooks would change what B defers
+    outputs = worker.forward(0, message)
+    grads = tuple(each and _gradient(each, _CPU) for each in layout_of(outputs))
+    given = worker.backward_input(0, grads)
+    storages = [each for value in stays if isinstance(value, Tensor) for each in storages_of(value)]
+    device = storages[0].device if storages else _CPU  # of a fake tensor's storage: meta
+    deferred = DeferredTensors(worker.deferred(0), _Nowhere(device), least_bytes=least_bytes).leaving_bytes()
+    del given
+    worker.abandon()
+    return LeavingBytes(saved, deferred)
+
+
+class LeavingBytes(NamedTuple):
+    """Bytes of a microbatch that may leave between F and B, and between B and W."""
+
+    saved: int
+    deferred: int
+
+
+class _Nowhere(Copier):
+    """Knows a device, and copies nothing."""
+
+    _where = "nowhere"
+
+    def out(self, moves: Moves, watch: Watch | None = None) -> Copy:
+        raise NotImplementedError
+
+    def back(self, moves: Moves, watch: Watch | None = None) -> Copy:
+        raise NotImplementedError
+
+    def _make_space(self, nbytes: int) -> Any:
+        raise NotImplementedError
 
 
 class _Leaving:
