@@ -243,9 +243,9 @@ class StatefulStream(Stream):
         self.first = self.next = 0
 
     def __iter__(self):
-        for self.next in range(self.first + BATCH, ROWS + BATCH, BATCH):
-            self.read += 1
-            yield torch.arange(self.next - BATCH, self.next)[:, None], torch.zeros(BATCH)
+        for first in range(self.first, ROWS, BATCH):
+            self.read, self.next = self.read + 1, first + BATCH
+            yield torch.arange(first, first + BATCH)[:, None], torch.zeros(BATCH)
         self.first = 0
 
     def state_dict(self):
