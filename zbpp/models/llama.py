@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,22 @@ from zbpp.models.tensor_parallel import BlockPlan, parallelize
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+# transformers' names of the modules: outside the layers, and inside one.
+_LIBRARY_NAMES = {
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "attention_norm": "input_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
 
 
 class Llama:
@@ -78,6 +94,18 @@ class Llama:
                 mlp=SwiGlu(hidden_size, inner),
             )
 
+        self._library = {
+            "vocab_size": vocab_size,
+            "num_hidden_layers": num_layers,
+            "hidden_size": hidden_size,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": kv_heads,
+            "intermediate_size": inner,
+            "max_position_embeddings": sequence_length,
+            "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
+            "rms_norm_eps": norm_eps,
+            "tie_word_embeddings": tie_embeddings,
+        }
         self._sharded = {"num_heads": num_heads, "num_kv_heads": kv_heads, "intermediate_size": inner}
         self._plan = BlockPlan(
             columns=("attention.query", "attention.key", "attention.value", "mlp.gate", "mlp.up"),
@@ -125,6 +153,20 @@ class Llama:
     def layer_counts(self, num_stages: int) -> list[int]:
         """How many layers each of `num_stages` stages gets; see `Blueprint.layer_counts`."""
         return self._blueprint.layer_counts(num_stages)
+
+    def library_config(self) -> Any:
+        """The config of transformers' LlamaForCausalLM that computes the same, for export."""
+        from transformers import LlamaConfig
+
+        return LlamaConfig(**self._library)
+
+    def library_name(self, name: str) -> str:
+        """What LlamaForCausalLM calls the parameter of this name."""
+        part, _, rest = name.partition(".")
+        if not part.startswith("layer_"):
+            return f"{_LIBRARY_NAMES[part]}.{rest}"
+        module, _, leaf = rest.rpartition(".")
+        return f"model.layers.{part.removeprefix('layer_')}.{_LIBRARY_NAMES[module]}.{leaf}"
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Mean cross-entropy in nats per token; logits [batch, time, vocab], target [batch, time]."""

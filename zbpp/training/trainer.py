@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from zbpp.data import Data
 from zbpp.data.batch import Source
@@ -33,14 +34,18 @@ from zbpp.training.released_update import ReleasedUpdate
 from zbpp.training.replan import Replan
 from zbpp.training.update import Metrics, Result, Update
 
+_KEPT = 5  # measured steps, or as many as num_recorded
+
 
 @dataclass(kw_only=True)
 class Trainer:
     """Trains the stages of one rank together with the other ranks.
 
-    learning_rate(step): the factor on the optimizer's rate. clip_norm: the largest norm of the gradients of
+    learning_rate(step): the factor on the optimizer's rate; scheduler: one of torch's, which sets the rate
+    instead, and whose state belongs into a checkpoint. clip_norm: the largest norm of the gradients of
     all stages together. metrics(output, target): further numbers of a held-out microbatch, beside its loss.
-    num_recorded: how many of the last steps are measured action by action. replan: may replace the pipeline
+    num_recorded: how many of the last steps are measured action by action. record_every: besides, the second
+    and third step, and one of so many; 0: none. replan: may replace the pipeline
     after the first steps. masters: master weights of all trainable parameters; the optimizer must then be
     over `masters.parameters()`, and floating-point targets are cast to float32. loss_scale: chooses the
     pipeline's loss_scale before each step; None: that scale stays as it is. In both cases the scale is
@@ -59,11 +64,13 @@ class Trainer:
     pipeline: Pipeline
     optimizer: torch.optim.Optimizer
     data: Data
-    learning_rate: Callable[[int], float]
+    learning_rate: Callable[[int], float] | None = None
+    scheduler: LRScheduler | None = None
     clip_norm: float | None = None
     evaluate_every: int = 0
     metrics: Callable[[Any, Any], Mapping[str, float | Tensor]] | None = None
     num_recorded: int = 5
+    record_every: int = 0
     replan: Replan | None = None
     masters: MasterWeights | None = None
     loss_scale: LossScale | None = None
@@ -75,11 +82,15 @@ class Trainer:
 
     def __post_init__(self) -> None:
         _check_gradients(self.pipeline, self.optimizer, self.masters)
+        if (self.learning_rate is None) == (self.scheduler is None):
+            raise ValueError("give the trainer one of learning_rate and scheduler: each sets the rate")
         self._update = self._make_update()
         self.timelines: list[Timeline] = []
         self.next_step = 0  # the step that `run` begins with
         self.leaving: str | None = None  # why the run ends early; the same on all ranks
+        self.first_step = 0  # the first step of the last `run`
         self._wish: str | None = None  # this rank's reason to end it
+        self._agreed: str | None = None  # the reason that all ranks know
         self._begun: deque[Metrics] = deque()  # of steps whose outcome is not known yet
         self._ahead = self._make_read_ahead()
 
@@ -88,7 +99,8 @@ class Trainer:
 
         Yields each step's metrics when they are known. All but the times are equal on all ranks.
         """
-        self.leaving = self._wish = None
+        self.leaving = self._wish = self._update.wish = self._agreed = None
+        self.first_step = self.next_step
         try:
             while self.next_step < num_steps and self.leaving is None:
                 yield from self._run_step(self.next_step, num_steps=num_steps)
@@ -99,15 +111,23 @@ class Trainer:
         for callback in self.callbacks:
             callback.finish(self)
 
-    def leave(self, reason: str) -> None:
-        """End the run after the present step, on all ranks; for callbacks that may_leave."""
-        self._wish = self._wish or reason
+    def leave(self, reason: str, *, agreed: bool = False) -> None:
+        """End the run early, on all ranks. One rank may call this, at any time and from any thread.
+
+        The reason goes to the other ranks with the loss of the step that runs, or of the next one: behind
+        that step the run ends, with post-validation one step later. It ends after the present step if this
+        is the only process, if a callback is one that may_leave, and if it is agreed: all ranks call this in
+        the same after_step.
+        """
+        self._wish = self._update.wish = self._wish or reason
+        if agreed or (not self.pipeline.place.groups and self.pipeline.timetable.num_ranks == 1):
+            self._agreed = self._agreed or reason
 
     def _run_step(self, step: int, *, num_steps: int) -> list[Metrics]:
         is_last = step + 1 == num_steps
         is_reported = self.memory_report is not None and step == self.memory_report.step
         # A recorder notes either times or levels of memory.
-        recorded = (step >= num_steps - self.num_recorded or self._is_measured(step)) and not is_reported
+        recorded = self._is_recorded(step, num_steps=num_steps) and not is_reported
         evaluated = self.evaluate_every and ((step + 1) % self.evaluate_every == 0 or is_last)
         for callback in self.callbacks:
             callback.before_step(self, step)
@@ -122,6 +142,7 @@ class Trainer:
             known[-1] |= self.evaluate()
         if recorded:
             self.timelines.append(self.pipeline.timeline())
+            del self.timelines[: -max(self.num_recorded, _KEPT)]
         for callback in self.callbacks:
             callback.after_step(self, step, known)
         self.leaving = self._agreed_reason()
@@ -130,10 +151,10 @@ class Trainer:
         return known
 
     def _agreed_reason(self) -> str | None:
-        """The first rank's reason to leave of those that have one; asked only if a callback may leave."""
-        if not any(callback.may_leave for callback in self.callbacks):
-            return None
-        return next(filter(None, self.pipeline.place.gather(self._wish)), None)
+        """Why all ranks leave after this step: the reason of the first rank that has one."""
+        if any(callback.may_leave for callback in self.callbacks):
+            return next(filter(None, self.pipeline.place.gather(self._wish)), None)
+        return self._agreed
 
     def _watching(self, *, recorded: bool, is_reported: bool) -> AbstractContextManager[None]:
         """What a step runs in: a recording of its times, or of its memory, or nothing."""
@@ -182,10 +203,14 @@ class Trainer:
     def _step(self, step: int) -> list[Metrics]:
         """Train on one batch; returns the metrics of all steps whose outcome is known by now."""
         begin = time.perf_counter()
-        self._update.begin(self.pipeline, self.learning_rate(step))
+        self._update.begin(self.pipeline, None if self.learning_rate is None else self.learning_rate(step))
         args, target = self._training_batch(step)
         losses = self.pipeline.step(*args, target=target)
         results = self._update.end(self.pipeline, losses)
+        if self.scheduler is not None:
+            # An update may have been skipped or may be later: torch's schedulers warn before the first one.
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # the schedulers' own
+            self.scheduler.step()
         if self.pipeline.device.type == "cuda":
             torch.cuda.synchronize(self.pipeline.device)
         seconds = time.perf_counter() - begin
@@ -202,6 +227,7 @@ class Trainer:
         finished = []
         for outcome, figures in results:
             times = self._begun.popleft()
+            self._agreed = self._agreed or outcome.wish
             metrics = {"step": times.pop("step"), "loss": outcome.loss, **figures, **times}
             finished.append(with_named_losses(metrics, outcome.named))
         return finished
@@ -262,8 +288,13 @@ class Trainer:
             target_dtype=None if self.masters is None else torch.float32,
         )
 
-    def _is_measured(self, step: int) -> bool:
-        return self.replan is not None and self.replan.is_measured(step)
+    def _is_recorded(self, step: int, *, num_steps: int) -> bool:
+        """Whether a step is measured action by action: some early ones, some between, the last ones."""
+        if self.replan is not None and self.replan.is_measured(step):
+            return True
+        since = step - self.first_step  # in the first one ranks agree on shapes
+        is_between = self.record_every and (since in (1, 2) or (since and step % self.record_every == 0))
+        return bool(is_between) or step >= num_steps - self.num_recorded
 
     def _replan(self, step: int, known: Sequence[Metrics]) -> None:
         """Let the replanner, if there is one, replace the pipeline; its metrics are added to the step's."""
