@@ -164,5 +164,5 @@ def test_wandb_has_pictures_and_texts(no_account, tmp_path):
     (run,) = runs_in(tmp_path)
     media = [path.name for path in run.parent.rglob("*") if path.is_file()]
     assert any(name.startswith("timeline") and name.endswith(".png") for name in media)
-    (text,) = [path for path in run.parent.rglob("sample*.html")]
+    (text,) = run.parent.rglob("sample*.html")
     assert "return &lt;x&gt;" in text.read_text()
