@@ -21,16 +21,15 @@ from zbpp.builders.callbacks import build_callbacks
 from zbpp.builders.data import build_data, limit_evaluation
 from zbpp.builders.loggers import build_loggers
 from zbpp.builders.model import build_model, build_stages, check_data_fit, layers_per_stage, metrics_of
+from zbpp.builders.optimizer import build_scheduler, learning_rate_factor, optimizer_of
 from zbpp.builders.parallel import build_mesh, pipeline_ranks, split_stages
 from zbpp.builders.plan import build_timetable, check_layers, check_plan, title_of
 from zbpp.builders.stages import compile_stages, move_stages, offload_weights, recompute_stages
 from zbpp.builders.trainer import (
     build_masters,
-    build_optimizer,
     build_pipeline,
     build_replan,
     build_validation,
-    learning_rate_factor,
 )
 from zbpp.config import ConfigError, TrainConfig, naming
 from zbpp.data import Data
@@ -185,7 +184,7 @@ def _plan_job(config: TrainConfig, num_ranks: int) -> _Job:
 def _build_job(config: TrainConfig, model: Any, timetable: Timetable, rank: int) -> _Job:
     stages = build_stages(model, timetable, rank)
     batch_size = timetable.num_microbatches * config.microbatch_size
-    return _Job(timetable, model, stages, build_data(config.data, batch_size, config.seed))
+    return _Job(timetable, model, stages, build_data(config.data, batch_size, config.seed, config.read_ahead))
 
 
 def _agreed_job(
@@ -229,17 +228,18 @@ def _build_trainer(config: TrainConfig, job: _Job, precision: Precision, mesh: D
     )
     # After the pipeline, which gives all copies of a parameter the same float32 values.
     masters = build_masters(pipeline, precision)
+    optimizer = optimizer_of(pipeline, config.optimizer, masters, config.memory.gradient_release)
     return Trainer(
         pipeline=pipeline,
-        optimizer=build_optimizer(
-            (masters or pipeline).parameters(), config.optimizer, config.memory.gradient_release
-        ),
+        optimizer=optimizer,
         data=limit_evaluation(
             data, config.evaluate_every, config.evaluation_batches, pipeline.place.num_data_parts
         ),
         learning_rate=learning_rate_factor(config.optimizer, config.steps),
+        scheduler=build_scheduler(optimizer, config.optimizer),
         clip_norm=config.optimizer.clip_norm,
         evaluate_every=config.evaluate_every,
+        read_ahead=config.read_ahead,
         record_every=config.measure_every,
         metrics=metrics_of(model, precision),
         replan=build_replan(config.schedule.replan, config.memory.limit, timetable, loss_fn, stages),

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._pytree import tree_map
 
 from helpers.processes import run_ranks
@@ -35,6 +36,8 @@ POISONED = 8  # the first stage's are infinite, other ranks update
 class Model:
     """Layers with dropout, whose seeds must come again, and with BatchNorm, whose statistics must go back."""
 
+    num_layers = 8
+
     def __init__(self, norm=nn.BatchNorm1d):
         self.norm = norm
 
@@ -42,7 +45,7 @@ class Model:
         torch.manual_seed(0)
         layers = [
             nn.Sequential(nn.Linear(WIDTH, WIDTH), self.norm(WIDTH), nn.Tanh(), nn.Dropout(0.2))
-            for _ in range(8)
+            for _ in range(self.num_layers)
         ]
         mine = layers[len(layers) * index // num_stages : len(layers) * (index + 1) // num_stages]
         return nn.Sequential(*mine)
@@ -51,8 +54,25 @@ class Model:
         return F.mse_loss(output, target)
 
 
-def batch(step):
-    generator = torch.Generator().manual_seed(step)
+class SplitModel(Model):
+    """Pairs of linears that are split over the mesh's tensor dimension."""
+
+    num_layers = 2  # DTensors are slow
+
+    def build_stage(self, index, num_stages):
+        stage = super().build_stage(index, num_stages)
+        for layer in stage:
+            layer[0] = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH))
+        return stage
+
+    def parallelize(self, stage, mesh):
+        for layer in stage:
+            parallelize_module(layer[0], mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+
+
+def batch(step, part=0):
+    """part: replicas and shards get different rows."""
+    generator = torch.Generator().manual_seed(step + 1000 * part)
     x, y = torch.randn(2, ROWS, WIDTH, generator=generator)
     if step in CLIPPED:
         y = y * 1e4
@@ -65,18 +85,32 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
+class Infinite(torch.autograd.Function):
+    """The identity; its gradient is infinite."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * math.inf
+
+
 def poison(pipeline, now):
-    """Let gradients of the first stage be infinite at one step."""
-    if 0 in pipeline.stages and pipeline.place.num_pipelines == 1:  # FSDP2 calls no tensor hooks
-        weight = next(pipeline.stages[0].parameters())
-        weight.register_hook(lambda grad: grad * math.inf if now[0] == POISONED else grad)
+    """Let gradients of the first stage's first layer be infinite at one step, and no others."""
+    if 0 in pipeline.stages:
+        layer = next(each for each in pipeline.stages[0].modules() if isinstance(each, nn.Linear))
+        layer.register_forward_hook(
+            lambda module, inputs, output: Infinite.apply(output) if now[0] == POISONED else output
+        )
 
 
 def synchronous(pipeline, optimizer, scheduler):
     losses, norms, now = [], [], [0]
     poison(pipeline, now)
     for step in range(STEPS):
-        now[0], (x, y) = step, batch(step)
+        now[0], (x, y) = step, batch(step, pipeline.place.data_part)
         optimizer.zero_grad()
         losses.append([each.item() for each in pipeline.step(x, target=y)])
         norm = clip_grad_norm_(pipeline, math.inf).item()
@@ -94,7 +128,7 @@ def validated(pipeline, optimizer, scheduler, rollback="exact"):
     poison(pipeline, now)
     steps = PostValidation(pipeline, optimizer, clip_norm=CLIP, rollback=rollback)
     for step in range(STEPS):
-        now[0], (x, y) = step, batch(step)
+        now[0], (x, y) = step, batch(step, pipeline.place.data_part)
         losses.append([each.item() for each in steps.step(x, target=y)])
         scheduler.step()
         if step:
@@ -103,16 +137,14 @@ def validated(pipeline, optimizer, scheduler, rollback="exact"):
     norms.append(steps.norm)
     assert steps.num_redone == sum(not norm <= CLIP for norm in norms)
     assert steps.num_redone > len(CLIPPED)
-    if pipeline.place.num_pipelines == 1 < pipeline.timetable.num_ranks and pipeline.rank:
+    if 0 not in pipeline.stages:
         assert steps.num_taken_back > 0  # at least that of the poisoned step
     return losses, norms
 
 
-def trained(rank, num_ranks, schedule, run, make=adamw, **options):
+def trained(num_ranks, schedule, run, make=adamw, model=Model(), **options):  # noqa: B008  # it has no state
     """Losses and norms of a run, and the weights and buffers at its end."""
-    model, timetable = Model(), plan(schedule, num_ranks, M)
-    stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(rank)}
-    with Pipeline(stages, timetable, model.loss, **options) as pipeline:
+    with Pipeline(model, plan(schedule, num_ranks, M), **options) as pipeline:
         optimizer = make(pipeline.parameters())
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         losses, norms = run(pipeline, optimizer, scheduler)
@@ -142,7 +174,7 @@ def assert_same(one, other):
 def both(rank, num_ranks, schedules, **options):
     """Per schedule the synchronous run and the validated one."""
     return {
-        schedule: [trained(rank, num_ranks, schedule, run, **options) for run in (synchronous, validated)]
+        schedule: [trained(num_ranks, schedule, run, **options) for run in (synchronous, validated)]
         for schedule in schedules
     }
 
@@ -166,7 +198,7 @@ def test_forced_clips_and_a_forced_inf_give_the_synchronous_runs_losses(num_rank
 def inverted(rank):
     """A synchronous run, and one whose updates are computed backwards."""
     runs = (synchronous, partial(validated, rollback="inverse"))
-    return [trained(rank, 2, "zb_h2", run) for run in runs]
+    return [trained(2, "zb_h2", run) for run in runs]
 
 
 def test_updates_that_are_computed_backwards_are_near_the_synchronous_run():
@@ -175,15 +207,22 @@ def test_updates_that_are_computed_backwards_are_near_the_synchronous_run():
         torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
-def in_mesh(rank, degrees):
-    """Both runs of this process, whose rows differ from the other's."""
+def in_mesh(rank, degrees, model):
+    """Both runs of this process."""
     mesh = make_mesh(**degrees)
-    return both(mesh.get_local_rank("pipeline"), mesh.size(0), ["zb_h1"], mesh=mesh)["zb_h1"]
+    return both(rank, mesh.size(0), ["zb_h1"], model=model, mesh=mesh)["zb_h1"]
 
 
-@pytest.mark.parametrize("degrees", [{"replicate": 2}, {"shard": 2}])
-def test_replicas_and_shards_give_the_synchronous_runs_losses(degrees):
-    for expected, got in run_ranks(in_mesh, 2, degrees):
+MESHES = [({"replicate": 2}, Model()), ({"shard": 2}, Model()), ({"tensor": 2}, SplitModel())]
+
+
+@pytest.mark.parametrize(("degrees", "model"), MESHES)
+def test_two_ranks_with_replicas_shards_or_tensor_parallel_parts_give_the_synchronous_losses(degrees, model):
+    for expected, got in run_ranks(in_mesh, 4, degrees, model):
+        norms = expected[1]
+        assert [step for step in range(STEPS) if not math.isfinite(norms[step])] == [INFINITE, POISONED]
+        assert {*CLIPPED} <= {step for step in range(STEPS) if norms[step] > CLIP}
+        assert any(norm <= CLIP for norm in norms)
         assert_same(expected, got)
 
 

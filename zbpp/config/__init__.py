@@ -10,10 +10,11 @@ from zbpp.config.compose import (
     composition_error,
     config_folder,
     flat,
+    read_run_config,
     register,
     typed,
 )
-from zbpp.config.instantiate import instantiate_node, naming
+from zbpp.config.instantiate import instantiate_node, naming, partial_of_node
 from zbpp.config.tree import (
     NUM_MICROBATCHES,
     BenchConfig,
@@ -54,6 +55,8 @@ __all__ = [
     "flat",
     "instantiate_node",
     "naming",
+    "partial_of_node",
+    "read_run_config",
     "register",
     "typed",
 ]

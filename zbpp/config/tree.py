@@ -6,10 +6,11 @@ Wrong types and unknown keys fail while Hydra composes; ranges (zbpp/ranges.py) 
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from omegaconf import MISSING
+from omegaconf import MISSING, DictConfig
 
 from zbpp.ranges import Checked, ConfigError, filled, one_of, ranged
 
@@ -47,21 +48,39 @@ class ScheduleConfig(Checked):
         return {name: getattr(self, name) for name in names}
 
 
+def _open_node() -> Any:
+    """A node that takes any key from the command line, without a + before it."""
+    return DictConfig({}, flags={"struct": False})
+
+
 @dataclass(kw_only=True)
 class OptimizerConfig(Checked):
-    """An optimizer with linear warm-up, then a cosine down to min_ratio of the learning rate.
+    """An optimizer, whose learning rate rises linearly in the warm-up, then follows lr_schedule.
 
-    stable_adamw and lion are torch-optimi's; lion takes no eps.
+    stable_adamw and lion are torch-optimi's; lion takes no eps. muon is torch's, with AdamW for what is no
+    matrix of a hidden layer; momentum is Muon's. custom is what build names.
+
+    build: `_target_`, an optimizer's class, and its own arguments, in place of those of this config.
+    groups: other options for parameters by name, see zbpp/training/parameter_groups.py.
+    lr_schedule: after the warm-up, down to min_ratio of the rate; wsd falls in the last decay_steps (null: a
+        fifth of all steps).
+    lr_scheduler: `_target_`, a class of torch.optim.lr_scheduler, and its arguments, in place of lr_schedule.
     """
 
     prefix: ClassVar[str] = "optimizer."
-    name: str = one_of("adamw", "stable_adamw", "lion")
+    name: str = one_of("adamw", "stable_adamw", "lion", "muon", "custom")
+    build: Any = field(default_factory=_open_node)
+    groups: list[dict[str, Any]] = field(default_factory=list)
     learning_rate: float = ranged(1e-3, above=0)
     beta1: float = ranged(0.9, below=1)
     beta2: float = ranged(0.95, below=1)
     eps: float = ranged(1e-8)
     weight_decay: float = ranged(0.1)
+    momentum: float = ranged(0.95, below=1)
+    lr_schedule: str = one_of("cosine", "linear", "constant", "wsd")
+    lr_scheduler: Any = field(default_factory=_open_node)
     warmup_steps: int = ranged(10)
+    decay_steps: int | None = ranged(None, least=1)
     min_ratio: float = ranged(0.1, most=1)
     # The largest norm that the gradients of all stages together may have; null: no clipping.
     clip_norm: float | None = ranged(1.0, above=0)
@@ -74,10 +93,63 @@ class OptimizerConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("build", "lr_scheduler"):
+            _check_node(name, getattr(self, name))
         if self.kahan_sum:
             _need_optimi("optimizer.kahan_sum=true")
-        if self.name != "adamw":
+        if self.name in ("stable_adamw", "lion"):
             _need_optimi(f"optimizer.name={self.name}")
+        self._check_custom()
+        self._check_schedule()
+
+    def _check_custom(self) -> None:
+        target = (self.build or {}).get("_target_")
+        if self.name != "custom":
+            if self.build:
+                raise ConfigError(f"optimizer.build is for optimizer=custom, but optimizer.name={self.name}")
+            if self.momentum != 0.95 and self.name != "muon":
+                raise ConfigError(f"optimizer.momentum={self.momentum} is Muon's: write optimizer=muon")
+            return
+        if not isinstance(target, str):
+            raise ConfigError(
+                "optimizer=custom needs a class: write optimizer.build._target_=torch.optim.SGD "
+                "optimizer.build.lr=0.1"
+            )
+        if target.partition(".")[0] == "optimi":
+            _need_optimi(f"optimizer.build._target_={target}")
+        theirs = {"learning_rate": "lr", "beta1": "betas", "beta2": "betas"}
+        for name in ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "momentum", "kahan_sum"):
+            if getattr(self, name) != _default_of(OptimizerConfig, name):
+                raise ConfigError(
+                    f"optimizer.{name}={getattr(self, name)} is not passed on to {target}: write its own "
+                    f"argument, as optimizer.build.{theirs.get(name, name)}=..."
+                )
+
+    def _check_schedule(self) -> None:
+        if self.lr_scheduler and not isinstance(self.lr_scheduler.get("_target_"), str):
+            raise ConfigError(
+                "optimizer.lr_scheduler needs a class: write "
+                "optimizer.lr_scheduler._target_=torch.optim.lr_scheduler.StepLR"
+            )
+        if self.lr_scheduler and self.lr_schedule != "cosine":
+            raise ConfigError(
+                f"optimizer.lr_schedule={self.lr_schedule} and optimizer.lr_scheduler are both given: leave "
+                "one out"
+            )
+        if self.decay_steps is not None and self.lr_schedule != "wsd":
+            raise ConfigError(
+                f"optimizer.decay_steps={self.decay_steps} is for optimizer.lr_schedule=wsd, but "
+                f"lr_schedule={self.lr_schedule}"
+            )
+
+
+def _check_node(name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"optimizer.{name}={value}: write optimizer.{name}._target_=..., a class")
+
+
+def _default_of(kind: Any, name: str) -> Any:
+    return next(each.default for each in fields(kind) if each.name == name)
 
 
 def _need_optimi(setting: str) -> None:
@@ -237,6 +309,7 @@ class TrainConfig(_RunConfig):
     evaluate_every: int = ranged(50)  # steps; 0: never
     evaluation_batches: int = ranged(2, least=1)
     print_every: int = ranged(10, least=1)  # steps, where no progress bar can be drawn
+    read_ahead: int = ranged(0)  # batches that a thread reads and moves to the device early; 0: none
     save_weights: bool = True  # at the end, a file per stage
     # One step of so many is measured action by action, for the bubble shown; 0: the last steps only.
     measure_every: int = ranged(100)

@@ -42,6 +42,7 @@ from zbpp.runtime.restored import Buffers, GradientsBefore, InPlaceChanges
 from zbpp.runtime.stage import Loss
 from zbpp.runtime.world import CommunicationError
 from zbpp.schedule import Timetable, lower
+from zbpp.schedule.offload import RankOffload
 
 _HALF_UPDATED = "since gradients are released, some of its weights and optimizer states have been updated"
 _RELOAD = "load weights and optimizer states of an earlier step on every rank"
@@ -173,6 +174,11 @@ class Engine:
         self._executors["evaluate"].forget_layouts()
         return self._run("evaluate", call, seeds, None, None)
 
+    @property
+    def offload_plan(self) -> tuple[RankOffload, ...]:
+        """See Pipeline."""
+        return () if self._activations is None else self._activations.plan
+
     def predict(self, call: Call, seeds: Mapping[int, int]) -> None:
         """Forward of one microbatch, whose shapes may be others than the last one's."""
         self._executors["predict"].forget_layouts()
@@ -184,11 +190,7 @@ class Engine:
 
     def offloaded_bytes(self) -> dict[int, int]:
         """Per stage, the most bytes of a microbatch that have left; {} without offload."""
-        return (
-            {}
-            if self._activations is None
-            else {s: each.nbytes for s, each in self._activations.stages.items()}
-        )
+        return {} if self._activations is None else self._activations.nbytes("saved")
 
     def receive_buffers(self) -> list[Tensor]:
         """The pool of `step`."""
@@ -236,6 +238,8 @@ class Engine:
             raise
         finally:
             self._before, self._inputs = None, InPlaceChanges(())
+            if self._weights_on_host is not None:
+                self._weights_on_host.end()
         losses = [loss for each in ended for loss in each.losses]
         return CallLosses(losses, NamedLosses([each.named for each in ended], cutter.num_microbatches))
 

@@ -36,7 +36,7 @@ from torch.profiler import record_function
 from zbpp.autograd.copies import OffloadError
 from zbpp.runtime.layout import Message
 from zbpp.runtime.measure import Recorder
-from zbpp.runtime.offload import StageOffload
+from zbpp.runtime.offload import SavedOffload, StageOffload
 from zbpp.runtime.p2p import BufferPool, FreshBuffers, Inbox, Outbox
 from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.stage import StageWorker
@@ -48,12 +48,6 @@ from zbpp.schedule.offload import Await, Drop, Fetch, Offload
 StageMethod = Callable[[StageWorker, int, Message], Message]  # int: the microbatch
 Links = Mapping[tuple[int, int], dist.ProcessGroup]  # (sender, receiver) -> group
 
-_TRANSPORTS: dict[type, Callable[[StageOffload, int], None]] = {
-    Offload: StageOffload.offload,
-    Drop: StageOffload.drop,
-    Fetch: StageOffload.fetch,
-    Await: StageOffload.wait,
-}
 _NO_MESSAGE: Message = ()
 _EMPTY_SLOT, _UNREAD_SLOT, _FIRST_SLOT = 0, 1, 2  # messages wait in the slots from the first on
 
@@ -85,8 +79,8 @@ class Executor:
     """Runs one program over the stages and links of one rank.
 
     methods: {op: the method of StageWorker that does it}. reductions: of the stages' gradients; None where
-    the program has none. gate: makes the program's gate, when it is needed first. offloads: by stage, those
-    whose activations leave.
+    the program has none. gate: makes the program's gate, when it is needed first. offloads: what may leave,
+    by the value's name and the stage.
     """
 
     def __init__(
@@ -101,7 +95,7 @@ class Executor:
         dynamic_shapes: bool = False,
         reductions: Reductions | None = None,
         gate: Callable[[], Gate] | None = None,
-        offloads: Mapping[int, StageOffload] = MappingProxyType({}),
+        offloads: Mapping[tuple[str, int], StageOffload] = MappingProxyType({}),
     ) -> None:
         self._program, self._workers, self._methods = program, workers, methods
         self._reductions, self._offloads = reductions, offloads
@@ -121,7 +115,8 @@ class Executor:
     def resolve(self, program: Program) -> None:
         """Run this program from now on: with the same actions and messages, but another offload."""
         self._program = program
-        self._leaving = {each.value for each in program.instructions if isinstance(each, Offload)}
+        leaving = {each.value for each in program.instructions if isinstance(each, Offload)}
+        self._leaving = {value for value in leaving if value.name == SavedOffload.name}
         self._plain = self._resolution()
         self._gate, self._gated = Gate(0, {}, ()), _Resolution([], [])  # made when they are needed first
 
@@ -254,7 +249,7 @@ class Executor:
                 gives = [self._slots[value] for value in made if value in self._slots]
                 function = partial(self._methods[op], self._workers[stage], microbatch)
                 if any(value in self._leaving for value in made):
-                    function = partial(self._offloads[stage].forward, microbatch)
+                    function = partial(self._saved(stage).forward, microbatch)
                 return _Resolved(function, *(takes or [_EMPTY_SLOT]), *(gives or [_UNREAD_SLOT]))
             case Recv(value, peer):
                 return _Resolved(_without_message(self._inboxes[peer].receive), gives=self._slots[value])
@@ -265,11 +260,27 @@ class Executor:
                 return _Resolved(_without_message(self._outboxes[peer].release))
             case Reduce(stage):
                 return _Resolved(_without_message(partial(self._reduce, stage)))
-            case Offload(value) | Drop(value) | Fetch(value) | Await(value):
-                method = _TRANSPORTS[type(instruction)]
-                return _Resolved(
-                    _without_message(partial(method, self._offloads[value.stage], value.microbatch))
-                )
+            case Offload(value) | Fetch(value):
+                return _Resolved(_without_message(partial(self._start_copy, instruction)))
+            case Drop(value):
+                return _Resolved(_without_message(partial(self._offload_of(value).drop, value.microbatch)))
+            case Await(value):
+                return _Resolved(_without_message(partial(self._offload_of(value).wait, value.microbatch)))
+
+    def _saved(self, stage: int) -> SavedOffload:
+        found = self._offloads[SavedOffload.name, stage]
+        assert isinstance(found, SavedOffload)
+        return found
+
+    def _offload_of(self, value: Value) -> StageOffload:
+        return self._offloads[value.name, value.stage]
+
+    def _start_copy(self, instruction: Offload | Fetch) -> None:
+        """Start to copy a value; the recorder is told when the copy runs."""
+        value, is_out = instruction.value, isinstance(instruction, Offload)
+        offload = self._offload_of(value)
+        watch = None if self._recorder is None else self._recorder.copy(value, is_out=is_out)
+        (offload.offload if is_out else offload.fetch)(value.microbatch, watch)
 
     def _named(self, instruction: Instruction) -> _Resolved:
         """The instruction, resolved, with its text as a range of the profiler."""

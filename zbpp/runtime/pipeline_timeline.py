@@ -11,6 +11,7 @@ from torch import Tensor
 from zbpp.runtime.engine import Engine
 from zbpp.runtime.measure import Recorder, measured_timeline
 from zbpp.schedule import Timeline, Timetable
+from zbpp.schedule.offload import RankOffload
 
 
 class PipelineTimeline:
@@ -53,6 +54,11 @@ class PipelineTimeline:
         if self._recorder.is_empty:
             raise RuntimeError("no step was recorded: run one inside `with pipeline.recording():`")
         return measured_timeline(self._recorder, self.timetable, self.group)
+
+    @property
+    def offload_plan(self) -> tuple[RankOffload, ...]:
+        """What leaves in the next step, for every rank of the pipeline: for `simulate`; () without offload."""
+        return self._engine.offload_plan
 
     def offloaded_bytes(self) -> dict[int, int]:
         """Per stage of this rank, the most bytes of a microbatch that have left; {} without offload."""

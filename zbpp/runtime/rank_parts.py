@@ -96,7 +96,7 @@ class RankParts:
                 dynamic_shapes=dynamic_shapes,
                 reductions=reductions if name == "step" else None,
                 gate=lambda: lower(timetable).gate(rank),
-                offloads={} if self.activations is None else self.activations.stages,
+                offloads={} if self.activations is None else self.activations.offloads,
             )
             for name, lowered in programs.items()
         }

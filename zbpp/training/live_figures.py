@@ -53,7 +53,8 @@ class LiveFigures(Callback):
         newest = trainer.timelines[-1] if trainer.timelines else None
         if known and newest is not None and newest is not self._last:
             self._last = newest
-            predicted = simulate(newest.timetable, measured_costs(*trainer.timelines))
+            costs = measured_costs(*trainer.timelines)
+            predicted = simulate(newest.timetable, costs, trainer.pipeline.offload_plan)
             known[-1] |= {
                 "measured_bubble_rate": newest.bubble_rate,
                 "predicted_bubble_rate": predicted.bubble_rate,

@@ -128,8 +128,8 @@ class PostValidatedUpdate(Update):
         self._results: list[Result] = []
         self.num_redone = self.num_taken_back = 0
 
-    def begin(self, pipeline: Pipeline, factor: float) -> None:
-        """Prepare a step. factor: on the optimizer's learning rate."""
+    def begin(self, pipeline: Pipeline, factor: float | None) -> None:
+        """Prepare a step. factor: on the optimizer's learning rate; None: it stays."""
         self.prepare(pipeline)
         self._set_rate(factor)
 

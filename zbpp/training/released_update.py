@@ -47,8 +47,8 @@ class ReleasedUpdate(Update):
         self._accumulate = accumulate
         pipeline.release_gradients(optimizer, accumulate=accumulate, keep_squares=not accumulate)
 
-    def begin(self, pipeline: Pipeline, factor: float) -> None:
-        """Set the learning rate. factor: on the optimizer's."""
+    def begin(self, pipeline: Pipeline, factor: float | None) -> None:
+        """Set the learning rate. factor: on the optimizer's; None: it stays."""
         self._set_rate(factor)
 
     def end(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> list[Result]:

@@ -85,7 +85,7 @@ def summarise(
         return Summary(figures, None, None, [cost])
     measured = _with_median_makespan(trainer.timelines)
     costs = _with_usual_memory(measured_costs(*trainer.timelines), pipeline.timetable.num_stages, num_ranks)
-    predicted = simulate(measured.timetable, costs)
+    predicted = simulate(measured.timetable, costs, pipeline.offload_plan)
     advice = advise(measured.timetable, costs, schedule=title.schedule, layers_per_stage=layers_per_stage)
     figures |= {
         "predicted_bubble_rate": predicted.bubble_rate,

@@ -43,8 +43,8 @@ class Update:
         self._base_rates = [group["lr"] for group in optimizer.param_groups]
         self.wish: str | None = None
 
-    def begin(self, pipeline: Pipeline, factor: float) -> None:
-        """Prepare a step. factor: on the optimizer's learning rate."""
+    def begin(self, pipeline: Pipeline, factor: float | None) -> None:
+        """Prepare a step. factor: on the optimizer's learning rate; None: it stays."""
         self._zero_grad()
         self._set_loss_scale(pipeline)
         self._set_rate(factor)
@@ -71,7 +71,9 @@ class Update:
         if self._loss_scale is not None:
             pipeline.loss_scale = self._loss_scale.value
 
-    def _set_rate(self, factor: float) -> None:
+    def _set_rate(self, factor: float | None) -> None:
+        if factor is None:
+            return
         for group, base in zip(self._optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = base * factor
 
