@@ -40,7 +40,8 @@ export PYTHONUNBUFFERED=1                    # the last lines before a crash rea
 # export NCCL_CROSS_NIC=1                 # networks without rail-wise switches
 # export TORCH_NCCL_TRACE_BUFFER_SIZE=2000  # the flight recorder: what each rank waited for when it hung
 
-warned= interrupted=
+warned='' interrupted=''
+# shellcheck disable=SC2329  # the trap calls it
 warn() {
     warned=yes interrupted=yes
     echo "slurm: the time is nearly over: the ranks save and leave"
@@ -67,7 +68,7 @@ trap warn USR1
 
 # A signal ends `wait` early, while the step goes on.
 while true; do
-    interrupted= status=0
+    interrupted='' status=0
     wait "$step" || status=$?
     [[ $interrupted ]] || break
 done
