@@ -55,7 +55,7 @@ from zbpp.training.update import Metrics
 from zbpp.training.weights import save_weights
 
 if TYPE_CHECKING:
-    from zbpp.predict_memory import MeasuredStages
+    from zbpp.measured_stages import MeasuredStages
 
 
 class _Job(NamedTuple):
@@ -65,6 +65,7 @@ class _Job(NamedTuple):
     model: Any
     stages: dict[int, nn.Module]
     data: Data
+    recomputed: frozenset[int] = frozenset()  # stages, with memory.recompute=auto
 
 
 def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> dict[str, Any]:
@@ -80,7 +81,9 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     num_ranks = pipeline_ranks(config.parallel, num_processes)
     job = _plan_job(config, num_ranks) if rank == 0 else None
     # Before the process group exists: parts of layers are measured in a group that does not.
-    measured = _measured_stages(config, job) if config.memory.report and job else None
+    measured = None
+    if job and (config.memory.report or config.memory.recompute == "auto"):
+        measured, job = _measured_stages(config, job)
     with (
         _run_folder(config.run_dir, config.overwrite, rank) as folder,
         world(device=config.parallel.device, timeout=config.parallel.timeout) as here,
@@ -98,6 +101,8 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
             (path / "config.yaml").write_text(resolved_yaml)
             if cut is not None:
                 print("layers per stage:", *cut, flush=True)
+            if config.memory.recompute == "auto":
+                print("stages that recompute:", *(sorted(job.recomputed) or ["none"]), flush=True)
         with Loggers(build_loggers(config.logger, path, settings) if here.rank == 0 else []) as loggers:
             trainer.callbacks = [
                 signals,
@@ -118,10 +123,14 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
             )
             if cut is not None:
                 summary.figures["layers_per_stage"] = cut
+            if config.memory.recompute == "auto":
+                summary.figures["recomputed_stages"] = sorted(job.recomputed)
             if trainer.memory_report is not None and trainer.next_step > trainer.memory_report.step:
                 reports = trainer.memory_report.gathered(trainer)
                 if measured is not None:
-                    predicted = measured.predicted(trainer.pipeline.timetable)
+                    predicted = _predicted(
+                        measured, trainer, is_validated_later=reports[0].is_validated_later
+                    )
                     _write_memory(path, predicted, reports, config.not_predicted)
             if config.save_weights:
                 save_weights(path, trainer.pipeline, trainer.masters)
@@ -139,10 +148,20 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         return summary.figures
 
 
-def _measured_stages(config: TrainConfig, job: _Job) -> MeasuredStages:
+def _predicted(measured: MeasuredStages, trainer: Trainer, *, is_validated_later: bool) -> list[RankMemory]:
+    """Each rank's step, with the plan of offload that the run has come to."""
+    pipeline = trainer.pipeline
+    return measured.predicted(
+        pipeline.timetable, pipeline.offload_plan, is_validated_later=is_validated_later
+    )
+
+
+def _measured_stages(config: TrainConfig, job: _Job) -> tuple[MeasuredStages, _Job]:
+    """The bytes of the stages, and the job with the stages that recompute."""
     from zbpp.predict_memory import Predictor  # imports torch's fake tensors: seconds
 
-    return Predictor().measure(config, job.timetable)
+    measured, recomputed = Predictor().measure(config, job.timetable)
+    return measured, job._replace(recomputed=recomputed)
 
 
 def check_before_start(config: TrainConfig, num_processes: int) -> None:
@@ -192,8 +211,10 @@ def _agreed_job(
 ) -> _Job:
     """This rank's job under rank 0's timetable, once config, code and data are the same on all ranks."""
     check_agreement("configs", {key: value for key, value in settings.items() if key != "run_dir"})
-    timetable = Timetable.parse(broadcast(str(job.timetable) if job else ""))
+    text, recomputed = broadcast((str(job.timetable), job.recomputed) if job else ("", frozenset()))
+    timetable = Timetable.parse(text)
     job = job or _build_job(config, build_model(config.model, config.seed), timetable, place.rank)
+    job = job._replace(recomputed=recomputed)
     check_source_files()
     check_agreement("data (by fingerprint)", job.data.fingerprint)
     return job
@@ -216,12 +237,12 @@ def _prepare_stages(
         num_microbatches = job.timetable.num_microbatches
         first = [into_microbatches("the input", arg, num_microbatches)[0] for arg in args]
         check_data_fit(job.stages, first)
-    recompute_stages(job.stages, config.memory.recompute)
+    recompute_stages(job.stages, config.memory.recompute, job.recomputed)
     compile_stages(job.stages, config.compile, config.memory.budget)
 
 
 def _build_trainer(config: TrainConfig, job: _Job, precision: Precision, mesh: DeviceMesh | None) -> Trainer:
-    timetable, model, stages, data = job
+    timetable, model, stages, data, _ = job
     loss_fn = precision.widened(model.loss)
     pipeline = build_pipeline(
         stages, timetable, loss_fn, config.seed, config.parallel, precision, mesh, config.memory

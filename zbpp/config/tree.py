@@ -182,7 +182,8 @@ class ParallelConfig(Checked):
 class MemoryConfig(Checked):
     """How much a rank holds between F, B and W.
 
-    recompute: what runs forward again in B: nothing, each block by itself, or the whole stage.
+    recompute: what runs forward again in B: nothing, each block by itself, or the whole stage. "auto": the
+        blocks of as few stages as are needed to stay within `limit`, at the least cost.
     budget: the share of the activations that compiled stages keep between F and B.
     limit: GiB of each rank's device, for weights, gradients and optimizer states, too. `zbpp memory` compares
         with it; replanning keeps within it (see schedule.replan; null: what the first plan needs).
@@ -195,7 +196,7 @@ class MemoryConfig(Checked):
     """
 
     prefix: ClassVar[str] = "memory."
-    recompute: str = one_of("none", "block", "stage")
+    recompute: str = one_of("none", "block", "stage", "auto")
     budget: float = ranged(1.0, most=1)
     limit: float | None = ranged(None, above=0, unit="GiB")
     report: bool = False  # true: the last step's memory, measured beside predicted, in memory.json and .png
@@ -208,6 +209,11 @@ class MemoryConfig(Checked):
         if self.gradient_release == "False":  # YAML reads an off without quotes as false
             self.gradient_release = "off"
         super().__post_init__()
+        if self.recompute == "auto" and self.limit is None:
+            raise ConfigError(
+                "memory.recompute=auto stays within memory.limit, and there is none: write memory.limit=16 "
+                "(GiB of each rank's device), or memory.recompute=block"
+            )
         is_number = isinstance(self.offload, int | float) and not isinstance(self.offload, bool)
         if self.offload not in ("none", "auto") and not (is_number and float(self.offload) > 0):
             raise ConfigError(
@@ -331,7 +337,8 @@ class TrainConfig(_RunConfig):
             self._check_gradient_release()
         if self.optimizer.validation == "after" and self.optimizer.rollback == "inverse":
             self._check_inverse()
-        least = 9 if self.schedule.replan is not None else 3
+        least = 4 if self.memory.offload != "none" else 3
+        least = 9 if self.schedule.replan is not None else least
         if self.memory.report and self.steps < least:
             raise ConfigError(
                 "memory.report=true measures the last step, when optimizer states and receive buffers are "
@@ -449,10 +456,7 @@ class TrainConfig(_RunConfig):
     @property
     def not_predicted(self) -> list[str]:
         """The switches that are on and whose change of memory `zbpp memory` does not know, as `key=value`."""
-        off = {"offload": "none", "offload_weights": False, "gradient_release": "off"}
-        values = {name: getattr(self.memory, name) for name in off}
-        found = [f"memory.{name}={value}" for name, value in values.items() if value != off[name]]
-        return found + ["optimizer.validation=after"] * (self.optimizer.validation == "after")
+        return [] if self.compile == "none" else [f"compile={self.compile}"]
 
     @property
     def batch_size(self) -> int:

@@ -172,6 +172,10 @@ class PostValidatedUpdate(Update):
         pipeline.gate = self
         return self._taken()
 
+    def copies(self) -> list[Tensor]:
+        """See Update."""
+        return self._rollback.tensors()
+
     def settle(self) -> list[Result]:
         """Wait until the weights are right. Returns the results that have become known."""
         if self._pending is not None:

@@ -41,6 +41,9 @@ class Rollback(Protocol):
     def forget(self) -> None:
         """Free what was kept: the mode is switched off."""
 
+    def tensors(self) -> list[Tensor]:
+        """The copies that are kept."""
+
 
 class Copies:
     """Copies of tensors, taken and given back all at once; of a DTensor the part that is here."""
@@ -71,6 +74,10 @@ class Copies:
     def num_bytes(self) -> int:
         """The memory of the copies."""
         return sum(copy.nbytes for _, copy in self._copies.values())
+
+    def tensors(self) -> list[Tensor]:
+        """The copies."""
+        return [copy for _, copy in self._copies.values()]
 
     def _lists(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
         """(tensors, copies) per device and dtype: tensors of one list are copied together if they agree."""
@@ -119,6 +126,7 @@ class ExactRollback:
         self._options.after_step()
         if self._gradients and has_stepped:
             self._changes_gradients = any(each._version != version for each, version in self._gradients)
+        self._gradients = []  # the next step drops them, and holds its own
         snapshot(self._optimizer.state, [])  # raises for a state that the next `keep` can't copy
 
     @contextmanager
@@ -132,6 +140,10 @@ class ExactRollback:
             torch.set_rng_state(self._generator)
             yield
         torch.set_rng_state(generator)
+
+    def tensors(self) -> list[Tensor]:
+        """See Rollback."""
+        return self._copies.tensors()
 
     def forget(self) -> None:
         """Free the copies."""

@@ -128,10 +128,11 @@ class Trainer:
         is_reported = self.memory_report is not None and step == self.memory_report.step
         # A recorder notes either times or levels of memory.
         recorded = self._is_recorded(step, num_steps=num_steps) and not is_reported
+        recorded = recorded and not self._is_before_report(step)
         evaluated = self.evaluate_every and ((step + 1) % self.evaluate_every == 0 or is_last)
         for callback in self.callbacks:
             callback.before_step(self, step)
-        known = self._settled() if recorded or is_reported else []
+        known = self._settled() if recorded else []
         with self._watching(recorded=recorded, is_reported=is_reported):
             known += self._step(step)
         self.next_step = step + 1
@@ -287,6 +288,16 @@ class Trainer:
             device,
             target_dtype=None if self.masters is None else torch.float32,
         )
+
+    @property
+    def update_copies(self) -> list[Tensor]:
+        """What is kept to take the last update back; none if updates wait for the norm."""
+        return self._update.copies()
+
+    def _is_before_report(self, step: int) -> bool:
+        """Whether the next step's memory is reported, which begins before this step's update is validated."""
+        report = self.memory_report if self.post_validation is not None else None
+        return report is not None and step + 1 == report.step
 
     def _is_recorded(self, step: int, *, num_steps: int) -> bool:
         """Whether a step is measured action by action: some early ones, some between, the last ones."""

@@ -64,6 +64,10 @@ class Update:
         """Wait until the weights are right. Returns the results that have become known."""
         return []
 
+    def copies(self) -> list[Tensor]:
+        """What is kept to take an update back."""
+        return []
+
     def _zero_grad(self) -> None:
         (self._masters or self._optimizer).zero_grad()
 
