@@ -24,7 +24,13 @@ from zbpp.builders.model import build_model, build_stages, check_data_fit, layer
 from zbpp.builders.optimizer import build_scheduler, learning_rate_factor, optimizer_of
 from zbpp.builders.parallel import build_mesh, pipeline_ranks, split_stages
 from zbpp.builders.plan import build_timetable, check_layers, check_plan, title_of
-from zbpp.builders.stages import compile_stages, move_stages, offload_weights, recompute_stages
+from zbpp.builders.stages import (
+    check_offload_folder,
+    compile_stages,
+    move_stages,
+    offload_weights,
+    recompute_stages,
+)
 from zbpp.builders.trainer import (
     build_masters,
     build_pipeline,
@@ -78,6 +84,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     # Rank 0 alone plans, before it joins the other ranks, which wait for its plan. So the ranks can't
     # disagree, and a mistake in the config is reported once.
     rank, num_processes = _place_in_job(config.parallel.num_processes)
+    check_offload_folder(config.memory)
     num_ranks = pipeline_ranks(config.parallel, num_processes)
     job = _plan_job(config, num_ranks) if rank == 0 else None
     # Before the process group exists: parts of layers are measured in a group that does not.
@@ -170,6 +177,7 @@ def check_before_start(config: TrainConfig, num_processes: int) -> None:
     A schedule that is planned for costs is not tried, see `check_plan`.
     """
     check_free(config.run_dir, overwrite=config.overwrite)
+    check_offload_folder(config.memory)
     num_ranks = pipeline_ranks(config.parallel, num_processes)
     check_layers(build_model(config.model, config.seed), config.schedule, num_ranks)
     check_plan(config.schedule, num_ranks, config.num_microbatches)
@@ -231,7 +239,7 @@ def _prepare_stages(
         num_stages = job.timetable.num_stages
         declare_ties(job.model, job.stages, num_stages, is_rank_0=place.rank == 0, group=place.pipeline)
     if config.memory.offload_weights:
-        offload_weights(job.stages, device)
+        offload_weights(job.stages, device, config.memory)
     with naming("data"):
         args, _ = batch_for(job.stages, job.timetable.num_stages, job.data.train, 0, device)
         num_microbatches = job.timetable.num_microbatches

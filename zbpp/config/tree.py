@@ -187,10 +187,12 @@ class MemoryConfig(Checked):
     budget: the share of the activations that compiled stages keep between F and B.
     limit: GiB of each rank's device, for weights, gradients and optimizer states, too. `zbpp memory` compares
         with it; replanning keeps within it (see schedule.replan; null: what the first plan needs).
-    offload: which activations leave device memory between F and B: "none"; "auto": those whose copies take no
-        time beside the computation; a number: up to so many GiB of each rank.
-    offload_to: "host", or a folder for a file.
+    offload: which activations leave device memory between F and B, and between B and W: "none"; "auto": those
+        whose copies take no time beside the computation; a number: up to so many GiB of each rank.
     offload_weights: whether weights, their gradients and the optimizer's states live in host memory.
+    weights_budget: GiB of each rank's device for offloaded weights and their gradients: the more, the fewer
+        copies; null: the least, three times the largest block.
+    offload_to: where activations go, or weights and gradients live: "host", or a folder for files.
     gradient_release: when weights are updated and gradients dropped. "off": after the step; "step": each
         stage's behind its last W; "accumulate": each microbatch's gradients go into the optimizer's states.
     """
@@ -203,6 +205,7 @@ class MemoryConfig(Checked):
     offload: int | float | str = "none"
     offload_to: str = filled("host", "write host, or a folder")
     offload_weights: bool = False
+    weights_budget: float | None = ranged(None, above=0, unit="GiB")
     gradient_release: str = one_of("off", "step", "accumulate")
 
     def __post_init__(self) -> None:
@@ -219,6 +222,11 @@ class MemoryConfig(Checked):
             raise ConfigError(
                 f"memory.offload={self.offload}: write none, auto, or the GiB of each rank that may leave, "
                 "above 0"
+            )
+        if self.weights_budget is not None and not self.offload_weights:
+            raise ConfigError(
+                f"memory.weights_budget={self.weights_budget} is for offloaded weights: write "
+                "memory.offload_weights=true, too"
             )
         if self.offload != "none" and self.offload_weights:
             raise ConfigError(
