@@ -20,6 +20,7 @@ replaces the entry, the rank waits for its device: by then its neighbours have m
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
@@ -27,8 +28,10 @@ import torch
 
 from zbpp.runtime.groups import Store, job_store
 from zbpp.runtime.mesh import TENSOR, Place
-from zbpp.runtime.world import AgreementError, communicating
+from zbpp.runtime.world import AgreementError, CommunicationError, communicating
 from zbpp.schedule import Timetable
+
+_POLL = 0.005  # s
 
 
 class _Announced(NamedTuple):
@@ -73,6 +76,23 @@ class CallOrder:
         self._write()
         self.check()
 
+    def meet(self, kind: str, timeout: float, parameters: int = 0, loaded: int = 0) -> None:
+        """As `begin`, and wait until all neighbours make the call, too: for collective calls that are rare.
+
+        Raises CommunicationError if one has not come in `timeout` seconds.
+        """
+        self.begin(kind, None, parameters, loaded)
+        end = time.monotonic() + timeout
+        while late := [each for each in self._neighbours if self._number_of(each) < self._current.number]:
+            self.check()
+            if time.monotonic() > end:
+                raise CommunicationError(
+                    f"{self._what} {self._rank} is in {kind}(), and {self._what} {late[0]} has not called it "
+                    f"in {timeout:g} s"
+                )
+            time.sleep(_POLL)
+        self.check()
+
     def check(self) -> None:
         """Raise AgreementError if a neighbour is known to make another call than this rank's current one."""
         mine, what = self._current, self._what
@@ -100,6 +120,10 @@ class CallOrder:
                     f"load_state_dict gave {what} {rank} other values than {what} {self._rank}: load "
                     "the same ones on all copies of a stage"
                 )
+
+    def _number_of(self, rank: int) -> int:
+        with communicating(f"{self._what} {self._rank}, looking up the call of {self._what} {rank}"):
+            return int(self._store.get(str(rank)).decode().split()[0])
 
     def _write(self) -> None:
         self._store.set(str(self._rank), " ".join(map(str, self._current)))

@@ -92,6 +92,7 @@ class Engine:
         make_offload: MakeOffload | None = None,
     ) -> None:
         self.over, self.loaded, self.has_changed_inputs = "", 0, False
+        self._timeout = timeout
         self._release: Release | None = None
         self.posts: Posts | None = None
         self._timetable, self._rank, self._loss_fn, self._reductions = timetable, rank, loss_fn, reductions
@@ -168,6 +169,17 @@ class Engine:
             self._executors["step"].resolve(lower(self._timetable, self._activations.plan)[self._rank])
         return losses
 
+    def meet(self, name: str) -> None:
+        """Wait until all linked ranks, and all copies of these stages, make this call.
+
+        Raises AgreementError if one makes another call.
+        """
+        self._check_not_over()
+        if self._order_of_ranks is not None:
+            self._order_of_ranks.meet(name, self._timeout)
+        if self._order_of_copies is not None:
+            self._order_of_copies.meet(name, self._timeout, self._hash_of_trained(), self.loaded)
+
     def evaluate(self, call: Call, seeds: Mapping[int, int]) -> CallLosses:
         """Forward of one batch, whose shapes may be others than the last one's; returns the losses."""
         self._executors["evaluate"].forget_layouts()
@@ -193,16 +205,14 @@ class Engine:
         recorder: Recorder | None,
         settle: Settle | None,
     ) -> CallLosses:
-        if self.over:
-            raise RuntimeError(f"{self.over}: make a new Pipeline")
+        self._check_not_over()
         self._before, executor = None, self._executors[name]
         try:
             cutter = self._begin(call, seeds)
             if self._order_of_ranks is not None:
                 self._order_of_ranks.begin(name, cutter.rows)
             if self._order_of_copies is not None:
-                trained = [(each.requires_grad, *each.shape) for each in self._trained()]
-                self._order_of_copies.begin(name, cutter.rows, hash(tuple(trained)), self.loaded)
+                self._order_of_copies.begin(name, cutter.rows, self._hash_of_trained(), self.loaded)
             release = self._release if name == "step" else None
             if name == "step" and settle is None:
                 self._before = GradientsBefore(self._trained())
@@ -268,6 +278,13 @@ class Engine:
         self._before = GradientsBefore(trained)
         executor.run(recorder)
         return cutter
+
+    def _check_not_over(self) -> None:
+        if self.over:
+            raise RuntimeError(f"{self.over}: make a new Pipeline")
+
+    def _hash_of_trained(self) -> int:
+        return hash(tuple((each.requires_grad, *each.shape) for each in self._trained()))
 
     def _trained(self) -> Iterable[nn.Parameter]:
         """The parameters that a step of this rank may add gradients to, each once."""
