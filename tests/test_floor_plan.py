@@ -18,15 +18,25 @@ ROOT = Path(__file__).parent.parent
 _PLANS = {"schedule", "families", "planning"}
 _LEAVES = {"stage_api", "seeding"}
 _RUNTIME = {"runtime", "schedule", "autograd"} | _LEAVES
-_TRAINING = {"training", "data", "planning"} | _RUNTIME
+_TRAINING = {"training", "data", "planning", "checkpoint"} | _RUNTIME
 MAY_IMPORT = {
-    "zbpp/__init__.py": {"schedule", "planning", "autograd", "runtime", "cutting", "partition", "training"},
+    "zbpp/__init__.py": {
+        "schedule",
+        "planning",
+        "autograd",
+        "runtime",
+        "cutting",
+        "partition",
+        "checkpoint",
+        "training",
+    },
     "zbpp/stage_api.py": set(),
     "zbpp/seeding.py": set(),
     "zbpp/partition.py": set(),
     "zbpp/ranges.py": set(),
     "zbpp/config/": {"config", "ranges"},
-    "zbpp/launch.py": {"ranges"} | _TRAINING,
+    "zbpp/launch.py": {"pass_signals", "ranges"} | _TRAINING,
+    "zbpp/pass_signals.py": set(),
     "zbpp/builders/": {"builders", "config"} | _TRAINING,
     "zbpp/app.py": {"builders", "config", "predict_memory", "render"} | _TRAINING,
     "zbpp/data/": {"data", "seeding"},
@@ -50,6 +60,7 @@ MAY_IMPORT = {
     # Pipeline(stages, "zb_h1"): a schedule's name in place of a timetable. No other file of runtime plans.
     "zbpp/runtime/arguments.py": {"planning"} | _RUNTIME,
     "zbpp/runtime/": _RUNTIME,
+    "zbpp/checkpoint/": {"checkpoint"} | _RUNTIME,
     "zbpp/training/": _TRAINING,
     "zbpp/cutting/": {"autograd", "cutting", "partition"},
     "zbpp/models/": {"models", "partition"} | _LEAVES,

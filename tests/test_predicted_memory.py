@@ -9,9 +9,10 @@ from helpers.configs import composed
 from helpers.processes import run_ranks
 from zbpp.builders.data import build_data
 from zbpp.builders.model import build_model, build_stages
+from zbpp.builders.optimizer import build_optimizer
 from zbpp.builders.plan import build_timetable
 from zbpp.builders.stages import move_stages, recompute_stages
-from zbpp.builders.trainer import build_masters, build_optimizer, build_pipeline
+from zbpp.builders.trainer import build_masters, build_pipeline
 from zbpp.predict_memory import predict
 from zbpp.runtime.memory_record import MemoryRecord
 from zbpp.training.batch import batch_for

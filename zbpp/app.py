@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -16,19 +17,19 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zbpp.builders.callbacks import build_callbacks
 from zbpp.builders.data import build_data, limit_evaluation
 from zbpp.builders.loggers import build_loggers
 from zbpp.builders.model import build_model, build_stages, check_data_fit, layers_per_stage, metrics_of
+from zbpp.builders.optimizer import build_scheduler, learning_rate_factor, optimizer_of
 from zbpp.builders.parallel import build_mesh, pipeline_ranks, split_stages
 from zbpp.builders.plan import build_timetable, check_layers, check_plan, title_of
 from zbpp.builders.stages import compile_stages, move_stages, offload_weights, recompute_stages
 from zbpp.builders.trainer import (
     build_masters,
-    build_optimizer,
     build_pipeline,
     build_replan,
     build_validation,
-    learning_rate_factor,
 )
 from zbpp.config import ConfigError, TrainConfig, naming
 from zbpp.data import Data
@@ -40,6 +41,7 @@ from zbpp.runtime.model_ties import declare_ties
 from zbpp.runtime.world import World, broadcast, check_agreement, world
 from zbpp.schedule import Timetable
 from zbpp.training.batch import batch_for
+from zbpp.training.leaving.signals import LeaveOnSignal
 from zbpp.training.loggers import Loggers, finite
 from zbpp.training.loss_scale import LossScale
 from zbpp.training.memory_report import MemoryReport, RankReport, figures
@@ -71,6 +73,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     settings: the config as values by dotted key; all but run_dir must be the same on all ranks. Raises
     ConfigError, PlanError, FolderError or AgreementError before any work starts.
     """
+    begin = time.monotonic()
     # Rank 0 alone plans, before it joins the other ranks, which wait for its plan. So the ranks can't
     # disagree, and a mistake in the config is reported once.
     rank, num_processes = _place_in_job(config.parallel.num_processes)
@@ -81,6 +84,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     with (
         _run_folder(config.run_dir, config.overwrite, rank) as folder,
         world(device=config.parallel.device, timeout=config.parallel.timeout) as here,
+        LeaveOnSignal(is_shown=rank == 0) as signals,
     ):
         mesh = build_mesh(config.parallel, here.device.type)
         job = _agreed_job(config, settings, job, here, Place(mesh))
@@ -95,12 +99,26 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
             if cut is not None:
                 print("layers per stage:", *cut, flush=True)
         with Loggers(build_loggers(config.logger, path, settings) if here.rank == 0 else []) as loggers:
+            trainer.callbacks = [
+                signals,
+                *build_callbacks(config, job.data, here, path, loggers, begin=begin),
+                *trainer.callbacks,
+            ]
+            begin_of_steps = time.monotonic()
             history = _run(config, trainer, loggers, is_shown=here.rank == 0)
             title = title_of(config.schedule, is_replanned=trainer.is_replanned)
-            summary = summarise(title, trainer, history, here, precision.compute)
+            summary = summarise(
+                title,
+                trainer,
+                history,
+                here,
+                precision.compute,
+                seconds=time.monotonic() - begin_of_steps,
+                layers_per_stage=cut,
+            )
             if cut is not None:
                 summary.figures["layers_per_stage"] = cut
-            if trainer.memory_report is not None:
+            if trainer.memory_report is not None and trainer.next_step > trainer.memory_report.step:
                 reports = trainer.memory_report.gathered(trainer)
                 if measured is not None:
                     predicted = measured.predicted(trainer.pipeline.timetable)
@@ -110,7 +128,14 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
             if here.rank == 0:
                 loggers.summary = summary.figures
                 _write(path, title, summary)
-                print(f"written to {path}", flush=True)
+                if summary.measured is not None:
+                    loggers.picture("timeline", path / "timeline.png", trainer.next_step)
+                print(*summary.sentences, f"written to {path}", sep="\n", flush=True)
+                if trainer.leaving is not None:
+                    print(
+                        f"left after step {trainer.next_step}: {trainer.leaving}; resume with resume=auto",
+                        flush=True,
+                    )
         return summary.figures
 
 
@@ -159,7 +184,7 @@ def _plan_job(config: TrainConfig, num_ranks: int) -> _Job:
 def _build_job(config: TrainConfig, model: Any, timetable: Timetable, rank: int) -> _Job:
     stages = build_stages(model, timetable, rank)
     batch_size = timetable.num_microbatches * config.microbatch_size
-    return _Job(timetable, model, stages, build_data(config.data, batch_size, config.seed))
+    return _Job(timetable, model, stages, build_data(config.data, batch_size, config.seed, config.read_ahead))
 
 
 def _agreed_job(
@@ -203,17 +228,19 @@ def _build_trainer(config: TrainConfig, job: _Job, precision: Precision, mesh: D
     )
     # After the pipeline, which gives all copies of a parameter the same float32 values.
     masters = build_masters(pipeline, precision)
+    optimizer = optimizer_of(pipeline, config.optimizer, masters, config.memory.gradient_release)
     return Trainer(
         pipeline=pipeline,
-        optimizer=build_optimizer(
-            (masters or pipeline).parameters(), config.optimizer, config.memory.gradient_release
-        ),
+        optimizer=optimizer,
         data=limit_evaluation(
             data, config.evaluate_every, config.evaluation_batches, pipeline.place.num_data_parts
         ),
         learning_rate=learning_rate_factor(config.optimizer, config.steps),
+        scheduler=build_scheduler(optimizer, config.optimizer),
         clip_norm=config.optimizer.clip_norm,
         evaluate_every=config.evaluate_every,
+        read_ahead=config.read_ahead,
+        record_every=config.measure_every,
         metrics=metrics_of(model, precision),
         replan=build_replan(config.schedule.replan, config.memory.limit, timetable, loss_fn, stages),
         masters=masters,
@@ -228,7 +255,8 @@ def _run(config: TrainConfig, trainer: Trainer, loggers: Loggers, *, is_shown: b
     """Train to the end; returns the metrics of each step."""
     history = []
     title = str(title_of(config.schedule))
-    with progress(config.steps, shown=is_shown, print_every=config.print_every, title=title) as show:
+    options: Any = {"print_every": config.print_every, "title": title, "first": trainer.next_step}
+    with progress(config.steps, shown=is_shown, **options) as show:
         for metrics in trainer.run(config.steps):
             loggers.log(metrics)
             show(metrics, title=str(title_of(config.schedule, is_replanned=trainer.is_replanned)))
@@ -237,10 +265,12 @@ def _run(config: TrainConfig, trainer: Trainer, loggers: Loggers, *, is_shown: b
 
 
 def _write(folder: Path, title: Title, summary: Summary) -> None:
-    """summary.json, timeline.png and trace.json."""
+    """summary.json; timeline.png and trace.json if a step was measured."""
     (folder / "summary.json").write_text(
         json.dumps(finite(summary.figures), indent=2, allow_nan=False) + "\n"
     )
+    if summary.predicted is None or summary.measured is None:
+        return
     panels = {
         f"{title}: predicted from measured costs": summary.predicted,
         f"{title}: measured": summary.measured,

@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zbpp.autograd.storages import storages_of
 from zbpp.builders.data import build_data
 from zbpp.builders.model import build_model, explained_as_data
+from zbpp.builders.optimizer import build_optimizer
 from zbpp.builders.parallel import build_mesh, pipeline_ranks, split_stages
 from zbpp.builders.plan import build_timetable, check_layers
 from zbpp.builders.stages import recompute_stages
-from zbpp.builders.trainer import build_optimizer
 from zbpp.config import ConfigError, ParallelConfig, TrainConfig, naming
 from zbpp.planning.memory_budget import RankMemory, StageBytes, predict_memory, sharded
 from zbpp.runtime.blocks import blocks_of
@@ -34,6 +34,7 @@ from zbpp.runtime.world import fake_world
 from zbpp.schedule import Timetable
 from zbpp.training.batch import batch_for
 from zbpp.training.master_weights import MasterWeights
+from zbpp.training.parameter_groups import Named
 from zbpp.training.precision import PRECISIONS
 
 FAKE = "on fake tensors: no memory was needed"
@@ -197,7 +198,7 @@ class _Stages:
             memory = microbatch_memory(
                 index, stage, args, live, is_last=is_last, loss_fn=loss_fn, target=target
             )
-            states, update = _optimizer_bytes(live, (masters or stage).parameters(), config)
+            states, update = _optimizer_bytes(live, _named(stage, masters), config)
         found = StageBytes(
             weights=_bytes([*stage.parameters(), *stage.buffers()]),
             gradients=_bytes(_gradients_of(stage)),
@@ -238,6 +239,12 @@ def _optimizer_bytes(live: LiveTensors, parameters: Any, config: TrainConfig) ->
     states = live.mark() - before
     optimizer.step()
     return states, live.highest - live.now
+
+
+def _named(stage: nn.Module, masters: MasterWeights | None) -> list[Named]:
+    """What the optimizer gets of a stage."""
+    pairs = stage.named_parameters()
+    return [Named((name,), each if masters is None else masters.of(each)) for name, each in pairs]
 
 
 def _of_messages(memory: MicrobatchMemory) -> dict[str, Any]:

@@ -10,13 +10,15 @@ from zbpp.config.compose import (
     composition_error,
     config_folder,
     flat,
+    read_run_config,
     register,
     typed,
 )
-from zbpp.config.instantiate import instantiate_node, naming
+from zbpp.config.instantiate import instantiate_node, naming, partial_of_node
 from zbpp.config.tree import (
     NUM_MICROBATCHES,
     BenchConfig,
+    EarlyStopConfig,
     ExplainConfig,
     JobConfig,
     LoggerConfig,
@@ -24,6 +26,7 @@ from zbpp.config.tree import (
     MemoryConfig,
     OptimizerConfig,
     ParallelConfig,
+    SampleConfig,
     ScheduleConfig,
     TrainConfig,
 )
@@ -34,6 +37,7 @@ __all__ = [
     "BenchConfig",
     "Composed",
     "ConfigError",
+    "EarlyStopConfig",
     "ExplainConfig",
     "JobConfig",
     "LoggerConfig",
@@ -41,6 +45,7 @@ __all__ = [
     "MemoryConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "SampleConfig",
     "ScheduleConfig",
     "TrainConfig",
     "as_yaml",
@@ -50,6 +55,8 @@ __all__ = [
     "flat",
     "instantiate_node",
     "naming",
+    "partial_of_node",
+    "read_run_config",
     "register",
     "typed",
 ]

@@ -6,10 +6,11 @@ Wrong types and unknown keys fail while Hydra composes; ranges (zbpp/ranges.py) 
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from omegaconf import MISSING
+from omegaconf import MISSING, DictConfig
 
 from zbpp.ranges import Checked, ConfigError, filled, one_of, ranged
 
@@ -47,21 +48,39 @@ class ScheduleConfig(Checked):
         return {name: getattr(self, name) for name in names}
 
 
+def _open_node() -> Any:
+    """A node that takes any key from the command line, without a + before it."""
+    return DictConfig({}, flags={"struct": False})
+
+
 @dataclass(kw_only=True)
 class OptimizerConfig(Checked):
-    """An optimizer with linear warm-up, then a cosine down to min_ratio of the learning rate.
+    """An optimizer, whose learning rate rises linearly in the warm-up, then follows lr_schedule.
 
-    stable_adamw and lion are torch-optimi's; lion takes no eps.
+    stable_adamw and lion are torch-optimi's; lion takes no eps. muon is torch's, with AdamW for what is no
+    matrix of a hidden layer; momentum is Muon's. custom is what build names.
+
+    build: `_target_`, an optimizer's class, and its own arguments, in place of those of this config.
+    groups: other options for parameters by name, see zbpp/training/parameter_groups.py.
+    lr_schedule: after the warm-up, down to min_ratio of the rate; wsd falls in the last decay_steps (null: a
+        fifth of all steps).
+    lr_scheduler: `_target_`, a class of torch.optim.lr_scheduler, and its arguments, in place of lr_schedule.
     """
 
     prefix: ClassVar[str] = "optimizer."
-    name: str = one_of("adamw", "stable_adamw", "lion")
+    name: str = one_of("adamw", "stable_adamw", "lion", "muon", "custom")
+    build: Any = field(default_factory=_open_node)
+    groups: list[dict[str, Any]] = field(default_factory=list)
     learning_rate: float = ranged(1e-3, above=0)
     beta1: float = ranged(0.9, below=1)
     beta2: float = ranged(0.95, below=1)
     eps: float = ranged(1e-8)
     weight_decay: float = ranged(0.1)
+    momentum: float = ranged(0.95, below=1)
+    lr_schedule: str = one_of("cosine", "linear", "constant", "wsd")
+    lr_scheduler: Any = field(default_factory=_open_node)
     warmup_steps: int = ranged(10)
+    decay_steps: int | None = ranged(None, least=1)
     min_ratio: float = ranged(0.1, most=1)
     # The largest norm that the gradients of all stages together may have; null: no clipping.
     clip_norm: float | None = ranged(1.0, above=0)
@@ -74,10 +93,63 @@ class OptimizerConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("build", "lr_scheduler"):
+            _check_node(name, getattr(self, name))
         if self.kahan_sum:
             _need_optimi("optimizer.kahan_sum=true")
-        if self.name != "adamw":
+        if self.name in ("stable_adamw", "lion"):
             _need_optimi(f"optimizer.name={self.name}")
+        self._check_custom()
+        self._check_schedule()
+
+    def _check_custom(self) -> None:
+        target = (self.build or {}).get("_target_")
+        if self.name != "custom":
+            if self.build:
+                raise ConfigError(f"optimizer.build is for optimizer=custom, but optimizer.name={self.name}")
+            if self.momentum != 0.95 and self.name != "muon":
+                raise ConfigError(f"optimizer.momentum={self.momentum} is Muon's: write optimizer=muon")
+            return
+        if not isinstance(target, str):
+            raise ConfigError(
+                "optimizer=custom needs a class: write optimizer.build._target_=torch.optim.SGD "
+                "optimizer.build.lr=0.1"
+            )
+        if target.partition(".")[0] == "optimi":
+            _need_optimi(f"optimizer.build._target_={target}")
+        theirs = {"learning_rate": "lr", "beta1": "betas", "beta2": "betas"}
+        for name in ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "momentum", "kahan_sum"):
+            if getattr(self, name) != _default_of(OptimizerConfig, name):
+                raise ConfigError(
+                    f"optimizer.{name}={getattr(self, name)} is not passed on to {target}: write its own "
+                    f"argument, as optimizer.build.{theirs.get(name, name)}=..."
+                )
+
+    def _check_schedule(self) -> None:
+        if self.lr_scheduler and not isinstance(self.lr_scheduler.get("_target_"), str):
+            raise ConfigError(
+                "optimizer.lr_scheduler needs a class: write "
+                "optimizer.lr_scheduler._target_=torch.optim.lr_scheduler.StepLR"
+            )
+        if self.lr_scheduler and self.lr_schedule != "cosine":
+            raise ConfigError(
+                f"optimizer.lr_schedule={self.lr_schedule} and optimizer.lr_scheduler are both given: leave "
+                "one out"
+            )
+        if self.decay_steps is not None and self.lr_schedule != "wsd":
+            raise ConfigError(
+                f"optimizer.decay_steps={self.decay_steps} is for optimizer.lr_schedule=wsd, but "
+                f"lr_schedule={self.lr_schedule}"
+            )
+
+
+def _check_node(name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"optimizer.{name}={value}: write optimizer.{name}._target_=..., a class")
+
+
+def _default_of(kind: Any, name: str) -> Any:
+    return next(each.default for each in fields(kind) if each.name == name)
 
 
 def _need_optimi(setting: str) -> None:
@@ -151,17 +223,50 @@ class MemoryConfig(Checked):
 
 @dataclass(kw_only=True)
 class LoggerConfig(Checked):
-    """project and mode are wandb's."""
+    """Where metrics go beside metrics.jsonl, which every run has. project and mode are wandb's."""
 
     prefix: ClassVar[str] = "logger."
-    name: str = one_of("jsonl", "wandb")
+    wandb: bool = False
+    tensorboard: bool = False
     project: str = "zbpp"
     mode: str = one_of("online", "offline", "disabled")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.name == "wandb" and importlib.util.find_spec("wandb") is None:
-            raise ConfigError("logger=wandb, but the package is not installed: pip install 'zbpp[wandb]'")
+        for name in ("wandb", "tensorboard"):
+            if getattr(self, name) and importlib.util.find_spec(name) is None:
+                raise ConfigError(
+                    f"logger={name}, but the package is not installed: pip install 'zbpp[{name}]'"
+                )
+
+
+@dataclass(kw_only=True)
+class EarlyStopConfig(Checked):
+    """When a run ends because it improves no more. metric: such as evaluation_loss; null: never.
+
+    patience: how many evaluations in a row without a better value. min_delta: how much better it must be.
+    """
+
+    prefix: ClassVar[str] = "early_stop."
+    metric: str | None = None
+    patience: int = ranged(3, least=1)
+    min_delta: float = ranged(0.0)
+    mode: str = one_of("min", "max")
+
+
+@dataclass(kw_only=True)
+class SampleConfig(Checked):
+    """Text from the model every so many steps; every=0: none. temperature=0: always the likeliest token.
+
+    tokenizer: a tokenizer.json; null: the data's, else bytes.
+    """
+
+    prefix: ClassVar[str] = "sample."
+    every: int = ranged(0)
+    prompt: str = filled("The ", "write a text, such as sample.prompt='The '")
+    max_tokens: int = ranged(64, least=1)
+    temperature: float = ranged(0.0)
+    tokenizer: str | None = None
 
 
 # ---------------------------------------------------------------- commands
@@ -195,6 +300,8 @@ class TrainConfig(_RunConfig):
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
     precision: str = one_of("float32", *_MIXED, *_PRECISIONS[1:])  # mixed: with float32 master weights
     steps: int = ranged(100, least=1)
     num_microbatches: int | None = ranged(None, least=1)  # null: as many as schedule.timetable has, or 8
@@ -202,10 +309,19 @@ class TrainConfig(_RunConfig):
     evaluate_every: int = ranged(50)  # steps; 0: never
     evaluation_batches: int = ranged(2, least=1)
     print_every: int = ranged(10, least=1)  # steps, where no progress bar can be drawn
+    read_ahead: int = ranged(0)  # batches that a thread reads and moves to the device early; 0: none
     save_weights: bool = True  # at the end, a file per stage
+    # One step of so many is measured action by action, for the bubble shown; 0: the last steps only.
+    measure_every: int = ranged(100)
+    max_hours: float | None = ranged(None, above=0, unit="hours")  # the run leaves before they are over
+    profile: str | None = None  # START:STOP, the steps that torch.profiler records, STOP excluded
+    profile_ranks: list[int] | None = None  # null: all
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_early_stop()
+        if self.profile is not None:
+            self.profiled_steps  # noqa: B018  # refuses what is no START:STOP
         if self.optimizer.kahan_sum and self.precision != "bfloat16":
             raise ConfigError(
                 f"optimizer.kahan_sum=true is for weights in bfloat16, but precision={self.precision}: write "
@@ -244,6 +360,33 @@ class TrainConfig(_RunConfig):
             )
         if self.memory.offload_weights:
             self._check_offloaded_weights()
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps of `profile`, counted from 1 as in metrics.jsonl. Raises ConfigError."""
+        start, colon, stop = (self.profile or "").partition(":")
+        if not (colon and start.isdecimal() and stop.isdecimal() and 1 <= int(start) < int(stop)):
+            raise ConfigError(f"profile={self.profile}: write START:STOP, such as 3:5 for the steps 3 and 4")
+        if int(start) > self.steps:
+            raise ConfigError(
+                f"profile={self.profile} begins after the last step: write steps={start} or more"
+            )
+        return range(int(start), int(stop))
+
+    def _check_early_stop(self) -> None:
+        """Refuse a metric that no evaluation would give."""
+        metric = self.early_stop.metric
+        if metric is None:
+            return
+        if not metric.startswith("evaluation_"):
+            raise ConfigError(
+                f"early_stop.metric={metric}: write a metric of evaluations, such as evaluation_loss"
+            )
+        if not self.evaluate_every:
+            raise ConfigError(
+                f"early_stop.metric={metric} with evaluate_every=0: nothing is evaluated; write "
+                "evaluate_every=50, or early_stop.metric=null"
+            )
 
     def _check_offloaded_weights(self) -> None:
         """Raise ConfigError for what doesn't go with memory.offload_weights."""

@@ -11,9 +11,10 @@ pair of any of these (to train on, held out), or a `Data`. What a batch may be: 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from zbpp.data.batch import Source
+if TYPE_CHECKING:
+    from zbpp.data.batch import Source
 
 
 class Data(NamedTuple):

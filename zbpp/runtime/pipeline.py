@@ -252,6 +252,21 @@ class Pipeline(PipelineState, PipelineRelease, PipelineTimeline):
             found.append(seen.metrics())
         return tuple(found)
 
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """The last stage's output for a batch of any size, which is one microbatch; None on other ranks.
+
+        As in `evaluate`: in eval mode, without gradients, at any time between steps. No loss is computed.
+        """
+        self.settle()
+        seen = Outputs(is_kept=True, metrics=None)
+        with (
+            restored_generators(self.device),
+            eval_mode([*self.stages.values(), self._loss_fn]),
+            torch.no_grad(),
+        ):
+            self._engine.predict(Call(args, None, kwargs, seen.take), self._seeds())
+        return seen.concatenated()
+
     def with_timetable(self, timetable: Timetable) -> Pipeline:
         """Close this pipeline; return one that goes on with the same stages under another timetable.
 

@@ -131,8 +131,8 @@ class PostValidatedUpdate(Update):
         self._results: list[Result] = []
         self.num_redone = self.num_taken_back = 0
 
-    def begin(self, pipeline: Pipeline, factor: float) -> None:
-        """Prepare a step. factor: on the optimizer's learning rate."""
+    def begin(self, pipeline: Pipeline, factor: float | None) -> None:
+        """Prepare a step. factor: on the optimizer's learning rate; None: it stays."""
         self.prepare(pipeline)
         self._set_rate(factor)
 
@@ -150,7 +150,7 @@ class PostValidatedUpdate(Update):
             self._results += super().end(pipeline, losses)
             self._switch.note(is_good=self._is_good(self._results[-1][0].norm))
             return self._taken()
-        share, scale = share_of(pipeline, losses), pipeline.loss_scale
+        share, scale = share_of(pipeline, losses, self.wish), pipeline.loss_scale
         steps = self._is_good(norm_of([share.squares]) / scale)
         refusal = _CHANGED_INPUTS.format(rank=pipeline.rank) if pipeline.has_changed_inputs else ""
         ticket = pipeline.posts().post(_Posted(share, steps, refusal))

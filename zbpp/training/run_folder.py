@@ -22,7 +22,8 @@ from typing import IO
 
 OF_A_RUN = (
     "job.json", "config.yaml", "metrics.jsonl", "summary.json", "timeline.png", "trace.json", "bench.json",
-    "bench.png", "costs.json", "memory.json", "memory.png", "*.safetensors", "wandb", "attempt-*",
+    "bench.png", "costs.json", "memory.json", "memory.png", "*.safetensors", "wandb", "tensorboard",
+    "profile", "samples.jsonl", "attempt-*",
 )  # fmt: skip
 
 
