@@ -28,10 +28,10 @@ import torch
 
 from zbpp.runtime.groups import Store, job_store
 from zbpp.runtime.mesh import TENSOR, Place
-from zbpp.runtime.world import AgreementError, CommunicationError, communicating
+from zbpp.runtime.world import AgreementError, communicating
 from zbpp.schedule import Timetable
 
-_POLL = 0.005  # s
+_POLL, _PATIENCE = 0.005, 10.0  # s
 
 
 class _Announced(NamedTuple):
@@ -76,20 +76,17 @@ class CallOrder:
         self._write()
         self.check()
 
-    def meet(self, kind: str, timeout: float, parameters: int = 0, loaded: int = 0) -> None:
-        """As `begin`, and wait until all neighbours make the call, too: for collective calls that are rare.
+    def meet(self, kind: str, parameters: int = 0, loaded: int = 0) -> None:
+        """As `begin`, for a collective call that is rare: its ranks will wait for each other behind this.
 
-        Raises CommunicationError if one has not come in `timeout` seconds.
+        So that this rank does not wait for one that makes another call and has not come to it, it looks again
+        for some seconds. It looks no longer, since it can't see here whether a process has died.
         """
         self.begin(kind, None, parameters, loaded)
-        end = time.monotonic() + timeout
-        while late := [each for each in self._neighbours if self._number_of(each) < self._current.number]:
-            self.check()
-            if time.monotonic() > end:
-                raise CommunicationError(
-                    f"{self._what} {self._rank} is in {kind}(), and {self._what} {late[0]} has not called it "
-                    f"in {timeout:g} s"
-                )
+        end = time.monotonic() + _PATIENCE
+        while time.monotonic() < end and any(
+            self._number_of(each) < self._current.number for each in self._neighbours
+        ):
             time.sleep(_POLL)
         self.check()
 

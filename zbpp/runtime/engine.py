@@ -93,7 +93,6 @@ class Engine:
         make_offload: MakeOffload | None = None,
     ) -> None:
         self.over, self.loaded, self.has_changed_inputs = "", 0, False
-        self._timeout = timeout
         self._release: Release | None = None
         self.posts: Posts | None = None
         self._timetable, self._rank, self._loss_fn, self._reductions = timetable, rank, loss_fn, reductions
@@ -171,15 +170,12 @@ class Engine:
         return losses
 
     def meet(self, name: str) -> None:
-        """Wait until all linked ranks, and all copies of these stages, make this call.
-
-        Raises AgreementError if one makes another call.
-        """
+        """Before a collective call: raise AgreementError if a linked rank, or a copy, makes another one."""
         self._check_not_over()
         if self._order_of_ranks is not None:
-            self._order_of_ranks.meet(name, self._timeout)
+            self._order_of_ranks.meet(name)
         if self._order_of_copies is not None:
-            self._order_of_copies.meet(name, self._timeout, self._hash_of_trained(), self.loaded)
+            self._order_of_copies.meet(name, self._hash_of_trained(), self.loaded)
 
     def evaluate(self, call: Call, seeds: Mapping[int, int]) -> CallLosses:
         """Forward of one batch, whose shapes may be others than the last one's; returns the losses."""

@@ -24,9 +24,9 @@ class PipelineEnd:
     _made_group: dist.ProcessGroup | None  # made for a pipeline of one rank, which closes it
 
     def meet(self, name: str) -> None:
-        """Wait until all ranks make the collective call of this name.
+        """Before a collective call of this name: see whether other ranks make another call.
 
-        If a rank makes another call, the pipeline ends, and AgreementError is raised.
+        If one does, the pipeline ends, and AgreementError is raised.
         """
         try:
             self._engine.meet(name)
