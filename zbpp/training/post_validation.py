@@ -28,6 +28,7 @@ from zbpp.runtime import Pipeline
 from zbpp.runtime.mesh import local_of
 from zbpp.runtime.norm import gradients_of, norm_of
 from zbpp.runtime.posts import Ticket
+from zbpp.runtime.world import check_equal
 from zbpp.training.inverse import InverseRollback
 from zbpp.training.loss_scale import LossScale
 from zbpp.training.master_weights import MasterWeights
@@ -121,9 +122,11 @@ class PostValidatedUpdate(Update):
             raise ValueError(f"clip_norm={clip_norm}: write a number above 0, or None for no clipping")
         super().__init__(optimizer, clip_norm=clip_norm, masters=masters, loss_scale=loss_scale)
         pipeline.settle()  # another PostValidation may have had it
+        pipeline.meet("PostValidation")
         pipeline.posts()
         self._switch = Switch(validation.after)
-        self._rollback = _agreed_rollback(validation.rollback, optimizer, pipeline)
+        options = {"clip_norm": clip_norm, "optimizer.validation_after": validation.after}
+        self._rollback = _agreed_rollback(validation.rollback, optimizer, pipeline, options)
         self._pending: _Pending | None = None
         self._results: list[Result] = []
         self.num_redone = self.num_taken_back = 0
@@ -342,17 +345,24 @@ _CHANGED_INPUTS = (
 )
 
 
-def _agreed_rollback(name: str, optimizer: torch.optim.Optimizer, pipeline: Pipeline) -> Rollback:
-    """The rollback, once all ranks have one. Raises ValueError on all ranks if one has none."""
+def _agreed_rollback(
+    name: str, optimizer: torch.optim.Optimizer, pipeline: Pipeline, options: dict[str, Any]
+) -> Rollback:
+    """The rollback, once all ranks have one. Raises ValueError on all ranks if one has none.
+
+    options: of which each rank decides by itself what all ranks have to decide alike. Raises AgreementError.
+    """
     made: Rollback | None = None
     refusal = pipeline.gate_refusal
     try:
         made = _rollback(name, optimizer)
     except ValueError as error:
         refusal = str(error)
-    for each in pipeline.place.gather(refusal):
+    refusals, given = zip(*pipeline.place.gather((refusal, options)), strict=True)
+    for each in refusals:
         if each:
             raise ValueError(each)
+    check_equal("options of post-validation", given)
     assert made is not None  # or there is a refusal
     return made
 
