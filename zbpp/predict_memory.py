@@ -76,7 +76,7 @@ class Predictor:
         parallel = config.parallel
         num_ranks = pipeline_ranks(parallel, parallel.num_processes or 1)
         if timetable is None:
-            check_layers(build_model(config.model, config.seed), config.schedule, num_ranks)
+            check_layers(build_model(config.model, config.seed, config.finetune), config.schedule, num_ranks)
             timetable = build_timetable(config.schedule, num_ranks, config.num_microbatches)
         measured = self.measure(config, timetable)
         found = ", ".join(config.not_predicted)
@@ -132,7 +132,7 @@ class _Stages:
     def __init__(self, config: TrainConfig, timetable: Timetable, mesh: Any) -> None:
         self._config, self._timetable, self._mesh = config, timetable, mesh
         self._precision = PRECISIONS[config.precision]
-        self._model = build_model(config.model, config.seed)
+        self._model = build_model(config.model, config.seed, config.finetune)
         rows = timetable.num_microbatches * config.microbatch_size
         self._data = build_data(config.data, rows, config.seed)
         self._is_sharded = config.parallel.shard > 1

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbpp.checkpoint.errors import CheckpointError
 from zbpp.checkpoint.nest import decoded, encoded
 from zbpp.checkpoint.optimizer_states import Masters, Saved
 from zbpp.runtime import Pipeline
