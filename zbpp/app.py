@@ -48,7 +48,9 @@ from zbpp.runtime.world import World, broadcast, check_agreement, world
 from zbpp.schedule import Timetable
 from zbpp.training.batch import batch_for
 from zbpp.training.leaving.signals import LeaveOnSignal
+from zbpp.training.fine_tuned import check_fine_tuned
 from zbpp.training.loggers import Loggers, finite
+from zbpp.training.lora import save_adapter
 from zbpp.training.loss_scale import LossScale
 from zbpp.training.memory_report import MemoryReport, RankReport, figures
 from zbpp.training.precision import PRECISIONS, Precision
@@ -140,7 +142,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
                     )
                     _write_memory(path, predicted, reports, config.not_predicted)
             if config.save_weights:
-                save_weights(path, trainer.pipeline, trainer.masters)
+                _save_weights(config, path, trainer)
             if here.rank == 0:
                 loggers.summary = summary.figures
                 _write(path, title, summary)
@@ -179,7 +181,7 @@ def check_before_start(config: TrainConfig, num_processes: int) -> None:
     check_free(config.run_dir, overwrite=config.overwrite)
     check_offload_folder(config.memory)
     num_ranks = pipeline_ranks(config.parallel, num_processes)
-    check_layers(build_model(config.model, config.seed), config.schedule, num_ranks)
+    check_layers(build_model(config.model, config.seed, config.finetune), config.schedule, num_ranks)
     check_plan(config.schedule, num_ranks, config.num_microbatches)
 
 
@@ -203,7 +205,7 @@ def _run_folder(run_dir: str, overwrite: bool, rank: int) -> Iterator[RunFolder 
 
 def _plan_job(config: TrainConfig, num_ranks: int) -> _Job:
     """Rank 0's job, with the timetable that it planned or read."""
-    model = build_model(config.model, config.seed)
+    model = build_model(config.model, config.seed, config.finetune)
     check_layers(model, config.schedule, num_ranks)
     return _build_job(config, model, build_timetable(config.schedule, num_ranks, config.num_microbatches), 0)
 
@@ -221,7 +223,9 @@ def _agreed_job(
     check_agreement("configs", {key: value for key, value in settings.items() if key != "run_dir"})
     text, recomputed = broadcast((str(job.timetable), job.recomputed) if job else ("", frozenset()))
     timetable = Timetable.parse(text)
-    job = job or _build_job(config, build_model(config.model, config.seed), timetable, place.rank)
+    job = job or _build_job(
+        config, build_model(config.model, config.seed, config.finetune), timetable, place.rank
+    )
     job = job._replace(recomputed=recomputed)
     check_source_files()
     check_agreement("data (by fingerprint)", job.data.fingerprint)
@@ -255,6 +259,8 @@ def _build_trainer(config: TrainConfig, job: _Job, precision: Precision, mesh: D
     pipeline = build_pipeline(
         stages, timetable, loss_fn, config.seed, config.parallel, precision, mesh, config.memory
     )
+    with naming("finetune"):
+        check_fine_tuned(pipeline, model)
     # After the pipeline, which gives all copies of a parameter the same float32 values.
     masters = build_masters(pipeline, precision)
     optimizer = optimizer_of(pipeline, config.optimizer, masters, config.memory.gradient_release)
@@ -278,6 +284,16 @@ def _build_trainer(config: TrainConfig, job: _Job, precision: Precision, mesh: D
         post_validation=build_validation(config.optimizer),
         memory_report=MemoryReport(config.steps - 1) if config.memory.report else None,
     )
+
+
+def _save_weights(config: TrainConfig, path: Path, trainer: Trainer) -> None:
+    """Write the weights that were trained: all, or the adapters alone."""
+    lora = config.finetune.lora.options
+    if lora is None:
+        save_weights(path, trainer.pipeline, trainer.masters)
+        return
+    base = config.model.get("path")
+    save_adapter(path / "adapter", trainer.pipeline, lora, masters=trainer.masters, base=base)
 
 
 def _run(config: TrainConfig, trainer: Trainer, loggers: Loggers, *, is_shown: bool) -> list[Metrics]:

@@ -236,6 +236,65 @@ class MemoryConfig(Checked):
 
 
 @dataclass(kw_only=True)
+class LoraConfig(Checked):
+    """Options of peft's LoraConfig, by peft's names. r: null: no LoRA."""
+
+    prefix: ClassVar[str] = "finetune.lora."
+    r: int | None = ranged(None, least=1)
+    lora_alpha: float = ranged(8, above=0)
+    lora_dropout: float = ranged(0.0, below=1)
+    target_modules: Any = None  # names of modules, or a regular expression for whole names
+    exclude_modules: Any = None
+    layers_to_transform: list[int] | None = None
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    use_rslora: bool = False
+    init_lora_weights: Any = True
+    task_type: str | None = None  # for the adapter's config: CAUSAL_LM, ...
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.r is None:
+            return
+        if importlib.util.find_spec("peft") is None:
+            raise ConfigError("finetune.lora, but the package is not installed: pip install 'zbpp[peft]'")
+        if not self.target_modules:
+            raise ConfigError(
+                "finetune.lora.target_modules is not set: write the names of the modules that get adapters, "
+                "such as [q_proj,v_proj]"
+            )
+
+    @property
+    def options(self) -> dict[str, Any] | None:
+        """The arguments of peft's LoraConfig; None: no LoRA."""
+        if self.r is None:
+            return None
+        plain = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
+
+
+@dataclass(kw_only=True)
+class FinetuneConfig(Checked):
+    """Which parameters are trained, by patterns of their names in the whole model; or LoRA.
+
+    freeze: those that match are not trained. train: only those that match are.
+    """
+
+    prefix: ClassVar[str] = "finetune."
+    freeze: list[str] = field(default_factory=list)
+    train: list[str] = field(default_factory=list)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lora.r is not None and (self.freeze or self.train):
+            raise ConfigError(
+                "finetune.lora trains its adapters alone, and freezes all else: leave finetune.freeze and "
+                "finetune.train out"
+            )
+
+
+@dataclass(kw_only=True)
 class LoggerConfig(Checked):
     """Where metrics go beside metrics.jsonl, which every run has. project and mode are wandb's."""
 
@@ -313,6 +372,7 @@ class TrainConfig(_RunConfig):
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
@@ -375,6 +435,11 @@ class TrainConfig(_RunConfig):
             )
         if self.memory.offload_weights:
             self._check_offloaded_weights()
+        if self.finetune.lora.r is not None and self.parallel.tensor > 1:
+            raise ConfigError(
+                f"finetune.lora doesn't go with parallel.tensor={self.parallel.tensor}, whose plan splits "
+                "the modules that LoRA wraps: write parallel.tensor=1, with more pipeline ranks or shards"
+            )
 
     @property
     def profiled_steps(self) -> range:
