@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zbpp.builders.checkpoints import build_saving
 from zbpp.builders.data import build_data, limit_evaluation
 from zbpp.builders.loggers import build_loggers
 from zbpp.builders.model import build_model, build_stages, check_data_fit, layers_per_stage, metrics_of
@@ -79,7 +80,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     # Before the process group exists: parts of layers are measured in a group that does not.
     measured = _measured_stages(config, job) if config.memory.report and job else None
     with (
-        _run_folder(config.run_dir, config.overwrite, rank) as folder,
+        _run_folder(config, rank) as folder,
         world(device=config.parallel.device, timeout=config.parallel.timeout) as here,
     ):
         mesh = build_mesh(config.parallel, here.device.type)
@@ -89,8 +90,9 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         with naming("model"):
             trainer = _build_trainer(config, job, precision, mesh)
         path, cut = Path(broadcast(config.run_dir)), layers_per_stage(job.model, job.timetable.num_stages)
+        trainer.callbacks = [*trainer.callbacks, *build_saving(config, settings, path, trainer, folder)]
         if folder is not None:
-            folder.begin()
+            folder.begin(trainer.next_step)
             (path / "config.yaml").write_text(resolved_yaml)
             if cut is not None:
                 print("layers per stage:", *cut, flush=True)
@@ -100,7 +102,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
             summary = summarise(title, trainer, history, here, precision.compute)
             if cut is not None:
                 summary.figures["layers_per_stage"] = cut
-            if trainer.memory_report is not None:
+            if trainer.memory_report is not None and trainer.next_step > trainer.memory_report.step:
                 reports = trainer.memory_report.gathered(trainer)
                 if measured is not None:
                     predicted = measured.predicted(trainer.pipeline.timetable)
@@ -125,7 +127,7 @@ def check_before_start(config: TrainConfig, num_processes: int) -> None:
 
     A schedule that is planned for costs is not tried, see `check_plan`.
     """
-    check_free(config.run_dir, overwrite=config.overwrite)
+    check_free(config.run_dir, overwrite=config.overwrite, resume=config.resume)
     num_ranks = pipeline_ranks(config.parallel, num_processes)
     check_layers(build_model(config.model, config.seed), config.schedule, num_ranks)
     check_plan(config.schedule, num_ranks, config.num_microbatches)
@@ -143,9 +145,10 @@ def _place_in_job(wanted: int | None) -> tuple[int, int]:
 
 
 @contextmanager
-def _run_folder(run_dir: str, overwrite: bool, rank: int) -> Iterator[RunFolder | None]:
+def _run_folder(config: TrainConfig, rank: int) -> Iterator[RunFolder | None]:
     """The claimed folder on rank 0, where a folder that can't be used is refused; None on other ranks."""
-    with claimed(run_dir, overwrite=overwrite) if rank == 0 else nullcontext() as folder:
+    options: Any = {"overwrite": config.overwrite, "resume": config.resume}
+    with claimed(config.run_dir, **options) if rank == 0 else nullcontext() as folder:
         yield folder
 
 
@@ -237,10 +240,12 @@ def _run(config: TrainConfig, trainer: Trainer, loggers: Loggers, *, is_shown: b
 
 
 def _write(folder: Path, title: Title, summary: Summary) -> None:
-    """summary.json, timeline.png and trace.json."""
+    """summary.json; timeline.png and trace.json if a step was measured."""
     (folder / "summary.json").write_text(
         json.dumps(finite(summary.figures), indent=2, allow_nan=False) + "\n"
     )
+    if summary.measured is None or summary.predicted is None:
+        return
     panels = {
         f"{title}: predicted from measured costs": summary.predicted,
         f"{title}: measured": summary.measured,

@@ -35,12 +35,22 @@ class RankError(RuntimeError):
 
 def refusals() -> tuple[type[Exception], ...]:
     """The errors that are mistakes of the user: one line each says what to write instead."""
+    from zbpp.checkpoint import CheckpointError
     from zbpp.runtime import AgreementError, BoundaryError, DeviceError  # torch: a second to import
     from zbpp.training.loss_scale import LossScaleError
     from zbpp.training.run_folder import FolderError
 
     training = FolderError, LossScaleError
-    return ConfigError, PlanError, Refusal, *training, AgreementError, BoundaryError, DeviceError
+    return (
+        ConfigError,
+        PlanError,
+        Refusal,
+        CheckpointError,
+        *training,
+        AgreementError,
+        BoundaryError,
+        DeviceError,
+    )
 
 
 def wants_traceback() -> bool:

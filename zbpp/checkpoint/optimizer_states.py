@@ -7,7 +7,7 @@ Under names, each process puts together what its own optimizers need, whatever t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch

@@ -50,12 +50,18 @@ class Replan:
         self._watching = ExitStack()
         self._inputs = self._watching.enter_context(first_inputs(self.stages))
         self._expected = 0.0
-        self.is_done = False
+        self.is_done, self._is_over = False, False
 
     def is_measured(self, step: int) -> bool:
         """Whether a step must be recorded."""
         num = self.num_measured
-        return 1 <= step <= num or num + 2 <= step <= 2 * num + 1
+        return not self._is_over and (1 <= step <= num or num + 2 <= step <= 2 * num + 1)
+
+    def skip(self) -> None:
+        """Plan no more: an earlier start of the run has done so, and goes on with its plan."""
+        self._watching.close()
+        self._inputs.clear()
+        self.is_done = self._is_over = True
 
     def after(
         self, step: int, pipeline: Pipeline, timelines: Sequence[Timeline], target: Any
@@ -65,6 +71,8 @@ class Replan:
         timelines: of all recorded steps so far; target: of the step's batch, on the last stage's owner.
         Raises PlanError if the limit can't hold a plan. Collective.
         """
+        if self._is_over:
+            return pipeline, {}
         if step == self.num_measured:
             return self._switch(pipeline, timelines, target)
         if step == 2 * self.num_measured + 1:

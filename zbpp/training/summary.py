@@ -29,11 +29,11 @@ class Title(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """figures: as summary.json has them. predicted: from the measured costs."""
+    """figures: as summary.json has them. predicted: from the measured costs. None: no step was measured."""
 
     figures: dict[str, Any]
-    measured: Timeline
-    predicted: Timeline
+    measured: Timeline | None
+    predicted: Timeline | None
 
 
 def summarise(
@@ -41,11 +41,7 @@ def summarise(
 ) -> Summary:
     """Sum up a run. history: the metrics of its steps. Collective."""
     pipeline, data, last = trainer.pipeline, trainer.data, history[-1]
-    measured = _with_median_makespan(trainer.timelines)
-    times = measured_costs(*trainer.timelines)
     num_ranks = pipeline.timetable.num_ranks
-    costs = _with_usual_memory(times, pipeline.timetable.num_stages, num_ranks)
-    predicted = simulate(measured.timetable, costs)
     items_per_second = trainer.items_per_step / median([metrics["step_seconds"] for metrics in history])
     own = sum(local_of(each).numel() for each in pipeline.counted_parameters())
     num_parameters = sum(gather(own)) // pipeline.place.size(REPLICATE)  # each replica counts its own
@@ -57,13 +53,9 @@ def summarise(
         "num_stages": pipeline.timetable.num_stages,
         "num_microbatches": pipeline.timetable.num_microbatches,
         "num_parameters": num_parameters,
-        "steps": len(history),
+        "steps": trainer.next_step,
         **{name: last[name] for name in last if name == "loss" or name.startswith("evaluation_")},
         "unigram_entropy": data.unigram_entropy,
-        "predicted_bubble_rate": predicted.bubble_rate,
-        "measured_bubble_rate": measured.bubble_rate,
-        "predicted_makespan_ms": predicted.makespan,
-        "measured_makespan_ms": measured.makespan,
         f"{data.unit}_per_second": items_per_second,
         "model_flops_utilisation": model_flops_utilisation(
             num_parameters,
@@ -71,8 +63,20 @@ def summarise(
             here.size,
             peak_flops(here.device, dtype),
         ),
-        "peak_memory_bytes": [int(peak) for peak in measured.peak_memory],
         **machine(here.device),
+    }
+    if not trainer.timelines:
+        return Summary(figures, None, None)
+    measured = _with_median_makespan(trainer.timelines)
+    times = measured_costs(*trainer.timelines)
+    costs = _with_usual_memory(times, pipeline.timetable.num_stages, num_ranks)
+    predicted = simulate(measured.timetable, costs)
+    figures |= {
+        "predicted_bubble_rate": predicted.bubble_rate,
+        "measured_bubble_rate": measured.bubble_rate,
+        "predicted_makespan_ms": predicted.makespan,
+        "measured_makespan_ms": measured.makespan,
+        "peak_memory_bytes": [int(peak) for peak in measured.peak_memory],
     }
     return Summary(figures, measured, predicted)
 

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zbpp.checkpoint import Stateful
 from zbpp.data import Data
 from zbpp.data.batch import Source
 from zbpp.runtime import Pipeline
-from zbpp.schedule import Timeline
+from zbpp.schedule import Timeline, Timetable
 from zbpp.training.batch import batch_for
 from zbpp.training.callbacks import Callback
 from zbpp.training.loss_scale import LossScale
@@ -77,6 +78,7 @@ class Trainer:
         self.next_step = 0  # the step that `run` begins with
         self.leaving: str | None = None  # why the run ends early; the same on all ranks
         self._wish: str | None = None  # this rank's reason to end it
+        self._resumed_at = 0  # the step after which another start was left
         self._begun: deque[Metrics] = deque()  # of steps whose outcome is not known yet
 
     def run(self, num_steps: int) -> Iterator[Metrics]:
@@ -90,6 +92,29 @@ class Trainer:
         yield from self._settled()
         for callback in self.callbacks:
             callback.finish(self)
+
+    def states(self) -> dict[str, Stateful]:
+        """What a checkpoint has to hold beside the pipeline, the optimizer and the step."""
+        found: dict[str, Stateful] = {"update": self._update}
+        if self.loss_scale is not None:
+            found["loss_scale"] = self.loss_scale
+        if isinstance(self.data.train, Stateful):
+            found["data"] = self.data.train
+        return found
+
+    def go_on_after(self, step: int, replanned: Timetable | None = None) -> None:
+        """Let `run` begin with step number `step`. Weights and optimizer are those that follow it.
+
+        replanned: the plan that a replanner made in an earlier start. It is taken over if it places the
+        stages as this pipeline does; else the replanner measures again.
+        """
+        self.next_step = self._resumed_at = step
+        old = self.pipeline.timetable
+        if self.replan is None or replanned is None or replanned.rank_of != old.rank_of:
+            return
+        if replanned.num_microbatches == old.num_microbatches:
+            self.replan.skip()
+            self.pipeline = self.pipeline.with_timetable(replanned)
 
     def leave(self, reason: str) -> None:
         """End the run after the present step, on all ranks; for callbacks that may_leave."""
@@ -238,14 +263,14 @@ class Trainer:
         )
 
     def _is_measured(self, step: int) -> bool:
-        return self.replan is not None and self.replan.is_measured(step)
+        return self.replan is not None and self.replan.is_measured(step - self._resumed_at)
 
     def _replan(self, step: int, known: Sequence[Metrics]) -> None:
         """Let the replanner, if there is one, replace the pipeline; its metrics are added to the step's."""
         if self.replan is None:
             return
         _, target = self._training_batch(step)
-        following, metrics = self.replan.after(step, self.pipeline, self.timelines, target)
+        following, metrics = self.replan.after(step - self._resumed_at, self.pipeline, self.timelines, target)
         if following is not self.pipeline:
             self.pipeline = following
             self.timelines.clear()
