@@ -78,7 +78,6 @@ class Trainer:
         self.next_step = 0  # the step that `run` begins with
         self.leaving: str | None = None  # why the run ends early; the same on all ranks
         self._wish: str | None = None  # this rank's reason to end it
-        self._resumed_at = 0  # the step after which another start was left
         self._begun: deque[Metrics] = deque()  # of steps whose outcome is not known yet
 
     def run(self, num_steps: int) -> Iterator[Metrics]:
@@ -108,7 +107,7 @@ class Trainer:
         replanned: the plan that a replanner made in an earlier start. It is taken over if it places the
         stages as this pipeline does; else the replanner measures again.
         """
-        self.next_step = self._resumed_at = step
+        self.next_step = step
         old = self.pipeline.timetable
         if self.replan is None or replanned is None or replanned.rank_of != old.rank_of:
             return
@@ -263,14 +262,14 @@ class Trainer:
         )
 
     def _is_measured(self, step: int) -> bool:
-        return self.replan is not None and self.replan.is_measured(step - self._resumed_at)
+        return self.replan is not None and self.replan.is_measured(step)
 
     def _replan(self, step: int, known: Sequence[Metrics]) -> None:
         """Let the replanner, if there is one, replace the pipeline; its metrics are added to the step's."""
         if self.replan is None:
             return
         _, target = self._training_batch(step)
-        following, metrics = self.replan.after(step - self._resumed_at, self.pipeline, self.timelines, target)
+        following, metrics = self.replan.after(step, self.pipeline, self.timelines, target)
         if following is not self.pipeline:
             self.pipeline = following
             self.timelines.clear()
