@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.builders.callbacks import build_callbacks
+from zbpp.builders.checkpoints import build_saving
 from zbpp.builders.data import build_data, limit_evaluation
 from zbpp.builders.loggers import build_loggers
 from zbpp.builders.model import build_model, build_stages, check_data_fit, layers_per_stage, metrics_of
@@ -47,8 +48,8 @@ from zbpp.runtime.model_ties import declare_ties
 from zbpp.runtime.world import World, broadcast, check_agreement, world
 from zbpp.schedule import Timetable
 from zbpp.training.batch import batch_for
-from zbpp.training.leaving.signals import LeaveOnSignal
 from zbpp.training.fine_tuned import check_fine_tuned
+from zbpp.training.leaving.signals import LeaveOnSignal
 from zbpp.training.loggers import Loggers, finite
 from zbpp.training.lora import save_adapter
 from zbpp.training.loss_scale import LossScale
@@ -94,7 +95,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     if job and (config.memory.report or config.memory.recompute == "auto"):
         measured, job = _measured_stages(config, job)
     with (
-        _run_folder(config.run_dir, config.overwrite, rank) as folder,
+        _run_folder(config, rank) as folder,
         world(device=config.parallel.device, timeout=config.parallel.timeout) as here,
         LeaveOnSignal(is_shown=rank == 0) as signals,
     ):
@@ -105,8 +106,9 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         with naming("model"):
             trainer = _build_trainer(config, job, precision, mesh)
         path, cut = Path(broadcast(config.run_dir)), layers_per_stage(job.model, job.timetable.num_stages)
+        trainer.callbacks = [*trainer.callbacks, *build_saving(config, settings, path, trainer, folder)]
         if folder is not None:
-            folder.begin()
+            folder.begin(trainer.next_step)
             (path / "config.yaml").write_text(resolved_yaml)
             if cut is not None:
                 print("layers per stage:", *cut, flush=True)
@@ -178,7 +180,7 @@ def check_before_start(config: TrainConfig, num_processes: int) -> None:
 
     A schedule that is planned for costs is not tried, see `check_plan`.
     """
-    check_free(config.run_dir, overwrite=config.overwrite)
+    check_free(config.run_dir, overwrite=config.overwrite, resume=config.resume)
     check_offload_folder(config.memory)
     num_ranks = pipeline_ranks(config.parallel, num_processes)
     check_layers(build_model(config.model, config.seed, config.finetune), config.schedule, num_ranks)
@@ -197,9 +199,10 @@ def _place_in_job(wanted: int | None) -> tuple[int, int]:
 
 
 @contextmanager
-def _run_folder(run_dir: str, overwrite: bool, rank: int) -> Iterator[RunFolder | None]:
+def _run_folder(config: TrainConfig, rank: int) -> Iterator[RunFolder | None]:
     """The claimed folder on rank 0, where a folder that can't be used is refused; None on other ranks."""
-    with claimed(run_dir, overwrite=overwrite) if rank == 0 else nullcontext() as folder:
+    options: Any = {"overwrite": config.overwrite, "resume": config.resume}
+    with claimed(config.run_dir, **options) if rank == 0 else nullcontext() as folder:
         yield folder
 
 

@@ -295,6 +295,19 @@ class FinetuneConfig(Checked):
 
 
 @dataclass(kw_only=True)
+class CheckpointConfig(Checked):
+    """When a run is saved into run_dir/checkpoints, beside the end of a run that is left early.
+
+    background: training goes on while a checkpoint is written; its state is copied to host memory first.
+    """
+
+    prefix: ClassVar[str] = "checkpoint."
+    every: int = ranged(1000)  # steps; 0: only if the run is left early
+    keep: int = ranged(2, least=1)  # the newest ones
+    background: bool = True
+
+
+@dataclass(kw_only=True)
 class LoggerConfig(Checked):
     """Where metrics go beside metrics.jsonl, which every run has. project and mode are wandb's."""
 
@@ -376,6 +389,10 @@ class TrainConfig(_RunConfig):
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    # auto: go on from the newest whole checkpoint of run_dir, if it has one; none; or a path.
+    resume: str = filled("auto", "write auto, none, or a folder with checkpoints")
+    stop_after: int | None = ranged(None, least=1)  # steps of this start; the run is saved and left then
     precision: str = one_of("float32", *_MIXED, *_PRECISIONS[1:])  # mixed: with float32 master weights
     steps: int = ranged(100, least=1)
     num_microbatches: int | None = ranged(None, least=1)  # null: as many as schedule.timetable has, or 8

@@ -74,6 +74,15 @@ class Switch:
             self.is_on = False
             self._redone.clear()
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint has to hold."""
+        return {"is_on": self.is_on, "num_good": self._num_good, "redone": list(self._redone)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        self.is_on, self._num_good = state["is_on"] or not self._after, state["num_good"]
+        self._redone = deque(state["redone"], maxlen=_WINDOW)
+
 
 class _Posted(NamedTuple):
     """What a rank tells the others after its last W. refusal: why it can't go on, or nothing."""
@@ -178,6 +187,15 @@ class PostValidatedUpdate(Update):
     def copies(self) -> list[Tensor]:
         """See Update."""
         return self._rollback.tensors()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whether updates are validated afterwards by now. The pipeline must be settled."""
+        return {"switch": self._switch.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state; from that of a run that validated before its updates, as at the beginning."""
+        if "switch" in state:
+            self._switch.load_state_dict(state["switch"])
 
     def settle(self) -> list[Result]:
         """Wait until the weights are right. Returns the results that have become known."""
