@@ -136,7 +136,7 @@ def changed(config: TrainConfig, changes: Changes) -> TrainConfig:
 
 def _timetable(config: TrainConfig) -> Timetable:
     num_ranks = pipeline_ranks(config.parallel, config.parallel.num_processes or 1)
-    check_layers(build_model(config.model, config.seed), config.schedule, num_ranks)
+    check_layers(build_model(config.model, config.seed, config.finetune), config.schedule, num_ranks)
     return build_timetable(config.schedule, num_ranks, config.num_microbatches)
 
 

@@ -62,7 +62,7 @@ class Predictor:
         parallel = config.parallel
         num_ranks = pipeline_ranks(parallel, parallel.num_processes or 1)
         if timetable is None:
-            check_layers(build_model(config.model, config.seed), config.schedule, num_ranks)
+            check_layers(build_model(config.model, config.seed, config.finetune), config.schedule, num_ranks)
             timetable = build_timetable(config.schedule, num_ranks, config.num_microbatches)
         measured, recomputed = self.measure(config, timetable)
         offload = _planned_offload(config, timetable, measured.stages)

@@ -89,7 +89,7 @@ class _Stages:
     def __init__(self, config: TrainConfig, timetable: Timetable, mesh: Any) -> None:
         self._config, self._timetable, self._mesh = config, timetable, mesh
         self._precision = PRECISIONS[config.precision]
-        self._model = build_model(config.model, config.seed)
+        self._model = build_model(config.model, config.seed, config.finetune)
         rows = timetable.num_microbatches * config.microbatch_size
         self._data = build_data(config.data, rows, config.seed)
         self._is_sharded = config.parallel.shard > 1

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from zbpp.checkpoint import Stateful
 from zbpp.data import Data
 from zbpp.data.batch import Source
 from zbpp.data.read_ahead import ReadAhead, check_thread_may_read
 from zbpp.runtime import Pipeline
-from zbpp.schedule import Timeline
+from zbpp.schedule import Timeline, Timetable
 from zbpp.training.batch import batch_for
 from zbpp.training.callbacks import Callback
 from zbpp.training.loss_scale import LossScale
@@ -122,6 +123,31 @@ class Trainer:
         self._wish = self._update.wish = self._wish or reason
         if agreed or (not self.pipeline.place.groups and self.pipeline.timetable.num_ranks == 1):
             self._agreed = self._agreed or reason
+
+    def states(self) -> dict[str, Stateful]:
+        """What a checkpoint has to hold beside the pipeline, the optimizer and the step."""
+        found: dict[str, Stateful] = {"update": self._update}
+        if self.loss_scale is not None:
+            found["loss_scale"] = self.loss_scale
+        if self.scheduler is not None:
+            found["scheduler"] = self.scheduler
+        if isinstance(self.data.train, Stateful):
+            found["data"] = self.data.train
+        return found
+
+    def go_on_after(self, step: int, replanned: Timetable | None = None) -> None:
+        """Let `run` begin with step number `step`. Weights and optimizer are those that follow it.
+
+        replanned: the plan that a replanner made in an earlier start. It is taken over if it places the
+        stages as this pipeline does; else the replanner measures again.
+        """
+        self.next_step = step
+        old = self.pipeline.timetable
+        if self.replan is None or replanned is None or replanned.rank_of != old.rank_of:
+            return
+        if replanned.num_microbatches == old.num_microbatches:
+            self.replan.skip()
+            self.pipeline = self.pipeline.with_timetable(replanned)
 
     def _run_step(self, step: int, *, num_steps: int) -> list[Metrics]:
         is_last = step + 1 == num_steps
