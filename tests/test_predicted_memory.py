@@ -44,7 +44,7 @@ def trainer_of(rank, config):
     stages, cpu = build_stages(model, timetable, rank), torch.device("cpu")
     move_stages(stages, cpu, precision, stay_on_host=config.memory.offload_weights)
     if config.memory.offload_weights:
-        offload_weights(stages, cpu)
+        offload_weights(stages, cpu, config.memory)
     recompute_stages(stages, config.memory.recompute)
     loss_fn = precision.widened(model.loss)
     pipeline = build_pipeline(stages, timetable, loss_fn, 0, config.parallel, precision, None, config.memory)
