@@ -228,9 +228,7 @@ def test_the_config_names_what_is_wrong_before_anything_runs(tmp_path):
     with pytest.raises(ConfigError, match=r"weights_budget=1.0 is for offloaded weights"):
         MemoryConfig(weights_budget=1.0)
     missing = MemoryConfig(offload_weights=True, offload_to=str(tmp_path / "missing"))
-    with pytest.raises(
-        ConfigError, match=r"memory.offload_to=.*missing: No such file .*a folder that"
-    ):
+    with pytest.raises(ConfigError, match=r"memory.offload_to=.*missing: No such file .*a folder that"):
         check_offload_folder(missing)
     check_offload_folder(MemoryConfig(offload="auto", offload_to=str(tmp_path)))
     assert [*tmp_path.iterdir()] == []
