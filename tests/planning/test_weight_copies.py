@@ -10,13 +10,11 @@ from zbpp.planning.weight_copies import with_weight_copies
 
 def pass_block_by_block(time, copy, num_blocks):
     """One copy ahead: a block runs when its weights are there and the block before has run."""
-    copied = ended = 0.0
-    for block in range(num_blocks):
-        # Two buffers: the copy of a block begins when the block before the last one has ended.
-        begin = copied if block < 2 else max(copied, starts[block - 1])
-        copied = begin + copy / num_blocks
+    copied = ended = start = 0.0
+    for _ in range(num_blocks):
+        # Two buffers: the copy of a block begins when the block before it begins to run.
+        copied = max(copied, start) + copy / num_blocks
         start = max(ended, copied)
-        starts = [start] if block == 0 else [*starts, start]
         ended = start + time / num_blocks
     return ended
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from tempfile import TemporaryFile
 
@@ -67,10 +67,16 @@ def check_offload_folder(memory: MemoryConfig) -> None:
         ) from None
 
 
-def recompute_stages(stages: Mapping[int, nn.Module], what: str) -> None:
-    """Let B recompute activations. `what`: "none", "block" (each block by itself) or "stage"."""
-    for stage in stages.values():
-        modules = {"none": [], "block": list(blocks_of(stage)), "stage": [stage]}[what]
+def recompute_stages(
+    stages: Mapping[int, nn.Module], what: str, chosen: Collection[int] | None = None
+) -> None:
+    """Let B recompute activations. `what`: "none", "block" (each block by itself) or "stage".
+
+    "auto": the blocks of the stages in `chosen`.
+    """
+    for index, stage in stages.items():
+        name = ("block" if index in (chosen or ()) else "none") if what == "auto" else what
+        modules = {"none": [], "block": list(blocks_of(stage)), "stage": [stage]}[name]
         for module in modules:
             recompute(module)
 

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from zbpp.autograd.copies import OffloadError
 from zbpp.runtime.layout import Message
@@ -108,6 +109,7 @@ class Executor:
         self._slots = dict(zip(taken, count(_FIRST_SLOT)))  # where each value waits
         self._make_gate = gate
         self._is_valid: Callable[[], bool] = _is_always_valid
+        self._is_named = False
         self.resolve(program)
 
     def resolve(self, program: Program) -> None:
@@ -117,6 +119,11 @@ class Executor:
         self._leaving = {value for value in leaving if value.name == SavedOffload.name}
         self._plain = self._resolution()
         self._gate, self._gated = Gate(0, {}, ()), _Resolution([], [])  # made when they are needed first
+
+    def name_actions(self, is_named: bool) -> None:
+        """From now on, let torch's profiler see each instruction by its text (`2F5`), or no longer."""
+        self._is_named = is_named
+        self.resolve(self._program)
 
     def run(self, recorder: Recorder | None = None, *, is_valid: Callable[[], bool] | None = None) -> None:
         """Run the program once. Afterwards slots and links are empty.
@@ -215,7 +222,7 @@ class Executor:
         functions, instructions = list[_Resolved](), list[Instruction | None]()
         for work, part in ((first, program[:place]), (at_gate, program[place:]), (last, ())):
             functions += [_Resolved(_without_message(each)) for each in work]
-            functions += map(self._resolve, part)
+            functions += map(self._named if self._is_named else self._resolve, part)
             instructions += [*[None] * len(work), *part]
         return _Resolution(functions, instructions, None if gate is None else len(first) + place)
 
@@ -274,6 +281,16 @@ class Executor:
         offload = self._offload_of(value)
         watch = None if self._recorder is None else self._recorder.copy(value, is_out=is_out)
         (offload.offload if is_out else offload.fetch)(value.microbatch, watch)
+
+    def _named(self, instruction: Instruction) -> _Resolved:
+        """The instruction, resolved, with its text as a range of the profiler."""
+        resolved, name = self._resolve(instruction), str(instruction)
+
+        def function(message: Message) -> Any:
+            with record_function(name):
+                return resolved.function(message)
+
+        return resolved._replace(function=function)
 
     def _reduce(self, stage: int) -> None:
         """Start the reduction of a stage's gradients; the recorder is told when it has ended."""

@@ -36,6 +36,13 @@ class PipelineTimeline:
         finally:
             self._recording = None
 
+    def name_actions(self, is_named: bool) -> None:
+        """Show torch's profiler the instructions of the steps that follow by their text, `2F5`; or no longer.
+
+        While they have no names, steps take no time for this.
+        """
+        self._engine.name_actions(is_named)
+
     def receive_buffers(self) -> list[Tensor]:
         """The buffers that messages of `step` are received into: as many as are in use at once."""
         return self._engine.receive_buffers()

@@ -155,7 +155,7 @@ def _timed(timetable: Timetable) -> list[tuple[float, ...]]:
         plans.append(simulate(timetable, costs, chosen))
         copier = _EmulatedCopier(_CPU)
         copier.ms_per_byte = host / saved
-        gib = "auto" if leaving == _AUTO else 1.0
+        gib: Any = "auto" if leaving == _AUTO else 1.0
         offload = ActivationOffload(gib, copier, costs, least_bytes=1) if k else None
         pipelines.append(Pipeline(model, timetable, offload=offload))
     spans = _in_turns(pipelines)
