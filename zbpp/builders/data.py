@@ -7,15 +7,21 @@ from typing import Any
 from zbpp.config import ConfigError, instantiate_node, naming
 from zbpp.data import Data
 from zbpp.data.loader import loaded_data
+from zbpp.data.read_ahead import check_thread_may_read
 
 
-def build_data(node: dict[str, Any], batch_size: int, seed: int) -> Data:
-    """The data that the node's `_target_` makes, see `loaded_data`. Raises ConfigError."""
-    given = instantiate_node("data", node, batch_size=batch_size, seed=seed)
-    if isinstance(given, Data):
-        return given
+def build_data(node: dict[str, Any], batch_size: int, seed: int, read_ahead: int = 0) -> Data:
+    """The data that the node's `_target_` makes, see `loaded_data`; to be read ahead, if that is more than 0.
+
+    Raises ConfigError.
+    """
+    data = instantiate_node("data", node, batch_size=batch_size, seed=seed)
     with naming(f"data ({node['_target_']})"):
-        return loaded_data(given, batch_size=batch_size, seed=seed)
+        if not isinstance(data, Data):
+            data = loaded_data(data, batch_size=batch_size, seed=seed)
+        if read_ahead:
+            check_thread_may_read(data.train)
+    return data
 
 
 def limit_evaluation(data: Data, evaluate_every: int, most_batches: int, num_parts: int) -> Data:

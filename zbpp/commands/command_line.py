@@ -150,7 +150,7 @@ def _without_the_default(group: str, given: list[str]) -> list[str]:
 
 
 def _without_the_default_config(given: list[str]) -> list[str]:
-    """`model.path=FOLDER` replaces the config that model=huggingface starts from, since the folder has one."""
+    """`model.path=FOLDER` replaces the config that model=huggingface has: the folder has its own."""
     paths = [argument.partition("=")[2] for argument in given if re.match(r"\+{0,2}model\.path=", argument)]
     has_config = any(re.match(r"~?\+{0,2}model\.config\b", argument) for argument in given)
     is_ours = "model=huggingface" in given

@@ -10,6 +10,7 @@ from zbpp.config.compose import (
     composition_error,
     config_folder,
     flat,
+    read_run_config,
     register,
     typed,
 )
@@ -17,6 +18,7 @@ from zbpp.config.instantiate import instantiate_node, naming, partial_of_node
 from zbpp.config.tree import (
     NUM_MICROBATCHES,
     BenchConfig,
+    EarlyStopConfig,
     ExplainConfig,
     FinetuneConfig,
     JobConfig,
@@ -25,6 +27,7 @@ from zbpp.config.tree import (
     MemoryConfig,
     OptimizerConfig,
     ParallelConfig,
+    SampleConfig,
     ScheduleConfig,
     TrainConfig,
 )
@@ -35,6 +38,7 @@ __all__ = [
     "BenchConfig",
     "Composed",
     "ConfigError",
+    "EarlyStopConfig",
     "ExplainConfig",
     "FinetuneConfig",
     "JobConfig",
@@ -43,6 +47,7 @@ __all__ = [
     "MemoryConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "SampleConfig",
     "ScheduleConfig",
     "TrainConfig",
     "as_yaml",
@@ -53,6 +58,7 @@ __all__ = [
     "instantiate_node",
     "naming",
     "partial_of_node",
+    "read_run_config",
     "register",
     "typed",
 ]

@@ -182,37 +182,51 @@ class ParallelConfig(Checked):
 class MemoryConfig(Checked):
     """How much a rank holds between F, B and W.
 
-    recompute: what runs forward again in B: nothing, each block by itself, or the whole stage.
+    recompute: what runs forward again in B: nothing, each block by itself, or the whole stage. "auto": the
+        blocks of as few stages as are needed to stay within `limit`, at the least cost.
     budget: the share of the activations that compiled stages keep between F and B.
     limit: GiB of each rank's device, for weights, gradients and optimizer states, too. `zbpp memory` compares
         with it; replanning keeps within it (see schedule.replan; null: what the first plan needs).
-    offload: which activations leave device memory between F and B: "none"; "auto": those whose copies take no
-        time beside the computation; a number: up to so many GiB of each rank.
-    offload_to: "host", or a folder for a file.
+    offload: which activations leave device memory between F and B, and between B and W: "none"; "auto": those
+        whose copies take no time beside the computation; a number: up to so many GiB of each rank.
     offload_weights: whether weights, their gradients and the optimizer's states live in host memory.
+    weights_budget: GiB of each rank's device for offloaded weights and their gradients: the more, the fewer
+        copies; null: the least, three times the largest block.
+    offload_to: where activations go, or weights and gradients live: "host", or a folder for files.
     gradient_release: when weights are updated and gradients dropped. "off": after the step; "step": each
         stage's behind its last W; "accumulate": each microbatch's gradients go into the optimizer's states.
     """
 
     prefix: ClassVar[str] = "memory."
-    recompute: str = one_of("none", "block", "stage")
+    recompute: str = one_of("none", "block", "stage", "auto")
     budget: float = ranged(1.0, most=1)
     limit: float | None = ranged(None, above=0, unit="GiB")
     report: bool = False  # true: the last step's memory, measured beside predicted, in memory.json and .png
     offload: int | float | str = "none"
     offload_to: str = filled("host", "write host, or a folder")
     offload_weights: bool = False
+    weights_budget: float | None = ranged(None, above=0, unit="GiB")
     gradient_release: str = one_of("off", "step", "accumulate")
 
     def __post_init__(self) -> None:
         if self.gradient_release == "False":  # YAML reads an off without quotes as false
             self.gradient_release = "off"
         super().__post_init__()
+        if self.recompute == "auto" and self.limit is None:
+            raise ConfigError(
+                "memory.recompute=auto stays within memory.limit, and there is none: write memory.limit=16 "
+                "(GiB of each rank's device), or memory.recompute=block"
+            )
         is_number = isinstance(self.offload, int | float) and not isinstance(self.offload, bool)
         if self.offload not in ("none", "auto") and not (is_number and float(self.offload) > 0):
             raise ConfigError(
                 f"memory.offload={self.offload}: write none, auto, or the GiB of each rank that may leave, "
                 "above 0"
+            )
+        if self.weights_budget is not None and not self.offload_weights:
+            raise ConfigError(
+                f"memory.weights_budget={self.weights_budget} is for offloaded weights: write "
+                "memory.offload_weights=true, too"
             )
         if self.offload != "none" and self.offload_weights:
             raise ConfigError(
@@ -281,18 +295,64 @@ class FinetuneConfig(Checked):
 
 
 @dataclass(kw_only=True)
+class CheckpointConfig(Checked):
+    """When a run is saved into run_dir/checkpoints, beside the end of a run that is left early.
+
+    background: training goes on while a checkpoint is written; its state is copied to host memory first.
+    """
+
+    prefix: ClassVar[str] = "checkpoint."
+    every: int = ranged(1000)  # steps; 0: only if the run is left early
+    keep: int = ranged(2, least=1)  # the newest ones
+    background: bool = True
+
+
+@dataclass(kw_only=True)
 class LoggerConfig(Checked):
-    """project and mode are wandb's."""
+    """Where metrics go beside metrics.jsonl, which every run has. project and mode are wandb's."""
 
     prefix: ClassVar[str] = "logger."
-    name: str = one_of("jsonl", "wandb")
+    wandb: bool = False
+    tensorboard: bool = False
     project: str = "zbpp"
     mode: str = one_of("online", "offline", "disabled")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.name == "wandb" and importlib.util.find_spec("wandb") is None:
-            raise ConfigError("logger=wandb, but the package is not installed: pip install 'zbpp[wandb]'")
+        for name in ("wandb", "tensorboard"):
+            if getattr(self, name) and importlib.util.find_spec(name) is None:
+                raise ConfigError(
+                    f"logger={name}, but the package is not installed: pip install 'zbpp[{name}]'"
+                )
+
+
+@dataclass(kw_only=True)
+class EarlyStopConfig(Checked):
+    """When a run ends because it improves no more. metric: such as evaluation_loss; null: never.
+
+    patience: how many evaluations in a row without a better value. min_delta: how much better it must be.
+    """
+
+    prefix: ClassVar[str] = "early_stop."
+    metric: str | None = None
+    patience: int = ranged(3, least=1)
+    min_delta: float = ranged(0.0)
+    mode: str = one_of("min", "max")
+
+
+@dataclass(kw_only=True)
+class SampleConfig(Checked):
+    """Text from the model every so many steps; every=0: none. temperature=0: always the likeliest token.
+
+    tokenizer: a tokenizer.json; null: the data's, else bytes.
+    """
+
+    prefix: ClassVar[str] = "sample."
+    every: int = ranged(0)
+    prompt: str = filled("The ", "write a text, such as sample.prompt='The '")
+    max_tokens: int = ranged(64, least=1)
+    temperature: float = ranged(0.0)
+    tokenizer: str | None = None
 
 
 # ---------------------------------------------------------------- commands
@@ -327,6 +387,12 @@ class TrainConfig(_RunConfig):
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    # auto: go on from the newest whole checkpoint of run_dir, if it has one; none; or a path.
+    resume: str = filled("auto", "write auto, none, or a folder with checkpoints")
+    stop_after: int | None = ranged(None, least=1)  # steps of this start; the run is saved and left then
     precision: str = one_of("float32", *_MIXED, *_PRECISIONS[1:])  # mixed: with float32 master weights
     steps: int = ranged(100, least=1)
     num_microbatches: int | None = ranged(None, least=1)  # null: as many as schedule.timetable has, or 8
@@ -334,10 +400,19 @@ class TrainConfig(_RunConfig):
     evaluate_every: int = ranged(50)  # steps; 0: never
     evaluation_batches: int = ranged(2, least=1)
     print_every: int = ranged(10, least=1)  # steps, where no progress bar can be drawn
+    read_ahead: int = ranged(0)  # batches that a thread reads and moves to the device early; 0: none
     save_weights: bool = True  # at the end, a file per stage
+    # One step of so many is measured action by action, for the bubble shown; 0: the last steps only.
+    measure_every: int = ranged(100)
+    max_hours: float | None = ranged(None, above=0, unit="hours")  # the run leaves before they are over
+    profile: str | None = None  # START:STOP, the steps that torch.profiler records, STOP excluded
+    profile_ranks: list[int] | None = None  # null: all
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_early_stop()
+        if self.profile is not None:
+            self.profiled_steps  # noqa: B018  # refuses what is no START:STOP
         if self.optimizer.kahan_sum and self.precision != "bfloat16":
             raise ConfigError(
                 f"optimizer.kahan_sum=true is for weights in bfloat16, but precision={self.precision}: write "
@@ -347,7 +422,8 @@ class TrainConfig(_RunConfig):
             self._check_gradient_release()
         if self.optimizer.validation == "after" and self.optimizer.rollback == "inverse":
             self._check_inverse()
-        least = 9 if self.schedule.replan is not None else 3
+        least = 4 if self.memory.offload != "none" else 3
+        least = 9 if self.schedule.replan is not None else least
         if self.memory.report and self.steps < least:
             raise ConfigError(
                 "memory.report=true measures the last step, when optimizer states and receive buffers are "
@@ -380,6 +456,33 @@ class TrainConfig(_RunConfig):
             raise ConfigError(
                 f"finetune.lora doesn't go with parallel.tensor={self.parallel.tensor}, whose plan splits "
                 "the modules that LoRA wraps: write parallel.tensor=1, with more pipeline ranks or shards"
+            )
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps of `profile`, counted from 1 as in metrics.jsonl. Raises ConfigError."""
+        start, colon, stop = (self.profile or "").partition(":")
+        if not (colon and start.isdecimal() and stop.isdecimal() and 1 <= int(start) < int(stop)):
+            raise ConfigError(f"profile={self.profile}: write START:STOP, such as 3:5 for the steps 3 and 4")
+        if int(start) > self.steps:
+            raise ConfigError(
+                f"profile={self.profile} begins after the last step: write steps={start} or more"
+            )
+        return range(int(start), int(stop))
+
+    def _check_early_stop(self) -> None:
+        """Refuse a metric that no evaluation would give."""
+        metric = self.early_stop.metric
+        if metric is None:
+            return
+        if not metric.startswith("evaluation_"):
+            raise ConfigError(
+                f"early_stop.metric={metric}: write a metric of evaluations, such as evaluation_loss"
+            )
+        if not self.evaluate_every:
+            raise ConfigError(
+                f"early_stop.metric={metric} with evaluate_every=0: nothing is evaluated; write "
+                "evaluate_every=50, or early_stop.metric=null"
             )
 
     def _check_offloaded_weights(self) -> None:
@@ -443,10 +546,7 @@ class TrainConfig(_RunConfig):
     @property
     def not_predicted(self) -> list[str]:
         """The switches that are on and whose change of memory `zbpp memory` does not know, as `key=value`."""
-        off = {"offload": "none", "offload_weights": False, "gradient_release": "off"}
-        values = {name: getattr(self.memory, name) for name in off}
-        found = [f"memory.{name}={value}" for name, value in values.items() if value != off[name]]
-        return found + ["optimizer.validation=after"] * (self.optimizer.validation == "after")
+        return [] if self.compile == "none" else [f"compile={self.compile}"]
 
     @property
     def batch_size(self) -> int:

@@ -10,6 +10,7 @@
     prepare      text to such a folder: documents, encoding
     tokens       batches of them; mixture: of several such folders
     regression   random regression
+    read_ahead   the next batches, by a thread
     loader       a user's own Dataset, DataLoader or list of batches
 
 The names are loaded when they are first used: preparing tokens imports no torch.

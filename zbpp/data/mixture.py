@@ -72,9 +72,7 @@ def _merged(found: dict[int, Rows], chosen: Numbers) -> Rows:
     """The rows of all sets, at their places. Positions are there in all sets, or in none."""
     first = next(iter(found.values()))
     tokens = np.empty((len(chosen), first.tokens.shape[1]), dtype=np.int64)
-    positions = (
-        None if first.positions is None else np.empty((len(chosen), first.positions.shape[1]), np.int64)
-    )
+    positions = None if first.positions is None else np.empty_like(tokens[:, :-1])
     for each, rows in found.items():
         tokens[chosen == each] = rows.tokens
         if positions is not None:

@@ -74,7 +74,7 @@ class Prepared(NamedTuple):
     header: Header
 
     def part(self, name: str) -> Part:
-        """Part "train" or "held_out", mapped. Raises ValueError if a file has not the length that it should."""
+        """Part "train" or "held_out", mapped. Raises ValueError if a file has not the length it should."""
         header = self.header.parts[name]
         return Part(
             _mapped(tokens_file(self.folder, name), np.dtype(self.header.dtype), header.num_tokens),

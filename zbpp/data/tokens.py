@@ -107,12 +107,11 @@ def _check_vocabulary(sets: Sequence[Prepared], vocab_size: int, tokenizer: str 
     if tokenizer is not None:
         given = fingerprint_of(Path(tokenizer).expanduser())
         if given != first.header.tokenizer:
-            made_by = (
-                "bytes" if first.header.tokenizer == BYTES else f"another one ({first.header.tokenizer})"
-            )
+            found = first.header.tokenizer
+            holds = "bytes" if found == BYTES else f"tokens of another one ({found})"
             raise ValueError(
-                f"{first.folder} was not made by data.tokenizer={tokenizer} ({given}), but is {made_by}: name "
-                "the one that made it, or prepare the tokens again"
+                f"{first.folder} was not made by data.tokenizer={tokenizer} ({given}), but holds {holds}: "
+                "name the one that made it, or prepare the tokens again"
             )
     needed = max(each.header.vocab_size for each in sets)
     if needed > vocab_size:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.models.hf_check import build_stage, find_cut
-from zbpp.models.hf_config import check_tokenizer, read_config, read_folder
+from zbpp.models.hf_config import check_tokenizer, read_config, read_folder, without_cache
 from zbpp.models.hf_cut import Cut
 from zbpp.models.hf_files import WeightFiles
 from zbpp.models.hf_load import FolderWeights
@@ -28,6 +29,7 @@ from zbpp.partition import split_layers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PretrainedConfig
 
 _log = logging.getLogger(__name__)
 
@@ -70,15 +72,16 @@ class HuggingFace:
         self._dtype = _DTYPES[dtype]
         self._weights: FolderWeights | None = None
         if self.path is None:
-            self._config = read_config(config or {}, sizes)
+            self._library_config = read_config(config or {}, sizes)
         else:
             files = WeightFiles(self.path)
-            self._config = read_folder(self.path, overrides or {}, sizes)
-            self._weights = FolderWeights(files, build_on_meta(self._config), is_strict=strict)
+            self._library_config = read_folder(self.path, overrides or {}, sizes)
+            self._weights = FolderWeights(files, build_on_meta(self._library_config), is_strict=strict)
             if strict:
-                check_tokenizer(self.path, self._config)
+                check_tokenizer(self.path, self._library_config)
             for name in (*self._weights.missing, *self._weights.surplus):
                 _log.warning("%s: %s is not in both the model and the files", self.path, name)
+        self._config = without_cache(self._library_config)
         self._layers_per_stage, self._seed = layers_per_stage, seed
         self._cuts: dict[int, Cut] = {}
         self._degrees_tried: set[int] = set()
@@ -118,6 +121,14 @@ class HuggingFace:
     def loss(self, output: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         """Mean cross-entropy in nats per token; logits [batch, time, vocab], target [batch, time]."""
         return token_loss(output, target)
+
+    def library_config(self) -> PretrainedConfig:
+        """The library's config, for export."""
+        return deepcopy(self._library_config)
+
+    def library_name(self, name: str) -> str:
+        """What the library calls the parameter or buffer of this name: the same."""
+        return name
 
     def _cut(self, num_stages: int) -> Cut:
         if num_stages not in self._cuts:

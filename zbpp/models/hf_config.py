@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,9 +77,15 @@ def check_tokenizer(folder: Path, config: PretrainedConfig) -> None:
         )
 
 
+def without_cache(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy of a config for training: keys and values of earlier tokens are not kept."""
+    copy = deepcopy(config)
+    copy.use_cache = text_config(copy).use_cache = False
+    return copy
+
+
 def _checked(config: PretrainedConfig, sizes: Mapping[str, int]) -> PretrainedConfig:
     text = text_config(config)
-    config.use_cache = text.use_cache = False
     for name, size in sizes.items():
         _refuse_misfit(name, size, getattr(text, name, None))
     return config

@@ -1,7 +1,7 @@
 """A folder of weights as Hugging Face writes them: one safetensors file, or several with an index.
 
-Names, shapes and dtypes come from the files' headers. Values are read in blocks of a few MiB straight to where
-they belong, so that reading takes no memory beside the tensor itself.
+Names, shapes and dtypes come from the files' headers. Values are read in blocks of a few MiB straight to
+where they belong, so that reading takes no memory beside the tensor itself.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Entry(NamedTuple):
 class WeightFiles:
     """The safetensors of a folder.
 
-    Raises ValueError for a folder without safetensors, and, when `entries` is first asked for, for a file that
-    is missing, truncated or not what the index says.
+    Raises ValueError for a folder without safetensors, and, when `entries` is first asked for, for a file
+    that is missing, truncated or not what the index says.
     """
 
     def __init__(self, folder: Path) -> None:

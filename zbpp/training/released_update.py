@@ -54,7 +54,7 @@ class ReleasedUpdate(Update):
     def end(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> list[Result]:
         """Return the step's outcome and what it adds to the metrics; the weights are updated already."""
         scale = pipeline.loss_scale
-        outcome = outcome_of(pipeline.place.gather(share_of(pipeline, losses)), pipeline, scale)
+        outcome = outcome_of(pipeline.place.gather(share_of(pipeline, losses, self.wish)), pipeline, scale)
         figures = {
             "grad_norm": None if self._accumulate else outcome.norm,
             "learning_rate": self._rate,
