@@ -216,7 +216,15 @@ def test_unknown_keys_wrong_types_and_unknown_choices_are_named(override, words)
         ("memory.limit=0", "memory.limit=0.0: write GiB, above 0, or null"),
         ("parallel.device=tpu", "parallel.device=tpu: write auto, cpu or cuda"),
         ("parallel.timeout=0", "parallel.timeout=0.0: write seconds, above 0"),
-        ("logger.name=tensorboard", "logger.name=tensorboard: write jsonl or wandb"),
+        ("logger.name=tensorboard", "Key 'name' not in 'LoggerConfig'"),
+        ("early_stop.metric=loss", "early_stop.metric=loss: write a metric of evaluations, such as"),
+        ("early_stop.patience=0", "early_stop.patience=0: write a whole number, 1 or more"),
+        ("max_hours=0", "max_hours=0.0: write hours, above 0, or null"),
+        ("profile=3", "profile=3: write START:STOP, such as 3:5 for the steps 3 and 4"),
+        ("profile=0:2", "profile=0:2: write START:STOP"),
+        ("profile=900:902", "profile=900:902 begins after the last step: write steps=900 or more"),
+        ("sample.max_tokens=0", "sample.max_tokens=0: write a whole number, 1 or more"),
+        ("sample.prompt=''", "sample.prompt=: write a text"),
         ("logger.mode=maybe", "logger.mode=maybe: write online, offline or disabled"),
         ("data=text", "data.path: Missing mandatory value"),
         ("run_dir=???", "run_dir"),
@@ -294,7 +302,18 @@ def test_wandb_without_the_package_is_refused_with_the_way_to_install_it(monkeyp
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else found(name))
     with pytest.raises(configs.ConfigError, match=r"not installed: pip install 'zbpp\[wandb\]'"):
         typed("logger=wandb")
-    assert typed("logger=jsonl").logger.name == "jsonl"
+    assert not typed("logger=jsonl").logger.wandb
+
+
+def test_several_loggers_are_one_list():
+    logger = typed("logger=[wandb,tensorboard]", "logger.mode=offline").logger
+    assert (logger.wandb, logger.tensorboard, logger.mode) == (True, True, "offline")
+    assert not typed("logger=tensorboard").logger.wandb
+
+
+def test_early_stop_without_evaluations_is_refused():
+    with pytest.raises(configs.ConfigError, match="with evaluate_every=0: nothing is evaluated"):
+        typed("early_stop.metric=evaluation_loss", "evaluate_every=0")
 
 
 @pytest.mark.parametrize(
