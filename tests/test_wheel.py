@@ -6,7 +6,7 @@ import pytest
 
 from helpers.installed import ROOT, Installation
 
-COMMANDS = ("plan", "train", "bench", "measure", "memory", "explain", "compare")
+COMMANDS = ("plan", "train", "bench", "measure", "memory", "explain", "export", "compare")
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ COMMANDS = {
     "measure": "measure what a model's stages and messages cost on this machine",
     "memory": "predict what each rank will hold, and what each switch would save",
     "explain": "show which weight gradients of a stage wait for W, and why others do not",
+    "export": "write a run's model as a folder that Hugging Face's transformers loads",
     "compare": "compare finished runs: are their losses equal to the last bit?",
 }
 

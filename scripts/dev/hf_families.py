@@ -5,6 +5,12 @@ It tries every family that AutoModelForCausalLM knows, with the sizes of its own
 with eight layers where their number can be chosen. "equal" means: the stages, one after the other, give the
 uncut model's logits and gradients, in float64 (in float32 for models that run in no other dtype). Embeddings
 are not tied; --tied tries the families whose config class ties them, with all that they tie.
+
+--loaded goes the whole way with weights: a small model of the family, with the ties of its config class, is
+saved by the library; each stage reads its own tensors; logits and gradients are compared with the library's
+from_pretrained; the stages are trained for five steps by a Pipeline, and exported as `zbpp export` does; the
+library loads that folder, and its logits are compared with the stages'. The table also says what masks and
+packed sequences the family takes (2d: padding; ids: positions that begin again; 4d: a mask of blocks, too).
 """
 
 from __future__ import annotations
@@ -12,9 +18,11 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,7 +73,7 @@ class Row(NamedTuple):
 
     @property
     def is_equal(self) -> bool:
-        return all(answer == "equal" for answer in self.answers)
+        return all(answer.startswith("equal") for answer in self.answers)
 
 
 def cut(family: str, settings: Mapping[str, Any], is_tied: bool) -> Row:
@@ -116,6 +124,158 @@ def config_of(kind: str, settings: Mapping[str, Any], is_tied: bool = False) -> 
     return config
 
 
+def go_round(family: str, settings: Mapping[str, Any], is_tied: bool) -> Row:
+    """Load the family in each number of stages, train and export it."""
+    import torch
+    import transformers
+
+    from zbpp.models.hf_shrink import with_small_copy
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    kind = family.split()[0]
+    few = {} if settings or kind in SETTINGS else {"num_hidden_layers": max(STAGES)}
+    try:
+        config = config_of(kind, {**few, **settings}, is_tied=True)
+    except Exception as error:  # whatever a config class may raise
+        return Row(family, [f"no config: {one_line(error)}"] * len(STAGES))
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return Row(family, with_small_copy(config, lambda small: _round_trips(small, Path(folder))))
+    except Exception as error:  # the library itself can't build, save or load the model
+        return Row(family, [f"no model: {type(error).__name__}: {one_line(error)}"] * len(STAGES))
+
+
+def _round_trips(config: Any, folder: Path) -> list[str]:
+    """The answer for each number of stages. config: of a small model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from zbpp.models.hf import HuggingFace
+
+    torch.manual_seed(0)
+    source = AutoModelForCausalLM.from_config(config)
+    for parameter in source.parameters():
+        parameter.data.add_(torch.randn_like(parameter), alpha=0.01)
+    source.save_pretrained(folder / "model")
+    whole = AutoModelForCausalLM.from_pretrained(
+        folder / "model", dtype=torch.float32, use_cache=False
+    ).eval()
+    text = config.get_text_config(decoder=True)
+    tokens = torch.randint(text.vocab_size, (4, 8), generator=torch.Generator().manual_seed(1))
+    try:
+        model = HuggingFace(path=str(folder / "model"))
+    except ValueError as error:
+        return [f"refused: {one_line(error)}"] * len(STAGES)
+    model._config._experts_implementation = "eager"  # grouped products take neither float64 nor odd sizes
+    answers = []
+    for num_stages in STAGES:
+        try:
+            answers.append(_round_trip(model, whole, folder / str(num_stages), num_stages, tokens))
+        except ValueError as error:
+            answers.append(f"refused: {one_line(error)}")
+    return answers
+
+
+def _round_trip(model: Any, whole: Any, folder: Path, num_stages: int, tokens: Any) -> str:
+    """`equal`, and the kinds of batches; or what differs."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    stages = [model.build_stage(index, num_stages).eval() for index in range(num_stages)]
+    if different := _difference(whole, stages, tokens):
+        return f"loaded: {different}"
+    stages = _trained(model, num_stages, tokens, folder / "run")
+    _exported(model, folder)
+    plain = {"dtype": torch.float32, "use_cache": False, "experts_implementation": "eager"}
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "exported", **plain).eval()
+    with torch.no_grad():
+        expected = loaded(input_ids=tokens, return_dict=True).logits
+        found = _logits(stages, tokens)
+    scale = float(expected.abs().max())
+    if not torch.allclose(found, expected, rtol=0, atol=1e-6 * scale):
+        return f"exported: logits differ by {float((found - expected).abs().max()) / scale:.1e}"
+    refused = model._cut(num_stages).refused
+    kinds = {"2d": (2, False), "ids": (0, True), "4d": (4, True)}
+    return "equal " + " ".join(
+        name if kind not in refused else "-" * len(name) for name, kind in kinds.items()
+    )
+
+
+def _difference(whole: Any, stages: Sequence[Any], tokens: Any) -> str:
+    """What of logits and gradients differs; nothing if all are equal."""
+    import torch
+
+    from zbpp.models.hf_ties import aliases_of, summed_gradients
+
+    failed = ""
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
+        one, others = deepcopy(whole).to(dtype), [deepcopy(stage).to(dtype) for stage in stages]
+        try:
+            expected = one(input_ids=tokens, return_dict=True).logits
+            found = _logits(others, tokens)
+        except RuntimeError as error:  # some models run in float32 only
+            failed = one_line(error)
+            continue
+        weights = torch.rand(expected.shape, generator=torch.Generator().manual_seed(2)).to(expected.dtype)
+        (expected * weights).sum().backward()
+        (found * weights).sum().backward()
+        sums = summed_gradients(others, aliases_of(one))
+        rows = {name: (sums.get(name), each.grad) for name, each in one.named_parameters()}
+        for name, (mine, other) in {"logits": (found, expected), **rows}.items():
+            if mine is None or other is None:
+                if (mine is not None and mine.any()) or (other is not None and other.any()):
+                    return f"{name} has no gradient on one side"
+            elif not torch.allclose(
+                mine, other, rtol=0, atol=tolerance * max(float(other.abs().max()), 1e-9)
+            ):
+                return f"{name} differs"
+        return ""
+    return f"runs in neither float64 nor float32: {failed}"
+
+
+def _logits(stages: Sequence[Any], tokens: Any) -> Any:
+    output: Any = (tokens,)
+    for stage in stages:
+        output = stage(*output)
+        output = output if isinstance(output, tuple) else (output,)
+    return output[0]
+
+
+def _trained(model: Any, num_stages: int, tokens: Any, run: Path) -> list[Any]:
+    """The stages after five steps of a Pipeline, in eval mode; their weights are saved as a run's."""
+    import torch
+
+    from zbpp import Pipeline, plan
+    from zbpp.training.weights import save_weights
+
+    timetable = plan("interleaved_1f1b", 1, 2, stages_per_rank=num_stages)
+    pipeline = Pipeline(model, timetable)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=1e-3)
+    for _ in range(5):
+        optimizer.zero_grad()
+        pipeline.step(tokens, target=tokens.roll(-1, 1))
+        torch.nn.utils.clip_grad_norm_(pipeline.parameters(), 1.0)
+        optimizer.step()
+    save_weights(run, pipeline)
+    stages = [pipeline.stages[index].eval() for index in range(num_stages)]
+    pipeline.close()
+    return stages
+
+
+def _exported(model: Any, folder: Path) -> None:
+    from zbpp.models.hf_export import write_folder
+    from zbpp.training.weights_of_run import weights_of_run
+
+    saved = weights_of_run(folder / "run")
+    write_folder(
+        folder / "exported", model.library_config(), saved.names, saved.read, dtype=None, bytes_per_file=10**6
+    )
+
+
 def ties(kind: str) -> bool:
     """Whether the config class of this kind ties embeddings."""
     try:
@@ -132,12 +292,13 @@ def one_line(error: Exception) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as text. An answer other than "equal" that holds for both numbers of stages is shown once."""
-    lines = [f"{'family':54}{'2 stages':12}4 stages"]
+    width = 12 if all("equal " not in answer for row in rows for answer in row.answers) else 18
+    lines = [f"{'family':54}{'2 stages':{width}}4 stages"]
     for family, (two, four) in rows:
-        if two == four != "equal":
+        if two == four and not two.startswith("equal"):
             lines.append(f"{family:54}{two}")
         else:
-            lines.append(f"{family:54}{two:11} {four}")
+            lines.append(f"{family:54}{two:{width - 1}} {four}")
     return "\n".join(lines) + "\n"
 
 
@@ -150,6 +311,9 @@ def main() -> None:
     )
     parser.add_argument("families", nargs="*", help="such as llama gpt2; all by default")
     parser.add_argument("--tied", action="store_true", help="families that tie embeddings, with their ties")
+    parser.add_argument(
+        "--loaded", action="store_true", help="with weights: loaded, trained, exported, loaded"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--out", type=Path, help="a file for the table, too")
     options = parser.parse_args()
@@ -158,21 +322,23 @@ def main() -> None:
         cases = [(family, {}) for family in families if ties(family)]
     if options.families:
         cases = [case for case in cases if case[0].split()[0] in options.families]
+    mode = " --tied" if options.tied else " --loaded" if options.loaded else ""
     rows: list[Row] = []
     with ProcessPoolExecutor(options.jobs) as pool:
-        found = pool.map(cut, *zip(*cases, strict=True), [options.tied] * len(cases))
+        found = pool.map(
+            go_round if options.loaded else cut, *zip(*cases, strict=True), [options.tied] * len(cases)
+        )
         for row in track(found, "families", total=len(cases), transient=True):
             rows.append(row)
             if options.out:  # after each family, since all of them take up to an hour
-                options.out.write_text(report(rows, __version__, is_tied=options.tied))
-    print(report(rows, __version__, is_tied=options.tied), end="")
+                options.out.write_text(report(rows, __version__, mode))
+    print(report(rows, __version__, mode), end="")
 
 
-def report(rows: Sequence[Row], version: str, *, is_tied: bool) -> str:
+def report(rows: Sequence[Row], version: str, mode: str) -> str:
     """The count of equal families, the variants left out, and the table."""
     families = [row for row in rows if " " not in row.family]
     equal = sum(row.is_equal for row in families)
-    mode = " --tied" if is_tied else ""
     return (
         f"$ python scripts/dev/hf_families.py{mode}     (transformers {version}: {len(families)} families, "
         f"{equal} equal in 2 and in 4 stages)\n{table(rows)}"

@@ -204,7 +204,7 @@ def test_a_folder_with_weights_is_refused_instead_of_starting_from_random_ones(t
     (tmp_path / "config.json").write_text(json.dumps(config_of("llama")))
     assert HuggingFace(config=str(tmp_path)) is not None
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"holds weights \(model.safetensors\).*write config=.*config.json"):
+    with pytest.raises(ValueError, match=r"holds weights \(model.safetensors\).*write path=.*config.json"):
         HuggingFace(config=str(tmp_path))
     assert HuggingFace(config=str(tmp_path / "config.json")) is not None
 

@@ -78,13 +78,15 @@ def arguments(given: Sequence[str], name: str = "train") -> list[str]:
     """Hydra's arguments for this process.
 
     `-n 4` becomes the command's key for the number of ranks. Where the model or the data is named by
-    `_target_` alone, the keys of the default choice are dropped. Schedules may be spelled as in torch. Of
+    `_target_` alone, the keys of the default choice are dropped, and so is the default config of a model that
+    comes from a folder. Schedules may be spelled as in torch. Of
     torchrun's ranks only rank 0 logs. Raises Refusal for a sweep (-m) inside torchrun: each rank would sweep
     by itself.
     """
     overrides, flags = _sorted_apart(_with_num_ranks(list(given), name))
     for group in _NAMED_BY_TARGET:
         overrides = _without_the_default(group, overrides)
+    overrides = _without_the_default_config(overrides)
     overrides = [_in_our_spelling(override) for override in overrides]
     for override in overrides:
         _check_choice(override, flags)
@@ -145,6 +147,14 @@ def _without_the_default(group: str, given: list[str]) -> list[str]:
         return given
     opened = [f"++{argument}" if argument.startswith(f"{group}.") else argument for argument in given]
     return opened if chosen else [*opened, f"{group}=custom"]
+
+
+def _without_the_default_config(given: list[str]) -> list[str]:
+    """`model.path=FOLDER` replaces the config that model=huggingface has: the folder has its own."""
+    paths = [argument.partition("=")[2] for argument in given if re.match(r"\+{0,2}model\.path=", argument)]
+    has_config = any(re.match(r"~?\+{0,2}model\.config\b", argument) for argument in given)
+    is_ours = "model=huggingface" in given
+    return [*given, "~model.config"] if is_ours and paths not in ([], ["null"]) and not has_config else given
 
 
 def _in_our_spelling(argument: str) -> str:

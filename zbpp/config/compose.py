@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -187,3 +188,14 @@ def composition_error(error: object) -> ConfigError | None:
         line for line in lines if line and not line.startswith(("full_key", "object_type", "reference_type"))
     ]
     return ConfigError(" ".join(useful) + hint)
+
+
+def read_run_config(path: Path) -> dict[str, Any]:
+    """The config.yaml that a run has left in its folder, as plain values. Raises ConfigError."""
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (OSError, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} can't be read ({' '.join(str(error).split())})") from error
+    if not isinstance(found, dict) or "model" not in found:
+        raise ConfigError(f"{path} is not the config.yaml of a run: it has no model")
+    return {str(name): value for name, value in found.items()}

@@ -1,4 +1,4 @@
-"""Any causal language model of Hugging Face, from its config: cut into stages, with new initial weights.
+"""Any causal language model of Hugging Face, cut into stages: from its config, or from a folder with weights.
 
 Each stage runs the library's own code under the whole config, but allocates its own tensors only (`hf_cut`).
 The cut is found and checked on a small copy of the model (`hf_check`). Needs the extra `hf`.
@@ -9,13 +9,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from zbpp.models.hf_check import build_stage, find_cut
+from zbpp.models.hf_config import check_tokenizer, read_config, read_folder, without_cache
 from zbpp.models.hf_cut import Cut
+from zbpp.models.hf_files import WeightFiles
+from zbpp.models.hf_load import FolderWeights
 from zbpp.models.hf_parallel import parallelize_stage
 from zbpp.models.hf_shrink import build_on_meta
 from zbpp.models.hf_ties import aliases_of
@@ -28,25 +33,32 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class HuggingFace:
     """int64 tokens [batch, time] -> what the next stage needs -> logits [batch, time, vocab], in float32.
 
-    config: a mapping with the keys of a config.json, `model_type` among them, or the path of such a file.
+    Either config: a mapping with the keys of a config.json, `model_type` among them, or the path of such a
+    file. Initial values are then the library's, drawn from `seed` and the names of its modules alone.
+    Or path: a folder with config.json and safetensors. Each stage reads its own tensors only. overrides:
+    values for keys of that config.json. dtype: what parameters are read as; bfloat16 goes with
+    precision=bfloat16. strict: whether tensors that the folder lacks, or has too many of, are refused.
     `vocab_size` and `sequence_length` are those of the data. They are used where a mapping does not name
-    these sizes, and must not exceed the sizes that the mapping or the file names. Initial values are the
-    library's, drawn from `seed` and the names of its modules alone. Where the config ties embeddings, or
-    the library ties other parameters, a stage has copies of what stages before it have.
-    Raises ValueError for a model that is no causal language model, for data that does not fit, and for a
-    folder with weights, which are not loaded.
+    these sizes, and must not exceed the sizes that the mapping or the file names. Where the config ties
+    embeddings, or the library ties other parameters, a stage has copies of what stages before it have.
+    Raises ValueError for a model that is no causal language model, for data that does not fit, for a folder
+    whose files are not those of its model, and for a folder with weights given as `config`.
     """
 
     def __init__(
         self,
         *,
-        config: Mapping[str, Any] | str,
+        config: Mapping[str, Any] | str | None = None,
+        path: str | None = None,
+        overrides: Mapping[str, Any] | None = None,
+        dtype: str = "float32",
+        strict: bool = True,
         vocab_size: int | None = None,
         sequence_length: int | None = None,
         layers_per_stage: Sequence[int] | None = None,
@@ -55,7 +67,21 @@ class HuggingFace:
         data = {"vocab_size": vocab_size, "max_position_embeddings": sequence_length}
         sizes = {name: size for name, size in data.items() if size is not None}
         check_positive(**sizes)
-        self._config = _read(config, sizes)
+        _check_sources(config, path, overrides, dtype)
+        self.path = None if path is None else Path(path)
+        self._dtype = _DTYPES[dtype]
+        self._weights: FolderWeights | None = None
+        if self.path is None:
+            self._library_config = read_config(config or {}, sizes)
+        else:
+            files = WeightFiles(self.path)
+            self._library_config = read_folder(self.path, overrides or {}, sizes)
+            self._weights = FolderWeights(files, build_on_meta(self._library_config), is_strict=strict)
+            if strict:
+                check_tokenizer(self.path, self._library_config)
+            for name in (*self._weights.missing, *self._weights.surplus):
+                _log.warning("%s: %s is not in both the model and the files", self.path, name)
+        self._config = without_cache(self._library_config)
         self._layers_per_stage, self._seed = layers_per_stage, seed
         self._cuts: dict[int, Cut] = {}
         self._degrees_tried: set[int] = set()
@@ -71,7 +97,7 @@ class HuggingFace:
             raise ValueError(
                 f"stage {index} does not exist: with num_stages={num_stages} write 0 to {num_stages - 1}"
             )
-        return build_stage(self._config, cut, index, self._seed)
+        return build_stage(self._config, cut, index, self._seed, self._weights, self._dtype)
 
     def tied(self) -> dict[str, str]:
         """{name of a tied parameter: its first name}, as the library ties them; see zbpp/stage_api.py."""
@@ -92,9 +118,17 @@ class HuggingFace:
         """How many layers each stage gets. Raises ValueError if they can't be split that way."""
         return list(map(len, self._cut(num_stages).layers))
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+    def loss(self, output: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         """Mean cross-entropy in nats per token; logits [batch, time, vocab], target [batch, time]."""
         return token_loss(output, target)
+
+    def library_config(self) -> PretrainedConfig:
+        """The library's config, for export."""
+        return deepcopy(self._library_config)
+
+    def library_name(self, name: str) -> str:
+        """What the library calls the parameter or buffer of this name: the same."""
+        return name
 
     def _cut(self, num_stages: int) -> Cut:
         if num_stages not in self._cuts:
@@ -113,54 +147,14 @@ class HuggingFace:
         return str(self._config.model_type)
 
 
-def _read(config: Mapping[str, Any] | str, sizes: Mapping[str, int]) -> PretrainedConfig:
-    """The library's config. sizes: those of the data, by the names that a config has for them."""
-    from transformers import AutoConfig, PretrainedConfig  # lazily: three seconds, and optional
-
-    if isinstance(config, str):
-        _refuse_weights(Path(config))
-    given = PretrainedConfig.get_config_dict(config)[0] if isinstance(config, str) else dict(config)
-    if "model_type" not in given:
-        raise ValueError("config has no model_type: write one of Hugging Face's, such as llama")
-    known: dict[str, Any] = given
-    if not isinstance(config, str):  # a size that a file does not name is the library's default
-        known = {**_open_ones(AutoConfig.for_model(given["model_type"]), given, sizes), **given}
-    made = AutoConfig.for_model(**known)
-    text = made.get_text_config(decoder=True)
-    made.use_cache = text.use_cache = False
-    for name, size in sizes.items():
-        _refuse_misfit(name, size, getattr(text, name, None))
-    return made
-
-
-def _open_ones(
-    default: PretrainedConfig, given: Mapping[str, Any], sizes: Mapping[str, int]
-) -> dict[str, int]:
-    """The sizes that a config of this family has, and that `given` does not name."""
-    own_names = default.attribute_map
-    return {
-        name: size
-        for name, size in sizes.items()
-        if hasattr(default, name) and name not in given and own_names.get(name, name) not in given
-    }
-
-
-def _refuse_misfit(name: str, size: int, says: Any) -> None:
-    if isinstance(says, int) and size > says:
-        ours = {"max_position_embeddings": "sequence_length"}.get(name, name)
+def _check_sources(config: object, path: str | None, overrides: Mapping[str, Any] | None, dtype: str) -> None:
+    """Raises ValueError for arguments that contradict each other."""
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype={dtype}: write one of {', '.join(_DTYPES)}")
+    if config is not None and path is not None:
         raise ValueError(
-            f"{ours}={size} is more than the config's {name}={says}: write {ours}={says} or less, or "
-            f"config.{name}={size}"
+            "config and path are given, and path has a config.json: leave config out; overrides.KEY=VALUE "
+            "changes a value of that file"
         )
-
-
-def _refuse_weights(path: Path) -> None:
-    """Raises ValueError for a folder with weights: its user expects them to be loaded."""
-    if not path.is_dir():
-        return
-    found = sorted(each.name for pattern in _WEIGHTS for each in path.glob(pattern))
-    if found:
-        raise ValueError(
-            f"config={path} holds weights ({found[0]}), and this model starts from random ones: loading "
-            f"them comes in a later version; write config={path / 'config.json'} to take the config alone"
-        )
+    if path is None and (overrides or dtype != "float32"):
+        raise ValueError("overrides and dtype go with path: write the values into config instead")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,10 @@ from zbpp.models.hf_calls import (
     record,
     refuse_what_is_made_later,
 )
-from zbpp.models.hf_cut import Cut, CutError, LibraryError, Stage, layers_at
+from zbpp.models.hf_cut import Cut, CutError, FirstStage, LibraryError, Stage, layers_at
 from zbpp.models.hf_init import constants_of, initialise
+from zbpp.models.hf_load import FolderWeights
+from zbpp.models.hf_masks import Kind, refused_kinds
 from zbpp.models.hf_shrink import build_on_meta, with_small_copy
 from zbpp.models.hf_ties import aliases_of, names_of, summed_gradients
 from zbpp.seeding import seed_of
@@ -71,15 +73,24 @@ def _find_cut(
     refuse_what_is_made_later(whole, path, calls, recorded, layers)
     hidden = recorded[0].leaves[calls[0].carried[0]]
     owners = owners_of(whole, path, tokens, calls, layers)
-    cut = Cut(path, tuple(layers), owners, calls, batch_and_time(whole, hidden), token, constants)
-    _compare(whole, initial, config, cut, tokens, seed)
-    return cut
+    cut = Cut(path, tuple(layers), owners, calls, batch_and_time(whole, hidden), token, constants, {})
+    refused = _compare(whole, initial, config, cut, tokens, seed)
+    return cut._replace(refused=refused)
 
 
-def build_stage(config: PretrainedConfig, cut: Cut, index: int, seed: int) -> Stage:
+def build_stage(
+    config: PretrainedConfig,
+    cut: Cut,
+    index: int,
+    seed: int,
+    weights: FolderWeights | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Stage:
     """A stage with its initial values, on the CPU; tensors of other stages are never allocated.
 
-    Raises CutError unless the model has exactly the parameters that the cut names.
+    weights: the folder that its tensors are read from, as `dtype`; what the folder does not hold, such as
+    tables of positions, gets the library's initial values. Raises CutError unless the model has exactly the
+    parameters that the cut names.
     """
     model = build_on_meta(config)
     names = set(names_of(model))
@@ -94,8 +105,17 @@ def build_stage(config: PretrainedConfig, cut: Cut, index: int, seed: int) -> St
             return cut.owners[name] == index
         return name.startswith(own_layers) or not name.startswith(inside)
 
-    initialise(model, seed, is_own, cut.constants)
-    return Stage(model, cut, index)
+    if weights is None:
+        initialise(model, seed, is_own, cut.constants)
+        return (Stage if index else FirstStage)(model, cut, index)
+    initialise(model, seed, lambda name: is_own(name) and not weights.holds(name), cut.constants)
+    if torch.get_default_device().type != "meta":  # else somebody looks for shared parameters only
+        weights.load(
+            model, [name for name in model.state_dict() if is_own(name) and weights.holds(name)], dtype
+        )
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype if parameter.is_floating_point() else None)
+    return (Stage if index else FirstStage)(model, cut, index)
 
 
 def _compare(
@@ -105,8 +125,11 @@ def _compare(
     cut: Cut,
     tokens: Tensor,
     seed: int,
-) -> None:
-    """Raises CutError unless the stages, one after the other, compute what the whole model does."""
+) -> dict[Kind, str]:
+    """Raises CutError unless the stages, one after the other, compute what the whole model does.
+
+    Returns the kinds of batches with masks or positions for which they don't.
+    """
     made = [build_stage(deepcopy(config), cut, index, seed) for index in range(len(cut.layers))]
     stages = [stage.to(whole.dtype).eval() for stage in made]
     _compare_tensors(whole, initial, stages)
@@ -123,6 +146,9 @@ def _compare(
         _refuse_difference(whole, f"the gradient of {name}", found.get(name), parameter.grad)
     for training in (False, True):
         _compare_calls(whole, stages, [tokens.flip(0), tokens], training=training)
+    for module in (whole, *stages):
+        module.train(False)
+    return refused_kinds(whole, lambda *batch: _output(stages, batch), tokens, _is_close)
 
 
 def _compare_calls(
@@ -142,6 +168,15 @@ def _compare_calls(
         for output, logits in zip(_chained(stages, *batches), expected, strict=True):
             mode = "in training" if training else "in evaluation"
             _refuse_difference(whole, f"logits of a second call {mode}", output, logits)
+
+
+def _output(stages: Sequence[nn.Module], batch: Any) -> Tensor:
+    """The logits of a batch with its mask and positions."""
+    for stage in stages:
+        batch = stage(*batch)
+        batch = batch if isinstance(batch, tuple) else (batch,)
+    (logits,) = batch
+    return cast(Tensor, logits)
 
 
 def _chained(stages: Sequence[nn.Module], *batches: Tensor) -> list[Tensor]:
@@ -181,10 +216,15 @@ def _refuse_difference(whole: nn.Module, what: str, found: Tensor | None, expect
     if found is None or expected is None:
         is_same = (found is None or not found.any()) and (expected is None or not expected.any())
     else:
-        one, other = found.detach().double(), expected.detach().double()
-        scale = _RELATIVE.get(found.dtype, 0.0) * float(other.abs().max()) if other.numel() else 0.0
-        is_same = one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=scale)
+        is_same = _is_close(found, expected)
     if not is_same:
         raise CutError(
             f"{type(whole).__name__} can't be cut there: {what} is not the uncut model's, in a small copy"
         )
+
+
+def _is_close(found: Tensor, expected: Tensor) -> bool:
+    """Whether the values are equal up to the rounding of their dtype."""
+    one, other = found.detach().double(), expected.detach().double()
+    scale = _RELATIVE.get(found.dtype, 0.0) * float(other.nan_to_num().abs().max()) if other.numel() else 0.0
+    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=scale, equal_nan=True)

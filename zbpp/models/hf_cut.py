@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from zbpp.models.hf_masks import Given, Kind, keywords, kind_of, merged, refuse
 from zbpp.models.hf_ties import names_of
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class Cut(NamedTuple):
     batch_and_time: tuple[int, int]
     token: int  # one that is not padding, for stages that have no tokens
     constants: Mapping[str, float]  # values of tensors that the library sets in constructors only
+    refused: Mapping[Kind, str]  # batches that the family can't be trained with, and why
 
 
 class PatchedModel:
@@ -84,13 +86,16 @@ class PatchedModel:
             self.shapes.setdefault(owner, {})[leaf] = model.get_parameter(name).shape
         self.copied = {name for each in (path, *self.shapes) for name in _above(each)} | set(self.shapes)
 
-    def run(self, tokens: Tensor, layers: Sequence[Any], like: Tensor, *, training: bool) -> Tensor:
+    def run(
+        self, tokens: Tensor, layers: Sequence[Any], like: Tensor, *, training: bool, **given: Tensor
+    ) -> Tensor:
         """Run the model and return its logits.
 
         layers: called instead of the model's own. like: a tensor with the dtype and device of the zeros.
+        given: further arguments of the model, such as attention_mask.
         """
         model = self._copy(self.model, "", layers, like, training)
-        logits: Tensor = model(input_ids=tokens, return_dict=True).logits
+        logits: Tensor = model(input_ids=tokens, **given, return_dict=True).logits
         return logits
 
     def _copy(
@@ -124,7 +129,7 @@ class Stage(nn.Module):
     model: the whole model; tensors of other stages may be on the meta device.
     The stage's parameters have the names that they have in the library's whole model. The modules above the
     layers, which each forward copies, appear in the stage as plain containers of their parameters, buffers
-    and children.
+    and children. An attention_mask and position_ids (see hf_masks.py) follow the values of the boundary.
     """
 
     def __init__(self, model: PreTrainedModel, cut: Cut, index: int) -> None:
@@ -152,19 +157,44 @@ class Stage(nn.Module):
             else:
                 container._modules[name] = child
 
-    def forward(self, *received: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def adopt_modules(self) -> None:
+        """Run the modules that stand in the stage now: one that was replaced stands in its tree alone."""
+        self._adopt(self, self._patched.model, "")
+
+    def _adopt(self, container: nn.Module, module: nn.Module, path: str) -> None:
+        for name, child in container._modules.items():
+            below = f"{path}.{name}".removeprefix(".")
+            if below == self._cut.path:
+                continue  # layers are the same objects in both
+            original = module._modules[name]
+            if below in self._patched.copied and child is not None and original is not None:
+                self._adopt(child, original, below)
+            else:
+                module._modules[name] = child
+
+    def forward(
+        self, *received: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor | tuple[Tensor | None, ...]:
+        count = len(self._cut.calls[self._cut.layers[self._index].start].carried)
+        given = merged(received[count:], (attention_mask, position_ids))
+        return self._run(received[:count], given)
+
+    def _run(self, received: tuple[Tensor, ...], given: Given) -> Tensor | tuple[Tensor | None, ...]:
         first, last = self._index == 0, self._index == len(self._cut.layers) - 1
+        is_given, kind = given != (None, None), type(self._patched.model).__name__
+        if is_given:
+            refuse(kind_of(given), self._cut.refused, kind)
         layers = self._layers(received)
         like = self._like() if first else received[0]
+        tokens = received[0] if first else self._tokens(received[0])
         try:
-            logits = self._patched.run(
-                received[0] if first else self._tokens(received[0]), layers, like, training=self.training
-            )
+            logits = self._patched.run(tokens, layers, like, training=self.training, **keywords(given))
         except StageDone as done:
-            return done.args if len(done.args) > 1 else done.args[0]
+            sent = (*done.args, *given) if is_given else done.args
+            return sent if len(sent) > 1 else sent[0]
         own = self._cut.layers[self._index]
         if not last or (not first and not layers[own.start].entered):
-            number, kind = own.start if last else own.stop, type(self._patched.model).__name__
+            number = own.start if last else own.stop
             raise RuntimeError(
                 f"{kind} has not called layer {number}, where a stage begins: "
                 "write config.layerdrop=0, if it has one"
@@ -197,6 +227,18 @@ class Stage(nn.Module):
     def _tokens(self, hidden: Tensor) -> Tensor:
         batch, time = (hidden.shape[dim] for dim in self._cut.batch_and_time)
         return torch.full((batch, time), self._cut.token, device=hidden.device)
+
+
+class FirstStage(Stage):
+    """Stage 0, which gets the batch: its arguments have the names of the library's."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor | None, ...]:
+        return self._run((input_ids,), (attention_mask, position_ids))
 
 
 def repeated(call: Call, before: Mapping[int, Any]) -> dict[int, Any]:

@@ -34,7 +34,9 @@ def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"), torch.random.fork_rng([]):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]  # the library's
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # the library's
+            config, dtype=torch.float32, trust_remote_code=False
+        )
     return model
 
 

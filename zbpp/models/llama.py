@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zbpp.models.documents import DocumentStage
 from zbpp.models.flops import head_in_layers
 from zbpp.models.layers import (
     Block,
@@ -27,6 +28,22 @@ from zbpp.models.tensor_parallel import BlockPlan, parallelize
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+# transformers' names of the modules: outside the layers, and inside one.
+_LIBRARY_NAMES = {
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "attention_norm": "input_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
 
 
 class Llama:
@@ -77,6 +94,18 @@ class Llama:
                 mlp=SwiGlu(hidden_size, inner),
             )
 
+        self._library = {
+            "vocab_size": vocab_size,
+            "num_hidden_layers": num_layers,
+            "hidden_size": hidden_size,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": kv_heads,
+            "intermediate_size": inner,
+            "max_position_embeddings": sequence_length,
+            "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
+            "rms_norm_eps": norm_eps,
+            "tie_word_embeddings": tie_embeddings,
+        }
         self._sharded = {"num_heads": num_heads, "num_kv_heads": kv_heads, "intermediate_size": inner}
         self._plan = BlockPlan(
             columns=("attention.query", "attention.key", "attention.value", "mlp.gate", "mlp.up"),
@@ -103,6 +132,7 @@ class Llama:
             layers_per_stage=layers_per_stage,
             std=transformer_std(num_layers),
             seed=seed,
+            stage=DocumentStage,
         )
 
     def build_stage(self, index: int, num_stages: int) -> nn.Sequential:
@@ -124,11 +154,25 @@ class Llama:
         """How many layers each of `num_stages` stages gets; see `Blueprint.layer_counts`."""
         return self._blueprint.layer_counts(num_stages)
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+    def library_config(self) -> Any:
+        """The config of transformers' LlamaForCausalLM that computes the same, for export."""
+        from transformers import LlamaConfig
+
+        return LlamaConfig(**self._library)
+
+    def library_name(self, name: str) -> str:
+        """What LlamaForCausalLM calls the parameter of this name."""
+        part, _, rest = name.partition(".")
+        if not part.startswith("layer_"):
+            return f"{_LIBRARY_NAMES[part]}.{rest}"
+        module, _, leaf = rest.rpartition(".")
+        return f"model.layers.{part.removeprefix('layer_')}.{_LIBRARY_NAMES[module]}.{leaf}"
+
+    def loss(self, output: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         """Mean cross-entropy in nats per token; logits [batch, time, vocab], target [batch, time]."""
         return token_loss(output, target)
 
-    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
+    def metrics(self, output: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """accuracy: the share of positions whose target has the largest logit."""
         return {"accuracy": token_accuracy(output, target)}
 
@@ -136,7 +180,8 @@ class Llama:
 class Rotary(nn.Module):
     """Rotates each pair of numbers (i, i + d/2) of a head by the angle position x theta^(-2i/d).
 
-    [batch, head, time, d] in and out. The pairs are those of Hugging Face's Llama.
+    [batch, head, time, d] in and out. The pairs are those of Hugging Face's Llama. position_ids [batch,
+    time]: by default from 0 on.
     """
 
     cos: Tensor
@@ -154,17 +199,23 @@ class Rotary(nn.Module):
         self.register_buffer("cos", angles.cos().float(), persistent=False)
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
         time = x.shape[-2]
         check_length(time, self.sequence_length)
-        cos, sin = self.cos[:time], self.sin[:time]
+        if position_ids is None:
+            cos, sin = self.cos[:time], self.sin[:time]
+        else:
+            cos, sin = self.cos[position_ids].unsqueeze(1), self.sin[position_ids].unsqueeze(1)
         first, second = x.chunk(2, dim=-1)
         turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         return turned.to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions, [batch, time, hidden] in and out."""
+    """Causal grouped-query attention with rotary positions, [batch, time, hidden] in and out.
+
+    position_ids and mask: see documents.py; None: one document a row.
+    """
 
     def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, rotary: Rotary) -> None:
         super().__init__()
@@ -177,11 +228,13 @@ class Attention(nn.Module):
         self.output = nn.Linear(hidden_size, hidden_size, bias=False)
         self.rotary = rotary
 
-    def forward(self, x: Tensor) -> Tensor:
-        query = self.rotary(split_heads(self.query(x), self.head_size))
-        key = self.rotary(split_heads(self.key(x), self.head_size))
+    def forward(self, x: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        query = self.rotary(split_heads(self.query(x), self.head_size), position_ids)
+        key = self.rotary(split_heads(self.key(x), self.head_size), position_ids)
         value = split_heads(self.value(x), self.head_size)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.is_grouped)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=self.is_grouped
+        )
         projected: Tensor = self.output(merge_heads(mixed))
         return projected
 

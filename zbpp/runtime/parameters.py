@@ -63,6 +63,22 @@ class StageParameters:
             if id(parameter) not in seen:
                 yield f"{_LOSS}{name}", parameter
 
+    def all_names(self) -> Iterator[tuple[tuple[str, ...], nn.Parameter]]:
+        """As `named`, with every name that the parameter has in the whole model, its own first.
+
+        The names of a tied parameter's copies are the same set on all ranks.
+        """
+        names: dict[int, list[str]] = {}
+        for index, stage in self._stages.items():
+            for name, parameter in stage.named_parameters(remove_duplicate=False):
+                found = names.setdefault(id(parameter), [])
+                found.append(f"{self._prefix(index)}{name}")
+                for tie in self._ties:
+                    if (index, name) in tie:
+                        found += [f"{self._prefix(other)}{theirs}" for other, theirs in tie]
+        for name, parameter in self.named():
+            yield tuple(dict.fromkeys([name, *names.get(id(parameter), [])])), parameter
+
     def of_loss(self) -> list[nn.Parameter]:
         """The parameters that the loss doesn't share with a stage."""
         own = {id(each) for stage in self._stages.values() for each in stage.parameters()}

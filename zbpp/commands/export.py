@@ -1,0 +1,58 @@
+"""Write the model that a run has trained as a folder that Hugging Face's transformers loads.
+
+    zbpp export runs/mine mine_hf
+    zbpp export runs/mine mine_hf --dtype bfloat16 --file-size 2GB
+
+RUN is the run_dir of a finished zbpp train with model=huggingface, from a config or from a folder, or with
+one of the llama models. FOLDER gets config.json, safetensors (several with an index above --file-size), the
+generation config, and the tokenizer of the folder that the model came from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `zbpp export`; the exit status."""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="zbpp export", description=__doc__, formatter_class=layout)
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run_dir of zbpp train")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a folder that does not exist yet")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the numbers; default: as they are saved",
+    )
+    parser.add_argument(
+        "--file-size",
+        type=_size,
+        default="2GB",
+        help="the most that a file holds, such as 500MB (default: 2GB)",
+    )
+    given = parser.parse_args(arguments)
+    sys.path.insert(0, os.getcwd())  # the model may be a class of the user's
+    from zbpp.export import export  # torch: --help does without
+
+    try:
+        export(given.run, given.folder, dtype=given.dtype, bytes_per_file=given.file_size)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        if os.environ.get("ZBPP_TRACEBACK"):
+            raise
+        parser.exit(1, f"error: {error}\n")
+    print(f"written to {given.folder}")
+    return 0
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"(\d+)\s*([KMG]B)", text.upper())
+    if not found or not int(found[1]):
+        raise argparse.ArgumentTypeError(f"{text}: write a size such as 500MB or 2GB")
+    return int(found[1]) * _UNITS[found[2]]

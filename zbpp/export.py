@@ -1,0 +1,69 @@
+"""The weights of a run as a folder that transformers loads: read the run, ask its model, write the folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from zbpp.builders.model import build_model
+from zbpp.config import ConfigError, naming, read_run_config
+from zbpp.training.weights_of_run import weights_of_run
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def export(run: Path, folder: Path, *, dtype: str | None = None, bytes_per_file: int) -> None:
+    """Write the model that `run` has trained to `folder`. Raises ValueError or ConfigError.
+
+    dtype: of the numbers in the files; None: as the run saved them.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is there already, and not empty: name another folder")
+    saved = weights_of_run(run)
+    config = read_run_config(run / "config.yaml")
+    model = build_model(config["model"])
+    described = _described(model)
+    from zbpp.models.hf_export import write_folder  # only now: it needs the extra hf
+
+    names = {model.library_name(name): name for name in saved.names}
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar, naming(f"{run}"):
+        task = bar.add_task(str(folder), total=sum(map(saved.num_bytes, saved.names)))
+
+        def read(name: str) -> Tensor:
+            tensor = saved.read(names[name])
+            bar.advance(task, saved.num_bytes(names[name]))
+            return tensor
+
+        write_folder(
+            folder,
+            described,
+            list(names),
+            read,
+            dtype=None if dtype is None else DTYPES[dtype],
+            bytes_per_file=bytes_per_file,
+            beside=getattr(model, "path", None),
+            tokenizer=_tokenizer(config),
+        )
+        bar.update(task, completed=bar.tasks[task].total)  # a copy of a tied tensor is not read
+
+
+def _described(model: Any) -> Any:
+    """The library's config of the model. Raises ConfigError for a model that transformers does not have."""
+    if not (hasattr(model, "library_config") and hasattr(model, "library_name")):
+        raise ConfigError(
+            f"the run trained a {type(model).__name__}, which transformers does not have: only "
+            "model=huggingface and the llama models can be exported; its weights are in the run's "
+            "stage-*.safetensors"
+        )
+    return model.library_config()
+
+
+def _tokenizer(config: dict[str, Any]) -> Path | None:
+    given = config.get("data", {}).get("tokenizer")
+    return Path(given) if isinstance(given, str) else None

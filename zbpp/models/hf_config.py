@@ -1,0 +1,142 @@
+"""The library's config of a model, from a mapping, a file or a folder; and whether the data fit it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
+
+
+def read_config(config: Mapping[str, Any] | str, sizes: Mapping[str, int]) -> PretrainedConfig:
+    """The library's config. sizes: those of the data, by the names that a config has for them."""
+    from transformers import AutoConfig, PretrainedConfig  # lazily: three seconds, and optional
+
+    if isinstance(config, str):
+        _refuse_weights(Path(config))
+    given = PretrainedConfig.get_config_dict(config)[0] if isinstance(config, str) else dict(config)
+    _check_kind(given, "config")
+    known: dict[str, Any] = given
+    if not isinstance(config, str):  # a size that a file does not name is the library's default
+        known = {**_open_ones(AutoConfig.for_model(given["model_type"]), given, sizes), **given}
+    return _checked(AutoConfig.for_model(**known), sizes)
+
+
+def read_folder(folder: Path, overrides: Mapping[str, Any], sizes: Mapping[str, int]) -> PretrainedConfig:
+    """The config of a folder with weights. overrides: values that replace those of its config.json."""
+    from transformers import AutoConfig
+
+    path = folder / "config.json"
+    if not path.exists():
+        raise ValueError(f"path={folder} has no config.json: write a folder with config.json and safetensors")
+    try:
+        given = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    _check_kind(given, str(path))
+    if given.get("quantization_config"):
+        raise ValueError(
+            f"{path} describes quantized weights, which can't be trained: write the folder of the original "
+            "model, or save a dequantized copy"
+        )
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    for name in overrides:
+        if not hasattr(config, name):
+            raise ValueError(f"overrides.{name}: {path} has no such key; write one that it has")
+    return _checked(type(config).from_dict({**config.to_dict(), **overrides}), sizes)
+
+
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The part of a config that describes the language model."""
+    found: PretrainedConfig = config.get_text_config(decoder=True)
+    return found
+
+
+def check_tokenizer(folder: Path, config: PretrainedConfig) -> None:
+    """Raises ValueError if the tokenizer of a folder has tokens that the model has not."""
+    path, size = folder / "tokenizer.json", text_config(config).vocab_size
+    if not path.exists():
+        return
+    from tokenizers import Tokenizer
+
+    try:
+        numbers = Tokenizer.from_file(str(path)).get_vocab().values()
+    except Exception as error:  # the library raises bare Exceptions
+        raise ValueError(f"{path} can't be read: {error}") from error
+    if max(numbers, default=0) >= size:
+        raise ValueError(
+            f"{path} has tokens up to number {max(numbers)}, but config.json says vocab_size={size}: the two "
+            "are not of one model; write the right folder, or strict=false to train on other tokens"
+        )
+
+
+def without_cache(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy of a config for training: keys and values of earlier tokens are not kept."""
+    copy = deepcopy(config)
+    copy.use_cache = text_config(copy).use_cache = False
+    return copy
+
+
+def _checked(config: PretrainedConfig, sizes: Mapping[str, int]) -> PretrainedConfig:
+    text = text_config(config)
+    for name, size in sizes.items():
+        _refuse_misfit(name, size, getattr(text, name, None))
+    return config
+
+
+def _check_kind(given: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError unless the config names a causal language model that the library has."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal
+
+    kind = given.get("model_type")
+    if kind is None:
+        raise ValueError(f"{where} has no model_type: write one of Hugging Face's, such as llama")
+    if kind in causal:
+        return
+    near = difflib.get_close_matches(str(kind), causal, n=3)
+    meant = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise ValueError(
+        f"{where}: model_type={kind} is no causal language model of transformers {transformers.__version__}"
+        f"{meant} A class of your own can cut any other model: see docs/huggingface.md"
+    )
+
+
+def _open_ones(
+    default: PretrainedConfig, given: Mapping[str, Any], sizes: Mapping[str, int]
+) -> dict[str, int]:
+    """The sizes that a config of this family has, and that `given` does not name."""
+    own_names = default.attribute_map
+    return {
+        name: size
+        for name, size in sizes.items()
+        if hasattr(default, name) and name not in given and own_names.get(name, name) not in given
+    }
+
+
+def _refuse_misfit(name: str, size: int, says: Any) -> None:
+    if isinstance(says, int) and size > says:
+        ours = {"max_position_embeddings": "sequence_length"}.get(name, name)
+        raise ValueError(
+            f"{ours}={size} is more than the config's {name}={says}: write {ours}={says} or less, or "
+            f"config.{name}={size}"
+        )
+
+
+def _refuse_weights(path: Path) -> None:
+    """Raises ValueError for a folder with weights: its user expects them to be loaded."""
+    if not path.is_dir():
+        return
+    found = sorted(each.name for pattern in _WEIGHTS for each in path.glob(pattern))
+    if found:
+        raise ValueError(
+            f"config={path} holds weights ({found[0]}), and config starts from random ones: write "
+            f"path={path} to load them, or config={path / 'config.json'} to take the config alone"
+        )

@@ -1,0 +1,166 @@
+"""Weights written as a folder that transformers loads: config, safetensors, generation config, tokenizer.
+
+The tensors of one layer at a time are read, named and laid out as the family's files are (the reverse of
+hf_load.py), and collected until a file is full. So no more than one layer and one file are in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from zbpp.models.hf_files import INDEX, SINGLE, WeightFiles
+from zbpp.models.hf_load import FolderWeights
+from zbpp.models.hf_shrink import build_on_meta
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_BESIDE = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json",
+    "vocab.txt", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.json",
+    "chat_template.jinja", "additional_chat_templates", "spiece.model", "sentencepiece.bpe.model",
+)  # fmt: skip
+_LAYER = re.compile(r"(.*?\.\d+)\.")
+
+
+def write_folder(
+    folder: Path,
+    config: PretrainedConfig,
+    names: Sequence[str],
+    read: Callable[[str], Tensor],
+    *,
+    dtype: torch.dtype | None,
+    bytes_per_file: int,
+    beside: Path | None = None,
+    tokenizer: Path | None = None,
+) -> None:
+    """Write the model's folder.
+
+    names: all tensors, as the library's model calls them. dtype: of floating-point tensors; None: as they
+    are. beside: a folder whose tokenizer and generation config are copied. tokenizer: a tokenizer.json to
+    copy if `beside` has none. Nothing is at `folder` until all is written. Raises ValueError for tensors that
+    are not those of the model.
+    """
+    model = build_on_meta(config)
+    _check_names(model, names)
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        files = _Files(unfinished, bytes_per_file)
+        kept: torch.dtype | None = None
+        for name, tensor in _tensors(model, names, read, dtype):
+            files.add(name, tensor)
+            kept = tensor.dtype if kept is None and tensor.is_floating_point() else kept
+        files.close()
+        _write_configs(unfinished, model, kept or torch.float32)
+        _copy_beside(unfinished, beside, tokenizer)
+        FolderWeights(WeightFiles(unfinished), build_on_meta(config))  # would it be loaded whole?
+        with suppress(FileNotFoundError):
+            folder.rmdir()  # an empty folder
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _check_names(model: PreTrainedModel, names: Sequence[str]) -> None:
+    expected = set(model.state_dict())
+    if missing := sorted(expected - set(names)):
+        raise ValueError(f"the run holds no {missing[0]} ({len(missing)} tensors of the model are missing)")
+    if surplus := sorted(set(names) - expected):
+        raise ValueError(
+            f"the run holds {surplus[0]}, which {type(model).__name__} has not ({len(surplus)} in all): "
+            "is it a run of another model?"
+        )
+
+
+def _tensors(
+    model: PreTrainedModel, names: Sequence[str], read: Callable[[str], Tensor], dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors to write, by their names in the files."""
+    from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
+
+    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    left_out = {*ties, *(getattr(model, "_keys_to_ignore_on_save", None) or ())}
+    written = sorted((name for name in names if name not in left_out), key=dot_natural_key)
+    for _, group in groupby(written, key=_layer_of):
+        tensors = {name: _cast(read(name), dtype) for name in group}
+        yield from revert_weight_conversion(model, tensors).items()
+
+
+def _layer_of(name: str) -> str:
+    found = _LAYER.match(name)
+    return found[1] if found else name
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _write_configs(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    model.config.dtype = dtype
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    if model.can_generate():  # type: ignore[no-untyped-call]  # the library's
+        with suppress(ValueError):  # the library refuses some values that its own configs have
+            model.generation_config.save_pretrained(folder)  # type: ignore[union-attr]  # it has one
+
+
+def _copy_beside(folder: Path, beside: Path | None, tokenizer: Path | None) -> None:
+    for name in _BESIDE if beside is not None else ():
+        source = beside / name  # type: ignore[operator]  # not None here
+        if source.is_dir():
+            shutil.copytree(source, folder / name)
+        elif source.exists():
+            shutil.copyfile(source, folder / name)
+    if tokenizer is not None and tokenizer.is_file() and not (folder / "tokenizer.json").exists():
+        shutil.copyfile(tokenizer, folder / "tokenizer.json")
+
+
+class _Files:
+    """Safetensors of about `most` bytes each, and the index if there are several."""
+
+    def __init__(self, folder: Path, most: int) -> None:
+        self._folder, self._most = folder, most
+        self._pending: dict[str, Tensor] = {}
+        self._sizes: dict[str, int] = {}
+        self._files: list[list[str]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self._pending and sum(map(self._sizes.__getitem__, self._pending)) + size > self._most:
+            self._flush()
+        self._pending[name], self._sizes[name] = tensor.contiguous(), size
+
+    def close(self) -> None:
+        self._flush()
+        if len(self._files) == 1:
+            self._numbered(0).rename(self._folder / SINGLE)
+            return
+        places = {}
+        for number, names in enumerate(self._files):
+            final = f"model-{number + 1:05}-of-{len(self._files):05}.safetensors"
+            self._numbered(number).rename(self._folder / final)
+            places.update(dict.fromkeys(names, final))
+        index = {"metadata": {"total_size": sum(self._sizes.values())}, "weight_map": places}
+        (self._folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    def _flush(self) -> None:
+        from safetensors.torch import save_file
+
+        save_file(self._pending, self._numbered(len(self._files)), metadata={"format": "pt"})
+        self._files.append(list(self._pending))
+        self._pending = {}
+
+    def _numbered(self, number: int) -> Path:
+        return self._folder / f"part-{number}.safetensors"

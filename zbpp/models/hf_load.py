@@ -1,0 +1,198 @@
+"""The tensors of a folder under the names of the library's model, and a stage's own tensors read from it.
+
+A folder may name tensors as the family's first authors did, or lay them out in another way: an expert in a
+tensor of its own, where the library has all experts in one. The library's table of renamings and conversions
+(`transformers.conversion_mapping`) is used here, one target at a time. All is first tried on the meta device,
+so that a tensor which is missing, left over or of another shape is known before any value is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.models.hf_files import WeightFiles
+from zbpp.models.hf_ties import aliases_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_SHOWN = 5  # names in an error
+
+
+@dataclass
+class _Group:
+    """Tensors of the files that together become one tensor of the model, or several."""
+
+    target: str
+    sources: list[tuple[str, str | None]] = field(default_factory=list)  # (name, pattern of the converter)
+    converter: Any = None
+    results: set[str] = field(default_factory=set)
+
+
+class FolderWeights:
+    """What the folder holds for `model`, which is on the meta device and has its ties.
+
+    is_strict: whether tensors that are missing or left over are refused. Raises ValueError for them, and for
+    shapes that differ from the model's.
+    """
+
+    def __init__(self, files: WeightFiles, model: PreTrainedModel, *, is_strict: bool = True) -> None:
+        self._files, self._aliases = files, aliases_of(model)
+        expected: dict[str, Tensor] = model.state_dict()
+        self._groups, unknown = _groups(files, model, expected)
+        shapes = self._tried(model)
+        unknown |= shapes.keys() - expected.keys()
+        self._provided = shapes.keys() & expected.keys()
+        missing = {name for name in expected if not self._givers(name)}
+        reported = SimpleNamespace(missing_keys=missing, unexpected_keys=unknown)
+        model._adjust_missing_and_unexpected_keys(reported)  # names that the family lets be absent or extra
+        self.missing, self.surplus = sorted(reported.missing_keys), sorted(reported.unexpected_keys)
+        if is_strict and (self.missing or self.surplus):
+            _refuse(files, model, self.missing, self.surplus)
+        for name in sorted(self._provided):
+            if shapes[name] != expected[name].shape:
+                raise ValueError(
+                    f"path={files.folder}: {name} is {list(shapes[name])} in the files, and "
+                    f"{list(expected[name].shape)} by config.json: write the config.json of these weights"
+                )
+
+    def holds(self, name: str) -> bool:
+        """Whether the folder gives this tensor its values, under this name or another one of a tie."""
+        return bool(self._givers(name))
+
+    def load(self, model: PreTrainedModel, names: Collection[str], dtype: torch.dtype) -> None:
+        """Read the tensors of these names into an untied model; nothing else is read.
+
+        Of a tie, each name that is asked for gets the one Parameter. Raises ValueError if the files hold
+        different values for a tie.
+        """
+        wanted: dict[str, list[str]] = {}
+        for name in names:
+            givers = self._givers(name)
+            self._check_equal(givers)
+            wanted.setdefault(givers[0], []).append(name)
+        for group in self._groups:
+            if not group.results & wanted.keys():
+                continue
+            read = {name: partial(self._files.read, name, dtype) for name, _ in group.sources}
+            for name, value in _converted(group, model, read).items():
+                _assign(model, wanted.get(name, ()), value)
+
+    def _givers(self, name: str) -> list[str]:
+        """The names in the folder that hold this tensor: one, or several of a tie; the first one is read."""
+        source = self._aliases.get(name, name)
+        tie = [source, *(alias for alias, other in self._aliases.items() if other == source)]
+        return [each for each in tie if each in self._provided]
+
+    def _tried(self, model: PreTrainedModel) -> dict[str, torch.Size]:
+        """{name that the conversion gives: its shape}; found on the meta device."""
+        entries, shapes = self._files.entries, {}
+        for group in self._groups:
+            on_meta = {
+                name: torch.empty(entries[name].shape, dtype=entries[name].dtype, device="meta")
+                for name, _ in group.sources
+            }
+            values = _converted(group, model, on_meta)
+            group.results = set(values)
+            shapes.update({name: value.shape for name, value in values.items()})
+        return shapes
+
+    def _check_equal(self, givers: list[str]) -> None:
+        plain = {group.target: group.sources[0][0] for group in self._groups if group.converter is None}
+        for other in givers[1:]:
+            both = [plain.get(givers[0]), plain.get(other)]
+            if None not in both and not self._files.are_equal(*both):
+                raise ValueError(
+                    f"path={self._files.folder}: config.json ties {other} to {givers[0]}, but the files hold "
+                    "different values for them: write tie_word_embeddings=false in config.json"
+                )
+
+
+def _groups(
+    files: WeightFiles, model: PreTrainedModel, expected: Mapping[str, Tensor]
+) -> tuple[list[_Group], set[str]]:
+    """The groups, and the names that belong to no tensor of the model."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    table = get_model_conversion_mapping(model)
+    renamings = [each for each in table if isinstance(each, WeightRenaming)]
+    converters = [each for each in table if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    prefix, found, unknown = model.base_model_prefix, dict[str, _Group](), set[str]()
+    for name in sorted(files.entries, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, expected)
+        if target not in expected and name in expected:  # it has its final name already
+            target, pattern = rename_source_key(name, [], [], prefix, expected)
+        if target not in expected:
+            unknown.add(target)
+            continue
+        group = found.setdefault(target, _Group(target))
+        group.sources.append((name, pattern))
+        if pattern is not None:
+            group.converter = by_pattern[pattern]
+    return list(found.values()), unknown
+
+
+def _converted(
+    group: _Group, model: PreTrainedModel, tensors: Mapping[str, Tensor | Callable[[], Tensor]]
+) -> dict[str, Tensor]:
+    """{name in the model: value}. tensors: the values by their names in the files, or functions that read."""
+    if group.converter is None:
+        given = tensors[group.sources[0][0]]
+        return {group.target: given if isinstance(given, Tensor) else given()}
+    converter = deepcopy(group.converter)
+    for name, pattern in group.sources:
+        converter.add_tensor(group.target, name, pattern or name, tensors[name])
+    try:
+        found = converter.convert(group.target, model=model, config=model.config)
+    except Exception as error:  # whatever the library's conversion may raise
+        raise ValueError(
+            f"{group.target} can't be made of {_listed(name for name, _ in group.sources)}: "
+            f"{type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+    return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+
+
+def _assign(model: nn.Module, names: Iterable[str], value: Tensor) -> None:
+    """Put the value into all these places: one Parameter, or one buffer."""
+    made: Tensor | None = None
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        if leaf in module._buffers:
+            module._buffers[leaf] = value
+            continue
+        if made is None:
+            trains = module.get_parameter(leaf).requires_grad and value.is_floating_point()
+            made = nn.Parameter(value, requires_grad=trains)
+        module._parameters[leaf] = made  # type: ignore[assignment]  # a Parameter
+
+
+def _refuse(files: WeightFiles, model: nn.Module, missing: list[str], surplus: list[str]) -> None:
+    what = [f"lacks {len(missing)} tensors of the model ({_listed(missing)})"] if missing else []
+    what += [f"has {len(surplus)} that the model does not ({_listed(surplus)})"] if surplus else []
+    raise ValueError(
+        f"path={files.folder}: for {type(model).__name__}, the folder {' and '.join(what)}: write the "
+        "config.json of these weights, or strict=false to start missing ones from random values and to leave "
+        "out others"
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    first = list(names)
+    more = f", and {len(first) - _SHOWN} more" if len(first) > _SHOWN else ""
+    return ", ".join(first[:_SHOWN]) + more

@@ -1,0 +1,130 @@
+"""Attention masks and positions of a batch, which stage 0 is given and every stage passes on to the next.
+
+    attention_mask   [batch, time], 1 for real tokens, 0 for padding; or [batch, 1, time, time], which is
+                     added to the attention scores: 0, or the lowest number of its dtype
+    position_ids     [batch, time]; where they start again at 0 and there is no mask, a new document begins,
+                     and the library's masks keep documents apart
+
+Not every family takes all of these, and some take positions of documents without keeping documents apart. So
+each kind of batch is tried on the small copy; a stage refuses a kind that failed there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NAMES = ("attention_mask", "position_ids")
+Given = tuple[Tensor | None, Tensor | None]  # the values of NAMES
+Kind = tuple[int, bool]
+"""(dimensions of the mask, 0 without one; whether there are positions)"""
+
+
+def kind_of(given: Given) -> Kind:
+    """Which kind of batch this is."""
+    mask, positions = given
+    return 0 if mask is None else mask.dim(), positions is not None
+
+
+def keywords(given: Given) -> dict[str, Tensor]:
+    """What is given, by name."""
+    return {name: value for name, value in zip(NAMES, given, strict=True) if value is not None}
+
+
+def merged(received: tuple[Any, ...], given: Given) -> Given:
+    """The mask and positions that a stage uses.
+
+    received: those that came with the stage's inputs, or none. given: those that its owner passed by keyword,
+    which stage 0 passes on. Raises ValueError for a stage that was given what stage 0 was not.
+    """
+    if not received:
+        if named := ", ".join(keywords(given)):
+            raise ValueError(f"{named} came without what stage 0 sends: pass the same on stage 0's rank")
+        return None, None
+    return received[0], received[1]
+
+
+def refuse(kind: Kind, refused: Mapping[Kind, str], model: str) -> None:
+    """Raises ValueError for a kind of batch that the family can't be cut with."""
+    if kind not in _KINDS:
+        raise ValueError(
+            f"attention_mask has {kind[0]} dimensions: give [batch, time] or [batch, 1, time, time]"
+        )
+    if kind in refused:
+        raise ValueError(f"{model} can't be trained with {_KINDS[kind]}: {refused[kind]}")
+
+
+_KINDS = {
+    (2, False): "an attention_mask",
+    (0, True): "position_ids",
+    (2, True): "an attention_mask and position_ids",
+    (4, False): "a mask of four dimensions",
+    (4, True): "a mask of four dimensions and position_ids",
+}
+
+
+# ---- The trial
+
+
+def refused_kinds(
+    whole: PreTrainedModel,
+    run: Callable[..., Tensor],
+    tokens: Tensor,
+    is_equal: Callable[[Tensor, Tensor], bool],
+) -> dict[Kind, str]:
+    """{kind of batch: why it is refused}. run(tokens, mask, positions): the stages, one after the other."""
+    refused: dict[Kind, str] = {}
+    lengths = (tokens.shape[1] // 2, tokens.shape[1] - tokens.shape[1] // 2)
+    with torch.no_grad():
+        for given in _batches(tokens, lengths, whole.dtype):
+            kind = kind_of(given)
+            try:
+                expected = whole(input_ids=tokens, **keywords(given), return_dict=True).logits
+                if not is_equal(run(tokens, *given), expected):
+                    refused[kind] = "the stages' logits are not the uncut model's"
+                elif kind in ((0, True), (4, True)) and not _keeps_apart(
+                    whole, tokens, lengths, expected, is_equal
+                ):
+                    refused[kind] = (
+                        "two documents in a row do not give the logits that each gives alone: write one "
+                        "document a row"
+                    )
+            except Exception as error:  # whatever the library's code may raise
+                refused[kind] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return refused
+
+
+def _batches(tokens: Tensor, lengths: tuple[int, int], dtype: torch.dtype) -> Iterator[Given]:
+    """A batch of each kind: padding at the left, at the right and nowhere; two documents in each row."""
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    mask[1, -4:] = 0
+    counted = (mask.cumsum(1) - 1).clamp(min=0)
+    positions = torch.cat([torch.arange(length) for length in lengths]).expand_as(tokens).contiguous()
+    document = torch.repeat_interleave(torch.arange(2), torch.tensor(lengths))
+    allowed = (document[:, None] == document).tril()
+    blocks = torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
+    blocks = blocks.expand(len(tokens), 1, -1, -1).contiguous()
+    yield mask, None
+    yield None, positions
+    yield mask, counted
+    yield blocks, None
+    yield blocks, positions
+
+
+def _keeps_apart(
+    whole: PreTrainedModel,
+    tokens: Tensor,
+    lengths: tuple[int, int],
+    packed: Tensor,
+    is_equal: Callable[[Tensor, Tensor], bool],
+) -> bool:
+    """Whether the uncut model computes for two documents in a row what it does for each alone."""
+    alone = [whole(input_ids=each, return_dict=True).logits for each in tokens.split(lengths, dim=1)]
+    return all(map(is_equal, packed.split(lengths, dim=1), alone))

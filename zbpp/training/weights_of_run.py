@@ -1,0 +1,90 @@
+"""The trained weights in a run's folder, tensor by tensor, by their names in the whole model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+_STAGE_FILE = re.compile(r"stage-(\d+)-of-(\d+)\.safetensors")
+
+
+class SavedWeights(Protocol):
+    """Weights that some folder holds; a tensor is read when it is asked for."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names in the whole model, in the order in which reading them is cheapest."""
+        ...
+
+    def num_bytes(self, name: str) -> int:
+        """The size of a tensor."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, on the CPU. Raises ValueError for a damaged file."""
+        ...
+
+
+def weights_of_run(run: Path) -> SavedWeights:
+    """What the run has saved: here the files of its stages, which `save_weights` writes at the end.
+
+    Raises ValueError for a folder without them.
+    """
+    if not run.is_dir():
+        raise ValueError(f"{run} is no folder: name the run_dir of a zbpp train")
+    return StageFiles(run)
+
+
+class StageFiles:
+    """The files stage-0-of-4.safetensors and so on. Raises ValueError unless all are there and whole."""
+
+    def __init__(self, run: Path) -> None:
+        found = {path: match for path in run.iterdir() if (match := _STAGE_FILE.fullmatch(path.name))}
+        if not found:
+            raise ValueError(
+                f"{run} holds no weights (stage-0-of-....safetensors): name the run_dir of a finished zbpp "
+                "train with save_weights=true"
+            )
+        counts = {int(match[2]) for match in found.values()}
+        stages = {int(match[1]) for match in found.values()}
+        if len(counts) > 1 or stages != set(range(max(counts))):
+            have = ", ".join(sorted(path.name for path in found))
+            raise ValueError(f"{run} holds the weights of a part of the stages: {have}")
+        self._places: dict[str, tuple[Any, Path]] = {}
+        for path in sorted(found, key=lambda each: int(found[each][1])):
+            file = _opened(path)
+            for name in file.keys():  # noqa: SIM118  # no mapping
+                self._places.setdefault(name, (file, path))
+
+    @property
+    def names(self) -> Sequence[str]:
+        return list(self._places)
+
+    def num_bytes(self, name: str) -> int:
+        part = self._places[name][0].get_slice(name)
+        size = _SIZES.get(part.get_dtype(), 4)
+        for length in part.get_shape():
+            size *= length
+        return int(size)
+
+    def read(self, name: str) -> Tensor:
+        file, _ = self._places[name]
+        tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+
+_SIZES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+
+
+def _opened(path: Path) -> Any:
+    """The file. "pread": a mapped file would count as memory of this process."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt", device="cpu", backend="pread")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is no whole safetensors file ({error})") from error
