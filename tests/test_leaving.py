@@ -16,8 +16,9 @@ ROOT = Path(__file__).parent.parent
 def test_sigterm_to_the_process_that_started_the_ranks_ends_the_job_in_order(tmp_path):
     run = tmp_path / "run"
     command = [
-        sys.executable, "-m", "zbpp", "train", "-n", "2", "model=mlp", "model.num_layers=4", "data=regression",
-        "steps=1000000", "print_every=1", "evaluate_every=0", "parallel.device=cpu", "parallel.timeout=100",
+        sys.executable, "-m", "zbpp", "train", "-n", "2", "model=mlp", "model.num_layers=4",
+        "data=regression", "steps=1000000", "print_every=1", "evaluate_every=0", "parallel.device=cpu",
+        "parallel.timeout=100",
         f"run_dir={run}",
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
