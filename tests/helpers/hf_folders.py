@@ -6,7 +6,7 @@ import transformers
 TOKENS = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(0))
 _SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
 _OF_KIND = {
-    "gpt2": {"n_embd": 32, "n_layer": 4, "n_head": 4},
+    "gpt2": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 16},
     "bloom": {"hidden_size": 32, "n_layer": 4, "n_head": 4},
     "mixtral": {**_SIZES, "num_key_value_heads": 4, "num_local_experts": 4},
 }
@@ -29,5 +29,6 @@ def saved(kind, folder, *, dtype=torch.float32, files="5GB", base=False, **value
 
 
 def reference(folder, **options):
-    """The library's model of a folder, in float32."""
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+    """The library's model of a folder, in float32; with a cache it would not keep packed documents apart."""
+    options = {"dtype": torch.float32, "use_cache": False, **options}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()

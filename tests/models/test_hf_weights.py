@@ -24,7 +24,7 @@ def run(stages, *batch):
 
 CASES = {
     "llama": {},
-    "llama tied, in bfloat16, in many files": {"tie_word_embeddings": True, "dtype": torch.bfloat16, "files": "9KB"},
+    "llama, tied, bfloat16": {"tie_word_embeddings": True, "dtype": torch.bfloat16, "files": "9KB"},
     "gpt2": {},
     "gpt2 named by its base model": {"base": True},
     "mixtral, an expert in a tensor of its own": {},
@@ -124,11 +124,11 @@ def tokenizer(folder):
 NORM = "model.layers.1.input_layernorm.weight"
 MISTAKES = [
     (lambda f: changed(f, lambda t: t.pop(NORM)), f"lacks 1 tensors of the model \\({NORM}\\)"),
-    (lambda f: changed(f, lambda t: t.update(extra=torch.ones(2))), r"has 1 that the model does not \(extra\)"),
-    (lambda f: changed(f, lambda t: t.update({NORM: torch.ones(5)})), rf"{NORM} is \[5\] in the files, and \[32\]"),
+    (lambda f: changed(f, lambda t: t.update(more=torch.ones(2))), r"has 1 that the model does not \(more\)"),
+    (lambda f: changed(f, lambda t: t.update({NORM: torch.ones(5)})), rf"{NORM} is \[5\] in .*, and \[32\]"),
     (lambda f: of_config(f, num_hidden_layers=5), r"lacks 9 tensors .*model.layers.4.*and 4 more\)"),
     (lambda f: of_config(f, model_type="lamma"), "model_type=lamma is no causal.*did you mean.*llama"),
-    (lambda f: of_config(f, model_type="vit"), "model_type=vit is no causal language model.*A class of your own"),
+    (lambda f: of_config(f, model_type="vit"), "model_type=vit is no causal language .* A class of"),
     (lambda f: of_config(f, quantization_config={"quant_method": "gptq"}), "quantized weights"),
     (lambda f: (f / "config.json").write_text("{"), "config.json is no JSON"),
     (lambda f: (f / "config.json").unlink(), "has no config.json"),
@@ -137,7 +137,7 @@ MISTAKES = [
     (lost_shard, r"model-00003-of-.* is missing, which .* names"),
     (tokenizer, "has tokens up to number 40, but config.json says vocab_size=40"),
     (
-        lambda f: changed(f, lambda t: t.update({"lm_head.weight": torch.ones(40, 32)})) or of_config(f, tie_word_embeddings=True),
+        lambda f: of_config(f, tie_word_embeddings=True),  # its head has other values than its embedding
         "config.json ties lm_head.weight to model.embed_tokens.weight, but the files hold different values",
     ),
 ]  # fmt: skip

@@ -64,7 +64,7 @@ def lanes_of_reductions(timeline):
 
 
 def test_a_trace_shows_copies_in_a_lane_of_the_rank_that_offloads():
-    """One value leaves when its F ends (1 ms); 0F1 waits for the copy and ends at 2.5 ms: then it comes back."""
+    """One value leaves when its F ends (1 ms). 0F1 waits for the copy, ends at 2.5 ms: it comes back."""
     timetable = Timetable.parse("0F0 0F1 0F2 0B0 0W0 0B1 0W1 0B2 0W2")
     offload = offload_of(timetable, [Value("saved", 0, 0)])
     found = lanes(chrome_trace({"a": simulate(timetable, Costs(host=0.5), offload)}))

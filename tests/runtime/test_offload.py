@@ -67,7 +67,7 @@ def batch(num_rows=M * ROWS):
 
 
 def trained(rank, timetable, offload, num_steps=3, stages=None):
-    """Losses, gradients, what a further step held, spaces (before, after), bytes that left between B and W."""
+    """Losses, gradients, what a further step held, spaces (before, after), bytes that left before W."""
     stages = stages or stages_for(rank, timetable)
     losses, x = [], batch()
     with Pipeline(stages, timetable, F.mse_loss, offload=offload) as pipeline:

@@ -9,8 +9,10 @@ import zbpp
 from zbpp import Pipeline
 from zbpp.autograd import recompute
 from zbpp.autograd.copies import OffloadError
+from zbpp.builders.stages import check_offload_folder, offload_weights
+from zbpp.config import ConfigError, MemoryConfig
 from zbpp.runtime.weight_buffers import FileHost, MemoryHost
-from zbpp.runtime.weight_offload import OffloadedWeights
+from zbpp.runtime.weight_offload import OffloadedWeights, offloaded_weights
 
 SIZE = 16
 
@@ -42,7 +44,7 @@ def assert_equal(found, expected):
 
 
 def test_a_larger_budget_copies_less_and_all_of_it_once_a_step():
-    """One block is a weight and a bias, each rounded up to 256 bytes. One part of the budget is for gradients."""
+    """A block is a weight and a bias, each rounded up to 256 bytes. A part of the budget is for gradients."""
     one = 4 * SIZE * SIZE + 256
     expected, copies = trained(layers, offload=False), []
     for number in (2, 4, 6, 9):
@@ -220,3 +222,22 @@ def test_a_stage_is_offloaded_once():
     OffloadedWeights({0: stage})
     with pytest.raises(ValueError, match="stage 0 are offloaded already"):
         OffloadedWeights({0: stage})
+
+
+def test_the_config_names_what_is_wrong_before_anything_runs(tmp_path):
+    with pytest.raises(ConfigError, match=r"weights_budget=1.0 is for offloaded weights"):
+        MemoryConfig(weights_budget=1.0)
+    missing = MemoryConfig(offload_weights=True, offload_to=str(tmp_path / "missing"))
+    with pytest.raises(ConfigError, match=r"memory.offload_to=.*missing: No such file .*a folder that"):
+        check_offload_folder(missing)
+    check_offload_folder(MemoryConfig(offload="auto", offload_to=str(tmp_path)))
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_the_config_says_where_weights_live_and_how_many_stay(tmp_path):
+    """A budget in GiB; the files in the folder have no names."""
+    stages = {0: layers()}
+    memory = MemoryConfig(offload_weights=True, offload_to=str(tmp_path / "new"), weights_budget=1.0)
+    offload_weights(stages, torch.device("cpu"), memory)
+    assert offloaded_weights(stages.values()).device_bytes == 7 * (4 * SIZE * SIZE + 256)  # all six stay
+    assert [*(tmp_path / "new").iterdir()] == []

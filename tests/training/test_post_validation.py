@@ -1,6 +1,7 @@
 """Post-validation against the synchronous run: the same losses and weights, to the last bit."""
 
 import math
+import re
 from functools import partial
 from itertools import pairwise
 
@@ -19,7 +20,7 @@ from zbpp.data import Data
 from zbpp.runtime.mesh import local_of
 from zbpp.runtime.norm import gradients_of, scale_gradients
 from zbpp.runtime.posts import Posts
-from zbpp.runtime.world import CommunicationError
+from zbpp.runtime.world import AgreementError, CommunicationError
 from zbpp.training.post_validation import Switch, Validation
 from zbpp.training.precision import PRECISIONS
 from zbpp.training.trainer import Trainer
@@ -512,3 +513,82 @@ def test_after_a_validation_that_failed_no_weights_are_given_out():
         steps.settle()
     with pytest.raises(RuntimeError, match=r"an update could not be validated .*load weights"):
         pipeline.state_dict()
+
+
+def unfrozen(train):
+    """The losses of a run in which a second layer joins the optimizer behind a step that is clipped."""
+    torch.manual_seed(0)
+    stage = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False))
+    with Pipeline({0: stage}, plan("1f1b", 1, M), F.mse_loss) as pipeline:
+        optimizer = adamw(stage[0].parameters())
+        steps = PostValidation(pipeline, optimizer, clip_norm=1e-3) if train is validated else None
+        losses = []
+        for step in range(5):
+            if step == 2:
+                stage[1].requires_grad_(True)
+                optimizer.add_param_group({"params": [*stage[1].parameters()], "lr": 0.5})
+            x, y = batch(step)
+            if steps:
+                losses.append([each.item() for each in steps.step(x, target=y)])
+                continue
+            optimizer.zero_grad()
+            losses.append([each.item() for each in pipeline.step(x, target=y)])
+            norm = clip_grad_norm_(pipeline, math.inf).item()
+            scale_gradients(gradients_of(pipeline.parameters()), 1e-3 / norm)
+            optimizer.step()
+        return losses
+
+
+def test_a_group_that_is_added_between_steps_has_no_part_in_the_step_before():
+    assert unfrozen(validated) == unfrozen(synchronous)
+
+
+def read_on_some_ranks(rank, readers):
+    """The losses where some ranks read their weights after each step, and others don't."""
+    with Pipeline(Model(), plan("zb_h1", 2, M), timeout=20.0) as pipeline:
+        steps, losses = PostValidation(pipeline, adamw(pipeline.parameters()), clip_norm=CLIP), []
+        for step in range(5):
+            x, y = batch(step)
+            losses.append([each.item() for each in steps.step(x, target=y)])
+            if rank in readers:
+                pipeline.state_dict()
+        steps.settle()
+        return losses, steps.num_redone
+
+
+def said(call):
+    """The text of the error that a call raises."""
+    with pytest.raises((AgreementError, CommunicationError)) as raised:
+        call()
+    return str(raised.value)
+
+
+def disagreeing(rank):
+    """Runs in which some ranks read weights; then what each rank is told where ranks make different calls."""
+    found = [read_on_some_ranks(rank, readers) for readers in ((), (0,), (1,))]
+    told, (x, y) = [], batch(0)
+    with Pipeline(Model(), plan("1f1b", 2, M)) as pipeline:
+        optimizer = adamw(pipeline.parameters())
+        told.append(said(lambda: PostValidation(pipeline, optimizer, clip_norm=1.0 + rank)))
+    for call in ("release_gradients", "PostValidation"):
+        pipeline = Pipeline(Model(), plan("1f1b", 2, M))
+        optimizer = adamw(pipeline.parameters())
+        if rank:
+            told.append(said(lambda: pipeline.step(x, target=y)))  # noqa: B023  # called here
+        elif call == "PostValidation":
+            told.append(said(lambda: PostValidation(pipeline, optimizer)))  # noqa: B023
+        else:
+            told.append(said(lambda: pipeline.release_gradients(optimizer)))  # noqa: B023
+    return found, told
+
+
+def test_ranks_that_read_weights_make_no_difference_and_other_differences_are_told_at_once():
+    both_found, both_told = zip(*run_ranks(disagreeing, 2, timeout=60.0), strict=True)
+    for found in both_found:
+        assert found[0] == found[1] == found[2]
+        assert found[0][1] >= 2
+    for clip, release, validation in both_told:
+        assert "clip_norm: 1.0 on rank 0; 2.0 on rank 1" in clip
+        assert re.search(r"rank \d is in \w+\(\) while rank \d is in \w+\(\)", release)
+        assert "release_gradients()" in release
+        assert "PostValidation()" in validation

@@ -130,9 +130,7 @@ def test_a_model_without_logits_is_refused_before_the_first_step():
 
     trainer = small_trainer(callbacks=[Sampler("a", Bytes(), every=100)])
     trainer.pipeline.predict = lambda *args: torch.zeros(4, 3)
-    with pytest.raises(
-        ValueError, match=r"but the last stage returned \[4, 3\]"
-    ):
+    with pytest.raises(ValueError, match=r"but the last stage returned \[4, 3\]"):
         list(trainer.run(2))
     assert trainer.next_step == 0
 

@@ -40,7 +40,7 @@ class Copy(Protocol):
 
 Moves = list[tuple[UntypedStorage, Any]]  # (storage, its space)
 Watch = Callable[[], Callable[[], None]]
-"""Notes when copies run: called when they start, where they run; the result is called when they have ended."""
+"""Notes when copies run: called when they start, where they run; its result is called when they end."""
 
 
 class Copier(ABC):

@@ -46,6 +46,10 @@ class DeferredTensors:
         self._arriving: Copy | None = None
         self.nbytes = 0
 
+    def leaving_bytes(self) -> int:
+        """Bytes of the storages that may leave."""
+        return sum(each.nbytes() for each in self._unshared().values())
+
     def offload(self, watch: Watch | None = None) -> None:
         """Start to copy all that may leave; nothing, if that is more than the copier may take.
 

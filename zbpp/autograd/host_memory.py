@@ -33,7 +33,7 @@ def _of_machine() -> int | None:
 
 
 def _of_container() -> int | None:
-    """Of a control group (version 2) with a limit. Memory of files that can be written back counts as free."""
+    """Of a control group (version 2) with a limit. Pages of files that can be dropped count as free."""
     try:
         limit = int((_CGROUP / "memory.max").read_text())  # "max": no limit
         used = int((_CGROUP / "memory.current").read_text())

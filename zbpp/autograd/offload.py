@@ -258,14 +258,16 @@ class SavedActivations:
         return SavedTensor(tensor, memory)
 
     def _may_leave(self, tensor: Tensor) -> bool:
-        """Whether this is a plain tensor on the device, and neither a leaf nor a view of a parameter."""
-        return (
-            type(tensor) is Tensor
-            and tensor.layout is torch.strided
-            and tensor.device == self._copier.device
-            and not (tensor.is_leaf and tensor.requires_grad)
-            and not isinstance(tensor._base, nn.Parameter)
-            and not tensor.is_conj()
-            and not tensor.is_neg()
-            and not tensor.is_quantized
-        )
+        return type(tensor) is Tensor and tensor.device == self._copier.device and may_leave(tensor)
+
+
+def may_leave(tensor: Tensor) -> bool:
+    """Whether this is a dense tensor, and neither a leaf nor a view of a parameter."""
+    return (
+        tensor.layout is torch.strided
+        and not (tensor.is_leaf and tensor.requires_grad)
+        and not isinstance(tensor._base, nn.Parameter)
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.is_quantized
+    )

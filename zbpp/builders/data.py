@@ -36,4 +36,13 @@ def limit_evaluation(data: Data, evaluate_every: int, most_batches: int, num_par
             f"less data is held out than a batch ({data.items_per_batch * num_parts} {data.unit}), but "
             "evaluate_every > 0: write evaluate_every=0, or hold out more (of text: data.held_out=0.05)"
         )
-    return data._replace(num_evaluation_batches=num_batches)
+    return data._replace(
+        train=_for_parts(data.train, num_parts),
+        evaluation=_for_parts(data.evaluation, num_parts),
+        num_evaluation_batches=num_batches,
+    )
+
+
+def _for_parts(source: Any, num_parts: int) -> Any:
+    """The source, told how many parts a step's data have, if it asks for that (see zbpp/data/chat.py)."""
+    return source.for_parts(num_parts) if hasattr(source, "for_parts") else source

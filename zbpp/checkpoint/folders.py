@@ -85,7 +85,8 @@ def prepare(path: Path) -> None:
     """
     if path.exists():
         raise CheckpointError(
-            f"{path} exists already, and checkpoints are never overwritten: write another folder, or remove it"
+            f"{path} exists already, and checkpoints are never overwritten: write another folder, or remove "
+            "that one"
         )
     with suppress(FileNotFoundError):
         shutil.rmtree(unfinished(path))
@@ -93,7 +94,7 @@ def prepare(path: Path) -> None:
 
 
 def commit(path: Path, files: Mapping[str, Written]) -> None:
-    """Turn the unfinished checkpoint into a finished one. files: all that it has, each on the disk already."""
+    """Turn the unfinished checkpoint into a finished one. files: all that it has, on the disk already."""
     folder = unfinished(path)
     manifest = {"format": FORMAT, "files": {name: list(each) for name, each in sorted(files.items())}}
     write_file(folder / MANIFEST, json.dumps(manifest, indent=1))
@@ -123,6 +124,12 @@ def discard(path: Path) -> None:
         if aside != path:
             path.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def set_aside(path: Path) -> None:
+    """Give a damaged checkpoint a name that no checkpoint has."""
+    with suppress(OSError):  # the folder may be read-only: then nothing is saved there either
+        path.rename(path.with_name(f"{path.name}.damaged"))
 
 
 def keep_newest(folder: Path, number: int) -> None:
@@ -161,8 +168,8 @@ def manifest_of(path: Path) -> dict[str, Written]:
         raise ValueError(f"{MANIFEST} can't be read ({error})") from error
     if type(version) is not int or version > FORMAT:
         raise CheckpointError(
-            f"{path} has format {version}, and this zbpp reads formats up to {FORMAT}: a newer zbpp wrote it, "
-            "so update zbpp"
+            f"{path} has format {version}, and this zbpp reads formats up to {FORMAT}: a newer zbpp wrote "
+            "it, so update zbpp"
         )
     return files
 
@@ -184,15 +191,3 @@ def check_contents(path: Path, files: Mapping[str, Written], names: Iterable[str
     for name in names:
         if written_in(path / name) != files[name]:
             raise ValueError(f"{name} has changed since it was written (its checksum differs)")
-
-
-def newest_complete(folder: Path) -> Path | None:
-    """The newest checkpoint in a folder whose files have their sizes; None if there is none.
-
-    Checksums are not compared. Raises CheckpointError if a newer zbpp wrote one.
-    """
-    for path in checkpoints_in(folder):
-        with suppress(CheckpointError, ValueError):
-            check_sizes(path)
-            return path
-    return None

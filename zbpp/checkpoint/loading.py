@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from zbpp.checkpoint import model_states
 from zbpp.checkpoint.errors import CheckpointError
-from zbpp.checkpoint.folders import checkpoints_in, step_of
+from zbpp.checkpoint.folders import checkpoints_in, set_aside, step_of
 from zbpp.checkpoint.nest import decoded, tensor_keys
 from zbpp.checkpoint.optimizer_states import Masters, Restored, optimizers_of
 from zbpp.checkpoint.random_states import set_random_states
@@ -50,10 +50,16 @@ def load(
 
 
 def opened(folder: Path, place: Place) -> Checkpoint:
-    """The newest whole checkpoint of a folder; the first process prints why others are not. Collective."""
+    """The newest whole checkpoint of a folder. Collective.
+
+    The first process says which others are damaged, and renames them: their steps will be saved again.
+    """
     path, damaged = newest_whole(folder, place)
     if damaged and place.is_first and place.rank == 0:
-        print(f"{'; '.join(damaged)}; going on from {path}", flush=True)
+        complaints = "; ".join(f"{each} is damaged: {why}" for each, why in damaged.items())
+        print(f"{complaints}; going on from {path}", flush=True)
+        for each in damaged:
+            set_aside(each)
     return Checkpoint(path)
 
 

@@ -100,8 +100,8 @@ def refusal(found: list[str], facts: Facts, num_stages: int) -> str:
     )
     if facts["is_prefixed"] and facts["num_stages"] != num_stages:
         return (
-            f"two stages of this model use one name for different tensors, so names depend on the cut, and the "
-            f"checkpoint was written by {facts['num_stages']} stages, not {num_stages} ({text}): load it with "
-            "as many stages, or name parameters as in the whole model (see zbpp/stage_api.py)"
+            "two stages of this model use one name for different tensors, so names depend on the cut, and "
+            f"the checkpoint was written by {facts['num_stages']} stages, not {num_stages} ({text}): load it "
+            "with as many stages, or name parameters as in the whole model (see zbpp/stage_api.py)"
         )
     return f"the checkpoint is of another model: {text}"

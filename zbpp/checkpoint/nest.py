@@ -35,8 +35,8 @@ def encoded(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
         entries = [encoded(each, f"{key}.{number}", tensors) for number, each in enumerate(value)]
         return entries if isinstance(value, list) else {"tuple": entries}
     raise ValueError(
-        f"{key} is a {type(value).__name__}, and a checkpoint holds tensors, numbers, texts, and dicts, lists "
-        "and tuples of them: let state_dict() return these"
+        f"{key} is a {type(value).__name__}, and a checkpoint holds tensors, numbers, texts, and dicts, "
+        "lists and tuples of them: let state_dict() return these"
     )
 
 

@@ -6,7 +6,7 @@ A pipeline needs none of them (see zbpp/seeding.py): they are for the code aroun
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ import torch
 def random_states() -> dict[str, Any]:
     """The states, as JSON."""
     version, numbers, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    kind, keys, position, has_gauss, cached = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     return {
         "python": [version, list(numbers), gauss],
         "numpy": [kind, keys.tolist(), int(position), int(has_gauss), float(cached)],

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from zbpp.checkpoint.errors import CheckpointError
@@ -79,20 +80,21 @@ class Checkpoint:
         self._reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
-def newest_whole(folder: Path, place: Place) -> tuple[Path, list[str]]:
+def newest_whole(folder: Path, place: Place) -> tuple[Path, dict[Path, str]]:
     """The newest whole checkpoint in `folder`, or `folder` itself if it is one; and why others are not whole.
 
     Checksums are compared, by all processes together. Raises CheckpointError, on every process, if there is
     none, or if a newer zbpp wrote the newest one. Collective.
     """
     candidates = place.broadcast([folder] if step_of(folder) is not None else checkpoints_in(folder))
-    damaged = []
+    damaged: dict[Path, str] = {}
     for path in candidates:
         complaint = _complaint(path, place)
         if not complaint:
             return path, damaged
-        damaged.append(f"{path} is damaged: {complaint}")
-    raise CheckpointError("; ".join(damaged) or f"{folder} holds no checkpoint: write another folder")
+        damaged[path] = complaint
+    complaints = "; ".join(f"{path} is damaged: {why}" for path, why in damaged.items())
+    raise CheckpointError(complaints or f"{folder} holds no checkpoint: write another folder")
 
 
 def _complaint(path: Path, place: Place) -> str:

@@ -11,7 +11,7 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from zbpp.runtime.mesh import Place
 Failed = Callable[[str], None]
 
 
+@runtime_checkable
 class Stateful(Protocol):
     """What else a checkpoint may hold: a scheduler, a LossScale, ... Equal on all processes."""
 
@@ -103,7 +104,8 @@ class Saving:
             return [], {}, f"process {self._exchange.index}: {type(error).__name__}: {_line(error)}"
 
     def _finish(self) -> None:
-        own, error = ([], {}), None
+        own: tuple[list[Any], dict[str, folders.Written]] = [], {}
+        error = None
         try:
             own = self._part.write()
         except Exception as caught:  # the others' parts are waited for all the same: nobody writes any more

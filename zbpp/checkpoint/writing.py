@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
@@ -38,12 +38,6 @@ class Part:
         # All processes compute this from the same plans, so nothing is sent back.
         chosen, self._metadata = self._planner.create_global_plan(list(plans))
         self._items = self._planner.finish_plan(self._writer.prepare_global_plan(chosen)[index])
-
-    @property
-    def num_bytes(self) -> int:
-        """How much this process writes."""
-        assert self._items is not None  # `choose` comes first
-        return sum(self._planner.resolve_data(item).nbytes for item in self._items.items)  # type: ignore[union-attr]  # no bytes are planned
 
     def copy(self, buffers: dict[Any, Tensor]) -> None:
         """Copy the tensors into host memory, so that training may change them. buffers: used again."""

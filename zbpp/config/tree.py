@@ -182,43 +182,129 @@ class ParallelConfig(Checked):
 class MemoryConfig(Checked):
     """How much a rank holds between F, B and W.
 
-    recompute: what runs forward again in B: nothing, each block by itself, or the whole stage.
+    recompute: what runs forward again in B: nothing, each block by itself, or the whole stage. "auto": the
+        blocks of as few stages as are needed to stay within `limit`, at the least cost.
     budget: the share of the activations that compiled stages keep between F and B.
     limit: GiB of each rank's device, for weights, gradients and optimizer states, too. `zbpp memory` compares
         with it; replanning keeps within it (see schedule.replan; null: what the first plan needs).
-    offload: which activations leave device memory between F and B: "none"; "auto": those whose copies take no
-        time beside the computation; a number: up to so many GiB of each rank.
-    offload_to: "host", or a folder for a file.
+    offload: which activations leave device memory between F and B, and between B and W: "none"; "auto": those
+        whose copies take no time beside the computation; a number: up to so many GiB of each rank.
     offload_weights: whether weights, their gradients and the optimizer's states live in host memory.
+    weights_budget: GiB of each rank's device for offloaded weights and their gradients: the more, the fewer
+        copies; null: the least, three times the largest block.
+    offload_to: where activations go, or weights and gradients live: "host", or a folder for files.
     gradient_release: when weights are updated and gradients dropped. "off": after the step; "step": each
         stage's behind its last W; "accumulate": each microbatch's gradients go into the optimizer's states.
     """
 
     prefix: ClassVar[str] = "memory."
-    recompute: str = one_of("none", "block", "stage")
+    recompute: str = one_of("none", "block", "stage", "auto")
     budget: float = ranged(1.0, most=1)
     limit: float | None = ranged(None, above=0, unit="GiB")
     report: bool = False  # true: the last step's memory, measured beside predicted, in memory.json and .png
     offload: int | float | str = "none"
     offload_to: str = filled("host", "write host, or a folder")
     offload_weights: bool = False
+    weights_budget: float | None = ranged(None, above=0, unit="GiB")
     gradient_release: str = one_of("off", "step", "accumulate")
 
     def __post_init__(self) -> None:
         if self.gradient_release == "False":  # YAML reads an off without quotes as false
             self.gradient_release = "off"
         super().__post_init__()
+        if self.recompute == "auto" and self.limit is None:
+            raise ConfigError(
+                "memory.recompute=auto stays within memory.limit, and there is none: write memory.limit=16 "
+                "(GiB of each rank's device), or memory.recompute=block"
+            )
         is_number = isinstance(self.offload, int | float) and not isinstance(self.offload, bool)
         if self.offload not in ("none", "auto") and not (is_number and float(self.offload) > 0):
             raise ConfigError(
                 f"memory.offload={self.offload}: write none, auto, or the GiB of each rank that may leave, "
                 "above 0"
             )
+        if self.weights_budget is not None and not self.offload_weights:
+            raise ConfigError(
+                f"memory.weights_budget={self.weights_budget} is for offloaded weights: write "
+                "memory.offload_weights=true, too"
+            )
         if self.offload != "none" and self.offload_weights:
             raise ConfigError(
                 f"memory.offload={self.offload} doesn't go with memory.offload_weights=true, which packs "
                 "saved weights itself: write memory.offload=none, or memory.recompute=block to hold less"
             )
+
+
+@dataclass(kw_only=True)
+class LoraConfig(Checked):
+    """Options of peft's LoraConfig, by peft's names. r: null: no LoRA."""
+
+    prefix: ClassVar[str] = "finetune.lora."
+    r: int | None = ranged(None, least=1)
+    lora_alpha: float = ranged(8, above=0)
+    lora_dropout: float = ranged(0.0, below=1)
+    target_modules: Any = None  # names of modules, or a regular expression for whole names
+    exclude_modules: Any = None
+    layers_to_transform: list[int] | None = None
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    use_rslora: bool = False
+    init_lora_weights: Any = True
+    task_type: str | None = None  # for the adapter's config: CAUSAL_LM, ...
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.r is None:
+            return
+        if importlib.util.find_spec("peft") is None:
+            raise ConfigError("finetune.lora, but the package is not installed: pip install 'zbpp[peft]'")
+        if not self.target_modules:
+            raise ConfigError(
+                "finetune.lora.target_modules is not set: write the names of the modules that get adapters, "
+                "such as [q_proj,v_proj]"
+            )
+
+    @property
+    def options(self) -> dict[str, Any] | None:
+        """The arguments of peft's LoraConfig; None: no LoRA."""
+        if self.r is None:
+            return None
+        plain = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
+
+
+@dataclass(kw_only=True)
+class FinetuneConfig(Checked):
+    """Which parameters are trained, by patterns of their names in the whole model; or LoRA.
+
+    freeze: those that match are not trained. train: only those that match are.
+    """
+
+    prefix: ClassVar[str] = "finetune."
+    freeze: list[str] = field(default_factory=list)
+    train: list[str] = field(default_factory=list)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lora.r is not None and (self.freeze or self.train):
+            raise ConfigError(
+                "finetune.lora trains its adapters alone, and freezes all else: leave finetune.freeze and "
+                "finetune.train out"
+            )
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig(Checked):
+    """When a run is saved into run_dir/checkpoints, beside the end of a run that is left early.
+
+    background: training goes on while a checkpoint is written; its state is copied to host memory first.
+    """
+
+    prefix: ClassVar[str] = "checkpoint."
+    every: int = ranged(1000)  # steps; 0: only if the run is left early
+    keep: int = ranged(2, least=1)  # the newest ones
+    background: bool = True
 
 
 @dataclass(kw_only=True)
@@ -299,9 +385,14 @@ class TrainConfig(_RunConfig):
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    # auto: go on from the newest whole checkpoint of run_dir, if it has one; none; or a path.
+    resume: str = filled("auto", "write auto, none, or a folder with checkpoints")
+    stop_after: int | None = ranged(None, least=1)  # steps of this start; the run is saved and left then
     precision: str = one_of("float32", *_MIXED, *_PRECISIONS[1:])  # mixed: with float32 master weights
     steps: int = ranged(100, least=1)
     num_microbatches: int | None = ranged(None, least=1)  # null: as many as schedule.timetable has, or 8
@@ -331,7 +422,8 @@ class TrainConfig(_RunConfig):
             self._check_gradient_release()
         if self.optimizer.validation == "after" and self.optimizer.rollback == "inverse":
             self._check_inverse()
-        least = 9 if self.schedule.replan is not None else 3
+        least = 4 if self.memory.offload != "none" else 3
+        least = 9 if self.schedule.replan is not None else least
         if self.memory.report and self.steps < least:
             raise ConfigError(
                 "memory.report=true measures the last step, when optimizer states and receive buffers are "
@@ -360,6 +452,11 @@ class TrainConfig(_RunConfig):
             )
         if self.memory.offload_weights:
             self._check_offloaded_weights()
+        if self.finetune.lora.r is not None and self.parallel.tensor > 1:
+            raise ConfigError(
+                f"finetune.lora doesn't go with parallel.tensor={self.parallel.tensor}, whose plan splits "
+                "the modules that LoRA wraps: write parallel.tensor=1, with more pipeline ranks or shards"
+            )
 
     @property
     def profiled_steps(self) -> range:
@@ -449,10 +546,7 @@ class TrainConfig(_RunConfig):
     @property
     def not_predicted(self) -> list[str]:
         """The switches that are on and whose change of memory `zbpp memory` does not know, as `key=value`."""
-        off = {"offload": "none", "offload_weights": False, "gradient_release": "off"}
-        values = {name: getattr(self.memory, name) for name in off}
-        found = [f"memory.{name}={value}" for name, value in values.items() if value != off[name]]
-        return found + ["optimizer.validation=after"] * (self.optimizer.validation == "after")
+        return [] if self.compile == "none" else [f"compile={self.compile}"]
 
     @property
     def batch_size(self) -> int:

@@ -73,9 +73,9 @@ def check_thread_may_read(source: object) -> None:
     """Raises ValueError for a source with `draws_global_random`, as a user's own Dataset is."""
     if getattr(source, "draws_global_random", False):
         raise ValueError(
-            "read_ahead is for zbpp's own data: a user's Dataset may draw torch's random numbers, and a thread "
-            "would disturb those of training; write read_ahead=0, and give a DataLoader with num_workers=1 or "
-            "more, whose processes read ahead"
+            "read_ahead is for zbpp's own data: a user's Dataset may draw torch's random numbers, and a "
+            "thread would disturb those of training; write read_ahead=0, and give a DataLoader with "
+            "num_workers=1 or more, whose processes read ahead"
         )
 
 

@@ -151,18 +151,30 @@ def merge_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def token_loss(logits: Tensor, target: Tensor) -> Tensor:
+def token_loss(logits: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
     """Mean cross-entropy over all tokens in nats; logits [batch, time, vocab], target [batch, time].
 
-    Computed in float32 at least, whatever the logits are.
+    Computed in float32 at least, whatever the logits are. A target of -100 is left out. target may be (target,
+    totals), see zbpp/data/chat.py: then the mean over the microbatches of all replicas, which have different
+    numbers of targets, is the mean over all targets.
     """
     precise = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(precise.flatten(0, 1), target.flatten())
+    if isinstance(target, Tensor):
+        return F.cross_entropy(precise.flatten(0, 1), target.flatten())
+    labels, totals = target
+    num_targets, num_rows = totals[0].clamp(min=1).to(precise.dtype)
+    total = F.cross_entropy(precise.flatten(0, 1), labels.flatten(), reduction="sum")
+    return total * num_rows / (num_targets * len(labels))
 
 
-def token_accuracy(logits: Tensor, target: Tensor) -> Tensor:
-    """The share of targets that have the largest logit; logits [batch, time, vocab], target [batch, time]."""
-    return (logits.argmax(dim=-1) == target).float().mean()
+def token_accuracy(logits: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    """The share of targets that have the largest logit; arguments as in `token_loss`."""
+    is_right = (logits.argmax(dim=-1) == (target if isinstance(target, Tensor) else target[0])).float()
+    if isinstance(target, Tensor):
+        return is_right.mean()
+    labels, totals = target
+    num_targets, num_rows = totals[0].clamp(min=1).to(is_right.dtype)
+    return is_right.sum() * num_rows / (num_targets * len(labels))
 
 
 def check_positive(**sizes: int) -> None:

@@ -169,6 +169,14 @@ class Engine:
             self._executors["step"].resolve(lower(self._timetable, self._activations.plan)[self._rank])
         return losses
 
+    def meet(self, name: str) -> None:
+        """Before a collective call: raise AgreementError if a linked rank, or a copy, makes another one."""
+        self._check_not_over()
+        if self._order_of_ranks is not None:
+            self._order_of_ranks.meet(name)
+        if self._order_of_copies is not None:
+            self._order_of_copies.meet(name, self._hash_of_trained(), self.loaded)
+
     def evaluate(self, call: Call, seeds: Mapping[int, int]) -> CallLosses:
         """Forward of one batch, whose shapes may be others than the last one's; returns the losses."""
         self._executors["evaluate"].forget_layouts()
@@ -204,16 +212,14 @@ class Engine:
         recorder: Recorder | None,
         settle: Settle | None,
     ) -> CallLosses:
-        if self.over:
-            raise RuntimeError(f"{self.over}: make a new Pipeline")
+        self._check_not_over()
         self._before, executor = None, self._executors[name]
         try:
             cutter = self._begin(call, seeds, 1 if name == "predict" else self._timetable.num_microbatches)
             if self._order_of_ranks is not None:
                 self._order_of_ranks.begin(name, cutter.rows)
             if self._order_of_copies is not None:
-                trained = [(each.requires_grad, *each.shape) for each in self._trained()]
-                self._order_of_copies.begin(name, cutter.rows, hash(tuple(trained)), self.loaded)
+                self._order_of_copies.begin(name, cutter.rows, self._hash_of_trained(), self.loaded)
             release = self._release if name == "step" else None
             if name == "step" and settle is None:
                 self._before = GradientsBefore(self._trained())
@@ -281,6 +287,13 @@ class Engine:
         self._before = GradientsBefore(trained)
         executor.run(recorder)
         return cutter
+
+    def _check_not_over(self) -> None:
+        if self.over:
+            raise RuntimeError(f"{self.over}: make a new Pipeline")
+
+    def _hash_of_trained(self) -> int:
+        return hash(tuple((each.requires_grad, *each.shape) for each in self._trained()))
 
     def _trained(self) -> Iterable[nn.Parameter]:
         """The parameters that a step of this rank may add gradients to, each once."""

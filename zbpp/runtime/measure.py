@@ -73,7 +73,7 @@ class Recorder:
         return lambda: reduced.append((stage, begin, mark()))
 
     def copy(self, value: Value, *, is_out: bool) -> Watch:
-        """What notes a copy of a value: see Watch; it may be called by another thread, or in a CUDA stream."""
+        """What notes a copy of a value: see Watch; called by another thread, or in a CUDA stream."""
         mark: Callable[[], Mark] = _event if self.device.type == "cuda" else _clock
         copied = self._copied
 

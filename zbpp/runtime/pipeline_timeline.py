@@ -57,7 +57,7 @@ class PipelineTimeline:
 
     @property
     def offload_plan(self) -> tuple[RankOffload, ...]:
-        """What leaves in the next step, for every rank of the pipeline: for `simulate`; () without offload."""
+        """What leaves in the next step, for every rank: an argument of `simulate`; () without offload."""
         return self._engine.offload_plan
 
     def offloaded_bytes(self) -> dict[int, int]:

@@ -156,8 +156,8 @@ def _refuse_views(name: str, module: nn.Module) -> None:
     for buffer_name, buffer in module.named_buffers():
         if any(storage._cdata in weights for storage in storages_of(buffer)):
             raise ValueError(
-                f"the buffer {buffer_name} of {name} is a view of a weight, and would keep its old values when "
-                "the weight moves: make the view in forward, or let the buffer be a clone"
+                f"the buffer {buffer_name} of {name} is a view of a weight, and would keep its old values "
+                "when the weight moves: make the view in forward, or let the buffer be a clone"
             )
 
 

@@ -123,6 +123,10 @@ class DeviceBuffers:
         """Of all buffers."""
         return sum(each.memory.nbytes for each in self._buffers)
 
+    def memory(self) -> list[Tensor]:
+        """Both buffers."""
+        return [each.memory for each in self._buffers]
+
     def load(self, content: Content) -> Tensor:
         """The buffer that holds this content, for the work that is started next. It is then in use."""
         self._in_use = buffer = self._find(content) or self._fill(content)

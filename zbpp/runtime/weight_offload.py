@@ -114,6 +114,15 @@ class OffloadedWeights:
         """How often a block's weights were copied to the device so far."""
         return self._buffers.num_copies
 
+    def on_device(self) -> list[Tensor]:
+        """The memory of the device's buffers."""
+        return self._buffers.memory()
+
+    def on_host(self) -> Iterator[Tensor]:
+        """The memory of weights and gradients."""
+        for block in self._blocks:
+            yield from (block.host, block.grads)
+
     def replaced(self) -> str:
         """Which block has got another forward, that leaves the weights on the host; "" if none has."""
         for block in self._blocks:

@@ -31,7 +31,7 @@ class JsonLines:
     """One JSON object per line, flushed, so that a run can be watched and survives a crash."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("w")
+        self._file = path.open("a")  # a run that goes on has lines already
 
     def log(self, metrics: Metrics) -> None:
         self._file.write(json.dumps(finite(metrics), allow_nan=False) + "\n")

@@ -65,7 +65,7 @@ def summarise(
         "num_stages": pipeline.timetable.num_stages,
         "num_microbatches": pipeline.timetable.num_microbatches,
         "num_parameters": num_parameters,
-        "steps": len(history),
+        "steps": trainer.next_step,
         "left": trainer.leaving,
         "seconds": seconds,
         data.unit: trainer.items_per_step * len(history),

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from zbpp.checkpoint import Stateful
 from zbpp.data import Data
 from zbpp.data.batch import Source
 from zbpp.data.read_ahead import ReadAhead, check_thread_may_read
 from zbpp.runtime import Pipeline
-from zbpp.schedule import Timeline
+from zbpp.schedule import Timeline, Timetable
 from zbpp.training.batch import batch_for
 from zbpp.training.callbacks import Callback
 from zbpp.training.loss_scale import LossScale
@@ -123,15 +124,41 @@ class Trainer:
         if agreed or (not self.pipeline.place.groups and self.pipeline.timetable.num_ranks == 1):
             self._agreed = self._agreed or reason
 
+    def states(self) -> dict[str, Stateful]:
+        """What a checkpoint has to hold beside the pipeline, the optimizer and the step."""
+        found: dict[str, Stateful] = {"update": self._update}
+        if self.loss_scale is not None:
+            found["loss_scale"] = self.loss_scale
+        if self.scheduler is not None:
+            found["scheduler"] = self.scheduler
+        if isinstance(self.data.train, Stateful):
+            found["data"] = self.data.train
+        return found
+
+    def go_on_after(self, step: int, replanned: Timetable | None = None) -> None:
+        """Let `run` begin with step number `step`. Weights and optimizer are those that follow it.
+
+        replanned: the plan that a replanner made in an earlier start. It is taken over if it places the
+        stages as this pipeline does; else the replanner measures again.
+        """
+        self.next_step = step
+        old = self.pipeline.timetable
+        if self.replan is None or replanned is None or replanned.rank_of != old.rank_of:
+            return
+        if replanned.num_microbatches == old.num_microbatches:
+            self.replan.skip()
+            self.pipeline = self.pipeline.with_timetable(replanned)
+
     def _run_step(self, step: int, *, num_steps: int) -> list[Metrics]:
         is_last = step + 1 == num_steps
         is_reported = self.memory_report is not None and step == self.memory_report.step
         # A recorder notes either times or levels of memory.
         recorded = self._is_recorded(step, num_steps=num_steps) and not is_reported
+        recorded = recorded and not self._is_before_report(step)
         evaluated = self.evaluate_every and ((step + 1) % self.evaluate_every == 0 or is_last)
         for callback in self.callbacks:
             callback.before_step(self, step)
-        known = self._settled() if recorded or is_reported else []
+        known = self._settled() if recorded else []
         with self._watching(recorded=recorded, is_reported=is_reported):
             known += self._step(step)
         self.next_step = step + 1
@@ -287,6 +314,16 @@ class Trainer:
             device,
             target_dtype=None if self.masters is None else torch.float32,
         )
+
+    @property
+    def update_copies(self) -> list[Tensor]:
+        """What is kept to take the last update back; none if updates wait for the norm."""
+        return self._update.copies()
+
+    def _is_before_report(self, step: int) -> bool:
+        """Whether the next step's memory is reported, which begins before this step's update is validated."""
+        report = self.memory_report if self.post_validation is not None else None
+        return report is not None and step + 1 == report.step
 
     def _is_recorded(self, step: int, *, num_steps: int) -> bool:
         """Whether a step is measured action by action: some early ones, some between, the last ones."""

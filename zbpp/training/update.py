@@ -60,8 +60,19 @@ class Update:
             self._loss_scale.update(is_finite=outcome.is_finite)
         return [self._result(outcome, scale, rate)]
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint has to hold of the way weights are updated."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state, which may be that of another way."""
+
     def settle(self) -> list[Result]:
         """Wait until the weights are right. Returns the results that have become known."""
+        return []
+
+    def copies(self) -> list[Tensor]:
+        """What is kept to take an update back."""
         return []
 
     def _zero_grad(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -29,8 +30,8 @@ from zbpp.training.rollback import ExactRollback, Rollback
 NUM_RANKS, NUM_MICROBATCHES, NUM_STEPS, NUM_LAYERS = 4, 12, 20, 8  # microbatches: the paper's 3 per rank
 MILLISECONDS = 60.0  # of F, of B and of W of a layer
 SCHEDULES = ("zb_h2", "zb_v")
-_NUM_COMPARED = 8  # steps of the run that waits, and of the run with updates that are done again
-_REDONE = (2, 5)  # steps whose update has to be done again
+_NUM_COMPARED = 8  # steps of the run that waits
+_NUM_WITH_REDONE, _REDONE = 12, (2, 7)  # steps, and those of them whose update has to be done again
 _CLIP_NORM = 1e6
 _NUM_INVERTED, _NUM_ELEMENTS = 100, 100_000
 
@@ -81,9 +82,16 @@ def _rank(schedule: str) -> list[float]:
     with world(device="cpu", timeout=120.0):
         waiting = _ends(schedule, _NUM_COMPARED, is_validated=False)
         validated = _ends(schedule, NUM_STEPS)
-        redone = _ends(schedule, _NUM_COMPARED, redone=_REDONE)
-        later = redone[_NUM_COMPARED - 1] - validated[_NUM_COMPARED - 1]
-        return [waiting[-1] / _NUM_COMPARED, validated[-1] / NUM_STEPS, later / len(_REDONE)]
+        with_redone = _ends(schedule, _NUM_WITH_REDONE, redone=_REDONE)
+        return [waiting[-1] / _NUM_COMPARED, validated[-1] / NUM_STEPS, _cost_of_rollback(with_redone)]
+
+
+def _cost_of_rollback(ends: list[float]) -> float:
+    """By how much the two steps after an update that is done again are longer than the others, together."""
+    lengths = dict(enumerate((end - begin for begin, end in pairwise(ends[:-1])), start=1))
+    longer = [step + later for step in _REDONE for later in (1, 2)]
+    usual = statistics.median(length for step, length in lengths.items() if step not in longer)
+    return sum(lengths[step] - usual for step in longer) / len(_REDONE)
 
 
 def _ends(

@@ -1,0 +1,166 @@
+"""`zbpp export`: the folder that it writes, loaded by transformers, computes what the trained stages do."""
+
+import json
+import re
+
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("transformers")
+
+from helpers.hf_folders import TOKENS, config_of, reference, saved
+from zbpp import Pipeline, plan
+from zbpp.commands import export
+from zbpp.config import instantiate_node
+from zbpp.training.weights import save_weights
+
+SIZES = {"vocab_size": 40, "num_layers": 4, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2}
+NATIVE = {**SIZES, "sequence_length": 16, "tie_embeddings": True}
+MODELS = {
+    "a config": {"_target_": "zbpp.models.hf.HuggingFace", "config": None},
+    "a folder": {"_target_": "zbpp.models.hf.HuggingFace", "path": None},
+    "our llama": {"_target_": "zbpp.models.llama.Llama", **NATIVE},
+}  # fmt: skip
+
+
+def trained(run, node, num_stages=4, **config):
+    """Train a model for two steps in this process, as a run of zbpp train would leave it; its stages."""
+    model = instantiate_node("model", node)
+    pipeline = Pipeline(model, plan("interleaved_1f1b", 1, 2, stages_per_rank=num_stages))
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        pipeline.step(TOKENS, target=TOKENS.roll(-1, 1))
+        optimizer.step()
+    save_weights(run, pipeline)
+    (run / "config.yaml").write_text(yaml.safe_dump({"model": node, **config}))
+    stages = [stage.eval() for stage in pipeline.stages.values()]
+    pipeline.close()
+    return stages
+
+
+def logits(stages, output):
+    for stage in stages:
+        output = stage(output)
+    return output
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
+def test_a_run_from_a_folder_becomes_a_folder_with_equal_logits(kind, tmp_path, capsys):
+    """gpt2 ties its head; mixtral's files have an expert in a tensor of its own, before and after."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    saved(kind, source)
+    (source / "tokenizer_config.json").write_text("{}")
+    stages = trained(tmp_path / "run", {**MODELS["a folder"], "path": str(source)})
+    assert export.main([str(tmp_path / "run"), str(target), "--file-size", "20KB"]) == 0
+    assert f"written to {target}" in capsys.readouterr().out
+    assert torch.equal(reference(target)(TOKENS).logits, logits(stages, TOKENS))
+    files = sorted(path.name for path in target.glob("*.safetensors"))
+    assert len(files) > 2
+    assert all(path.stat().st_size < 25_000 for path in target.glob("*.safetensors"))
+    before, after = (names(folder) for folder in (source, target))
+    assert after == before
+    assert (target / "tokenizer_config.json").read_text() == "{}"
+    assert json.loads((target / "config.json").read_text())["use_cache"] is True
+
+
+def names(folder):
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return set(json.loads(index.read_text())["weight_map"])
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return set(file.keys())
+
+
+def test_a_run_from_a_config_is_written_in_one_file_and_in_the_dtype_asked_for(tmp_path):
+    config = config_of("llama", tie_word_embeddings=True).to_diff_dict()
+    stages = trained(tmp_path / "run", {**MODELS["a config"], "config": {**config, "model_type": "llama"}})
+    assert export.main([str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "config.json", "generation_config.json", "model.safetensors",
+    ]  # fmt: skip
+    whole = reference(tmp_path / "out")
+    assert whole.config.tie_word_embeddings
+    for stage in stages:
+        stage.bfloat16().float()
+        for name, each in stage.named_parameters():
+            assert torch.equal(whole.get_parameter(name), each)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_our_llama_becomes_transformers_llama(tmp_path):
+    stages = trained(tmp_path / "run", MODELS["our llama"])
+    export.main([str(tmp_path / "run"), str(tmp_path / "out")])
+    whole = reference(tmp_path / "out")
+    assert type(whole).__name__ == "LlamaForCausalLM"
+    torch.testing.assert_close(whole(TOKENS).logits, logits(stages, TOKENS), rtol=1e-5, atol=1e-6)
+
+
+MLP = {
+    "_target_": "zbpp.models.mlp.Mlp",
+    "in_features": 4,
+    "hidden_size": 4,
+    "out_features": 4,
+    "num_layers": 4,
+}
+
+
+def spoiled(run, spoil):
+    trained(run, MODELS["our llama"], num_stages=2)
+    spoil(run)
+
+
+def shortened(run):
+    path = run / "stage-1-of-2.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def of_other_size(run):
+    node = {**MODELS["our llama"], "num_layers": 5}
+    (run / "config.yaml").write_text(yaml.safe_dump({"model": node}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda run: (run / "stage-0-of-2.safetensors").unlink(),
+            "holds the weights of a part of the stages",
+        ),
+        (shortened, "stage-1-of-2.safetensors is no whole safetensors file"),
+        (
+            of_other_size,
+            r"holds no model.layers.4.input_layernorm.weight \(9 tensors of the model are missing",
+        ),
+        (lambda run: (run / "config.yaml").unlink(), "config.yaml can't be read"),
+        (
+            lambda run: (run / "config.yaml").write_text(yaml.safe_dump({"model": MLP})),
+            "trained a Mlp, which",
+        ),
+        (lambda run: [path.unlink() for path in run.glob("*.safetensors")], "holds no weights"),
+    ],
+)
+def test_a_run_that_can_not_be_exported_leaves_no_folder(spoil, message, tmp_path, capsys):
+    spoiled(tmp_path / "run", spoil)
+    with pytest.raises(SystemExit) as ended:
+        export.main([str(tmp_path / "run"), str(tmp_path / "out")])
+    assert ended.value.code == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ")
+    assert re.search(message, error), error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_a_folder_with_files_is_not_written_to(tmp_path, capsys):
+    trained(tmp_path / "run", MODELS["our llama"], num_stages=2)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    with pytest.raises(SystemExit):
+        export.main([str(tmp_path / "run"), str(tmp_path / "out")])
+    assert "out is there already, and not empty: name another folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        export.main(["run", "out", "--file-size", "many"])
+    assert "many: write a size such as 500MB or 2GB" in capsys.readouterr().err
