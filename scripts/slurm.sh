@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# Train on several nodes. Submit with the environment active; arguments are those of `zbpp train`:
+# Train on several nodes, over as many jobs as it takes. Submit with the environment active; arguments are those
+# of `zbpp train`:
 #
-#   sbatch --nodes=4 scripts/slurm.sh schedule=zb_h1 model=llama_1b num_microbatches=64 run_dir=/shared/runs/a
+#   sbatch --nodes=4 scripts/slurm.sh schedule=zb_h1 model=llama_1b num_microbatches=64 run_dir=/shared/runs/a \
+#       checkpoint.every=500
 #
-# run_dir must be on a file system that all nodes see.
+# run_dir must be on a file system that all nodes see. Five minutes before the time limit Slurm sends SIGUSR1:
+# the ranks save and leave, and this script puts the job back into the queue, where it resumes.
 #SBATCH --job-name=zbpp
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -11,8 +14,12 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
 #SBATCH --output=slurm-%j.out
 # One task per node: torchrun, which starts one rank per GPU. cpus-per-task: all cores of a node.
+# signal: to this script alone (B:), so many seconds before the end; a step and saving must fit in.
 set -euo pipefail
 
 # sbatch runs a copy of this file from a spool folder: models and configs of yours are where it was submitted.
@@ -33,14 +40,41 @@ export PYTHONUNBUFFERED=1                    # the last lines before a crash rea
 # export NCCL_CROSS_NIC=1                 # networks without rail-wise switches
 # export TORCH_NCCL_TRACE_BUFFER_SIZE=2000  # the flight recorder: what each rank waited for when it hung
 
+warned='' interrupted=''
+# shellcheck disable=SC2329  # the trap calls it
+warn() {
+    warned=yes interrupted=yes
+    echo "slurm: the time is nearly over: the ranks save and leave"
+    # srun passes the signal on to all processes of its step: the ranks take it, torchrun ignores it (see below).
+    kill -USR1 "$step"
+}
+
 # srun does not inherit --cpus-per-task (Slurm 22.05 and newer): without it all ranks of a node share one core.
 # rdzv-id with the restart count: a requeued job keeps its id, and must not meet its former self.
+# trap '' USR1: torchrun would die of the signal. What is ignored stays ignored in torchrun; ranks set handlers.
+# shellcheck disable=SC2016  # $@ is for the inner shell
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
+    bash -c 'trap "" USR1; exec "$@"' torchrun \
     python -m torch.distributed.run \
     --nnodes="$SLURM_JOB_NUM_NODES" \
-    --nproc-per-node=gpu \
+    --nproc-per-node="${ZBPP_RANKS_PER_NODE:-gpu}" \
     --rdzv-backend=c10d \
     --rdzv-endpoint="$head:$port" \
     --rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
     --max-restarts="${ZBPP_MAX_RESTARTS:-3}" \
-    -m zbpp.train "$@"
+    -m zbpp.train "$@" &
+step=$!
+trap warn USR1
+
+# A signal ends `wait` early, while the step goes on.
+while true; do
+    interrupted='' status=0
+    wait "$step" || status=$?
+    [[ $interrupted ]] || break
+done
+
+if [[ $warned && $status == 0 ]]; then
+    echo "slurm: back into the queue, to go on from the last checkpoint (resume=auto, the default)"
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

@@ -50,6 +50,8 @@ def test_every_choice_composes(group, name):
         needs = ["++model._target_=my_file.MyModel", "data=regression"]
     if (group, name) == ("data", "custom"):
         needs = ["data._target_=my_file.my_data"]
+    if (group, name) == ("optimizer", "custom"):
+        needs = ["optimizer.build._target_=torch.optim.SGD"]
     if (group, name) == ("data", "text"):
         needs = ["data.path=somewhere"]
     config = typed(f"{group}={name}", *needs)
@@ -100,6 +102,21 @@ def test_the_fixed_overrides_are_keys_of_the_tree():
     assert found == ("zb_h1", 50, 8, 4, 0)
     assert config.run_dir == "somewhere"
     assert config.batch_size == 32
+
+
+def test_an_optimizer_and_a_scheduler_are_named_without_a_plus():
+    chosen = typed(
+        "optimizer=custom",
+        "optimizer.build._target_=torch.optim.SGD",
+        "optimizer.build.lr=0.1",
+        "optimizer.lr_scheduler._target_=torch.optim.lr_scheduler.CosineAnnealingLR",
+        "optimizer.lr_scheduler.T_max=${steps}",
+        "optimizer.groups=[{match:['*.bias','norm*'],weight_decay:0.0}]",
+    ).optimizer
+    assert chosen.build == {"_target_": "torch.optim.SGD", "lr": 0.1}
+    assert chosen.lr_scheduler["T_max"] == 100
+    assert chosen.groups == [{"match": ["*.bias", "norm*"], "weight_decay": 0.0}]
+    assert typed("optimizer.build=null").optimizer.name == "adamw"
 
 
 def test_flat_is_what_ranks_compare_resolved_by_dotted_key():
@@ -195,11 +212,18 @@ def test_unknown_keys_wrong_types_and_unknown_choices_are_named(override, words)
             "would have to be reduced in each microbatch; write memory.gradient_release=step",
         ),
         ("memory.gradient_release=maybe", "gradient_release=maybe: write off, step or accumulate"),
-        ("optimizer.name=sgd", "optimizer.name=sgd: write adamw, stable_adamw or lion"),
+        ("optimizer.name=sgd", "optimizer.name=sgd: write adamw, stable_adamw, lion, muon or custom"),
         ("memory.limit=0", "memory.limit=0.0: write GiB, above 0, or null"),
         ("parallel.device=tpu", "parallel.device=tpu: write auto, cpu or cuda"),
         ("parallel.timeout=0", "parallel.timeout=0.0: write seconds, above 0"),
-        ("logger.name=tensorboard", "logger.name=tensorboard: write jsonl or wandb"),
+        ("early_stop.metric=loss", "early_stop.metric=loss: write a metric of evaluations, such as"),
+        ("early_stop.patience=0", "early_stop.patience=0: write a whole number, 1 or more"),
+        ("max_hours=0", "max_hours=0.0: write hours, above 0, or null"),
+        ("profile=3", "profile=3: write START:STOP, such as 3:5 for the steps 3 and 4"),
+        ("profile=0:2", "profile=0:2: write START:STOP"),
+        ("profile=900:902", "profile=900:902 begins after the last step: write steps=900 or more"),
+        ("sample.max_tokens=0", "sample.max_tokens=0: write a whole number, 1 or more"),
+        ("sample.prompt=''", "sample.prompt=: write a text"),
         ("logger.mode=maybe", "logger.mode=maybe: write online, offline or disabled"),
         ("data=text", "data.path: Missing mandatory value"),
         ("run_dir=???", "run_dir"),
@@ -277,7 +301,18 @@ def test_wandb_without_the_package_is_refused_with_the_way_to_install_it(monkeyp
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else found(name))
     with pytest.raises(configs.ConfigError, match=r"not installed: pip install 'zbpp\[wandb\]'"):
         typed("logger=wandb")
-    assert typed("logger=jsonl").logger.name == "jsonl"
+    assert not typed("logger=jsonl").logger.wandb
+
+
+def test_several_loggers_are_one_list():
+    logger = typed("logger=[wandb,tensorboard]", "logger.mode=offline").logger
+    assert (logger.wandb, logger.tensorboard, logger.mode) == (True, True, "offline")
+    assert not typed("logger=tensorboard").logger.wandb
+
+
+def test_early_stop_without_evaluations_is_refused():
+    with pytest.raises(configs.ConfigError, match="with evaluate_every=0: nothing is evaluated"):
+        typed("early_stop.metric=evaluation_loss", "evaluate_every=0")
 
 
 @pytest.mark.parametrize(

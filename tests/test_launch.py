@@ -384,7 +384,7 @@ def corpora(tmp_path):
         (["data.tokenizer={}/none.json", "data=text", "data.path={}/short.txt"], "none.json' is not a file"),
         (["model=mlp", "data=stdlib"], "data.vocab_size: Interpolation key 'model.vocab_size' not found"),
         (["model._target_=collections.Counter"], "model"),
-        (["logger.name=paper"], "logger.name=paper: write jsonl or wandb"),
+        (["logger.mode=paper"], "logger.mode=paper: write online, offline or disabled"),
     ],
 )
 def test_what_cannot_run_is_refused_before_work_starts(monkeypatch, corpora, overrides, message):

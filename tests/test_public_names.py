@@ -26,8 +26,8 @@ from zbpp.models.mlp import Mlp
 NAMES = [
     "ActivationOffload", "SCHEDULES", "Costs", "LossScale", "MasterWeights", "Pipeline", "PlanError",
     "PostValidation", "Timeline", "Timetable", "WeightGrads", "auxiliary_loss", "auxiliary_losses",
-    "backward_input", "checkpoint", "clip_grad_norm_", "lower", "make_mesh", "per_microbatch", "plan",
-    "replicate", "simulate", "split_layers", "split_sequential", "trace_stages",
+    "backward_input", "checkpoint", "clip_grad_norm_", "load", "lower", "make_mesh", "per_microbatch", "plan",
+    "replicate", "save", "simulate", "split_layers", "split_sequential", "trace_stages",
 ]  # fmt: skip
 
 POSITIONAL, KEYWORD = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY

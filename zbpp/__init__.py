@@ -9,7 +9,8 @@
     models       models that are built one stage at a time
     render       timelines and answers of the planner as text, pictures and pages
     data         batches: text, a user's own Dataset
-    training     everything around the step: optimizer, checkpoints, trainer
+    checkpoint   saving and loading, whatever the cut
+    training     everything around the step: optimizer, trainer
     config       the config: its typed tree, and composing it
     builders     objects from their parts of the config
     benchmark    measuring costs; timing schedules and runtimes
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zbpp.autograd import WeightGrads, auxiliary_loss, auxiliary_losses, backward_input, checkpoint
+    from zbpp.checkpoint import load, save
     from zbpp.cutting import split_sequential, trace_stages
     from zbpp.partition import split_layers
     from zbpp.planning import SCHEDULES, plan
@@ -67,11 +69,13 @@ _HOME = {
     "backward_input": "zbpp.autograd",
     "checkpoint": "zbpp.autograd",
     "clip_grad_norm_": "zbpp.runtime",
+    "load": "zbpp.checkpoint",
     "lower": "zbpp.schedule",
     "make_mesh": "zbpp.runtime",
     "per_microbatch": "zbpp.runtime",
     "plan": "zbpp.planning",
     "replicate": "zbpp.runtime",
+    "save": "zbpp.checkpoint",
     "simulate": "zbpp.schedule",
     "split_layers": "zbpp.partition",
     "split_sequential": "zbpp.cutting",
@@ -95,11 +99,13 @@ __all__ = [
     "backward_input",
     "checkpoint",
     "clip_grad_norm_",
+    "load",
     "lower",
     "make_mesh",
     "per_microbatch",
     "plan",
     "replicate",
+    "save",
     "simulate",
     "split_layers",
     "split_sequential",

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -35,12 +35,24 @@ class RankError(RuntimeError):
 
 def refusals() -> tuple[type[Exception], ...]:
     """The errors that are mistakes of the user: one line each says what to write instead."""
+    from zbpp.autograd.copies import OffloadError
+    from zbpp.checkpoint import CheckpointError
     from zbpp.runtime import AgreementError, BoundaryError, DeviceError  # torch: a second to import
     from zbpp.training.loss_scale import LossScaleError
     from zbpp.training.run_folder import FolderError
 
     training = FolderError, LossScaleError
-    return ConfigError, PlanError, Refusal, *training, AgreementError, BoundaryError, DeviceError
+    return (
+        ConfigError,
+        PlanError,
+        Refusal,
+        CheckpointError,
+        *training,
+        AgreementError,
+        BoundaryError,
+        DeviceError,
+        OffloadError,
+    )
 
 
 def wants_traceback() -> bool:
@@ -53,16 +65,22 @@ def discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def on_ranks(num_ranks: int, function: Callable[[Any], Any], argument: Any) -> Any:
+def on_ranks(
+    num_ranks: int, function: Callable[[Any], Any], argument: Any, *, passes_signals: bool = False
+) -> Any:
     """Call function(argument) in `num_ranks` new processes of this machine; returns rank 0's result.
 
-    `function` must be importable. A rank has one thread, unless OMP_NUM_THREADS says otherwise. Raises
-    Refusal if a rank refused its work, BrokenPipeError if nobody reads what a rank prints, RankError if a
-    rank failed otherwise.
+    `function` must be importable. A rank has one thread, unless OMP_NUM_THREADS says otherwise.
+    passes_signals: SIGTERM, SIGINT and SIGUSR1 go to the ranks, which may end in order; a second SIGTERM or
+    SIGINT ends the job at once. Without it the first one does.
+    Raises Refusal if a rank refused its work, BrokenPipeError if nobody reads what a rank prints, RankError
+    if a rank failed otherwise.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from zbpp.pass_signals import passing_signals
 
     launch = LaunchConfig(
         min_nodes=1,
@@ -72,12 +90,18 @@ def on_ranks(num_ranks: int, function: Callable[[Any], Any], argument: Any) -> A
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         run_id=uuid4().hex,
+        signals_to_handle="SIGHUP,SIGQUIT" if passes_signals else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
     )
-    with TemporaryDirectory(prefix="zbpp-") as folder, _without_torchs_log(), _same_package():
+    with (
+        TemporaryDirectory(prefix="zbpp-") as folder,
+        _without_torchs_log(),
+        _same_package(),
+        passing_signals() if passes_signals else nullcontext() as passed,
+    ):
         try:
             return elastic_launch(launch, _run_rank)(function, argument, folder)[0]
         except ChildFailedError as failed:
-            raise _first_error(Path(folder), failed.failures) from None
+            raise _first_error(Path(folder), failed.failures, passed.name if passed else None) from None
         except SignalException as stopped:
             raise Refusal(f"stopped by {stopped.sigval.name}") from None
 
@@ -121,6 +145,8 @@ def _run_rank(function: Callable[[Any], Any], argument: Any, folder: str) -> Any
     torch.set_num_threads(threads)
     try:
         return function(argument)
+    except KeyboardInterrupt:
+        os._exit(128 + signal.SIGINT)  # torch would take it for success
     except Exception as error:
         kind, text = "bug", traceback.format_exc()
         if isinstance(error, BrokenPipeError):
@@ -140,8 +166,15 @@ def _write_at_once(folder: Path, name: str, text: str) -> None:
     draft.rename(folder / name)
 
 
-def _first_error(folder: Path, failures: Mapping[int, Any]) -> Exception:
-    """The error that ended the job: a rank killed by a signal, else the first failure by the clock."""
+def _first_error(folder: Path, failures: Mapping[int, Any], stopped_by: str | None = None) -> Exception:
+    """The error that ended the job: a rank killed by a signal, else the first failure by the clock.
+
+    stopped_by: the signal that was passed on to the ranks. Those that could not end in order died of it.
+    """
+    if stopped_by is not None:
+        number = signal.Signals[stopped_by]
+        if any(failure.exitcode in (-number, 128 + number) for failure in failures.values()):
+            return Refusal(f"stopped by {stopped_by}")
     for rank, failure in failures.items():
         if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # torch sends SIGTERM to the others
             return Refusal(f"rank {rank} died of {signal.Signals(-failure.exitcode).name}")

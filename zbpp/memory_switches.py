@@ -1,7 +1,7 @@
 """What each switch of a training run would save and cost, and which switches make it fit.
 
-The saving is predicted by the same arithmetic with the switch on. The cost is the simulated step: with the
-times in schedule.costs, or else with F, B and W of equal length; a recompute adds its F to B.
+The saving is predicted by the same arithmetic with the switch on. The cost is the simulated step, see
+step_time.py.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from zbpp.builders.model import build_model
 from zbpp.builders.parallel import pipeline_ranks
 from zbpp.builders.plan import build_timetable, check_layers
 from zbpp.config import ConfigError, TrainConfig
-from zbpp.planning import RankCosts, canonical_name, read_costs
+from zbpp.planning import canonical_name
 from zbpp.planning.memory_budget import excess
-from zbpp.planning.recompute import with_recompute
 from zbpp.predict_memory import Prediction, Predictor
 from zbpp.render import in_bytes, render_limit, render_memory, render_switches
-from zbpp.schedule import Costs, PlanError, Timetable, simulate
+from zbpp.schedule import PlanError, Timetable
+from zbpp.step_time import step_ms
 
 SCHEDULES = ("1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min")
 _MOST_SHOWN = 5  # combinations that fit
@@ -35,13 +35,14 @@ class Row:
     changes: Changes
     prediction: Prediction | None = None
     step: float | None = None
+    note: str = ""  # what the step's time does not know
     why: str = ""
 
     @property
     def title(self) -> str:
         """The changes as they are typed."""
-        typed = (f"{key.replace('schedule.name', 'schedule')}={value}" for key, value in self.changes.items())
-        return " ".join(typed) or "as configured"
+        typed = (f"{key}={_typed(value)}" for key, value in self.changes.items())
+        return " ".join(typed).replace("schedule.name=", "schedule=") or "as configured"
 
     @property
     def peak(self) -> float:
@@ -55,6 +56,11 @@ class Row:
         return bool(ranks) and not excess(ranks, [limit] * len(ranks))
 
 
+def _typed(value: Any) -> str:
+    """A value as it is typed on the command line."""
+    return {None: "null", True: "true", False: "false"}.get(value, str(value))
+
+
 class Switches:
     """The runs that differ from `config` in one switch or in several."""
 
@@ -66,43 +72,50 @@ class Switches:
         changes = changes or {}
         try:
             config = changed(self._config, changes)
-            timetable = _timetable(config)
-            prediction = self._predictor.predict(config, timetable)
-            return Row(changes, prediction, simulate(timetable, _costs(config, timetable)).makespan)
+            prediction = self._predictor.predict(config, _timetable(config))
+            return Row(changes, prediction, *step_ms(config, prediction))
         except (ConfigError, PlanError) as error:
             return Row(changes, why=str(error))
 
     def single(self) -> list[Row]:
         """Each switch by itself; the first row has none."""
-        return [self.row(), *(self.row({key: value}) for key, values in self.choices() for value in values)]
+        alone = [changes for choices in self.choices() for changes in choices]
+        return [self.row(), *map(self.row, alone), *map(self.row, self._later())]
 
-    def choices(self) -> Iterator[tuple[str, list[Any]]]:
-        """Per key the values that hold less or more than the configured one."""
-        config = self._config
+    def choices(self) -> Iterator[list[Changes]]:
+        """The switches that are off, each with all its values."""
+        config, memory = self._config, self._config.memory
         if config.schedule.timetable is None:
             own = canonical_name(config.schedule.name)
-            yield "schedule.name", [name for name in SCHEDULES if name != own]
-        if config.memory.recompute == "none" and config.compile == "none":
-            yield "memory.recompute", ["block"]
+            yield [{"schedule.name": name} for name in SCHEDULES if name != own]
+        if memory.recompute == "none" and config.compile == "none":
+            names = ["block"] if memory.limit is None else ["block", "auto"]
+            yield [{"memory.recompute": name} for name in names]
         if config.parallel.shard > 1 and config.parallel.reshard != "microbatch":
-            yield "parallel.reshard", ["microbatch"]
-        yield from _later_switches(config)
+            yield [{"parallel.reshard": "microbatch"}]
+        if memory.offload == "none" and not memory.offload_weights:
+            yield [{"memory.offload": "auto"}]
+        if not memory.offload_weights:
+            yield [{"memory.offload_weights": True}]
+        if memory.gradient_release == "off":
+            unclipped = {} if config.optimizer.clip_norm is None else {"optimizer.clip_norm": None}
+            yield [{"memory.gradient_release": name, **unclipped} for name in ("step", "accumulate")]
+
+    def _later(self) -> list[Changes]:
+        """The switch that takes memory for a shorter step."""
+        is_off = self._config.optimizer.validation == "before"
+        return [{"optimizer.validation": "after"}] if is_off else []
 
     def fitting(self, limit: float) -> tuple[list[Row], Row]:
-        """(all combinations that fit, the shortest step first; the one that needs the least)."""
-        options = [[{}, *({key: value} for value in values)] for key, values in self.choices()]
-        rows = [self.row(_merged(chosen)) for chosen in product(*options)]
+        """(all combinations that fit, the shortest step first; the one that needs the least).
+
+        Switches that are refused by themselves are not tried together with others.
+        """
+        allowed = [[each for each in choices if not self.row(each).why] for choices in self.choices()]
+        rows = [self.row(_merged(chosen)) for chosen in product(*([{}, *each] for each in allowed))]
         fitting = [each for each in rows if each.fits(limit)]
         fitting.sort(key=lambda each: (each.step or 0.0, len(each.changes), each.peak))
         return fitting, min(rows, key=lambda each: each.peak)
-
-
-def _later_switches(config: TrainConfig) -> Iterator[tuple[str, list[Any]]]:
-    """Switches that only some versions of the config have."""
-    later: tuple[tuple[str, Any], ...] = ()
-    for name, value in later:
-        if hasattr(config.memory, name):
-            yield f"memory.{name}", [value]
 
 
 def _merged(changes: Sequence[Changes]) -> Changes:
@@ -123,17 +136,8 @@ def changed(config: TrainConfig, changes: Changes) -> TrainConfig:
 
 def _timetable(config: TrainConfig) -> Timetable:
     num_ranks = pipeline_ranks(config.parallel, config.parallel.num_processes or 1)
-    check_layers(build_model(config.model, config.seed), config.schedule, num_ranks)
+    check_layers(build_model(config.model, config.seed, config.finetune), config.schedule, num_ranks)
     return build_timetable(config.schedule, num_ranks, config.num_microbatches)
-
-
-def _costs(config: TrainConfig, timetable: Timetable) -> Costs:
-    given = config.schedule.costs
-    whole = RankCosts() if given is None else read_costs(given)[0]
-    costs = whole.per_stage(timetable.num_stages, timetable.num_ranks)
-    if config.memory.recompute == "none":
-        return costs
-    return with_recompute(costs, range(timetable.num_stages), timetable.num_stages)
 
 
 # ---------------------------------------------------------------- as text
@@ -171,4 +175,4 @@ def _cells(row: Row, own: Row) -> dict[str, str]:
     saved = own.peak - row.peak
     share = f"{'-' if saved < 0 else ''}{in_bytes(abs(saved))}" if row is not own else ""
     time = f"x {row.step / own.step:.2f}"
-    return {"switch": row.title, "peak": in_bytes(row.peak), "saves": share, "time": time, "note": ""}
+    return {"switch": row.title, "peak": in_bytes(row.peak), "saves": share, "time": time, "note": row.note}

@@ -9,6 +9,7 @@ from torch import nn
 
 from helpers.processes import outcomes
 from zbpp import backward_input
+from zbpp.autograd import host_memory
 from zbpp.autograd.copies import OffloadError, copier_for
 from zbpp.autograd.offload import SavedActivations
 from zbpp.runtime.memory import live_bytes
@@ -246,3 +247,68 @@ def test_on_a_gpu_gradients_are_equal_to_the_last_bit():
 
     expected, found = grads(False), grads(True)
     assert all(torch.equal(found[name], each) for name, each in expected.items())
+
+
+# ---------------------------------------------------------------- pools
+
+
+def steps_of(copier, sizes_of_steps):
+    """For each step the bytes that the pool holds afterwards."""
+    held = []
+    for sizes in sizes_of_steps:
+        spaces = [(copier.space(size), size) for size in sizes]
+        for space, size in spaces:
+            copier.give_back(space, size)
+        copier.trim()
+        held.append(copier.total_bytes)
+    return held
+
+
+@pytest.mark.parametrize("where", ["host", "file"])
+def test_a_pool_holds_what_three_steps_need_at_most_when_shapes_change(where, tmp_path):
+    """Forty steps, each with larger tensors; nothing is given up while the sizes stay."""
+    copier = copier_for(CPU, "host" if where == "host" else tmp_path)
+    steps = [[1000 * (step + 5)] * 6 for step in range(40)]
+    held = steps_of(copier, steps)
+    for last, (step, total) in enumerate(zip(steps, held, strict=True)):
+        recent = [sum(each) for each in steps[max(0, last - 2) : last + 1]]
+        assert total <= 1.125 * sum(recent)
+        assert where == "file" or total >= sum(step)  # a file is given up as a whole
+    steady = steps_of(copier, [steps[-1]] * 5)
+    assert steady[-1] == steady[-2] <= 1.125 * sum(steps[-1])
+    number = copier.num_spaces
+    assert number == 6
+    alternating = steps_of(copier, [[50_000], steps[-1]] * 5)
+    assert alternating[-1] == alternating[-3]  # two lengths in turns: both are kept
+    assert copier.num_spaces == number + 1
+    copier.close()
+
+
+def test_a_space_fits_a_little_less_than_it_was_made_for():
+    copier = copier_for(CPU)
+    steps_of(copier, [[1_000_000], [990_000], [985_000]])
+    assert copier.num_spaces == 1
+    assert copier.total_bytes <= 1.125 * 1_000_000
+
+
+def test_more_memory_than_the_machine_has_left_is_refused(monkeypatch):
+    """Linux would hand it out, and end the process when it is written to."""
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1_000_000)
+    copier = copier_for(CPU)
+    copier.space(500_000)
+    with pytest.raises(OffloadError, match=r"no room for .* in host memory.*1000000 are available"):
+        copier.space(2_000_000)
+
+
+def test_what_is_available_is_what_linux_and_the_container_say(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_memory, "_PROC", tmp_path / "meminfo")
+    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+    assert host_memory.available_bytes() is None
+    (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 50 kB\n")
+    assert host_memory.available_bytes() == 50 * 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_memory.available_bytes() == 50 * 1024
+    (tmp_path / "memory.max").write_text("40000\n")
+    (tmp_path / "memory.current").write_text("30000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 2000\n")
+    assert host_memory.available_bytes() == 12_000

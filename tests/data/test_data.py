@@ -380,3 +380,17 @@ def test_a_sequence_longer_than_the_corpus_is_refused():
 def test_an_empty_batch_is_refused(sizes):
     with pytest.raises(ValueError, match="must be positive"):
         counting(**sizes)
+
+
+def test_a_text_of_fewer_windows_than_a_batch_is_refused(tmp_path):
+    (tmp_path / "text").write_text(TEXT)
+    options = {
+        "path": str(tmp_path / "text"),
+        "vocab_size": 256,
+        "seed": 0,
+        "held_out": 0,
+        "sequence_length": 8,
+    }
+    with pytest.raises(ValueError, match=r"the corpus has 5 windows .* a batch takes 6: give more text"):
+        text_data(**options, batch_size=6)
+    assert text_data(**options, batch_size=5).train.batch(0)

@@ -217,3 +217,119 @@ def test_a_pair_is_what_to_train_on_and_what_is_held_out_in_its_order():
     data = loaded_data((Squares(), Squares(8)), batch_size=BATCH, seed=0)
     assert data.num_evaluation_batches == 2
     assert [data.evaluation.batch(i)[0][:, 0].tolist() for i in (0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def shuffled_loader():
+    return DataLoader(Squares(), batch_size=BATCH, shuffle=True, drop_last=True)
+
+
+class Stream:
+    """Batches that can only be iterated over."""
+
+    def __init__(self):
+        self.read = 0
+
+    def __iter__(self):
+        for first in range(0, ROWS, BATCH):
+            self.read += 1
+            yield torch.arange(first, first + BATCH)[:, None], torch.zeros(BATCH)
+
+
+class StatefulStream(Stream):
+    """One that can go on in the middle of an epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = self.next = 0
+
+    def __iter__(self):
+        for first in range(self.first, ROWS, BATCH):
+            self.read, self.next = self.read + 1, first + BATCH
+            yield torch.arange(first, first + BATCH)[:, None], torch.zeros(BATCH)
+        self.first = 0
+
+    def state_dict(self):
+        return {"first": self.next}
+
+    def load_state_dict(self, state):
+        self.first = state["first"]
+
+
+class Noisy(Squares):
+    """Rows with a number that torch draws."""
+
+    def __getitem__(self, row):
+        return torch.tensor([row, torch.rand(())]), torch.zeros(())
+
+
+def shuffled_noise():
+    return DataLoader(Noisy(), batch_size=BATCH, shuffle=True, drop_last=True)
+
+
+@pytest.mark.parametrize("make", [Noisy, shuffled_noise, Stream, lambda: [*Stream()]])
+@pytest.mark.parametrize("step", [1, 3, 5, 12])
+def test_a_run_that_goes_on_sees_the_batches_that_it_would_have_seen(make, step):
+    running, later = (loaded_data(make(), batch_size=BATCH, seed=7).train for _ in range(2))
+    expected = [running.batch(number)[0] for number in range(step + 7)]
+    for number in range(step, step + 7):
+        assert torch.equal(later.batch(number)[0], expected[number])
+
+
+def test_a_dataset_and_a_loader_of_one_load_no_row_that_was_trained_on(monkeypatch):
+    for make in (Squares, shuffled_loader):
+        data = loaded_data(make(), batch_size=BATCH, seed=7)
+        loaded = []
+        monkeypatch.setattr(
+            Squares, "__getitem__", lambda self, row, loaded=loaded: loaded.append(row) or torch.zeros(2)
+        )
+        data.train.batch(1003)
+        monkeypatch.undo()
+        assert len(loaded) == BATCH
+
+
+def test_a_stream_is_skipped_loudly(monkeypatch, caplog):
+    monkeypatch.setattr("zbpp.data.loader._SECONDS_UNTIL_SAID", 0)
+    loaded_data(Stream(), batch_size=BATCH, seed=0).train.batch(8)
+    assert "skipping to training batch 8: at batch 7 " in caplog.text
+
+
+@pytest.mark.parametrize("number", [0, 2, 4, 5, 11])
+def test_a_loader_with_a_state_goes_on_from_it(number):
+    """Replica 1 of 2 asks for a batch further on than the state of replica 0 says."""
+    running = loaded_data(StatefulStream(), batch_size=BATCH, seed=0)
+    expected = rows_of(running, range(number + 3))[-2 * BATCH :]
+    running.train.batch(0)
+    for step in range(number + 1):
+        running.train.batch(step)
+    stream = StatefulStream()
+    later = loaded_data(stream, batch_size=BATCH, seed=0)
+    later.load_state_dict(deepcopy(running.state_dict()))
+    stream.read = 0
+    assert rows_of(later, [number + 1, number + 2]) == expected
+    assert stream.read == 2
+
+
+def test_a_state_of_batches_of_another_size_is_warned_of_and_left(caplog):
+    data = loaded_data(StatefulStream(), batch_size=BATCH, seed=0)
+    data.load_state_dict({**data.state_dict(), "batch_size": 8})
+    assert "state is of batches of 8 rows, not 4" in caplog.text
+    assert rows_of(data, [2]) == [8, 9, 10, 11]
+
+
+def test_zbpps_own_data_have_no_state_but_the_step():
+    assert loaded_data(Squares(), batch_size=BATCH, seed=7).state_dict() == {}
+
+
+def test_a_dataset_smaller_than_a_batch_is_refused():
+    with pytest.raises(ValueError, match=r"the training Dataset has 3 rows, fewer than a batch .* = 4\)"):
+        loaded_data(Squares(3), batch_size=BATCH, seed=0)
+
+
+def test_a_dataset_that_draws_draws_alike_in_large_and_in_small_batches():
+    class Noise(Squares):
+        def __getitem__(self, row):
+            return torch.rand(2), torch.zeros(())
+
+    large, small = (loaded_data(Noise(), batch_size=size, seed=0) for size in (4, 2))
+    halves = torch.cat([small.train.batch(2)[0], small.train.batch(3)[0]])
+    assert torch.equal(large.train.batch(1)[0], halves)

@@ -281,4 +281,4 @@ def test_a_shorter_sequence_is_a_prefix(cls, sizes):
 
 
 def test_stages_are_ordinary_modules():
-    assert type(Gpt(**GPT).build_stage(0, 2)) is nn.Sequential
+    assert isinstance(Gpt(**GPT).build_stage(0, 2), nn.Sequential)

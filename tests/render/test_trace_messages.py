@@ -2,7 +2,7 @@
 
 from zbpp.planning import plan
 from zbpp.render import chrome_trace
-from zbpp.schedule import Costs, Timetable, simulate
+from zbpp.schedule import Costs, Timetable, Value, offload_of, simulate
 
 
 def lanes(trace):
@@ -61,3 +61,12 @@ def lanes_of_reductions(timeline):
     """Lane by lane; no message's lane may have the same number."""
     found = lanes(chrome_trace({"a": timeline}))
     return {lane: slices for lane, slices in found.items() if lane[1] == "reductions"}
+
+
+def test_a_trace_shows_copies_in_a_lane_of_the_rank_that_offloads():
+    """One value leaves when its F ends (1 ms). 0F1 waits for the copy, ends at 2.5 ms: it comes back."""
+    timetable = Timetable.parse("0F0 0F1 0F2 0B0 0W0 0B1 0W1 0B2 0W2")
+    offload = offload_of(timetable, [Value("saved", 0, 0)])
+    found = lanes(chrome_trace({"a": simulate(timetable, Costs(host=0.5), offload)}))
+    assert found == {(0, "offload"): [("Offload saved(0,0)", 1.0, 0.5), ("Fetch saved(0,0)", 2.5, 0.5)]}
+    assert lanes(chrome_trace({"a": simulate(timetable, Costs(host=0.5))})) == {}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from helpers.processes import run_ranks
-from zbpp import ActivationOffload, Costs, Pipeline, make_mesh, plan
+from zbpp import ActivationOffload, Costs, Pipeline, Timetable, make_mesh, plan
 from zbpp.autograd import recompute
 from zbpp.autograd.copies import OffloadError
 from zbpp.builders.trainer import build_offload
@@ -23,10 +23,22 @@ from zbpp.runtime.weight_offload import OffloadedWeights
 CPU = torch.device("cpu")
 M, ROWS, SIZE, WIDE = 6, 64, 64, 512
 SMALLEST = 1
-SCHEDULES = ["1f1b", "zb_h1", "zb_v"]
+# The kinds of plan that each schedule runs with.
+KINDS = {
+    "1f1b": ["planned", "measured", "number"],
+    "zb_h1": ["planned", "measured", "number"],
+    "zb_h2": ["planned"],
+    "zb_v": ["planned", "measured", "number"],
+    "interleaved_zb": ["planned"],
+}
+PAIRS = [(name, kind) for name, kinds in KINDS.items() for kind in kinds]
+WITH_W = [name for name in KINDS if name != "1f1b"]
 # Times that leave room for every copy, so that all leave whose F and B have an action between them.
 COSTS = Costs(f=2, b=2, w=2, host=0.1)
 EVERYTHING = ActivationOffload(costs=COSTS, least_bytes=SMALLEST)
+
+
+WAITING = Timetable.parse(" ".join(f"0{op}{microbatch}" for op in "FBW" for microbatch in range(M)))
 
 
 class Block(nn.Module):
@@ -55,7 +67,7 @@ def batch(num_rows=M * ROWS):
 
 
 def trained(rank, timetable, offload, num_steps=3, stages=None):
-    """Losses, gradients, and what two further steps held: (most bytes, spaces before, spaces after)."""
+    """Losses, gradients, what a further step held, spaces (before, after), bytes that left before W."""
     stages = stages or stages_for(rank, timetable)
     losses, x = [], batch()
     with Pipeline(stages, timetable, F.mse_loss, offload=offload) as pipeline:
@@ -64,7 +76,8 @@ def trained(rank, timetable, offload, num_steps=3, stages=None):
         spaces = num_spaces(pipeline)
         level = live_bytes(lambda: pipeline.step(x, target=x), CPU)
         gradients = [each.grad for each in pipeline.parameters()]
-        return losses, gradients, level, (spaces, num_spaces(pipeline))
+        waiting = {} if offload is None else pipeline.offloaded_bytes("deferred")
+        return losses, gradients, level, (spaces, num_spaces(pipeline)), sum(waiting.values())
 
 
 def num_spaces(pipeline):
@@ -75,18 +88,18 @@ def num_spaces(pipeline):
 def with_and_without(rank, num_ranks, folder):
     """{schedule: (equal losses and gradients, bytes without, bytes with, spaces)} for three kinds of plan."""
     found = {}
-    for name in SCHEDULES:
+    offloads = {
+        "planned": ActivationOffload(to=folder, costs=COSTS, least_bytes=SMALLEST),
+        "measured": ActivationOffload(to="host", least_bytes=SMALLEST),
+        "number": ActivationOffload(gib=0.001, to="host", least_bytes=SMALLEST),
+    }
+    for name, kinds in KINDS.items():
         timetable = plan(name, num_ranks, M)
         expected = trained(rank, timetable, None)
-        kinds = {
-            "planned": ActivationOffload(to=folder, costs=COSTS, least_bytes=SMALLEST),
-            "measured": ActivationOffload(to="host", least_bytes=SMALLEST),
-            "number": ActivationOffload(gib=0.001, to="host", least_bytes=SMALLEST),
-        }
-        for kind, offload in kinds.items():
-            losses, gradients, level, spaces = trained(rank, timetable, offload)
+        for kind in kinds:
+            losses, gradients, level, spaces, waiting = trained(rank, timetable, offloads[kind])
             equal = losses == expected[0] and all(map(torch.equal, gradients, expected[1]))
-            found[name, kind] = equal, expected[2].highest, level, spaces
+            found[name, kind] = equal, expected[2].highest, level, spaces, waiting
     return found
 
 
@@ -95,16 +108,21 @@ def on_two_ranks(tmp_path_factory):
     return run_ranks(with_and_without, 2, 2, tmp_path_factory.mktemp("offload"))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("kind", ["planned", "measured", "number"])
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_losses_and_gradients_are_equal_to_the_last_bit(name, kind, on_two_ranks):
     for rank in on_two_ranks:
         assert rank[name, kind][0]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", WITH_W)
+def test_what_waits_for_w_leaves_under_every_schedule_with_a_gap_before_w(name, on_two_ranks):
+    assert sum(rank[name, "planned"][4] for rank in on_two_ranks) >= ROWS * WIDE * 4  # bytes of a wide x
+    assert on_two_ranks[0]["1f1b", "planned"][4] == 0
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_no_space_is_made_in_the_steady_state_and_none_is_in_use_after_a_step(name, on_two_ranks):
-    spaces = [rank[name, kind][3] for rank in on_two_ranks for kind in ("planned", "number")]
+    spaces = [rank[name, kind][3] for rank in on_two_ranks for kind in KINDS[name] if kind != "measured"]
     assert all(before == after for before, after in spaces)
     assert all(used == 0 for _, (_, used) in spaces)
     assert any(number > 0 for _, (number, _) in spaces)
@@ -284,7 +302,10 @@ def test_what_one_rank_refuses_all_ranks_raise():
 
 
 def on_a_mesh(rank):
-    """(equal losses and gradients, bytes that left) of shards (FSDP2), and of tensor-parallel parts."""
+    """(equal losses and gradients, bytes that left) of shards (FSDP2), and of tensor-parallel parts.
+
+    All F's, then all B's, then all W's.
+    """
     found = {}
     for dimension in ("shard", "tensor"):
         mesh = make_mesh(**{dimension: 2})
@@ -294,7 +315,7 @@ def on_a_mesh(rank):
 
 
 def meshed(mesh, offload):
-    timetable, x, losses = plan("gpipe", 1, M), batch(), []
+    timetable, x, losses = WAITING, batch(), []
     stages = stages_for(0, timetable)
     if mesh["tensor"].size() > 1:
         for block in stages[0]:
@@ -305,7 +326,8 @@ def meshed(mesh, offload):
         for _ in range(2):
             losses += [each.item() for each in pipeline.step(x, target=x)]
         gradients = [local_of(each.grad) for each in pipeline.parameters()]
-        return losses, gradients, pipeline.offloaded_bytes().get(0, 0)
+        waiting = 0 if offload is None else pipeline.offloaded_bytes("deferred")[0]
+        return losses, gradients, (pipeline.offloaded_bytes().get(0, 0), waiting)
 
 
 def test_weights_that_fsdp2_gathers_stay_and_what_is_split_over_a_mesh_is_equal_to_the_last_bit():
@@ -313,8 +335,11 @@ def test_weights_that_fsdp2_gathers_stay_and_what_is_split_over_a_mesh_is_equal_
     for rank in run_ranks(on_a_mesh, 2):
         assert rank["shard"][0]
         assert rank["tensor"][0]
-        assert rank["shard"][1] == pytest.approx(plain, rel=0.1)  # no weight among them
-        assert 0 < rank["tensor"][1] < plain  # DTensors stay
+        (saved, waiting), (of_tensor, tensor_waiting) = rank["shard"][1], rank["tensor"][1]
+        assert saved == pytest.approx(plain, rel=0.1)  # no weight among them
+        assert 0 < of_tensor < plain  # DTensors stay
+        assert 0 < waiting < plain
+        assert 0 < tensor_waiting < plain
 
 
 def test_activations_and_weights_that_leave_are_refused_together():

@@ -10,6 +10,8 @@ from zbpp import Costs, PlanError, lower, plan, simulate
 from zbpp.schedule import Action, Op, Value, choose_offload, offload_of
 from zbpp.schedule.offload import Await, Drop, Fetch, Offload
 
+# A value: the ops that make it, and those that use it.
+ENDS = {"saved": ((Op.F,), (Op.B, Op.BW)), "deferred": ((Op.B,), (Op.W,))}
 NAMES = ["gpipe", "1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "interleaved_1f1b"]
 
 
@@ -22,6 +24,15 @@ def drawn_costs(seed, num_stages, host):
     return Costs(
         f=numbers(1, 3), b=numbers(1, 3), w=numbers(1, 3), comm=rng.uniform(0, 1), host=numbers(*host)
     )
+
+
+def ends_of(row, value):
+    """The positions of the action that makes a value and of the one that uses it."""
+    places = [
+        [i for i, a in enumerate(row) if a[::2] == value[1:] and a.op in ops] for ops in ENDS[value.name]
+    ]
+    assert [*map(len, places)] == [1, 1]
+    return places[0][0], places[1][0]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -51,11 +62,9 @@ def test_a_rank_makes_one_copy_at_a_time_and_each_instruction_waits_for_its_own(
         copies = [each for each in timeline.copies if each.rank == rank]
         assert all(first.end <= second.start for first, second in pairwise(copies))
         for each in copies:
-            row = timetable.rows[rank]
-            used = [i for i, a in enumerate(row) if a[::2] == each.value[1:] and a.op in (Op.B, Op.BW)]
-            made = [i for i, a in enumerate(row) if a[::2] == each.value[1:] and a.op is Op.F]
-            assert each.start >= timeline.ends[rank][made[0]]
-            assert each.end <= timeline.starts[rank][used[0]] + 1e-9
+            made, used = ends_of(timetable.rows[rank], each.value)
+            assert each.start >= timeline.ends[rank][made]
+            assert each.end <= timeline.starts[rank][used] + 1e-9
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -69,9 +78,9 @@ def test_the_four_instructions_of_a_value_stand_between_its_producer_and_its_con
             left = [each.value for each in program.instructions if isinstance(each, Offload)]
             assert len(left) == len(offload[rank]) / 4
             for value in left:
-                end = Op.BW if str(Action(value.stage, Op.BW, value.microbatch)) in places else Op.B
-                order = [Action(value.stage, Op.F, value.microbatch), Offload(value), Drop(value)]
-                order += [Fetch(value), Await(value), Action(value.stage, end, value.microbatch)]
+                row = timetable.rows[rank]
+                made, used = ends_of(row, value)
+                order = [row[made], Offload(value), Drop(value), Fetch(value), Await(value), row[used]]
                 found = [places[str(each)] for each in order]
                 assert found == sorted(found)
                 between = program.instructions[found[2] : found[3]]
@@ -98,6 +107,40 @@ def test_the_longest_lifespans_leave_first_under_a_limit():
         away += isinstance(each.instruction, Offload) - isinstance(each.instruction, Await)
         most = max(most, away)
     assert most == 1
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "zb_h2", "zb_v", "interleaved_zb"])
+def test_what_waits_for_w_leaves_wherever_something_runs_between_b_and_w(name):
+    """Copies that may be late: all of it leaves, and each is away while an action runs."""
+    timetable = plan(name, 4, 8)
+    costs = Costs(host=1e-6)
+    without = simulate(timetable, costs)
+    offload = choose_offload(without, costs, late=True)
+    gaps = 0
+    for row, placed in zip(timetable.rows, offload, strict=True):
+        left = {each.instruction.value for each in placed if each.instruction.value.name == "deferred"}
+        waiting = set()
+        for stage, microbatch in {a[::2] for a in row if a.op is Op.B}:
+            value = Value("deferred", stage, microbatch)
+            made, used = ends_of(row, value)
+            if used - made >= 2:
+                waiting.add(value)
+        assert left == waiting
+        gaps += len(waiting)
+    assert gaps > 0
+    saved_only = [[each for each in placed if each.instruction.value.name == "saved"] for placed in offload]
+    of_both, of_saved = (simulate(timetable, costs, each).peak_memory for each in (offload, saved_only))
+    assert all(both <= saved for both, saved in zip(of_both, of_saved, strict=True))
+    assert sum(of_both) < sum(of_saved)
+
+
+def test_the_copy_of_what_waits_takes_its_share_of_the_time():
+    """Costs.host is the time of saved; deferred is a fourth of it here."""
+    costs = Costs(host=4, saved=2, deferred=0.5)
+    timetable = plan("zb_h2", 2, 6)
+    timeline = simulate(timetable, costs, choose_offload(simulate(timetable, costs), costs, late=True))
+    took = {(each.value.name, round(each.end - each.start, 9)) for each in timeline.copies}
+    assert took == {("saved", 4), ("deferred", 1)}
 
 
 def test_late_copies_hold_the_peak_and_take_the_time():
@@ -129,7 +172,7 @@ def test_exactly_the_named_values_leave():
     ("value", "words"),
     [
         (Value("saved", 1, 0), "used right after"),
-        (Value("saved", 0, 9), "only saved of a stage of this plan can"),
+        (Value("saved", 0, 9), "only saved or deferred of a stage"),
         (Value("g", 0, 0), "only saved"),
     ],
 )

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from zbpp.training.loggers import JsonLines, Loggers, Wandb
+from zbpp.training.loggers import JsonLines, Loggers, TensorBoard, Wandb
 
 STEPS = [{"step": 1, "loss": 2.5, "note": "text"}, {"step": 2, "loss": 1.25, "note": "text"}]
 
@@ -126,3 +126,43 @@ def test_wandb_online_without_a_key_goes_offline_and_says_so(no_account, tmp_pat
 def test_wandb_disabled_writes_nothing(no_account, tmp_path):
     write(tmp_path, "disabled")
     assert runs_in(tmp_path) == []
+
+
+def test_tensorboard_has_metrics_pictures_and_texts(tmp_path):
+    """Read back by TensorBoard's own reader."""
+    pytest.importorskip("tensorboard")
+    from matplotlib.image import imsave
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    imsave(tmp_path / "timeline.png", [[0.0, 1.0], [1.0, 0.0]])
+    with Loggers([TensorBoard(tmp_path, config={"model.num_layers": 4})]) as loggers:
+        for metrics in STEPS:
+            loggers.log(metrics)
+        loggers.picture("timeline", tmp_path / "timeline.png", 2)
+        loggers.text("sample", "def f(x):\n  return <x>", 2)
+        loggers.summary = {"schedule": "zb_h1"}
+    found = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+    assert [(each.step, each.value) for each in found.Scalars("loss")] == [(1, 2.5), (2, 1.25)]
+    assert found.Tags()["images"] == ["timeline"]
+    texts = {
+        tag: found.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in found.Tags()["tensors"]
+    }
+    assert texts["sample/text_summary"] == "    def f(x):\n      return <x>\n"
+    assert "| model.num_layers | 4 |" in texts["config/text_summary"]
+    assert "| schedule | zb_h1 |" in texts["summary/text_summary"]
+
+
+@needs_wandb
+def test_wandb_has_pictures_and_texts(no_account, tmp_path):
+    from matplotlib.image import imsave
+
+    imsave(tmp_path / "timeline.png", [[0.0, 1.0], [1.0, 0.0]])
+    with Loggers([Wandb(tmp_path, project="test", mode="offline", config={})]) as loggers:
+        loggers.log(STEPS[0])
+        loggers.picture("timeline", tmp_path / "timeline.png", 1)
+        loggers.text("sample", "return <x>", 1)
+    (run,) = runs_in(tmp_path)
+    media = [path.name for path in run.parent.rglob("*") if path.is_file()]
+    assert any(name.startswith("timeline") and name.endswith(".png") for name in media)
+    (text,) = run.parent.rglob("sample*.html")
+    assert "return &lt;x&gt;" in text.read_text()

@@ -1,6 +1,7 @@
 """Post-validation against the synchronous run: the same losses and weights, to the last bit."""
 
 import math
+import re
 from functools import partial
 from itertools import pairwise
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._pytree import tree_map
 
 from helpers.processes import run_ranks
@@ -18,7 +20,7 @@ from zbpp.data import Data
 from zbpp.runtime.mesh import local_of
 from zbpp.runtime.norm import gradients_of, scale_gradients
 from zbpp.runtime.posts import Posts
-from zbpp.runtime.world import CommunicationError
+from zbpp.runtime.world import AgreementError, CommunicationError
 from zbpp.training.post_validation import Switch, Validation
 from zbpp.training.precision import PRECISIONS
 from zbpp.training.trainer import Trainer
@@ -35,6 +37,8 @@ POISONED = 8  # the first stage's are infinite, other ranks update
 class Model:
     """Layers with dropout, whose seeds must come again, and with BatchNorm, whose statistics must go back."""
 
+    num_layers = 8
+
     def __init__(self, norm=nn.BatchNorm1d):
         self.norm = norm
 
@@ -42,7 +46,7 @@ class Model:
         torch.manual_seed(0)
         layers = [
             nn.Sequential(nn.Linear(WIDTH, WIDTH), self.norm(WIDTH), nn.Tanh(), nn.Dropout(0.2))
-            for _ in range(8)
+            for _ in range(self.num_layers)
         ]
         mine = layers[len(layers) * index // num_stages : len(layers) * (index + 1) // num_stages]
         return nn.Sequential(*mine)
@@ -51,8 +55,25 @@ class Model:
         return F.mse_loss(output, target)
 
 
-def batch(step):
-    generator = torch.Generator().manual_seed(step)
+class SplitModel(Model):
+    """Pairs of linears that are split over the mesh's tensor dimension."""
+
+    num_layers = 2  # DTensors are slow
+
+    def build_stage(self, index, num_stages):
+        stage = super().build_stage(index, num_stages)
+        for layer in stage:
+            layer[0] = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH))
+        return stage
+
+    def parallelize(self, stage, mesh):
+        for layer in stage:
+            parallelize_module(layer[0], mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+
+
+def batch(step, part=0):
+    """part: replicas and shards get different rows."""
+    generator = torch.Generator().manual_seed(step + 1000 * part)
     x, y = torch.randn(2, ROWS, WIDTH, generator=generator)
     if step in CLIPPED:
         y = y * 1e4
@@ -65,18 +86,32 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
+class Infinite(torch.autograd.Function):
+    """The identity; its gradient is infinite."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * math.inf
+
+
 def poison(pipeline, now):
-    """Let gradients of the first stage be infinite at one step."""
-    if 0 in pipeline.stages and pipeline.place.num_pipelines == 1:  # FSDP2 calls no tensor hooks
-        weight = next(pipeline.stages[0].parameters())
-        weight.register_hook(lambda grad: grad * math.inf if now[0] == POISONED else grad)
+    """Let gradients of the first stage's first layer be infinite at one step, and no others."""
+    if 0 in pipeline.stages:
+        layer = next(each for each in pipeline.stages[0].modules() if isinstance(each, nn.Linear))
+        layer.register_forward_hook(
+            lambda module, inputs, output: Infinite.apply(output) if now[0] == POISONED else output
+        )
 
 
 def synchronous(pipeline, optimizer, scheduler):
     losses, norms, now = [], [], [0]
     poison(pipeline, now)
     for step in range(STEPS):
-        now[0], (x, y) = step, batch(step)
+        now[0], (x, y) = step, batch(step, pipeline.place.data_part)
         optimizer.zero_grad()
         losses.append([each.item() for each in pipeline.step(x, target=y)])
         norm = clip_grad_norm_(pipeline, math.inf).item()
@@ -94,7 +129,7 @@ def validated(pipeline, optimizer, scheduler, rollback="exact"):
     poison(pipeline, now)
     steps = PostValidation(pipeline, optimizer, clip_norm=CLIP, rollback=rollback)
     for step in range(STEPS):
-        now[0], (x, y) = step, batch(step)
+        now[0], (x, y) = step, batch(step, pipeline.place.data_part)
         losses.append([each.item() for each in steps.step(x, target=y)])
         scheduler.step()
         if step:
@@ -103,16 +138,14 @@ def validated(pipeline, optimizer, scheduler, rollback="exact"):
     norms.append(steps.norm)
     assert steps.num_redone == sum(not norm <= CLIP for norm in norms)
     assert steps.num_redone > len(CLIPPED)
-    if pipeline.place.num_pipelines == 1 < pipeline.timetable.num_ranks and pipeline.rank:
+    if 0 not in pipeline.stages:
         assert steps.num_taken_back > 0  # at least that of the poisoned step
     return losses, norms
 
 
-def trained(rank, num_ranks, schedule, run, make=adamw, **options):
+def trained(num_ranks, schedule, run, make=adamw, model=Model(), **options):  # noqa: B008  # it has no state
     """Losses and norms of a run, and the weights and buffers at its end."""
-    model, timetable = Model(), plan(schedule, num_ranks, M)
-    stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(rank)}
-    with Pipeline(stages, timetable, model.loss, **options) as pipeline:
+    with Pipeline(model, plan(schedule, num_ranks, M), **options) as pipeline:
         optimizer = make(pipeline.parameters())
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         losses, norms = run(pipeline, optimizer, scheduler)
@@ -142,7 +175,7 @@ def assert_same(one, other):
 def both(rank, num_ranks, schedules, **options):
     """Per schedule the synchronous run and the validated one."""
     return {
-        schedule: [trained(rank, num_ranks, schedule, run, **options) for run in (synchronous, validated)]
+        schedule: [trained(num_ranks, schedule, run, **options) for run in (synchronous, validated)]
         for schedule in schedules
     }
 
@@ -166,7 +199,7 @@ def test_forced_clips_and_a_forced_inf_give_the_synchronous_runs_losses(num_rank
 def inverted(rank):
     """A synchronous run, and one whose updates are computed backwards."""
     runs = (synchronous, partial(validated, rollback="inverse"))
-    return [trained(rank, 2, "zb_h2", run) for run in runs]
+    return [trained(2, "zb_h2", run) for run in runs]
 
 
 def test_updates_that_are_computed_backwards_are_near_the_synchronous_run():
@@ -175,15 +208,22 @@ def test_updates_that_are_computed_backwards_are_near_the_synchronous_run():
         torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
-def in_mesh(rank, degrees):
-    """Both runs of this process, whose rows differ from the other's."""
+def in_mesh(rank, degrees, model):
+    """Both runs of this process."""
     mesh = make_mesh(**degrees)
-    return both(mesh.get_local_rank("pipeline"), mesh.size(0), ["zb_h1"], mesh=mesh)["zb_h1"]
+    return both(rank, mesh.size(0), ["zb_h1"], model=model, mesh=mesh)["zb_h1"]
 
 
-@pytest.mark.parametrize("degrees", [{"replicate": 2}, {"shard": 2}])
-def test_replicas_and_shards_give_the_synchronous_runs_losses(degrees):
-    for expected, got in run_ranks(in_mesh, 2, degrees):
+MESHES = [({"replicate": 2}, Model()), ({"shard": 2}, Model()), ({"tensor": 2}, SplitModel())]
+
+
+@pytest.mark.parametrize(("degrees", "model"), MESHES)
+def test_two_ranks_with_replicas_shards_or_tensor_parallel_parts_give_the_synchronous_losses(degrees, model):
+    for expected, got in run_ranks(in_mesh, 4, degrees, model):
+        norms = expected[1]
+        assert [step for step in range(STEPS) if not math.isfinite(norms[step])] == [INFINITE, POISONED]
+        assert {*CLIPPED} <= {step for step in range(STEPS) if norms[step] > CLIP}
+        assert any(norm <= CLIP for norm in norms)
         assert_same(expected, got)
 
 
@@ -473,3 +513,82 @@ def test_after_a_validation_that_failed_no_weights_are_given_out():
         steps.settle()
     with pytest.raises(RuntimeError, match=r"an update could not be validated .*load weights"):
         pipeline.state_dict()
+
+
+def unfrozen(train):
+    """The losses of a run in which a second layer joins the optimizer behind a step that is clipped."""
+    torch.manual_seed(0)
+    stage = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False))
+    with Pipeline({0: stage}, plan("1f1b", 1, M), F.mse_loss) as pipeline:
+        optimizer = adamw(stage[0].parameters())
+        steps = PostValidation(pipeline, optimizer, clip_norm=1e-3) if train is validated else None
+        losses = []
+        for step in range(5):
+            if step == 2:
+                stage[1].requires_grad_(True)
+                optimizer.add_param_group({"params": [*stage[1].parameters()], "lr": 0.5})
+            x, y = batch(step)
+            if steps:
+                losses.append([each.item() for each in steps.step(x, target=y)])
+                continue
+            optimizer.zero_grad()
+            losses.append([each.item() for each in pipeline.step(x, target=y)])
+            norm = clip_grad_norm_(pipeline, math.inf).item()
+            scale_gradients(gradients_of(pipeline.parameters()), 1e-3 / norm)
+            optimizer.step()
+        return losses
+
+
+def test_a_group_that_is_added_between_steps_has_no_part_in_the_step_before():
+    assert unfrozen(validated) == unfrozen(synchronous)
+
+
+def read_on_some_ranks(rank, readers):
+    """The losses where some ranks read their weights after each step, and others don't."""
+    with Pipeline(Model(), plan("zb_h1", 2, M), timeout=20.0) as pipeline:
+        steps, losses = PostValidation(pipeline, adamw(pipeline.parameters()), clip_norm=CLIP), []
+        for step in range(5):
+            x, y = batch(step)
+            losses.append([each.item() for each in steps.step(x, target=y)])
+            if rank in readers:
+                pipeline.state_dict()
+        steps.settle()
+        return losses, steps.num_redone
+
+
+def said(call):
+    """The text of the error that a call raises."""
+    with pytest.raises((AgreementError, CommunicationError)) as raised:
+        call()
+    return str(raised.value)
+
+
+def disagreeing(rank):
+    """Runs in which some ranks read weights; then what each rank is told where ranks make different calls."""
+    found = [read_on_some_ranks(rank, readers) for readers in ((), (0,), (1,))]
+    told, (x, y) = [], batch(0)
+    with Pipeline(Model(), plan("1f1b", 2, M)) as pipeline:
+        optimizer = adamw(pipeline.parameters())
+        told.append(said(lambda: PostValidation(pipeline, optimizer, clip_norm=1.0 + rank)))
+    for call in ("release_gradients", "PostValidation"):
+        pipeline = Pipeline(Model(), plan("1f1b", 2, M))
+        optimizer = adamw(pipeline.parameters())
+        if rank:
+            told.append(said(lambda: pipeline.step(x, target=y)))  # noqa: B023  # called here
+        elif call == "PostValidation":
+            told.append(said(lambda: PostValidation(pipeline, optimizer)))  # noqa: B023
+        else:
+            told.append(said(lambda: pipeline.release_gradients(optimizer)))  # noqa: B023
+    return found, told
+
+
+def test_ranks_that_read_weights_make_no_difference_and_other_differences_are_told_at_once():
+    both_found, both_told = zip(*run_ranks(disagreeing, 2, timeout=60.0), strict=True)
+    for found in both_found:
+        assert found[0] == found[1] == found[2]
+        assert found[0][1] >= 2
+    for clip, release, validation in both_told:
+        assert "clip_norm: 1.0 on rank 0; 2.0 on rank 1" in clip
+        assert re.search(r"rank \d is in \w+\(\) while rank \d is in \w+\(\)", release)
+        assert "release_gradients()" in release
+        assert "PostValidation()" in validation

@@ -12,8 +12,10 @@ from helpers.processes import open_things, run_ranks
 from zbpp import Pipeline, PlanError, Timetable, make_mesh, plan, simulate
 from zbpp.data import text_data
 from zbpp.models.gpt import Gpt
+from zbpp.training.checkpoints import Checkpoints
 from zbpp.training.optimizer import adamw
 from zbpp.training.replan import Replan
+from zbpp.training.stop_after import StopAfter
 from zbpp.training.trainer import Trainer
 
 P, M, STEPS = 2, 4, 8
@@ -136,7 +138,7 @@ def replanned_again_and_again(rank, corpus):
             stages=stages,
             num_measured=1,
         )
-        assert len(list(trainer.run(4))) == 4
+        assert len(list(trainer.run(trainer.next_step + 4))) == 4
         assert str(trainer.pipeline.timetable) == str(plan(name, P, M))
         with pytest.raises(RuntimeError, match="the pipeline was closed: make a new Pipeline"):
             old.step()
@@ -235,3 +237,31 @@ def test_the_cost_of_gathering_weights_for_each_microbatch_is_in_what_is_planned
     for found in (first, *others):
         (_, once), (_, often) = found["step"], found["microbatch"]
         assert often >= 2 * least * M > once
+
+
+def left_and_continued(rank, corpus, folder):
+    """(losses without a stop, losses of two starts, plan and measurements of the second start)."""
+
+    def better(costs, limits):
+        return plan("zb_h1", P, M)
+
+    whole = [each["loss"] for each in trainer_of(rank, corpus, "1f1b", better).run(STEPS)]
+    found = []
+    for _ in range(2):
+        trainer = trainer_of(rank, corpus, "1f1b", better)
+        saving = Checkpoints(folder, every=100, keep=1, background=True, config={})
+        trainer.callbacks = [saving, StopAfter(MEASURED + 2)]
+        if found:
+            saving.resume(trainer, folder, STEPS)
+            assert trainer.is_replanned
+        rows = list(trainer.run(STEPS))
+        found += [each["loss"] for each in rows]
+    measured = [each for each in rows if "measured_makespan_ms" in each]
+    return whole[: len(found)], found, str(trainer.pipeline.timetable), measured
+
+
+def test_a_run_that_goes_on_keeps_the_plan_that_was_made_for_its_costs(corpus, tmp_path):
+    for whole, found, timetable, measured in run_ranks(left_and_continued, P, corpus, tmp_path):
+        assert found == whole
+        assert timetable == str(plan("zb_h1", P, M))
+        assert measured == []

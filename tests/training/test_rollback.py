@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+from contextlib import suppress
 
 import pytest
 import torch
@@ -206,3 +207,33 @@ def test_the_inverse_gives_back_what_was_there_but_for_rounding(make, num_steps,
 def test_the_inverse_refuses_what_it_cannot_compute(make, message):
     with pytest.raises(ValueError, match=message):
         InverseRollback(make(parameters()))
+
+
+@pytest.mark.parametrize("rollback", [ExactRollback, InverseRollback])
+def test_after_an_error_within_it_options_and_random_numbers_are_those_of_now(rollback):
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    weight.grad = torch.ones(3)
+    undo = rollback(optimizer)
+    undo.keep([])
+    optimizer.step()
+    undo.after_step(has_stepped=True)
+    optimizer.param_groups[0]["lr"] = 0.2
+    torch.manual_seed(7)
+    expected = torch.rand(1)
+    torch.manual_seed(7)
+    with suppress(KeyError), undo.undone():
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        raise KeyError
+    assert optimizer.param_groups[0]["lr"] == 0.2
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_parameters_that_were_put_into_a_group_are_refused():
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(3))])
+    undo = ExactRollback(optimizer)
+    undo.keep([])
+    undo.after_step(has_stepped=False)
+    optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(3)))
+    with pytest.raises(RuntimeError, match=r"call settle\(\) of PostValidation before"), undo.undone():
+        pass

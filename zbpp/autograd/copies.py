@@ -11,6 +11,7 @@ CPU a thread stands for the stream, and the caller waits.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import tempfile
@@ -22,6 +23,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
+
+from zbpp.autograd.host_memory import refuse_more_than_available
 
 
 class OffloadError(RuntimeError):
@@ -35,64 +38,98 @@ class Copy(Protocol):
         """Until this returns, or on CUDA for the current stream, the copies may still read and write."""
 
 
+Moves = list[tuple[UntypedStorage, Any]]  # (storage, its space)
+Watch = Callable[[], Callable[[], None]]
+"""Notes when copies run: called when they start, where they run; its result is called when they end."""
+
+
 class Copier(ABC):
     """Copies to spaces outside `device` and back.
 
     num_spaces, total_bytes: of all spaces, in use or free; they do not grow in the steady state.
     used_bytes: of the spaces in use. most_bytes: the most that may be in use, for those who ask `has_room`.
+
+    A space is up to an eighth larger than what it was made for, so that one of nearly the same size fits,
+    too. `trim`, called after each step, gives up the spaces that the last two steps had no use for: with
+    shapes that change, a pool holds what three steps need at most.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.num_spaces = device, 0
         self.total_bytes = self.used_bytes = 0
         self.most_bytes = math.inf
-        self._free: dict[int, list[Any]] = {}
+        self._free: dict[int, list[Any]] = {}  # by size
+        self._least_free: dict[int, int] = {}  # how many of a size were free all the time since `trim`
+        self._spare: dict[int, int] = {}  # the same of the step before
 
     def has_room(self, nbytes: int) -> bool:
         """Whether so much more may leave."""
         return self.used_bytes + nbytes <= self.most_bytes
 
     def space(self, nbytes: int) -> Any:
-        """A space of this size from the pool. Raises OffloadError if there is none and no room."""
-        free = self._free.setdefault(nbytes, [])
+        """A space of at least this size from the pool. Raises OffloadError if there is none and no room."""
+        size = _space_size(nbytes)
+        free = self._free.setdefault(size, [])
         if free:
-            self.used_bytes += nbytes
-            return free.pop()
+            space = free.pop()
+        else:
+            space = self._new_space(size)
+        self._least_free[size] = min(self._least_free.get(size, 0), len(free))
+        self.used_bytes += nbytes
+        return space
+
+    def _new_space(self, size: int) -> Any:
         try:
-            made = self._make_space(nbytes)
+            made = self._make_space(size)
         except (RuntimeError, MemoryError, OSError) as error:
             raise OffloadError(
-                f"no room for {nbytes} more bytes of offloaded activations in {self._where}, which has "
+                f"no room for {size} more bytes of offloaded activations in {self._where}, which has "
                 f"{self.total_bytes}: let less leave (memory.offload, ActivationOffload(gib=...)), or let it "
                 f"go elsewhere (memory.offload_to, to=...): {error}"
             ) from error
         self.num_spaces += 1
-        self.total_bytes += nbytes
-        self.used_bytes += nbytes
+        self.total_bytes += size
         return made
 
     def give_back(self, space: Any, nbytes: int) -> None:
         """Return a space to the pool; the copy that reads it may be under way."""
         self.used_bytes -= nbytes
-        self._free.setdefault(nbytes, []).append(space)
+        self._free.setdefault(_space_size(nbytes), []).append(space)
+
+    def trim(self) -> None:
+        """End a step: give up the spaces that were free all the time in this step and in the one before."""
+        spare = {size: self._least_free.get(size, len(free)) for size, free in self._free.items()}
+        unneeded = {size: min(number, self._spare.get(size, 0)) for size, number in spare.items()}
+        if any(unneeded.values()):
+            self._give_up(unneeded)
+        self._spare = {size: number - unneeded[size] for size, number in spare.items()}
+        self._least_free = {size: len(free) for size, free in self._free.items()}
 
     def clear(self) -> None:
         """Give up the free spaces."""
-        for nbytes, spaces in self._free.items():
-            self.num_spaces -= len(spaces)
-            self.total_bytes -= nbytes * len(spaces)
-        self._free.clear()
+        self._give_up({size: len(free) for size, free in self._free.items()})
+        self._spare.clear()
+        self._least_free.clear()
+
+    def _give_up(self, numbers: dict[int, int]) -> None:
+        """Give up so many free spaces of each size."""
+        for size, number in numbers.items():
+            self.num_spaces -= number
+            self.total_bytes -= size * number
+            del self._free[size][:number]
+            if not self._free[size]:
+                del self._free[size]
 
     def new_storage(self, nbytes: int) -> UntypedStorage:
         """Uninitialised memory on the device."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
 
     @abstractmethod
-    def out(self, moves: list[tuple[UntypedStorage, Any]]) -> Copy:
+    def out(self, moves: Moves, watch: Watch | None = None) -> Copy:
         """Start to copy storages to spaces, once the current stream has written them; empties the list."""
 
     @abstractmethod
-    def back(self, moves: list[tuple[UntypedStorage, Any]]) -> Copy:
+    def back(self, moves: Moves, watch: Watch | None = None) -> Copy:
         """Start to copy spaces to storages; empties the list."""
 
     def close(self) -> None:
@@ -124,11 +161,23 @@ class ThreadCopier(Copier):
         super().__init__(device)
         self._thread = ThreadPoolExecutor(1, "zbpp-offload")
 
-    def out(self, moves: list[tuple[UntypedStorage, Any]]) -> Copy:
-        return _ThreadCopy(self._thread.submit(_each, self._write, moves))
+    def out(self, moves: Moves, watch: Watch | None = None) -> Copy:
+        return _ThreadCopy(self._thread.submit(self._copy, self._write, moves, watch))
 
-    def back(self, moves: list[tuple[UntypedStorage, Any]]) -> Copy:
-        return _ThreadCopy(self._thread.submit(_each, self._read, moves))
+    def back(self, moves: Moves, watch: Watch | None = None) -> Copy:
+        return _ThreadCopy(self._thread.submit(self._copy, self._read, moves, watch))
+
+    def _copy(self, copy: Callable[[UntypedStorage, Any], None], moves: Moves, watch: Watch | None) -> None:
+        """In the thread: copy one after another."""
+        ended = None if watch is None else watch()
+        try:
+            for number in range(len(moves)):
+                copy(*moves[number])
+        finally:
+            # The caller frees what it dropped, not this thread: so memory is freed where the plan says.
+            moves.clear()
+        if ended is not None:
+            ended()
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
@@ -141,26 +190,18 @@ class ThreadCopier(Copier):
     def _read(self, storage: UntypedStorage, space: Any) -> None: ...
 
 
-def _each(copy: Callable[[UntypedStorage, Any], None], moves: list[tuple[UntypedStorage, Any]]) -> None:
-    try:
-        for number in range(len(moves)):
-            copy(*moves[number])
-    finally:
-        # The caller frees what it dropped, not this thread: so memory is freed where the plan says.
-        moves.clear()
-
-
 class HostCopier(ThreadCopier):
     _where = "host memory"
 
     def _make_space(self, nbytes: int) -> Tensor:
+        refuse_more_than_available(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def _write(self, storage: UntypedStorage, space: Any) -> None:
-        space.copy_(bytes_of(storage))
+        space[: storage.nbytes()].copy_(bytes_of(storage))
 
     def _read(self, storage: UntypedStorage, space: Any) -> None:
-        bytes_of(storage).copy_(space)
+        bytes_of(storage).copy_(space[: storage.nbytes()])
 
 
 class FileCopier(ThreadCopier):
@@ -182,9 +223,10 @@ class FileCopier(ThreadCopier):
     def _where(self) -> str:
         return f"a file in {self._folder}"
 
-    def clear(self) -> None:
+    def _give_up(self, numbers: dict[int, int]) -> None:
+        """Give up all spaces, if any: a file can be cut off at its end only."""
         if not self.used_bytes and not self._file.closed:
-            super().clear()
+            super()._give_up({size: len(free) for size, free in self._free.items()})
             self._file.truncate(0)
 
     def _make_space(self, nbytes: int) -> int:
@@ -193,13 +235,13 @@ class FileCopier(ThreadCopier):
         return start
 
     def _write(self, storage: UntypedStorage, space: Any) -> None:
-        left = memoryview(bytes_of(storage).numpy().data)
+        left = _memory_of(storage)
         while left:
             written = os.pwrite(self._file.fileno(), left, space)
             left, space = left[written:], space + written
 
     def _read(self, storage: UntypedStorage, space: Any) -> None:
-        left = memoryview(bytes_of(storage).numpy().data)
+        left = _memory_of(storage)
         while left:
             read = os.preadv(self._file.fileno(), [left], space)
             if not read:
@@ -228,18 +270,23 @@ class _CudaHostCopier(Copier):
         super().__init__(device)
         self._stream = torch.cuda.Stream(device)
 
-    def out(self, moves: list[tuple[UntypedStorage, Any]]) -> Copy:
-        return self._start([(space, bytes_of(storage)) for storage, space in moves], moves)
+    def out(self, moves: Moves, watch: Watch | None = None) -> Copy:
+        pairs = [(space[: storage.nbytes()], bytes_of(storage)) for storage, space in moves]
+        return self._start(pairs, moves, watch)
 
-    def back(self, moves: list[tuple[UntypedStorage, Any]]) -> Copy:
-        return self._start([(bytes_of(storage), space) for storage, space in moves], moves)
+    def back(self, moves: Moves, watch: Watch | None = None) -> Copy:
+        pairs = [(bytes_of(storage), space[: storage.nbytes()]) for storage, space in moves]
+        return self._start(pairs, moves, watch)
 
-    def _start(self, pairs: Sequence[tuple[Tensor, Tensor]], moves: list[Any]) -> Copy:
+    def _start(self, pairs: Sequence[tuple[Tensor, Tensor]], moves: Moves, watch: Watch | None) -> Copy:
         # Out: the current stream wrote the storage. Back: it may still read what lay in this memory before.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
+            ended = None if watch is None else watch()
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
+            if ended is not None:
+                ended()
             copy = _CudaCopy(self._stream.record_event())
         moves.clear()
         return copy
@@ -249,6 +296,7 @@ class _CudaHostCopier(Copier):
         super().close()
 
     def _make_space(self, nbytes: int) -> Tensor:
+        refuse_more_than_available(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
@@ -262,6 +310,17 @@ def copier_for(device: torch.device, to: str | Path = "host") -> Copier:
     if device.type != "cpu":
         raise OffloadError(f'activations leave {device} for host memory only, not for {to}: write "host"')
     return FileCopier(device, to)
+
+
+def _space_size(nbytes: int) -> int:
+    """The size rounded up to one of eight sizes between two powers of two."""
+    step = 1 << max(0, nbytes.bit_length() - 4)
+    return -(-nbytes // step) * step
+
+
+def _memory_of(storage: UntypedStorage) -> memoryview:
+    """The storage's memory on the CPU. (After Tensor.numpy() a storage could never change its size.)"""
+    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
 
 
 def bytes_of(storage: UntypedStorage) -> Tensor:

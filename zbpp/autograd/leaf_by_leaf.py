@@ -19,10 +19,8 @@ def run_leaf_by_leaf(tasks: list[Any], done: Callable[[Tensor], None]) -> None:
     """
     leaves = {id(leaf): leaf for task in tasks for leaf in _leaves_of(task)}
     last = {key: place for place, task in enumerate(tasks) for key in map(id, _leaves_of(task))}
-    read = {each.data_ptr() for task in tasks for tensor in task.tensors() for each in storages_of(tensor)}
-    at_the_end = {
-        key for key, leaf in leaves.items() if any(each.data_ptr() in read for each in storages_of(leaf))
-    }
+    read = {address for task in tasks for tensor in task.tensors() for address in _addresses(tensor)}
+    at_the_end = {key for key, leaf in leaves.items() if not read.isdisjoint(_addresses(leaf))}
     ends: dict[int, list[Tensor]] = {}  # place of a task -> the leaves that are done after it
     for key, place in last.items():
         ends.setdefault(len(tasks) - 1 if key in at_the_end else place, []).append(leaves[key])
@@ -34,6 +32,12 @@ def run_leaf_by_leaf(tasks: list[Any], done: Callable[[Tensor], None]) -> None:
                 if leaf._post_accumulate_grad_hooks:
                     run_post_accumulate_hooks(leaf)
                 done(leaf)
+
+
+def _addresses(tensor: Tensor) -> set[int]:
+    """Where a tensor's memory is; a fake tensor has none, and its storage stands for it."""
+    storages = storages_of(tensor)
+    return {each._cdata if each.device.type == "meta" else each.data_ptr() for each in storages}
 
 
 def _leaves_of(task: Any) -> list[Tensor]:

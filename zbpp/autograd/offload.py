@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from zbpp.autograd.copies import Copier, Copy
+from zbpp.autograd.copies import Copier, Copy, Watch
 from zbpp.autograd.storages import storages_of
 
 LEAST_BYTES = 64 * 1024
@@ -61,6 +61,8 @@ class _Memory:
             self.arriving.wait()
             self.arriving = None
         assert self.content is not None
+        if self.content.nbytes() != self.nbytes:  # W's, see deferred_offload.py
+            raise RuntimeError("a saved tensor is read while it is away: only W may read it after B")
         return self.content
 
     def free_space(self) -> None:
@@ -74,7 +76,7 @@ class _Memory:
         self.free_space()
 
 
-def start_fetch(memories: Iterable[_Memory]) -> Copy | None:
+def start_fetch(memories: Iterable[_Memory], watch: Watch | None = None) -> Copy | None:
     """Start to copy back those memories that are away; returns the copy, None if none is."""
     away = [each for each in memories if each.content is None]
     for each in memories:
@@ -85,7 +87,7 @@ def start_fetch(memories: Iterable[_Memory]) -> Copy | None:
     copier = away[0].copier
     for each in away:
         each.content = copier.new_storage(each.nbytes)
-    copy = copier.back([(each.content, each.space) for each in away if each.content is not None])
+    copy = copier.back([(each.content, each.space) for each in away if each.content is not None], watch)
     for each in away:
         each.arriving = copy
         each.free_space()  # the next copy into this space starts when this copy has ended
@@ -202,17 +204,20 @@ class SavedActivations:
         """Bytes of the storages that leave."""
         return sum(memory.nbytes for memory in self._living())
 
-    def offload(self) -> None:
+    def offload(self, watch: Watch | None = None) -> None:
         """Start to copy all that may leave; nothing, if that is more than the copier may take.
 
-        Raises OffloadError if there is no room for it.
+        Raises OffloadError if there is no room for it. watch: see Copier.
         """
         if not self._copier.has_room(self.nbytes):
             return
         leaving = [each for each in self._living() if each.content is not None and each.space is None]
         for each in leaving:
             each.space = self._copier.space(each.nbytes)
-        self._leaving = self._copier.out([(each.content, each.space) for each in leaving if each.content])
+        if leaving:
+            self._leaving = self._copier.out(
+                [(each.content, each.space) for each in leaving if each.content], watch
+            )
 
     def drop(self) -> None:
         """Wait until the copies have ended; then free the memory on the device. Raises OffloadError."""
@@ -223,9 +228,9 @@ class SavedActivations:
                 if each.space is not None:
                     each.content = None
 
-    def fetch(self) -> None:
+    def fetch(self, watch: Watch | None = None) -> None:
         """Start to copy all back that is away. Unpacking waits for it."""
-        self._arriving = start_fetch([*self._living()])
+        self._arriving = start_fetch([*self._living()], watch)
 
     def wait(self) -> None:
         """Wait until all is back. Raises OffloadError."""
@@ -253,14 +258,16 @@ class SavedActivations:
         return SavedTensor(tensor, memory)
 
     def _may_leave(self, tensor: Tensor) -> bool:
-        """Whether this is a plain tensor on the device, and neither a leaf nor a view of a parameter."""
-        return (
-            type(tensor) is Tensor
-            and tensor.layout is torch.strided
-            and tensor.device == self._copier.device
-            and not (tensor.is_leaf and tensor.requires_grad)
-            and not isinstance(tensor._base, nn.Parameter)
-            and not tensor.is_conj()
-            and not tensor.is_neg()
-            and not tensor.is_quantized
-        )
+        return type(tensor) is Tensor and tensor.device == self._copier.device and may_leave(tensor)
+
+
+def may_leave(tensor: Tensor) -> bool:
+    """Whether this is a dense tensor, and neither a leaf nor a view of a parameter."""
+    return (
+        tensor.layout is torch.strided
+        and not (tensor.is_leaf and tensor.requires_grad)
+        and not isinstance(tensor._base, nn.Parameter)
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.is_quantized
+    )

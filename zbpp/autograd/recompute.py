@@ -5,12 +5,16 @@ its tasks of W join those of the B around it. (torch's split runs the recompute 
 each group of parameters in W.) The recompute uses the values that F used: see forward_state.py.
 
 Auxiliary losses (auxiliary.py) that the block reports become further outputs of it.
+
+Whoever provides something for the forward only, such as weights that are on the device while it runs, wraps
+the recompute, too: see `recomputing_by`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from types import MethodType
 from typing import Any
 
@@ -23,6 +27,21 @@ from zbpp.autograd.collector import collector_of, refuse_create_graph
 from zbpp.autograd.forward_state import ForwardState, version
 from zbpp.autograd.hooks import num_hooks_made
 from zbpp.autograd.split import split
+
+Rerun = Callable[[Callable[[], tuple[Any, ...]]], tuple[Any, ...]]
+"""Calls the function that it is given, which is a forward, and returns the outputs."""
+
+_rerun: ContextVar[Rerun | None] = ContextVar("rerun", default=None)
+
+
+@contextmanager
+def recomputing_by(rerun: Rerun) -> Iterator[None]:
+    """Let the checkpoints of forwards within this context run their recompute through `rerun`, in B."""
+    token = _rerun.set(rerun)
+    try:
+        yield
+    finally:
+        _rerun.reset(token)
 
 
 def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -62,6 +81,7 @@ class _RepeatedCall:
     def __init__(self, fn: Callable[..., Any], spec: TreeSpec, given: list[Any]) -> None:
         self.fn, self.spec = fn, spec
         self.is_tuple, self.auxiliary = False, tuple[str, ...]()  # filled by the forward
+        self.rerun = _rerun.get()
         self.constants = [None if isinstance(each, Tensor) else each for each in given]
         self.state = ForwardState((fn, self.constants))
         given_ids = {id(each) for each in given}
@@ -91,6 +111,11 @@ class _RepeatedCall:
 
     def recompute(self, tensors: list[Tensor | None]) -> tuple[Any, ...]:
         """The same as `forward`, once more."""
+        if self.rerun is not None:
+            return self.rerun(lambda: self._recompute(tensors))
+        return self._recompute(tensors)
+
+    def _recompute(self, tensors: list[Tensor | None]) -> tuple[Any, ...]:
         output, auxiliary = self._run(tensors)
         if auxiliary.keys() != set(self.auxiliary):
             raise RuntimeError(

@@ -10,13 +10,18 @@ from torch import Tensor
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """The storage of a tensor; of a sparse tensor or a DTensor, the storages of the tensors inside it."""
+    return (part.untyped_storage() for part in tensors_inside(tensor))
+
+
+def tensors_inside(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that a sparse tensor or a DTensor consists of; any other tensor itself."""
     if tensor.is_sparse:
         parts = [tensor._indices(), tensor._values()]
     elif hasattr(tensor, "__tensor_flatten__"):
         inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
         parts = [part for part in inner if isinstance(part, Tensor)]  # DTensor lists its mesh, too
     else:
-        yield tensor.untyped_storage()
+        yield tensor
         return
     for part in parts:
-        yield from storages_of(part)
+        yield from tensors_inside(part)

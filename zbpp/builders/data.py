@@ -7,15 +7,21 @@ from typing import Any
 from zbpp.config import ConfigError, instantiate_node, naming
 from zbpp.data import Data
 from zbpp.data.loader import loaded_data
+from zbpp.data.read_ahead import check_thread_may_read
 
 
-def build_data(node: dict[str, Any], batch_size: int, seed: int) -> Data:
-    """The data that the node's `_target_` makes, see `loaded_data`. Raises ConfigError."""
-    given = instantiate_node("data", node, batch_size=batch_size, seed=seed)
-    if isinstance(given, Data):
-        return given
+def build_data(node: dict[str, Any], batch_size: int, seed: int, read_ahead: int = 0) -> Data:
+    """The data that the node's `_target_` makes, see `loaded_data`; to be read ahead, if that is more than 0.
+
+    Raises ConfigError.
+    """
+    data = instantiate_node("data", node, batch_size=batch_size, seed=seed)
     with naming(f"data ({node['_target_']})"):
-        return loaded_data(given, batch_size=batch_size, seed=seed)
+        if not isinstance(data, Data):
+            data = loaded_data(data, batch_size=batch_size, seed=seed)
+        if read_ahead:
+            check_thread_may_read(data.train)
+    return data
 
 
 def limit_evaluation(data: Data, evaluate_every: int, most_batches: int, num_parts: int) -> Data:
@@ -30,4 +36,13 @@ def limit_evaluation(data: Data, evaluate_every: int, most_batches: int, num_par
             f"less data is held out than a batch ({data.items_per_batch * num_parts} {data.unit}), but "
             "evaluate_every > 0: write evaluate_every=0, or hold out more (of text: data.held_out=0.05)"
         )
-    return data._replace(num_evaluation_batches=num_batches)
+    return data._replace(
+        train=_for_parts(data.train, num_parts),
+        evaluation=_for_parts(data.evaluation, num_parts),
+        num_evaluation_batches=num_batches,
+    )
+
+
+def _for_parts(source: Any, num_parts: int) -> Any:
+    """The source, told how many parts a step's data have, if it asks for that (see zbpp/data/chat.py)."""
+    return source.for_parts(num_parts) if hasattr(source, "for_parts") else source

@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from zbpp.config import LoggerConfig
-from zbpp.training.loggers import JsonLines, Logger, Wandb
+from zbpp.training.loggers import JsonLines, Logger, TensorBoard, Wandb
 
 
 def build_loggers(options: LoggerConfig, folder: Path, settings: Mapping[str, Any]) -> list[Logger]:
-    """metrics.jsonl in the run's folder, and wandb if the config asks for it.
+    """metrics.jsonl in the run's folder; wandb and TensorBoard if the config asks for them.
 
-    settings: the run's config as values by dotted key, which wandb shows.
+    settings: the run's config as values by dotted key, which both show.
     """
     loggers: list[Logger] = [JsonLines(folder / "metrics.jsonl")]
-    if options.name == "wandb":
+    if options.wandb:
         loggers.append(Wandb(folder, project=options.project, mode=options.mode, config=settings))
+    if options.tensorboard:
+        loggers.append(TensorBoard(folder, config=settings))
     return loggers

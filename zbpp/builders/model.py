@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbpp.config import ConfigError, instantiate_node, naming
+from zbpp.config import ConfigError, FinetuneConfig, instantiate_node, naming
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel
 from zbpp.training.precision import Precision
 
 
-def build_model(node: dict[str, Any], seed: int = 0) -> Any:
+def build_model(node: dict[str, Any], seed: int = 0, finetune: FinetuneConfig | None = None) -> Any:
     """The model that the node's `_target_` names.
 
-    The model gets `seed` if it takes a seed and the node gives none. Raises ConfigError.
+    The model gets `seed` if it takes a seed and the node gives none. finetune: which parameters are trained.
+    Raises ConfigError.
     """
     model = instantiate_node("model", node, **({} if "seed" in node else {"seed": seed}))
     if not isinstance(model, PipelineModel):
@@ -27,7 +28,18 @@ def build_model(node: dict[str, Any], seed: int = 0) -> Any:
             "see zbpp/stage_api.py"
         )
     _check_loss(model.loss)
-    return model
+    return model if finetune is None else _fine_tuned(model, finetune, seed)
+
+
+def _fine_tuned(model: Any, options: FinetuneConfig, seed: int) -> Any:
+    """The model with frozen parameters or adapters; itself where nothing of it is fine-tuned."""
+    lora = options.lora.options
+    if not (options.freeze or options.train or lora):
+        return model
+    from zbpp.training.fine_tuned import FineTuned
+
+    with naming("finetune"):
+        return FineTuned(model, freeze=options.freeze, train=options.train, lora=lora, seed=seed)
 
 
 def _check_loss(loss: object) -> None:

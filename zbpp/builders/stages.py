@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
+from tempfile import TemporaryFile
 
 import torch
 from torch import nn
 
 from zbpp.autograd import recompute
-from zbpp.config import ConfigError, naming
+from zbpp.config import ConfigError, MemoryConfig, naming
 from zbpp.runtime.blocks import blocks_of
+from zbpp.runtime.weight_buffers import FileHost, MemoryHost
 from zbpp.runtime.weight_offload import OffloadedWeights
 from zbpp.training.precision import Precision, check_device
 
@@ -44,16 +46,37 @@ def _check_norms(stages: Mapping[int, nn.Module], precision: Precision) -> None:
                 )
 
 
-def offload_weights(stages: Mapping[int, nn.Module], device: torch.device) -> None:
-    """Let the weights live on the host. Raises ConfigError for stages that can't."""
+def offload_weights(stages: Mapping[int, nn.Module], device: torch.device, memory: MemoryConfig) -> None:
+    """Let the weights live outside the device. Raises ConfigError for stages that can't."""
+    host = MemoryHost() if memory.offload_to == "host" else FileHost(memory.offload_to)
+    budget = None if memory.weights_budget is None else int(memory.weights_budget * 2**30)
     with naming("memory.offload_weights=true"):
-        OffloadedWeights(stages, device)
+        OffloadedWeights(stages, device, host=host, budget=budget)
 
 
-def recompute_stages(stages: Mapping[int, nn.Module], what: str) -> None:
-    """Let B recompute activations. `what`: "none", "block" (each block by itself) or "stage"."""
-    for stage in stages.values():
-        modules = {"none": [], "block": list(blocks_of(stage)), "stage": [stage]}[what]
+def check_offload_folder(memory: MemoryConfig) -> None:
+    """Raise ConfigError if no file can be made where activations or weights are to go."""
+    if memory.offload_to == "host" or (memory.offload == "none" and not memory.offload_weights):
+        return
+    try:
+        TemporaryFile(dir=memory.offload_to).close()
+    except OSError as error:
+        raise ConfigError(
+            f"memory.offload_to={memory.offload_to}: {error.strerror or error}: write host, or a folder that "
+            "exists and that can be written to"
+        ) from None
+
+
+def recompute_stages(
+    stages: Mapping[int, nn.Module], what: str, chosen: Collection[int] | None = None
+) -> None:
+    """Let B recompute activations. `what`: "none", "block" (each block by itself) or "stage".
+
+    "auto": the blocks of the stages in `chosen`.
+    """
+    for index, stage in stages.items():
+        name = ("block" if index in (chosen or ()) else "none") if what == "auto" else what
+        modules = {"none": [], "block": list(blocks_of(stage)), "stage": [stage]}[name]
         for module in modules:
             recompute(module)
 

@@ -1,12 +1,10 @@
-"""The trainer's parts from their parts of the config: pipeline, optimizer, learning rate, replanning."""
+"""The trainer's parts from their parts of the config: pipeline, master weights, validation, replanning."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -18,7 +16,6 @@ from zbpp.runtime.fully_shard import Reshard
 from zbpp.runtime.mesh import SHARD
 from zbpp.schedule import Costs, Timetable
 from zbpp.training.master_weights import MasterWeights
-from zbpp.training.optimizer import OPTIMIZERS, warmup_cosine
 from zbpp.training.post_validation import Validation
 from zbpp.training.precision import Precision
 from zbpp.training.replan import Replan
@@ -76,33 +73,11 @@ def build_masters(pipeline: Pipeline, precision: Precision) -> MasterWeights | N
     return MasterWeights(pipeline.parameters(), precision.compute)
 
 
-def build_optimizer(
-    parameters: Iterable[nn.Parameter], options: OptimizerConfig, gradient_release: str = "off"
-) -> torch.optim.Optimizer:
-    """The optimizer over this rank's parameters or master weights."""
-    return OPTIMIZERS[options.name](
-        parameters,
-        learning_rate=options.learning_rate,
-        betas=(options.beta1, options.beta2),
-        eps=options.eps,
-        weight_decay=options.weight_decay,
-        kahan_sum=options.kahan_sum,
-        gradient_release=gradient_release,
-    )
-
-
 def build_validation(options: OptimizerConfig) -> Validation | None:
     """How updates are validated after they are made; None: they wait for the norm."""
     if options.validation == "before":
         return None
     return Validation(after=options.validation_after, rollback=options.rollback)
-
-
-def learning_rate_factor(options: OptimizerConfig, num_steps: int) -> Callable[[int], float]:
-    """The factor on the learning rate at each step."""
-    return partial(
-        warmup_cosine, num_steps=num_steps, warmup_steps=options.warmup_steps, min_ratio=options.min_ratio
-    )
 
 
 def build_replan(

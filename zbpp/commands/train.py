@@ -29,7 +29,7 @@ def _train(config: Composed) -> None:
         from zbpp.launch import on_ranks
 
         check_before_start(config.tree, num_ranks)
-        on_ranks(num_ranks, train_on_rank, config)
+        on_ranks(num_ranks, train_on_rank, config, passes_signals=True)
     else:
         from torch.distributed.elastic.multiprocessing.errors import record
 

@@ -33,6 +33,22 @@ def instantiate_node(part: str, node: dict[str, Any], **extra: Any) -> Any:
         raise ConfigError(f"{part} ({node['_target_']}): {message}") from cause
 
 
+def partial_of_node(part: str, node: dict[str, Any]) -> Any:
+    """What the node's `_target_` names, with the node's other keys, to be called with further arguments.
+
+    The call raises ConfigError where the target raises a ValueError or TypeError, as for an unknown argument.
+    """
+    made = instantiate_node(part, {**node, "_partial_": True})
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return made(*args, **kwargs)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{part} ({node['_target_']}): {' '.join(str(error).split())}") from error
+
+    return call
+
+
 def _missing_name(target: str) -> str:
     """`my_file has no MyModle; it has MyModel`; nothing if the module was not imported or has the name."""
     module_name, _, name = target.rpartition(".")

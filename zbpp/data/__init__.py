@@ -6,7 +6,11 @@
     windows      a sequence of tokens in windows, in an order that is computed
     permutation  that order
     text         batches of windows; `text_data`
+    prepared     tokens in a folder, mapped
+    prepare      text to such a folder: documents, encoding
+    tokens       batches of them; mixture: of several such folders
     regression   random regression
+    read_ahead   the next batches, by a thread
     loader       a user's own Dataset, DataLoader or list of batches
 
 The names are loaded when they are first used: preparing tokens imports no torch.
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
     from zbpp.data.regression import RandomRegression, regression_data
     from zbpp.data.source import Data
     from zbpp.data.text import Batches, text_data
+    from zbpp.data.tokens import token_data
 
 _HOME = {
     "Batches": "text",
@@ -32,9 +37,19 @@ _HOME = {
     "loaded_data": "loader",
     "regression_data": "regression",
     "text_data": "text",
+    "token_data": "tokens",
 }
 
-__all__ = ["Batches", "Data", "RandomRegression", "Source", "loaded_data", "regression_data", "text_data"]
+__all__ = [
+    "Batches",
+    "Data",
+    "RandomRegression",
+    "Source",
+    "loaded_data",
+    "regression_data",
+    "text_data",
+    "token_data",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,24 +4,39 @@ Every rank makes its own loader, and all must see the same global batches; `zbpp
 fingerprints of the first batch. `shuffle=True` gives the same order on every rank: while a batch is made,
 torch's random numbers are seeded by the batch's number. Code that draws from `random` or numpy, or in worker
 processes, has to seed itself alike on every rank.
+
+A run that goes on at step 1000 needs batch 1000:
+
+    a map-style Dataset, a list          is asked for that batch
+    a DataLoader of a map-style Dataset  draws the indices of the batches before, and loads none of them
+    has state_dict and load_state_dict   goes on from its own state, if the checkpoint has one
+    anything else                        yields all batches before, and a warning says so
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from copy import copy
 from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from zbpp.data.batch import num_rows, parts_of
+from zbpp.data.dataset import DatasetBatches, is_map_style
 from zbpp.data.source import Data
 from zbpp.seeding import seed_of
 
+_log = logging.getLogger(__name__)
+_SECONDS_UNTIL_SAID = 2.0  # a warning about skipped batches comes after so long, and then again and again
+
 _ENDLESS = 2**40  # batches of a source that doesn't say how many it has
+_NOTHING = object()
 
 
 class Loaded:
@@ -32,8 +47,13 @@ class Loaded:
     rows.
     """
 
+    draws_global_random = True
+
     def __init__(self, batches: Iterable[Any], *, batch_size: int, seed: int, name: str = "training") -> None:
         self._batches, self._batch_size, self._seed, self._name = batches, batch_size, seed, name
+        self._begin()
+
+    def _begin(self) -> None:
         self._number, self._epoch, self._current = -1, -1, None
         self._iterator: Iterator[Any] = iter(())
 
@@ -44,38 +64,151 @@ class Loaded:
 
     def batch(self, step: int) -> Any:
         """The batch of `step`, from 0; the latest batch is not loaded again."""
-        if step < self._number:
-            self._number, self._iterator = -1, iter(())
+        if step < self._number or (step == self._number and self._current is None):
+            self._begin()
+        if self._number < 1 < step:  # not before: the batches between are those of other replicas
+            self._jump(step)
+        began = said = time.monotonic()
         while self._number < step:
             self._current = self._next(self._number + 1)
             self._number += 1
+            if self._number < step and (now := time.monotonic()) > said + _SECONDS_UNTIL_SAID:
+                said = now
+                _log.warning(
+                    "skipping to %s batch %d: at batch %d after %.0f s; a map-style Dataset, or a loader "
+                    "with state_dict and load_state_dict, needs no skipping",
+                    self._name, step, self._number, now - began,
+                )  # fmt: skip
         return self._current
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's own state behind the latest batch, if it has one; else {}: the step is enough."""
+        if not _has_state(self._batches) or self._number < 0:
+            return {}
+        state = {"number": self._number, "epoch": self._epoch, "batch_size": self._batch_size}
+        return {**state, "loader": self._batches.state_dict()}  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on behind the batch that `state_dict` was called after; {} begins anew.
+
+        A state of batches of another size is of no use, and warned of.
+        """
+        self._begin()
+        if not state or not _has_state(self._batches):
+            return
+        if state["batch_size"] != self._batch_size:
+            _log.warning(
+                "the %s loader's state is of batches of %d rows, not %d: batches are skipped instead",
+                self._name, state["batch_size"], self._batch_size,
+            )  # fmt: skip
+            return
+        self._batches.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+        with torch.random.fork_rng([]):
+            self._start_epoch(state["epoch"])
+        self._number = state["number"]
+
+    def _jump(self, step: int) -> None:
+        """Load a batch without those before it, where that is possible."""
+        loader = self._batches
+        if not isinstance(loader, DataLoader) or loader.batch_sampler is None or _has_state(loader):
+            return
+        if not is_map_style(loader.dataset):
+            return
+        epoch, place = divmod(step, len(loader))
+        later = copy(loader)
+        # Both are set by its constructor only. _iterator: the processes that persistent_workers keeps.
+        later.__dict__ |= {
+            "batch_sampler": _Later(loader.batch_sampler, place, seed_of(self._seed, "batch", step)),
+            "_iterator": None,
+        }
+        with torch.random.fork_rng([]):
+            self._start_epoch(epoch, later)
+            self._current = next(self._iterator)
+        _check_rows(self._current, step, self._batch_size, self._name)
+        self._number = step
+
+    def _start_epoch(self, epoch: int, batches: Iterable[Any] | None = None) -> None:
+        # A DataLoader draws an epoch's order here. The seed is the epoch's, not the batch's: so the order is
+        # the same whether one process reads an epoch, or replicas in smaller batches.
+        self._epoch = epoch
+        torch.default_generator.manual_seed(seed_of(self._seed, "epoch", epoch))
+        self._iterator = iter(self._batches if batches is None else batches)
 
     def _next(self, number: int) -> Any:
         with torch.random.fork_rng([]):
             torch.default_generator.manual_seed(seed_of(self._seed, "batch", number))
             found = next(self._iterator, _NOTHING)
             if found is _NOTHING:
-                # A DataLoader draws an epoch's order here. The seed is the epoch's, not the batch's: so the
-                # order is the same whether one process reads an epoch, or replicas in smaller batches.
-                self._epoch = 0 if number == 0 else self._epoch + 1
-                torch.default_generator.manual_seed(seed_of(self._seed, "epoch", self._epoch))
-                self._iterator = iter(self._batches)
+                self._start_epoch(0 if number == 0 else self._epoch + 1)
                 found = next(self._iterator, _NOTHING)
         if found is _NOTHING:
             raise ValueError("the data has no batch at all: is a DataLoader with drop_last=True empty?")
-        rows = num_rows(found)
-        if rows != self._batch_size:
-            given = "no tensor" if rows is None else f"{rows} rows"
-            raise ValueError(
-                f"{self._name} batch {number} has {given}, but num_microbatches * microbatch_size is "
-                f"{self._batch_size}: give every batch so many (a DataLoader: batch_size={self._batch_size}, "
-                "drop_last=True)"
-            )
+        _check_rows(found, number, self._batch_size, self._name)
         return found
 
 
-_NOTHING = object()
+class ListedBatches:
+    """A list of batches; each pass through the list is an epoch."""
+
+    def __init__(self, batches: Sequence[Any], *, batch_size: int, name: str) -> None:
+        if not batches:
+            raise ValueError(f"the list of {name} batches is empty: give it one batch at least")
+        for number, batch in enumerate(batches):
+            if num_rows(batch) != batch_size:
+                raise ValueError(
+                    f"{name} batch {number} has {num_rows(batch) or 'no'} rows, but num_microbatches * "
+                    f"microbatch_size is {batch_size}: leave it out, or write microbatches that fit"
+                )
+        self._batches = batches
+
+    @property
+    def num_batches(self) -> int:
+        """The list's length."""
+        return len(self._batches)
+
+    def batch(self, step: int) -> Any:
+        """The batch of `step`, from 0."""
+        return self._batches[step % len(self._batches)]
+
+
+class _Later:
+    """A batch sampler without its first lists of indices, which are drawn all the same.
+
+    seed: torch's random numbers are seeded by it after that, as if the batches before had been loaded.
+    """
+
+    def __init__(self, sampler: Any, skipped: int, seed: int) -> None:
+        self._sampler, self._skipped, self._seed = sampler, skipped, seed
+
+    def __iter__(self) -> Iterator[Any]:
+        indices = iter(self._sampler)
+        for _ in range(self._skipped):
+            next(indices, None)
+        if self._skipped:
+            torch.default_generator.manual_seed(self._seed)
+        yield from indices
+
+    def __len__(self) -> int:
+        return len(self._sampler) - self._skipped
+
+
+def _has_state(batches: object) -> bool:
+    return callable(getattr(batches, "state_dict", None)) and callable(
+        getattr(batches, "load_state_dict", None)
+    )
+
+
+def _check_rows(batch: Any, number: int, batch_size: int, name: str) -> None:
+    rows = num_rows(batch)
+    if rows != batch_size:
+        given = "no tensor" if rows is None else f"{rows} rows"
+        raise ValueError(
+            f"{name} batch {number} has {given}, but num_microbatches * microbatch_size is {batch_size}: "
+            f"give every batch so many (a DataLoader: batch_size={batch_size}, drop_last=True)"
+        )
+
+
+Loader = Loaded | ListedBatches | DatasetBatches
 
 
 def loaded_data(given: Any, *, batch_size: int, seed: int) -> Data:
@@ -101,11 +234,12 @@ def loaded_data(given: Any, *, batch_size: int, seed: int) -> Data:
     )
 
 
-def _loaded(given: Any, batch_size: int, seed: int, name: str, *, shuffle: bool) -> Loaded:
+def _loaded(given: Any, batch_size: int, seed: int, name: str, *, shuffle: bool) -> Loader:
+    if is_map_style(given):
+        return DatasetBatches(given, batch_size=batch_size, seed=seed, shuffle=shuffle, name=name)
     batches = given
     if isinstance(given, Dataset):
-        shuffle = shuffle and not isinstance(given, IterableDataset)
-        batches = DataLoader(given, batch_size=batch_size, shuffle=shuffle, drop_last=True)
+        batches = DataLoader(given, batch_size=batch_size, drop_last=True)
     if not isinstance(batches, Iterable) or isinstance(batches, str | dict | Tensor):
         raise ValueError(
             f"a {type(given).__name__} yields no batches: give a torch Dataset, a DataLoader, a list of "
@@ -117,12 +251,8 @@ def _loaded(given: Any, batch_size: int, seed: int, name: str, *, shuffle: bool)
             raise ValueError(
                 f"an epoch of the {name} DataLoader ends with {rest} rows: give it drop_last=True"
             )
-    for number, batch in enumerate(batches if isinstance(batches, Sequence) else ()):
-        if num_rows(batch) != batch_size:
-            raise ValueError(
-                f"{name} batch {number} has {num_rows(batch) or 'no'} rows, but num_microbatches * "
-                f"microbatch_size is {batch_size}: leave it out, or write microbatches that fit"
-            )
+    if isinstance(batches, Sequence):
+        return ListedBatches(batches, batch_size=batch_size, name=name)
     if isinstance(batches, Iterator):
         raise ValueError(
             f"a {type(given).__name__} ends after one epoch: give something that can be iterated over again, "

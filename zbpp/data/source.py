@@ -1,7 +1,8 @@
 """`Data`: what a trainer reads, batches by step and facts about them.
 
-A batch depends on the arguments and on the step's number, and on nothing else: there is no state to save, and
-any number of ranks sees the same global batches.
+A batch depends on the arguments and on the step's number, and on nothing else: the step is the state to save,
+and any number of ranks sees the same global batches. `Data.state_dict()` holds more only for a user's own
+loader that has a state, see loader.py.
 
 For data of your own, name in the config a function, or a torch Dataset class, that makes them (`data=custom
 data._target_=my_file.my_data`). The function gets `batch_size` (rows of a whole batch) and `seed` if it takes
@@ -11,9 +12,11 @@ pair of any of these (to train on, held out), or a `Data`. What a batch may be: 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from zbpp.data.batch import Source
+if TYPE_CHECKING:
+    from zbpp.data.batch import Source
 
 
 class Data(NamedTuple):
@@ -26,6 +29,20 @@ class Data(NamedTuple):
     fingerprint: str  # equal on two ranks that read the same data
     unigram_entropy: float | None = None  # nats per token
     unit: str = "tokens"  # what the items of a batch are: "tokens" or "rows"
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be saved beside the step: {} where the step is all it takes, as for all of zbpp's data.
+
+        Ask the rank that reads the first replica's data: the state of a later replica is further on.
+        """
+        found: dict[str, Any] = getattr(self.train, "state_dict", dict)()
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; batches are asked for by their numbers as before. {} is always right."""
+        load = getattr(self.train, "load_state_dict", None)
+        if load is not None:
+            load(state)
 
 
 def check_at_least_one(**sizes: int) -> None:

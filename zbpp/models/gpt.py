@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zbpp.models.documents import DocumentStage
 from zbpp.models.flops import head_in_layers
 from zbpp.models.layers import (
     Block,
@@ -86,6 +87,7 @@ class Gpt:
             layers_per_stage=layers_per_stage,
             std=transformer_std(num_layers),
             seed=seed,
+            stage=DocumentStage,
         )
 
     def build_stage(self, index: int, num_stages: int) -> nn.Sequential:
@@ -111,17 +113,22 @@ class Gpt:
         """How many layers each of `num_stages` stages gets; see `Blueprint.layer_counts`."""
         return self._blueprint.layer_counts(num_stages)
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+    def loss(self, output: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         """Mean cross-entropy in nats per token; logits [batch, time, vocab], target [batch, time]."""
         return token_loss(output, target)
 
-    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
+    def metrics(self, output: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """accuracy: the share of positions whose target has the largest logit."""
         return {"accuracy": token_accuracy(output, target)}
 
 
 class Embedding(nn.Module):
-    """Tokens [batch, time] -> token plus position embeddings [batch, time, hidden]."""
+    """Tokens [batch, time] -> token plus position embeddings [batch, time, hidden].
+
+    position_ids [batch, time]: by default each row's tokens from 0 on.
+    """
+
+    takes_positions = True
 
     def __init__(self, vocab_size: int, hidden_size: int, sequence_length: int, dropout: float) -> None:
         super().__init__()
@@ -130,10 +137,10 @@ class Embedding(nn.Module):
         self.position = nn.Embedding(sequence_length, hidden_size)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         time = tokens.shape[1]
         check_length(time, self.sequence_length)
-        positions = torch.arange(time, device=tokens.device)
+        positions = torch.arange(time, device=tokens.device) if position_ids is None else position_ids
         embedded: Tensor = self.dropout(self.token(tokens) + self.position(positions))
         return embedded
 
@@ -143,6 +150,7 @@ class Attention(nn.Module):
 
     Its rows are ordered by head: q, k and v of head 0, then those of head 1. So a rank's shard of them holds
     whole heads. weight_dropout: drops attention weights of one rank's heads; None where all heads are here.
+    mask: which keys a query sees; None: all before it. Positions are the embedding's matter.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, dropout: float) -> None:
@@ -153,23 +161,26 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.weight_dropout: nn.Module | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         heads = split_heads(self.query_key_value(x), 3 * self.head_size)
         query, key, value = heads.chunk(3, dim=-1)
         if self.training and self.dropout.p > 0 and self.weight_dropout is not None:
-            mixed = self.weight_dropout(causal_weights(query, key)) @ value
+            mixed = self.weight_dropout(causal_weights(query, key, mask)) @ value
         else:
             dropout = self.dropout.p if self.training else 0.0
-            mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+            mixed = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
+            )
         projected: Tensor = self.dropout(self.output(merge_heads(mixed)))
         return projected
 
 
-def causal_weights(query: Tensor, key: Tensor) -> Tensor:
+def causal_weights(query: Tensor, key: Tensor, mask: Tensor | None = None) -> Tensor:
     """The attention weights of queries and keys [..., time, head_size]: [..., time, time]."""
     scores = query @ key.mT / math.sqrt(query.shape[-1])
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(diagonal=1)
-    return scores.masked_fill(future, -torch.inf).softmax(dim=-1)
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    return scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
 
 
 class FeedForward(nn.Module):

@@ -118,7 +118,7 @@ class HuggingFace:
         """How many layers each stage gets. Raises ValueError if they can't be split that way."""
         return list(map(len, self._cut(num_stages).layers))
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+    def loss(self, output: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         """Mean cross-entropy in nats per token; logits [batch, time, vocab], target [batch, time]."""
         return token_loss(output, target)
 

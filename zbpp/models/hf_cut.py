@@ -157,6 +157,21 @@ class Stage(nn.Module):
             else:
                 container._modules[name] = child
 
+    def adopt_modules(self) -> None:
+        """Run the modules that stand in the stage now: one that was replaced stands in its tree alone."""
+        self._adopt(self, self._patched.model, "")
+
+    def _adopt(self, container: nn.Module, module: nn.Module, path: str) -> None:
+        for name, child in container._modules.items():
+            below = f"{path}.{name}".removeprefix(".")
+            if below == self._cut.path:
+                continue  # layers are the same objects in both
+            original = module._modules[name]
+            if below in self._patched.copied and child is not None and original is not None:
+                self._adopt(child, original, below)
+            else:
+                module._modules[name] = child
+
     def forward(
         self, *received: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> Tensor | tuple[Tensor | None, ...]:

@@ -32,7 +32,8 @@ class Blueprint:
     """A model as functions that make its parts, in model order: `first` by name, the layers, `last` by name.
 
     last_cost: the cost of `last`, as a multiple of a layer's; `first` counts as nothing. tied: {name of a
-    parameter: name of the one that it is}; a stage that has the first one alone has a copy of it.
+    parameter: name of the one that it is}; a stage that has the first one alone has a copy of it. stage: what
+    the parts of a stage are put into.
     """
 
     layer: Callable[[int], nn.Module]
@@ -44,6 +45,7 @@ class Blueprint:
     last: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
     last_cost: float = 0.0
     tied: Mapping[str, str] = field(default_factory=dict)
+    stage: type[nn.Sequential] = nn.Sequential
 
     def build_stage(self, index: int, num_stages: int) -> nn.Sequential:
         """Stage `index` on the CPU with its initial weights; nothing of the others is allocated.
@@ -58,7 +60,7 @@ class Blueprint:
         # On the meta device the modules' own initialisation costs nothing and draws no random numbers.
         with torch.device("meta"):
             parts = OrderedDict(self._parts(index, num_stages, layers[index]))
-        stage = nn.Sequential(parts)
+        stage = self.stage(parts)
         initialise(stage, self.seed, self.std, self.tied)
         return stage
 
@@ -115,8 +117,10 @@ def fan_in_std(name: str, shape: torch.Size) -> float:
 class Block(nn.Module):
     """One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    [batch, time, hidden] in and out.
+    [batch, time, hidden] in and out. position_ids and mask: see documents.py; None: one document a row.
     """
+
+    takes_mask = True
 
     def __init__(
         self, attention_norm: nn.Module, attention: nn.Module, mlp_norm: nn.Module, mlp: nn.Module
@@ -127,8 +131,11 @@ class Block(nn.Module):
         self.mlp_norm = mlp_norm
         self.mlp = mlp
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        if mask is None:
+            x = x + self.attention(self.attention_norm(x))
+        else:
+            x = x + self.attention(self.attention_norm(x), position_ids=position_ids, mask=mask)
         summed: Tensor = x + self.mlp(self.mlp_norm(x))
         return summed
 
@@ -144,18 +151,30 @@ def merge_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def token_loss(logits: Tensor, target: Tensor) -> Tensor:
+def token_loss(logits: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
     """Mean cross-entropy over all tokens in nats; logits [batch, time, vocab], target [batch, time].
 
-    Computed in float32 at least, whatever the logits are.
+    Computed in float32 at least, whatever the logits are. A target of -100 is left out. target may be
+    (target, totals), see zbpp/data/chat.py: then the mean over the microbatches of all replicas, which have
+    different numbers of targets, is the mean over all targets.
     """
     precise = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(precise.flatten(0, 1), target.flatten())
+    if isinstance(target, Tensor):
+        return F.cross_entropy(precise.flatten(0, 1), target.flatten())
+    labels, totals = target
+    num_targets, num_rows = totals[0].clamp(min=1).to(precise.dtype)
+    total = F.cross_entropy(precise.flatten(0, 1), labels.flatten(), reduction="sum")
+    return total * num_rows / (num_targets * len(labels))
 
 
-def token_accuracy(logits: Tensor, target: Tensor) -> Tensor:
-    """The share of targets that have the largest logit; logits [batch, time, vocab], target [batch, time]."""
-    return (logits.argmax(dim=-1) == target).float().mean()
+def token_accuracy(logits: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    """The share of targets that have the largest logit; arguments as in `token_loss`."""
+    is_right = (logits.argmax(dim=-1) == (target if isinstance(target, Tensor) else target[0])).float()
+    if isinstance(target, Tensor):
+        return is_right.mean()
+    labels, totals = target
+    num_targets, num_rows = totals[0].clamp(min=1).to(is_right.dtype)
+    return is_right.sum() * num_rows / (num_targets * len(labels))
 
 
 def check_positive(**sizes: int) -> None:

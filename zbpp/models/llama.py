@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zbpp.models.documents import DocumentStage
 from zbpp.models.flops import head_in_layers
 from zbpp.models.layers import (
     Block,
@@ -131,6 +132,7 @@ class Llama:
             layers_per_stage=layers_per_stage,
             std=transformer_std(num_layers),
             seed=seed,
+            stage=DocumentStage,
         )
 
     def build_stage(self, index: int, num_stages: int) -> nn.Sequential:
@@ -166,11 +168,11 @@ class Llama:
         module, _, leaf = rest.rpartition(".")
         return f"model.layers.{part.removeprefix('layer_')}.{_LIBRARY_NAMES[module]}.{leaf}"
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+    def loss(self, output: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         """Mean cross-entropy in nats per token; logits [batch, time, vocab], target [batch, time]."""
         return token_loss(output, target)
 
-    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
+    def metrics(self, output: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """accuracy: the share of positions whose target has the largest logit."""
         return {"accuracy": token_accuracy(output, target)}
 
@@ -178,7 +180,8 @@ class Llama:
 class Rotary(nn.Module):
     """Rotates each pair of numbers (i, i + d/2) of a head by the angle position x theta^(-2i/d).
 
-    [batch, head, time, d] in and out. The pairs are those of Hugging Face's Llama.
+    [batch, head, time, d] in and out. The pairs are those of Hugging Face's Llama. position_ids [batch,
+    time]: by default from 0 on.
     """
 
     cos: Tensor
@@ -196,17 +199,23 @@ class Rotary(nn.Module):
         self.register_buffer("cos", angles.cos().float(), persistent=False)
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
         time = x.shape[-2]
         check_length(time, self.sequence_length)
-        cos, sin = self.cos[:time], self.sin[:time]
+        if position_ids is None:
+            cos, sin = self.cos[:time], self.sin[:time]
+        else:
+            cos, sin = self.cos[position_ids].unsqueeze(1), self.sin[position_ids].unsqueeze(1)
         first, second = x.chunk(2, dim=-1)
         turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         return turned.to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions, [batch, time, hidden] in and out."""
+    """Causal grouped-query attention with rotary positions, [batch, time, hidden] in and out.
+
+    position_ids and mask: see documents.py; None: one document a row.
+    """
 
     def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, rotary: Rotary) -> None:
         super().__init__()
@@ -219,11 +228,13 @@ class Attention(nn.Module):
         self.output = nn.Linear(hidden_size, hidden_size, bias=False)
         self.rotary = rotary
 
-    def forward(self, x: Tensor) -> Tensor:
-        query = self.rotary(split_heads(self.query(x), self.head_size))
-        key = self.rotary(split_heads(self.key(x), self.head_size))
+    def forward(self, x: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        query = self.rotary(split_heads(self.query(x), self.head_size), position_ids)
+        key = self.rotary(split_heads(self.key(x), self.head_size), position_ids)
         value = split_heads(self.value(x), self.head_size)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.is_grouped)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=self.is_grouped
+        )
         projected: Tensor = self.output(merge_heads(mixed))
         return projected
 

@@ -67,7 +67,7 @@ def parallelize(stage: nn.Module, mesh: DeviceMesh, plan: BlockPlan, sizes: Mapp
     if plan.sequence_parallel:
         _shard_dropouts(stage, mesh, plan.dropouts)
         shard(stage, mesh, _sequence_boundaries(stage))
-        stage.register_forward_pre_hook(_SequenceCheck(mesh.size()))
+        stage.register_forward_pre_hook(_SequenceCheck(mesh.size()), prepend=True)
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
@@ -183,12 +183,17 @@ def _sequence_boundaries(stage: nn.Module) -> Styles:
 
 
 class _SequenceCheck:
-    """A hook that refuses sequences which the ranks can't share evenly."""
+    """A hook that refuses sequences which the ranks can't share evenly, and documents that are told apart."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if len(args) > 1:
+            raise ValueError(
+                "sequence_parallel=true cuts rows, and position_ids tell their documents apart: write "
+                "model.sequence_parallel=false, or batches without position_ids (data.across_documents=true)"
+            )
         check_divides("the sequence's length", args[0].shape[1], "the tensor-parallel degree", self.num_ranks)
 
 

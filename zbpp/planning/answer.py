@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from zbpp.planning.bounds import Bound, bound_of
 from zbpp.planning.memory_limit import MemoryLimit, fits, limits_per_rank
@@ -12,6 +13,7 @@ from zbpp.planning.plan import placement_of, plan, takes_costs
 from zbpp.planning.problem import Problem
 from zbpp.planning.request import PlanningRequest
 from zbpp.planning.tolerance import EQUAL
+from zbpp.planning.variants import Variant, best_variant
 from zbpp.schedule.dataflow_arrays import op_of, producers, stage_of
 from zbpp.schedule.simulate import Timeline
 from zbpp.schedule.timetable import Op, PlanError, Timetable
@@ -95,6 +97,25 @@ class Answer:
         limit = self.request.memory_limit
         rest = [each for each in self.candidates if each.name != "zb_auto" and not each.fits(limit)]
         return sorted(rest, key=lambda each: max(each.timeline.peak_memory))
+
+    @cached_property
+    def with_variants(self) -> list[tuple[Candidate, Variant]]:
+        """Each schedule with the offload and recompute that suit it best within the limit, best first.
+
+        A schedule is missing that doesn't fit with any of them; of zb_auto the best plan per placement stays.
+        """
+        request = self.request
+        shown: dict[str, tuple[Candidate, Variant]] = {}
+        for each in self.candidates:
+            costs = request.costs_for(each.timeline.timetable.num_stages)
+            found = best_variant(each.timeline, costs, request.memory_limit, request.objective, request.kept)
+            known = shown.get(each.title)
+            if found is not None and (known is None or self._time(found) < self._time(known[1])):
+                shown[each.title] = each, found
+        return sorted(shown.values(), key=lambda pair: self._time(pair[1]))
+
+    def _time(self, variant: Variant) -> float:
+        return float(f"{objective_value(variant.timeline, self.request.objective):.9g}")
 
     def best(self, placement: str, limit: MemoryLimit, objective: str | None = None) -> Choice | None:
         """The best plan with this placement that fits; None if there is none."""

@@ -6,64 +6,33 @@
     saved       what F keeps for B, but for messages
     deferred    what B keeps for W, but for messages
     buffers     the batch, receive buffers, what is being sent, what passes between stages of one rank
+    copies      what post-validation keeps, to take an update back
 
 `predict_memory` runs each rank's program without tensors, adding and subtracting these. A level is what is
-held after an action; `during` adds what the action itself needs for a while.
+held after an action; `during` adds what the action itself needs for a while, and what happens before the next
+one: an activation that comes back, an update of released gradients.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from zbpp.planning.receive_pool import pool_bytes
+from zbpp.planning.stage_bytes import StageBytes, num_buffers
 from zbpp.schedule.dataflow import Value, produces
-from zbpp.schedule.lower import Program, Recv, Reduce, Release, lower
+from zbpp.schedule.gate import gate_positions
+from zbpp.schedule.lower import Program, Reduce, Release, lower
+from zbpp.schedule.offload import Drop, Fetch, Offload, RankOffload
 from zbpp.schedule.timetable import Action, Op, PlanError, Timetable
 
-COMPONENTS = ("weights", "gradients", "optimizer", "saved", "deferred", "buffers")
-_WEIGHTS, _GRADIENTS, _OPTIMIZER, _SAVED, _DEFERRED, _BUFFERS = range(len(COMPONENTS))
+COMPONENTS = ("weights", "gradients", "optimizer", "saved", "deferred", "buffers", "copies")
+_WEIGHTS, _GRADIENTS, _OPTIMIZER, _SAVED, _DEFERRED, _BUFFERS, _COPIES = range(len(COMPONENTS))
 
 Levels = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageBytes:
-    """The bytes of one stage. Per microbatch unless said otherwise.
-
-    Held all the time: weights, optimizer. From the first W of a step: gradients, or all the time if
-    keeps_gradients. gathered: the whole weights of shards, from the first F of a step; 0 without shards.
-    reduced: what is left of the gradients after their reduction; None: all.
-    saved, deferred: without messages. x, g: the received input, and the received gradient of the output.
-    x_until, g_until: the op after which nothing refers to them any more. sent_x, sent_g: the output and the
-    input's gradient, as far as the stage itself doesn't keep them. rises: what an op needs above the level
-    before it, at most. update: what the optimizer needs above its states, for a while.
-    """
-
-    weights: float
-    gradients: float = 0.0
-    optimizer: float = 0.0
-    saved: float = 0.0
-    deferred: float = 0.0
-    x: float = 0.0
-    g: float = 0.0
-    sent_x: float = 0.0
-    sent_g: float = 0.0
-    x_until: Op = Op.B
-    g_until: Op = Op.B
-    gathered: float = 0.0
-    reduced: float | None = None
-    keeps_gradients: bool = False
-    rises: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)  # by Op
-    update: float = 0.0
-
-    @property
-    def static(self) -> float:
-        """Bytes that are there whatever the schedule is: weights, gradients and the optimizer's."""
-        return self.weights + self.gathered + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +40,8 @@ class RankMemory:
     """One rank's predicted step.
 
     levels: [actions + 1, components]; the first row is the level before the first action. during: the most
-    while each action runs. update: the most while the optimizer runs.
+    while each action runs, and until the next one. update: the most while the optimizer runs. host: the most
+    that is on the host: weights that live there, activations that are away.
     """
 
     rank: int
@@ -80,6 +50,7 @@ class RankMemory:
     levels: Levels
     during: Levels
     update: float
+    host: float = 0.0
 
     @property
     def totals(self) -> Levels:
@@ -115,23 +86,37 @@ class RankMemory:
 
 
 def predict_memory(
-    timetable: Timetable, stages: Sequence[StageBytes], inputs: float = 0.0, target: float = 0.0
+    timetable: Timetable,
+    stages: Sequence[StageBytes],
+    inputs: float = 0.0,
+    target: float = 0.0,
+    *,
+    offload: Sequence[RankOffload] = (),
+    is_validated_later: bool = False,
+    ranks: Sequence[int] | None = None,
 ) -> list[RankMemory]:
     """Each rank's memory over a step of the steady state: optimizer states and receive buffers exist.
 
     stages: one per stage. inputs, target: bytes of the whole batch, which the ranks with stage 0 and with the
-    last stage hold.
+    last stage hold. offload: of each rank, what leaves the device and comes back (`choose_offload`).
+    is_validated_later: the update before the step is not known to be right until the step's gate, where its
+    gradients go (post-validation). ranks: those to predict; None: all.
     Raises PlanError for another number of stages.
     """
     if len(stages) != timetable.num_stages:
         raise PlanError(f"{len(stages)} stages were measured, the timetable has {timetable.num_stages}")
     batch = {0: inputs}
     batch[timetable.num_stages - 1] = batch.get(timetable.num_stages - 1, 0.0) + target
-    return [_RankRun(timetable, program, stages, batch).run() for program in lower(timetable)]
+    programs = lower(timetable, offload)
+    gates = gate_positions(timetable) if is_validated_later else (0,) * timetable.num_ranks
+    return [
+        _RankRun(timetable, programs[rank], stages, batch, gates[rank]).run()
+        for rank in (range(timetable.num_ranks) if ranks is None else ranks)
+    ]
 
 
 class _RankRun:
-    """One rank's program, run on bytes."""
+    """One rank's program, run on bytes. gate: the number of actions before which the last gradients go."""
 
     def __init__(
         self,
@@ -139,8 +124,9 @@ class _RankRun:
         program: Program,
         stages: Sequence[StageBytes],
         batch: Mapping[int, float],
+        gate: int = 0,
     ) -> None:
-        self._program, self._stages = program, stages
+        self._program, self._stages, self._gate = program, stages, gate
         self._num_stages, self._rank_of = timetable.num_stages, timetable.rank_of
         self._own = timetable.stages_of(program.rank)
         self._level = np.zeros(len(COMPONENTS))
@@ -148,35 +134,82 @@ class _RankRun:
         self._is_gathered: set[int] = set()
         self._free_after: dict[tuple[int, int, Op], float] = {}  # stage, microbatch, op -> bytes of messages
         self._in_flight: dict[Value, float] = {}  # sent, not released
+        self._host = self._most_on_host = 0.0
+        self._during: list[float] = []
         own_batch = sum(batch.get(stage, 0.0) for stage in self._own)
-        self._level[_BUFFERS] = _pool(program, stages) + own_batch
+        self._level[_BUFFERS] = pool_bytes(program, stages) + own_batch
 
     def run(self) -> RankMemory:
-        for stage in self._own:
-            each = self._stages[stage]
-            self._level[_WEIGHTS] += each.weights
-            self._level[_OPTIMIZER] += each.optimizer
-            self._level[_GRADIENTS] += each.gradients if each.keeps_gradients else 0.0
-        levels, during, actions = [self._level.copy()], [], []
+        self._begin()
+        levels, actions = [self._level.copy()], list[Action]()
         for instruction in self._program.instructions:
+            if isinstance(instruction, Action):
+                if len(actions) == self._gate:
+                    self._level[_GRADIENTS] -= self._old_gradients
+                before = self._level.sum()
+                self._run_action(instruction)
+                actions.append(instruction)
+                levels.append(self._level.copy())
+                rise = self._stages[instruction.stage].rises[instruction.op]
+                self._during.append(max(before + rise, before, self._level.sum()))
+                continue
             match instruction:
-                case Action():
-                    before = self._level.sum()
-                    self._run_action(instruction)
-                    rise = self._stages[instruction.stage].rises[instruction.op]
-                    actions.append(instruction)
-                    levels.append(self._level.copy())
-                    during.append(max(before + rise, before, self._level.sum()))
                 case Release(value, _):
                     self._level[_BUFFERS] -= self._in_flight.pop(value, 0.0)
                 case Reduce(stage):
                     self._reduce(stage)
+                case Offload() | Drop() | Fetch():
+                    self._copy(instruction)
+            if self._during:
+                self._during[-1] = max(self._during[-1], self._level.sum())
         self._level[_BUFFERS] -= sum(self._in_flight.values())
         gathered = sum(self._stages[stage].gathered for stage in self._is_gathered)
-        update = self._level.sum() - gathered + sum(self._stages[stage].update for stage in self._own)
+        update = self._level.sum() - gathered + self._updated_last()
+        during = np.array(self._during)
         return RankMemory(
-            self._program.rank, tuple(self._own), tuple(actions), np.array(levels), np.array(during), update
+            self._program.rank,
+            tuple(self._own),
+            tuple(actions),
+            np.array(levels),
+            during,
+            update,
+            self._most_on_host,
         )
+
+    def _begin(self) -> None:
+        """Set the level before the first action."""
+        own = [self._stages[stage] for stage in self._own]
+        for each in own:
+            self._level[_WEIGHTS] += each.weights
+            self._level[_OPTIMIZER] += each.optimizer
+            self._level[_COPIES] += each.copies
+            self._level[_GRADIENTS] += each.gradients if each.keeps_gradients else 0.0
+            self._host += each.host
+        self._level[_WEIGHTS] += num_buffers(own) * max(each.block for each in own)
+        self._most_on_host = self._host
+        self._old_gradients = 0.0
+        if self._gate:
+            self._old_gradients = sum(_left_gradients(each) for each in own)
+            self._level[_GRADIENTS] += self._old_gradients
+
+    def _updated_last(self) -> float:
+        """What the optimizer needs at the end of a step: for all stages at once, or stage by stage."""
+        own = [self._stages[stage] for stage in self._own]
+        together = sum(each.update for each in own if not each.releases)
+        alone = [each.update for each in own if each.releases and each.reduced is not None]
+        return max([together, *alone])
+
+    def _copy(self, instruction: Offload | Drop | Fetch) -> None:
+        """Activations leave, or come back."""
+        own, is_saved = self._stages[instruction.value.stage], instruction.value.name == "saved"
+        size, held = (own.leaves, _SAVED) if is_saved else (own.deferred_leaves, _DEFERRED)
+        if isinstance(instruction, Offload):
+            self._host += size
+            self._most_on_host = max(self._most_on_host, self._host)
+            return
+        self._level[held] -= size if isinstance(instruction, Drop) else -size
+        if isinstance(instruction, Fetch):
+            self._host -= size
 
     def _run_action(self, action: Action) -> None:
         stage, op, microbatch = action
@@ -218,71 +251,17 @@ class _RankRun:
         own = self._stages[stage]
         if own.reduced is not None:
             self._level[_GRADIENTS] += own.reduced - own.gradients
+        elif own.releases:
+            if self._during:
+                self._during[-1] = max(self._during[-1], self._level.sum() + own.update)
+            self._level[_GRADIENTS] -= own.gradients
 
 
-def _pool(program: Program, stages: Sequence[StageBytes]) -> float:
-    """The bytes of a rank's receive buffers: as many of each kind as are in use at once.
-
-    A buffer is in use from the post of its receive, which happens ahead, until its message's last reader.
-    """
-    waiting = {peer: iter(values) for peer, values in _received(program).items()}
-    in_use, most = Counter[tuple[str, float]](), Counter[tuple[str, float]]()
-    ends: dict[tuple[int, int, Op], list[tuple[str, float]]] = {}
-
-    def post(peer: int) -> None:
-        value = next(waiting[peer], None)
-        if value is None:
-            return
-        own = stages[value.stage]
-        kind = (value.name, own.x if value.name == "x" else own.g)
-        in_use[kind] += 1
-        most[kind] = max(most[kind], in_use[kind])
-        until = own.x_until if value.name == "x" else own.g_until
-        ends.setdefault((value.stage, value.microbatch, until), []).append(kind)
-
-    for peer in waiting:
-        for _ in range(max(program.in_flight[peer], 1)):
-            post(peer)
-    for instruction in program.instructions:
-        match instruction:
-            case Recv(_, peer):
-                post(peer)
-            case Action(stage, op, microbatch):
-                for ended in (Op.B, Op.W) if op == Op.BW else (op,):
-                    in_use.subtract(ends.pop((stage, microbatch, ended), []))
-    return sum(size * count for (_, size), count in most.items())
-
-
-def _received(program: Program) -> dict[int, list[Value]]:
-    found: dict[int, list[Value]] = {}
-    for instruction in program.instructions:
-        if isinstance(instruction, Recv):
-            found.setdefault(instruction.peer, []).append(instruction.value)
-    return found
-
-
-# ---------------------------------------------------------------- shards
-
-
-def sharded(
-    stage: StageBytes, *, weights: float, gradients: float, optimizer: float, gathered: float, block: float
-) -> StageBytes:
-    """The stage with its weights cut into shards; weights, gradients, optimizer: a shard's bytes.
-
-    gathered: the whole weights, as they compute, while a step runs. block: of the largest block; where
-    `gathered` is 0, weights are gathered block by block, two at a time at most: this one and the next.
-    """
-    extra = 2 * block if not gathered else 0.0
-    f, b, w, whole = stage.rises
-    return replace(
-        stage,
-        weights=weights,
-        optimizer=optimizer,
-        gathered=gathered,
-        reduced=gradients,
-        keeps_gradients=False,
-        rises=(f + extra, b + extra, w, whole + extra),
-    )
+def _left_gradients(stage: StageBytes) -> float:
+    """What a step leaves of a stage's gradients, and the next step drops."""
+    if stage.keeps_gradients or stage.releases:
+        return 0.0
+    return stage.gradients if stage.reduced is None else stage.reduced
 
 
 # ---------------------------------------------------------------- what fits

@@ -40,18 +40,28 @@ def with_recompute(
     return replace(costs, **changes)
 
 
+class LimitTooLow(PlanError):
+    """No choice of stages fits. least: what each rank needs at least."""
+
+    def __init__(self, message: str, least: Sequence[float]) -> None:
+        super().__init__(message)
+        self.least = list(least)
+
+
 def cheapest_recompute(
     rank_of: Sequence[int],
     peak: Callable[[int, Stages], float],
     step: Callable[[Stages], float],
     limits: Sequence[float],
     unit: str,
+    most_tried: int = _MOST_TRIED,
 ) -> Stages:
     """The stages to recompute: every rank fits, and the step is the shortest.
 
     rank_of[stage]: the placement. peak(rank, stages): what a rank holds at most if these of its stages
-    recompute. step(stages): how long a step takes then. limits: one per rank.
-    Raises PlanError, with the least that fits, if a rank doesn't fit with all its stages recomputed.
+    recompute. step(stages): how long a step takes then. limits: one per rank. most_tried: combinations of all
+    ranks' sets, above which ranks choose in turns.
+    Raises LimitTooLow if a rank doesn't fit, whatever is recomputed.
     """
     least: list[float] = []
     options: list[list[Stages]] = []
@@ -62,8 +72,10 @@ def cheapest_recompute(
         options.append(_smallest([chosen for chosen in peaks if peaks[chosen] <= limit]))
     if not all(options):
         needed = ", ".join(memory_text(each, unit) for each in least)
-        raise PlanError(f"no choice of stages to recompute fits; the least that does, per rank: {needed}")
-    if prod(map(len, options)) <= _MOST_TRIED:
+        raise LimitTooLow(
+            f"no choice of stages to recompute fits; the least that does, per rank: {needed}", least
+        )
+    if prod(map(len, options)) <= most_tried:
         return min((_united(each) for each in product(*options)), key=lambda each: _worth(each, step))
     return _in_turns(options, step)
 

@@ -15,6 +15,7 @@ from zbpp.planning.problem import Problem
 from zbpp.planning.rank_costs import RankCosts, check_rank_costs
 from zbpp.planning.search.paper_planner import memory_of_1f1b
 from zbpp.planning.size_limit import BYTES_PER_SEARCHED_ACTION, check_size
+from zbpp.planning.variants import KEPT
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.timetable import PlanError
 
@@ -28,7 +29,8 @@ class PlanningRequest:
     """The pipeline that a schedule is to be chosen for.
 
     costs: for one rank's share of the model. memory_limit: in the unit of costs.saved, one number for all
-    ranks, or a list with one per rank. time_limit: seconds of all searches together.
+    ranks, or a list with one per rank. time_limit: seconds of all searches together. kept: the share of
+    `saved` that a stage keeps from F until B if it recomputes.
     Raises PlanError for what is out of range, and for a limit that can't hold one microbatch (with the
     least that works).
     """
@@ -40,11 +42,14 @@ class PlanningRequest:
     objective: str = MAKESPAN
     time_limit: float = 45.0
     seed: int = 0
+    kept: float = KEPT
 
     def __post_init__(self) -> None:
         check_rank_costs(self.costs)
         check_range("memory_limit", self.memory_limit)
         check_range("time_limit", self.time_limit)
+        if not 0 <= self.kept <= 1:
+            raise PlanError(f"kept={self.kept}: write a share of `saved`, 0 to 1")
         check_size(self.num_ranks, self.num_microbatches, 1, BYTES_PER_SEARCHED_ACTION)
         self.problem("one", self.memory_limit, self.objective)  # refuses what can't be planned
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from textwrap import fill
 from typing import NamedTuple
 
-from zbpp.planning.answer import Answer, Choice, num_messages
+from zbpp.planning.answer import Answer, Candidate, Choice, num_messages
 from zbpp.planning.memory_limit import memory_text
 from zbpp.planning.request import SWEEP_PLACEMENTS
 from zbpp.render.statements import SHAPES, limit_text, statements
@@ -33,6 +33,7 @@ class Advice(NamedTuple):
 def render_advice(answer: Answer) -> Advice:
     """Which schedule to use, as text in sections."""
     sections = [
+        _with_variants(answer),
         _too_large(answer),
         _refused(answer),
         _memory_sweep(answer),
@@ -118,6 +119,37 @@ def _too_large(answer: Answer) -> str:
         for candidate in answer.too_large
     ]
     return _table([head, *rows]) if rows else ""
+
+
+def _with_variants(answer: Answer) -> str:
+    """Each schedule with what makes it fit, or holds less at no cost; nothing where all do best without."""
+    pairs = answer.with_variants
+    if all(variant.title == "nothing" for _, variant in pairs):
+        return ""
+    head = ("schedule", "with", "makespan", "without", _peak_name(answer), "per rank")
+    rows = [
+        (
+            candidate.title,
+            variant.title,
+            digits(variant.timeline.makespan, _decimals(answer)),
+            _without(answer, candidate),
+            peak_text(variant.timeline),
+            _peaks(variant.timeline),
+        )
+        for candidate, variant in pairs
+    ]
+    kept = percent(answer.request.kept)
+    return (
+        "with activation offload, and with recompute where the limit asks for it, best "
+        f"{answer.request.objective} first\n{_table([head, *rows])}\n"
+        f"a stage that recomputes takes its F longer in B, and keeps {kept} of `saved` until then (--kept)"
+    )
+
+
+def _without(answer: Answer, candidate: Candidate) -> str:
+    """The time without offload and recompute, if that fits."""
+    fits = candidate.fits(answer.request.memory_limit)
+    return digits(candidate.timeline.makespan, _decimals(answer)) if fits else "too large"
 
 
 def _refused(answer: Answer) -> str:

@@ -14,7 +14,7 @@ from zbpp.render.table import aligned, percent
 from zbpp.schedule.costs import BYTES
 
 _BARS = " ▁▂▃▄▅▆▇█"
-_FILLS = ("#9aa1b0", "#38895a", "#87479b", "#2c6fb3", "#fbc592", "#d9d3c4")  # one per component
+_FILLS = ("#9aa1b0", "#38895a", "#87479b", "#2c6fb3", "#fbc592", "#d9d3c4", "#c4534a")  # one per component
 _WIDTH = 72  # columns of a curve
 
 
@@ -38,8 +38,17 @@ def render_memory(ranks: Sequence[RankMemory], how: str = "") -> str:
             "",
             f"over a step's actions; full height: {in_bytes(top)}",
             *curves,
+            *_host_lines(ranks),
         ]
     )
+
+
+def _host_lines(ranks: Sequence[RankMemory]) -> list[str]:
+    """What is in host memory; nothing if nothing is."""
+    if not any(each.host for each in ranks):
+        return []
+    amounts = ", ".join(f"rank {each.rank} {in_bytes(each.host)}" for each in ranks)
+    return ["", f"in host memory at most: {amounts}"]
 
 
 def _row(rank: RankMemory) -> tuple[str, ...]:

@@ -12,6 +12,8 @@ import numpy as np
 
 from zbpp.render.style import (
     COLOURS,
+    COPY_COLOURS,
+    COPY_MEANING,
     MEANING,
     REDUCTION_COLOURS,
     REDUCTION_MEANING,
@@ -47,7 +49,7 @@ def render_picture(timelines: Timelines, path: str | os.PathLike[str]) -> None:
     """Write a picture of timelines, one above the other, in ms from 0: PNG, PDF or SVG by the suffix.
 
     Grey is the bubble: idle time within a rank's span. A box that is wide enough has its microbatch's number.
-    A thin bar below a rank's boxes is a reduction.
+    A thin bar below a rank's boxes is a reduction, or a copy of what leaves the device or comes back.
     Above each panel stand its title and its largest figures, each with the rank that has it.
     """
     # A Figure of its own, no pyplot: no display, no global state, and matplotlib only for those who draw.
@@ -83,6 +85,7 @@ def _draw(axes: Axes, title: str, timeline: Timeline, horizon: float) -> None:
     _draw_boxes(axes, timeline, _PLOT_WIDTH / horizon)
     _draw_numbers(axes, timeline, _PLOT_WIDTH / horizon)
     _draw_reductions(axes, timeline)
+    _draw_copies(axes, timeline)
     num_ranks = timeline.timetable.num_ranks
     # Two texts: a title has one style, and one beside the figures would run into them.
     axes.set_title(headline(timeline), loc="left", fontsize=10, color=_MUTED)
@@ -140,6 +143,16 @@ def _draw_reductions(axes: Axes, timeline: Timeline) -> None:
         colour = REDUCTION_COLOURS[min(places[stage], 1)]
         style: dict[str, Any] = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.5, "zorder": 2}
         axes.barh(rank + _BAR_MIDDLE, end - start, _BAR, start - first, **style)
+
+
+def _draw_copies(axes: Axes, timeline: Timeline) -> None:
+    """One collection per direction: there are as many copies as actions."""
+    first = first_start(timeline)
+    for is_out, colour in COPY_COLOURS.items():
+        for rank in sorted({each.rank for each in timeline.copies}):
+            own = [each for each in timeline.copies if each.rank == rank and each.is_out == is_out]
+            spans = [(each.start - first, each.end - each.start) for each in own]
+            axes.broken_barh(spans, (rank + _BAR_MIDDLE - _BAR / 2, _BAR), facecolors=colour, zorder=2)
 
 
 def _typical(timeline: Timeline, op: Op | None = None) -> float:
@@ -206,6 +219,8 @@ def _legend(figure: Figure, timelines: list[Timeline]) -> None:
     }
     if any(timeline.reductions for timeline in timelines):
         handles[REDUCTION_MEANING] = tuple(Patch(color=colour) for colour in REDUCTION_COLOURS[:shades])
+    if any(timeline.copies for timeline in timelines):
+        handles |= {COPY_MEANING[is_out]: Patch(color=COPY_COLOURS[is_out]) for is_out in COPY_COLOURS}
     handles["bubble"] = Patch(color=_BUBBLE)
     handles["makespan"] = Line2D([], [], color=_MUTED, linewidth=0.8, linestyle="--")
     if several:

@@ -19,6 +19,8 @@ COLOURS = {
 MEANING = {Op.F: "forward", Op.B: "input gradient", Op.W: "weight gradient", Op.BW: "whole backward"}
 
 REDUCTION_COLOURS = ("#3f4451", "#9aa1b0")  # (dark, light), as for an op
+COPY_COLOURS = {True: "#8c5a9e", False: "#c9a3d6"}  # out of the device, back
+COPY_MEANING = {True: "copy out of device memory", False: "copy back"}
 REDUCTION_MEANING = "sum of gradients over replicas"
 
 Timelines = Mapping[str, Timeline] | Iterable[tuple[str, Timeline]]

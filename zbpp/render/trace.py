@@ -7,6 +7,7 @@ from typing import Any
 
 from zbpp.render.style import Timelines, first_start, panels_of
 from zbpp.schedule.lower import Reduce
+from zbpp.schedule.offload import Fetch, Offload
 from zbpp.schedule.simulate import Timeline, Transfer
 from zbpp.schedule.transfers import transfers_of
 
@@ -19,7 +20,8 @@ def chrome_trace(timelines: Timelines) -> dict[str, Any]:
     Beside its actions a rank has two lanes for every rank that it exchanges messages with: one for the
     messages that it sends, one for those that it receives. The slice of a message begins when the message is
     sent, or when the message before it on the link arrives if that is later; it ends when it arrives. A rank
-    that reduces gradients has one more lane, with a slice per stage.
+    that reduces gradients has one more lane, with a slice per stage; so has a rank that offloads, with a
+    slice per copy: "Offload saved(0,3)" out of the device, "Fetch saved(0,3)" back.
 
     Each timeline begins at 0. The process ids of the first timeline are its ranks; those of the next
     timelines follow on, so that every title has its own group of processes.
@@ -32,6 +34,7 @@ def chrome_trace(timelines: Timelines) -> dict[str, Any]:
             events += _slices(timeline, rank, first_id + rank)
         events += _messages(timeline, first_id)
         events += _reductions(timeline, first_id)
+        events += _copies(timeline, first_id)
         first_id += timeline.timetable.num_ranks
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -93,3 +96,21 @@ def _reductions(timeline: Timeline, first_id: int) -> Iterator[Event]:
         about = {"ph": "X", "name": str(Reduce(stage)), "cat": "reduce", "args": {"stage": stage}}
         times = {"ts": 1e3 * (start - first), "dur": 1e3 * (end - start)}
         yield {**about, "pid": first_id + rank, "tid": thread, **times}
+
+
+def _copies(timeline: Timeline, first_id: int) -> Iterator[Event]:
+    """One lane on each rank that offloads, behind the lane of its reductions."""
+    first, thread = first_start(timeline), 2 * timeline.timetable.num_ranks + 2
+    for rank in sorted({each.rank for each in timeline.copies}):
+        yield _lane(first_id + rank, thread, "offload")
+    for value, rank, is_out, start, end in timeline.copies:
+        name, kind = (str(Offload(value)), "offload") if is_out else (str(Fetch(value)), "fetch")
+        args = {"stage": value.stage, "microbatch": value.microbatch, "value": value.name}
+        about = {"ph": "X", "name": name, "cat": kind, "args": args}
+        yield {
+            **about,
+            "pid": first_id + rank,
+            "tid": thread,
+            "ts": 1e3 * (start - first),
+            "dur": 1e3 * (end - start),
+        }

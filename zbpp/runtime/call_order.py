@@ -20,6 +20,7 @@ replaces the entry, the rank waits for its device: by then its neighbours have m
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
@@ -29,6 +30,8 @@ from zbpp.runtime.groups import Store, job_store
 from zbpp.runtime.mesh import TENSOR, Place
 from zbpp.runtime.world import AgreementError, communicating
 from zbpp.schedule import Timetable
+
+_POLL, _PATIENCE = 0.005, 10.0  # s
 
 
 class _Announced(NamedTuple):
@@ -73,6 +76,20 @@ class CallOrder:
         self._write()
         self.check()
 
+    def meet(self, kind: str, parameters: int = 0, loaded: int = 0) -> None:
+        """As `begin`, for a collective call that is rare: its ranks will wait for each other behind this.
+
+        So that this rank does not wait for one that makes another call and has not come to it, it looks again
+        for some seconds. It looks no longer, since it can't see here whether a process has died.
+        """
+        self.begin(kind, None, parameters, loaded)
+        end = time.monotonic() + _PATIENCE
+        while time.monotonic() < end and any(
+            self._number_of(each) < self._current.number for each in self._neighbours
+        ):
+            time.sleep(_POLL)
+        self.check()
+
     def check(self) -> None:
         """Raise AgreementError if a neighbour is known to make another call than this rank's current one."""
         mine, what = self._current, self._what
@@ -100,6 +117,10 @@ class CallOrder:
                     f"load_state_dict gave {what} {rank} other values than {what} {self._rank}: load "
                     "the same ones on all copies of a stage"
                 )
+
+    def _number_of(self, rank: int) -> int:
+        with communicating(f"{self._what} {self._rank}, looking up the call of {self._what} {rank}"):
+            return int(self._store.get(str(rank)).decode().split()[0])
 
     def _write(self) -> None:
         self._store.set(str(self._rank), " ".join(map(str, self._current)))

@@ -42,6 +42,7 @@ from zbpp.runtime.restored import Buffers, GradientsBefore, InPlaceChanges
 from zbpp.runtime.stage import Loss
 from zbpp.runtime.world import CommunicationError
 from zbpp.schedule import Timetable, lower
+from zbpp.schedule.offload import RankOffload
 
 _HALF_UPDATED = "since gradients are released, some of its weights and optimizer states have been updated"
 _RELOAD = "load weights and optimizer states of an earlier step on every rank"
@@ -66,7 +67,7 @@ class CallLosses(NamedTuple):
 
 
 class Engine:
-    """The stages and links of one rank, with a program for `step` and one for `evaluate`.
+    """The stages and links of one rank, with a program for `step`, one for `evaluate` and one for `predict`.
 
     over: why no call may follow; empty until then. loaded: see CallOrder. posts: what the ranks post about
     their updates; None where no step has a gate. has_changed_inputs: with posts, whether a stage has changed,
@@ -168,18 +169,36 @@ class Engine:
             self._executors["step"].resolve(lower(self._timetable, self._activations.plan)[self._rank])
         return losses
 
+    def meet(self, name: str) -> None:
+        """Before a collective call: raise AgreementError if a linked rank, or a copy, makes another one."""
+        self._check_not_over()
+        if self._order_of_ranks is not None:
+            self._order_of_ranks.meet(name)
+        if self._order_of_copies is not None:
+            self._order_of_copies.meet(name, self._hash_of_trained(), self.loaded)
+
     def evaluate(self, call: Call, seeds: Mapping[int, int]) -> CallLosses:
         """Forward of one batch, whose shapes may be others than the last one's; returns the losses."""
         self._executors["evaluate"].forget_layouts()
         return self._run("evaluate", call, seeds, None, None)
 
-    def offloaded_bytes(self) -> dict[int, int]:
-        """Per stage, the most bytes of a microbatch that have left; {} without offload."""
-        return (
-            {}
-            if self._activations is None
-            else {s: each.nbytes for s, each in self._activations.stages.items()}
-        )
+    @property
+    def offload_plan(self) -> tuple[RankOffload, ...]:
+        """See Pipeline."""
+        return () if self._activations is None else self._activations.plan
+
+    def predict(self, call: Call, seeds: Mapping[int, int]) -> None:
+        """Forward of one microbatch, whose shapes may be others than the last one's."""
+        self._executors["predict"].forget_layouts()
+        self._run("predict", call, seeds, None, None)
+
+    def name_actions(self, is_named: bool) -> None:
+        """See Executor."""
+        self._executors["step"].name_actions(is_named)
+
+    def offloaded_bytes(self, name: str) -> dict[int, int]:
+        """See Pipeline."""
+        return {} if self._activations is None else self._activations.nbytes(name)
 
     def receive_buffers(self) -> list[Tensor]:
         """The pool of `step`."""
@@ -193,16 +212,14 @@ class Engine:
         recorder: Recorder | None,
         settle: Settle | None,
     ) -> CallLosses:
-        if self.over:
-            raise RuntimeError(f"{self.over}: make a new Pipeline")
+        self._check_not_over()
         self._before, executor = None, self._executors[name]
         try:
-            cutter = self._begin(call, seeds)
+            cutter = self._begin(call, seeds, 1 if name == "predict" else self._timetable.num_microbatches)
             if self._order_of_ranks is not None:
                 self._order_of_ranks.begin(name, cutter.rows)
             if self._order_of_copies is not None:
-                trained = [(each.requires_grad, *each.shape) for each in self._trained()]
-                self._order_of_copies.begin(name, cutter.rows, hash(tuple(trained)), self.loaded)
+                self._order_of_copies.begin(name, cutter.rows, self._hash_of_trained(), self.loaded)
             release = self._release if name == "step" else None
             if name == "step" and settle is None:
                 self._before = GradientsBefore(self._trained())
@@ -210,7 +227,7 @@ class Engine:
                 release.begin(call.loss_scale, has_graph=cutter.has_graph)
             if self._weights_on_host is not None:
                 self._weights_on_host.begin()
-            with self._reductions.evaluating() if name == "evaluate" else nullcontext():
+            with self._reductions.evaluating() if name != "step" else nullcontext():
                 if settle is None:
                     executor.run(recorder)
                 else:
@@ -227,12 +244,14 @@ class Engine:
             raise
         finally:
             self._before, self._inputs = None, InPlaceChanges(())
+            if self._weights_on_host is not None:
+                self._weights_on_host.end()
         losses = [loss for each in ended for loss in each.losses]
         return CallLosses(losses, NamedLosses([each.named for each in ended], cutter.num_microbatches))
 
-    def _begin(self, call: Call, seeds: Mapping[int, int]) -> Cutter:
+    def _begin(self, call: Call, seeds: Mapping[int, int], num_microbatches: int) -> Cutter:
         """Give the stages their parts of a call."""
-        cutter = Cutter(self._timetable.num_microbatches)
+        cutter = Cutter(num_microbatches)
         feeds = call.feeds(cutter, seeds, last_stage=self._timetable.num_stages - 1)
         if self.posts is not None:
             given = [(feed.args, feed.kwargs, feed.targets) for feed in feeds.values()]
@@ -264,10 +283,17 @@ class Engine:
         executor.drop_messages()
         self._parts.abandon()
         self._buffers.restore()
-        cutter = self._begin(again, seeds)
+        cutter = self._begin(again, seeds, self._timetable.num_microbatches)
         self._before = GradientsBefore(trained)
         executor.run(recorder)
         return cutter
+
+    def _check_not_over(self) -> None:
+        if self.over:
+            raise RuntimeError(f"{self.over}: make a new Pipeline")
+
+    def _hash_of_trained(self) -> int:
+        return hash(tuple((each.requires_grad, *each.shape) for each in self._trained()))
 
     def _trained(self) -> Iterable[nn.Parameter]:
         """The parameters that a step of this rank may add gradients to, each once."""

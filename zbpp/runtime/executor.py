@@ -31,11 +31,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from zbpp.autograd.copies import OffloadError
 from zbpp.runtime.layout import Message
 from zbpp.runtime.measure import Recorder
-from zbpp.runtime.offload import StageOffload
+from zbpp.runtime.offload import SavedOffload, StageOffload
 from zbpp.runtime.p2p import BufferPool, FreshBuffers, Inbox, Outbox
 from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.stage import StageWorker
@@ -47,12 +48,6 @@ from zbpp.schedule.offload import Await, Drop, Fetch, Offload
 StageMethod = Callable[[StageWorker, int, Message], Message]  # int: the microbatch
 Links = Mapping[tuple[int, int], dist.ProcessGroup]  # (sender, receiver) -> group
 
-_TRANSPORTS: dict[type, Callable[[StageOffload, int], None]] = {
-    Offload: StageOffload.offload,
-    Drop: StageOffload.drop,
-    Fetch: StageOffload.fetch,
-    Await: StageOffload.wait,
-}
 _NO_MESSAGE: Message = ()
 _EMPTY_SLOT, _UNREAD_SLOT, _FIRST_SLOT = 0, 1, 2  # messages wait in the slots from the first on
 
@@ -84,8 +79,8 @@ class Executor:
     """Runs one program over the stages and links of one rank.
 
     methods: {op: the method of StageWorker that does it}. reductions: of the stages' gradients; None where
-    the program has none. gate: makes the program's gate, when it is needed first. offloads: by stage, those
-    whose activations leave.
+    the program has none. gate: makes the program's gate, when it is needed first. offloads: what may leave,
+    by the value's name and the stage.
     """
 
     def __init__(
@@ -100,7 +95,7 @@ class Executor:
         dynamic_shapes: bool = False,
         reductions: Reductions | None = None,
         gate: Callable[[], Gate] | None = None,
-        offloads: Mapping[int, StageOffload] = MappingProxyType({}),
+        offloads: Mapping[tuple[str, int], StageOffload[Any]] = MappingProxyType({}),
     ) -> None:
         self._program, self._workers, self._methods = program, workers, methods
         self._reductions, self._offloads = reductions, offloads
@@ -114,14 +109,21 @@ class Executor:
         self._slots = dict(zip(taken, count(_FIRST_SLOT)))  # where each value waits
         self._make_gate = gate
         self._is_valid: Callable[[], bool] = _is_always_valid
+        self._is_named = False
         self.resolve(program)
 
     def resolve(self, program: Program) -> None:
         """Run this program from now on: with the same actions and messages, but another offload."""
         self._program = program
-        self._leaving = {each.value for each in program.instructions if isinstance(each, Offload)}
+        leaving = {each.value for each in program.instructions if isinstance(each, Offload)}
+        self._leaving = {value for value in leaving if value.name == SavedOffload.name}
         self._plain = self._resolution()
         self._gate, self._gated = Gate(0, {}, ()), _Resolution([], [])  # made when they are needed first
+
+    def name_actions(self, is_named: bool) -> None:
+        """From now on, let torch's profiler see each instruction by its text (`2F5`), or no longer."""
+        self._is_named = is_named
+        self.resolve(self._program)
 
     def run(self, recorder: Recorder | None = None, *, is_valid: Callable[[], bool] | None = None) -> None:
         """Run the program once. Afterwards slots and links are empty.
@@ -220,7 +222,7 @@ class Executor:
         functions, instructions = list[_Resolved](), list[Instruction | None]()
         for work, part in ((first, program[:place]), (at_gate, program[place:]), (last, ())):
             functions += [_Resolved(_without_message(each)) for each in work]
-            functions += map(self._resolve, part)
+            functions += map(self._named if self._is_named else self._resolve, part)
             instructions += [*[None] * len(work), *part]
         return _Resolution(functions, instructions, None if gate is None else len(first) + place)
 
@@ -247,7 +249,7 @@ class Executor:
                 gives = [self._slots[value] for value in made if value in self._slots]
                 function = partial(self._methods[op], self._workers[stage], microbatch)
                 if any(value in self._leaving for value in made):
-                    function = partial(self._offloads[stage].forward, microbatch)
+                    function = partial(self._saved(stage).forward, microbatch)
                 return _Resolved(function, *(takes or [_EMPTY_SLOT]), *(gives or [_UNREAD_SLOT]))
             case Recv(value, peer):
                 return _Resolved(_without_message(self._inboxes[peer].receive), gives=self._slots[value])
@@ -258,11 +260,37 @@ class Executor:
                 return _Resolved(_without_message(self._outboxes[peer].release))
             case Reduce(stage):
                 return _Resolved(_without_message(partial(self._reduce, stage)))
-            case Offload(value) | Drop(value) | Fetch(value) | Await(value):
-                method = _TRANSPORTS[type(instruction)]
-                return _Resolved(
-                    _without_message(partial(method, self._offloads[value.stage], value.microbatch))
-                )
+            case Offload(value) | Fetch(value):
+                return _Resolved(_without_message(partial(self._start_copy, instruction)))
+            case Drop(value):
+                return _Resolved(_without_message(partial(self._offload_of(value).drop, value.microbatch)))
+            case Await(value):
+                return _Resolved(_without_message(partial(self._offload_of(value).wait, value.microbatch)))
+
+    def _saved(self, stage: int) -> SavedOffload:
+        found = self._offloads[SavedOffload.name, stage]
+        assert isinstance(found, SavedOffload)
+        return found
+
+    def _offload_of(self, value: Value) -> StageOffload[Any]:
+        return self._offloads[value.name, value.stage]
+
+    def _start_copy(self, instruction: Offload | Fetch) -> None:
+        """Start to copy a value; the recorder is told when the copy runs."""
+        value, is_out = instruction.value, isinstance(instruction, Offload)
+        offload = self._offload_of(value)
+        watch = None if self._recorder is None else self._recorder.copy(value, is_out=is_out)
+        (offload.offload if is_out else offload.fetch)(value.microbatch, watch)
+
+    def _named(self, instruction: Instruction) -> _Resolved:
+        """The instruction, resolved, with its text as a range of the profiler."""
+        resolved, name = self._resolve(instruction), str(instruction)
+
+        def function(message: Message) -> Any:
+            with record_function(name):
+                return resolved.function(message)
+
+        return resolved._replace(function=function)
 
     def _reduce(self, stage: int) -> None:
         """Start the reduction of a stage's gradients; the recorder is told when it has ended."""

@@ -70,6 +70,12 @@ class LiveTensors(TorchDispatchMode):
             self.forget(tensor)
             self._see(tensor, counted=True)
 
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Never count these tensors."""
+        for tensor in tensors:
+            self.forget(tensor)
+            self._see(tensor, counted=False)
+
     def forget(self, tensor: Tensor) -> None:
         """Count the tensor's memory no more."""
         for storage in storages_of(tensor):

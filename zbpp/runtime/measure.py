@@ -13,15 +13,18 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from zbpp.autograd.copies import Watch
 from zbpp.runtime.world import gather
 from zbpp.schedule import Action, Costs, Op, Recv, Send, Timeline, Timetable, Value, consumes, produces
 from zbpp.schedule.lower import Instruction
+from zbpp.schedule.offload import CopySpan
 from zbpp.schedule.reductions import Reduction
 from zbpp.schedule.simulate import Transfer
 
 Times = npt.NDArray[np.float64]
 Mark = float | torch.cuda.Event
 Messages = tuple[dict[Value, float], dict[Value, float]]  # sent by a rank, arrived there: ms
+Copies = list[tuple[Value, bool, float, float]]  # value, whether it leaves the device, start, end: ms
 Spans = list[tuple[int, float, float]]  # stage, start, end: ms
 
 
@@ -37,6 +40,7 @@ class Recorder:
         self._marks: list[Mark] = []
         self._instructions: Sequence[Instruction | None] = ()
         self._reduced: list[tuple[int, Mark, Mark]] = []  # stage, begin, end; in the order of the ends
+        self._copied: list[tuple[Value, bool, Mark, Mark]] = []  # value, is_out, begin, end
         self._origin: tuple[float, torch.cuda.Event | None] = (0.0, None)  # one moment, by both clocks
 
     @property
@@ -51,7 +55,7 @@ class Recorder:
         None stands for work that is no instruction. The sequence may still grow.
         """
         marks: list[Mark] = []
-        self._instructions, self._marks, self._reduced = instructions, marks, []
+        self._instructions, self._marks, self._reduced, self._copied = instructions, marks, [], []
         if self.device.type != "cuda":
             return lambda: marks.append(_clock())
         torch.cuda.synchronize(self.device)
@@ -67,6 +71,17 @@ class Recorder:
         mark: Callable[[], Mark] = _event if self.device.type == "cuda" else _clock
         reduced, begin = self._reduced, mark()
         return lambda: reduced.append((stage, begin, mark()))
+
+    def copy(self, value: Value, *, is_out: bool) -> Watch:
+        """What notes a copy of a value: see Watch; called by another thread, or in a CUDA stream."""
+        mark: Callable[[], Mark] = _event if self.device.type == "cuda" else _clock
+        copied = self._copied
+
+        def begin() -> Callable[[], None]:
+            start = mark()
+            return lambda: copied.append((value, is_out, start, mark()))
+
+        return begin
 
     def times(self) -> Times:
         """[actions, 2]: start and end of each action, in ms of the machine's clock."""
@@ -88,6 +103,11 @@ class Recorder:
         stages, begins, ends = zip(*self._reduced, strict=True) if self._reduced else ((), (), ())
         spans = zip(stages, self._in_ms(begins), self._in_ms(ends), strict=True)
         return sorted(spans, key=lambda span: span[2])
+
+    def copies(self) -> Copies:
+        """Each value that was copied, whether out of the device, with begin and end, in order."""
+        values, are_out, begins, ends = zip(*self._copied, strict=True) if self._copied else ((),) * 4
+        return [*zip(values, are_out, self._in_ms(begins), self._in_ms(ends), strict=True)]
 
     def _spans(self) -> Iterator[tuple[Instruction | None, tuple[float, float]]]:
         """Each instruction with its begin and end."""
@@ -126,9 +146,10 @@ def measured_timeline(
         recorder.times() - offset,
         _earlier(recorder.messages(), offset),
         [(stage, begin - offset, end - offset) for stage, begin, end in recorder.reductions()],
+        [(*what, begin - offset, end - offset) for *what, begin, end in recorder.copies()],
         peak_memory_bytes(recorder.device),
     )
-    times, messages, reductions, peaks = zip(*gather(mine, group), strict=True)
+    times, messages, reductions, copies, peaks = zip(*gather(mine, group), strict=True)
     origin = min(float(each[0, 0]) for each in times)
     return Timeline(
         timetable,
@@ -138,6 +159,11 @@ def measured_timeline(
         transfers=tuple(_transfers([_earlier(each, origin) for each in messages], timetable)),
         reductions=tuple(
             each for rank, spans in enumerate(reductions) for each in _in_turn(rank, spans, origin)
+        ),
+        copies=tuple(
+            CopySpan(value, rank, is_out, begin - origin, end - origin)
+            for rank, each in enumerate(copies)
+            for value, is_out, begin, end in each
         ),
         memory_unit="bytes",
         measured=True,
@@ -193,15 +219,20 @@ def measured_costs(*timelines: Timeline) -> Costs:
     each. A message's time is the delay from the end of its producer to the start of a consumer that was idle
     and waited for it. A stage without such a message gets the median of all stages. reduce is the median
     duration of a stage's reduction, without the time for which it waited behind another one; 0 without any.
+    host is the median time of copying what a stage's F saves, of the slower direction; 0 without copies.
     """
     durations: dict[tuple[int, Op], list[float]] = defaultdict(list)
     delays: dict[int, list[float]] = defaultdict(list)
     reduced: dict[int, list[float]] = defaultdict(list)
+    copied: dict[int, dict[bool, list[float]]] = defaultdict(lambda: defaultdict(list))
     for timeline in timelines:
         _collect_durations(timeline, durations)
         for each in timeline.reductions:
             reduced[each.stage].append(each.end - each.start)
         _collect_delays(timeline, delays)
+        for copy in timeline.copies:
+            if copy.value.name == "saved":
+                copied[copy.value.stage][copy.is_out].append(copy.end - copy.start)
 
     def of(op: Op, stage: int) -> float | None:
         found = durations.get((stage, op))
@@ -219,6 +250,7 @@ def measured_costs(*timelines: Timeline) -> Costs:
         bw=[_first(bw[stage], b[stage] + w[stage]) for stage in stages],
         comm=[max(0.0, median(delays.get(stage, [usual]))) for stage in stages],
         reduce=[median(reduced.get(stage, [0.0])) for stage in stages] if reduced else 0.0,
+        host=[max(map(median, copied[stage].values()), default=0.0) for stage in stages] if copied else 0.0,
     )
 
 

@@ -29,7 +29,7 @@ _MOST_NAMED = 5  # leftovers
 
 
 class Span(NamedTuple):
-    """Bytes before and after an action, and the most while it ran."""
+    """Bytes before and after an action, and the most while it ran and until the next one began."""
 
     action: Action
     before: int
@@ -100,9 +100,17 @@ class MemoryRecorder(Recorder):
     def spans(self) -> Iterator[Span]:
         """Each action with its levels."""
         pairs = zip(self._levels[::2], self._levels[1::2], strict=True)
-        for instruction, ((before, _), (after, highest)) in zip(self._of, pairs, strict=True):
+        last: Span | None = None
+        for instruction, ((before, waited), (after, highest)) in zip(self._of, pairs, strict=True):
+            is_action = isinstance(instruction, Action)
+            if last is not None:
+                last = last._replace(highest=max(last.highest, waited, 0 if is_action else highest))
             if isinstance(instruction, Action):
-                yield Span(instruction, before, highest, after)
+                if last is not None:
+                    yield last
+                last = Span(instruction, before, highest, after)
+        if last is not None:
+            yield last
 
 
 class MemoryRecord:
@@ -123,9 +131,21 @@ class MemoryRecord:
         """What counted."""
         return "the CUDA allocator" if self._counter.live is None else "a count of live tensors on the CPU"
 
+    def count(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors of this step that no operator made; on CUDA all are counted anyway."""
+        if self._counter.live is not None:
+            self._counter.live.count(tensors)
+
     @contextmanager
-    def step(self, static: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
-        """Record the step inside. static(): the tensors that stay: weights, gradients, states, buffers."""
+    def step(
+        self,
+        static: Callable[[], Iterable[Tensor]],
+        on_host: Callable[[], Iterable[Tensor]] = tuple,
+    ) -> Iterator[None]:
+        """Record the step inside. static(): the tensors that stay: weights, gradients, states, buffers.
+
+        on_host(): tensors in host memory, which don't count.
+        """
         live = self._counter.live
         if live is None:
             self.before = self._counter.now()
@@ -136,13 +156,14 @@ class MemoryRecord:
             del known
         else:
             with live:
+                live.ignore(on_host())
                 live.count(static())
                 self.before = live.now
                 yield
                 gc.collect()
                 self.after = live.now
                 self.spans = list(self.recorder.spans())
-            self.leftovers = _leftovers(live, static())
+            self.leftovers = _leftovers(live, [*static(), *on_host()])
         self.highest = max([self.before, self.after, *(each.highest for each in self.spans)])
 
 

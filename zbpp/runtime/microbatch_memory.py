@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 
+from zbpp.autograd.copies import Copier, Copy, Moves, Watch
+from zbpp.autograd.deferred_offload import DeferredTensors
+from zbpp.autograd.offload import LEAST_BYTES, may_leave
 from zbpp.autograd.storages import storages_of
 from zbpp.runtime.feed import Feed
+from zbpp.runtime.gradient_release import Release
 from zbpp.runtime.layout import TensorLayout, layout_of
 from zbpp.runtime.live_tensors import LiveTensors
 from zbpp.runtime.stage import Loss, StageWorker
@@ -49,19 +56,109 @@ def microbatch_memory(
     is_last: bool = False,
     loss_fn: Loss | None = None,
     target: Any = None,
+    release: Release | None = None,
     device: torch.device = _CPU,
 ) -> MicrobatchMemory:
     """Run F, B and W of two microbatches, one after the other, and measure the second.
 
-    The first one makes the gradients, which stay. live: entered by the caller.
+    The first one makes the gradients, which stay. live: entered by the caller. release: what W does with
+    gradients; None: they stay.
     """
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn, device=device)
+    worker.release_leaves(None if release is None else partial(release.leaf_done, index))
     feed = Feed([inputs] * 2 if index == 0 else (), [{}] * 2, [target] * 2, [0, 1])
     worker.begin(feed)
     _Run(worker, live, inputs, 0, device).measured()
     found = _Run(worker, live, inputs, 1, device).measured()
     worker.end()
     return found
+
+
+def bytes_that_leave(
+    index: int,
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    *,
+    is_last: bool = False,
+    loss_fn: Loss | None = None,
+    target: Any = None,
+    least_bytes: int = LEAST_BYTES,
+) -> LeavingBytes:
+    """The bytes of what F and B of a microbatch keep that may leave the device, on the CPU or fake."""
+    worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn)
+    feed = Feed([inputs] if index == 0 else (), [{}], [target], [0])
+    message = tuple(map(_received, inputs)) if index else ()
+    loss = loss_fn if isinstance(loss_fn, nn.Module) else nn.Module()
+    stays = [*module.parameters(), *module.buffers(), *loss.parameters(), *loss.buffers(), target]
+    found = _Leaving(least_bytes, [*message, *inputs, *stays])
+    worker.begin(feed)
+    with saved_tensors_hooks(found.pack, _same):
+        outputs = worker.forward(0, message)
+    saved = found.nbytes([each for each in outputs if each is not None])
+    worker.abandon()
+    del outputs
+    worker.begin(feed)  # once more: hooks would change what B defers
+    outputs = worker.forward(0, message)
+    grads = tuple(each and _gradient(each, _CPU) for each in layout_of(outputs))
+    given = worker.backward_input(0, grads)
+    storages = [each for value in stays if isinstance(value, Tensor) for each in storages_of(value)]
+    device = storages[0].device if storages else _CPU  # of a fake tensor's storage: meta
+    deferred = DeferredTensors(worker.deferred(0), _Nowhere(device), least_bytes=least_bytes).leaving_bytes()
+    del given
+    worker.abandon()
+    return LeavingBytes(saved, deferred)
+
+
+class LeavingBytes(NamedTuple):
+    """Bytes of a microbatch that may leave between F and B, and between B and W."""
+
+    saved: int
+    deferred: int
+
+
+class _Nowhere(Copier):
+    """Knows a device, and copies nothing."""
+
+    _where = "nowhere"
+
+    def out(self, moves: Moves, watch: Watch | None = None) -> Copy:
+        raise NotImplementedError
+
+    def back(self, moves: Moves, watch: Watch | None = None) -> Copy:
+        raise NotImplementedError
+
+    def _make_space(self, nbytes: int) -> Any:
+        raise NotImplementedError
+
+
+class _Leaving:
+    """The storages of saved tensors that may leave, real or fake. It keeps none of them alive."""
+
+    def __init__(self, least_bytes: int, stays: Sequence[Any]) -> None:
+        self._least_bytes, self._stays = least_bytes, _addresses(stays)
+        self._found: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        is_plain = type(tensor) in (Tensor, FakeTensor) and may_leave(tensor)
+        for storage in storages_of(tensor) if is_plain else ():
+            self._found[storage._cdata] = weakref.ref(storage)
+        return tensor
+
+    def nbytes(self, outputs: Sequence[Tensor]) -> int:
+        """Bytes of those that the graph still holds, but for the outputs, which others hold, too."""
+        stays = self._stays | _addresses(outputs)
+        alive = (each() for address, each in self._found.items() if address not in stays)
+        sizes = [each.nbytes() for each in alive if each is not None]
+        return sum(size for size in sizes if size >= self._least_bytes)
+
+
+def _addresses(tensors: Sequence[Any]) -> set[int]:
+    given = (each for each in tensors if isinstance(each, Tensor))
+    return {storage._cdata for each in given for storage in storages_of(each)}
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class _Run:

@@ -1,20 +1,20 @@
 """What leaves, decided: at once where costs are given, else after two measured steps.
 
-Without costs, every microbatch leaves in the first two steps if any action runs between its F and its B: that
-is where the least is on the device. The second step's times, the bytes that left, and the speed of a copy
-then give the plan of all further steps. All ranks measure and plan together, but each plans for itself: what
-leaves one rank concerns no message.
+Without costs, every microbatch leaves in the first two steps if any action runs between its F and its B, and
+between its B and its W: that is where the least is on the device. The second step's times, the bytes that
+left, and the times of these copies then give the plan of all further steps. All ranks measure and plan
+together, but each plans for itself: what leaves one rank concerns no message.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from statistics import median
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,37 +24,45 @@ from zbpp.autograd.copies import Copier, OffloadError, copier_for
 from zbpp.autograd.offload import LEAST_BYTES
 from zbpp.runtime.measure import Recorder, measured_costs, measured_timeline
 from zbpp.runtime.mesh import Place
-from zbpp.runtime.offload import StageOffload
+from zbpp.runtime.offload import DeferredOffload, SavedOffload, StageOffload
 from zbpp.runtime.stage import StageWorker
 from zbpp.runtime.weight_offload import offloaded_weights
 from zbpp.runtime.world import gather
 from zbpp.schedule import Costs, Timetable, Value, choose_offload, offload_of, simulate
-from zbpp.schedule.offload import RankOffload
+from zbpp.schedule.offload import CopySpan, RankOffload
 
-_SAMPLE_BYTES = 64 * 2**20
 _GIB = 2**30
 _MEASURED_STEPS = 2  # the second is measured; in the first, pools are filled and kernels are loaded
 
 
 @dataclass(frozen=True)
 class ActivationOffload:
-    """Which activations leave device memory between F and B.
+    """Which activations leave device memory between F and B, and between B and W.
 
     gib: "auto": those whose copies take no time beside the computation. A number: up to so many GiB of a
     rank are away at a time, even if actions wait for copies.
     to: "host" (on a GPU pinned memory), or a folder for a file without a name; or a Copier of your own.
     costs: what to plan with, `host` and bytes among them; None: what two steps measure.
-    values: exactly these (stage, microbatch) leave, whatever gib and costs say.
+    values: exactly these leave, whatever gib and costs say: (stage, microbatch) for what F saves, or a Value:
+        Value("deferred", stage, microbatch) for what waits for W.
     least_bytes: smaller storages stay.
     """
 
     gib: float | Literal["auto"] = "auto"
     to: str | Path | Copier = "host"
     costs: Costs | None = None
-    values: Iterable[tuple[int, int]] | None = None
+    values: Iterable[tuple[int, int] | Value] | None = None
     least_bytes: int = LEAST_BYTES
 
     def __post_init__(self) -> None:
+        if self.values is not None:  # a generator would be empty the second time
+            object.__setattr__(self, "values", tuple(self.values))
+        if not isinstance(self.to, Copier) and (not isinstance(self.to, str | Path) or self.to == ""):
+            raise ValueError(f'to={self.to!r}: write "host", or the folder for a file')
+        if isinstance(self.least_bytes, bool) or not isinstance(self.least_bytes, int):
+            raise ValueError(
+                f"least_bytes={self.least_bytes!r}: write a number of bytes, such as {LEAST_BYTES}"
+            )
         if self.gib == "auto":
             return
         if isinstance(self.gib, bool) or not isinstance(self.gib, int | float) or not self.gib > 0:
@@ -112,7 +120,9 @@ def offload_maker(
 
 
 class OffloadPlan:
-    """One rank's offload. plan: what leaves in the next step; stages: of this rank, by index.
+    """One rank's offload.
+
+    plan: what leaves in the next step. offloads: by the value's name and the stage, for this rank's stages.
 
     group: of the pipeline, for measuring. Raises PlanError for values that can't leave.
     """
@@ -128,14 +138,15 @@ class OffloadPlan:
         self._options, self._timetable, self._group = options, timetable, group
         self.copier = copier
         self.copier.most_bytes = options.most_bytes
-        self.stages = {
-            index: StageOffload(worker, self.copier, options.least_bytes) for index, worker in workers.items()
+        self.offloads: dict[tuple[str, int], StageOffload[Any]] = {
+            (kind.name, index): kind(worker, self.copier, options.least_bytes)
+            for index, worker in workers.items()
+            for kind in (SavedOffload, DeferredOffload)
         }
         self._recorder = Recorder(copier.device)
         self._num_steps = 0
         self.costs: Costs | None = options.costs
         self.plan = self._first_plan()
-        self._ms_per_byte = _ms_per_byte(self.copier) if self.is_measuring else 0.0
 
     @property
     def is_measuring(self) -> bool:
@@ -145,60 +156,83 @@ class OffloadPlan:
     @property
     def recorder(self) -> Recorder | None:
         """What has to record the next step."""
-        return self._recorder if self.is_measuring and self._num_steps == _MEASURED_STEPS - 1 else None
+        return self._recorder if self.is_measuring and self._num_steps >= _MEASURED_STEPS - 1 else None
+
+    def nbytes(self, name: str) -> dict[int, int]:
+        """Per stage of this rank the most bytes of such a value that have left."""
+        return {stage: each.nbytes for (kind, stage), each in self.offloads.items() if kind == name}
 
     def _first_plan(self) -> tuple[RankOffload, ...]:
         if self._options.values is not None:
-            return offload_of(self._timetable, (Value("saved", *each) for each in self._options.values))
+            return offload_of(self._timetable, map(_value, self._options.values))
         return self._chosen(self.costs or Costs(host=1e-6), everything=self.costs is None)
 
     def _chosen(self, costs: Costs, *, everything: bool = False) -> tuple[RankOffload, ...]:
         # Without measured bytes the limit can't be planned for: the copier alone keeps to it.
         limit = math.inf if everything else self._options.most_bytes
-        is_late = self._options.gib != "auto"
+        is_late = everything or self._options.gib != "auto"
         return choose_offload(simulate(self._timetable, costs), costs, limit, late=is_late)
 
     def step_done(self, recorder: Recorder | None) -> bool:
         """Called after each step: returns whether there is a new plan. Collective over the pipeline."""
         self._num_steps += 1
-        if not self.is_measuring or self._num_steps < _MEASURED_STEPS or recorder is None:
+        if not self.is_measuring or self._num_steps < _MEASURED_STEPS:
             return False
-        times = measured_costs(measured_timeline(recorder, self._timetable, self._group))
-        mine = {index: (stage.nbytes, self._ms_per_byte) for index, stage in self.stages.items()}
-        found = {index: each for some in gather(mine, self._group) for index, each in some.items()}
-        nbytes, speeds = zip(*[found[index] for index in range(self._timetable.num_stages)], strict=True)
-        host = [count * speed for count, speed in zip(nbytes, speeds, strict=True)]
-        self.costs = type(times)(**{**times.numbers, "host": host}).in_bytes(nbytes, 0.0)
+        if recorder is None or recorder.is_empty:  # it took levels of memory, not times
+            return False
+        timeline = measured_timeline(recorder, self._timetable, self._group)
+        saved, deferred = (self._bytes_of_all(name) for name in ("saved", "deferred"))
+        host = _host_ms(timeline.copies, self._timetable, {"saved": saved, "deferred": deferred})
+        times = measured_costs(timeline)
+        self.costs = type(times)(**{**times.numbers, "host": host}).in_bytes(saved, deferred)
         self.plan = self._chosen(self.costs)
         self.copier.clear()  # the spaces of the first steps, in which more left
         return True
 
+    def _bytes_of_all(self, name: str) -> list[int]:
+        """The bytes of such a value that left, for each stage of the pipeline. Collective."""
+        found = {
+            stage: each for some in gather(self.nbytes(name), self._group) for stage, each in some.items()
+        }
+        return [found[stage] for stage in range(self._timetable.num_stages)]
+
     def end(self) -> None:
         """Raise RuntimeError if the step left anything over."""
-        for stage in self.stages.values():
-            stage.end()
+        for each in self.offloads.values():
+            each.end()
+        self.copier.trim()
 
     def abandon(self) -> None:
-        """Let all stages drop the activations that a failed step has left."""
-        for stage in self.stages.values():
-            stage.abandon()
+        """Let all stages drop what a failed step has left."""
+        for each in self.offloads.values():
+            each.abandon()
 
     def close(self) -> None:
-        """Give up host memory, or the file."""
+        """Give up host memory, or the file. The caller's own copier stays usable."""
         self.abandon()
-        self.copier.close()
+        if self.copier is self._options.to:
+            self.copier.clear()
+        else:
+            self.copier.close()
 
 
-def _ms_per_byte(copier: Copier) -> float:
-    """The time of the slower direction, of a second copy each way."""
-    storage, space = copier.new_storage(_SAMPLE_BYTES), copier.space(_SAMPLE_BYTES)
-    times = []
-    for start in (copier.out, copier.back) * 2:
-        begin = time.perf_counter()
-        start([(storage, space)]).wait()
-        if copier.device.type == "cuda":
-            torch.cuda.synchronize(copier.device)
-        times.append(time.perf_counter() - begin)
-    copier.give_back(space, _SAMPLE_BYTES)
-    copier.clear()
-    return max(times[2:]) * 1e3 / _SAMPLE_BYTES
+def _value(given: tuple[int, int] | Value) -> Value:
+    return given if isinstance(given, Value) else Value("saved", *given)
+
+
+def _host_ms(
+    copies: Sequence[CopySpan], timetable: Timetable, nbytes: Mapping[str, Sequence[int]]
+) -> list[float]:
+    """Costs.host from measured copies: for each stage the time of the slower direction, 0 without copies.
+
+    nbytes: per name of a value the bytes of each stage.
+    """
+    ms_per_byte = []
+    for rank in range(timetable.num_ranks):
+        speeds: dict[bool, list[float]] = {}
+        for each in copies:
+            if each.rank == rank and (size := nbytes[each.value.name][each.value.stage]):
+                speeds.setdefault(each.is_out, []).append((each.end - each.start) / size)
+        ms_per_byte.append(max(map(median, speeds.values()), default=0.0))
+    sizes = [saved or deferred for saved, deferred in zip(nbytes["saved"], nbytes["deferred"], strict=True)]
+    return [ms_per_byte[timetable.rank_of[stage]] * size for stage, size in enumerate(sizes)]

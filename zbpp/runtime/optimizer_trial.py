@@ -10,11 +10,13 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from zbpp.runtime.mesh import is_split, local_of, whole_of
 
 _NUM_STEPS = 3
 _GRADIENTS = (0.1, 7.0)  # of part 0 and of part 1
@@ -39,6 +41,78 @@ def refusal_of_parts(optimizer: torch.optim.Optimizer) -> str:
     return f"a trial step failed ({problems[0]})"
 
 
+def refusal_of_ranks(optimizer: torch.optim.Optimizer) -> str:
+    """Why ranks can't update their own parameters each with an optimizer of its own, or nothing.
+
+    The same trial, but the parts are updated by two copies that don't know of each other.
+    """
+    if not any(group["params"] for group in optimizer.param_groups):
+        return ""
+    problems = []
+    for is_sparse in (False, True):
+        together, *alone = _Trial(optimizer), _Trial(optimizer), _Trial(optimizer)
+        try:
+            for step in range(_NUM_STEPS):
+                together.step(step, range(2), is_sparse=is_sparse)
+                for part, trial in enumerate(alone):
+                    trial.step(step, [part], is_sparse=is_sparse)
+        except Exception as error:  # whatever a user's optimizer raises
+            problems.append(f"{type(error).__name__}: {error}")
+            continue
+        pairs = zip(together.parts, [alone[0].parts[0], alone[1].parts[1]], strict=True)
+        is_same = all(_is_same(*each) for part in pairs for each in zip(*part, strict=True))
+        return "" if is_same else "the update of one parameter depends on the gradients of others"
+    return f"a trial step failed ({problems[0]})"
+
+
+def refusal_of_shards(optimizer: torch.optim.Optimizer) -> str:
+    """Why the optimizer can't update parameters that are split over processes (DTensors), or nothing.
+
+    Its steps on small DTensors are compared with those on the whole tensors. Collective over the processes
+    that hold parts of a parameter.
+    """
+    if not any(hasattr(each, "device_mesh") for group in optimizer.param_groups for each in group["params"]):
+        return ""
+    try:
+        whole, split = _Trial(optimizer, _small_whole), _Trial(optimizer, _small_split)
+        before = [each.detach().clone() for each in whole.parameters()]
+        for step in range(_NUM_STEPS):
+            for trial in (whole, split):
+                trial.step(step, range(2), is_sparse=False)
+        gathered = [whole_of(each.detach()) for each in split.parameters()]
+    except Exception as error:  # whatever an optimizer raises on DTensors
+        return f"a trial step failed ({type(error).__name__}: {error})"
+    for old, one, other in zip(before, whole.parameters(), gathered, strict=True):
+        # What an optimizer rounds, it may round in another order: Muon multiplies in bfloat16.
+        allowed = 0.05 * (one - old).abs().max() + torch.finfo(one.dtype).eps
+        if not bool((one - other).abs().max() <= allowed):
+            return "a part of a parameter is updated otherwise than the whole parameter"
+    return ""
+
+
+def _small_whole(parameter: Tensor) -> nn.Parameter:
+    """As `_throwaway`, but several rows for each process that a DTensor is split over."""
+    size = 2 * parameter.device_mesh.size() if hasattr(parameter, "device_mesh") else 2
+    shape = (size,) * parameter.dim()
+    return nn.Parameter(torch.ones(shape, dtype=parameter.dtype, device=local_of(parameter).device))
+
+
+def _small_split(parameter: Tensor) -> nn.Parameter:
+    small = _small_whole(parameter)
+    return nn.Parameter(_split_as(parameter, small.detach()))
+
+
+def _split_as(parameter: Tensor, whole: Tensor) -> Tensor:
+    """The whole tensor, split as the parameter is; itself if the parameter is no DTensor."""
+    mesh: Any = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return whole
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # lazily: it imports sympy
+
+    placements = [Shard(each.dim) if is_split(each) else Replicate() for each in parameter.placements]  # type: ignore[attr-defined]  # a DTensor's
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -59,15 +133,18 @@ def _difference(optimizer: torch.optim.Optimizer, *, is_sparse: bool) -> str:
 
 
 class _Trial:
-    """A copy of an optimizer over two throwaway parameters in place of each group's."""
+    """A copy of an optimizer over two throwaway parameters in place of each group's, which `make` makes."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._parts: list[list[nn.Parameter]] = [[], []]
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, make: Callable[[Tensor], nn.Parameter] | None = None
+    ) -> None:
+        make = make or _throwaway
+        self.parts: list[list[nn.Parameter]] = [[], []]
         known: dict[int, Any] = {}  # deepcopy's memo: a throwaway in place of each parameter
         groups = []
         for group in optimizer.param_groups:
-            mine = [_throwaway(each) for each in group["params"][:1] for _ in self._parts]
-            for part, parameter in zip(self._parts, mine, strict=False):
+            mine = [make(each) for each in group["params"][:1] for _ in self.parts]
+            for part, parameter in zip(self.parts, mine, strict=False):
                 part.append(parameter)
             known |= {id(each): mine[0] for each in group["params"]}
             groups.append((group, mine))
@@ -81,15 +158,15 @@ class _Trial:
         self._optimizer.param_groups = [_group(group, mine, known) for group, mine in groups]
 
     def parameters(self) -> list[nn.Parameter]:
-        return [each for part in self._parts for each in part]
+        return [each for part in self.parts for each in part]
 
     def step(self, number: int, parts: Iterable[int], *, is_sparse: bool) -> None:
         """Update the parameters of some parts; part 0 has gradients of another size than part 1."""
-        wanted = {id(each) for part in parts for each in self._parts[part]}
+        wanted = {id(each) for part in parts for each in self.parts[part]}
         whole = [group["params"] for group in self._optimizer.param_groups]
-        for size, part in zip(_GRADIENTS, self._parts, strict=True):
+        for size, part in zip(_GRADIENTS, self.parts, strict=True):
             for parameter in part:
-                gradient = torch.full_like(parameter, (number + 1) * size)
+                gradient = _gradient(parameter, (number + 1) * size)
                 parameter.grad = gradient.to_sparse() if is_sparse else gradient
         for group in self._optimizer.param_groups:
             group["params"] = [each for each in group["params"] if id(each) in wanted]
@@ -114,6 +191,13 @@ class _Trial:
             f"its attribute {name}": each for name, each in vars(optimizer).items() if name not in hidden
         }
         return values
+
+
+def _gradient(parameter: Tensor, size: float) -> Tensor:
+    """One whose rows differ."""
+    numbers = torch.arange(1, parameter.numel() + 1, device=local_of(parameter).device)
+    whole = (size * numbers * (numbers % 3 - 0.8)).to(parameter.dtype).reshape(parameter.shape)
+    return _split_as(parameter, whole)
 
 
 def _throwaway(parameter: Tensor) -> nn.Parameter:

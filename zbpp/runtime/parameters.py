@@ -46,7 +46,7 @@ class StageParameters:
         self._loss = loss if isinstance(loss, nn.Module) else nn.Module()
         rank_of = {index: rank for rank, names in enumerate(all_names) for index in names}
         self._has_copies = any(len({rank_of[index] for index, _ in tie}) > 1 for tie in ties)
-        self._is_prefixed = _has_homonyms(all_names, ties)
+        self.is_prefixed = _has_homonyms(all_names, ties)
         self._known = {
             f"{self._prefix(index)}{name}" for names in all_names for index in names for name in names[index]
         }
@@ -62,6 +62,22 @@ class StageParameters:
         for name, parameter in self._loss.named_parameters():
             if id(parameter) not in seen:
                 yield f"{_LOSS}{name}", parameter
+
+    def all_names(self) -> Iterator[tuple[tuple[str, ...], nn.Parameter]]:
+        """As `named`, with every name that the parameter has in the whole model, its own first.
+
+        The names of a tied parameter's copies are the same set on all ranks.
+        """
+        names: dict[int, list[str]] = {}
+        for index, stage in self._stages.items():
+            for name, parameter in stage.named_parameters(remove_duplicate=False):
+                found = names.setdefault(id(parameter), [])
+                found.append(f"{self._prefix(index)}{name}")
+                for tie in self._ties:
+                    if (index, name) in tie:
+                        found += [f"{self._prefix(other)}{theirs}" for other, theirs in tie]
+        for name, parameter in self.named():
+            yield tuple(dict.fromkeys([name, *names.get(id(parameter), [])])), parameter
 
     def of_loss(self) -> list[nn.Parameter]:
         """The parameters that the loss doesn't share with a stage."""
@@ -126,7 +142,7 @@ class StageParameters:
         return digests
 
     def _prefix(self, index: int) -> str:
-        return f"stages.{index}." if self._is_prefixed else ""
+        return f"stages.{index}." if self.is_prefixed else ""
 
 
 def names_of(stages: Mapping[int, nn.Module]) -> Names:

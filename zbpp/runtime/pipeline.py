@@ -16,7 +16,6 @@ by the Engine, which also says what happens when a rank fails. This file has con
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -201,7 +200,7 @@ class Pipeline(PipelineState, PipelineRelease, PipelineTimeline):
         with restored_generators(self.device):
             recorder = self._recording
             call = Call(args, target, kwargs, loss_scale=self.loss_scale)
-            settle = None if self.gate is None else partial(self._pass_gate, self.gate, call)
+            settle = self._settle_in_step(call)
             losses, self.step_losses = self._engine.step(call, self._seeds(), recorder, settle)
         if self._compares_losses:
             check_losses_alike(self.place, losses, self.step_losses.means())
@@ -243,6 +242,7 @@ class Pipeline(PipelineState, PipelineRelease, PipelineTimeline):
         ):
             call = Call(args, target, kwargs, seen.take if seen else None)
             losses, self.evaluation_losses = self._engine.evaluate(call, self._seeds())
+        self._begins_again = False  # all ranks have settled
         if seen is None:
             return losses
         found: list[Any] = [losses]
@@ -251,6 +251,21 @@ class Pipeline(PipelineState, PipelineRelease, PipelineTimeline):
         if metrics:
             found.append(seen.metrics())
         return tuple(found)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """The last stage's output for a batch of any size, which is one microbatch; None on other ranks.
+
+        As in `evaluate`: in eval mode, without gradients, at any time between steps. No loss is computed.
+        """
+        self.settle()
+        seen = Outputs(is_kept=True, metrics=None)
+        with (
+            restored_generators(self.device),
+            eval_mode([*self.stages.values(), self._loss_fn]),
+            torch.no_grad(),
+        ):
+            self._engine.predict(Call(args, None, kwargs, seen.take), self._seeds())
+        return seen.concatenated()
 
     def with_timetable(self, timetable: Timetable) -> Pipeline:
         """Close this pipeline; return one that goes on with the same stages under another timetable.

@@ -23,6 +23,18 @@ class PipelineEnd:
     _engine: Engine
     _made_group: dist.ProcessGroup | None  # made for a pipeline of one rank, which closes it
 
+    def meet(self, name: str) -> None:
+        """Before a collective call of this name: see whether other ranks make another call.
+
+        If one does, the pipeline ends, and AgreementError is raised.
+        """
+        try:
+            self._engine.meet(name)
+        except BaseException as error:
+            if not self._engine.over:
+                self._end(f"an earlier call failed ({error_text(error)})")
+            raise
+
     def settle(self) -> None:
         """Called before the pipeline is closed; see PipelineGate."""
 

@@ -5,9 +5,10 @@ See zbpp.PostValidation, which gives pipelines such updates, and zbpp/schedule/g
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
-from zbpp.runtime.engine import error_text
+from zbpp.runtime.engine import Settle, error_text
 from zbpp.runtime.feed import Call
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.pipeline_end import PipelineEnd
@@ -32,6 +33,9 @@ class PipelineGate(PipelineEnd):
     gate: Gate | None = None
     _timeout: float
     _lost_update = ""  # why the weights are those of no step
+    # An update was done again outside of a step. Other ranks may learn so at their gates only, where their
+    # step begins again: then this rank's has to, too.
+    _begins_again = False
 
     def settle(self) -> None:
         """Wait for an update that is not known to be right yet; afterwards the weights are.
@@ -41,7 +45,19 @@ class PipelineGate(PipelineEnd):
         if self._lost_update:
             raise RuntimeError(self._lost_update)
         if self.gate is not None:
-            self._validated(self.gate)
+            self._begins_again = not self._validated(self.gate)
+
+    def _settle_in_step(self, call: Call) -> Settle | None:
+        """What the step of this call does at its gate; None: it has no gate."""
+        if self.gate is not None:
+            return partial(self._pass_gate, self.gate, call)
+        if self._begins_again:
+            return partial(self._repeat, call)
+        return None
+
+    def _repeat(self, call: Call) -> Call:
+        self._begins_again = False
+        return call
 
     def _pass_gate(self, gate: Gate, call: Call) -> Call | None:
         """Settle an update at the gate of a step. Returns the step's new call, if it has to begin again."""

@@ -8,20 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbpp.runtime.engine import Engine
 from zbpp.runtime.mesh import Place
+from zbpp.runtime.pipeline_end import PipelineEnd
 from zbpp.runtime.released import make_release
 from zbpp.runtime.stage import Loss
-from zbpp.schedule import Timetable
 
 
-class PipelineRelease:
+class PipelineRelease(PipelineEnd):
     """The part of Pipeline that releases gradients."""
 
-    timetable: Timetable
     stages: dict[int, nn.Module]
     place: Place
-    _engine: Engine
     _loss_fn: Loss | None
     _late: list[nn.Parameter]  # their gradients are final only when all stages' are
     _release_arguments: dict[str, Any]
@@ -45,6 +42,7 @@ class PipelineRelease:
         update because one is infinite or NaN. A step that fails may have updated some weights, and no
         step may follow it. Raises ValueError, on every rank, for what can't work. Collective over the mesh.
         """
+        self.meet("release_gradients")
         release, refusal = None, ""
         if self._release_arguments.get("optimizer", optimizer) is not optimizer:
             refusal = (

@@ -37,6 +37,15 @@ class PipelineState(PipelineGate):
         """
         return self._parameters.named()
 
+    def parameter_names(self) -> Iterator[tuple[tuple[str, ...], nn.Parameter]]:
+        """`named_parameters` with all names of each; a tied parameter also has those of its other places."""
+        return self._parameters.all_names()
+
+    @property
+    def has_prefixed_names(self) -> bool:
+        """Whether names begin with `stages.{index}.`, see `named_parameters`: then they depend on the cut."""
+        return self._parameters.is_prefixed
+
     def state_dict(self, stage: int | None = None, *, keep_vars: bool = False) -> dict[str, Any]:
         """Parameters and persistent buffers under those names: of one stage, or of all this rank's."""
         self.settle()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from zbpp.runtime.engine import Engine
 from zbpp.runtime.measure import Recorder, measured_timeline
 from zbpp.schedule import Timeline, Timetable
+from zbpp.schedule.offload import RankOffload
 
 
 class PipelineTimeline:
@@ -34,6 +36,13 @@ class PipelineTimeline:
         finally:
             self._recording = None
 
+    def name_actions(self, is_named: bool) -> None:
+        """Show torch's profiler the instructions of the steps that follow by their text, `2F5`; or no longer.
+
+        While they have no names, steps take no time for this.
+        """
+        self._engine.name_actions(is_named)
+
     def receive_buffers(self) -> list[Tensor]:
         """The buffers that messages of `step` are received into: as many as are in use at once."""
         return self._engine.receive_buffers()
@@ -47,6 +56,14 @@ class PipelineTimeline:
             raise RuntimeError("no step was recorded: run one inside `with pipeline.recording():`")
         return measured_timeline(self._recorder, self.timetable, self.group)
 
-    def offloaded_bytes(self) -> dict[int, int]:
-        """Per stage of this rank, the most bytes of a microbatch that have left; {} without offload."""
-        return self._engine.offloaded_bytes()
+    @property
+    def offload_plan(self) -> tuple[RankOffload, ...]:
+        """What leaves in the next step, for every rank: an argument of `simulate`; () without offload."""
+        return self._engine.offload_plan
+
+    def offloaded_bytes(self, name: Literal["saved", "deferred"] = "saved") -> dict[int, int]:
+        """Per stage of this rank, the most bytes of a microbatch that have left; {} without offload.
+
+        name: "saved": of what F keeps for B; "deferred": of what B keeps for W.
+        """
+        return self._engine.offloaded_bytes(name)

@@ -28,15 +28,16 @@ _METHODS: dict[str, dict[Op, StageMethod]] = {
         Op.BW: StageWorker.backward,
     },
     "evaluate": {Op.F: StageWorker.evaluate},
+    "predict": {Op.F: StageWorker.evaluate},
 }
 
 
 class RankParts:
     """The parts of one rank; they are made once. The arguments are the Engine's.
 
-    workers: by stage. executors: of the calls "step" and "evaluate". order_of_ranks: checks that all ranks
-    make the same calls; None where no rank is linked to another. activations, weights_on_host: what leaves
-    the device; None where nothing does.
+    workers: by stage. executors: of the calls "step", "evaluate" and "predict". order_of_ranks: checks that
+    all ranks make the same calls; None where no rank is linked to another. activations, weights_on_host: what
+    leaves the device; None where nothing does.
     """
 
     def __init__(
@@ -74,7 +75,11 @@ class RankParts:
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
         self.order_of_ranks: CallOrder | None = None
         leaving = () if self.activations is None else self.activations.plan
-        programs = {"step": lower(timetable, leaving), "evaluate": lower(timetable.forward_only())}
+        programs = {
+            "step": lower(timetable, leaving),
+            "evaluate": lower(timetable.forward_only()),
+            "predict": lower(timetable.forward_of_one()),
+        }
         pairs = programs["step"].links
         if pairs:
             neighbours = neighbours_of(rank, pairs, timetable)
@@ -91,7 +96,7 @@ class RankParts:
                 dynamic_shapes=dynamic_shapes,
                 reductions=reductions if name == "step" else None,
                 gate=lambda: lower(timetable).gate(rank),
-                offloads={} if self.activations is None else self.activations.stages,
+                offloads={} if self.activations is None else self.activations.offloads,
             )
             for name, lowered in programs.items()
         }

@@ -230,6 +230,10 @@ class StageWorker:
             error.add_note(f"in W of stage {self.index}, microbatch {microbatch}{weights}")
             raise
 
+    def deferred(self, microbatch: int) -> WeightGrads:
+        """What B of a microbatch has left for W; an empty one if B has left nothing."""
+        return self._deferred.get(microbatch) or WeightGrads([])
+
     def given(self, microbatch: int) -> tuple[Any, ...]:
         """What the caller gave for a microbatch."""
         args, kwargs, targets, *_ = self._feed

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from zbpp.autograd.storages import storages_of
 from zbpp.runtime.blocks import blocks_of
-from zbpp.runtime.weight_buffers import Piece, is_dense
+from zbpp.runtime.weight_buffers import Piece, View, is_dense
+
+ATTRIBUTE = "_zbpp_offloaded_weights"
+"""The attribute of a stage whose weights are offloaded."""
 
 
 class Block:
@@ -61,6 +65,22 @@ class Block:
             home.copy_(parameter.detach())
             parameter.data = home
 
+    def gradient_home(self, number: int, empty: Callable[[int], Tensor]) -> Tensor:
+        """Host memory for a gradient: the same as before, unless the caller keeps the gradient of before.
+
+        empty: makes host memory.
+        """
+        parameter, given = self.parameters[number], self.given.get(number)
+        if given is not None and given() is not None:
+            memory = empty(parameter.nbytes)
+            home = View(parameter.dtype, 0, parameter.shape, parameter.stride()).of(memory)
+        else:
+            if not self.grads.nbytes:
+                self.grads = empty(self.piece.nbytes)
+            home = self.piece.views(self.grads)[number]
+            self.given[number] = weakref.ref(home)
+        return home
+
     @contextmanager
     def in_memory(self, memory: Tensor) -> Iterator[None]:
         """Within it the parameters are in this memory, afterwards in host memory again."""
@@ -79,6 +99,15 @@ class Block:
             parameter.data = home
 
 
+def check_stages(stages: Any) -> None:
+    """Raise TypeError for what is no mapping of stages, ValueError for stages that are offloaded already."""
+    if not isinstance(stages, Mapping) or not all(isinstance(each, nn.Module) for each in stages.values()):
+        raise TypeError("OffloadedWeights takes {index: stage}: write OffloadedWeights({0: stage}, ...)")
+    again = [index for index, stage in stages.items() if ATTRIBUTE in vars(stage)]
+    if again:
+        raise ValueError(f"the weights of stage {again[0]} are offloaded already: make one OffloadedWeights")
+
+
 def find_blocks(index: int, stage: nn.Module) -> list[Block]:
     """The blocks of a stage. Raises ValueError for one that can't be offloaded."""
     modules = [*blocks_of(stage)] or [stage]
@@ -91,6 +120,7 @@ def find_blocks(index: int, stage: nn.Module) -> list[Block]:
             _refuse(name, parameter)
         if any(getattr(each, "sparse", False) for each in module.modules()):
             raise ValueError(f"{name} makes sparse gradients, which can't be offloaded: write sparse=False")
+        _refuse_views(name, module)
         if "forward" in vars(module):
             raise ValueError(
                 f"{name} recomputes, is compiled or has another forward of its own: offload weights first"
@@ -118,6 +148,17 @@ def _refuse(name: str, parameter: nn.Parameter) -> None:
     else:
         return
     raise ValueError(f"a parameter of {name} can't be offloaded: it {reason}")
+
+
+def _refuse_views(name: str, module: nn.Module) -> None:
+    """Raise ValueError for a buffer that shares memory with a weight: it would not follow the weight."""
+    weights = {storage._cdata for each in module.parameters() for storage in storages_of(each)}
+    for buffer_name, buffer in module.named_buffers():
+        if any(storage._cdata in weights for storage in storages_of(buffer)):
+            raise ValueError(
+                f"the buffer {buffer_name} of {name} is a view of a weight, and would keep its old values "
+                "when the weight moves: make the view in forward, or let the buffer be a clone"
+            )
 
 
 def refuse_hooks(block: Block) -> None:
@@ -161,3 +202,20 @@ def _refuse_overlap(block: Block) -> None:
             f"two parameters of {block.name} use the same memory, and would be two after offloading: let the "
             "modules share one Parameter object, or do not offload weights"
         )
+
+
+def raise_held(block: Block) -> NoReturn:
+    """Raise RuntimeError: somebody holds the weights of a block behind its forward."""
+    raise RuntimeError(
+        f"the forward of {block.name} leaves a tensor that is a weight or a view of one: in its output, in "
+        "an attribute, in an autograd Function (as ctx.x, not by save_for_backward) or under saved-tensor "
+        "hooks. Its memory is needed for the next block: let the forward return or keep a clone"
+    )
+
+
+def move_buffers(stage: nn.Module, device: torch.device) -> None:
+    """Move a stage's module buffers to the device."""
+    for module in stage.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)

@@ -4,11 +4,12 @@ A block's parameters lie in its piece one behind the other, at the same places i
 buffer: so one copy brings a block, and a view of a weight in one buffer is the same view in the other.
 
     host     MemoryHost (pinned if the device is a GPU) or FileHost (a file per block, mapped into memory)
-    device   DeviceBuffers: two, of the largest block's size: while one is in use, the other is filled.
+    device   DeviceBuffers: two or more, of the largest block's size: while one is in use, another is filled.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from zbpp.autograd.host_memory import refuse_more_than_available
 
 _ALIGNMENT = 256  # bytes: what kernels compute may depend on the alignment
 
@@ -32,6 +35,7 @@ class MemoryHost:
     """The CPU's memory, pinned if the device is a GPU."""
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
+        refuse_more_than_available(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
@@ -103,31 +107,38 @@ class _Buffer:
 
 
 class DeviceBuffers:
-    """Two buffers on the device. num_copies: how often one was filled."""
+    """Buffers on the device; the one that was used longest ago is filled next.
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    number: at least two. num_copies: how often one was filled.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, number: int = 2) -> None:
         self._device, self.num_copies = device, 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._buffers = _Buffer(nbytes, device), _Buffer(nbytes, device)
+        self._buffers = [_Buffer(nbytes, device) for _ in range(number)]  # in the order of their last use
         self._in_use = self._buffers[0]
 
     @property
     def nbytes(self) -> int:
-        """Of both buffers."""
+        """Of all buffers."""
         return sum(each.memory.nbytes for each in self._buffers)
+
+    def memory(self) -> list[Tensor]:
+        """Both buffers."""
+        return [each.memory for each in self._buffers]
 
     def load(self, content: Content) -> Tensor:
         """The buffer that holds this content, for the work that is started next. It is then in use."""
         self._in_use = buffer = self._find(content) or self._fill(content)
+        self._touch(buffer)
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_event(buffer.copied)
         return buffer.memory
 
     def prefetch(self, contents: Iterable[Content]) -> None:
-        """Begin to fill the buffer that is not in use."""
+        """Begin to fill a buffer that is not in use."""
         for content in contents:
-            if self._find(content) is None:
-                self._fill(content)
+            self._touch(self._find(content) or self._fill(content))
 
     def some(self) -> Tensor:
         """One of the buffers, for those who need memory on the device and not what is in it."""
@@ -145,9 +156,12 @@ class DeviceBuffers:
                 return each
         return None
 
+    def _touch(self, buffer: _Buffer) -> None:
+        self._buffers.remove(buffer)
+        self._buffers.append(buffer)
+
     def _fill(self, content: Content) -> _Buffer:
-        first, second = self._buffers
-        buffer = second if self._in_use is first else first
+        buffer = next(each for each in self._buffers if each is not self._in_use)
         target = buffer.memory[: content.host.nbytes]
         buffer.content, buffer.version = content, content.version()
         self.num_copies += 1
@@ -159,6 +173,22 @@ class DeviceBuffers:
             target.copy_(content.host, non_blocking=True)
             buffer.copied = self._stream.record_event()
         return buffer
+
+
+def num_buffers(budget: float | None, largest: int, num_blocks: int) -> int:
+    """How many buffers the budget allows beside the gradients of a block; two without a budget."""
+    if budget is None:
+        return 2
+    if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0:
+        raise ValueError(f"budget={budget!r}: write a number of bytes, or None for the least")
+    if 3 * largest > budget:
+        raise ValueError(
+            f"budget={budget} bytes is too small for offloaded weights: two buffers for weights and "
+            f"the gradients of a block, each as large as the largest block, are {3 * largest} bytes; write a "
+            "budget of at least that, or stages of smaller blocks"
+        )
+    fits = num_blocks if largest == 0 or math.isinf(budget) else int(budget // largest) - 1
+    return max(2, min(num_blocks, fits))
 
 
 def is_dense(parameter: nn.Parameter) -> bool:

@@ -11,7 +11,8 @@
 
 Between these, and whenever the caller looks, a parameter and its `.grad` are host memory. So the optimizer
 updates on the host, and its states are there. The device holds two buffers of the largest block's size for
-weights, and during a W the gradients of one block, whatever the number of blocks.
+weights, and during a W the gradients of one block, whatever the number of blocks. A budget buys more buffers:
+with as many as there are blocks, the weights are copied once a step.
 
 A parameter keeps its identity: only `parameter.data` changes between host and device. Nobody may hold the
 device memory of a block behind its forward: this is checked by the number of references to the buffer.
@@ -20,9 +21,9 @@ device memory of a block behind its forward: this is checked by the number of re
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from types import MethodType
 from typing import Any, NoReturn
@@ -32,14 +33,22 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zbpp.autograd import WeightGrads, auxiliary_loss, auxiliary_losses
-from zbpp.autograd.recompute import recomputed
+from zbpp.autograd.copies import OffloadError
+from zbpp.autograd.recompute import recomputed, recomputing_by
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.saved_weights import nodes_of, pack_views
 from zbpp.runtime.ties import Tie
-from zbpp.runtime.weight_blocks import Block, find_blocks, refuse_hooks, refuse_shared
-from zbpp.runtime.weight_buffers import DeviceBuffers, Host, MemoryHost, View
-
-_ATTRIBUTE = "_zbpp_offloaded_weights"
+from zbpp.runtime.weight_blocks import (
+    ATTRIBUTE,
+    Block,
+    check_stages,
+    find_blocks,
+    move_buffers,
+    raise_held,
+    refuse_hooks,
+    refuse_shared,
+)
+from zbpp.runtime.weight_buffers import DeviceBuffers, Host, MemoryHost, View, num_buffers
 
 
 class OffloadedWeights:
@@ -47,10 +56,11 @@ class OffloadedWeights:
 
     stages: on the CPU, or on the device. A block is a child of a stage (a stage without children is one
     block); their buffers go to `device`. host: where the weights and their gradients live, the CPU's memory
-    by default. budget: bytes that may be used on the device for weights and their gradients; None: any.
+    by default. budget: bytes of the device for weights and their gradients: as many buffers are made as fit,
+    and what is in a buffer is not copied again. None: the least, two buffers.
 
     Raises ValueError for stages that can't be offloaded, and for a budget that is too small; it names the
-    least one that is enough.
+    least one that is enough. Raises OffloadError if the host has no room.
     """
 
     def __init__(
@@ -59,18 +69,24 @@ class OffloadedWeights:
         device: torch.device | str | None = None,
         *,
         host: Host | None = None,
-        budget: int | None = None,
+        budget: float | None = None,
     ) -> None:
+        check_stages(stages)
         self.device = torch.device(device or "cpu")
-        self._host = host or MemoryHost()
+        if self.device.type == "meta":
+            raise ValueError("device=meta has no memory for weights: write cpu, or a GPU such as cuda:0")
+        self._host, self._is_in_call = host or MemoryHost(), False
         blocks = [find_blocks(index, stage) for index, stage in sorted(stages.items())]
         self._blocks = [block for some in blocks for block in some]
         refuse_shared(self._blocks)
         largest = max((block.piece.nbytes for block in self._blocks), default=0)
-        self._check_budget(budget, 3 * largest)
-        for block in self._blocks:
-            block.move_to(self._host.empty(block.piece.nbytes, self.device))
-        self._buffers = DeviceBuffers(largest, self.device)
+        number = num_buffers(budget, largest, len(self._blocks))
+        homes = [
+            self._empty(block.piece.nbytes) for block in self._blocks
+        ]  # all or none, if there is no room
+        for block, home in zip(self._blocks, homes, strict=True):
+            block.move_to(home)
+        self._buffers = DeviceBuffers(largest, self.device, number)
         self._largest = largest
         self._running: Block | None = None  # whose forward runs
         self._block_of = {id(each): block for block in self._blocks for each in block.parameters}
@@ -80,12 +96,12 @@ class OffloadedWeights:
             for block in some:
                 block.module.forward = _OnDevice(self, block)
         for stage in stages.values():
-            _move_buffers(stage, self.device)
-            vars(stage)[_ATTRIBUTE] = self
+            move_buffers(stage, self.device)
+            vars(stage)[ATTRIBUTE] = self
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device at most: the two buffers, and during a W one block's gradients."""
+        """Bytes on the device at most: the buffers, and during a W one block's gradients."""
         return self._buffers.nbytes + self._largest
 
     @property
@@ -97,6 +113,15 @@ class OffloadedWeights:
     def num_copies(self) -> int:
         """How often a block's weights were copied to the device so far."""
         return self._buffers.num_copies
+
+    def on_device(self) -> list[Tensor]:
+        """The memory of the device's buffers."""
+        return self._buffers.memory()
+
+    def on_host(self) -> Iterator[Tensor]:
+        """The memory of weights and gradients."""
+        for block in self._blocks:
+            yield from (block.host, block.grads)
 
     def replaced(self) -> str:
         """Which block has got another forward, that leaves the weights on the host; "" if none has."""
@@ -113,10 +138,15 @@ class OffloadedWeights:
 
         Raises RuntimeError for hooks on weights, and for a weight that has another shape or dtype.
         """
+        self._is_in_call = True
         self._buffers.forget()
         for block in self._blocks:
             refuse_hooks(block)
             block.take_in()
+
+    def end(self) -> None:
+        """End a step or an evaluation: from here on weights may change without a trace."""
+        self._is_in_call = False
 
     def accumulate(self, weight_grads: WeightGrads) -> None:
         """W: as `weight_grads.accumulate()`, block by block; the gradients are on the host afterwards."""
@@ -145,22 +175,9 @@ class OffloadedWeights:
                 block.go_home()
                 for number, (home, found) in enumerate(zip(before, after, strict=True)):
                     if found is not None:
-                        home = self._gradient_home(block, number) if home is None else home
+                        home = block.gradient_home(number, self._empty) if home is None else home
                         home.copy_(found)
                     block.parameters[number].grad = home
-
-    def _gradient_home(self, block: Block, number: int) -> Tensor:
-        """Host memory for a gradient: the same as before, unless the caller keeps the gradient of before."""
-        parameter, given = block.parameters[number], block.given.get(number)
-        if given is not None and given() is not None:
-            memory = self._host.empty(parameter.nbytes, self.device)
-            home = View(parameter.dtype, 0, parameter.shape, parameter.stride()).of(memory)
-        else:
-            if not block.grads.nbytes:
-                block.grads = self._host.empty(block.piece.nbytes, self.device)
-            home = block.piece.views(block.grads)[number]
-            block.given[number] = weakref.ref(home)
-        return home
 
     def run(self, block: Block, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A block's forward: its weights are on the device while it runs."""
@@ -176,6 +193,9 @@ class OffloadedWeights:
             self._running = None
 
     def _run(self, block: Block, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not self._is_in_call:  # nobody has said `begin`
+            self._buffers.forget()
+            block.take_in()
         version = block.version()
         memory = self._buffers.load(block)
         self._buffers.prefetch(block.neighbours(1))
@@ -183,20 +203,40 @@ class OffloadedWeights:
         below = nodes_of(
             tree_leaves([args, kwargs])
         )  # before the forward, which may change its input in place
-        with block.in_memory(memory), auxiliary_losses() as found:
+        rerun = partial(self._rerun, block)
+        with block.in_memory(memory), auxiliary_losses() as found, recomputing_by(rerun):
             output = forward(*args, **kwargs)
+            if torch.is_grad_enabled():  # while the weights are here: a node may have saved a weight itself
+                self._pack(block, memory, tree_leaves([output, *found.values()]), below)
         if block.version() != version:
             raise RuntimeError(
                 f"the forward of {block.name} changes a weight in place, and the change would be lost: "
                 "make that weight a buffer, or do not offload weights"
             )
-        if torch.is_grad_enabled():
-            self._pack(block, memory, tree_leaves([output, *found.values()]), below)
         if _references(memory) > references and gc.collect() >= 0 and _references(memory) > references:
-            _raise_held(block)
+            raise_held(block)
         for name, value in found.items():
             auxiliary_loss(name, value)
         return output
+
+    def _rerun(self, block: Block, forward: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Recompute a part of a block's forward, a checkpoint inside it: in B, with the block's weights."""
+        memory = self._buffers.load(block)
+        self._buffers.prefetch(block.neighbours(-1))
+        with block.in_memory(memory), recomputing_by(partial(self._rerun, block)):
+            outputs = forward()
+            self._pack(block, memory, tree_leaves(outputs), [])
+        return outputs
+
+    def _empty(self, nbytes: int) -> Tensor:
+        """Memory outside the device. Raises OffloadError if there is no room."""
+        try:
+            return self._host.empty(nbytes, self.device)
+        except (RuntimeError, MemoryError, OSError) as error:
+            raise OffloadError(
+                f"no room for {nbytes} more bytes of offloaded weights or gradients: use more ranks, or let "
+                f"them live elsewhere (memory.offload_to, host=FileHost(folder)): {error}"
+            ) from error
 
     def _pack(self, block: Block, memory: Tensor, outputs: list[Any], below: list[Any]) -> None:
         """Replace what autograd saved of the block's weights by views without memory.
@@ -217,14 +257,6 @@ class OffloadedWeights:
 
         pack_views(outputs, below, memory, unpack)
 
-    def _check_budget(self, budget: int | None, needed: int) -> None:
-        if budget is not None and needed > budget:
-            raise ValueError(
-                f"budget={budget} bytes is too small for offloaded weights: two buffers for weights and "
-                f"the gradients of a block, each as large as the largest block, are {needed} bytes; write a "
-                "budget of at least that, or stages of smaller blocks"
-            )
-
     def __reduce__(self) -> NoReturn:
         raise TypeError("stages with offloaded weights can't be copied: copy them before OffloadedWeights")
 
@@ -244,7 +276,7 @@ class _OnDevice:
 
 def offloaded_weights(stages: Iterable[nn.Module]) -> OffloadedWeights | None:
     """The OffloadedWeights of these stages, None if they have none. Raises ValueError for two of them."""
-    found = {id(each): each for stage in stages if (each := vars(stage).get(_ATTRIBUTE)) is not None}
+    found = {id(each): each for stage in stages if (each := vars(stage).get(ATTRIBUTE)) is not None}
     if len(found) > 1:
         raise ValueError("the stages were offloaded apart: give all of this rank's to one OffloadedWeights")
     return next(iter(found.values()), None)
@@ -269,14 +301,6 @@ def check_offloaded(stages: Iterable[nn.Module], ties: Sequence[Tie], place: Pla
             raise ValueError(each)
 
 
-def _raise_held(block: Block) -> NoReturn:
-    raise RuntimeError(
-        f"the forward of {block.name} leaves a tensor that is a weight or a view of one: in its output, in "
-        "an attribute, in an autograd Function (as ctx.x, not by save_for_backward) or under saved-tensor "
-        "hooks. Its memory is needed for the next block: let the forward return or keep a clone"
-    )
-
-
 def _references(memory: Tensor) -> int:
     """How many tensors use this memory."""
     count: int = torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
@@ -286,10 +310,3 @@ def _references(memory: Tensor) -> int:
 def _taken(parameter: nn.Parameter) -> Tensor | None:
     gradient, parameter.grad = parameter.grad, None
     return gradient
-
-
-def _move_buffers(stage: nn.Module, device: torch.device) -> None:
-    for module in stage.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)

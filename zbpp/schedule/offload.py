@@ -1,7 +1,8 @@
 """When tensors that are held between two actions leave the device, and when they come back.
 
-A ROUND TRIP takes one value, saved(s,m), out of device memory after the action that makes it and back before
-the action that consumes it. Four instructions do so; c is one copy on the rank's only stream of copies:
+A ROUND TRIP takes one value out of device memory after the action that makes it and back before the action
+that consumes it: saved(s,m) between F and B, deferred(s,m) between B and W. Four instructions do so; c is one
+copy on the rank's only stream of copies:
 
     F ... Offload ... Drop .................... Fetch ... Await B
           [---- c ----]                         [- c -]
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 _TINY = 1e-9  # ms: sums of the same times may differ by their rounding
 
-HELD = ("saved",)
+HELD = ("saved", "deferred")
 """The values that may leave."""
 
 
@@ -119,7 +120,8 @@ def choose_offload(
 ) -> tuple[RankOffload, ...]:
     """Choose, for each rank, what leaves and when; `timeline`: the one without offload, of the same costs.
 
-    costs.host is the time of one copy of a stage's saved tensors. limit: the most that may be away from a
+    costs.host is the time of one copy of a stage's saved tensors; what is deferred takes as much less time as
+    it is smaller. limit: the most that may be away from a
     rank at a time, in the unit of costs.saved; one number for all ranks or one per rank. late: values leave
     up to the limit even if their copies make an action wait.
     """
@@ -146,7 +148,7 @@ def offload_of(timetable: Timetable, values: Iterable[Value]) -> tuple[RankOfflo
         trips = [_shortest_trip(value, *span) for value, span in chosen.items()]
         ranks.append(_placed(trips, np.arange(len(row), dtype=np.float64)))
     if left:
-        raise PlanError(f"{min(left)} can't leave: only {' and '.join(HELD)} of a stage of this plan can")
+        raise PlanError(f"{min(left)} can't leave: only {' or '.join(HELD)} of a stage of this plan can")
     return tuple(ranks)
 
 
@@ -196,9 +198,9 @@ class _RankChoice:
         for value in sorted(spans, key=lambda value: self._urgency(value, *spans[value])):
             made, used = spans[value]
             size = held_bytes(self.costs, value)
-            if self.costs.host[value.stage] <= 0 or away.most(made, used) + size > limit:
-                continue
             time = copy_ms(self.costs, value)
+            if time <= 0 or size <= 0 or away.most(made, used) + size > limit:
+                continue
             trips_that_fit = (self._trip(value, made, used, share * time) for share in self.shares)
             trip = next((trip for trip in trips_that_fit if trip is not None), None)
             if trip is not None:
@@ -287,8 +289,10 @@ def _placed(trips: Iterable[_Trip], ends: npt.NDArray[np.float64]) -> RankOffloa
 
 
 def copy_ms(costs: StageCosts, value: Value) -> float:
-    """The time of one copy of a value."""
-    return costs.host[value.stage]
+    """The time of one copy of a value: costs.host is for saved, or where saved is 0 for deferred."""
+    stage = value.stage
+    saved, size = costs.held["saved"][stage], held_bytes(costs, value)
+    return costs.host[stage] * (size / saved if saved else 1.0)
 
 
 def held_bytes(costs: StageCosts, value: Value) -> float:

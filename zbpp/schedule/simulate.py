@@ -10,12 +10,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from zbpp.schedule.complete import check_backwards, check_row
 from zbpp.schedule.costs import ACTIVATIONS, Costs, StageCosts
 from zbpp.schedule.dataflow import Value, consumes
 from zbpp.schedule.dataflow_arrays import Numbers, Values, kinds_of
-from zbpp.schedule.offload import CopySpan, RankCopies, RankOffload, changes_of
+from zbpp.schedule.offload import CopySpan, RankCopies, RankOffload
+from zbpp.schedule.peak_memory import peak_memory
 from zbpp.schedule.reductions import Reduction, predicted_reductions
-from zbpp.schedule.timetable import Op, PlanError, Row, Timetable
+from zbpp.schedule.timetable import Op, PlanError, Timetable
 
 Floats = npt.NDArray[np.float64]
 
@@ -130,8 +132,8 @@ def simulate(
     the timetable can never finish.
     """
     for row in timetable.rows:
-        _check_row(row, timetable.num_microbatches)
-    _check_backwards(timetable)
+        check_row(row, timetable.num_microbatches)
+    check_backwards(timetable)
     costs = costs or Costs()
     stage_costs = costs.per_stage(timetable.num_stages)
     if num_steps < 1:
@@ -148,56 +150,13 @@ def simulate(
         starts=tuple(np.frombuffer(rank.starts) for rank in ranks),
         ends=tuple(np.frombuffer(rank.ends) for rank in ranks),
         peak_memory=tuple(
-            _peak(row, stage_costs, each) for row, each in zip(timetable.rows, placed, strict=True)
+            peak_memory(row, stage_costs, each) for row, each in zip(timetable.rows, placed, strict=True)
         ),
         message_ms=tuple(stage_costs.comm),
         reductions=tuple(sorted(reductions, key=lambda each: each.rank)),
         copies=tuple(span for each in copies if each is not None for span in each.spans),
         memory_unit=costs.memory_unit,
     )
-
-
-def _check_row(row: Row, num_microbatches: int) -> None:
-    """A stage has per microbatch one F, one B or BW, one W or BW, or F alone; each kind ascends."""
-    for stage in np.unique(row.stages).tolist():
-        own = row.select(row.stages == stage)
-        if (own.ops == Op.F).all():
-            checked: tuple[tuple[Op, ...], ...] = ((Op.F,),)
-        else:
-            checked = ((Op.F,), (Op.B, Op.BW), (Op.W, Op.BW))
-        for ops in checked:
-            _check_ascending(stage, ops, own.microbatches[np.isin(own.ops, ops)], num_microbatches)
-
-
-def _check_ascending(
-    stage: int, ops: tuple[Op, ...], microbatches: npt.NDArray[np.int32], expected: int
-) -> None:
-    name, names = str(ops[0]), " or ".join(map(str, ops))
-    found, counts = np.unique(microbatches, return_counts=True)
-    repeated = found[counts > 1]
-    if len(repeated):
-        raise PlanError(f"{stage}{name}{repeated[0]} repeats: a stage has one {names} per microbatch")
-    # No array here is as long as `expected`: a short text can name microbatch 2147483647.
-    if len(found) < expected:
-        missing = next((i for i, microbatch in enumerate(found.tolist()) if i != microbatch), len(found))
-        raise PlanError(f"{stage}{name}{missing} is missing: a stage has one {names} per microbatch")
-    if (np.diff(microbatches) > 0).all():
-        return
-    late = int(np.flatnonzero(np.diff(microbatches) < 0)[0])
-    raise PlanError(
-        f"{stage}{name}{microbatches[late + 1]} comes after {stage}{name}{microbatches[late]}: "
-        f"{names} of a stage must ascend in microbatch, so that gradients are always summed in the same order"
-    )
-
-
-def _check_backwards(timetable: Timetable) -> None:
-    """Either all stages have backwards, or none has."""
-    with_backward: set[int] = set()
-    for row in timetable.rows:
-        with_backward |= set(np.unique(row.stages[row.ops != Op.F]).tolist())
-    without = set(range(timetable.num_stages)) - with_backward
-    if with_backward and without:
-        raise PlanError(f"stage {min(without)} has no backward, but stage {min(with_backward)} has one")
 
 
 class _RankRun:
@@ -325,16 +284,3 @@ def _reductions(ranks: list[_RankRun], reduce: list[float]) -> Iterator[Reductio
     for each in ranks if any(reduce) else ():
         ends = np.array(each.ends[-len(each.row) :])
         yield from predicted_reductions(each.rank, each.row, ends, reduce)
-
-
-def _peak(row: Row, costs: StageCosts, offload: RankOffload = ()) -> float:
-    """The most that the rank holds after any action of its row or any Fetch, and all the time."""
-    change = np.zeros(len(row))
-    for op, per_stage in costs.memory.items():
-        chosen = row.ops == op
-        change[chosen] = np.asarray(per_stage)[row.stages[chosen]]
-    if offload:
-        places, amounts = zip(*changes_of(offload, costs), strict=True)
-        change = np.insert(change, places, amounts)
-    static: float = sum(costs.static[stage] for stage in np.unique(row.stages).tolist())
-    return float(np.cumsum(change).max()) + static

@@ -161,6 +161,10 @@ class Timetable:
         """The F's alone, with the same placement and order. Evaluation runs this timetable."""
         return Timetable(row.select(row.ops == Op.F) for row in self.rows)
 
+    def forward_of_one(self) -> Timetable:
+        """The F's of microbatch 0 alone."""
+        return Timetable(row.select((row.ops == Op.F) & (row.microbatches == 0)) for row in self.rows)
+
     def repeated(self, num_steps: int) -> Timetable:
         """The same actions once for each step: microbatch 0 of step 2 has the number 2 * num_microbatches."""
         first = np.arange(num_steps, dtype=np.int32) * self.num_microbatches

@@ -1,7 +1,11 @@
-"""Where metrics go: `metrics.jsonl` is the record; wandb shows a copy."""
+"""Where a run is logged: `metrics.jsonl` is the record; wandb and TensorBoard show a copy.
+
+Both show pictures and texts, too; these are files of the run folder already.
+"""
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import os
@@ -15,9 +19,11 @@ Metrics = Mapping[str, Any]
 
 
 class Logger(Protocol):
-    """Takes one dict per step; `close` ends the run."""
+    """Takes one dict per step, and pictures and texts by name; `close` ends the run."""
 
     def log(self, metrics: Metrics) -> None: ...
+    def picture(self, name: str, path: Path, step: int) -> None: ...
+    def text(self, name: str, text: str, step: int) -> None: ...
     def close(self, summary: Metrics, *, failed: bool) -> None: ...
 
 
@@ -25,11 +31,17 @@ class JsonLines:
     """One JSON object per line, flushed, so that a run can be watched and survives a crash."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("w")
+        self._file = path.open("a")  # a run that goes on has lines already
 
     def log(self, metrics: Metrics) -> None:
         self._file.write(json.dumps(finite(metrics), allow_nan=False) + "\n")
         self._file.flush()
+
+    def picture(self, name: str, path: Path, step: int) -> None:
+        """Pictures are files beside this one."""
+
+    def text(self, name: str, text: str, step: int) -> None:
+        """Texts are files beside this one."""
 
     def close(self, summary: Metrics, *, failed: bool) -> None:
         self._file.close()
@@ -58,12 +70,59 @@ class Wandb:
             self._run = start("offline")
 
     def log(self, metrics: Metrics) -> None:
-        numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
-        self._run.log(numbers, step=int(metrics["step"]))
+        self._run.log(_numbers(metrics), step=int(metrics["step"]))
+
+    def picture(self, name: str, path: Path, step: int) -> None:
+        import wandb
+
+        self._run.log({name: wandb.Image(str(path))}, step=step)
+
+    def text(self, name: str, text: str, step: int) -> None:
+        import wandb
+
+        self._run.log({name: wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)}, step=step)
 
     def close(self, summary: Metrics, *, failed: bool) -> None:
         self._run.summary.update(dict(summary))
         self._run.finish(exit_code=int(failed))
+
+
+class TensorBoard:
+    """One event file for the whole job, in the folder `tensorboard` of the run's."""
+
+    def __init__(self, folder: Path, *, config: Metrics) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # lazily: a second, and optional
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"))
+        self._writer.add_text("config", _as_table(config))
+
+    def log(self, metrics: Metrics) -> None:
+        for key, value in _numbers(metrics).items():
+            self._writer.add_scalar(key, value, int(metrics["step"]))
+        self._writer.flush()
+
+    def picture(self, name: str, path: Path, step: int) -> None:
+        from matplotlib.image import imread
+
+        self._writer.add_image(name, imread(path)[..., :3], step, dataformats="HWC")
+
+    def text(self, name: str, text: str, step: int) -> None:
+        # Four spaces: Markdown shows the text as it is.
+        self._writer.add_text(name, "".join(f"    {line}\n" for line in text.splitlines()), step)
+
+    def close(self, summary: Metrics, *, failed: bool) -> None:
+        if summary:
+            self._writer.add_text("summary", _as_table(summary))
+        self._writer.close()
+
+
+def _numbers(metrics: Metrics) -> dict[str, int | float]:
+    return {key: value for key, value in metrics.items() if isinstance(value, int | float)}
+
+
+def _as_table(values: Metrics) -> str:
+    rows = "".join(f"| {key} | {value} |\n" for key, value in values.items())
+    return f"| key | value |\n|---|---|\n{rows}"
 
 
 def _usable(mode: str) -> Any:
@@ -89,6 +148,14 @@ class Loggers:
     def log(self, metrics: Metrics) -> None:
         for logger in self._loggers:
             logger.log(metrics)
+
+    def picture(self, name: str, path: Path, step: int) -> None:
+        for logger in self._loggers:
+            logger.picture(name, path, step)
+
+    def text(self, name: str, text: str, step: int) -> None:
+        for logger in self._loggers:
+            logger.text(name, text, step)
 
     def __enter__(self) -> Self:
         return self

@@ -7,28 +7,34 @@ leftovers   memory that was made in the step and is still there: a hook that kee
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from zbpp.planning.memory_budget import COMPONENTS, RankMemory
 from zbpp.runtime.memory_record import Leftover, MemoryRecord, Span
+from zbpp.runtime.weight_offload import offloaded_weights
 
 if TYPE_CHECKING:
     from zbpp.training.trainer import Trainer
 
 
 class RankReport(NamedTuple):
-    """One rank's step as it was measured; how: what counted."""
+    """One rank's step as it was measured; how: what counted.
+
+    is_validated_later: whether the update before it was not known to be right when it began.
+    """
 
     rank: int
     spans: list[Span]
     highest: int
     leftovers: list[Leftover]
     how: str
+    is_validated_later: bool = False
 
 
 class MemoryReport:
@@ -37,34 +43,70 @@ class MemoryReport:
     def __init__(self, step: int) -> None:
         self.step = step
         self._record: MemoryRecord | None = None
+        self._is_later = self._is_recording = False
 
     @contextmanager
     def recording(self, trainer: Trainer) -> Iterator[None]:
         """Record the step inside."""
         record = self._record = MemoryRecord(trainer.pipeline.device)
-        with record.step(lambda: _staying(trainer)), trainer.pipeline.recording(record.recorder):
+        self._is_later, self._is_recording = trainer.pipeline.gate is not None, True
+        levels = record.step(lambda: _staying(trainer), lambda: _on_host(trainer))
+        with levels, trainer.pipeline.recording(record.recorder):
             yield
+        self._is_recording = False
+
+    def count(self, batch: Any) -> None:
+        """Count a step's batch, which no operator made; nothing, if the step is not recorded."""
+        if self._record is not None and self._is_recording:
+            self._record.count(each for each in tree_leaves(batch) if isinstance(each, Tensor))
 
     def gathered(self, trainer: Trainer) -> list[RankReport]:
         """The reports of all ranks of the first pipeline. Collective."""
         record, pipeline = self._record, trainer.pipeline
         assert record is not None  # the step was run
-        mine = RankReport(pipeline.rank, record.spans, record.highest, record.leftovers, record.how)
+        mine = RankReport(
+            pipeline.rank, record.spans, record.highest, record.leftovers, record.how, self._is_later
+        )
         reports: list[RankReport] = pipeline.place.gather(mine)
         return reports[: pipeline.timetable.num_ranks]
 
 
-def _staying(trainer: Trainer) -> Iterable[Tensor]:
-    """All tensors that stay from step to step."""
+def _staying(trainer: Trainer) -> Iterator[Tensor]:
+    """All tensors that stay on the device from step to step."""
+    weights = offloaded_weights(trainer.pipeline.stages.values())
+    yield from trainer.pipeline.receive_buffers()
+    yield from trainer.update_copies
+    yield from trainer.pipeline.released_squares.values()
+    if weights is not None:
+        yield from weights.on_device()
+        yield from (each for stage in trainer.pipeline.stages.values() for each in stage.buffers())
+        return
+    yield from _trained(trainer)
+
+
+def _on_host(trainer: Trainer) -> Iterator[Tensor]:
+    """All tensors that live in host memory."""
+    weights = offloaded_weights(trainer.pipeline.stages.values())
+    if weights is not None:
+        yield from weights.on_host()
+        yield from (each.grad for each in trainer.pipeline.parameters() if each.grad is not None)
+        yield from _states(trainer)
+
+
+def _trained(trainer: Trainer) -> Iterator[Tensor]:
+    """Weights, gradients, masters and the optimizer's states."""
     for stage in trainer.pipeline.stages.values():
         for each in (*stage.parameters(), *stage.buffers()):
             found = each, each.grad, getattr(each, "main_grad", None)
             yield from (tensor for tensor in found if tensor is not None)
     if trainer.masters is not None:
         yield from trainer.masters.parameters()
+    yield from _states(trainer)
+
+
+def _states(trainer: Trainer) -> Iterator[Tensor]:
     for state in trainer.optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-    yield from trainer.pipeline.receive_buffers()
 
 
 # ---------------------------------------------------------------- beside the prediction
@@ -95,5 +137,6 @@ def _rank(predicted: RankMemory, measured: RankReport) -> dict[str, Any]:
             "levels": [measured.spans[0].before, *(span.after for span in measured.spans)],
             "during": [span.highest for span in measured.spans],
         },
+        "host": predicted.host,
         "leftovers": [each._asdict() for each in measured.leftovers],
     }

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from zbpp.training.combined import ADAMW, MUON, MuonAndAdamW, is_for_muon
+from zbpp.training.parameter_groups import Entry, Group, Named, as_named, by_dimension, grouped
+
+Parameters = Iterable[nn.Parameter | Named]
+
 
 def adamw(
-    parameters: Iterable[nn.Parameter],
+    parameters: Parameters,
     *,
     learning_rate: float,
     betas: tuple[float, float],
@@ -19,11 +24,13 @@ def adamw(
     weight_decay: float,
     kahan_sum: bool = False,
     gradient_release: str = "off",
+    entries: Sequence[Entry] = (),
 ) -> torch.optim.Optimizer:
     """AdamW over the trainable ones of the parameters; matrices decay, biases and norm scales don't.
 
     kahan_sum: of 16-bit weights, what rounding takes off an update is kept and added later. With it, and with
-    gradient_release=accumulate, this is torch-optimi's AdamW, of the same formula.
+    gradient_release=accumulate, this is torch-optimi's AdamW, of the same formula. entries: of other options
+    for parameters by their names.
     """
     if kahan_sum or gradient_release == "accumulate":
         return _of_optimi(
@@ -35,14 +42,15 @@ def adamw(
             weight_decay=weight_decay,
             kahan_sum=kahan_sum,
             gradient_release=gradient_release,
+            entries=entries,
         )
-    groups = _groups(parameters, weight_decay)
+    groups = _groups(parameters, weight_decay, entries)
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps)
 
 
 def _of_optimi(
     name: str,
-    parameters: Iterable[nn.Parameter],
+    parameters: Parameters,
     *,
     learning_rate: float,
     betas: tuple[float, float],
@@ -50,13 +58,14 @@ def _of_optimi(
     weight_decay: float,
     kahan_sum: bool = False,
     gradient_release: str = "off",
+    entries: Sequence[Entry] = (),
 ) -> torch.optim.Optimizer:
     """An optimizer of torch-optimi by its name there. eps: None for one that takes none."""
     import optimi
 
     more: dict[str, Any] = {} if eps is None else {"eps": eps}
     optimizer: torch.optim.Optimizer = getattr(optimi, name)(
-        _groups(parameters, weight_decay),
+        _groups(parameters, weight_decay, entries),
         lr=learning_rate,
         betas=betas,
         kahan_sum=kahan_sum,
@@ -66,27 +75,51 @@ def _of_optimi(
     return optimizer
 
 
-def stable_adamw(parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+def stable_adamw(parameters: Parameters, **options: Any) -> torch.optim.Optimizer:
     """torch-optimi's StableAdamW, which limits each parameter's update by itself: no clipping is needed."""
     return _of_optimi("StableAdamW", parameters, **options)
 
 
-def lion(parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+def lion(parameters: Parameters, **options: Any) -> torch.optim.Optimizer:
     """torch-optimi's Lion: one state per weight, and no eps."""
     return _of_optimi("Lion", parameters, **{**options, "eps": None})
 
 
-OPTIMIZERS = {"adamw": adamw, "stable_adamw": stable_adamw, "lion": lion}
+def muon(
+    parameters: Parameters,
+    *,
+    learning_rate: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    momentum: float = 0.95,
+    kahan_sum: bool = False,
+    gradient_release: str = "off",
+    entries: Sequence[Entry] = (),
+) -> torch.optim.Optimizer:
+    """torch's Muon over the matrices of hidden layers, AdamW over the rest: see zbpp/training/combined.py."""
+    if kahan_sum or gradient_release == "accumulate":
+        what = "kahan_sum=true" if kahan_sum else "gradient_release=accumulate"
+        raise ValueError(f"{what} is for torch-optimi's optimizers, and Muon is torch's: take adamw for it")
+    of_muon = {"algorithm": MUON, "momentum": momentum, "weight_decay": weight_decay}
+    of_adamw = {"algorithm": ADAMW, "betas": betas, "eps": eps}
+    kinds = [of_muon, {**of_adamw, "weight_decay": weight_decay}, {**of_adamw, "weight_decay": 0.0}]
+
+    def split(named: Named, options: Any) -> Any:
+        if is_for_muon(named, options.get("algorithm")):
+            return kinds[0]
+        return kinds[1 if named.parameter.dim() >= 2 else 2]
+
+    return MuonAndAdamW(grouped(as_named(parameters), entries, split, kinds), lr=learning_rate)
 
 
-def _groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """The trainable parameters in two groups: matrices, and the rest without decay."""
-    trained = [p for p in parameters if p.requires_grad]
-    # A group may be empty: a rank whose stages are all frozen has nothing to update.
-    return [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-    ]
+OPTIMIZERS = {"adamw": adamw, "stable_adamw": stable_adamw, "lion": lion, "muon": muon}
+
+
+def _groups(parameters: Parameters, weight_decay: float, entries: Sequence[Entry]) -> list[Group]:
+    """The trainable parameters: matrices, the rest without decay, then those of the entries alike."""
+    kinds = [{"weight_decay": weight_decay}, {"weight_decay": 0.0}]
+    return grouped(as_named(parameters), entries, by_dimension(weight_decay), kinds)
 
 
 def warmup_cosine(step: int, *, num_steps: int, warmup_steps: int, min_ratio: float) -> float:
@@ -98,3 +131,28 @@ def warmup_cosine(step: int, *, num_steps: int, warmup_steps: int, min_ratio: fl
         return (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, num_steps - 1 - warmup_steps)
     return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def warmup_linear(step: int, *, num_steps: int, warmup_steps: int, min_ratio: float) -> float:
+    """As warmup_cosine, but the rate falls along a line."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, num_steps - 1 - warmup_steps)
+    return 1 - (1 - min_ratio) * min(1.0, progress)
+
+
+def warmup_constant(step: int, *, warmup_steps: int) -> float:
+    """As warmup_cosine, but the rate stays."""
+    return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
+
+
+def warmup_stable_decay(
+    step: int, *, num_steps: int, warmup_steps: int, decay_steps: int, min_ratio: float
+) -> float:
+    """WSD (arXiv:2404.06395): the rate rises, stays, and falls in the last decay_steps along a line.
+
+    It reaches min_ratio in the last step.
+    """
+    stable = warmup_constant(step, warmup_steps=warmup_steps)
+    left = (num_steps - 1 - step) / max(1, decay_steps)
+    return min(stable, min_ratio + (1 - min_ratio) * min(1.0, max(0.0, left)))

@@ -22,20 +22,25 @@ class Share(NamedTuple):
     """One process's part of an Outcome.
 
     loss: mean over microbatches; None but on owners of the last stage. squares: of each parameter's gradient,
-    with the loss scale in them. named: see NamedLosses.means.
+    with the loss scale in them. named: see NamedLosses.means. wish: why this process wants to end the run.
     """
 
     loss: float | None
     squares: list[float]
     named: Means
+    wish: str | None = None
 
 
 class Outcome(NamedTuple):
-    """What a step came to. norm: of the gradients of all stages, without the loss scale."""
+    """What a step came to. norm: of the gradients of all stages, without the loss scale.
+
+    wish: the first process's that has one.
+    """
 
     loss: float
     norm: float
     named: dict[str, float]
+    wish: str | None = None
 
     @property
     def is_finite(self) -> bool:
@@ -43,10 +48,10 @@ class Outcome(NamedTuple):
         return math.isfinite(self.norm)
 
 
-def share_of(pipeline: Pipeline, losses: Sequence[Tensor]) -> Share:
+def share_of(pipeline: Pipeline, losses: Sequence[Tensor], wish: str | None = None) -> Share:
     """This process's share of the step that the pipeline has just done. Collective over parts of a stage."""
     mean = torch.stack([*losses]).double().mean().item() if losses else None
-    return Share(mean, squares_in_mesh(pipeline), pipeline.step_losses.means())
+    return Share(mean, squares_in_mesh(pipeline), pipeline.step_losses.means(), wish)
 
 
 def outcome_of(shares: Sequence[Share], pipeline: Pipeline, loss_scale: float) -> Outcome:
@@ -58,4 +63,5 @@ def outcome_of(shares: Sequence[Share], pipeline: Pipeline, loss_scale: float) -
     # All pipelines have the same gradients: the norm is that of the first one.
     norm = norm_of(each.squares for each in shares[: pipeline.timetable.num_ranks]) / loss_scale
     named = summed([each.named for each in shares], pipeline.place.num_pipelines)
-    return Outcome(math.fsum(found) / len(found), norm, named)
+    wish = next((each.wish for each in shares if each.wish), None)
+    return Outcome(math.fsum(found) / len(found), norm, named, wish)

@@ -28,6 +28,7 @@ from zbpp.runtime import Pipeline
 from zbpp.runtime.mesh import local_of
 from zbpp.runtime.norm import gradients_of, norm_of
 from zbpp.runtime.posts import Ticket
+from zbpp.runtime.world import check_equal
 from zbpp.training.inverse import InverseRollback
 from zbpp.training.loss_scale import LossScale
 from zbpp.training.master_weights import MasterWeights
@@ -72,6 +73,15 @@ class Switch:
         if sum(self._redone) > _MOST_REDONE:
             self.is_on = False
             self._redone.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint has to hold."""
+        return {"is_on": self.is_on, "num_good": self._num_good, "redone": list(self._redone)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        self.is_on, self._num_good = state["is_on"] or not self._after, state["num_good"]
+        self._redone = deque(state["redone"], maxlen=_WINDOW)
 
 
 class _Posted(NamedTuple):
@@ -121,15 +131,17 @@ class PostValidatedUpdate(Update):
             raise ValueError(f"clip_norm={clip_norm}: write a number above 0, or None for no clipping")
         super().__init__(optimizer, clip_norm=clip_norm, masters=masters, loss_scale=loss_scale)
         pipeline.settle()  # another PostValidation may have had it
+        pipeline.meet("PostValidation")
         pipeline.posts()
         self._switch = Switch(validation.after)
-        self._rollback = _agreed_rollback(validation.rollback, optimizer, pipeline)
+        options = {"clip_norm": clip_norm, "optimizer.validation_after": validation.after}
+        self._rollback = _agreed_rollback(validation.rollback, optimizer, pipeline, options)
         self._pending: _Pending | None = None
         self._results: list[Result] = []
         self.num_redone = self.num_taken_back = 0
 
-    def begin(self, pipeline: Pipeline, factor: float) -> None:
-        """Prepare a step. factor: on the optimizer's learning rate."""
+    def begin(self, pipeline: Pipeline, factor: float | None) -> None:
+        """Prepare a step. factor: on the optimizer's learning rate; None: it stays."""
         self.prepare(pipeline)
         self._set_rate(factor)
 
@@ -147,7 +159,7 @@ class PostValidatedUpdate(Update):
             self._results += super().end(pipeline, losses)
             self._switch.note(is_good=self._is_good(self._results[-1][0].norm))
             return self._taken()
-        share, scale = share_of(pipeline, losses), pipeline.loss_scale
+        share, scale = share_of(pipeline, losses, self.wish), pipeline.loss_scale
         steps = self._is_good(norm_of([share.squares]) / scale)
         refusal = _CHANGED_INPUTS.format(rank=pipeline.rank) if pipeline.has_changed_inputs else ""
         ticket = pipeline.posts().post(_Posted(share, steps, refusal))
@@ -171,6 +183,19 @@ class PostValidatedUpdate(Update):
             self._loss_scale.update(is_finite=True)
         pipeline.gate = self
         return self._taken()
+
+    def copies(self) -> list[Tensor]:
+        """See Update."""
+        return self._rollback.tensors()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whether updates are validated afterwards by now. The pipeline must be settled."""
+        return {"switch": self._switch.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state; from that of a run that validated before its updates, as at the beginning."""
+        if "switch" in state:
+            self._switch.load_state_dict(state["switch"])
 
     def settle(self) -> list[Result]:
         """Wait until the weights are right. Returns the results that have become known."""
@@ -338,17 +363,24 @@ _CHANGED_INPUTS = (
 )
 
 
-def _agreed_rollback(name: str, optimizer: torch.optim.Optimizer, pipeline: Pipeline) -> Rollback:
-    """The rollback, once all ranks have one. Raises ValueError on all ranks if one has none."""
+def _agreed_rollback(
+    name: str, optimizer: torch.optim.Optimizer, pipeline: Pipeline, options: dict[str, Any]
+) -> Rollback:
+    """The rollback, once all ranks have one. Raises ValueError on all ranks if one has none.
+
+    options: of which each rank decides by itself what all ranks have to decide alike. Raises AgreementError.
+    """
     made: Rollback | None = None
     refusal = pipeline.gate_refusal
     try:
         made = _rollback(name, optimizer)
     except ValueError as error:
         refusal = str(error)
-    for each in pipeline.place.gather(refusal):
+    refusals, given = zip(*pipeline.place.gather((refusal, options)), strict=True)
+    for each in refusals:
         if each:
             raise ValueError(each)
+    check_equal("options of post-validation", given)
     assert made is not None  # or there is a refusal
     return made
 

@@ -47,14 +47,14 @@ class ReleasedUpdate(Update):
         self._accumulate = accumulate
         pipeline.release_gradients(optimizer, accumulate=accumulate, keep_squares=not accumulate)
 
-    def begin(self, pipeline: Pipeline, factor: float) -> None:
-        """Set the learning rate. factor: on the optimizer's."""
+    def begin(self, pipeline: Pipeline, factor: float | None) -> None:
+        """Set the learning rate. factor: on the optimizer's; None: it stays."""
         self._set_rate(factor)
 
     def end(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> list[Result]:
         """Return the step's outcome and what it adds to the metrics; the weights are updated already."""
         scale = pipeline.loss_scale
-        outcome = outcome_of(pipeline.place.gather(share_of(pipeline, losses)), pipeline, scale)
+        outcome = outcome_of(pipeline.place.gather(share_of(pipeline, losses, self.wish)), pipeline, scale)
         figures = {
             "grad_norm": None if self._accumulate else outcome.norm,
             "learning_rate": self._rate,

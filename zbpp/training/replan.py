@@ -1,7 +1,7 @@
 """Planning again after the first steps of a run, for the costs that they had.
 
 The cut of the model stays, so every loss stays equal to the last bit: only the order of the work changes.
-With n measured steps, counted from 0:
+With n measured steps, counted from 0 at the first step that this process runs:
 
     step 0          ranks agree on shapes; the inputs of each stage are kept
     1 to n          measured, under a plan that needs no measurements; then the new plan is made
@@ -50,12 +50,24 @@ class Replan:
         self._watching = ExitStack()
         self._inputs = self._watching.enter_context(first_inputs(self.stages))
         self._expected = 0.0
-        self.is_done = False
+        self.is_done, self._is_over = False, False
+        self._first: int | None = None  # a run that goes on begins with a later step
 
     def is_measured(self, step: int) -> bool:
         """Whether a step must be recorded."""
-        num = self.num_measured
-        return 1 <= step <= num or num + 2 <= step <= 2 * num + 1
+        since, num = self._since_first(step), self.num_measured
+        return not self._is_over and (1 <= since <= num or num + 2 <= since <= 2 * num + 1)
+
+    def _since_first(self, step: int) -> int:
+        if self._first is None:
+            self._first = step
+        return step - self._first
+
+    def skip(self) -> None:
+        """Plan no more: an earlier start of the run has done so, and goes on with its plan."""
+        self._watching.close()
+        self._inputs.clear()
+        self.is_done = self._is_over = True
 
     def after(
         self, step: int, pipeline: Pipeline, timelines: Sequence[Timeline], target: Any
@@ -65,9 +77,12 @@ class Replan:
         timelines: of all recorded steps so far; target: of the step's batch, on the last stage's owner.
         Raises PlanError if the limit can't hold a plan. Collective.
         """
-        if step == self.num_measured:
+        since = self._since_first(step)
+        if self._is_over:
+            return pipeline, {}
+        if since == self.num_measured:
             return self._switch(pipeline, timelines, target)
-        if step == 2 * self.num_measured + 1:
+        if since == 2 * self.num_measured + 1:
             return pipeline, self._metrics(timelines[-self.num_measured :])
         return pipeline, {}
 

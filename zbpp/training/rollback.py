@@ -41,6 +41,9 @@ class Rollback(Protocol):
     def forget(self) -> None:
         """Free what was kept: the mode is switched off."""
 
+    def tensors(self) -> list[Tensor]:
+        """The copies that are kept."""
+
 
 class Copies:
     """Copies of tensors, taken and given back all at once; of a DTensor the part that is here."""
@@ -71,6 +74,10 @@ class Copies:
     def num_bytes(self) -> int:
         """The memory of the copies."""
         return sum(copy.nbytes for _, copy in self._copies.values())
+
+    def tensors(self) -> list[Tensor]:
+        """The copies."""
+        return [copy for _, copy in self._copies.values()]
 
     def _lists(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
         """(tensors, copies) per device and dtype: tensors of one list are copied together if they agree."""
@@ -119,6 +126,7 @@ class ExactRollback:
         self._options.after_step()
         if self._gradients and has_stepped:
             self._changes_gradients = any(each._version != version for each, version in self._gradients)
+        self._gradients = []  # the next step drops them, and holds its own
         snapshot(self._optimizer.state, [])  # raises for a state that the next `keep` can't copy
 
     @contextmanager
@@ -130,8 +138,14 @@ class ExactRollback:
             self._copies.give_back()
             assert self._generator is not None  # `keep` came before
             torch.set_rng_state(self._generator)
-            yield
-        torch.set_rng_state(generator)
+            try:
+                yield
+            finally:
+                torch.set_rng_state(generator)
+
+    def tensors(self) -> list[Tensor]:
+        """See Rollback."""
+        return self._copies.tensors()
 
     def forget(self) -> None:
         """Free the copies."""
@@ -145,10 +159,13 @@ class Options:
         self._optimizer = optimizer
         self._restore: list[Callable[[], Any]] = []
         self._after: list[dict[str, Any]] = []
+        self._parameters: list[list[int]] = []  # their ids, by group
 
     def keep(self, tensors: list[Tensor]) -> None:
         """Remember the options; tensors among them are added to `tensors`."""
-        self._restore = [snapshot(_options(group), tensors) for group in self._optimizer.param_groups]
+        groups = self._optimizer.param_groups
+        self._restore = [snapshot(_options(group), tensors) for group in groups]
+        self._parameters = [list(map(id, group["params"])) for group in groups]
 
     def after_step(self) -> None:
         """Remember the options that the step has left."""
@@ -157,20 +174,37 @@ class Options:
     @contextmanager
     def before_step(self) -> Iterator[None]:
         """Within it the options are those of `keep`; afterwards later changes, as of a rate, count again."""
-        groups = self._optimizer.param_groups
+        groups, added = self._optimizer.param_groups, self._take_out_added()
         later = [_changes(group, after) for group, after in zip(groups, self._after, strict=True)]
         for group, restore in zip(groups, self._restore, strict=True):
             restored = restore()
             for name in set(_options(group)) - set(restored):
                 del group[name]
             group.update(restored)
-        yield
-        for group, changes in zip(groups, later, strict=True):
-            for name, value in changes.items():
-                if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
-                    group[name].copy_(value)
-                else:
-                    group[name] = value
+        try:
+            yield
+        finally:
+            groups.extend(added)
+            for group, changes in zip(groups, later, strict=False):  # not those that were added
+                for name, value in changes.items():
+                    if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
+                        group[name].copy_(value)
+                    else:
+                        group[name] = value
+
+    def _take_out_added(self) -> list[dict[str, Any]]:
+        """Take the groups out of the optimizer that add_param_group has added since the step; return them."""
+        groups, kept = self._optimizer.param_groups, self._parameters
+        if any(list(map(id, group["params"])) != ids for group, ids in zip(groups, kept, strict=False)) or (
+            len(groups) < len(kept)
+        ):
+            raise RuntimeError(
+                "the optimizer's groups were given other parameters between an update and the gate of the "
+                "next step: call settle() of PostValidation before, or use add_param_group"
+            )
+        added = groups[len(kept) :]
+        del groups[len(kept) :]
+        return added
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

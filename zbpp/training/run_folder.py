@@ -5,6 +5,10 @@ Files of an earlier run are replaced only if the user asked for it, and are neve
 `.lock` exists while a job uses the folder; the lock on it ends with the process, however the process ends.
 `job.json` says which job made the run. A job that was started again (torchrun's restart, Slurm's requeue)
 finds the files of its own unfinished attempt, and keeps them in `attempt-1`, `attempt-2`, ...
+
+With resume=auto any unfinished run is taken up so. One with checkpoints goes on in the same files:
+`metrics.jsonl` keeps the lines up to the checkpoint. What came after it, and is done again, is kept in
+`attempt-1`, too: metrics and checkpoints.
 """
 
 from __future__ import annotations
@@ -20,10 +24,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from zbpp.checkpoint.folders import checkpoints_in, step_of
+
 OF_A_RUN = (
     "job.json", "config.yaml", "metrics.jsonl", "summary.json", "timeline.png", "trace.json", "bench.json",
-    "bench.png", "costs.json", "memory.json", "memory.png", "*.safetensors", "wandb", "attempt-*",
+    "bench.png", "costs.json", "memory.json", "memory.png", "*.safetensors", "wandb", "tensorboard",
+    "profile", "samples.jsonl", "attempt-*", "checkpoints",
 )  # fmt: skip
+
+
+CHECKPOINTS = "checkpoints"
 
 
 class FolderError(ValueError):
@@ -31,51 +41,124 @@ class FolderError(ValueError):
 
 
 class RunFolder:
-    """A folder that this process has claimed. Until `begin`, nothing in the folder changes."""
+    """A folder that this process has claimed. Until `begin`, nothing in the folder changes.
 
-    def __init__(self, path: Path, *, overwrite: bool, job: str) -> None:
+    source: the checkpoints to go on from, or one of them; None: the run begins anew.
+    """
+
+    def __init__(self, path: Path, *, overwrite: bool, resume: str, job: str) -> None:
         self.path, self._job = path, job
-        self._continued = not (path / "summary.json").exists() and _read(path / "job.json").get("job") == job
-        if self._files() and not overwrite and not self._continued:
+        earlier = _read(path / "job.json").get("job")
+        is_own_job = earlier == job
+        is_unfinished = earlier is not None and not (path / "summary.json").exists()
+        self._was_left = is_unfinished and (is_own_job or (resume == "auto" and not overwrite))
+        self.source = _source(path, resume, is_replaced=overwrite and not is_own_job)
+        self._goes_on = self.source is not None and _is_within(self.source, path / CHECKPOINTS)
+        if self._files() and not (overwrite or self._was_left or self._goes_on):
             raise FolderError(
                 f"run_dir={path} holds a run already: write another run_dir, or overwrite=true to replace it"
             )
 
-    def begin(self) -> None:
-        """Move the files of this job's earlier attempt aside; delete those of another run."""
-        if self._continued:
+    def begin(self, step: int = 0) -> None:
+        """Go on after a step of the run that is here, or make room for a new one.
+
+        The files of this job's earlier attempt are moved aside; those of another run are deleted.
+        """
+        if self._goes_on:
+            self._cut_back(step)
+        elif self._was_left:
             self._keep_attempt()
         else:
             for path in self._files():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         (self.path / "job.json").write_text(json.dumps({"job": self._job, **_here()}) + "\n")
 
-    def _keep_attempt(self) -> None:
-        files = [path for path in self._files() if not path.name.startswith("attempt-")]
+    def _cut_back(self, step: int) -> None:
+        """Move aside what came after a step."""
+        (self.path / "summary.json").unlink(missing_ok=True)
+        checkpoints = self.path / CHECKPOINTS
+        for path in checkpoints.glob("*.tmp"):  # of a job that died
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        later = [path for path in checkpoints_in(checkpoints) if (step_of(path) or 0) > step]
+        kept, lost = _split_metrics(self.path / "metrics.jsonl", step)
+        if not later and not lost:
+            return
+        attempt = self._next_attempt()
+        (attempt / CHECKPOINTS).mkdir()
+        for path in later:
+            path.rename(attempt / CHECKPOINTS / path.name)
+        (attempt / "metrics.jsonl").write_text("".join(lost))
+        draft = self.path / "metrics.jsonl.tmp"
+        draft.write_text("".join(kept))
+        draft.rename(self.path / "metrics.jsonl")
+        print(f"what came after step {step} is kept in {attempt}", flush=True)
+
+    def _next_attempt(self) -> Path:
         number = 1
         while (self.path / f"attempt-{number}").exists():
             number += 1
-        kept = self.path / f"attempt-{number}"
-        kept.mkdir()
+        attempt = self.path / f"attempt-{number}"
+        attempt.mkdir()
+        return attempt
+
+    def _keep_attempt(self) -> None:
+        files = [path for path in self._files() if not path.name.startswith("attempt-")]
+        kept = self._next_attempt()
         for path in files:
             path.rename(kept / path.name)
-        print(f"this job was started again: the files of its last attempt are kept in {kept}", flush=True)
+        print(f"the files of an attempt that did not end are kept in {kept}", flush=True)
 
     def _files(self) -> list[Path]:
         return sorted(path for pattern in OF_A_RUN for path in self.path.glob(pattern))
 
 
-def check_free(path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+def _source(path: Path, resume: str, *, is_replaced: bool) -> Path | None:
+    """Where the checkpoints to go on from are, None if there are none. FolderError for a wrong path."""
+    if resume == "none":
+        return None
+    if resume == "auto":
+        checkpoints = path / CHECKPOINTS
+        return checkpoints if checkpoints_in(checkpoints) and not is_replaced else None
+    given = Path(resume)
+    if step_of(given) is None and not checkpoints_in(given):
+        given = given / CHECKPOINTS  # a run's folder
+    if not given.is_dir() or (step_of(given) is None and not checkpoints_in(given)):
+        raise FolderError(
+            f"resume={resume} holds no checkpoint: write a run's folder, a folder such as "
+            f"{path / CHECKPOINTS / 'step-100'}, auto or none"
+        )
+    return given
+
+
+def _is_within(path: Path, folder: Path) -> bool:
+    return path.resolve().is_relative_to(folder.resolve())
+
+
+def _split_metrics(path: Path, step: int) -> tuple[list[str], list[str]]:
+    """The lines of metrics.jsonl up to a step, and those after it. A line that was cut off is dropped."""
+    kept: list[str] = []
+    lost: list[str] = []
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
+        with suppress(ValueError, KeyError, TypeError):
+            number = json.loads(line)["step"]
+            (kept if number <= step else lost).append(line)
+    return kept, lost
+
+
+def check_free(path: str | os.PathLike[str], *, overwrite: bool = False, resume: str = "none") -> None:
     """Raise FolderError if `claimed` would, before ranks are started; nothing changes."""
-    with claimed(path, overwrite=overwrite):
+    with claimed(path, overwrite=overwrite, resume=resume):
         pass
 
 
 @contextmanager
-def claimed(path: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[RunFolder]:
+def claimed(
+    path: str | os.PathLike[str], *, overwrite: bool = False, resume: str = "none"
+) -> Iterator[RunFolder]:
     """The folder of a run, made if need be; inside the with block no other job can claim it.
 
-    Only one rank of a job calls this.
+    Only one rank of a job calls this. resume: auto, to go on with the run that is here if it has checkpoints;
+    none; or a path of checkpoints.
 
     Raises FolderError if another job is using it, or if it holds an earlier run and `overwrite` is False.
     A folder made for a job that never began its run is removed again.
@@ -88,7 +171,7 @@ def claimed(path: str | os.PathLike[str], *, overwrite: bool = False) -> Iterato
     except OSError as error:
         raise FolderError(f"run_dir={folder}: {error}; write another run_dir") from error
     try:
-        yield RunFolder(folder, overwrite=overwrite, job=_this_job())
+        yield RunFolder(folder, overwrite=overwrite, resume=resume, job=_this_job())
     finally:
         (folder / ".lock").unlink(missing_ok=True)
         lock.close()

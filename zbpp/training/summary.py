@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import torch
 
 from zbpp.planning import RankCosts
-from zbpp.runtime import measured_costs
+from zbpp.planning.advise import advise
+from zbpp.runtime import Pipeline, measured_costs
 from zbpp.runtime.mesh import REPLICATE, SHARD, TENSOR, local_of
 from zbpp.runtime.world import World, gather
 from zbpp.schedule import Costs, Timeline, simulate
+from zbpp.training.cost_of_run import sentence_of_cost, sentences_of_advice, sentences_of_time
 from zbpp.training.speed import machine, median, model_flops_utilisation, peak_flops
 from zbpp.training.trainer import Trainer
 
@@ -29,26 +31,32 @@ class Title(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """figures: as summary.json has them. predicted: from the measured costs."""
+    """figures: as summary.json has them. predicted: from the measured costs. None: no step was measured.
+
+    sentences: what the run cost, and what would have made it faster.
+    """
 
     figures: dict[str, Any]
-    measured: Timeline
-    predicted: Timeline
+    measured: Timeline | None
+    predicted: Timeline | None
+    sentences: list[str]
 
 
 def summarise(
-    title: Title, trainer: Trainer, history: Sequence[Mapping[str, Any]], here: World, dtype: torch.dtype
+    title: Title,
+    trainer: Trainer,
+    history: Sequence[Mapping[str, Any]],
+    here: World,
+    dtype: torch.dtype,
+    *,
+    seconds: float,
+    layers_per_stage: Sequence[int] | None = None,
 ) -> Summary:
-    """Sum up a run. history: the metrics of its steps. Collective."""
-    pipeline, data, last = trainer.pipeline, trainer.data, history[-1]
-    measured = _with_median_makespan(trainer.timelines)
-    times = measured_costs(*trainer.timelines)
-    num_ranks = pipeline.timetable.num_ranks
-    costs = _with_usual_memory(times, pipeline.timetable.num_stages, num_ranks)
-    predicted = simulate(measured.timetable, costs)
-    items_per_second = trainer.items_per_step / median([metrics["step_seconds"] for metrics in history])
-    own = sum(local_of(each).numel() for each in pipeline.counted_parameters())
-    num_parameters = sum(gather(own)) // pipeline.place.size(REPLICATE)  # each replica counts its own
+    """Sum up a run. history: the metrics of its steps; seconds: how long they took in all. Collective."""
+    pipeline, data, last = trainer.pipeline, trainer.data, history[-1] if history else {}
+    num_ranks, steps = pipeline.timetable.num_ranks, [metrics["step_seconds"] for metrics in history]
+    items_per_second = trainer.items_per_step / median(steps) if steps else None
+    num_parameters = parameters_in_all(pipeline)
     figures = {
         **title._asdict(),
         "num_processes": here.size,
@@ -57,13 +65,12 @@ def summarise(
         "num_stages": pipeline.timetable.num_stages,
         "num_microbatches": pipeline.timetable.num_microbatches,
         "num_parameters": num_parameters,
-        "steps": len(history),
+        "steps": trainer.next_step,
+        "left": trainer.leaving,
+        "seconds": seconds,
+        data.unit: trainer.items_per_step * len(history),
         **{name: last[name] for name in last if name == "loss" or name.startswith("evaluation_")},
         "unigram_entropy": data.unigram_entropy,
-        "predicted_bubble_rate": predicted.bubble_rate,
-        "measured_bubble_rate": measured.bubble_rate,
-        "predicted_makespan_ms": predicted.makespan,
-        "measured_makespan_ms": measured.makespan,
         f"{data.unit}_per_second": items_per_second,
         "model_flops_utilisation": model_flops_utilisation(
             num_parameters,
@@ -71,10 +78,35 @@ def summarise(
             here.size,
             peak_flops(here.device, dtype),
         ),
-        "peak_memory_bytes": [int(peak) for peak in measured.peak_memory],
         **machine(here.device),
     }
-    return Summary(figures, measured, predicted)
+    cost = sentence_of_cost(len(history), seconds, figures[data.unit], data.unit)
+    if not trainer.timelines:
+        return Summary(figures, None, None, [cost])
+    measured = _with_median_makespan(trainer.timelines)
+    costs = _with_usual_memory(measured_costs(*trainer.timelines), pipeline.timetable.num_stages, num_ranks)
+    predicted = simulate(measured.timetable, costs, pipeline.offload_plan)
+    advice = advise(measured.timetable, costs, schedule=title.schedule, layers_per_stage=layers_per_stage)
+    figures |= {
+        "predicted_bubble_rate": predicted.bubble_rate,
+        "measured_bubble_rate": measured.bubble_rate,
+        "predicted_makespan_ms": predicted.makespan,
+        "measured_makespan_ms": measured.makespan,
+        "peak_memory_bytes": [int(peak) for peak in measured.peak_memory],
+        "advice": [each._asdict() for each in advice],
+    }
+    sentences = [
+        cost,
+        *sentences_of_time(measured, predicted, median(steps) * 1e3),
+        *sentences_of_advice(advice, num_ranks),
+    ]
+    return Summary({**figures, "sentences": sentences}, measured, predicted, sentences)
+
+
+def parameters_in_all(pipeline: Pipeline) -> int:
+    """The number of the model's parameters. Collective over the job."""
+    own = sum(local_of(each).numel() for each in pipeline.counted_parameters())
+    return sum(gather(own)) // pipeline.place.size(REPLICATE)  # each replica counts its own
 
 
 def _with_usual_memory(costs: Costs, num_stages: int, num_ranks: int) -> Costs:

@@ -16,11 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
+from zbpp.checkpoint import Stateful
 from zbpp.data import Data
 from zbpp.data.batch import Source
+from zbpp.data.read_ahead import ReadAhead, check_thread_may_read
 from zbpp.runtime import Pipeline
-from zbpp.schedule import Timeline
+from zbpp.schedule import Timeline, Timetable
 from zbpp.training.batch import batch_for
 from zbpp.training.callbacks import Callback
 from zbpp.training.loss_scale import LossScale
@@ -32,14 +35,18 @@ from zbpp.training.released_update import ReleasedUpdate
 from zbpp.training.replan import Replan
 from zbpp.training.update import Metrics, Result, Update
 
+_KEPT = 5  # measured steps, or as many as num_recorded
+
 
 @dataclass(kw_only=True)
 class Trainer:
     """Trains the stages of one rank together with the other ranks.
 
-    learning_rate(step): the factor on the optimizer's rate. clip_norm: the largest norm of the gradients of
+    learning_rate(step): the factor on the optimizer's rate; scheduler: one of torch's, which sets the rate
+    instead, and whose state belongs into a checkpoint. clip_norm: the largest norm of the gradients of
     all stages together. metrics(output, target): further numbers of a held-out microbatch, beside its loss.
-    num_recorded: how many of the last steps are measured action by action. replan: may replace the pipeline
+    num_recorded: how many of the last steps are measured action by action. record_every: besides, the second
+    and third step, and one of so many; 0: none. replan: may replace the pipeline
     after the first steps. masters: master weights of all trainable parameters; the optimizer must then be
     over `masters.parameters()`, and floating-point targets are cast to float32. loss_scale: chooses the
     pipeline's loss_scale before each step; None: that scale stays as it is. In both cases the scale is
@@ -51,17 +58,20 @@ class Trainer:
     post_validation: how the weights are updated before the norm is known; a step's metrics then come one step
     later. None: the update waits for the norm.
 
-    callbacks: what else happens around the steps, see callbacks.py.
+    callbacks: what else happens around the steps, see callbacks.py. read_ahead: how many batches a thread
+    reads while others are trained on, see zbpp/data/read_ahead.py; 0: none.
     """
 
     pipeline: Pipeline
     optimizer: torch.optim.Optimizer
     data: Data
-    learning_rate: Callable[[int], float]
+    learning_rate: Callable[[int], float] | None = None
+    scheduler: LRScheduler | None = None
     clip_norm: float | None = None
     evaluate_every: int = 0
     metrics: Callable[[Any, Any], Mapping[str, float | Tensor]] | None = None
     num_recorded: int = 5
+    record_every: int = 0
     replan: Replan | None = None
     masters: MasterWeights | None = None
     loss_scale: LossScale | None = None
@@ -69,41 +79,86 @@ class Trainer:
     post_validation: Validation | None = None
     memory_report: MemoryReport | None = None
     callbacks: Sequence[Callback] = ()
+    read_ahead: int = 0
 
     def __post_init__(self) -> None:
         _check_gradients(self.pipeline, self.optimizer, self.masters)
+        if (self.learning_rate is None) == (self.scheduler is None):
+            raise ValueError("give the trainer one of learning_rate and scheduler: each sets the rate")
         self._update = self._make_update()
         self.timelines: list[Timeline] = []
         self.next_step = 0  # the step that `run` begins with
         self.leaving: str | None = None  # why the run ends early; the same on all ranks
+        self.first_step = 0  # the first step of the last `run`
         self._wish: str | None = None  # this rank's reason to end it
+        self._agreed: str | None = None  # the reason that all ranks know
         self._begun: deque[Metrics] = deque()  # of steps whose outcome is not known yet
+        self._ahead = self._make_read_ahead()
 
     def run(self, num_steps: int) -> Iterator[Metrics]:
         """Train from `next_step` until `num_steps` steps are done, or until a callback wants to leave.
 
         Yields each step's metrics when they are known. All but the times are equal on all ranks.
         """
-        self.leaving = self._wish = None
-        while self.next_step < num_steps and self.leaving is None:
-            yield from self._run_step(self.next_step, num_steps=num_steps)
+        self.leaving = self._wish = self._update.wish = self._agreed = None
+        self.first_step = self.next_step
+        try:
+            while self.next_step < num_steps and self.leaving is None:
+                yield from self._run_step(self.next_step, num_steps=num_steps)
+        finally:
+            if self._ahead is not None:
+                self._ahead.close()
         yield from self._settled()
         for callback in self.callbacks:
             callback.finish(self)
 
-    def leave(self, reason: str) -> None:
-        """End the run after the present step, on all ranks; for callbacks that may_leave."""
-        self._wish = self._wish or reason
+    def leave(self, reason: str, *, agreed: bool = False) -> None:
+        """End the run early, on all ranks. One rank may call this, at any time and from any thread.
+
+        The reason goes to the other ranks with the loss of the step that runs, or of the next one: behind
+        that step the run ends, with post-validation one step later. It ends after the present step if this
+        is the only process, if a callback is one that may_leave, and if it is agreed: all ranks call this in
+        the same after_step.
+        """
+        self._wish = self._update.wish = self._wish or reason
+        if agreed or (not self.pipeline.place.groups and self.pipeline.timetable.num_ranks == 1):
+            self._agreed = self._agreed or reason
+
+    def states(self) -> dict[str, Stateful]:
+        """What a checkpoint has to hold beside the pipeline, the optimizer and the step."""
+        found: dict[str, Stateful] = {"update": self._update}
+        if self.loss_scale is not None:
+            found["loss_scale"] = self.loss_scale
+        if self.scheduler is not None:
+            found["scheduler"] = self.scheduler
+        if isinstance(self.data.train, Stateful):
+            found["data"] = self.data.train
+        return found
+
+    def go_on_after(self, step: int, replanned: Timetable | None = None) -> None:
+        """Let `run` begin with step number `step`. Weights and optimizer are those that follow it.
+
+        replanned: the plan that a replanner made in an earlier start. It is taken over if it places the
+        stages as this pipeline does; else the replanner measures again.
+        """
+        self.next_step = step
+        old = self.pipeline.timetable
+        if self.replan is None or replanned is None or replanned.rank_of != old.rank_of:
+            return
+        if replanned.num_microbatches == old.num_microbatches:
+            self.replan.skip()
+            self.pipeline = self.pipeline.with_timetable(replanned)
 
     def _run_step(self, step: int, *, num_steps: int) -> list[Metrics]:
         is_last = step + 1 == num_steps
         is_reported = self.memory_report is not None and step == self.memory_report.step
         # A recorder notes either times or levels of memory.
-        recorded = (step >= num_steps - self.num_recorded or self._is_measured(step)) and not is_reported
+        recorded = self._is_recorded(step, num_steps=num_steps) and not is_reported
+        recorded = recorded and not self._is_before_report(step)
         evaluated = self.evaluate_every and ((step + 1) % self.evaluate_every == 0 or is_last)
         for callback in self.callbacks:
             callback.before_step(self, step)
-        known = self._settled() if recorded or is_reported else []
+        known = self._settled() if recorded else []
         with self._watching(recorded=recorded, is_reported=is_reported):
             known += self._step(step)
         self.next_step = step + 1
@@ -114,6 +169,7 @@ class Trainer:
             known[-1] |= self.evaluate()
         if recorded:
             self.timelines.append(self.pipeline.timeline())
+            del self.timelines[: -max(self.num_recorded, _KEPT)]
         for callback in self.callbacks:
             callback.after_step(self, step, known)
         self.leaving = self._agreed_reason()
@@ -122,10 +178,10 @@ class Trainer:
         return known
 
     def _agreed_reason(self) -> str | None:
-        """The first rank's reason to leave of those that have one; asked only if a callback may leave."""
-        if not any(callback.may_leave for callback in self.callbacks):
-            return None
-        return next(filter(None, self.pipeline.place.gather(self._wish)), None)
+        """Why all ranks leave after this step: the reason of the first rank that has one."""
+        if any(callback.may_leave for callback in self.callbacks):
+            return next(filter(None, self.pipeline.place.gather(self._wish)), None)
+        return self._agreed
 
     def _watching(self, *, recorded: bool, is_reported: bool) -> AbstractContextManager[None]:
         """What a step runs in: a recording of its times, or of its memory, or nothing."""
@@ -160,7 +216,7 @@ class Trainer:
 
     def _evaluated(self, number: int) -> dict[str, float]:
         """The loss and metrics of a held-out batch on the last stage's owner; {} on other ranks."""
-        args, target = self._batch(self.data.evaluation, self._own_number(number))
+        args, target = self._batch(self.data.evaluation, self._own_number(number), self.pipeline.device)
         found: Mapping[str, float] = {}
         if self.metrics is None:
             losses = self.pipeline.evaluate(*args, target=target)
@@ -174,10 +230,16 @@ class Trainer:
     def _step(self, step: int) -> list[Metrics]:
         """Train on one batch; returns the metrics of all steps whose outcome is known by now."""
         begin = time.perf_counter()
-        self._update.begin(self.pipeline, self.learning_rate(step))
+        self._update.begin(self.pipeline, None if self.learning_rate is None else self.learning_rate(step))
         args, target = self._training_batch(step)
+        if self.memory_report is not None:
+            self.memory_report.count((args, target))
         losses = self.pipeline.step(*args, target=target)
         results = self._update.end(self.pipeline, losses)
+        if self.scheduler is not None:
+            # An update may have been skipped or may be later: torch's schedulers warn before the first one.
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # the schedulers' own
+            self.scheduler.step()
         if self.pipeline.device.type == "cuda":
             torch.cuda.synchronize(self.pipeline.device)
         seconds = time.perf_counter() - begin
@@ -194,6 +256,7 @@ class Trainer:
         finished = []
         for outcome, figures in results:
             times = self._begun.popleft()
+            self._agreed = self._agreed or outcome.wish
             metrics = {"step": times.pop("step"), "loss": outcome.loss, **figures, **times}
             finished.append(with_named_losses(metrics, outcome.named))
         return finished
@@ -219,35 +282,70 @@ class Trainer:
 
     def _training_batch(self, step: int) -> tuple[tuple[Any, ...], Any]:
         """This process's part of a step's data: each replica and each shard reads a batch of its own."""
-        return self._batch(self.data.train, self._own_number(step))
+        if self._ahead is not None:
+            found: tuple[tuple[Any, ...], Any] = self._ahead.batch(step)
+            return found
+        return self._read_training_batch(step, self.pipeline.device)
+
+    def _read_training_batch(self, step: int, device: torch.device) -> tuple[tuple[Any, ...], Any]:
+        return self._batch(self.data.train, self._own_number(step), device)
+
+    def _make_read_ahead(self) -> ReadAhead | None:
+        """None where nothing is to be read ahead: between the first and the last stage nothing is read."""
+        ends = {0, self.pipeline.timetable.num_stages - 1}
+        if not self.read_ahead or not ends & self.pipeline.stages.keys():
+            return None
+        check_thread_may_read(self.data.train)
+        host = torch.device("cpu")  # from there the thread moves batches by itself
+        return ReadAhead(
+            lambda step: self._read_training_batch(step, host), self.read_ahead, self.pipeline.device
+        )
 
     def _own_number(self, number: int) -> int:
         """The number of the batch that this process reads in step `number`, or in that evaluation batch."""
         place = self.pipeline.place
         return number * place.num_data_parts + place.data_part
 
-    def _batch(self, source: Source, number: int) -> tuple[tuple[Any, ...], Any]:
+    def _batch(self, source: Source, number: int, device: torch.device) -> tuple[tuple[Any, ...], Any]:
         pipeline = self.pipeline
         return batch_for(
             pipeline.stages,
             pipeline.timetable.num_stages,
             source,
             number,
-            pipeline.device,
+            device,
             target_dtype=None if self.masters is None else torch.float32,
         )
 
-    def _is_measured(self, step: int) -> bool:
-        return self.replan is not None and self.replan.is_measured(step)
+    @property
+    def update_copies(self) -> list[Tensor]:
+        """What is kept to take the last update back; none if updates wait for the norm."""
+        return self._update.copies()
+
+    def _is_before_report(self, step: int) -> bool:
+        """Whether the next step's memory is reported, which begins before this step's update is validated."""
+        report = self.memory_report if self.post_validation is not None else None
+        return report is not None and step + 1 == report.step
+
+    def _is_recorded(self, step: int, *, num_steps: int) -> bool:
+        """Whether a step is measured action by action: some early ones, some between, the last ones."""
+        if self.replan is not None and self.replan.is_measured(step - self.first_step):
+            return True
+        since = step - self.first_step  # in the first one ranks agree on shapes
+        is_between = self.record_every and (since in (1, 2) or (since and step % self.record_every == 0))
+        return bool(is_between) or step >= num_steps - self.num_recorded
 
     def _replan(self, step: int, known: Sequence[Metrics]) -> None:
         """Let the replanner, if there is one, replace the pipeline; its metrics are added to the step's."""
         if self.replan is None:
             return
         _, target = self._training_batch(step)
-        following, metrics = self.replan.after(step, self.pipeline, self.timelines, target)
+        following, metrics = self.replan.after(step - self.first_step, self.pipeline, self.timelines, target)
         if following is not self.pipeline:
+            if self._ahead is not None:
+                self._ahead.close()  # what was read is for the stages that this rank had
             self.pipeline = following
+            self._ahead = self._make_read_ahead()
             self.timelines.clear()
         known[-1].update(metrics)
 

@@ -27,6 +27,7 @@ class Update:
     """The update of one rank's weights, which waits for the norm of all ranks' gradients.
 
     The arguments are the Trainer's. Collective: all ranks call both methods, step by step.
+    wish: why this rank wants to end the run; it goes to all ranks with the share of each step.
     """
 
     def __init__(
@@ -40,9 +41,10 @@ class Update:
         self._optimizer, self._clip_norm = optimizer, clip_norm
         self._masters, self._loss_scale = masters, loss_scale
         self._base_rates = [group["lr"] for group in optimizer.param_groups]
+        self.wish: str | None = None
 
-    def begin(self, pipeline: Pipeline, factor: float) -> None:
-        """Prepare a step. factor: on the optimizer's learning rate."""
+    def begin(self, pipeline: Pipeline, factor: float | None) -> None:
+        """Prepare a step. factor: on the optimizer's learning rate; None: it stays."""
         self._zero_grad()
         self._set_loss_scale(pipeline)
         self._set_rate(factor)
@@ -50,7 +52,7 @@ class Update:
     def end(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> list[Result]:
         """Update the weights. Returns the results of steps that are known by now, in the order of steps."""
         scale, rate = pipeline.loss_scale, self._rate
-        outcome = outcome_of(pipeline.place.gather(share_of(pipeline, losses)), pipeline, scale)
+        outcome = outcome_of(pipeline.place.gather(share_of(pipeline, losses, self.wish)), pipeline, scale)
         # All ranks have the same norm: if it isn't finite, all of them skip the update.
         if outcome.is_finite:
             self._update(gradients_of(pipeline.parameters()), self._factor(outcome.norm, scale))
@@ -58,8 +60,19 @@ class Update:
             self._loss_scale.update(is_finite=outcome.is_finite)
         return [self._result(outcome, scale, rate)]
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint has to hold of the way weights are updated."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state, which may be that of another way."""
+
     def settle(self) -> list[Result]:
         """Wait until the weights are right. Returns the results that have become known."""
+        return []
+
+    def copies(self) -> list[Tensor]:
+        """What is kept to take an update back."""
         return []
 
     def _zero_grad(self) -> None:
@@ -69,7 +82,9 @@ class Update:
         if self._loss_scale is not None:
             pipeline.loss_scale = self._loss_scale.value
 
-    def _set_rate(self, factor: float) -> None:
+    def _set_rate(self, factor: float | None) -> None:
+        if factor is None:
+            return
         for group, base in zip(self._optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = base * factor
 

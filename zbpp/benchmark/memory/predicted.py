@@ -48,7 +48,7 @@ def measured(*overrides: str) -> dict[str, Any]:
             "train",
             "-n",
             str(NUM_RANKS),
-            "steps=3",
+            "steps=4",
             "memory.report=true",
         ]
         given = [f"num_microbatches={NUM_MICROBATCHES}", "evaluate_every=0", "save_weights=false"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from zbpp.planning import SCHEDULES, About, RankCosts, about_in_words, read_costs, read_memory_limit
+from zbpp.planning.variants import KEPT
 from zbpp.schedule import PlanError
 
 SEARCH_SECONDS, CHOICE_SECONDS = 10.0, 45.0  # of one search; of all searches of --choose together
@@ -138,6 +139,8 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
     seconds = f"seconds for a search (default {SEARCH_SECONDS:g}), or for --choose ({CHOICE_SECONDS:g})"
     group.add_argument("--time-limit", type=float, metavar="S", help=seconds)
     group.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
+    kept = f"--choose: share of `saved` that a stage keeps if it recomputes (default {KEPT:g})"
+    group.add_argument("--kept", type=float, default=KEPT, metavar="SHARE", help=kept)
 
 
 def _add_costs(group: argparse._ArgumentGroup) -> None:

@@ -28,6 +28,7 @@ def advice(options: argparse.Namespace, inputs: Inputs, scripts: str) -> str:
         objective=options.objective,
         time_limit=CHOICE_SECONDS if options.time_limit is None else options.time_limit,
         seed=options.seed,
+        kept=options.kept,
     )
     with bar() as progress:
         answer = choose(request, progress)

@@ -1,0 +1,237 @@
+"""Checkpoints that are damaged, of something else, or can't be written: never loaded in silence."""
+
+import json
+import os
+import pickle
+import resource
+import shutil
+import threading
+from contextlib import contextmanager
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import zbpp
+from helpers.trainers import small_trainer
+from zbpp.checkpoint import CheckpointError, folders
+from zbpp.training.checkpoints import Checkpoints
+from zbpp.training.stop_after import StopAfter
+
+
+def pipeline_of(*sizes, names=None):
+    stage = nn.Sequential()
+    for number, (a, b) in enumerate(pairwise(sizes)):
+        stage.add_module(names[number] if names else f"layer_{number}", nn.Linear(a, b))
+    pipeline = zbpp.Pipeline({0: stage}, zbpp.plan("1f1b", 1, 2), nn.functional.mse_loss)
+    return pipeline, torch.optim.AdamW(pipeline.parameters())
+
+
+def train(pipeline, optimizer):
+    sizes = [each.shape for each in pipeline.parameters() if each.dim() == 2]
+    pipeline.step(torch.ones(4, sizes[0][1]), target=torch.ones(4, sizes[-1][0]))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two checkpoints of one model, of the steps 1 and 2."""
+    pipeline, optimizer = pipeline_of(3, 4, 2)
+    for step in (1, 2):
+        train(pipeline, optimizer)
+        zbpp.save(tmp_path, pipeline, optimizer, step=step)
+    return tmp_path
+
+
+def load(folder, **options):
+    return zbpp.load(folder, *pipeline_of(3, 4, 2), **options)
+
+
+def flip_bytes(path, number=64):
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + number] = bytes(each ^ 255 for each in data[middle : middle + number])
+    path.write_bytes(data)
+
+
+def cut_off(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.json", "manifest.json"])
+@pytest.mark.parametrize("damage", [flip_bytes, cut_off, os.unlink])
+def test_a_damaged_checkpoint_is_passed_over_and_said(folder, capfd, name, damage):
+    damage(folder / "step-2" / name)
+    assert load(folder) == 1
+    said = capfd.readouterr().out
+    assert f"step-2 is damaged: {name}" in said
+    assert f"going on from {folder / 'step-1'}" in said
+    pipeline, optimizer = pipeline_of(3, 4, 2)
+    zbpp.save(folder, pipeline, optimizer, step=2)  # its step can be saved again
+    assert load(folder) == 2
+
+
+def test_without_a_whole_one_nothing_is_loaded(folder):
+    for step in (1, 2):
+        flip_bytes(folder / f"step-{step}/__0_0.distcp")
+    with pytest.raises(CheckpointError, match=r"step-2 is damaged: .*checksum differs.*step-1 is damaged"):
+        load(folder)
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        load(folder / "elsewhere")
+    assert load(folder / "elsewhere", missing_ok=True) == 0
+
+
+def test_what_a_dead_job_has_left_is_no_checkpoint(folder):
+    shutil.copytree(folder / "step-2", folder / "step-3.tmp")
+    assert load(folder) == 2
+    zbpp.save(folder, *pipeline_of(3, 4, 2), step=3)
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-1", "step-2", "step-3"]
+
+
+def test_a_newer_format_is_not_taken_for_damage(folder):
+    manifest = json.loads((folder / "step-2/manifest.json").read_text())
+    (folder / "step-2/manifest.json").write_text(json.dumps({**manifest, "format": folders.FORMAT + 1}))
+    with pytest.raises(
+        CheckpointError, match=r"step-2 has format 2, .*a newer zbpp wrote it, so update zbpp"
+    ):
+        load(folder)
+
+
+class Runs:
+    def __reduce__(self):
+        return os.mkdir, ("it_ran",)
+
+
+def test_loading_runs_no_code(folder, monkeypatch):
+    """Not even from a checkpoint that somebody made on purpose, with the right checksums."""
+    monkeypatch.chdir(folder)
+    (folder / "step-2/.metadata").write_bytes(pickle.dumps(Runs()))
+    manifest = json.loads((folder / "step-2/manifest.json").read_text())
+    manifest["files"][".metadata"] = list(folders.written_in(folder / "step-2/.metadata"))
+    (folder / "step-2/manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"\.metadata holds \w+\.mkdir, .* it was not loaded"):
+        load(folder)
+    assert not (folder / "it_ran").exists()
+
+
+def test_a_checkpoint_of_another_model_names_the_tensors_that_differ(folder):
+    before = pipeline_of(3, 5, 2)
+    values = [each.clone() for each in before[0].parameters()]
+    with pytest.raises(
+        CheckpointError,
+        match=r"another model: layer_0.weight is \[4, 3\] in the checkpoint and \[5, 3\] here; layer_0.bias",
+    ):
+        zbpp.load(folder, *before)
+    assert all(map(torch.equal, values, before[0].parameters()))
+    with pytest.raises(CheckpointError, match=r"first.weight is not in the checkpoint; .*and \d more"):
+        zbpp.load(folder, *pipeline_of(3, 4, 2, names=["first", "second"]))
+
+
+def test_names_that_depend_on_the_cut_are_said(tmp_path):
+    def cut(num_stages):
+        stages = {index: nn.Sequential(nn.Linear(3, 3)) for index in range(num_stages)}
+        plan = zbpp.plan("zb_v" if num_stages == 2 else "1f1b", 1, 2)
+        return zbpp.Pipeline(stages, plan, nn.functional.mse_loss)
+
+    zbpp.save(tmp_path, cut(2), step=1)
+    assert zbpp.load(tmp_path, cut(2)) == 1
+    with pytest.raises(CheckpointError, match=r"names depend on the cut, .*written by 2 stages, not 1"):
+        zbpp.load(tmp_path, cut(1))
+
+
+def test_states_of_another_optimizer_are_refused(folder):
+    pipeline, _ = pipeline_of(3, 4, 2)
+    with pytest.raises(CheckpointError, match=r"has the states of torch.optim.adamw.AdamW .* is .*SGD"):
+        zbpp.load(folder, pipeline, torch.optim.SGD(pipeline.parameters(), lr=0.1))
+    next(iter(pipeline.parameters())).requires_grad_(False)
+    rest = [each for each in pipeline.parameters() if each.requires_grad]
+    zbpp.save(folder, pipeline, torch.optim.AdamW(rest), step=3)
+    with pytest.raises(CheckpointError, match=r"no optimizer states for layer_0.weight, .* was it frozen\?"):
+        load(folder)
+    with pytest.raises(CheckpointError, match=r"has no state of scheduler; it has none beside"):
+        load(folder / "step-2", scheduler=zbpp.LossScale())
+
+
+def test_a_checkpoint_is_never_overwritten(folder):
+    before = folders.manifest_of(folder / "step-2")
+    with pytest.raises(
+        CheckpointError, match=r"step-2 exists already, and checkpoints are never overwritten"
+    ):
+        zbpp.save(folder, *pipeline_of(3, 4, 2), step=2)
+    assert folders.check_sizes(folder / "step-2") == before
+
+
+@contextmanager
+def full_disk(num_bytes=2000):
+    """No file can grow above so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(folder):
+    with full_disk(), pytest.raises(CheckpointError, match=r"step-3 could not be written \(.*"):
+        zbpp.save(folder, *pipeline_of(3, 4, 2), step=3)
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-1", "step-2"]
+    assert load(folder) == 2
+
+
+class FullDisk(StopAfter):
+    """The disk is full from one step to another one."""
+
+    may_leave = False
+
+    def __init__(self, first, last):
+        self.range, self.limit = range(first, last), full_disk()
+
+    def before_step(self, trainer, step):
+        if step in (self.range.start, self.range.stop):
+            for thread in threading.enumerate():
+                if thread.name.startswith("zbpp"):  # what was begun before
+                    thread.join()
+        if step == self.range.start:
+            self.limit.__enter__()
+        if step == self.range.stop:
+            self.limit.__exit__(None, None, None)
+
+    def after_step(self, trainer, step, known):
+        pass
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_run_goes_on_loudly_while_the_disk_is_full(tmp_path, capfd, background):
+    whole = [each["loss"] for each in small_trainer().run(8)]
+    saving = Checkpoints(tmp_path, every=2, keep=5, background=background, config={})
+    trainer = small_trainer(callbacks=[FullDisk(3, 7), saving])
+    assert [each["loss"] for each in trainer.run(8)] == whole
+    said = capfd.readouterr().out
+    for step in (4, 6):
+        assert f"CHECKPOINT FAILED: {tmp_path / f'step-{step}'} could not be written" in said
+    assert "training goes on, earlier checkpoints stay as they are" in said
+    assert {path.name for path in tmp_path.iterdir()} == {"step-2", "step-8", "latest"}
+
+
+def test_a_folder_that_can_not_be_written_stops_nobody_but_who_leaves(tmp_path, capfd):
+    (tmp_path / "file").write_text("")
+    saving = Checkpoints(tmp_path / "file", every=2, keep=5, background=True, config={})
+    assert len(list(small_trainer(callbacks=[saving]).run(5))) == 5
+    assert "CHECKPOINT FAILED: " in capfd.readouterr().out
+    saving = Checkpoints(tmp_path / "file", every=2, keep=5, background=True, config={})
+    with pytest.raises(CheckpointError, match="step-3 can't be written"):
+        list(small_trainer(callbacks=[saving, StopAfter(3)]).run(5))
+
+
+def test_steps_of_another_size_are_refused(tmp_path):
+    saving = Checkpoints(tmp_path, every=2, keep=5, background=True, config={})
+    list(small_trainer(callbacks=[saving]).run(2))
+    trainer = small_trainer()
+    trainer.data = trainer.data._replace(items_per_batch=16)
+    with pytest.raises(CheckpointError, match="trained on 8 rows per step, and this run has 16"):
+        Checkpoints(tmp_path, every=2, keep=5, background=True, config={}).resume(trainer, tmp_path, 9)
+    with pytest.raises(CheckpointError, match="has done 2 steps already: write steps=4"):
+        saving.resume(small_trainer(), tmp_path, 2)

@@ -1,0 +1,133 @@
+"""A run that is saved under one cut goes on under any other, as if it had never stopped."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import zbpp
+from helpers.processes import run_ranks
+from zbpp.models.llama import Llama
+from zbpp.runtime.mesh import Place
+from zbpp.runtime.model_ties import declare_ties
+from zbpp.runtime.tensor_parallel import parallelize
+from zbpp.training.optimizer import adamw
+
+ROWS, TIME, VOCAB, STEPS, SAVED = 8, 6, 13, 6, 3
+SHAPES = {  # schedule, number of microbatches of each data part, mesh
+    "pp4 zb_h1": ("zb_h1", 4, {}),
+    "pp2 zb_v": ("zb_v", 4, {}),
+    "pp1": ("1f1b", 4, {}),
+    "pp2 x replicate2": ("zb_h1", 2, {"replicate": 2}),
+    "pp2 x shard2": ("zb_h1", 2, {"shard": 2}),
+    "pp2 x tensor2": ("zb_v", 4, {"tensor": 2}),
+    "shard2 x tensor2": ("1f1b", 2, {"shard": 2, "tensor": 2}),
+}
+
+
+def tokens(step):
+    generator = torch.Generator().manual_seed(step)
+    rows = torch.randint(VOCAB, (ROWS, TIME + 1), generator=generator)
+    return rows[:, :-1], rows[:, 1:]
+
+
+class Run:
+    """Everything of a run under one of the shapes."""
+
+    def __init__(self, shape):
+        schedule, num_microbatches, degrees = SHAPES[shape]
+        mesh = zbpp.make_mesh(**degrees) if degrees else None
+        model = Llama(
+            vocab_size=VOCAB,
+            num_layers=4,
+            hidden_size=8,
+            num_heads=2,
+            sequence_length=TIME,
+            tie_embeddings=True,
+        )
+        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        rank = torch.distributed.get_rank() if ranks > 1 else 0
+        for degree in degrees.values():
+            ranks //= degree
+        rank = mesh.get_local_rank("pipeline") if mesh else rank
+        timetable = zbpp.plan(schedule, ranks, num_microbatches)
+        stages = {
+            index: model.build_stage(index, timetable.num_stages) for index in timetable.stages_of(rank)
+        }
+        for stage in stages.values():
+            for name, parameter in stage.named_parameters():
+                parameter.requires_grad_("mlp_norm" not in name)
+        parallelize(model, stages, mesh)
+        place = Place(mesh)
+        declare_ties(model, stages, timetable.num_stages, is_rank_0=place.rank == 0, group=place.pipeline)
+        self.pipeline = zbpp.Pipeline(stages, timetable, model.loss, mesh=mesh)
+        self.optimizer = adamw(
+            self.pipeline.parameters(), learning_rate=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+        )
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+
+    def losses(self, first, last):
+        place, found = self.pipeline.place, []
+        for step in range(first, last):
+            rows = ROWS // place.num_data_parts
+            mine = slice(place.data_part * rows, (place.data_part + 1) * rows)
+            x, y = (each[mine] for each in tokens(step))
+            losses = self.pipeline.step(x, target=y)
+            zbpp.clip_grad_norm_(self.pipeline, 0.5)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            parts = [float(sum(each) / len(each)) for each in place.gather(losses) if each]
+            found.append(sum(parts) / len(parts))
+        return found
+
+    def save(self, folder, step):
+        zbpp.save(folder, self.pipeline, self.optimizer, step=step, scheduler=self.scheduler)
+
+    def load(self, folder):
+        return zbpp.load(folder, self.pipeline, self.optimizer, scheduler=self.scheduler)
+
+
+def saved_run(rank, folder, shapes):
+    """Per shape the losses of a whole run, saved after a few steps into a folder named after the shape."""
+    found = {}
+    for shape in shapes:
+        run = Run(shape)
+        begin = run.losses(0, SAVED)
+        run.save(folder / shape, SAVED)
+        found[shape] = begin + run.losses(SAVED, STEPS)
+        run.pipeline.close()
+    return found
+
+
+def resumed_runs(rank, folder, saved, shapes):
+    """Per shape the losses of a run that was saved under another one."""
+    found = {}
+    for shape in shapes:
+        run = Run(shape)
+        assert run.load(folder / saved) == SAVED
+        assert run.pipeline.num_steps == SAVED
+        found[shape] = run.losses(SAVED, STEPS)
+        run.pipeline.close()
+    return found
+
+
+FOUR = ["pp4 zb_h1", "pp2 x replicate2", "pp2 x shard2", "pp2 x tensor2", "shard2 x tensor2"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return folder, run_ranks(saved_run, 4, folder, ["pp4 zb_h1", "shard2 x tensor2"])[0]
+
+
+@pytest.mark.parametrize("num_ranks, shapes", [(4, FOUR), (2, ["pp2 zb_v"]), (1, ["pp1"])])
+@pytest.mark.parametrize("origin", ["pp4 zb_h1", "shard2 x tensor2"])
+def test_a_run_goes_on_under_any_other_shape(saved, origin, num_ranks, shapes):
+    folder, whole = saved
+    resume = partial(resumed_runs, folder=folder, saved=origin, shapes=shapes)
+    found = resume(0) if num_ranks == 1 else run_ranks(resume, num_ranks)[0]
+    for shape, losses in found.items():
+        assert losses == pytest.approx(whole[origin][SAVED:], rel=1e-6), shape
+        if shape == origin:
+            assert losses == whole[origin][SAVED:]

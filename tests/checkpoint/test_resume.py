@@ -1,0 +1,167 @@
+"""A run that is left and goes on has the losses of one that never stopped, to the last bit."""
+
+import json
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.processes import run_ranks
+from zbpp import LossScale, MasterWeights, Pipeline, plan
+from zbpp.checkpoint.writing import Part
+from zbpp.data import regression_data
+from zbpp.training.callbacks import Callback
+from zbpp.training.checkpoints import Checkpoints
+from zbpp.training.optimizer import adamw
+from zbpp.training.post_validation import Validation
+from zbpp.training.stop_after import StopAfter
+from zbpp.training.trainer import Trainer
+
+STEPS, LEFT = 9, 5
+
+
+class Noisy:
+    """Layers with dropout and, in float32, a BatchNorm whose statistics are buffers."""
+
+    def __init__(self, *, has_statistics):
+        torch.manual_seed(0)
+        self.layers = [nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), nn.GELU()) for _ in range(8)]
+        if has_statistics:
+            for layer in self.layers[::3]:
+                layer.append(nn.BatchNorm1d(6))
+
+    def build_stage(self, index, num_stages):
+        size = len(self.layers) // num_stages
+        stage = nn.Sequential()
+        for number in range(index * size, (index + 1) * size):
+            stage.add_module(f"layer_{number}", self.layers[number])
+        return stage
+
+    def loss(self, output, target):
+        return nn.functional.mse_loss(output.float(), target)
+
+
+VARIANTS = {
+    "float32 with BatchNorm": {},
+    "mixed_float16": {"is_scaled": True},
+    "post-validation": {"post_validation": Validation(after=0), "clip_norm": 0.3},
+    "post-validation, switched on": {"post_validation": Validation(after=2), "clip_norm": 1.0},
+    "released gradients": {"gradient_release": "accumulate", "clip_norm": None},
+    "mixed_float16 with post-validation": {"is_scaled": True, "post_validation": Validation(after=0)},
+}
+
+
+def trainer_of(variant, rank=0, num_ranks=1, callbacks=()):
+    options = {"clip_norm": 1.0, "gradient_release": "off", **VARIANTS[variant]}
+    is_scaled = options.pop("is_scaled", False)
+    model = Noisy(has_statistics=not is_scaled)
+    timetable = plan("zb_v" if num_ranks == 1 else "zb_h1", num_ranks, 4)
+    stages = {index: model.build_stage(index, timetable.num_stages) for index in timetable.stages_of(rank)}
+    pipeline = Pipeline(stages, timetable, model.loss)
+    masters = MasterWeights(pipeline.parameters(), torch.float16) if is_scaled else None
+    optimizer = adamw(
+        (masters or pipeline).parameters(),
+        learning_rate=0.01,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=0.1,
+        gradient_release=options["gradient_release"],
+    )
+    return Trainer(
+        pipeline=pipeline,
+        optimizer=optimizer,
+        data=regression_data(in_features=6, out_features=6, batch_size=8, seed=0),
+        learning_rate=lambda step: 1 / (1 + step),
+        masters=masters,
+        # Overflows at first, is halved, and doubles again: before and after the checkpoint.
+        loss_scale=LossScale(start=2.0**20, growth_interval=2) if is_scaled else None,
+        num_recorded=0,
+        callbacks=callbacks,
+        **options,
+    )
+
+
+def checkpoints_in(folder, *, every=2, background=True):
+    return Checkpoints(folder, every=every, keep=3, background=background, config={"seed": 0})
+
+
+def losses_of(trainer):
+    rows = [(each["step"], each["loss"], each.get("loss_scale")) for each in trainer.run(STEPS)]
+    trainer.pipeline.close()
+    return rows
+
+
+def left_and_continued(rank, variant, num_ranks, folder):
+    """(losses without a stop, losses of both starts)."""
+    whole = losses_of(trainer_of(variant, rank, num_ranks))
+    first = losses_of(
+        trainer_of(variant, rank, num_ranks, callbacks=[checkpoints_in(folder), StopAfter(LEFT)])
+    )
+    checkpoints = checkpoints_in(folder)
+    trainer = trainer_of(variant, rank, num_ranks, callbacks=[checkpoints])
+    checkpoints.resume(trainer, folder, STEPS)
+    return whole, first + losses_of(trainer)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_run_that_was_left_goes_on_to_the_last_bit(tmp_path, variant):
+    whole, parts = left_and_continued(0, variant, 1, tmp_path)
+    assert parts == whole
+    assert [row[0] for row in whole] == list(range(1, STEPS + 1))
+
+
+def every_variant(rank, num_ranks, folder):
+    return [left_and_continued(rank, variant, num_ranks, folder / variant) for variant in VARIANTS]
+
+
+def test_four_ranks_go_on_to_the_last_bit(tmp_path):
+    for found in run_ranks(every_variant, 4, 4, tmp_path):
+        for whole, parts in found:
+            assert parts == whole
+
+
+def test_a_checkpoint_changes_no_loss_and_the_newest_stay(tmp_path):
+    whole = losses_of(trainer_of("float32 with BatchNorm"))
+    for background in (True, False):
+        folder = tmp_path / str(background)
+        saved = trainer_of(
+            "float32 with BatchNorm", callbacks=[checkpoints_in(folder, background=background)]
+        )
+        assert losses_of(saved) == whole
+        assert {path.name for path in folder.iterdir()} == {"step-6", "step-8", "step-9", "latest"}
+        assert (folder / "latest").read_text() == "step-9\n"
+
+
+class Opens(Callback):
+    """Lets a writer begin after a step."""
+
+    def __init__(self, step):
+        self.step, self.event = step, threading.Event()
+
+    def after_step(self, trainer, step, known):
+        if step == self.step:
+            self.event.set()
+
+
+def test_the_state_is_copied_before_training_goes_on(tmp_path, monkeypatch):
+    """The writer in the background begins steps later, and writes the state of the step it was told."""
+    gate, write = Opens(6), Part.write
+    foreground, background = (
+        checkpoints_in(tmp_path / str(is_late), every=4, background=is_late) for is_late in (False, True)
+    )
+    losses_of(trainer_of("mixed_float16", callbacks=[foreground]))
+    monkeypatch.setattr(Part, "write", lambda part: gate.event.wait(60) and write(part))
+    losses_of(trainer_of("mixed_float16", callbacks=[background, gate]))
+    files = [
+        json.loads((tmp_path / f"{name}/step-4/manifest.json").read_text())["files"]["__0_0.distcp"]
+        for name in (False, True)
+    ]
+    early, late = (zbpp_state(tmp_path / f"{name}/step-4") for name in (False, True))
+    assert files[0] == files[1]
+    assert early == late
+
+
+def zbpp_state(path):
+    state = json.loads((path / "state.json").read_text())
+    return {key: state[key] for key in ("model", "optimizer", "states", "step")}

@@ -1,0 +1,215 @@
+"""Conversations against transformers' own template and mask; the loss against one mean over all targets."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from helpers.processes import run_ranks
+from zbpp import Pipeline, make_mesh, plan
+from zbpp.builders.data import limit_evaluation
+from zbpp.data.batch import parts_of
+from zbpp.models.llama import Llama
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+from zbpp.data.chat import IGNORED, chat_data, encode, load_tokenizer  # noqa: E402  # needs transformers
+
+PLAIN = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] }}<|end|>\n{% endgeneration %}"
+    "{% else %}{{ m['content'] }}<|end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+LENGTH, ROWS, M = 48, 4, 2
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder with tokenizer.json and chats.jsonl."""
+    folder = tmp_path_factory.mktemp("chat")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|start|>", "<|end|>"],
+        initial_alphabet=sorted(alphabet),
+        show_progress=False,
+    )
+    made.train_from_iterator(["hello world, what is this? it is a test."] * 3, trainer)
+    made.save(str(folder / "tokenizer.json"))
+    chats = [conversation(number) for number in range(24)]
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in chats))
+    return folder
+
+
+def conversation(number):
+    """One to three turns; answers of very different lengths."""
+    turns = []
+    for turn in range(1 + number % 3):
+        turns.append({"role": "user", "content": f"what is {number}?"})
+        turns.append({"role": "assistant", "content": "it is " * (1 + (number * 5 + turn) % 4)})
+    return turns
+
+
+def data_of(files, **options):
+    arguments = {"batch_size": ROWS, "seed": 0, "sequence_length": LENGTH, "vocab_size": 300} | options
+    return chat_data(
+        path=str(files / "chats.jsonl"),
+        tokenizer=str(files / "tokenizer.json"),
+        **{"chat_template": PLAIN, "held_out": 0.25} | arguments,
+    )
+
+
+# ---------------------------------------------------------------- tokens and mask
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+@pytest.mark.parametrize("number", range(4))
+def test_the_assistants_tokens_are_those_of_transformers_mask(files, template, number):
+    """A template without {% generation %} gives what transformers finds in one that has it."""
+    tokenizer = load_tokenizer(str(files / "tokenizer.json"), template)
+    messages = [{"role": "system", "content": "be kind"}, *conversation(number)]
+    tokens, is_target = encode(tokenizer, messages)
+    expected = tokenizer.apply_chat_template(
+        messages, chat_template=MARKED, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert tokens.tolist() == expected["input_ids"]
+    assert is_target.tolist() == expected["assistant_masks"]
+    text = tokenizer.decode(tokens[is_target == 1])
+    assert text.count("it is") == sum(m["content"].count("it is") for m in messages)
+    assert "what" not in text
+
+
+def test_a_template_that_changes_earlier_text_is_refused(files):
+    """As templates do that drop the reasoning of earlier answers."""
+    template = "{{ messages | length }}" + PLAIN
+    tokenizer = load_tokenizer(str(files / "tokenizer.json"), template)
+    with pytest.raises(ValueError, match="generation"):
+        encode(tokenizer, conversation(1))
+
+
+def test_targets_are_the_next_tokens_of_the_assistant_alone(files):
+    train = data_of(files).train
+    tokenizer = load_tokenizer(str(files / "tokenizer.json"), PLAIN)
+    inputs, (labels, totals) = train.batch(0)
+    assert inputs.shape == labels.shape == (ROWS, LENGTH)
+    for row in range(ROWS):
+        places = (labels[row] != IGNORED).nonzero().flatten()
+        assert "what" not in tokenizer.decode(labels[row, places])
+        inner = places[places + 1 < LENGTH]
+        followed = inner[torch.isin(inner + 1, places)]
+        assert torch.equal(labels[row, followed], inputs[row, followed + 1])
+    assert totals.tolist() == [[int((labels != IGNORED).sum()), ROWS]] * ROWS
+    assert torch.equal(data_of(files).train.batch(5)[0], train.batch(5)[0])
+    rows = torch.cat([train.batch(step)[0] for step in range(9)])  # two epochs of 18
+    assert len(set(map(tuple, rows[:18].tolist()))) == 18
+
+
+# ---------------------------------------------------------------- the loss
+
+
+def model():
+    return Llama(
+        vocab_size=300,
+        num_layers=2,
+        hidden_size=16,
+        num_heads=2,
+        intermediate_size=16,
+        sequence_length=LENGTH,
+    )
+
+
+def expected_gradients(train, num_parts):
+    """One mean over all targets of all replicas, by plain autograd."""
+    whole = model().build_stage(0, 1).double()
+    batches = [train.batch(number) for number in range(num_parts)]
+    inputs = torch.cat([inputs for inputs, _ in batches])
+    labels = torch.cat([labels for _, (labels, _) in batches])
+    loss = F.cross_entropy(whole(inputs).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    loss.backward()
+    return loss.item(), {name: each.grad for name, each in whole.named_parameters()}
+
+
+def by_pipeline(rank, train, num_parts):
+    timetable = plan("zb_v", 1, M)
+    stages = {i: model().build_stage(i, 2).double() for i in range(2)}
+    mesh = make_mesh(replicate=num_parts) if num_parts > 1 else None
+    with Pipeline(stages, timetable, model().loss, mesh=mesh) as pipeline:
+        inputs, target = parts_of(train.batch(rank))
+        losses = pipeline.step(*inputs, target=target)
+        mean = sum(float(each) for each in losses) / len(losses)
+        return mean, {name: each.grad for name, each in pipeline.named_parameters()}
+
+
+def test_the_loss_is_the_mean_over_all_targets_of_the_batch_whatever_the_microbatches(files):
+    train = limit_evaluation(data_of(files), 0, 1, 1).train
+    labels = train.batch(0)[1][0]
+    counts = [(each != IGNORED).sum().item() for each in labels.split(ROWS // M)]
+    assert counts[0] != counts[1]
+    found, gradients = by_pipeline(0, train, 1)
+    loss, expected = expected_gradients(train, 1)
+    assert found == pytest.approx(loss, rel=1e-12)
+    for name, each in expected.items():
+        torch.testing.assert_close(gradients[name], each, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_it_is_the_mean_over_all_targets_of_all_replicas(files):
+    train = limit_evaluation(data_of(files), 0, 1, 2).train
+    results = run_ranks(by_pipeline, 2, train, 2)
+    loss, expected = expected_gradients(train, 2)
+    assert sum(mean for mean, _ in results) / 2 == pytest.approx(loss, rel=1e-12)
+    assert abs(results[0][0] - loss) > 1e-6  # a replica's own mean is another number
+    for name, each in expected.items():
+        for _, gradients in results:
+            torch.testing.assert_close(gradients[name], each, rtol=1e-9, atol=1e-12, msg=name)
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("not json\n", "line 1 is no JSON"),
+        ('{"messages": []}\n', "line 1 has no list of messages"),
+        ('\n{"messages": [{"role": "user"}]}\n', "line 2 has no list of messages"),
+        ("\n", "has no conversation"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}\n', "begins with the assistant"),
+        ('{"messages": [{"role": "user", "content": "a"}]}\n', "no conversation has an assistant's token"),
+        (
+            '{"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "a"}]}\n',
+            "has 1 conversations to train on, and a batch takes 4",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_with_its_line(files, tmp_path, text, words):
+    (tmp_path / "bad.jsonl").write_text(text)
+    with pytest.raises(ValueError) as caught:
+        chat_data(
+            path=str(tmp_path / "bad.jsonl"),
+            tokenizer=str(files / "tokenizer.json"),
+            chat_template=PLAIN,
+            sequence_length=LENGTH,
+            vocab_size=300,
+            batch_size=ROWS,
+            seed=0,
+        )
+    assert words in str(caught.value)
+
+
+def test_other_misfits_are_said(files):
+    with pytest.raises(ValueError, match="no chat template"):
+        data_of(files, chat_template=None)
+    with pytest.raises(ValueError, match="vocab_size=100 is smaller"):
+        data_of(files, vocab_size=100)
+    with pytest.raises(ValueError, match="larger model.sequence_length"):
+        data_of(files, sequence_length=2)

@@ -1,0 +1,81 @@
+"""Signals end a run in order, behind a step; the second one ends the process at once."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from helpers.trainers import small_trainer
+from zbpp.training.callbacks import Callback
+from zbpp.training.leaving.signals import SIGNALS, LeaveOnSignal
+
+ROOT = Path(__file__).parents[3]
+
+
+class Sender(Callback):
+    """Sends this process a signal before a step, and waits until it was noticed."""
+
+    def __init__(self, number, step, leave):
+        self.number, self.step, self.leave = number, step, leave
+
+    def before_step(self, trainer, step):
+        if step == self.step:
+            os.kill(os.getpid(), self.number)
+            deadline = time.monotonic() + 20
+            while trainer._wish is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_ends_the_run_behind_the_step_that_runs(number):
+    whole = [metrics["loss"] for metrics in small_trainer().run(6)]
+    before = [signal.getsignal(each) for each in SIGNALS]
+    with LeaveOnSignal() as leave:
+        trainer = small_trainer(callbacks=[leave, Sender(number, 2, leave)])
+        losses = [metrics["loss"] for metrics in trainer.run(6)]
+    assert (trainer.leaving, trainer.next_step, losses) == (signal.Signals(number).name, 3, whole[:3])
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+
+
+def test_a_signal_before_the_first_step_ends_the_run_behind_it():
+    with LeaveOnSignal() as leave:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while leave.reason is None:
+            time.sleep(0.01)
+        trainer = small_trainer(callbacks=[leave])
+        assert len(list(trainer.run(6))) == 1
+
+
+BLOCKED = """
+import ctypes
+from zbpp.training.leaving.signals import LeaveOnSignal
+with LeaveOnSignal(is_shown=True):
+    print("ready", flush=True)
+    mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex)
+    lock(mutex)  # for ever, in C: no Python handler runs, as in gloo
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_second_signal_ends_a_process_that_is_blocked_in_c(number):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", BLOCKED]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
+    ) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(number)
+            assert process.stderr.readline().startswith(f"{number.name}: leaving after this step")
+            process.send_signal(number)  # the same one twice, as from a terminal and a launcher
+            time.sleep(0.8)
+            assert process.poll() is None
+            process.send_signal(number)
+            assert process.wait(20) == 128 + number
+        finally:
+            process.kill()

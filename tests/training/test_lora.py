@@ -1,0 +1,398 @@
+"""LoRA and frozen weights on a pipeline against peft, and plain autograd, on the whole model."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.processes import run_ranks
+from zbpp import Pipeline, PostValidation, WeightGrads, backward_input, make_mesh, plan
+from zbpp.autograd import recompute
+from zbpp.runtime.blocks import blocks_of
+from zbpp.training.fine_tuned import FineTuned, check_fine_tuned
+from zbpp.training.lora import save_adapter
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+from zbpp.models.hf import HuggingFace  # noqa: E402  # after the check for its library
+
+# peft reads what transformers has renamed
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+VOCAB, TIME, ROWS, M, STEPS = 40, 8, 8, 4, 4
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": TIME,
+}
+LORA = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj", "embed_tokens", "lm_head"]}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A folder with the weights of a model."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("base")
+    transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**CONFIG), dtype=torch.float32
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+def batch(step):
+    tokens = torch.randint(VOCAB, (ROWS, TIME + 1), generator=torch.Generator().manual_seed(step))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def model_of(base, lora=LORA, **further):
+    return FineTuned(HuggingFace(path=base), lora=lora, **further)
+
+
+def stages_of(model, schedule="zb_v", rank=0, num_ranks=1, dtype=torch.float64):
+    timetable = plan(schedule, num_ranks, M)
+    stages = {i: model.build_stage(i, timetable.num_stages).to(dtype) for i in timetable.stages_of(rank)}
+    return stages, timetable
+
+
+def perturb(parameters):
+    """Adapters begin at zero; gradients of lora_A are zero then."""
+    with torch.no_grad():
+        for name, each in sorted(parameters):
+            if ".lora_" in name:
+                generator = torch.Generator().manual_seed(sum(map(ord, name)))
+                each += 0.1 * torch.randn(each.shape, generator=generator, dtype=torch.float64)
+
+
+def whole_peft(base, options=LORA):
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    return peft.get_peft_model(model, peft.LoraConfig(**options), autocast_adapter_dtype=False)
+
+
+def by_peft(base, adapters):
+    """Losses of peft's model in a plain loop, from these adapters; and its adapters at the end."""
+    model = whole_peft(base)
+    own = {name.removeprefix("base_model.model."): each for name, each in model.named_parameters()}
+    trained = {name: each for name, each in own.items() if each.requires_grad}
+    assert trained.keys() == adapters.keys()
+    with torch.no_grad():
+        for name, each in trained.items():
+            each.copy_(adapters[name])
+    optimizer = torch.optim.AdamW(trained.values(), lr=0.01)
+    losses = []
+    for step in range(STEPS):
+        tokens, target = batch(step)
+        loss = nn.functional.cross_entropy(model(tokens).logits.flatten(0, 1), target.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: each.detach() for name, each in trained.items()}
+
+
+def adapters_of(pipeline):
+    return {n: p.detach().clone() for n, p in pipeline.named_parameters() if p.requires_grad}
+
+
+def train(pipeline, step_of, optimizer):
+    losses = []
+    place = pipeline.place
+    rows = ROWS // place.num_data_parts
+    part = slice(place.data_part * rows, (place.data_part + 1) * rows)
+    for step in range(STEPS):
+        tokens, target = batch(step)
+        optimizer.zero_grad()
+        found = step_of(tokens[part], target=target[part])
+        losses.append(torch.stack(found).mean().item() if found else None)
+    return losses
+
+
+def by_pipeline(base, *, schedule="zb_v", is_recomputed=False, how="plain"):
+    model = model_of(base)
+    stages, timetable = stages_of(model, schedule)
+    if is_recomputed:
+        for stage in stages.values():
+            for block in blocks_of(stage):
+                recompute(block)
+    with Pipeline(stages, timetable, model.loss) as pipeline:
+        check_fine_tuned(pipeline, model)
+        perturb(pipeline.named_parameters())
+        first = adapters_of(pipeline)
+        frozen = {n: p.detach().clone() for n, p in pipeline.named_parameters() if not p.requires_grad}
+        optimizer = torch.optim.AdamW([p for p in pipeline.parameters() if p.requires_grad], lr=0.01)
+        if how == "validated":
+            validated = PostValidation(pipeline, optimizer)
+            losses = train(pipeline, validated.step, optimizer)
+            validated.settle()
+        elif how == "released":
+            pipeline.release_gradients(optimizer)
+            losses = train(pipeline, pipeline.step, optimizer)
+        else:
+
+            def step_of(*args, **kwargs):
+                found = pipeline.step(*args, **kwargs)
+                optimizer.step()
+                return found
+
+            losses = train(pipeline, step_of, optimizer)
+        for name, each in pipeline.named_parameters():
+            if name in frozen:
+                assert each.grad is None, name
+                assert torch.equal(each, frozen[name]), name
+        return losses, first, adapters_of(pipeline)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"schedule": "1f1b"},
+        {"is_recomputed": True},
+        {"how": "validated"},
+        {"how": "released"},
+    ],
+    ids=str,
+)
+def test_a_pipeline_trains_adapters_as_peft_does(base, options):
+    losses, first, last = by_pipeline(base, **options)
+    expected, expected_last = by_peft(base, first)
+    assert losses == pytest.approx(expected, rel=1e-9)
+    assert len(set(losses)) == STEPS
+    for name, each in expected_last.items():
+        assert not torch.equal(each, first[name])
+        torch.testing.assert_close(last[name], each, rtol=1e-6, atol=1e-8, msg=name)
+
+
+def test_initial_adapters_do_not_depend_on_the_cut_but_on_the_seed(base):
+    def adapters(num_stages, seed=0):
+        torch.manual_seed(num_stages)  # whatever was drawn before
+        model = model_of(base, seed=seed)
+        stages = [model.build_stage(i, num_stages) for i in range(num_stages)]
+        return {n: p for stage in stages for n, p in stage.named_parameters() if ".lora_" in n}
+
+    one, four, other = adapters(1), adapters(4), adapters(1, seed=1)
+    assert one.keys() == four.keys()
+    assert all(torch.equal(one[name], four[name]) for name in one)
+    drawn = [name for name in one if one[name].any()]
+    assert len(drawn) == len(one) // 2
+    assert not any(torch.equal(one[name], other[name]) for name in drawn)
+    # drawn as peft draws them: the bounds of its uniform numbers
+    weight = one["model.layers.2.self_attn.q_proj.lora_A.default.weight"]
+    assert 0.5 * 16**-0.5 < weight.abs().max() <= 16**-0.5
+
+
+def test_the_adapters_files_load_in_peft_with_equal_logits(base, tmp_path):
+    model = model_of(base)
+    stages, timetable = stages_of(model)
+    with Pipeline(stages, timetable, model.loss) as pipeline:
+        perturb(pipeline.named_parameters())
+        tokens, target = batch(0)
+        _, logits = pipeline.evaluate(tokens, target=target, return_outputs=True)
+        save_adapter(tmp_path / "adapter", pipeline, LORA, base=base)
+    assert sorted(each.name for each in (tmp_path / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    whole = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    loaded = peft.PeftModel.from_pretrained(whole, tmp_path / "adapter", autocast_adapter_dtype=False)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, logits, rtol=1e-10, atol=1e-12)
+        with loaded.disable_adapter():
+            assert (loaded(tokens).logits - logits).abs().max() > 1e-3
+
+
+# ---------------------------------------------------------------- what frozen weights cost
+
+
+def held(stage, *inputs):
+    """(bytes that F's graph keeps beside weights, bytes that wait for W, gradients after W)."""
+    weights = {each.untyped_storage().data_ptr() for each in stage.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        stage(*inputs)
+    output = stage(*inputs)
+    _, weight_grads = backward_input(output, torch.ones_like(output), inputs)
+    waiting = weight_grads.held_bytes
+    assert isinstance(weight_grads, WeightGrads)
+    weight_grads.accumulate()
+    return sum(kept.values()), waiting, sum(each.grad is not None for each in stage.parameters())
+
+
+def stack(is_trained):
+    layers = [nn.Linear(32, 32, bias=False) for _ in range(4)]
+    stage = nn.Sequential(*layers)
+    for number, layer in enumerate(layers):
+        layer.requires_grad_(is_trained(number))
+    return stage
+
+
+def test_frozen_weights_keep_no_input_and_have_no_w():
+    """Four linear layers alone: each keeps its input of [8, 32] float32, 1024 bytes, if it is trained."""
+    x = torch.randn(8, 32, requires_grad=True)
+    assert held(stack(lambda number: True), x)[0] == 4 * 1024
+    assert held(stack(lambda number: number == 2), x)[0] == 1024
+    assert held(stack(lambda number: number == 2), x)[1:] == (2 * 1024, 1)  # x and dy of that layer
+    assert held(stack(lambda number: False), x)[:2] == (0, 0)
+
+
+def test_lora_holds_less_between_b_and_w_than_all_weights(base):
+    """The adapter of v_proj holds x, [., 16], and dy, [., 16], and two of rank 1, and nothing of the MLP."""
+    x = torch.randn(4, TIME, 16, requires_grad=True)
+    lora = {"r": 1, "target_modules": ["v_proj"]}
+    found = {}
+    for name, model in {"all": HuggingFace(path=base), "lora": model_of(base, lora)}.items():
+        found[name] = held(model.build_stage(1, 3), x)
+    rows = 4 * TIME * 4  # bytes of a column
+    assert found["lora"][1] <= rows * (16 + 16 + 1 + 1)
+    assert found["lora"][1] < 0.25 * found["all"][1]
+    assert found["lora"][0] < found["all"][0]
+    assert found["lora"][2] == 2
+
+
+# ---------------------------------------------------------------- freezing by name
+
+
+def test_frozen_by_name_the_rest_trains_as_in_plain_autograd(base):
+    model = FineTuned(HuggingFace(path=base), freeze=["model.embed*", "*.layers.[0-2].*"])
+    stages, timetable = stages_of(model)
+    whole = HuggingFace(path=base).build_stage(0, 1).double()
+    with Pipeline(stages, timetable, model.loss) as pipeline:
+        check_fine_tuned(pipeline, model)
+        trained = [name for name, each in pipeline.named_parameters() if each.requires_grad]
+        tokens, target = batch(0)
+        pipeline.step(tokens, target=target)
+        nn.functional.cross_entropy(whole(tokens).flatten(0, 1), target.flatten()).backward()
+        for name, each in whole.named_parameters():
+            found = dict(pipeline.named_parameters())[name].grad
+            if name not in trained:
+                assert found is None
+            else:
+                torch.testing.assert_close(found, each.grad, rtol=1e-9, atol=1e-12, msg=name)
+    assert {name.split(".")[2] for name in trained if "layers" in name} == {"3"}
+    assert len(trained) == 11  # nine of layer 3, norm, head
+
+
+def test_train_alone_freezes_all_else():
+    stage = FineTuned(Toy(), train=["1.*"]).build_stage(0, 1)
+    assert [name for name, each in stage.named_parameters() if each.requires_grad] == ["1.weight", "1.bias"]
+
+
+def test_a_tied_parameter_is_frozen_by_any_of_its_names():
+    stages = [FineTuned(Tied(), freeze=["head.*"]).build_stage(i, 2) for i in range(2)]
+    assert [each.requires_grad for stage in stages for each in stage.parameters()] == [False, False]
+
+
+class Toy:
+    def build_stage(self, index, num_stages):
+        layers = nn.ModuleDict({str(i): nn.Linear(4, 4) for i in range(4)})
+        own = range(4 * index // num_stages, 4 * (index + 1) // num_stages)
+        stage = nn.Sequential()
+        for i in own:
+            stage.add_module(str(i), layers[str(i)])
+        return stage
+
+    def loss(self, output, target):
+        return nn.functional.mse_loss(output, target)
+
+
+class Tied(Toy):
+    def build_stage(self, index, num_stages):
+        name = ("embedding", "head")[index]
+        return nn.Sequential().append(nn.Identity()) if name is None else _named(name)
+
+    def tied(self):
+        return {"head.weight": "embedding.weight"}
+
+
+def _named(name):
+    stage = nn.Sequential()
+    stage.add_module(name, nn.Linear(4, 4, bias=False))
+    return stage
+
+
+# ---------------------------------------------------------------- several ranks
+
+
+def on_two_ranks(rank, base):
+    found = {}
+
+    def refused(model):
+        with Pipeline(model, "1f1b", num_microbatches=2) as pipeline:
+            try:
+                check_fine_tuned(pipeline, model)
+            except ValueError as error:
+                return str(error)
+        return ""
+
+    found["first"] = refused(FineTuned(Toy(), freeze=["0.*"]))
+    found["none"] = refused(FineTuned(Toy(), freeze=["0.*", "7.*"]))
+    found["all"] = refused(FineTuned(Toy(), freeze=["*"]))
+    found["head"] = refused(model_of(base, {"r": 2, "target_modules": ["lm_head"]}))
+    found["typo"] = refused(model_of(base, {"r": 2, "target_modules": ["lm_head", "q_prj"]}))
+    for name, degrees, ranks in (
+        ("pipeline", {}, 2),
+        ("shards", {"shard": 2}, 1),
+        ("copies", {"replicate": 2}, 1),
+    ):
+        model = model_of(base)
+        stages, timetable = stages_of(model, "zb_v", rank if ranks == 2 else 0, ranks)
+        for stage in stages.values():
+            perturb(stage.named_parameters())
+        with Pipeline(stages, timetable, model.loss, mesh=make_mesh(**degrees)) as pipeline:
+            optimizer = torch.optim.AdamW([p for p in pipeline.parameters() if p.requires_grad], lr=0.01)
+
+            def step_of(pipeline, optimizer, *args, **kwargs):
+                losses = pipeline.step(*args, **kwargs)
+                optimizer.step()
+                return losses
+
+            losses = train(pipeline, functools.partial(step_of, pipeline, optimizer), optimizer)
+            found[name] = pipeline.place.gather(losses)
+            folder = f"{base}/{name}"
+            save_adapter(__import__("pathlib").Path(folder), pipeline, LORA, base=base)
+    return found
+
+
+def test_two_ranks_shards_and_replicas_train_adapters_alike(base):
+    from safetensors.torch import load_file
+
+    one, two = run_ranks(on_two_ranks, 2, base)
+    assert one["first"] == two["first"] == one["head"] == two["head"] == ""
+    assert "freeze: 7.* matches no parameter" in one["none"]
+    assert one["none"] == two["none"]
+    assert "leave no parameter to train" in one["all"]
+    assert "target_modules: q_prj matches no module" in two["typo"]
+    expected, _, last = by_pipeline(base)
+    for name in ("pipeline", "shards", "copies"):
+        losses = [[each for each in step if each is not None] for step in zip(*one[name], strict=True)]
+        assert [sum(each) / len(each) for each in losses] == pytest.approx(expected, rel=1e-9), name
+        files = load_file(f"{base}/{name}/adapter_model.safetensors")
+        assert len(files) == len(last)
+        for key, each in last.items():
+            found = files["base_model.model." + key.replace(".default", "")]
+            torch.testing.assert_close(found, each, rtol=1e-6, atol=1e-8, msg=f"{name} {key}")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"r": 2}, "target_modules is not set"),
+        ({"r": 2, "target_modules": "all-linear"}, "output layer"),
+        ({"r": 2, "target_modules": ["q_proj"], "init_lora_weights": "pissa"}, "base weights"),
+    ],
+)
+def test_what_lora_can_not_be_on_a_pipeline_is_said(options, words):
+    with pytest.raises(ValueError, match=words):
+        FineTuned(Toy(), lora=options)

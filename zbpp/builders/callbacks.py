@@ -1,0 +1,84 @@
+"""What a run does beside training, from its config: leaving early, figures shown, profile, samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zbpp.config import ConfigError, TrainConfig, naming
+from zbpp.data import Data
+from zbpp.data.corpus import load_tokenizer
+from zbpp.data.prepared import HEADER, TOKENIZER
+from zbpp.runtime.world import World
+from zbpp.training.callbacks import Callback
+from zbpp.training.leaving.early_stop import EarlyStop
+from zbpp.training.leaving.time_limit import TimeLimit
+from zbpp.training.live_figures import LiveFigures
+from zbpp.training.loggers import Loggers
+from zbpp.training.precision import PRECISIONS
+from zbpp.training.profile import Profile
+from zbpp.training.sampling import Bytes, Coder, Sampler, TokenizerFile
+
+
+def build_callbacks(
+    config: TrainConfig, data: Data, here: World, folder: Path, loggers: Loggers, *, begin: float
+) -> list[Callback]:
+    """This rank's callbacks. begin: when the run began, by time.monotonic. Raises ConfigError."""
+    callbacks: list[Callback] = [LiveFigures(here, PRECISIONS[config.precision].compute)]
+    if config.sample.every:
+        callbacks.append(_sampler(config, data, here, folder, loggers))
+    if config.profile is not None and here.rank in _profiled_ranks(config, here):
+        path = folder / "profile" / f"rank-{here.rank}.json"
+        callbacks.append(Profile(config.profiled_steps, path))
+    stop = config.early_stop
+    if stop.metric is not None:
+        callbacks.append(
+            EarlyStop(stop.metric, patience=stop.patience, min_delta=stop.min_delta, mode=stop.mode)
+        )
+    if config.max_hours is not None:
+        callbacks.append(TimeLimit(config.max_hours * 3600, begin=begin))
+    return callbacks
+
+
+def _profiled_ranks(config: TrainConfig, here: World) -> list[int]:
+    ranks = list(range(here.size)) if config.profile_ranks is None else config.profile_ranks
+    wrong = [rank for rank in ranks if not 0 <= rank < here.size]
+    if wrong:
+        raise ConfigError(
+            f"profile_ranks={config.profile_ranks}: there is no rank {wrong[0]} of {here.size} processes; "
+            f"write numbers from 0 to {here.size - 1}, or null for all"
+        )
+    return ranks
+
+
+def _sampler(config: TrainConfig, data: Data, here: World, folder: Path, loggers: Loggers) -> Sampler:
+    if data.unit != "tokens":
+        raise ConfigError(f"sample.every={config.sample.every}: the data are {data.unit}, no text; write 0")
+    options = config.sample
+    with naming("sample"):
+        return Sampler(
+            options.prompt,
+            _coder(config),
+            every=options.every,
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            seed=config.seed,
+            window=config.data.get("sequence_length"),
+            folder=folder if here.rank == 0 else None,
+            log=loggers.text,
+        )
+
+
+def _coder(config: TrainConfig) -> Coder:
+    """The tokenizer that the config names, the data's, or bytes."""
+    path = config.sample.tokenizer or config.data.get("tokenizer")
+    source = str(config.data.get("path") or (config.data.get("mixture") or [{}])[0].get("path") or "")
+    if path is None and (Path(source) / HEADER).is_file() and (Path(source) / TOKENIZER).is_file():
+        path = str(Path(source) / TOKENIZER)
+    if path is not None:
+        return TokenizerFile(load_tokenizer(Path(path)))
+    if source.endswith((".npy", ".bin")):
+        raise ValueError(
+            f"data.path={source} holds tokens, and nothing says what text they are: write "
+            "sample.tokenizer=FILE"
+        )
+    return Bytes()

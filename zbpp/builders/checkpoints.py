@@ -1,0 +1,40 @@
+"""Saving, leaving and going on, from the config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zbpp.config import TrainConfig
+from zbpp.runtime.world import broadcast
+from zbpp.training.callbacks import Callback
+from zbpp.training.checkpoints import Checkpoints
+from zbpp.training.run_folder import CHECKPOINTS, RunFolder
+from zbpp.training.stop_after import StopAfter
+from zbpp.training.trainer import Trainer
+
+
+def build_saving(
+    config: TrainConfig,
+    settings: Mapping[str, Any],
+    path: Path,
+    trainer: Trainer,
+    folder: RunFolder | None,
+) -> list[Callback]:
+    """What saves the run and leaves it. The trainer goes on from a checkpoint if the folder names one.
+
+    folder: on rank 0; path: of the same folder, on every rank. Collective.
+    """
+    options = config.checkpoint
+    checkpoints = Checkpoints(
+        path / CHECKPOINTS,
+        every=options.every,
+        keep=options.keep,
+        background=options.background,
+        config={key: value for key, value in settings.items() if key != "run_dir"},
+    )
+    source = broadcast(None if folder is None or folder.source is None else str(folder.source))
+    if source is not None:
+        checkpoints.resume(trainer, Path(source), config.steps)
+    return [checkpoints, *([] if config.stop_after is None else [StopAfter(config.stop_after)])]

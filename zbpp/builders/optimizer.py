@@ -1,0 +1,217 @@
+"""The optimizer and its learning rate from their part of the config."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from zbpp.config import ConfigError, OptimizerConfig, naming, partial_of_node
+from zbpp.runtime import Pipeline
+from zbpp.runtime.optimizer_trial import refusal_of_ranks, refusal_of_shards
+from zbpp.training.master_weights import MasterWeights
+from zbpp.training.optimizer import (
+    OPTIMIZERS,
+    warmup_constant,
+    warmup_cosine,
+    warmup_linear,
+    warmup_stable_decay,
+)
+from zbpp.training.parameter_groups import (
+    Entry,
+    Named,
+    as_named,
+    check_all_match,
+    entries_of,
+    grouped,
+    named_parameters,
+)
+
+
+def optimizer_of(
+    pipeline: Pipeline,
+    options: OptimizerConfig,
+    masters: MasterWeights | None = None,
+    gradient_release: str = "off",
+) -> torch.optim.Optimizer:
+    """The optimizer over this rank's parameters or their masters.
+
+    Raises ConfigError, on all ranks, for a pattern of `groups` that matches nothing on any rank, and for an
+    optimizer that does not fit this place in the mesh. Collective.
+    """
+    with naming("optimizer"):
+        entries = entries_of(options.groups)
+        check_all_match(pipeline, [each for entry in entries for each in entry.patterns], "groups")
+    made: torch.optim.Optimizer | None = None
+    refusal = ""
+    try:
+        made = build_optimizer(named_parameters(pipeline, masters), options, gradient_release)
+        refusal = _refusal(made, options, pipeline)
+    except ConfigError as error:
+        refusal = str(error)
+    for each in pipeline.place.gather(refusal):
+        if each:
+            raise ConfigError(each)
+    assert made is not None  # or there is a refusal
+    return made
+
+
+def _refusal(optimizer: torch.optim.Optimizer, options: OptimizerConfig, pipeline: Pipeline) -> str:
+    """Why this optimizer would not update a model that is cut as it updates the whole, or nothing."""
+    if options.name not in ("custom", "muon"):
+        return ""
+    name = type(optimizer).__name__
+    is_cut = pipeline.timetable.num_ranks > 1
+    why = refusal_of_ranks(optimizer) if is_cut else ""
+    if why:
+        return (
+            f"optimizer: {name} does not go with several ranks, which update their parts of the model by "
+            f"themselves: {why}; write another optimizer, or parallel.num_processes=1"
+        )
+    why = refusal_of_shards(optimizer)
+    if why:
+        return (
+            f"optimizer: {name} does not go with parallel.shard or parallel.tensor: {why}; write "
+            "parallel.replicate instead, or another optimizer"
+        )
+    return ""
+
+
+def build_optimizer(
+    parameters: Iterable[nn.Parameter | Named], options: OptimizerConfig, gradient_release: str = "off"
+) -> torch.optim.Optimizer:
+    """The optimizer over the trainable ones of the parameters. Raises ConfigError."""
+    with naming("optimizer"):
+        entries = entries_of(options.groups)
+        if options.name == "custom":
+            made = _custom(as_named(parameters), options.build, gradient_release, entries)
+        else:
+            further = {"momentum": options.momentum} if options.name == "muon" else {}
+            made = OPTIMIZERS[options.name](
+                parameters,
+                learning_rate=options.learning_rate,
+                betas=(options.beta1, options.beta2),
+                eps=options.eps,
+                weight_decay=options.weight_decay,
+                kahan_sum=options.kahan_sum,
+                gradient_release=gradient_release,
+                entries=entries,
+                **further,
+            )
+        _check_options(made, entries)
+    return made
+
+
+def _custom(
+    parameters: Sequence[Named], node: dict[str, Any], gradient_release: str, entries: Sequence[Entry]
+) -> torch.optim.Optimizer:
+    """The optimizer that `build` names; all parameters have its own options, but for the entries'."""
+    groups = grouped(parameters, entries, lambda named, options: {}, [{}])
+    is_optimi = str(node["_target_"]).partition(".")[0] == "optimi"
+    further = {"gradient_release": True} if is_optimi and gradient_release != "off" else {}
+    try:
+        made = partial_of_node("optimizer.build", {**further, **node})(groups)
+    except ConfigError as error:
+        if "Muon" not in str(error):
+            raise
+        raise ConfigError(f"{error}; optimizer=muon gives what is no matrix to AdamW") from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer.build makes a {type(made).__name__}, which is no torch.optim.Optimizer")
+    closure = inspect.signature(type(made).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"optimizer.build: {type(made).__name__}.step needs a closure that computes loss and gradients "
+            "again, which a pipeline has none of: write another optimizer"
+        )
+    return made
+
+
+def _check_options(optimizer: torch.optim.Optimizer, entries: Sequence[Entry]) -> None:
+    """Raise ConfigError for an option in `groups` that the optimizer does not have: torch ignores it."""
+    num_without = len(optimizer.param_groups) // (len(entries) + 1)  # the groups that no entry is for
+    known = {name for group in optimizer.param_groups[:num_without] for name in group} - {"params"}
+    known |= optimizer.defaults.keys()
+    for number, entry in enumerate(entries):
+        for name in entry.options:
+            if name not in known:
+                raise ConfigError(
+                    f"optimizer.groups[{number}] has {name}, which is no option of "
+                    f"{type(optimizer).__name__}; it has {', '.join(sorted(known))}"
+                )
+
+
+# ---------------------------------------------------------------- the learning rate
+
+
+def learning_rate_factor(options: OptimizerConfig, num_steps: int) -> Callable[[int], float] | None:
+    """The factor on the learning rate at each step; None if a scheduler sets the rate."""
+    if options.lr_scheduler:
+        return None
+    warmup: dict[str, Any] = {"warmup_steps": options.warmup_steps}
+    if options.lr_schedule == "constant":
+        return partial(warmup_constant, **warmup)
+    falling = {**warmup, "num_steps": num_steps, "min_ratio": options.min_ratio}
+    if options.lr_schedule == "wsd":
+        decay_steps = options.decay_steps or max(1, num_steps // 5)
+        return partial(warmup_stable_decay, **falling, decay_steps=decay_steps)
+    return partial({"cosine": warmup_cosine, "linear": warmup_linear}[options.lr_schedule], **falling)
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, options: OptimizerConfig) -> LRScheduler | None:
+    """The scheduler that `lr_scheduler` names, behind the linear warm-up; None if it names none.
+
+    Raises ConfigError.
+    """
+    if not options.lr_scheduler:
+        return None
+    key, warmup_steps = "optimizer.lr_scheduler", options.warmup_steps
+    made = None
+    if warmup_steps > 1:
+        _check_warmup(options.lr_scheduler, warmup_steps)
+        # The first scheduler that is made notes the rates that the others begin with.
+        made = torch.optim.lr_scheduler.LinearLR(
+            optimizer, start_factor=1 / warmup_steps, total_iters=warmup_steps - 1
+        )
+    found = _scheduler(key, options.lr_scheduler, optimizer)
+    if made is None:
+        return found
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [made, found], milestones=[warmup_steps])
+
+
+def _scheduler(key: str, node: dict[str, Any], optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """A scheduler; `schedulers`, as SequentialLR and ChainedScheduler take them, are made before it."""
+    own = {name: value for name, value in node.items() if name != "schedulers"}
+    inner = [
+        _scheduler(f"{key}.schedulers[{number}]", each, optimizer)
+        for number, each in enumerate(node.get("schedulers", []))
+    ]
+    further = {"schedulers": inner} if inner else {}
+    made = partial_of_node(key, own)(optimizer=optimizer, **further)
+    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(
+            f"{key}: ReduceLROnPlateau waits for a measured loss, and the trainer's schedulers step with "
+            "the steps alone: write optimizer.lr_schedule=wsd, or another scheduler"
+        )
+    if not isinstance(made, LRScheduler):
+        raise ConfigError(f"{key} makes a {type(made).__name__}, which is no LRScheduler of torch")
+    return made
+
+
+def _check_warmup(node: dict[str, Any], warmup_steps: int) -> None:
+    """Raise ConfigError for a scheduler that can't follow another one: torch starts it by its `step(0)`."""
+    try:
+        kind: Any = pkgutil.resolve_name(node["_target_"])
+        takes_a_step = "epoch" in inspect.signature(kind.step).parameters
+    except Exception:  # making it says what is wrong with it
+        return
+    if not takes_a_step or kind is torch.optim.lr_scheduler.SequentialLR:
+        raise ConfigError(
+            f"optimizer.warmup_steps={warmup_steps} can't come before {kind.__name__}: write "
+            "optimizer.warmup_steps=0, with a LinearLR among its schedulers"
+        )

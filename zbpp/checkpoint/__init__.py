@@ -1,0 +1,30 @@
+"""Checkpoints that outlive the cut: saved under one number of ranks, loaded under any other.
+
+saving            zbpp.save: what all processes agree on, then each writes its part, in a thread if wanted
+loading           zbpp.load: the newest whole checkpoint, under this job's cut and mesh
+model_states      weights and buffers by their names in the whole model
+optimizer_states  states and options of optimizers by the same names
+random_states     Python's, numpy's and torch's random numbers
+nest              everything that is no tensor, as JSON
+writing, reading  tensors through torch.distributed.checkpoint, without pickled objects
+folders           names on disk, checksums, the rename that makes a checkpoint whole
+exchange          what the processes tell the first one while training goes on
+"""
+
+from zbpp.checkpoint.errors import CheckpointError
+from zbpp.checkpoint.loading import load, opened, restore
+from zbpp.checkpoint.reading import Checkpoint
+from zbpp.checkpoint.saving import Saver, Saving, Stateful, prepared, save
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "Saver",
+    "Saving",
+    "Stateful",
+    "load",
+    "opened",
+    "prepared",
+    "restore",
+    "save",
+]

@@ -1,0 +1,193 @@
+"""Checkpoints on disk: a folder per step, which is whole or is not there.
+
+    checkpoints/
+        step-200/            __0_0.distcp, __1_0.distcp, ...   tensors, as torch.distributed.checkpoint writes them
+                             .metadata                         where each tensor lies in them
+                             state.json                        all that is no tensor
+                             manifest.json                     size and checksum of each other file
+        step-300.tmp/        is being written, or was when the job died
+        latest               the newest step's name, for people and other tools
+
+A folder is renamed to its final name when all of its files are on the disk, and never changed after that.
+"""  # noqa: E501  # a table
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zbpp.checkpoint.errors import CheckpointError
+
+FORMAT = 1  # raised by every change that an older zbpp could not read
+
+MANIFEST, STATE, LATEST = "manifest.json", "state.json", "latest"
+_BLOCK = 2**22  # bytes
+
+
+class Written(NamedTuple):
+    """Size in bytes and checksum of a file."""
+
+    size: int
+    digest: str
+
+
+def new_digest() -> Any:
+    """An object with `update(bytes)` and `hexdigest()`: the checksum of a file."""
+    return hashlib.blake2b(digest_size=16)
+
+
+def written_in(path: Path) -> Written:
+    """Size and checksum of a file as it is on the disk."""
+    digest, size = new_digest(), 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+            size += len(block)
+    return Written(size, digest.hexdigest())
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return folder / f"step-{step}"
+
+
+def unfinished(path: Path) -> Path:
+    """Where a checkpoint is while it is being written."""
+    return path.with_name(f"{path.name}.tmp")
+
+
+def step_of(path: Path) -> int | None:
+    """The step of a checkpoint's folder; None for any other name."""
+    found = re.fullmatch(r"step-(\d+)", path.name)
+    return int(found[1]) if found else None
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, newest first, whole or damaged."""
+    found = [(step_of(path), path) for path in folder.glob("step-*")]
+    return [path for step, path in sorted(found, key=lambda pair: pair[0] or 0)[::-1] if step is not None]
+
+
+# ---- Writing
+
+
+def prepare(path: Path) -> None:
+    """Make the folder that a checkpoint is written into, and remove what a dead job has left there.
+
+    Raises CheckpointError if the step has a checkpoint already, OSError if the folder can't be written.
+    """
+    if path.exists():
+        raise CheckpointError(
+            f"{path} exists already, and checkpoints are never overwritten: write another folder, or remove "
+            "that one"
+        )
+    with suppress(FileNotFoundError):
+        shutil.rmtree(unfinished(path))
+    unfinished(path).mkdir(parents=True)
+
+
+def commit(path: Path, files: Mapping[str, Written]) -> None:
+    """Turn the unfinished checkpoint into a finished one. files: all that it has, on the disk already."""
+    folder = unfinished(path)
+    manifest = {"format": FORMAT, "files": {name: list(each) for name, each in sorted(files.items())}}
+    write_file(folder / MANIFEST, json.dumps(manifest, indent=1))
+    _sync(folder)
+    folder.rename(path)
+    _sync(path.parent)
+    write_file(path.parent / f"{LATEST}.tmp", f"{path.name}\n")
+    (path.parent / f"{LATEST}.tmp").rename(path.parent / LATEST)
+
+
+def write_file(path: Path, text: str) -> Written:
+    """Write a text, and wait until it is on the disk."""
+    data = text.encode()
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    digest = new_digest()
+    digest.update(data)
+    return Written(len(data), digest.hexdigest())
+
+
+def discard(path: Path) -> None:
+    """Remove a checkpoint; one that is removed in part has the name of an unfinished one."""
+    aside = path if path.name.endswith(".tmp") else path.with_name(f"{path.name}.removed.tmp")
+    with suppress(FileNotFoundError):
+        if aside != path:
+            path.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def set_aside(path: Path) -> None:
+    """Give a damaged checkpoint a name that no checkpoint has."""
+    with suppress(OSError):  # the folder may be read-only: then nothing is saved there either
+        path.rename(path.with_name(f"{path.name}.damaged"))
+
+
+def keep_newest(folder: Path, number: int) -> None:
+    """Remove all but the newest checkpoints, and what dead jobs have left."""
+    for path in checkpoints_in(folder)[number:]:
+        discard(path)
+    for path in folder.glob("step-*.removed.tmp"):
+        discard(path)
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    with suppress(OSError):  # some file systems know no such thing
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+# ---- Reading
+
+
+def manifest_of(path: Path) -> dict[str, Written]:
+    """Size and checksum of each file of a checkpoint, by its manifest.
+
+    Raises ValueError, which says why, if the checkpoint is damaged; CheckpointError if a newer zbpp wrote it.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        version = manifest["format"]
+        files = {str(name): Written(*each) for name, each in manifest["files"].items()}
+    except FileNotFoundError:
+        raise ValueError(f"{MANIFEST} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST} can't be read ({error})") from error
+    if type(version) is not int or version > FORMAT:
+        raise CheckpointError(
+            f"{path} has format {version}, and this zbpp reads formats up to {FORMAT}: a newer zbpp wrote "
+            "it, so update zbpp"
+        )
+    return files
+
+
+def check_sizes(path: Path) -> dict[str, Written]:
+    """The manifest, once every file is there in its size. Raises as `manifest_of` does."""
+    files = manifest_of(path)
+    for name, expected in files.items():
+        file = path / name
+        size = file.stat().st_size if file.is_file() else None
+        if size != expected.size:
+            found = "is missing" if size is None else f"has {size} bytes instead of {expected.size}"
+            raise ValueError(f"{name} {found}")
+    return files
+
+
+def check_contents(path: Path, files: Mapping[str, Written], names: Iterable[str]) -> None:
+    """Compare some files of a checkpoint with their checksums. Raises ValueError for one that differs."""
+    for name in names:
+        if written_in(path / name) != files[name]:
+            raise ValueError(f"{name} has changed since it was written (its checksum differs)")

@@ -1,0 +1,144 @@
+"""A checkpoint on disk: verified, then read tensor by tensor through torch.distributed.checkpoint.
+
+Nothing that is read can run code. torch.distributed.checkpoint unpickles `.metadata`, which can: here only
+the classes that such a file consists of are let through. Tensors are read with weights_only=True, and
+everything else is JSON (torch.distributed.checkpoint would unpickle it).
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from zbpp.checkpoint.errors import CheckpointError
+from zbpp.checkpoint.folders import STATE, check_contents, check_sizes, checkpoints_in, step_of
+from zbpp.runtime.mesh import Place
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_ALLOWED = {
+    *((_METADATA, name) for name in (
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    )),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+}  # fmt: skip
+
+
+class Checkpoint:
+    """A checkpoint of one step. facts: all that is no tensor."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.facts: dict[str, Any] = json.loads((path / STATE).read_text())
+        self._reader = _Reader(path)
+        self._metadata = self._reader.read_metadata()
+
+    @property
+    def step(self) -> int:
+        """How many steps were done."""
+        step: int = self.facts["step"]
+        return step
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The model's tensors by their names in the whole model."""
+        rows = self._metadata.state_dict_metadata
+        names = [key.removeprefix("model.") for key in rows if key.startswith("model.")]
+        return {name: tuple(self.size_of(f"model.{name}")) for name in names}
+
+    def size_of(self, key: str) -> torch.Size:
+        """The shape of a tensor, as a whole."""
+        return self._row(key).size
+
+    def dtype_of(self, key: str) -> torch.dtype:
+        """The dtype of a tensor."""
+        return self._row(key).properties.dtype
+
+    def _row(self, key: str) -> TensorStorageMetadata:
+        row = self._metadata.state_dict_metadata[key]
+        if not isinstance(row, TensorStorageMetadata):
+            raise CheckpointError(f"{self.path}: {key} is no tensor; zbpp does not write such a checkpoint")
+        return row
+
+    def read(self, targets: Mapping[str, Tensor]) -> None:
+        """Fill the tensors, of DTensors the part that is here. Reads no more than this process needs."""
+        planner = _Planner(flatten_state_dict=False)
+        planner.set_up_planner(dict(targets), self._metadata, False)
+        self._reader.set_up_storage_reader(self._metadata, False)
+        plan = planner.create_local_plan()
+        self._reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+def newest_whole(folder: Path, place: Place) -> tuple[Path, dict[Path, str]]:
+    """The newest whole checkpoint in `folder`, or `folder` itself if it is one; and why others are not whole.
+
+    Checksums are compared, by all processes together. Raises CheckpointError, on every process, if there is
+    none, or if a newer zbpp wrote the newest one. Collective.
+    """
+    candidates = place.broadcast([folder] if step_of(folder) is not None else checkpoints_in(folder))
+    damaged: dict[Path, str] = {}
+    for path in candidates:
+        complaint = _complaint(path, place)
+        if not complaint:
+            return path, damaged
+        damaged[path] = complaint
+    complaints = "; ".join(f"{path} is damaged: {why}" for path, why in damaged.items())
+    raise CheckpointError(complaints or f"{folder} holds no checkpoint: write another folder")
+
+
+def _complaint(path: Path, place: Place) -> str:
+    """What is wrong with a checkpoint, or nothing. Raises CheckpointError if a newer zbpp wrote it."""
+    mine = dist.get_rank() if dist.is_initialized() else 0
+    everyone = place.gather(mine)
+    newer = complaint = ""
+    try:
+        files = check_sizes(path)
+        check_contents(path, files, sorted(files)[everyone.index(mine) :: len(everyone)])
+    except CheckpointError as error:
+        newer = str(error)
+    except (OSError, ValueError) as error:
+        complaint = str(error)
+    answers = place.gather((newer, complaint))
+    for refusal, _ in answers:
+        if refusal:
+            raise CheckpointError(refusal)
+    return next((each for _, each in answers if each), "")
+
+
+class _Planner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        """Refuse pickled objects."""
+        raise CheckpointError(f"{read_item.dest_index.fqn} is a pickled object, which zbpp does not load")
+
+
+class _Reader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata, unpickled without a way to run code."""
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            found = _Unpickler(file).load()
+        if not isinstance(found, Metadata):
+            raise CheckpointError(f"{self.path}: .metadata holds a {type(found).__name__}")
+        return found
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """The class or function, if such a file may hold it."""
+        if (module, name) in _ALLOWED or (module == "torch" and _is_dtype(name)):
+            return super().find_class(module, name)
+        raise CheckpointError(f".metadata holds {module}.{name}, which it has no use for: it was not loaded")
+
+
+def _is_dtype(name: str) -> bool:
+    return isinstance(getattr(torch, name, None), torch.dtype)

@@ -1,0 +1,279 @@
+"""Saving a checkpoint: agreed on while all processes stand still, then written, in the background if wanted.
+
+all processes   state -> plan -> one gather -> copy (in the background only)     training stands still
+each process    writes its tensors, hashes them, tells the first process         training goes on
+the first       .metadata, state.json, manifest.json, rename, `latest`
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zbpp.checkpoint import folders, model_states, optimizer_states
+from zbpp.checkpoint.errors import CheckpointError
+from zbpp.checkpoint.exchange import Exchange
+from zbpp.checkpoint.nest import encoded
+from zbpp.checkpoint.optimizer_states import Masters
+from zbpp.checkpoint.random_states import random_states
+from zbpp.checkpoint.writing import Part
+from zbpp.runtime import Pipeline
+from zbpp.runtime.mesh import Place
+
+Failed = Callable[[str], None]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What else a checkpoint may hold: a scheduler, a LossScale, ... Equal on all processes."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+class Saving:
+    """A checkpoint that is being written. path: where it will be.
+
+    failed(why): called on the first process, from the thread that writes, if writing fails.
+    """
+
+    def __init__(
+        self, path: Path, part: Part, exchange: Exchange, place: Place, state: str, keep: int | None
+    ) -> None:
+        self.path, self._place = path, place
+        self._part, self._exchange, self._state, self._keep = part, exchange, state, keep
+        self._error = ""
+        self._failed: Failed | None = None
+        self._thread: threading.Thread | None = None
+
+    def write(self) -> None:
+        """Write now, and wait."""
+        self._write()
+
+    def write_in_background(self, failed: Failed | None) -> None:
+        """Write in a thread."""
+        self._failed = failed
+        # Not a daemon: a process that ends, ends after its part is written.
+        self._thread = threading.Thread(target=self._write, name=f"zbpp {self.path.name}")
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this process has written its part, and the first process everything."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Wait until the checkpoint is whole; returns its folder. Collective.
+
+        Raises CheckpointError, on every process, if a process could not write: then nothing is left of it.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        for error in self._place.gather(self._error):
+            if error:
+                raise CheckpointError(error)
+        return self.path
+
+    def _write(self) -> None:
+        index = self._exchange.index
+        try:
+            self._exchange.post(self._written())
+            if index == 0:
+                self._finish()
+        except Exception as error:
+            self._error = f"{self.path} could not be written ({type(error).__name__}: {_line(error)})"
+            if index == 0:
+                folders.discard(folders.unfinished(self.path))
+                if self._failed is not None:
+                    self._failed(self._error)
+
+    def _written(self) -> tuple[Any, Any, str]:
+        """What this process tells the first one. The first one writes its part in `_finish`."""
+        if self._exchange.index == 0:
+            return [], {}, ""
+        try:
+            return *self._part.write(), ""
+        except Exception as error:
+            return [], {}, f"process {self._exchange.index}: {type(error).__name__}: {_line(error)}"
+
+    def _finish(self) -> None:
+        own: tuple[list[Any], dict[str, folders.Written]] = [], {}
+        error = None
+        try:
+            own = self._part.write()
+        except Exception as caught:  # the others' parts are waited for all the same: nobody writes any more
+            error = caught
+        told = self._exchange.collect((*own, ""))
+        if error is not None:
+            raise error
+        for *_, refusal in told:
+            if refusal:
+                raise OSError(refusal)
+        folder = folders.unfinished(self.path)
+        files = {name: each for _, written, _ in told for name, each in written.items()}
+        files |= self._part.write_metadata([results for results, *_ in told])
+        files[folders.STATE] = folders.write_file(folder / folders.STATE, self._state)
+        folders.commit(self.path, files)
+        if self._keep is not None:
+            folders.keep_newest(self.path.parent, self._keep)
+
+
+class Saver:
+    """Saves again and again, in the background. Keeps the host memory that states are copied to.
+
+    failed(why): called on the first process when a checkpoint could not be written; such a failure is not
+    raised. seconds: how long training stood still for the last one.
+    """
+
+    def __init__(self, failed: Failed) -> None:
+        self._failed = failed
+        self._buffers: dict[Any, Tensor] = {}
+        self._last: Saving | None = None
+
+    def begin(self, saving: Saving) -> None:
+        """Copy what `saving` writes, and write it in the background. The one before must be done."""
+        saving._part.copy(self._buffers)
+        saving.write_in_background(self._failed)
+        self._last = saving
+
+    def settle(self) -> str:
+        """Wait for the last checkpoint; returns why it could not be written, or nothing. Collective."""
+        last, self._last = self._last, None
+        if last is None:
+            return ""
+        try:
+            last.wait()
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+
+def save(
+    folder: str | Path,
+    pipeline: Pipeline,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    *,
+    step: int,
+    masters: Masters | None = None,
+    keep: int | None = None,
+    background: bool = False,
+    info: Mapping[str, Any] | None = None,
+    **states: Stateful,
+) -> Saving:
+    """Write a checkpoint into `folder`/step-N: it is there when it is whole, and never before. Collective.
+
+    step: how many steps are done. masters: a MasterWeights; they are saved in place of the 16-bit weights.
+    keep: how many checkpoints stay in the folder, the newest ones; None: all. states: what else has a
+    state_dict, equal on all processes, such as scheduler=..., loss_scale=... info: plain values, beside it.
+
+    background: return when the state is copied to host memory, and write while training goes on; call
+    `wait()` of the returned Saving before the next save and at the end.
+
+    Weights and optimizer states get the names of the whole model: `zbpp.load` takes them under any other cut,
+    number of ranks, schedule and mesh. Raises CheckpointError, on every process, if the checkpoint can't be
+    written; the folder's other checkpoints stay as they are.
+    """
+    saving = prepared(
+        folder, pipeline, optimizer, step=step, masters=masters, keep=keep, info=info, states=states
+    )
+    if background:
+        Saver(_ignore).begin(saving)
+        return saving
+    saving.write()
+    saving.wait()
+    return saving
+
+
+def prepared(
+    folder: str | Path,
+    pipeline: Pipeline,
+    optimizer: Optimizer | Iterable[Optimizer] | None,
+    *,
+    step: int,
+    masters: Masters | None,
+    keep: int | None,
+    info: Mapping[str, Any] | None,
+    states: Mapping[str, Stateful],
+) -> Saving:
+    """The checkpoint, agreed on by all processes, not written yet. The arguments are those of `save`."""
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep={keep}: write how many checkpoints stay, 1 or more")
+    path, place = folders.path_of(Path(folder), step), pipeline.place
+    tensors: dict[str, Tensor] = {}
+    part, facts, error = None, {}, ""
+    is_first = place.is_first and place.rank == 0
+    pipeline.settle()  # collective; before anything that may fail on one process alone
+    try:
+        if is_first:
+            folders.prepare(path)
+        facts = _facts(pipeline, optimizer, masters, tensors)
+        facts["states"] = {
+            name: encoded(each.state_dict(), f"states.{name}", tensors) for name, each in states.items()
+        }
+        part = Part(tensors, folders.unfinished(path), is_first=is_first)
+    except (CheckpointError, OSError, ValueError) as caught:
+        prefix = "" if isinstance(caught, CheckpointError) else f"{path} can't be written: "
+        error = f"{prefix}{_line(caught)}"
+    exchange = Exchange(place)
+    told = place.gather((error, part and part.plan, facts))
+    for refusal, *_ in told:
+        if refusal:
+            raise CheckpointError(refusal)
+    assert part is not None  # there was no error
+    part.choose([plan for _, plan, _ in told], exchange.index)
+    whole = _merged([each for *_, each in told], pipeline, step)
+    whole["info"] = dict(info or {})
+    return Saving(path, part, exchange, place, json.dumps(whole), keep)
+
+
+def _facts(
+    pipeline: Pipeline,
+    optimizer: Optimizer | Iterable[Optimizer] | None,
+    masters: Masters | None,
+    tensors: dict[str, Tensor],
+) -> dict[str, Any]:
+    """This process's part of state.json; its tensors are added to `tensors`."""
+    optimizers = optimizer_states.optimizers_of(optimizer)
+    return {
+        "model": model_states.collect(pipeline, masters, tensors),
+        "optimizer": optimizer_states.collect(pipeline, optimizers, masters, tensors) if optimizers else None,
+        "random": random_states(),
+    }
+
+
+def _merged(parts: list[dict[str, Any]], pipeline: Pipeline, step: int) -> dict[str, Any]:
+    """state.json from the parts of all processes."""
+    model = {**parts[0]["model"], "extra": {}}
+    for part in parts:
+        model["extra"] = part["model"]["extra"] | model["extra"]
+    timetable = pipeline.timetable
+    model |= {"num_stages": timetable.num_stages, "is_prefixed": pipeline.has_prefixed_names}
+    has_optimizer = parts[0]["optimizer"] is not None
+    return {
+        "format": folders.FORMAT,
+        "step": step,
+        "torch": torch.__version__,
+        "num_processes": len(parts),
+        "timetable": str(timetable),
+        "model": model,
+        "optimizer": optimizer_states.merged([each["optimizer"] for each in parts])
+        if has_optimizer
+        else None,
+        "random": [each["random"] for each in parts],
+        "states": parts[0]["states"],
+    }
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__
+
+
+def _ignore(why: str) -> None:
+    """The caller's `wait` raises it."""

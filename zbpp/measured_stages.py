@@ -1,0 +1,75 @@
+"""The bytes of a run's stages as they were measured, and what its switches make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from zbpp.config import TrainConfig
+from zbpp.planning.memory_budget import RankMemory, predict_memory
+from zbpp.planning.stage_bytes import StageBytes, released, validated_later, weights_on_host
+from zbpp.schedule import Timetable
+from zbpp.schedule.offload import RankOffload
+
+
+class WeightBytes(NamedTuple):
+    """Of a stage's weights: all, those of the largest of its blocks, those that are trained and held here."""
+
+    all: float
+    block: float
+    num_blocks: int
+    trained: float
+
+
+class MeasuredStages(NamedTuple):
+    """batch: bytes of the inputs and of the target. how: what the stages ran on, and why if really."""
+
+    stages: list[StageBytes]
+    weights: list[WeightBytes]
+    batch: tuple[int, int]
+    how: str
+
+    def mixed(self, other: MeasuredStages, chosen: Collection[int]) -> MeasuredStages:
+        """With these stages as they are in `other`."""
+        pairs = enumerate(zip(self.stages, other.stages, strict=True))
+        return self._replace(stages=[theirs if stage in chosen else own for stage, (own, theirs) in pairs])
+
+    def switched(self, config: TrainConfig) -> MeasuredStages:
+        """With the switches of the config that concern weights, gradients and updates."""
+        pairs = zip(self.stages, self.weights, strict=True)
+        return self._replace(stages=[_switched(each, weights, config) for each, weights in pairs])
+
+    def predicted(
+        self,
+        timetable: Timetable,
+        offload: Sequence[RankOffload] = (),
+        *,
+        is_validated_later: bool = False,
+        ranks: Sequence[int] | None = None,
+    ) -> list[RankMemory]:
+        """Each rank's step under a timetable of the same cut. The other arguments: see predict_memory."""
+        stages = self.stages if is_validated_later else [replace(each, copies=0.0) for each in self.stages]
+        return predict_memory(
+            timetable,
+            stages,
+            *self.batch,
+            offload=offload,
+            is_validated_later=is_validated_later,
+            ranks=ranks,
+        )
+
+
+def _switched(stage: StageBytes, weights: WeightBytes, config: TrainConfig) -> StageBytes:
+    if config.memory.offload_weights:
+        gib = config.memory.weights_budget
+        budget = None if gib is None else int(gib * 2**30)
+        blocks = {"block": weights.block, "num_blocks": weights.num_blocks}
+        stage = weights_on_host(stage, parameters=weights.all, **blocks, budget=budget)
+    if config.memory.gradient_release == "step":
+        parallel = config.parallel
+        stage = released(stage, is_shared=parallel.shard * parallel.replicate > 1)
+    if config.optimizer.validation == "after":
+        is_exact = config.optimizer.rollback == "exact"
+        stage = validated_later(stage, trained=weights.trained, is_exact=is_exact)
+    return stage

@@ -1,0 +1,300 @@
+"""The bytes of each stage of a configured run, measured: on fake tensors where that works, else on the CPU.
+
+Each stage is built, and runs F, B and W of a microbatch and an optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from zbpp.autograd.storages import storages_of
+from zbpp.builders.data import build_data
+from zbpp.builders.model import build_model, explained_as_data
+from zbpp.builders.optimizer import build_optimizer
+from zbpp.builders.parallel import build_mesh, split_stages
+from zbpp.builders.stages import recompute_stages
+from zbpp.config import ConfigError, ParallelConfig, TrainConfig, naming
+from zbpp.measured_stages import MeasuredStages, WeightBytes
+from zbpp.planning.stage_bytes import StageBytes, sharded
+from zbpp.runtime.blocks import blocks_of
+from zbpp.runtime.layout import layout_of
+from zbpp.runtime.live_tensors import LiveTensors
+from zbpp.runtime.microbatch import into_microbatches
+from zbpp.runtime.microbatch_memory import MicrobatchMemory, bytes_that_leave, microbatch_memory
+from zbpp.runtime.optimizer_accumulation import OptimizerAccumulation
+from zbpp.runtime.partial_updates import OneByOne, is_optimi
+from zbpp.runtime.weight_buffers import Piece
+from zbpp.runtime.world import fake_world
+from zbpp.schedule import Timetable
+from zbpp.training.batch import batch_for
+from zbpp.training.master_weights import MasterWeights
+from zbpp.training.parameter_groups import Named
+from zbpp.training.precision import PRECISIONS
+
+FAKE = "on fake tensors: no memory was needed"
+REAL = "by one microbatch on the CPU"
+
+_REAL_ONLY = (nn.RNNBase,)  # their operators keep memory that fake tensors don't show
+
+
+class _NotOnFake(Exception):
+    """What fake tensors would get wrong."""
+
+
+def measure_stages(config: TrainConfig, timetable: Timetable) -> MeasuredStages:
+    """The bytes of each stage of the timetable's cut. recomputed: the stages to recompute; None: all or none.
+
+    Of the config's switches those are counted in that change what an action holds: recompute, and gradients
+    that go into the optimizer's states. Raises ConfigError for stages that can't run.
+    """
+    with _tensor_mesh(config.parallel) as mesh:
+        run = _Stages(config, timetable, mesh)
+        try:
+            return MeasuredStages(*run.measured(FakeTensorMode()), run.batch_bytes, FAKE)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever an operator without a fake form raises
+            if mesh is not None:
+                raise ConfigError(
+                    f"the stages can't run on fake tensors ({_first_line(error)}), and parts of layers can't "
+                    "run alone: write parallel.tensor=1"
+                ) from error
+            why = str(error) if isinstance(error, _NotOnFake) else _first_line(error)
+            reason = f"{REAL}, since it can't run on fake tensors: {why}"
+            with naming("model"), explained_as_data("the forward failed"):
+                return MeasuredStages(*run.measured(None), run.batch_bytes, reason)
+
+
+@contextmanager
+def _tensor_mesh(parallel: ParallelConfig) -> Iterator[Any]:
+    """A mesh whose tensor dimension has the wanted size, of processes that don't exist; None for size 1."""
+    if parallel.tensor == 1:
+        yield None
+        return
+    with fake_world(parallel.tensor):
+        yield build_mesh(ParallelConfig(tensor=parallel.tensor), "cpu")
+
+
+class _Stages:
+    """The stages of a run, built and measured one after the other."""
+
+    def __init__(self, config: TrainConfig, timetable: Timetable, mesh: Any) -> None:
+        self._config, self._timetable, self._mesh = config, timetable, mesh
+        self._precision = PRECISIONS[config.precision]
+        self._model = build_model(config.model, config.seed, config.finetune)
+        rows = timetable.num_microbatches * config.microbatch_size
+        self._data = build_data(config.data, rows, config.seed)
+        self._is_sharded = config.parallel.shard > 1
+        self.batch_bytes = 0, 0
+
+    def measured(self, fake: FakeTensorMode | None) -> tuple[list[StageBytes], list[WeightBytes]]:
+        """The bytes of each stage; fake: what to run in."""
+        inside: AbstractContextManager[Any] = nullcontext() if fake is None else fake
+        args, target = self._microbatch(inside)
+        if fake is not None:
+            args, target = tree_map(lambda value: _faked(fake, value), (args, target))
+        found: list[tuple[StageBytes, WeightBytes]] = []
+        alike: dict[Any, tuple[StageBytes, WeightBytes, tuple[Any, ...]]] = {}
+        with inside, torch.random.fork_rng([]):
+            for index in range(self._timetable.num_stages):
+                stage = self._built(index)
+                if fake is not None:
+                    _check_modules(stage)
+                key = self._likeness(index, stage, args)
+                if key not in alike:
+                    alike[key] = self._stage_bytes(index, stage, args, target)
+                each, weights, args = alike[key]
+                found.append((each, weights))
+        return [each for each, _ in found], [weights for _, weights in found]
+
+    def _microbatch(self, inside: AbstractContextManager[Any]) -> tuple[tuple[Any, ...], Any]:
+        """The inputs and the target of the first microbatch."""
+        last = self._timetable.num_stages - 1
+        with inside:
+            ends = {0: self._built(0), last: self._built(last)}
+        widened = torch.float32 if self._precision.is_mixed else None
+        cpu = torch.device("cpu")
+        args, target = batch_for(ends, last + 1, self._data.train, 0, cpu, target_dtype=widened)
+        self.batch_bytes = _nbytes(args), _nbytes(target)
+        num = self._timetable.num_microbatches
+        args = tuple(into_microbatches("the input", each, num)[0] for each in args)
+        return args, None if target is None else into_microbatches("target", target, num)[0]
+
+    def _built(self, index: int) -> nn.Module:
+        with naming("model"):
+            stage: nn.Module = self._model.build_stage(index, self._timetable.num_stages)
+        _cast(stage, self._precision.compute if self._is_sharded else self._precision.stored)
+        split_stages(self._model, {index: stage}, self._mesh)
+        return stage
+
+    def _likeness(self, index: int, stage: nn.Module, args: tuple[Any, ...]) -> Any:
+        """Stages with equal keys do the same work on tensors of the same shapes."""
+        last = self._timetable.num_stages - 1
+        tensors = [(name, each.dtype, each.shape, each.requires_grad) for name, each in _named_tensors(stage)]
+        modules = [(type(each), sorted(_plain_attributes(each))) for each in stage.modules()]
+        return str((index == 0, index == last, layout_of(args), tensors, modules))
+
+    def _stage_bytes(
+        self, index: int, stage: nn.Module, args: tuple[Any, ...], target: Any
+    ) -> tuple[StageBytes, WeightBytes, tuple[Any, ...]]:
+        config, precision = self._config, self._precision
+        is_last = index == self._timetable.num_stages - 1
+        masters = None
+        if precision.is_mixed and not self._is_sharded:
+            masters = MasterWeights(stage.parameters(), precision.compute)
+        blocks = [[*each.parameters()] for each in [*blocks_of(stage)] or [stage]]
+        largest = max(map(_bytes, blocks), default=0)
+        recompute_stages({index: stage}, config.memory.recompute)
+        loss_fn = precision.widened(self._model.loss) if is_last else None
+        release = config.memory.gradient_release
+        optimizer = build_optimizer(_named(stage, masters), config.optimizer, release)
+        run: dict[str, Any] = {"is_last": is_last, "loss_fn": loss_fn, "target": target}
+        with LiveTensors() as live:
+            accumulation = _accumulation(optimizer, index, stage) if release == "accumulate" else None
+            memory = microbatch_memory(index, stage, args, live, release=accumulation, **run)
+            states, update = _optimizer_bytes(live, optimizer)
+        leaving = bytes_that_leave(index, stage, args, **run)
+        parameters = _bytes(stage.parameters())
+        trained = 0 if masters else _bytes(each for each in stage.parameters() if each.requires_grad)
+        found = StageBytes(
+            weights=_bytes([*stage.parameters(), *stage.buffers()]),
+            gradients=_bytes(_gradients_of(stage)),
+            optimizer=states + (0 if masters is None else _bytes(masters.parameters())),
+            keeps_gradients=masters is not None,
+            update=0 if accumulation is not None else update,
+            leaves=leaving.saved,
+            deferred_leaves=leaving.deferred,
+            **_of_messages(memory),
+        )
+        sizes = [Piece(each).nbytes for each in blocks if each]
+        weights = WeightBytes(parameters, max(sizes, default=0), len(sizes), trained)
+        if self._is_sharded:
+            found = self._in_shards(found, stage, states, largest)
+            weights = weights._replace(trained=trained * found.weights / max(1, parameters))
+        return found, weights, memory.outputs
+
+    def _in_shards(self, whole: StageBytes, stage: nn.Module, states: int, largest: int) -> StageBytes:
+        """FSDP2: shards and gradients in the stored dtype, gathered weights in the computed one."""
+        parallel = self._config.parallel
+        stored, computed = self._precision.stored.itemsize, self._precision.compute.itemsize
+        parameters = list(dict.fromkeys(stage.parameters()))
+        shards = [_shard_numel(each, parallel.shard) for each in parameters]
+        trained = sum(n for n, each in zip(shards, parameters, strict=True) if each.requires_grad)
+        full = sum(each.numel() for each in parameters if each.requires_grad)
+        share = trained * stored / max(1, full * computed)  # of what was measured for whole weights
+        found = sharded(
+            whole,
+            weights=sum(shards) * stored + _bytes(stage.buffers()),
+            gradients=trained * stored,
+            optimizer=states * share,
+            gathered=0 if parallel.reshard == "microbatch" else _bytes(parameters),
+            block=largest,
+        )
+        return replace(found, gradients=full * stored, update=whole.update * share)
+
+
+def _named(stage: nn.Module, masters: MasterWeights | None) -> list[Named]:
+    """What the optimizer gets of a stage."""
+    pairs = stage.named_parameters()
+    return [Named((name,), each if masters is None else masters.of(each)) for name, each in pairs]
+
+
+def _check_modules(stage: nn.Module) -> None:
+    """Raise _NotOnFake for a module whose memory fake tensors don't show."""
+    for module in stage.modules():
+        if isinstance(module, _REAL_ONLY):
+            raise _NotOnFake(f"{type(module).__name__} keeps memory that they don't show")
+
+
+def _accumulation(optimizer: torch.optim.Optimizer, index: int, stage: nn.Module) -> OptimizerAccumulation:
+    """What W of two microbatches does with gradients: the second one updates."""
+    found = OptimizerAccumulation(optimizer, {index: [*stage.parameters()]}, num_microbatches=2)
+    found.begin(1.0, has_graph=False)
+    return found
+
+
+def _optimizer_bytes(live: LiveTensors, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """(bytes of the optimizer's states, bytes that a step needs above them)."""
+    is_in_parts = is_optimi(optimizer) and optimizer.defaults["gradient_release"]
+    updates = OneByOne(optimizer) if is_in_parts else None
+
+    def step() -> None:
+        if updates is None:
+            optimizer.step()
+        else:
+            updates.begin()
+            updates.update([each for group in optimizer.param_groups for each in group["params"]])
+
+    step()
+    start = live.mark()
+    step()
+    states = (value for state in optimizer.state.values() for value in state.values())
+    return _bytes(each for each in states if isinstance(each, Tensor)), live.highest - start
+
+
+def _of_messages(memory: MicrobatchMemory) -> dict[str, Any]:
+    return {name: value for name, value in memory._asdict().items() if name != "outputs"}
+
+
+def _cast(stage: nn.Module, dtype: torch.dtype) -> None:
+    """What `stage.to(dtype)` does, which swaps fake parameters, and that fails."""
+    for module in stage.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer.to(dtype))
+
+
+def _faked(fake: FakeTensorMode, value: Any) -> Any:
+    return fake.from_tensor(value) if isinstance(value, Tensor) else value
+
+
+def _nbytes(tree: Any) -> int:
+    """The bytes of the values of all tensors, which may be views of larger ones."""
+    return sum(each.nbytes for each in tree_leaves(tree) if isinstance(each, Tensor))
+
+
+def _bytes(tensors: Any) -> int:
+    """The bytes of the tensors' memory on this rank, each once."""
+    found = {storage._cdata: storage.nbytes() for each in tensors for storage in storages_of(each)}
+    return sum(found.values())
+
+
+def _gradients_of(stage: nn.Module) -> list[Tensor]:
+    """Each parameter's main_grad, or else its `.grad`."""
+    given = (getattr(each, "main_grad", None) for each in stage.parameters())
+    pairs = zip(stage.parameters(), given, strict=True)
+    found = (each.grad if main is None else main for each, main in pairs)
+    return [each for each in found if each is not None]
+
+
+def _shard_numel(parameter: Tensor, shards: int) -> int:
+    """Entries of the largest shard: FSDP2 cuts dim 0, and pads."""
+    if not parameter.dim():
+        return 1
+    return -(-len(parameter) // shards) * (parameter.numel() // max(1, len(parameter)))
+
+
+def _named_tensors(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from stage.named_parameters()
+    yield from stage.named_buffers()
+
+
+def _plain_attributes(module: nn.Module) -> Iterator[str]:
+    for name, value in vars(module).items():
+        if isinstance(value, bool | int | float | str | tuple) and name != "training":
+            yield f"{name}={value}"
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]

@@ -1,0 +1,187 @@
+"""Checkpoints of a run: saved between steps, in the background if wanted; and going on from one.
+
+A checkpoint of step n is written when the metrics of step n have been logged: a run that goes on from it has
+lost no line of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zbpp.checkpoint import Checkpoint, CheckpointError, Saver, opened, prepared, restore
+from zbpp.schedule import Timetable
+from zbpp.training.callbacks import Callback
+from zbpp.training.trainer import Trainer
+from zbpp.training.update import Metrics
+
+
+class Checkpoints(Callback):
+    """Saves every so many steps, when the run is left early, and at the end of a run that is long enough.
+
+    folder: gets a folder per step. every: 0 for leaving early only. keep: how many checkpoints stay.
+    background: whether training goes on while a checkpoint is written; its state is copied first. config: the
+    run's values by dotted key, which are saved, too.
+
+    A checkpoint that can't be written is reported by the first process, and training goes on. If it was to
+    be the last one of a run that is left early, CheckpointError is raised.
+    """
+
+    def __init__(
+        self, folder: Path, *, every: int, keep: int, background: bool, config: Mapping[str, Any]
+    ) -> None:
+        self._folder, self._every, self._keep, self._config = folder, every, keep, config
+        self._background = background
+        self._saver = Saver(_report)
+        self._last = self._under_way = (
+            0  # steps: of the newest whole checkpoint, and of the one being written
+        )
+        self._stood_still = 0.0  # s, for checkpoints since the last metrics
+
+    def needs_weights(self, step: int) -> bool:
+        """Whether a checkpoint follows this step."""
+        return self._is_due(step + 1)
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        """Save if it is time. Here, not after a step: by now the step's metrics are logged."""
+        if self._is_due(step) and step > self._last:
+            self._save(trainer, step, in_background=self._background)
+
+    def after_step(self, trainer: Trainer, step: int, known: list[Metrics]) -> None:
+        """Add to the metrics how long training stood still for a checkpoint."""
+        if known and self._stood_still:
+            known[-1]["checkpoint_seconds"] = self._stood_still
+            self._stood_still = 0.0
+
+    def finish(self, trainer: Trainer) -> None:
+        """Save what is not saved yet, and wait until it is written."""
+        self._settle()
+        step, leaves = trainer.next_step, trainer.leaving is not None
+        if step > self._last and (leaves or 0 < self._every <= step):
+            error = self._save(trainer, step, in_background=False)
+            if error and leaves:
+                raise CheckpointError(error)
+
+    def resume(self, trainer: Trainer, source: Path, num_steps: int) -> None:
+        """Let the trainer go on from the newest whole checkpoint in `source`, or from `source` itself.
+
+        Raises CheckpointError, on every process, for one that does not fit this run. Collective.
+        """
+        found = opened(source, trainer.pipeline.place)
+        _check_rows(found, trainer)
+        if found.step >= num_steps:
+            raise CheckpointError(
+                f"{found.path} has done {found.step} steps already: write steps={2 * found.step} to go on "
+                "with that run, another run_dir to begin a new one, or overwrite=true to replace it"
+            )
+        changed = self._changes(found)
+        restore(
+            found,
+            trainer.pipeline,
+            trainer.optimizer,
+            masters=trainer.masters,
+            states={k: each for k, each in trainer.states().items() if k in found.facts["states"]},
+            keep_options=any(key.startswith("optimizer.") for key in changed),
+        )
+        trainer.go_on_after(found.step, _replanned(found))
+        if found.path.parent == self._folder:
+            self._last = found.step
+        if _is_first(trainer):
+            _say_what_changed(found, trainer, changed)
+
+    def _changes(self, found: Checkpoint) -> dict[str, tuple[Any, Any]]:
+        """The values of the config that differ from those of the checkpoint's run."""
+        before = found.facts["info"]["config"]
+        keys = sorted(before.keys() | self._config.keys())
+        pairs = {key: (before.get(key), self._config.get(key)) for key in keys}
+        return {key: (old, new) for key, (old, new) in pairs.items() if old != new}
+
+    def _is_due(self, step: int) -> bool:
+        return step > 0 and self._every > 0 and step % self._every == 0
+
+    def _settle(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        error = self._saver.settle()
+        if not error:
+            self._last = max(self._last, self._under_way)
+
+    def _save(self, trainer: Trainer, step: int, *, in_background: bool) -> str:
+        """Save a checkpoint; returns why that is not possible, or nothing."""
+        begin = time.perf_counter()
+        try:
+            self._settle()
+            saving = prepared(
+                self._folder,
+                trainer.pipeline,
+                trainer.optimizer,
+                step=step,
+                masters=trainer.masters,
+                keep=self._keep,
+                info=self._info(trainer),
+                states=trainer.states(),
+            )
+            if in_background:
+                self._saver.begin(saving)
+                self._under_way = step
+            else:
+                saving.write()
+                saving.wait()
+                self._last = step
+        except CheckpointError as error:
+            if _is_first(trainer):
+                _report(str(error))
+            return str(error)
+        finally:
+            self._stood_still += time.perf_counter() - begin
+        return ""
+
+    def _info(self, trainer: Trainer) -> dict[str, Any]:
+        return {
+            "config": dict(self._config),
+            "items_per_step": trainer.items_per_step,
+            "unit": trainer.data.unit,
+            "fingerprint": trainer.data.fingerprint,
+            "is_replanned": trainer.is_replanned,
+        }
+
+
+def _report(why: str) -> None:
+    print(f"CHECKPOINT FAILED: {why}; training goes on, earlier checkpoints stay as they are", flush=True)
+
+
+def _is_first(trainer: Trainer) -> bool:
+    place = trainer.pipeline.place
+    return place.is_first and place.rank == 0
+
+
+def _check_rows(found: Checkpoint, trainer: Trainer) -> None:
+    """Raise CheckpointError if steps have another size now: the step is the position in the data."""
+    info = found.facts["info"]
+    if info["items_per_step"] != trainer.items_per_step:
+        raise CheckpointError(
+            f"{found.path} was trained on {info['items_per_step']} {info['unit']} per step, and this run has "
+            f"{trainer.items_per_step}, so the step does not say which data come next: write "
+            "num_microbatches=... or microbatch_size=... so that num_microbatches x microbatch_size x "
+            "parallel.replicate x parallel.shard is what it was"
+        )
+
+
+def _replanned(found: Checkpoint) -> Timetable | None:
+    """The plan that the checkpoint's run made for its measured costs, if it made one."""
+    return Timetable.parse(found.facts["timetable"]) if found.facts["info"]["is_replanned"] else None
+
+
+_EXPECTED = ("run_dir", "resume", "overwrite", "stop_after")  # keys that differ in most runs that go on
+
+
+def _say_what_changed(found: Checkpoint, trainer: Trainer, changed: Mapping[str, tuple[Any, Any]]) -> None:
+    text = ", ".join(
+        f"{key}={new} (was {old})" for key, (old, new) in changed.items() if key not in _EXPECTED
+    )
+    print(
+        f"going on after step {found.step} of {found.path}" + (f", with {text}" if text else ""), flush=True
+    )
+    if found.facts["info"]["fingerprint"] != trainer.data.fingerprint:
+        print("the data differ from those that this checkpoint was trained on", flush=True)

@@ -1,0 +1,69 @@
+"""A model of which a part is trained: frozen by name, or by LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from zbpp.runtime import Pipeline
+from zbpp.training.frozen import check_frozen, freeze
+from zbpp.training.lora import check_targets, inject, lora_config
+
+
+class FineTuned:
+    """A model of which only a part is trained; see zbpp/stage_api.py for what a model is.
+
+    freeze, train: patterns, see frozen.py. lora: options of peft's LoraConfig; None: no LoRA.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        freeze: Sequence[str] = (),
+        train: Sequence[str] = (),
+        lora: Mapping[str, Any] | None = None,
+        seed: int = 0,
+    ) -> None:
+        if lora is not None:
+            lora_config(lora)  # raises for what can't be
+        self.model, self._freeze, self._train = model, freeze, train
+        self._lora, self._seed = lora, seed
+
+    def build_stage(self, index: int, num_stages: int) -> nn.Module:
+        """The model's stage, with frozen parameters or with adapters."""
+        stage: nn.Module = self.model.build_stage(index, num_stages)
+        if self._lora is not None:
+            inject(stage, self._lora, self._seed)
+        elif self._freeze or self._train:
+            freeze(stage, self._freeze, self._train, self._tied())
+        return stage
+
+    def check(self, pipeline: Pipeline) -> None:
+        """See `check_fine_tuned`."""
+        check_frozen(pipeline, self._freeze, self._train)
+        if self._lora is not None:
+            check_targets(pipeline, self._lora)
+
+    def _tied(self) -> Mapping[str, str]:
+        tied: Mapping[str, str] = self.model.tied() if hasattr(self.model, "tied") else {}
+        return tied
+
+    @property
+    def loss(self) -> Any:
+        """The model's own."""
+        return self.model.loss
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the model has: tied, parallelize, metrics, ..."""
+        if name == "model":  # not set yet, as while it is copied
+            raise AttributeError(name)
+        return getattr(self.model, name)
+
+
+def check_fine_tuned(pipeline: Pipeline, model: Any) -> None:
+    """Raise ValueError on all ranks for patterns and targets that match nothing on any rank. Collective."""
+    if isinstance(model, FineTuned):
+        model.check(pipeline)

@@ -1,0 +1,62 @@
+"""What is shown beside the loss: MFU at each step; bubble and memory where a step was measured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from zbpp.runtime import measured_costs
+from zbpp.runtime.world import World
+from zbpp.schedule import Timeline, simulate
+from zbpp.training.callbacks import Callback
+from zbpp.training.speed import model_flops_utilisation, peak_flops
+from zbpp.training.summary import parameters_in_all
+from zbpp.training.update import Metrics
+
+if TYPE_CHECKING:
+    from zbpp.training.trainer import Trainer
+
+
+class LiveFigures(Callback):
+    """Adds figures to the metrics of each step on the rank that shows them; the other ranks need none.
+
+    model_flops_utilisation: where the device's peak in this dtype is known, and the data are tokens.
+    measured_bubble_rate, predicted_bubble_rate (simulated with the measured costs) and peak_memory_bytes (of
+    the fullest rank): of the steps that are measured action by action, see Trainer.record_every.
+    """
+
+    def __init__(self, here: World, dtype: torch.dtype) -> None:
+        self._is_shown, self._num_processes = here.rank == 0, here.size
+        self._peak = peak_flops(here.device, dtype)
+        self._num_parameters: int | None = None
+        self._last: Timeline | None = None
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        """Count the parameters, once. Collective."""
+        if self._num_parameters is None:
+            self._num_parameters = parameters_in_all(trainer.pipeline)
+
+    def after_step(self, trainer: Trainer, step: int, known: list[Metrics]) -> None:
+        """Add the figures."""
+        if not self._is_shown:
+            return
+        for metrics in known:
+            utilisation = model_flops_utilisation(
+                self._num_parameters or 0,
+                metrics.get("tokens_per_second"),
+                self._num_processes,
+                self._peak,
+            )
+            if utilisation is not None:
+                metrics["model_flops_utilisation"] = utilisation
+        newest = trainer.timelines[-1] if trainer.timelines else None
+        if known and newest is not None and newest is not self._last:
+            self._last = newest
+            costs = measured_costs(*trainer.timelines)
+            predicted = simulate(newest.timetable, costs, trainer.pipeline.offload_plan)
+            known[-1] |= {
+                "measured_bubble_rate": newest.bubble_rate,
+                "predicted_bubble_rate": predicted.bubble_rate,
+                "peak_memory_bytes": max(newest.peak_memory),
+            }

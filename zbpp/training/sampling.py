@@ -1,0 +1,181 @@
+"""Text sampled from the model while it is trained, through the pipeline that trains it.
+
+For each token the stages run forward on all tokens so far, as one microbatch. The owner of the last stage
+chooses the next token, which then goes to all ranks. No attention keys are kept between tokens: so this works
+for any stage, and any number of ranks, and is meant for a few lines of text, not for serving.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from zbpp.runtime import Pipeline
+from zbpp.runtime.mesh import TENSOR, whole_of
+from zbpp.seeding import seed_of
+from zbpp.training.callbacks import Callback
+from zbpp.training.update import Metrics
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from zbpp.training.trainer import Trainer
+
+_PADDING = 0  # any token: a causal model does not look at what follows
+
+
+class Coder(Protocol):
+    """Text to tokens and back."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+
+class Bytes:
+    """A token is a byte. Bytes that are no UTF-8 become the replacement character, other tokens `<300>`."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        parts = [bytes([token]) if token < 256 else f"<{token}>".encode() for token in tokens]
+        return b"".join(parts).decode(errors="replace")
+
+
+class TokenizerFile:
+    """The tokens of a Hugging Face tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+
+class _Chosen(NamedTuple):
+    """What a rank says of the next token: the last stage's owner has it, or a reason why there is none."""
+
+    token: int | None = None
+    refusal: str = ""
+
+
+def generate(
+    pipeline: Pipeline,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    window: int | None = None,
+) -> list[int]:
+    """The tokens that follow a prompt, equal on all ranks. Collective over the mesh.
+
+    temperature 0: always the likeliest token, else drawn with `seed`. window: the model sees so many of the
+    last tokens; None: all. Stage 0 gets int64 [1, time], the last stage returns logits [1, time, vocabulary].
+    Raises ValueError, on all ranks, for another output.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        seen = tokens if window is None else tokens[-window:]
+        output = pipeline.predict(*_inputs(pipeline, seen))
+        mine = _chosen(output, len(seen), temperature, generator)
+        found = [each for each in pipeline.place.gather(mine) if each != _Chosen()]
+        if found[0].token is None:
+            raise ValueError(found[0].refusal)
+        tokens.append(found[0].token)
+    return tokens[len(prompt) :]
+
+
+def _inputs(pipeline: Pipeline, tokens: Sequence[int]) -> tuple[Tensor, ...]:
+    """What stage 0 gets: the tokens, padded behind where tensor-parallel ranks divide them."""
+    if 0 not in pipeline.stages:
+        return ()
+    missing = -len(tokens) % pipeline.place.size(TENSOR)
+    return (torch.tensor([[*tokens, *[_PADDING] * missing]], device=pipeline.device),)
+
+
+def _chosen(output: Any, length: int, temperature: float, generator: torch.Generator) -> _Chosen:
+    """The token that follows the first `length` ones, on the owner of the last stage."""
+    if output is None:
+        return _Chosen()
+    if not isinstance(output, Tensor) or output.dim() != 3 or len(output) != 1 or output.shape[1] < length:
+        shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        return _Chosen(
+            refusal=f"text is sampled from logits [1, {length}, vocabulary], but the last stage returned "
+            f"{shape}: write sample.every=0"
+        )
+    logits = whole_of(output)[0, length - 1].double().cpu()
+    if not logits.isfinite().any():
+        return _Chosen(token=_PADDING)  # a diverged run: training says so itself
+    if temperature == 0:
+        return _Chosen(int(logits.argmax()))
+    weights = (logits.nan_to_num(-torch.inf) / temperature).softmax(0)
+    return _Chosen(int(torch.multinomial(weights, 1, generator=generator)))
+
+
+class Sampler(Callback):
+    """Samples a text behind every so many steps; one token before the first step, so that errors come early.
+
+    folder: where samples.jsonl goes; None on ranks that write nothing. log(name, text, step): shows the text.
+    """
+
+    def __init__(
+        self,
+        prompt: str,
+        coder: Coder,
+        *,
+        every: int,
+        max_tokens: int = 64,
+        temperature: float = 0.0,
+        seed: int = 0,
+        window: int | None = None,
+        folder: Path | None = None,
+        log: Callable[[str, str, int], None] = lambda name, text, step: None,
+    ) -> None:
+        self._prompt, self._coder, self._every = prompt, coder, every
+        self._tokens = coder.encode(prompt)
+        if not self._tokens:
+            raise ValueError(f"prompt={prompt!r} has no token: write a longer text")
+        self._max_tokens, self._temperature, self._seed, self._window = max_tokens, temperature, seed, window
+        self._file, self._log = None if folder is None else folder / "samples.jsonl", log
+        self._is_tried = False
+
+    def needs_weights(self, step: int) -> bool:
+        """Whether text is sampled behind this step."""
+        return (step + 1) % self._every == 0
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        """Try the first token, once."""
+        if not self._is_tried:
+            self._is_tried = True
+            self._generate(trainer.pipeline, 1, 0)
+
+    def after_step(self, trainer: Trainer, step: int, known: list[Metrics]) -> None:
+        """Sample a text and write it."""
+        if not self.needs_weights(step):
+            return
+        text = self._coder.decode(self._generate(trainer.pipeline, self._max_tokens, step + 1))
+        if self._file is not None:
+            line = {"step": step + 1, "prompt": self._prompt, "text": text}
+            with self._file.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            self._log("sample", self._prompt + text, step + 1)
+
+    def _generate(self, pipeline: Pipeline, max_tokens: int, step: int) -> list[int]:
+        return generate(
+            pipeline,
+            self._tokens,
+            max_tokens=max_tokens,
+            temperature=self._temperature,
+            seed=seed_of(self._seed, "sample", step),
+            window=self._window,
+        )
