@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "zbpp/builders/": {"builders", "config"} | _TRAINING,
     "zbpp/app.py": {"builders", "config", "measured_stages", "predict_memory", "render"} | _TRAINING,
     "zbpp/data/": {"data", "seeding"},
+    "zbpp/export.py": {"builders", "config", "models", "training"},
     "zbpp/explain_stage.py": {"builders", "config", "data", "training", "autograd"},
     # What each rank will hold: the stages run on fake tensors.
     "zbpp/measured_stages.py": {"config", "planning", "schedule"},
@@ -80,6 +81,7 @@ MAY_IMPORT = {
         "commands",
         "app",
         "explain_stage",
+        "export",
         "memory_switches",
         "builders",
         "benchmark",
