@@ -254,7 +254,8 @@ def _trained(model: Any, num_stages: int, tokens: Any, run: Path) -> list[Any]:
     """The stages after five steps of a Pipeline, in eval mode; their weights are saved as a run's."""
     import torch
 
-    from zbpp import Pipeline, plan
+    from zbpp.planning import plan
+    from zbpp.runtime import Pipeline
     from zbpp.training.weights import save_weights
 
     timetable = plan("interleaved_1f1b", 1, 2, stages_per_rank=num_stages)
