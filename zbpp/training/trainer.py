@@ -131,8 +131,10 @@ class Trainer:
             found["loss_scale"] = self.loss_scale
         if self.scheduler is not None:
             found["scheduler"] = self.scheduler
-        if isinstance(self.data.train, Stateful):
-            found["data"] = self.data.train
+        found["data"] = self.data
+        for callback in self.callbacks:
+            if isinstance(callback, Stateful):
+                found[f"callback.{type(callback).__name__}"] = callback
         return found
 
     def go_on_after(self, step: int, replanned: Timetable | None = None) -> None:
