@@ -12,7 +12,7 @@ TRAINING = "docs/training.md"
 FILES = ("my_file.py", "load.py", "chain.py", "traced.py")
 
 
-@pytest.mark.parametrize("page", ["pipeline", "split", "memory", "compiled", "planning", "optimizer"])
+@pytest.mark.parametrize("page", ["pipeline", "split", "memory", "compiled", "planning", "optimizer", "data"])
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: str) -> None:
     namespace: dict[str, object] = {}
     for block in blocks(f"docs/{page}.md", "python"):
@@ -58,6 +58,14 @@ def test_the_commands_of_the_parallel_page_train(tmp_path: Path) -> None:
 def test_the_commands_of_the_optimizer_page_run(tmp_path: Path) -> None:
     for block in blocks("docs/optimizer.md", "bash"):
         run_command(f"set -e\n{block}", tmp_path)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_data_page_run(tmp_path: Path) -> None:
+    for block in blocks("docs/data.md", "bash"):
+        run_command(f"set -e\n{block}", tmp_path)
+    losses = [(tmp_path / "runs" / name / "metrics.jsonl").read_text() for name in ("tokens", "mixture")]
+    assert all(len(each.splitlines()) == 2 for each in losses)
 
 
 @pytest.mark.slow
