@@ -14,7 +14,7 @@ OF_CHECKPOINTS = ("runs/left", "loop.py")  # commands with a test of their own
 
 
 @pytest.mark.parametrize(
-    "page", ["pipeline", "split", "memory", "compiled", "planning", "optimizer", "finetuning"]
+    "page", ["pipeline", "split", "memory", "compiled", "planning", "optimizer", "finetuning", "data"]
 )
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: str) -> None:
     namespace: dict[str, object] = {}
@@ -77,6 +77,14 @@ def test_the_commands_of_the_finetuning_page_run(tmp_path: Path) -> None:
     assert not [name for name in found if name.endswith(".safetensors")]
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     peft.PeftModel.from_pretrained(base, tmp_path / "runs/lora/adapter")
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_data_page_run(tmp_path: Path) -> None:
+    for block in blocks("docs/data.md", "bash"):
+        run_command(f"set -e\n{block}", tmp_path)
+    losses = [(tmp_path / "runs" / name / "metrics.jsonl").read_text() for name in ("tokens", "mixture")]
+    assert all(len(each.splitlines()) == 2 for each in losses)
 
 
 @pytest.mark.slow
