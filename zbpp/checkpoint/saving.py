@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -50,6 +51,7 @@ class Saving:
         self.path, self._place = path, place
         self._part, self._exchange, self._state, self._keep = part, exchange, state, keep
         self._error = ""
+        self.seconds = 0.0  # that writing took
         self._failed: Failed | None = None
         self._thread: threading.Thread | None = None
 
@@ -82,7 +84,7 @@ class Saving:
         return self.path
 
     def _write(self) -> None:
-        index = self._exchange.index
+        index, begin = self._exchange.index, time.monotonic()
         try:
             self._exchange.post(self._written())
             if index == 0:
@@ -93,6 +95,7 @@ class Saving:
                 folders.discard(folders.unfinished(self.path))
                 if self._failed is not None:
                     self._failed(self._error)
+        self.seconds = time.monotonic() - begin
 
     def _written(self) -> tuple[Any, Any, str]:
         """What this process tells the first one. The first one writes its part in `_finish`."""

@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zbpp.checkpoint import Checkpoint, CheckpointError, Saver, opened, prepared, restore
+from zbpp.checkpoint import Checkpoint, CheckpointError, Saver, Saving, opened, prepared, restore
 from zbpp.schedule import Timetable
 from zbpp.training.callbacks import Callback
 from zbpp.training.trainer import Trainer
 from zbpp.training.update import Metrics
+
+_BYTES_PER_SECOND = 1e8  # written by one process, where no checkpoint was measured yet
 
 
 class Checkpoints(Callback):
@@ -39,6 +41,8 @@ class Checkpoints(Callback):
             0  # steps: of the newest whole checkpoint, and of the one being written
         )
         self._stood_still = 0.0  # s, for checkpoints since the last metrics
+        self._newest: Saving | None = None  # until it is written
+        self._seconds_to_write: float | None = None  # of the last checkpoint
 
     def needs_weights(self, step: int) -> bool:
         """Whether a checkpoint follows this step."""
@@ -63,6 +67,13 @@ class Checkpoints(Callback):
             error = self._save(trainer, step, in_background=False)
             if error and leaves:
                 raise CheckpointError(error)
+
+    def seconds_to_finish(self, trainer: Trainer) -> float:
+        """The checkpoint that is being written, and one more; before the first, by their size."""
+        if self._seconds_to_write is not None:
+            return 2 * self._seconds_to_write
+        num_bytes = sum(each.numel() * each.element_size() for each in trainer.pipeline.parameters())
+        return 2 * 3 * num_bytes / _BYTES_PER_SECOND  # weights, and two states of the optimizer
 
     def resume(self, trainer: Trainer, source: Path, num_steps: int) -> None:
         """Let the trainer go on from the newest whole checkpoint in `source`, or from `source` itself.
@@ -104,8 +115,13 @@ class Checkpoints(Callback):
     def _settle(self) -> None:
         """Wait for the checkpoint that is being written."""
         error = self._saver.settle()
+        self._note_time()
         if not error:
             self._last = max(self._last, self._under_way)
+
+    def _note_time(self) -> None:
+        if self._newest is not None:
+            self._seconds_to_write, self._newest = self._newest.seconds, None
 
     def _save(self, trainer: Trainer, step: int, *, in_background: bool) -> str:
         """Save a checkpoint; returns why that is not possible, or nothing."""
@@ -122,12 +138,14 @@ class Checkpoints(Callback):
                 info=self._info(trainer),
                 states=trainer.states(),
             )
+            self._newest = saving
             if in_background:
                 self._saver.begin(saving)
                 self._under_way = step
             else:
                 saving.write()
                 saving.wait()
+                self._note_time()
                 self._last = step
         except CheckpointError as error:
             if _is_first(trainer):
