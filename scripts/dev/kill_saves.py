@@ -5,11 +5,11 @@
     python scripts/dev/kill_saves.py --kills 3 --ranks 2
     python scripts/dev/kill_saves.py --measure           # how long training stands still for a checkpoint
 
-A run that nobody kills is the reference. The same run then saves every few steps; at a random moment after a
-save has begun, the first to third of its start, all of its processes get SIGKILL; it is started again, with the same arguments, and goes on
-from its newest whole checkpoint. At the end its metrics are compared with the reference's: every step once,
-each loss equal to the last bit. The moments are drawn from a seed, but what they hit depends on the machine:
-the table says it.
+A run that nobody kills is the reference. The same run then saves every few steps. At a random moment after a
+save has begun, the first to third of its start, all of its processes get SIGKILL. It is started again, with
+the same arguments, and goes on from its newest whole checkpoint. At the end its metrics are compared with the
+reference's: every step once, each loss equal to the last bit. The moments are drawn from a seed, but what
+they hit depends on the machine: the table says it.
 """
 
 from __future__ import annotations

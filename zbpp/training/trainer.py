@@ -224,6 +224,8 @@ class Trainer:
         begin = time.perf_counter()
         self._update.begin(self.pipeline, None if self.learning_rate is None else self.learning_rate(step))
         args, target = self._training_batch(step)
+        if self.memory_report is not None:
+            self.memory_report.count((args, target))
         losses = self.pipeline.step(*args, target=target)
         results = self._update.end(self.pipeline, losses)
         if self.scheduler is not None:
