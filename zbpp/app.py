@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zbpp.builders.callbacks import build_callbacks
+from zbpp.builders.callbacks import build_callbacks, build_early_stop
 from zbpp.builders.checkpoints import build_saving
 from zbpp.builders.data import build_data, limit_evaluation
 from zbpp.builders.loggers import build_loggers
@@ -287,6 +287,7 @@ def _build_trainer(config: TrainConfig, job: _Job, precision: Precision, mesh: D
         evaluate_every=config.evaluate_every,
         read_ahead=config.read_ahead,
         record_every=config.measure_every,
+        callbacks=build_early_stop(config),
         metrics=metrics_of(model, precision),
         replan=build_replan(config.schedule.replan, config.memory.limit, timetable, loss_fn, stages),
         masters=masters,
