@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zbpp.checkpoint import Checkpoint, CheckpointError, Saver, opened, prepared, restore
-from zbpp.checkpoint.nest import decoded
+from zbpp.checkpoints import Checkpoint, CheckpointError, Saver, opened, prepared, restore
+from zbpp.checkpoints.nest import decoded
 from zbpp.schedule import Timetable
 from zbpp.training.callbacks import Callback
 from zbpp.training.trainer import Trainer

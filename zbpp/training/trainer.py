@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from zbpp.checkpoint import Stateful
+from zbpp.checkpoints import Stateful
 from zbpp.data import Data
 from zbpp.data.batch import Source
 from zbpp.data.read_ahead import ReadAhead, check_thread_may_read
