@@ -8,7 +8,7 @@
     cutting      an existing module cut into stages
     models       models that are built one stage at a time
     render       timelines and answers of the planner as text, pictures and pages
-    data         batches: text, a user's own Dataset
+    data         batches: text, prepared tokens, a user's own Dataset
     checkpoint   saving and loading, whatever the cut
     training     everything around the step: optimizer, trainer
     config       the config: its typed tree, and composing it

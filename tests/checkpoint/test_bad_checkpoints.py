@@ -184,8 +184,6 @@ def test_a_full_disk_is_said_and_leaves_nothing(folder):
 class FullDisk(StopAfter):
     """The disk is full from one step to another one."""
 
-    may_leave = False
-
     def __init__(self, first, last):
         self.range, self.limit = range(first, last), full_disk()
 
