@@ -58,12 +58,15 @@ def test_the_commands_of_the_parallel_page_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_commands_of_the_optimizer_page_run(tmp_path: Path) -> None:
     for block in blocks("docs/optimizer.md", "bash"):
         run_command(f"set -e\n{block}", tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft reads it
 def test_the_commands_of_the_finetuning_page_run(tmp_path: Path) -> None:
     """The adapter loads in peft, over the base model that was trained."""
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
