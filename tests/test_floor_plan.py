@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 _PLANS = {"schedule", "families", "planning"}
 _LEAVES = {"stage_api", "seeding"}
 _RUNTIME = {"runtime", "schedule", "autograd"} | _LEAVES
-_TRAINING = {"training", "data", "planning", "checkpoint"} | _RUNTIME
+_TRAINING = {"training", "data", "planning", "checkpoints"} | _RUNTIME
 MAY_IMPORT = {
     "zbpp/__init__.py": {
         "schedule",
@@ -27,7 +27,7 @@ MAY_IMPORT = {
         "runtime",
         "cutting",
         "partition",
-        "checkpoint",
+        "checkpoints",
         "training",
     },
     "zbpp/stage_api.py": set(),
@@ -71,7 +71,7 @@ MAY_IMPORT = {
     # Pipeline(stages, "zb_h1"): a schedule's name in place of a timetable. No other file of runtime plans.
     "zbpp/runtime/arguments.py": {"planning"} | _RUNTIME,
     "zbpp/runtime/": _RUNTIME,
-    "zbpp/checkpoint/": {"checkpoint"} | _RUNTIME,
+    "zbpp/checkpoints/": {"checkpoints"} | _RUNTIME,
     "zbpp/training/": _TRAINING,
     "zbpp/cutting/": {"autograd", "cutting", "partition"},
     "zbpp/models/": {"models", "partition"} | _LEAVES,

@@ -45,7 +45,7 @@ from zbpp.render import chrome_trace, render_memory_picture, render_picture, ren
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.microbatch import into_microbatches
 from zbpp.runtime.model_ties import declare_ties
-from zbpp.runtime.world import World, broadcast, check_agreement, world
+from zbpp.runtime.world import World, broadcast, check_agreement, check_equal, gather, world
 from zbpp.schedule import Timetable
 from zbpp.training.batch import batch_for
 from zbpp.training.fine_tuned import check_fine_tuned
@@ -217,7 +217,9 @@ def _plan_job(config: TrainConfig, num_ranks: int) -> _Job:
 def _build_job(config: TrainConfig, model: Any, timetable: Timetable, rank: int) -> _Job:
     stages = build_stages(model, timetable, rank)
     batch_size = timetable.num_microbatches * config.microbatch_size
-    return _Job(timetable, model, stages, build_data(config.data, batch_size, config.seed, config.read_ahead))
+    is_read = bool(stages.keys() & {0, timetable.num_stages - 1})
+    data = build_data(config.data, batch_size, config.seed, config.read_ahead, is_read=is_read)
+    return _Job(timetable, model, stages, data)
 
 
 def _agreed_job(
@@ -232,8 +234,14 @@ def _agreed_job(
     )
     job = job._replace(recomputed=recomputed)
     check_source_files()
-    check_agreement("data (by fingerprint)", job.data.fingerprint)
-    return job
+    return job._replace(data=_agreed_data(job.data))
+
+
+def _agreed_data(data: Data) -> Data:
+    """The data with rank 0's fingerprint, which all ranks have that read them."""
+    found = {rank: each for rank, each in enumerate(gather(data.fingerprint)) if each is not None}
+    check_equal("data (by fingerprint)", list(found.values()), list(found))
+    return data._replace(fingerprint=found[0])
 
 
 def _prepare_stages(

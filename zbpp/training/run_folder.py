@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from zbpp.checkpoint.folders import checkpoints_in, step_of
+from zbpp.checkpoints.folders import checkpoints_in, step_of
 
 OF_A_RUN = (
     "job.json", "config.yaml", "metrics.jsonl", "summary.json", "timeline.png", "trace.json", "bench.json",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from zbpp.checkpoint import Stateful
+from zbpp.checkpoints import Stateful
 from zbpp.data import Data
 from zbpp.data.batch import Source
 from zbpp.data.read_ahead import ReadAhead, check_thread_may_read
@@ -129,9 +129,11 @@ class Trainer:
             found["loss_scale"] = self.loss_scale
         if self.scheduler is not None:
             found["scheduler"] = self.scheduler
-        if isinstance(self.data.train, Stateful):
-            found["data"] = self.data.train
-        return found | {type(each).__name__: each for each in self.callbacks if isinstance(each, Stateful)}
+        found["data"] = self.data
+        for callback in self.callbacks:
+            if isinstance(callback, Stateful):
+                found[f"callback.{type(callback).__name__}"] = callback
+        return found
 
     def go_on_after(self, step: int, replanned: Timetable | None = None) -> None:
         """Let `run` begin with step number `step`. Weights and optimizer are those that follow it.
