@@ -114,7 +114,8 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
                 print("layers per stage:", *cut, flush=True)
             if config.memory.recompute == "auto":
                 print("stages that recompute:", *(sorted(job.recomputed) or ["none"]), flush=True)
-        with Loggers(build_loggers(config.logger, path, settings) if here.rank == 0 else []) as loggers:
+        made = build_loggers(config.logger, path, settings, trainer.next_step) if here.rank == 0 else []
+        with Loggers(made) as loggers:
             trainer.callbacks = [
                 signals,
                 *build_callbacks(config, job.data, here, path, loggers, begin=begin),
