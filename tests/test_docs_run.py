@@ -9,7 +9,8 @@ import pytest
 from helpers.pages import ROOT, blocks, run_command
 
 TRAINING = "docs/training.md"
-FILES = ("my_file.py", "load.py", "chain.py", "traced.py")
+FILES = ("my_file.py", "load.py", "chain.py", "traced.py", "loop.py")
+OF_CHECKPOINTS = ("runs/left", "loop.py")  # commands with a test of their own
 
 
 @pytest.mark.parametrize("page", ["pipeline", "split", "memory", "compiled", "planning", "optimizer", "data"])
@@ -101,6 +102,7 @@ def test_a_new_users_path_from_an_empty_folder(tmp_path: Path) -> None:
     for name, text in zip(FILES, blocks(TRAINING, "python"), strict=True):
         (tmp_path / name).write_text(text)
     _, *commands = blocks(TRAINING, "bash")  # the first one installs
+    commands = [each for each in commands if not any(word in each for word in OF_CHECKPOINTS)]
     outputs = [run_command(command, tmp_path) for command in [*commands, "python load.py"]]
     assert "equal to the last bit" in outputs[2]
     runs = [tmp_path / "runs" / name / "metrics.jsonl" for name in ("four_ranks", "one_process", "planned")]
@@ -113,6 +115,25 @@ def test_a_new_users_path_from_an_empty_folder(tmp_path: Path) -> None:
     for output in outputs[-3:-1]:
         first, *_, last = (float(line.split()[1]) for line in output.splitlines() if line[:1].isdigit())
         assert last < first
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_that_was_left_and_a_loop_of_ones_own_go_on_with_half_the_ranks(tmp_path: Path) -> None:
+    """The losses are those of a run in one process that nobody stopped, to the last bit."""
+    for name, text in zip(FILES, blocks(TRAINING, "python"), strict=True):
+        (tmp_path / name).write_text(text)
+    commands = [each for each in blocks(TRAINING, "bash") if any(word in each for word in OF_CHECKPOINTS)]
+    whole = next(each for each in blocks(TRAINING, "bash") if "run_dir=runs/one_process" in each)
+    _, again, first, second, _ = [run_command(each, tmp_path) for each in [*commands, whole]]
+    assert "going on after step 25 of runs/left/checkpoints/step-25" in again
+    runs = [(tmp_path / "runs" / name / "metrics.jsonl").read_text() for name in ("left", "one_process")]
+    left, uninterrupted = ([json.loads(line) for line in text.splitlines()] for text in runs)
+    assert [each["step"] for each in left] == list(range(1, 61))
+    assert [each["loss"] for each in left] == [each["loss"] for each in uninterrupted]
+    rows = [line.split() for text in (first, second) for line in text.splitlines() if line[:1].isdigit()]
+    assert [int(step) for step, _ in rows] == list(range(1, 41))
+    assert float(rows[-1][1]) < float(rows[20][1]) < float(rows[0][1])
 
 
 def test_the_ten_files_to_read_exist_and_take_an_afternoon() -> None:

@@ -174,7 +174,8 @@ class _Stages:
             deferred_leaves=leaving.deferred,
             **_of_messages(memory),
         )
-        weights = WeightBytes(parameters, max((Piece(each).nbytes for each in blocks), default=0), trained)
+        sizes = [Piece(each).nbytes for each in blocks if each]
+        weights = WeightBytes(parameters, max(sizes, default=0), len(sizes), trained)
         if self._is_sharded:
             found = self._in_shards(found, stage, states, largest)
             weights = weights._replace(trained=trained * found.weights / max(1, parameters))

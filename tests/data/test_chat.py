@@ -183,9 +183,10 @@ def test_it_is_the_mean_over_all_targets_of_all_replicas(files):
         ('{"messages": []}\n', "line 1 has no list of messages"),
         ('\n{"messages": [{"role": "user"}]}\n', "line 2 has no list of messages"),
         ("\n", "has no conversation"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}\n', "begins with the assistant"),
         ('{"messages": [{"role": "user", "content": "a"}]}\n', "no conversation has an assistant's token"),
         (
-            '{"messages": [{"role": "assistant", "content": "a"}]}\n',
+            '{"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "a"}]}\n',
             "has 1 conversations to train on, and a batch takes 4",
         ),
     ],

@@ -153,3 +153,82 @@ def test_the_record_says_where_a_run_was_made(tmp_path):
     record = json.loads((tmp_path / "run/job.json").read_text())
     assert record["process"] == os.getpid()
     assert {"job", "host", "started"} <= record.keys()
+
+
+def checkpoint(folder, step):
+    (folder / f"checkpoints/step-{step}").mkdir(parents=True)
+
+
+def begun(folder, steps, step=0, **options):
+    """A run that goes on after `step`, and dies after `steps`; returns where it found checkpoints."""
+    with claimed(folder, **options) as mine:
+        mine.begin(step)
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.writelines(f'{{"step": {number}}}\n' for number in steps)
+        return mine.source
+
+
+def steps_in(path):
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_a_run_with_checkpoints_goes_on_in_the_same_files(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    begun(folder, [1, 2, 3])
+    checkpoint(folder, 2)
+    (folder / "checkpoints/step-4.tmp").mkdir()
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')  # the job died here
+    (folder / "job.json").write_text(json.dumps({"job": "another one"}))
+    with pytest.raises(FolderError, match="holds a run already"):
+        begun(folder, [])
+    assert begun(folder, [3, 4], step=2, resume="auto") == folder / "checkpoints"
+    assert steps_in(folder / "metrics.jsonl") == [1, 2, 3, 4]
+    assert steps_in(folder / "attempt-1/metrics.jsonl") == [3]
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-2"]
+
+
+def test_going_on_from_an_earlier_checkpoint_keeps_the_later_ones_aside(tmp_path):
+    folder = tmp_path / "run"
+    begun(folder, [1, 2, 3, 4])
+    checkpoint(folder, 2)
+    checkpoint(folder, 4)
+    (folder / "summary.json").write_text("{}")
+    source = folder / "checkpoints/step-2"
+    assert begun(folder, [3], step=2, resume=str(source)) == source
+    assert steps_in(folder / "metrics.jsonl") == [1, 2, 3]
+    assert steps_in(folder / "attempt-1/metrics.jsonl") == [3, 4]
+    assert (folder / "attempt-1/checkpoints/step-4").is_dir()
+    assert not (folder / "summary.json").exists()
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_again(tmp_path):
+    folder = tmp_path / "run"
+    begun(folder, [1, 2])
+    (folder / "job.json").write_text(json.dumps({"job": "another one"}))
+    assert begun(folder, [1], resume="auto") is None
+    assert steps_in(folder / "attempt-1/metrics.jsonl") == [1, 2]
+    assert steps_in(folder / "metrics.jsonl") == [1]
+
+
+def test_overwrite_replaces_the_checkpoints_of_another_job_and_not_those_of_its_own(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    begun(folder, [1, 2])
+    checkpoint(folder, 2)
+    assert begun(folder, [3], step=2, resume="auto", overwrite=True) == folder / "checkpoints"
+    monkeypatch.setenv("SLURM_JOB_ID", "18")
+    assert begun(folder, [1], resume="auto", overwrite=True) is None
+    assert steps_in(folder / "metrics.jsonl") == [1]
+    assert not (folder / "checkpoints").exists()
+
+
+def test_checkpoints_of_another_run_begin_a_new_run(tmp_path):
+    begun(tmp_path / "first", [1, 2])
+    checkpoint(tmp_path / "first", 2)
+    assert begun(tmp_path / "second", [3], step=2, resume=str(tmp_path / "first")) == (
+        tmp_path / "first/checkpoints"
+    )
+    assert steps_in(tmp_path / "second/metrics.jsonl") == [3]
+    with pytest.raises(FolderError, match="resume=.*nowhere holds no checkpoint: write a run's folder"):
+        check_free(tmp_path / "third", resume=str(tmp_path / "nowhere"))

@@ -15,6 +15,7 @@ from zbpp.checkpoint import Checkpoint, CheckpointError, Saver, opened, prepared
 from zbpp.schedule import Timetable
 from zbpp.training.callbacks import Callback
 from zbpp.training.trainer import Trainer
+from zbpp.training.update import Metrics
 
 
 class Checkpoints(Callback):
@@ -37,7 +38,7 @@ class Checkpoints(Callback):
         self._last = self._under_way = (
             0  # steps: of the newest whole checkpoint, and of the one being written
         )
-        self.seconds: list[float] = []  # how long training stood still for each checkpoint
+        self._stood_still = 0.0  # s, for checkpoints since the last metrics
 
     def needs_weights(self, step: int) -> bool:
         """Whether a checkpoint follows this step."""
@@ -47,6 +48,12 @@ class Checkpoints(Callback):
         """Save if it is time. Here, not after a step: by now the step's metrics are logged."""
         if self._is_due(step) and step > self._last:
             self._save(trainer, step, in_background=self._background)
+
+    def after_step(self, trainer: Trainer, step: int, known: list[Metrics]) -> None:
+        """Add to the metrics how long training stood still for a checkpoint."""
+        if known and self._stood_still:
+            known[-1]["checkpoint_seconds"] = self._stood_still
+            self._stood_still = 0.0
 
     def finish(self, trainer: Trainer) -> None:
         """Save what is not saved yet, and wait until it is written."""
@@ -127,7 +134,7 @@ class Checkpoints(Callback):
                 _report(str(error))
             return str(error)
         finally:
-            self.seconds.append(time.perf_counter() - begin)
+            self._stood_still += time.perf_counter() - begin
         return ""
 
     def _info(self, trainer: Trainer) -> dict[str, Any]:

@@ -6,8 +6,9 @@ Files of an earlier run are replaced only if the user asked for it, and are neve
 `job.json` says which job made the run. A job that was started again (torchrun's restart, Slurm's requeue)
 finds the files of its own unfinished attempt, and keeps them in `attempt-1`, `attempt-2`, ...
 
-A run with checkpoints goes on instead, in the same files: `metrics.jsonl` keeps the lines up to the
-checkpoint. What came after it, and is done again, is kept in `attempt-1`, too: metrics and checkpoints.
+With resume=auto any unfinished run is taken up so. One with checkpoints goes on in the same files:
+`metrics.jsonl` keeps the lines up to the checkpoint. What came after it, and is done again, is kept in
+`attempt-1`, too: metrics and checkpoints.
 """
 
 from __future__ import annotations
@@ -47,8 +48,10 @@ class RunFolder:
 
     def __init__(self, path: Path, *, overwrite: bool, resume: str, job: str) -> None:
         self.path, self._job = path, job
-        is_own_job = _read(path / "job.json").get("job") == job
-        self._was_left = is_own_job and not (path / "summary.json").exists()
+        earlier = _read(path / "job.json").get("job")
+        is_own_job = earlier == job
+        is_unfinished = earlier is not None and not (path / "summary.json").exists()
+        self._was_left = is_unfinished and (is_own_job or (resume == "auto" and not overwrite))
         self.source = _source(path, resume, is_replaced=overwrite and not is_own_job)
         self._goes_on = self.source is not None and _is_within(self.source, path / CHECKPOINTS)
         if self._files() and not (overwrite or self._was_left or self._goes_on):
@@ -103,7 +106,7 @@ class RunFolder:
         kept = self._next_attempt()
         for path in files:
             path.rename(kept / path.name)
-        print(f"this job was started again: the files of its last attempt are kept in {kept}", flush=True)
+        print(f"the files of an attempt that did not end are kept in {kept}", flush=True)
 
     def _files(self) -> list[Path]:
         return sorted(path for pattern in OF_A_RUN for path in self.path.glob(pattern))

@@ -232,6 +232,8 @@ class Trainer:
         begin = time.perf_counter()
         self._update.begin(self.pipeline, None if self.learning_rate is None else self.learning_rate(step))
         args, target = self._training_batch(step)
+        if self.memory_report is not None:
+            self.memory_report.count((args, target))
         losses = self.pipeline.step(*args, target=target)
         results = self._update.end(self.pipeline, losses)
         if self.scheduler is not None:
@@ -327,7 +329,7 @@ class Trainer:
 
     def _is_recorded(self, step: int, *, num_steps: int) -> bool:
         """Whether a step is measured action by action: some early ones, some between, the last ones."""
-        if self.replan is not None and self.replan.is_measured(step):
+        if self.replan is not None and self.replan.is_measured(step - self.first_step):
             return True
         since = step - self.first_step  # in the first one ranks agree on shapes
         is_between = self.record_every and (since in (1, 2) or (since and step % self.record_every == 0))
@@ -338,7 +340,7 @@ class Trainer:
         if self.replan is None:
             return
         _, target = self._training_batch(step)
-        following, metrics = self.replan.after(step, self.pipeline, self.timelines, target)
+        following, metrics = self.replan.after(step - self.first_step, self.pipeline, self.timelines, target)
         if following is not self.pipeline:
             if self._ahead is not None:
                 self._ahead.close()  # what was read is for the stages that this rank had
