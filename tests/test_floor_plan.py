@@ -48,6 +48,8 @@ MAY_IMPORT = {
     "zbpp/benchmark/split/": {"autograd", "benchmark", "models", "runtime"},
     # Switches are measured on EMULATED stages, in a job of their own.
     "zbpp/benchmark/memory/": {"benchmark", "launch", "models", "render"} | _TRAINING,
+    # The data path beside a small GPT that trains.
+    "zbpp/benchmark/data_path.py": {"benchmark", "models"} | _TRAINING,
     "zbpp/benchmark/": {"benchmark", "render"} | _TRAINING,
     "zbpp/schedule/": {"schedule"},
     "zbpp/families/": {"families", "schedule"},
