@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zbpp.checkpoint import Checkpoint
-from zbpp.checkpoint.folders import check_contents, check_sizes, checkpoints_in, step_of
+from zbpp.checkpoints import Checkpoint
+from zbpp.checkpoints.folders import check_contents, check_sizes, checkpoints_in, step_of
 
 _STAGE_FILE = re.compile(r"stage-(\d+)-of-(\d+)\.safetensors")
 
