@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 _PLANS = {"schedule", "families", "planning"}
 _LEAVES = {"stage_api", "seeding"}
 _RUNTIME = {"runtime", "schedule", "autograd"} | _LEAVES
-_TRAINING = {"training", "data", "planning", "checkpoint"} | _RUNTIME
+_TRAINING = {"training", "data", "planning", "checkpoints"} | _RUNTIME
 MAY_IMPORT = {
     "zbpp/__init__.py": {
         "schedule",
@@ -27,7 +27,7 @@ MAY_IMPORT = {
         "runtime",
         "cutting",
         "partition",
-        "checkpoint",
+        "checkpoints",
         "training",
     },
     "zbpp/stage_api.py": set(),
@@ -38,23 +38,12 @@ MAY_IMPORT = {
     "zbpp/launch.py": {"pass_signals", "ranges"} | _TRAINING,
     "zbpp/pass_signals.py": set(),
     "zbpp/builders/": {"builders", "config"} | _TRAINING,
-    "zbpp/app.py": {"builders", "config", "measured_stages", "predict_memory", "render"} | _TRAINING,
+    "zbpp/app.py": {"builders", "config", "prediction", "render"} | _TRAINING,
     "zbpp/data/": {"data", "seeding"},
+    "zbpp/export.py": {"builders", "config", "models", "training"},
     "zbpp/explain_stage.py": {"builders", "config", "data", "training", "autograd"},
     # What each rank will hold: the stages run on fake tensors.
-    "zbpp/measured_stages.py": {"config", "planning", "schedule"},
-    "zbpp/stage_memory.py": {"builders", "config", "measured_stages"} | _TRAINING,
-    "zbpp/predict_memory.py": {"builders", "config", "measured_stages", "stage_memory"} | _TRAINING,
-    "zbpp/step_time.py": {"config", "planning", "predict_memory", "schedule"},
-    "zbpp/memory_switches.py": {
-        "builders",
-        "config",
-        "planning",
-        "predict_memory",
-        "render",
-        "schedule",
-        "step_time",
-    },
+    "zbpp/prediction/": {"builders", "config", "prediction", "render"} | _TRAINING,
     "zbpp/benchmark/jobs.py": {"builders", "benchmark", "config"} | _TRAINING,
     # The split is measured on a Llama's blocks, in one process: no schedule, no training.
     "zbpp/benchmark/split/": {"autograd", "benchmark", "models", "runtime"},
@@ -73,7 +62,7 @@ MAY_IMPORT = {
     # Pipeline(stages, "zb_h1"): a schedule's name in place of a timetable. No other file of runtime plans.
     "zbpp/runtime/arguments.py": {"planning"} | _RUNTIME,
     "zbpp/runtime/": _RUNTIME,
-    "zbpp/checkpoint/": {"checkpoint"} | _RUNTIME,
+    "zbpp/checkpoints/": {"checkpoints"} | _RUNTIME,
     "zbpp/training/": _TRAINING,
     "zbpp/cutting/": {"autograd", "cutting", "partition"},
     "zbpp/models/": {"models", "partition"} | _LEAVES,
@@ -82,7 +71,8 @@ MAY_IMPORT = {
         "commands",
         "app",
         "explain_stage",
-        "memory_switches",
+        "prediction",
+        "export",
         "builders",
         "benchmark",
         "config",

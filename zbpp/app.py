@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zbpp.builders.callbacks import build_callbacks
+from zbpp.builders.callbacks import build_callbacks, build_early_stop
 from zbpp.builders.checkpoints import build_saving
 from zbpp.builders.data import build_data, limit_evaluation
 from zbpp.builders.loggers import build_loggers
@@ -64,7 +64,7 @@ from zbpp.training.update import Metrics
 from zbpp.training.weights import save_weights
 
 if TYPE_CHECKING:
-    from zbpp.measured_stages import MeasuredStages
+    from zbpp.prediction.measured_stages import MeasuredStages
 
 
 class _Job(NamedTuple):
@@ -114,7 +114,8 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
                 print("layers per stage:", *cut, flush=True)
             if config.memory.recompute == "auto":
                 print("stages that recompute:", *(sorted(job.recomputed) or ["none"]), flush=True)
-        with Loggers(build_loggers(config.logger, path, settings) if here.rank == 0 else []) as loggers:
+        made = build_loggers(config.logger, path, settings, trainer.next_step) if here.rank == 0 else []
+        with Loggers(made) as loggers:
             trainer.callbacks = [
                 signals,
                 *build_callbacks(config, job.data, here, path, loggers, begin=begin),
@@ -169,7 +170,7 @@ def _predicted(measured: MeasuredStages, trainer: Trainer, *, is_validated_later
 
 def _measured_stages(config: TrainConfig, job: _Job) -> tuple[MeasuredStages, _Job]:
     """The bytes of the stages, and the job with the stages that recompute."""
-    from zbpp.predict_memory import Predictor  # imports torch's fake tensors: seconds
+    from zbpp.prediction.predictor import Predictor  # imports torch's fake tensors: seconds
 
     measured, recomputed = Predictor().measure(config, job.timetable)
     return measured, job._replace(recomputed=recomputed)
@@ -287,6 +288,7 @@ def _build_trainer(config: TrainConfig, job: _Job, precision: Precision, mesh: D
         evaluate_every=config.evaluate_every,
         read_ahead=config.read_ahead,
         record_every=config.measure_every,
+        callbacks=build_early_stop(config),
         metrics=metrics_of(model, precision),
         replan=build_replan(config.schedule.replan, config.memory.limit, timetable, loss_fn, stages),
         masters=masters,
