@@ -216,7 +216,6 @@ def test_unknown_keys_wrong_types_and_unknown_choices_are_named(override, words)
         ("memory.limit=0", "memory.limit=0.0: write GiB, above 0, or null"),
         ("parallel.device=tpu", "parallel.device=tpu: write auto, cpu or cuda"),
         ("parallel.timeout=0", "parallel.timeout=0.0: write seconds, above 0"),
-        ("logger.name=tensorboard", "Key 'name' not in 'LoggerConfig'"),
         ("early_stop.metric=loss", "early_stop.metric=loss: write a metric of evaluations, such as"),
         ("early_stop.patience=0", "early_stop.patience=0: write a whole number, 1 or more"),
         ("max_hours=0", "max_hours=0.0: write hours, above 0, or null"),

@@ -13,7 +13,9 @@ FILES = ("my_file.py", "load.py", "chain.py", "traced.py", "loop.py")
 OF_CHECKPOINTS = ("runs/left", "loop.py")  # commands with a test of their own
 
 
-@pytest.mark.parametrize("page", ["pipeline", "split", "memory", "compiled", "planning", "optimizer"])
+@pytest.mark.parametrize(
+    "page", ["pipeline", "split", "memory", "compiled", "planning", "optimizer", "finetuning", "data"]
+)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: str) -> None:
     namespace: dict[str, object] = {}
     for block in blocks(f"docs/{page}.md", "python"):
@@ -56,9 +58,36 @@ def test_the_commands_of_the_parallel_page_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_commands_of_the_optimizer_page_run(tmp_path: Path) -> None:
     for block in blocks("docs/optimizer.md", "bash"):
         run_command(f"set -e\n{block}", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft reads it
+def test_the_commands_of_the_finetuning_page_run(tmp_path: Path) -> None:
+    """The adapter loads in peft, over the base model that was trained."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    from helpers.chat import write_files
+
+    write_files(tmp_path)
+    for block in blocks("docs/finetuning.md", "bash"):
+        run_command(block, tmp_path)
+    found = {path.name for path in (tmp_path / "runs/lora").iterdir()}
+    assert "adapter" in found
+    assert not [name for name in found if name.endswith(".safetensors")]
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    peft.PeftModel.from_pretrained(base, tmp_path / "runs/lora/adapter")
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_data_page_run(tmp_path: Path) -> None:
+    for block in blocks("docs/data.md", "bash"):
+        run_command(f"set -e\n{block}", tmp_path)
+    losses = [(tmp_path / "runs" / name / "metrics.jsonl").read_text() for name in ("tokens", "mixture")]
+    assert all(len(each.splitlines()) == 2 for each in losses)
 
 
 @pytest.mark.slow

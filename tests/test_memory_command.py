@@ -9,9 +9,9 @@ from torch import nn
 
 from helpers.configs import composed
 from zbpp.config import ConfigError
-from zbpp.memory_switches import Switches, memory_text
 from zbpp.models.mlp import Mlp
-from zbpp.predict_memory import FAKE, Predictor, predict
+from zbpp.prediction.predictor import FAKE, Predictor, predict
+from zbpp.prediction.switches import Switches, memory_text
 
 MLP = ["model=mlp", "data=regression", "num_microbatches=8", "microbatch_size=64", "parallel.num_processes=2"]
 
@@ -84,3 +84,49 @@ def test_a_model_that_fake_tensors_can_not_run_runs_really():
     assert plain.how == FAKE
     assert real.how.startswith("by one microbatch on the CPU, since it can't run on fake tensors: ")
     assert [each.peak for each in real.ranks] == pytest.approx([each.peak for each in plain.ranks], rel=0.01)
+
+
+class Recurrent(Mlp):
+    """A model with an LSTM, whose operator keeps memory that fake tensors don't show."""
+
+    def build_stage(self, index, num_stages):
+        return nn.Sequential(Sequence(), super().build_stage(index, num_stages))
+
+
+class Sequence(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(1, 4)
+
+    def forward(self, x):
+        return x + self.lstm(x.mean(dim=-1, keepdim=True))[0].mean()
+
+
+def test_a_model_with_an_lstm_runs_really():
+    config = composed(*MLP)
+    target = f"{Recurrent.__module__}.{Recurrent.__qualname__}"
+    found = predict(replace(config, model={**config.model, "_target_": target}))
+    assert found.how.endswith("can't run on fake tensors: LSTM keeps memory that they don't show")
+
+
+def test_what_is_not_predicted_is_said():
+    assert "NOT COUNTED: what compile=stage changes" in predict(composed(*MLP, "compile=stage")).how
+
+
+def test_every_switch_that_is_off_is_listed_with_its_saving():
+    rows = {row.title: row for row in Switches(composed(*MLP, "memory.limit=1")).single()}
+    for title in (
+        "memory.recompute=block",
+        "memory.recompute=auto",
+        "memory.offload=auto",
+        "memory.offload_weights=true",
+        "memory.gradient_release=step optimizer.clip_norm=null",
+        "memory.gradient_release=accumulate optimizer.clip_norm=null",
+        "optimizer.validation=after",
+    ):
+        assert rows[title].prediction is not None, rows[title].why
+    own = rows["as configured"]
+    assert rows["memory.offload_weights=true"].peak < own.peak < rows["optimizer.validation=after"].peak
+    assert rows["optimizer.validation=after"].step <= own.step
+    assert rows["memory.recompute=block"].step > own.step
+    assert rows["memory.recompute=auto"].step == own.step  # 1 GiB is enough without

@@ -1,4 +1,4 @@
-"""scripts/slurm.sh against a Slurm of shell scripts: it warns the ranks, and requeues what they left in order."""
+"""scripts/slurm.sh against a Slurm of shell scripts: it warns the ranks and requeues what they left."""
 
 import os
 import shutil

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zbpp.builders.callbacks import build_callbacks
+from zbpp.builders.callbacks import build_callbacks, build_early_stop
 from zbpp.builders.checkpoints import build_saving
 from zbpp.builders.data import build_data, limit_evaluation
 from zbpp.builders.loggers import build_loggers
@@ -45,7 +45,7 @@ from zbpp.render import chrome_trace, render_memory_picture, render_picture, ren
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.microbatch import into_microbatches
 from zbpp.runtime.model_ties import declare_ties
-from zbpp.runtime.world import World, broadcast, check_agreement, world
+from zbpp.runtime.world import World, broadcast, check_agreement, check_equal, gather, world
 from zbpp.schedule import Timetable
 from zbpp.training.batch import batch_for
 from zbpp.training.fine_tuned import check_fine_tuned
@@ -64,7 +64,7 @@ from zbpp.training.update import Metrics
 from zbpp.training.weights import save_weights
 
 if TYPE_CHECKING:
-    from zbpp.measured_stages import MeasuredStages
+    from zbpp.prediction.measured_stages import MeasuredStages
 
 
 class _Job(NamedTuple):
@@ -114,7 +114,8 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
                 print("layers per stage:", *cut, flush=True)
             if config.memory.recompute == "auto":
                 print("stages that recompute:", *(sorted(job.recomputed) or ["none"]), flush=True)
-        with Loggers(build_loggers(config.logger, path, settings) if here.rank == 0 else []) as loggers:
+        made = build_loggers(config.logger, path, settings, trainer.next_step) if here.rank == 0 else []
+        with Loggers(made) as loggers:
             trainer.callbacks = [
                 signals,
                 *build_callbacks(config, job.data, here, path, loggers, begin=begin),
@@ -169,7 +170,7 @@ def _predicted(measured: MeasuredStages, trainer: Trainer, *, is_validated_later
 
 def _measured_stages(config: TrainConfig, job: _Job) -> tuple[MeasuredStages, _Job]:
     """The bytes of the stages, and the job with the stages that recompute."""
-    from zbpp.predict_memory import Predictor  # imports torch's fake tensors: seconds
+    from zbpp.prediction.predictor import Predictor  # imports torch's fake tensors: seconds
 
     measured, recomputed = Predictor().measure(config, job.timetable)
     return measured, job._replace(recomputed=recomputed)
@@ -216,7 +217,9 @@ def _plan_job(config: TrainConfig, num_ranks: int) -> _Job:
 def _build_job(config: TrainConfig, model: Any, timetable: Timetable, rank: int) -> _Job:
     stages = build_stages(model, timetable, rank)
     batch_size = timetable.num_microbatches * config.microbatch_size
-    return _Job(timetable, model, stages, build_data(config.data, batch_size, config.seed, config.read_ahead))
+    is_read = bool(stages.keys() & {0, timetable.num_stages - 1})
+    data = build_data(config.data, batch_size, config.seed, config.read_ahead, is_read=is_read)
+    return _Job(timetable, model, stages, data)
 
 
 def _agreed_job(
@@ -231,8 +234,14 @@ def _agreed_job(
     )
     job = job._replace(recomputed=recomputed)
     check_source_files()
-    check_agreement("data (by fingerprint)", job.data.fingerprint)
-    return job
+    return job._replace(data=_agreed_data(job.data))
+
+
+def _agreed_data(data: Data) -> Data:
+    """The data with rank 0's fingerprint, which all ranks have that read them."""
+    found = {rank: each for rank, each in enumerate(gather(data.fingerprint)) if each is not None}
+    check_equal("data (by fingerprint)", list(found.values()), list(found))
+    return data._replace(fingerprint=found[0])
 
 
 def _prepare_stages(
@@ -279,6 +288,7 @@ def _build_trainer(config: TrainConfig, job: _Job, precision: Precision, mesh: D
         evaluate_every=config.evaluate_every,
         read_ahead=config.read_ahead,
         record_every=config.measure_every,
+        callbacks=build_early_stop(config),
         metrics=metrics_of(model, precision),
         replan=build_replan(config.schedule.replan, config.memory.limit, timetable, loss_fn, stages),
         masters=masters,

@@ -129,6 +129,7 @@ def go_round(family: str, settings: Mapping[str, Any], is_tied: bool) -> Row:
     import torch
     import transformers
 
+    from zbpp.models.hf_cut import CutError
     from zbpp.models.hf_shrink import with_small_copy
 
     warnings.simplefilter("ignore")
@@ -143,18 +144,25 @@ def go_round(family: str, settings: Mapping[str, Any], is_tied: bool) -> Row:
     except Exception as error:  # whatever a config class may raise
         return Row(family, [f"no config: {one_line(error)}"] * len(STAGES))
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            return Row(family, with_small_copy(config, lambda small: _round_trips(small, Path(folder))))
+        return Row(family, with_small_copy(config, _round_trips))
+    except CutError as error:
+        return Row(family, [f"refused: {one_line(error)}"] * len(STAGES))
     except Exception as error:  # the library itself can't build, save or load the model
         return Row(family, [f"no model: {type(error).__name__}: {one_line(error)}"] * len(STAGES))
 
 
-def _round_trips(config: Any, folder: Path) -> list[str]:
+def _round_trips(config: Any) -> list[str]:
     """The answer for each number of stages. config: of a small model."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _round_trips_in(Path(folder), config)
+
+
+def _round_trips_in(folder: Path, config: Any) -> list[str]:
     import torch
     from transformers import AutoModelForCausalLM
 
     from zbpp.models.hf import HuggingFace
+    from zbpp.models.hf_cut import CutError
 
     torch.manual_seed(0)
     source = AutoModelForCausalLM.from_config(config)
@@ -166,16 +174,13 @@ def _round_trips(config: Any, folder: Path) -> list[str]:
     ).eval()
     text = config.get_text_config(decoder=True)
     tokens = torch.randint(text.vocab_size, (4, 8), generator=torch.Generator().manual_seed(1))
-    try:
-        model = HuggingFace(path=str(folder / "model"))
-    except ValueError as error:
-        return [f"refused: {one_line(error)}"] * len(STAGES)
+    model = HuggingFace(path=str(folder / "model"))
     model._config._experts_implementation = "eager"  # grouped products take neither float64 nor odd sizes
     answers = []
     for num_stages in STAGES:
         try:
             answers.append(_round_trip(model, whole, folder / str(num_stages), num_stages, tokens))
-        except ValueError as error:
+        except CutError as error:  # after any other error a copy with other sizes is tried
             answers.append(f"refused: {one_line(error)}")
     return answers
 
@@ -234,7 +239,7 @@ def _difference(whole: Any, stages: Sequence[Any], tokens: Any) -> str:
             ):
                 return f"{name} differs"
         return ""
-    return f"runs in neither float64 nor float32: {failed}"
+    raise RuntimeError(f"runs in neither float64 nor float32: {failed}")
 
 
 def _logits(stages: Sequence[Any], tokens: Any) -> Any:

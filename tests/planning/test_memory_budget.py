@@ -3,8 +3,10 @@
 import pytest
 
 from zbpp import Costs, PlanError, Timetable, plan, simulate
-from zbpp.planning.memory_budget import StageBytes, excess, predict_memory
-from zbpp.schedule import Op
+from zbpp.planning.memory_budget import excess, predict_memory
+from zbpp.planning.stage_bytes import StageBytes, released, validated_later, weights_on_host
+from zbpp.runtime.weight_buffers import num_buffers as runtime_buffers
+from zbpp.schedule import Op, Value, offload_of
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zb_v", "v_half", "interleaved_1f1b"])
@@ -43,6 +45,40 @@ def test_what_an_action_needs_for_itself_counts_at_the_peak():
     stages = [StageBytes(weights=10, saved=5, deferred=2, rises=(50, 3, 0, 3), update=30)]
     (rank,) = predict_memory(plan("zb_h1", 1, 1), stages)
     assert (rank.peak, rank.peak_at, rank.at_peak["temporary"]) == (60, "0F0", 45)
+
+
+def test_buffers_for_offloaded_weights_are_as_many_as_the_runtime_makes():
+    for budget in (None, 30, 40, 55, 1000):
+        stages = [
+            weights_on_host(StageBytes(weights=20), parameters=20, block=each, num_blocks=2, budget=budget)
+            for each in (10, 8)
+        ]
+        made = runtime_buffers(budget, 10, 4)
+        (rank,) = predict_memory(plan("interleaved_zb", 1, 2, stages_per_rank=2), stages)
+        assert rank.levels[0].sum() == 10 * made
+        assert rank.host == 40
+
+
+def test_activations_that_are_away_and_gradients_that_are_released_by_hand():
+    """F, then away until B; the gradient goes behind W, and the update needs 30 more there."""
+    timetable = Timetable.parse("0F0 0F1 0B0 0W0 0B1 0W1")
+    stage = StageBytes(weights=100, gradients=50, saved=20, leaves=15, deferred=4, update=30)
+    offload = offload_of(timetable, [Value("saved", 0, 0)])
+    (rank,) = predict_memory(timetable, [released(stage, is_shared=False)], offload=offload)
+    #                              begin  F0   F1        B0        W0             B1        W1
+    assert list(rank.totals) == [100, 120, 140 - 15, 124, 120 + 50, 150 + 4, 150]
+    assert (rank.during[-1], rank.update, rank.host) == (180, 100, 15)
+    (shared,) = predict_memory(timetable, [released(stage, is_shared=True)], offload=offload)
+    assert (shared.during[-1], shared.update) == (154, 180)
+
+
+def test_post_validation_holds_copies_and_the_last_gradients_until_the_gate():
+    stage = StageBytes(weights=100, gradients=50, optimizer=200, saved=20, deferred=4)
+    changed = validated_later(stage, trained=100, is_exact=True)
+    timetable = Timetable.parse("0F0 0F1 0B0 0W0 0B1 0W1")
+    (rank,) = predict_memory(timetable, [changed], is_validated_later=True)
+    plain = predict_memory(timetable, [stage])[0].totals
+    assert list(rank.totals - plain) == [350, 350, 350, 300, 300, 300, 300]
 
 
 def test_a_wrong_number_of_stages_is_refused():

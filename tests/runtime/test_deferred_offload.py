@@ -37,7 +37,7 @@ def trained(make, offload, num_steps=2):
             losses += [each.item() for each in pipeline.step(x, target=x)]
         level = live_bytes(lambda: pipeline.step(x, target=x), torch.device("cpu"))
         assert level.after == 0 or isinstance(stage, Remembers)
-        left = 0 if offload is None else pipeline._engine._activations.nbytes("deferred")[0]
+        left = 0 if offload is None else pipeline.offloaded_bytes("deferred")[0]
         if offload is not None:
             assert pipeline._engine._activations.copier.used_bytes == 0
         return losses, [each.grad for each in stage.parameters()], level.highest, left

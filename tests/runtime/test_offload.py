@@ -76,7 +76,7 @@ def trained(rank, timetable, offload, num_steps=3, stages=None):
         spaces = num_spaces(pipeline)
         level = live_bytes(lambda: pipeline.step(x, target=x), CPU)
         gradients = [each.grad for each in pipeline.parameters()]
-        waiting = {} if offload is None else pipeline._engine._activations.nbytes("deferred")
+        waiting = {} if offload is None else pipeline.offloaded_bytes("deferred")
         return losses, gradients, level, (spaces, num_spaces(pipeline)), sum(waiting.values())
 
 
@@ -326,7 +326,7 @@ def meshed(mesh, offload):
         for _ in range(2):
             losses += [each.item() for each in pipeline.step(x, target=x)]
         gradients = [local_of(each.grad) for each in pipeline.parameters()]
-        waiting = 0 if offload is None else pipeline._engine._activations.nbytes("deferred")[0]
+        waiting = 0 if offload is None else pipeline.offloaded_bytes("deferred")[0]
         return losses, gradients, (pipeline.offloaded_bytes().get(0, 0), waiting)
 
 

@@ -5,9 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import zbpp
 from zbpp import Pipeline
-from zbpp.autograd import recompute
+from zbpp.autograd import checkpoint, recompute
 from zbpp.autograd.copies import OffloadError
 from zbpp.builders.stages import check_offload_folder, offload_weights
 from zbpp.config import ConfigError, MemoryConfig
@@ -69,11 +68,11 @@ class Inside(nn.Module):
         if self.how == "module":
             return self.third(self.second(self.first(x)).tanh())
         if self.how == "argument":
-            return zbpp.checkpoint(F.linear, self.first(x), self.second.weight, self.second.bias)
-        return zbpp.checkpoint(self.outer, self.first(x))
+            return checkpoint(F.linear, self.first(x), self.second.weight, self.second.bias)
+        return checkpoint(self.outer, self.first(x))
 
     def outer(self, x):
-        return zbpp.checkpoint(lambda y: self.third(y).relu(), self.second(x).tanh())
+        return checkpoint(lambda y: self.third(y).relu(), self.second(x).tanh())
 
 
 class Scale(torch.autograd.Function):

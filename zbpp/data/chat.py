@@ -4,13 +4,13 @@
 
 Only the assistant's tokens are targets; the target of any other position is -100, which the loss leaves out.
 
-Microbatches and replicas have different numbers of targets. The loss of a step is the mean over all targets of
-the whole batch, as if one process had it in one piece. So a batch brings `totals` beside its labels: the
+Microbatches and replicas have different numbers of targets. The loss of a step is the mean over all targets
+of the whole batch, as if one process had it in one piece. So a batch brings `totals` beside its labels: the
 number of targets in the step on all replicas, and the number of rows. `token_loss` (zbpp/models/layers.py)
 divides by these instead of by the microbatch's own number of targets.
 
-A row is one conversation, filled up behind its end. Causal attention does not see what comes later, so no mask
-is needed for the filling. Needs the extra `hf`.
+A row is one conversation, filled up behind its end. Causal attention does not see what comes later, so no
+mask is needed for the filling. Needs the extra `hf`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
@@ -131,9 +132,9 @@ def chat_data(
 ) -> Data:
     """Batches of the conversations in a jsonl file.
 
-    tokenizer: a folder of transformers', or a tokenizer.json. chat_template: jinja, or a file of it; None: the
-    tokenizer's own. held_out: the share of conversations that is evaluated on, at the end of the file. Raises
-    ValueError for a file, a template or a vocabulary that does not fit.
+    tokenizer: a folder of transformers', or a tokenizer.json. chat_template: jinja, or a file of it; None:
+    the tokenizer's own. held_out: the share of conversations that is evaluated on, at the end of the file.
+    Raises ValueError for a file, a template or a vocabulary that does not fit.
     """
     loaded = load_tokenizer(tokenizer, chat_template)
     conversations = [
@@ -150,8 +151,8 @@ def chat_data(
     train = ChatBatches(conversations[: len(conversations) - num_held_out], **shape, seed=seed)
     if train.num_conversations < batch_size:
         raise ValueError(
-            f"{path} has {train.num_conversations} conversations to train on, and a batch takes {batch_size}: "
-            "give more, or write a smaller microbatch_size or num_microbatches"
+            f"{path} has {train.num_conversations} conversations to train on, and a batch takes "
+            f"{batch_size}: give more, or write a smaller microbatch_size or num_microbatches"
         )
     if train.num_without_target:
         _log.warning(
@@ -183,15 +184,15 @@ def load_tokenizer(tokenizer: str, chat_template: str | None = None) -> Any:
     loaded: Any = (
         AutoTokenizer.from_pretrained(where, local_files_only=True)
         if where.is_dir()
-        else PreTrainedTokenizerFast(tokenizer_file=str(where))
+        else PreTrainedTokenizerFast(tokenizer_file=str(where))  # type: ignore[no-untyped-call]  # the library's
     )
     if chat_template is not None:
         is_file = "{" not in chat_template
         loaded.chat_template = Path(chat_template).expanduser().read_text() if is_file else chat_template
     if not loaded.chat_template:
         raise ValueError(
-            f"tokenizer={tokenizer} has no chat template: write data.chat_template=FILE, jinja as transformers' "
-            "apply_chat_template takes it"
+            f"tokenizer={tokenizer} has no chat template: write data.chat_template=FILE, jinja as "
+            "transformers' apply_chat_template takes it"
         )
     return loaded
 
@@ -204,7 +205,7 @@ def encode(tokenizer: Any, messages: Messages) -> Conversation:
     a template that changes earlier text when a message is added.
     """
     options: dict[str, Any] = {"tokenize": True, "return_dict": True}
-    if "generation %}" in tokenizer.chat_template or "generation -%}" in tokenizer.chat_template:
+    if re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template):
         found = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, **options)
         return Conversation(np.array(found["input_ids"]), np.array(found["assistant_masks"]))
 
@@ -218,6 +219,11 @@ def encode(tokenizer: Any, messages: Messages) -> Conversation:
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
+        if number == 0:
+            raise ValueError(
+                "the conversation begins with the assistant, and the template does not say which tokens are "
+                "the assistant's: begin with a message of the user, or write {% generation %} in the template"
+            )
         before, after = tokens(number, is_asked=True), tokens(number + 1)
         if after[: len(before)] != before or whole[: len(after)] != after:
             raise ValueError(
@@ -254,14 +260,15 @@ def _messages(line: str, where: str) -> Messages:
     except ValueError as error:
         raise ValueError(f"{where} is no JSON ({error}): write {example}") from error
     messages = value.get("messages") if isinstance(value, dict) else None
-    is_right = isinstance(messages, list) and all(
-        isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each
-        for each in messages
-    )
+    is_right = isinstance(messages, list) and all(map(_is_message, messages))
     if not messages or not is_right:
         raise ValueError(f"{where} has no list of messages with role and content: write {example}")
     found: Messages = messages
     return found
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
 
 
 def _fingerprint(conversations: Sequence[Conversation]) -> str:

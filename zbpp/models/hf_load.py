@@ -82,9 +82,22 @@ class FolderWeights:
         for group in self._groups:
             if not group.results & wanted.keys():
                 continue
-            read = {name: partial(self._files.read, name, dtype) for name, _ in group.sources}
-            for name, value in _converted(group, model, read).items():
+            for name, value in self._read(group, model, dtype).items():
                 _assign(model, wanted.get(name, ()), value)
+
+    def _read(self, group: _Group, model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+        """{name in the model: value}. Experts are read straight to their places in the one tensor of all."""
+        places = stacked_places(group.converter, group.sources)
+        if places is None:
+            read = {name: partial(self._files.read, name, dtype) for name, _ in group.sources}
+            return _converted(group, model, read)
+        (target,) = group.results
+        values = torch.empty(model.state_dict()[target].shape, dtype=dtype, device="cpu")
+        sizes = {name: self._files.entries[name].shape for name, _ in group.sources}
+        for name, (number, before) in places.items():
+            offset = sum(sizes[other][0] for other in before)
+            self._files.read_into(name, values[number].narrow(0, offset, sizes[name][0]))
+        return {target: values}
 
     def _givers(self, name: str) -> list[str]:
         """The names in the folder that hold this tensor: one, or several of a tie; the first one is read."""
@@ -145,6 +158,32 @@ def _groups(
         if pattern is not None:
             group.converter = by_pattern[pattern]
     return list(found.values()), unknown
+
+
+def stacked_places(
+    converter: Any, sources: Iterable[tuple[str, str | None]]
+) -> dict[str, tuple[int, list[str]]] | None:
+    """Where tensors go that a converter only stacks: {name: (expert, those before it in that expert's part)}.
+
+    None for a converter that does anything else, or nothing.
+    """
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    if converter is None or len(converter.target_patterns) != 1:
+        return None
+    steps = [(type(each), getattr(each, "dim", None)) for each in converter.operations]
+    patterns = converter.source_patterns
+    if steps != [(MergeModulelist, 0), (Concatenate, 1)][: len(steps)] or len(steps) < min(len(patterns), 2):
+        return None
+    rows = {pattern: [name for name, other in sources if other == pattern] for pattern in patterns}
+    if len(set(map(len, rows.values()))) != 1:
+        return None
+    columns = list(zip(*rows.values(), strict=True))  # of one expert each
+    return {
+        name: (number, list(column[:place]))
+        for number, column in enumerate(columns)
+        for place, name in enumerate(column)
+    }
 
 
 def _converted(

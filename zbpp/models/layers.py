@@ -154,9 +154,9 @@ def merge_heads(x: Tensor) -> Tensor:
 def token_loss(logits: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
     """Mean cross-entropy over all tokens in nats; logits [batch, time, vocab], target [batch, time].
 
-    Computed in float32 at least, whatever the logits are. A target of -100 is left out. target may be (target,
-    totals), see zbpp/data/chat.py: then the mean over the microbatches of all replicas, which have different
-    numbers of targets, is the mean over all targets.
+    Computed in float32 at least, whatever the logits are. A target of -100 is left out. target may be
+    (target, totals), see zbpp/data/chat.py: then the mean over the microbatches of all replicas, which have
+    different numbers of targets, is the mean over all targets.
     """
     precise = logits if logits.dtype == torch.float64 else logits.float()
     if isinstance(target, Tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zbpp.schedule.timetable import Op
@@ -23,7 +24,8 @@ class StageBytes:
     copies: of what an update changes, all the time, so that the update can be taken back.
     releases: whether the stage is updated behind its last W, and its gradients go.
     block: weights of the largest block, where weights live on the host; a rank has two buffers of the largest
-    block of its stages. on_host: bytes of weights there. host: all bytes on the host, all the time.
+    block of its stages, or as many as a budget allows (`num_buffers`). num_blocks, budget: for that.
+    on_host: bytes of weights on the host. host: all bytes there, all the time.
     """
 
     weights: float
@@ -47,6 +49,8 @@ class StageBytes:
     copies: float = 0.0
     releases: bool = False
     block: float = 0.0
+    num_blocks: int = 0
+    budget: float | None = None
     on_host: float = 0.0
     host: float = 0.0
 
@@ -77,11 +81,14 @@ def sharded(
     )
 
 
-def weights_on_host(stage: StageBytes, *, parameters: float, block: float) -> StageBytes:
+def weights_on_host(
+    stage: StageBytes, *, parameters: float, block: float, num_blocks: int, budget: float | None = None
+) -> StageBytes:
     """The stage with weights, gradients and the optimizer's states on the host.
 
-    parameters: bytes of all weights, as they lie on the host; block: of those of the largest block. During a
-    W the device holds one block's gradients.
+    parameters: bytes of all weights, as they lie on the host; block: of those of the largest block;
+    budget: what a rank's device may hold of weights and their gradients; None: the least.
+    During a W the device holds one block's gradients.
     """
     f, b, w, whole = stage.rises
     moved = parameters + stage.gradients + stage.optimizer
@@ -92,6 +99,8 @@ def weights_on_host(stage: StageBytes, *, parameters: float, block: float) -> St
         optimizer=0.0,
         update=0.0,
         block=block,
+        num_blocks=num_blocks,
+        budget=budget,
         on_host=parameters,
         host=moved,
         rises=(f, b, w + block, whole + block),
@@ -113,3 +122,11 @@ def validated_later(stage: StageBytes, *, trained: float, is_exact: bool) -> Sta
     is_exact: by copies of weights and the optimizer's states; or else it is computed.
     """
     return replace(stage, copies=(trained + stage.optimizer) if is_exact else 0.0)
+
+
+def num_buffers(stages: Sequence[StageBytes]) -> int:
+    """How many buffers of the largest block a rank with these stages has; as the runtime decides."""
+    largest, budget = max(each.block for each in stages), stages[0].budget
+    if budget is None or not largest:
+        return 2
+    return max(2, min(sum(each.num_blocks for each in stages), int(budget // largest) - 1))

@@ -196,9 +196,9 @@ class Engine:
         """See Executor."""
         self._executors["step"].name_actions(is_named)
 
-    def offloaded_bytes(self) -> dict[int, int]:
-        """Per stage, the most bytes of a microbatch that have left; {} without offload."""
-        return {} if self._activations is None else self._activations.nbytes("saved")
+    def offloaded_bytes(self, name: str) -> dict[int, int]:
+        """See Pipeline."""
+        return {} if self._activations is None else self._activations.nbytes(name)
 
     def receive_buffers(self) -> list[Tensor]:
         """The pool of `step`."""

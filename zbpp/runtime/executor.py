@@ -95,7 +95,7 @@ class Executor:
         dynamic_shapes: bool = False,
         reductions: Reductions | None = None,
         gate: Callable[[], Gate] | None = None,
-        offloads: Mapping[tuple[str, int], StageOffload] = MappingProxyType({}),
+        offloads: Mapping[tuple[str, int], StageOffload[Any]] = MappingProxyType({}),
     ) -> None:
         self._program, self._workers, self._methods = program, workers, methods
         self._reductions, self._offloads = reductions, offloads
@@ -272,7 +272,7 @@ class Executor:
         assert isinstance(found, SavedOffload)
         return found
 
-    def _offload_of(self, value: Value) -> StageOffload:
+    def _offload_of(self, value: Value) -> StageOffload[Any]:
         return self._offloads[value.name, value.stage]
 
     def _start_copy(self, instruction: Offload | Fetch) -> None:

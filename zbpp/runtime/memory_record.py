@@ -131,6 +131,11 @@ class MemoryRecord:
         """What counted."""
         return "the CUDA allocator" if self._counter.live is None else "a count of live tensors on the CPU"
 
+    def count(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors of this step that no operator made; on CUDA all are counted anyway."""
+        if self._counter.live is not None:
+            self._counter.live.count(tensors)
+
     @contextmanager
     def step(
         self,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -36,7 +36,10 @@ class _Leaving(Protocol):
     def wait(self) -> None: ...
 
 
-class StageOffload(ABC):
+_Held = TypeVar("_Held", bound=_Leaving)
+
+
+class StageOffload(ABC, Generic[_Held]):
     """What leaves of one stage: of each microbatch that is between its Offload and its Await.
 
     nbytes: the most that left of a microbatch.
@@ -46,7 +49,7 @@ class StageOffload(ABC):
 
     def __init__(self, worker: StageWorker, copier: Copier, least_bytes: int) -> None:
         self._worker, self._copier, self._least_bytes = worker, copier, least_bytes
-        self._held: dict[int, _Leaving] = {}
+        self._held: dict[int, _Held] = {}
         self.nbytes = 0
 
     def offload(self, microbatch: int, watch: Watch | None = None) -> None:
@@ -78,18 +81,14 @@ class StageOffload(ABC):
         """Drop what a failed step has left."""
 
     @abstractmethod
-    def _of(self, microbatch: int) -> _Leaving:
+    def _of(self, microbatch: int) -> _Held:
         """What may leave of the microbatch."""
 
 
-class SavedOffload(StageOffload):
+class SavedOffload(StageOffload[SavedActivations]):
     """What F keeps for B."""
 
     name = "saved"
-
-    def __init__(self, worker: StageWorker, copier: Copier, least_bytes: int) -> None:
-        super().__init__(worker, copier, least_bytes)
-        self._held: dict[int, SavedActivations] = {}
 
     def forward(self, microbatch: int, message: Message) -> Message:
         """F: what it saves may leave."""
@@ -121,14 +120,10 @@ class SavedOffload(StageOffload):
                 yield each
 
 
-class DeferredOffload(StageOffload):
+class DeferredOffload(StageOffload[DeferredTensors]):
     """What B keeps for W: each site's x and dy, but for those that others hold, too."""
 
     name = "deferred"
-
-    def __init__(self, worker: StageWorker, copier: Copier, least_bytes: int) -> None:
-        super().__init__(worker, copier, least_bytes)
-        self._held: dict[int, DeferredTensors] = {}
 
     def abandon(self) -> None:
         """Drop what a failed step has left."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -138,7 +138,7 @@ class OffloadPlan:
         self._options, self._timetable, self._group = options, timetable, group
         self.copier = copier
         self.copier.most_bytes = options.most_bytes
-        self.offloads: dict[tuple[str, int], StageOffload] = {
+        self.offloads: dict[tuple[str, int], StageOffload[Any]] = {
             (kind.name, index): kind(worker, self.copier, options.least_bytes)
             for index, worker in workers.items()
             for kind in (SavedOffload, DeferredOffload)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -60,6 +61,9 @@ class PipelineTimeline:
         """What leaves in the next step, for every rank: an argument of `simulate`; () without offload."""
         return self._engine.offload_plan
 
-    def offloaded_bytes(self) -> dict[int, int]:
-        """Per stage of this rank, the most bytes of a microbatch that have left; {} without offload."""
-        return self._engine.offloaded_bytes()
+    def offloaded_bytes(self, name: Literal["saved", "deferred"] = "saved") -> dict[int, int]:
+        """Per stage of this rank, the most bytes of a microbatch that have left; {} without offload.
+
+        name: "saved": of what F keeps for B; "deferred": of what B keeps for W.
+        """
+        return self._engine.offloaded_bytes(name)

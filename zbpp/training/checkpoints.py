@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zbpp.checkpoint import Checkpoint, CheckpointError, Saver, opened, prepared, restore
-from zbpp.checkpoint.nest import decoded
+from zbpp.checkpoints import Checkpoint, CheckpointError, Saver, opened, prepared, restore
+from zbpp.checkpoints.nest import decoded
 from zbpp.schedule import Timetable
 from zbpp.training.callbacks import Callback
 from zbpp.training.trainer import Trainer
 from zbpp.training.update import Metrics
+
+_BYTES_PER_SECOND = 1e8  # written by one process, where no checkpoint was measured yet
 
 
 class Checkpoints(Callback):
@@ -42,11 +44,6 @@ class Checkpoints(Callback):
         self._resumed: Checkpoint | None = None  # until the first step that follows it
         self._longest = 0.0  # s, for writing a checkpoint
         self._stood_still = 0.0  # s, for checkpoints since the last metrics
-
-    @property
-    def seconds_to_finish(self) -> float:
-        """How long the last checkpoint may take, with one under way before it."""
-        return 2 * self._longest
 
     def needs_weights(self, step: int) -> bool:
         """Whether a checkpoint follows this step."""
@@ -74,6 +71,13 @@ class Checkpoints(Callback):
             error = self._save(trainer, step, in_background=False)
             if error and leaves:
                 raise CheckpointError(error)
+
+    def seconds_to_finish(self, trainer: Trainer) -> float:
+        """The checkpoint that is being written, and one more; before the first, by their size."""
+        if self._longest:
+            return 2 * self._longest
+        num_bytes = sum(each.numel() * each.element_size() for each in trainer.pipeline.parameters())
+        return 2 * 3 * num_bytes / _BYTES_PER_SECOND  # weights, and two states of the optimizer
 
     def resume(self, trainer: Trainer, source: Path, num_steps: int) -> None:
         """Let the trainer go on from the newest whole checkpoint in `source`, or from `source` itself.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from zbpp.planning.memory_budget import COMPONENTS, RankMemory
 from zbpp.runtime.memory_record import Leftover, MemoryRecord, Span
@@ -42,16 +43,22 @@ class MemoryReport:
     def __init__(self, step: int) -> None:
         self.step = step
         self._record: MemoryRecord | None = None
-        self._is_later = False
+        self._is_later = self._is_recording = False
 
     @contextmanager
     def recording(self, trainer: Trainer) -> Iterator[None]:
         """Record the step inside."""
         record = self._record = MemoryRecord(trainer.pipeline.device)
-        self._is_later = trainer.pipeline.gate is not None
+        self._is_later, self._is_recording = trainer.pipeline.gate is not None, True
         levels = record.step(lambda: _staying(trainer), lambda: _on_host(trainer))
         with levels, trainer.pipeline.recording(record.recorder):
             yield
+        self._is_recording = False
+
+    def count(self, batch: Any) -> None:
+        """Count a step's batch, which no operator made; nothing, if the step is not recorded."""
+        if self._record is not None and self._is_recording:
+            self._record.count(each for each in tree_leaves(batch) if isinstance(each, Tensor))
 
     def gathered(self, trainer: Trainer) -> list[RankReport]:
         """The reports of all ranks of the first pipeline. Collective."""

@@ -26,7 +26,7 @@ class Sender(Callback):
         if step == self.step:
             os.kill(os.getpid(), self.number)
             deadline = time.monotonic() + 20
-            while trainer._wish is None and time.monotonic() < deadline:
+            while self.leave.reason is None and time.monotonic() < deadline:
                 time.sleep(0.01)
 
 

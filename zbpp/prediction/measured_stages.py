@@ -14,10 +14,11 @@ from zbpp.schedule.offload import RankOffload
 
 
 class WeightBytes(NamedTuple):
-    """Of a stage's weights: all, those of the largest block, and those that are trained and held here."""
+    """Of a stage's weights: all, those of the largest of its blocks, those that are trained and held here."""
 
     all: float
     block: float
+    num_blocks: int
     trained: float
 
 
@@ -61,7 +62,15 @@ class MeasuredStages(NamedTuple):
 
 def _switched(stage: StageBytes, weights: WeightBytes, config: TrainConfig) -> StageBytes:
     if config.memory.offload_weights:
-        stage = weights_on_host(stage, parameters=weights.all, block=weights.block)
+        gib = config.memory.weights_budget
+        budget = None if gib is None else int(gib * 2**30)
+        stage = weights_on_host(
+            stage,
+            parameters=weights.all,
+            block=weights.block,
+            num_blocks=weights.num_blocks,
+            budget=budget,
+        )
     if config.memory.gradient_release == "step":
         parallel = config.parallel
         stage = released(stage, is_shared=parallel.shard * parallel.replicate > 1)

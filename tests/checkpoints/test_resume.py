@@ -9,7 +9,7 @@ from torch import nn
 
 from helpers.processes import run_ranks
 from zbpp import LossScale, MasterWeights, Pipeline, plan
-from zbpp.checkpoint.writing import Part
+from zbpp.checkpoints.writing import Part
 from zbpp.data import regression_data
 from zbpp.training.callbacks import Callback
 from zbpp.training.checkpoints import Checkpoints

@@ -15,7 +15,7 @@ from torch import nn
 
 import zbpp
 from helpers.trainers import small_trainer
-from zbpp.checkpoint import CheckpointError, folders
+from zbpp.checkpoints import CheckpointError, folders
 from zbpp.training.checkpoints import Checkpoints
 from zbpp.training.stop_after import StopAfter
 

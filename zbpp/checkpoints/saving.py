@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zbpp.checkpoint import folders, model_states, optimizer_states
-from zbpp.checkpoint.errors import CheckpointError
-from zbpp.checkpoint.exchange import Exchange
-from zbpp.checkpoint.nest import encoded
-from zbpp.checkpoint.optimizer_states import Masters
-from zbpp.checkpoint.random_states import random_states
-from zbpp.checkpoint.writing import Part
+from zbpp.checkpoints import folders, model_states, optimizer_states
+from zbpp.checkpoints.errors import CheckpointError
+from zbpp.checkpoints.exchange import Exchange
+from zbpp.checkpoints.nest import encoded
+from zbpp.checkpoints.optimizer_states import Masters
+from zbpp.checkpoints.random_states import random_states
+from zbpp.checkpoints.writing import Part
 from zbpp.runtime import Pipeline
 from zbpp.runtime.mesh import Place
 

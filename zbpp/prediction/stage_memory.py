@@ -22,8 +22,8 @@ from zbpp.builders.optimizer import build_optimizer
 from zbpp.builders.parallel import build_mesh, split_stages
 from zbpp.builders.stages import recompute_stages
 from zbpp.config import ConfigError, ParallelConfig, TrainConfig, naming
-from zbpp.measured_stages import MeasuredStages, WeightBytes
 from zbpp.planning.stage_bytes import StageBytes, sharded
+from zbpp.prediction.measured_stages import MeasuredStages, WeightBytes
 from zbpp.runtime.blocks import blocks_of
 from zbpp.runtime.layout import layout_of
 from zbpp.runtime.live_tensors import LiveTensors
@@ -174,7 +174,8 @@ class _Stages:
             deferred_leaves=leaving.deferred,
             **_of_messages(memory),
         )
-        weights = WeightBytes(parameters, max((Piece(each).nbytes for each in blocks), default=0), trained)
+        sizes = [Piece(each).nbytes for each in blocks if each]
+        weights = WeightBytes(parameters, max(sizes, default=0), len(sizes), trained)
         if self._is_sharded:
             found = self._in_shards(found, stage, states, largest)
             weights = weights._replace(trained=trained * found.weights / max(1, parameters))

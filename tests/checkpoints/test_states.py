@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import zbpp
-from zbpp.checkpoint import Checkpoint
-from zbpp.checkpoint.nest import decoded, encoded
+from zbpp.checkpoints import Checkpoint
+from zbpp.checkpoints.nest import decoded, encoded
 from zbpp.training.combined import MuonAndAdamW
 
 
