@@ -91,6 +91,31 @@ def test_the_commands_of_the_data_page_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_huggingface_page_loads_trains_and_exports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the run has trained is what transformers loads."""
+    pytest.importorskip("transformers")
+    import torch
+    from safetensors.torch import load_file
+
+    monkeypatch.chdir(tmp_path)
+    first, *rest = blocks("docs/huggingface.md", "python")
+    namespace: dict[str, object] = {}
+    exec(first, namespace)
+    (commands,) = blocks("docs/huggingface.md", "bash")
+    run_command(f"set -e\n{commands}", tmp_path)
+    for block in rest:
+        exec(block, namespace)
+    found: dict[str, torch.Tensor] = namespace["tuned"].state_dict()  # type: ignore[attr-defined]
+    for index in range(2):
+        stage = load_file(tmp_path / f"runs/tuned/stage-{index}-of-2.safetensors")
+        assert all(torch.equal(value, found[name]) for name, value in stage.items())
+    assert len(namespace["packed"]) == len(namespace["losses"]) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
 def test_the_commands_of_the_planning_page_run(tmp_path: Path) -> None:
     for block in blocks("docs/planning.md", "bash"):
         run_command(f"set -e\n{block}", tmp_path)

@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "zbpp/builders/": {"builders", "config"} | _TRAINING,
     "zbpp/app.py": {"builders", "config", "prediction", "render"} | _TRAINING,
     "zbpp/data/": {"data", "seeding"},
+    "zbpp/export.py": {"builders", "config", "models", "training"},
     "zbpp/explain_stage.py": {"builders", "config", "data", "training", "autograd"},
     # What each rank will hold: the stages run on fake tensors.
     "zbpp/prediction/": {"builders", "config", "prediction", "render"} | _TRAINING,
@@ -71,6 +72,7 @@ MAY_IMPORT = {
         "app",
         "explain_stage",
         "prediction",
+        "export",
         "builders",
         "benchmark",
         "config",
