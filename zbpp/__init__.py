@@ -9,7 +9,7 @@
     models       models that are built one stage at a time
     render       timelines and answers of the planner as text, pictures and pages
     data         batches: text, prepared tokens, a user's own Dataset
-    checkpoint   saving and loading, whatever the cut
+    checkpoints  saving and loading, whatever the cut
     training     everything around the step: optimizer, trainer
     config       the config: its typed tree, and composing it
     builders     objects from their parts of the config
@@ -18,8 +18,7 @@
 
     partition    which layers go to which stage
     stage_api    the contract between zbpp and a user's model
-    predict_memory, memory_switches
-                 what each rank will hold, and what each switch would save
+    prediction   what each rank will hold, and what each switch would save
     app          builds the parts of a training run and runs them
     launch       starts a job's ranks on this machine
     pass_signals what the process that started them does with signals

@@ -64,7 +64,7 @@ from zbpp.training.update import Metrics
 from zbpp.training.weights import save_weights
 
 if TYPE_CHECKING:
-    from zbpp.measured_stages import MeasuredStages
+    from zbpp.prediction.measured_stages import MeasuredStages
 
 
 class _Job(NamedTuple):
@@ -170,7 +170,7 @@ def _predicted(measured: MeasuredStages, trainer: Trainer, *, is_validated_later
 
 def _measured_stages(config: TrainConfig, job: _Job) -> tuple[MeasuredStages, _Job]:
     """The bytes of the stages, and the job with the stages that recompute."""
-    from zbpp.predict_memory import Predictor  # imports torch's fake tensors: seconds
+    from zbpp.prediction.predictor import Predictor  # imports torch's fake tensors: seconds
 
     measured, recomputed = Predictor().measure(config, job.timetable)
     return measured, job._replace(recomputed=recomputed)
