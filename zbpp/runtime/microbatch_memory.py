@@ -30,7 +30,7 @@ _CPU = torch.device("cpu")
 
 
 class MicrobatchMemory(NamedTuple):
-    """The bytes that one microbatch takes on a stage. For the fields see zbpp.planning.stage_bytes.StageBytes.
+    """The bytes that one microbatch takes on a stage; the fields mean what they mean in StageBytes.
 
     outputs: copies of what F returned, as inputs of the next stage's F.
     """
@@ -84,7 +84,7 @@ def bytes_that_leave(
     target: Any = None,
     least_bytes: int = LEAST_BYTES,
 ) -> LeavingBytes:
-    """How much of what F and B of one microbatch keep may leave the device. On the CPU, or on fake tensors."""
+    """How many of the bytes that F and B of one microbatch keep may leave the device; CPU or fake tensors."""
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn)
     feed = Feed([inputs] if index == 0 else (), [{}], [target], [0])
     message = tuple(map(_received, inputs)) if index else ()
@@ -145,7 +145,7 @@ class _Leaving:
         return tensor
 
     def nbytes(self, outputs: Sequence[Tensor]) -> int:
-        """The bytes of the storages that the graph still holds, without the outputs, which others hold, too."""
+        """The bytes of the storages that the graph still holds, without the outputs, which others hold."""
         stays = self._stays | _addresses(outputs)
         alive = (each() for address, each in self._found.items() if address not in stays)
         sizes = [each.nbytes() for each in alive if each is not None]
