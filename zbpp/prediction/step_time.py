@@ -2,8 +2,8 @@
 
 The times of F, B and W are those in schedule.costs; without schedule.costs they are equal. Recompute adds the
 time of F to B. Copies between device and host run beside the computation: those of activations as planned,
-those of weights as zbpp/planning/weight_copies.py says. schedule.costs gives their speed: `host` is the time of
-copying the tensors that F of one microbatch saves.
+those of weights as zbpp/planning/weight_copies.py says. schedule.costs gives their speed: `host` is the time
+of copying the tensors that F of one microbatch saves.
 """
 
 from __future__ import annotations
