@@ -21,6 +21,7 @@
     prediction   what each rank will hold, and what each switch would save
     app          builds the parts of a training run and runs them
     launch       starts a job's ranks on this machine
+    pass_signals what the process that started them does with signals
 
 The public names are loaded when they are first used: `import zbpp` imports no torch.
 """

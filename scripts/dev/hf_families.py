@@ -169,13 +169,12 @@ def _round_trips_in(folder: Path, config: Any) -> list[str]:
     for parameter in source.parameters():
         parameter.data.add_(torch.randn_like(parameter), alpha=0.01)
     source.save_pretrained(folder / "model")
-    whole = AutoModelForCausalLM.from_pretrained(
-        folder / "model", dtype=torch.float32, use_cache=False
-    ).eval()
+    config.save_pretrained(folder / "model")  # the model's own is a part of it in some families
+    whole = AutoModelForCausalLM.from_pretrained(folder / "model", **_plain()).eval()
     text = config.get_text_config(decoder=True)
     tokens = torch.randint(text.vocab_size, (4, 8), generator=torch.Generator().manual_seed(1))
     model = HuggingFace(path=str(folder / "model"))
-    model._config._experts_implementation = "eager"  # grouped products take neither float64 nor odd sizes
+    model._config._experts_implementation = "eager"
     answers = []
     for num_stages in STAGES:
         try:
@@ -183,6 +182,13 @@ def _round_trips_in(folder: Path, config: Any) -> list[str]:
         except CutError as error:  # after any other error a copy with other sizes is tried
             answers.append(f"refused: {one_line(error)}")
     return answers
+
+
+def _plain() -> dict[str, Any]:
+    """How the library's models are loaded: grouped products take neither float64 nor odd sizes."""
+    import torch
+
+    return {"dtype": torch.float32, "use_cache": False, "experts_implementation": "eager"}
 
 
 def _round_trip(model: Any, whole: Any, folder: Path, num_stages: int, tokens: Any) -> str:
@@ -195,8 +201,7 @@ def _round_trip(model: Any, whole: Any, folder: Path, num_stages: int, tokens: A
         return f"loaded: {different}"
     stages = _trained(model, num_stages, tokens, folder / "run")
     _exported(model, folder)
-    plain = {"dtype": torch.float32, "use_cache": False, "experts_implementation": "eager"}
-    loaded = AutoModelForCausalLM.from_pretrained(folder / "exported", **plain).eval()
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "exported", **_plain()).eval()
     with torch.no_grad():
         expected = loaded(input_ids=tokens, return_dict=True).logits
         found = _logits(stages, tokens)
@@ -254,7 +259,8 @@ def _trained(model: Any, num_stages: int, tokens: Any, run: Path) -> list[Any]:
     """The stages after five steps of a Pipeline, in eval mode; their weights are saved as a run's."""
     import torch
 
-    from zbpp import Pipeline, plan
+    from zbpp.planning import plan
+    from zbpp.runtime import Pipeline
     from zbpp.training.weights import save_weights
 
     timetable = plan("interleaved_1f1b", 1, 2, stages_per_rank=num_stages)

@@ -113,9 +113,9 @@ def _write_configs(
     # Not the model's config, which may be a part of it that the library can't load by itself.
     config.dtype, config.architectures = dtype, [type(model).__name__]
     config.save_pretrained(folder)
-    if model.can_generate():  # type: ignore[no-untyped-call]  # the library's
+    if model.can_generate():
         with suppress(ValueError):  # the library refuses some values that its own configs have
-            model.generation_config.save_pretrained(folder)  # type: ignore[union-attr]  # it has one
+            model.generation_config.save_pretrained(folder)
 
 
 def _copy_beside(folder: Path, beside: Path | None, tokenizer: Path | None) -> None:

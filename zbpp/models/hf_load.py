@@ -52,7 +52,7 @@ class FolderWeights:
         unknown |= shapes.keys() - expected.keys()
         self._provided = shapes.keys() & expected.keys()
         missing = {name for name in expected if not self._givers(name)}
-        reported = SimpleNamespace(missing_keys=missing, unexpected_keys=unknown)
+        reported: Any = SimpleNamespace(missing_keys=missing, unexpected_keys=unknown)
         model._adjust_missing_and_unexpected_keys(reported)  # names that the family lets be absent or extra
         self.missing, self.surplus = sorted(reported.missing_keys), sorted(reported.unexpected_keys)
         if is_strict and (self.missing or self.surplus):
@@ -121,8 +121,8 @@ class FolderWeights:
     def _check_equal(self, givers: list[str]) -> None:
         plain = {group.target: group.sources[0][0] for group in self._groups if group.converter is None}
         for other in givers[1:]:
-            both = [plain.get(givers[0]), plain.get(other)]
-            if None not in both and not self._files.are_equal(*both):
+            both = [plain[name] for name in (givers[0], other) if name in plain]
+            if len(both) == 2 and not self._files.are_equal(*both):
                 raise ValueError(
                     f"path={self._files.folder}: config.json ties {other} to {givers[0]}, but the files hold "
                     "different values for them: write tie_word_embeddings=false in config.json"
@@ -130,7 +130,7 @@ class FolderWeights:
 
 
 def _groups(
-    files: WeightFiles, model: PreTrainedModel, expected: Mapping[str, Tensor]
+    files: WeightFiles, model: PreTrainedModel, expected: dict[str, Tensor]
 ) -> tuple[list[_Group], set[str]]:
     """The groups, and the names that belong to no tensor of the model."""
     from transformers.conversion_mapping import get_model_conversion_mapping
