@@ -45,7 +45,7 @@ def test_shards_hold_a_part_of_weights_and_states_and_gather_the_rest():
 
 def test_it_says_what_fits_and_the_least_that_does():
     config = composed(*MLP)
-    with pytest.raises(ConfigError, match="memory.limit=1e-05: nothing fits; the least that does") as caught:
+    with pytest.raises(ConfigError, match="memory.limit=1e-05: no combination of switches fits") as caught:
         list(memory_text(replace(config, memory=replace(config.memory, limit=1e-5))))
     least, switches = re.findall(r"memory.limit=([\d.]+) with (.*)$", str(caught.value))[0]
     *_, last = memory_text(replace(config, memory=replace(config.memory, limit=float(least))))

@@ -19,8 +19,10 @@
     partition    which layers go to which stage
     stage_api    the contract between zbpp and a user's model
     prediction   what each rank will hold, and what each switch would save
-    app          builds the parts of a training run and runs them
+    app          puts a training run together and runs it; job: what a rank trains;
+                 results: what the run leaves in its folder
     launch       starts a job's ranks on this machine
+    pass_signals what the process that started them does with signals
 
 The public names are loaded when they are first used: `import zbpp` imports no torch.
 """

@@ -1,4 +1,4 @@
-"""Runs that are killed while they save lose nothing. The script does the same 20 times, with four processes."""
+"""Runs that are killed while they save lose nothing. The script does it 20 times, with four processes."""
 
 import subprocess
 import sys

@@ -1,9 +1,9 @@
-"""Copies of storages to a place outside device memory, and back, beside the computation.
+"""Copies storages to a place outside device memory, and back, while the computation goes on.
 
-A Copier has pools of SPACES, parts of host memory or of a file, and one stream of copies: a copy starts when
-the copy before it has ended. So a space may be given out again as soon as the copy that reads it has been
-started. On CUDA the stream is a CUDA stream, and `wait` makes the current stream wait, not the host. On the
-CPU a thread stands for the stream, and the caller waits.
+A Copier has a pool of SPACES, which are parts of host memory or of a file, and one copy stream: a copy starts
+when the previous copy has ended. So the pool may give a space out again as soon as the copy that reads it has
+been started. On CUDA the copy stream is a CUDA stream, and `wait` makes the current stream wait, not the
+host. On the CPU the copy stream is a thread, and `wait` blocks the caller.
 
     HostCopier    to host memory: pinned if the device is a GPU
     FileCopier    to a file; from the CPU only
@@ -28,46 +28,48 @@ from zbpp.autograd.host_memory import refuse_more_than_available
 
 
 class OffloadError(RuntimeError):
-    """There is no room outside the device, or a copy failed."""
+    """There is no memory outside the device for what is to leave, or a copy failed."""
 
 
 class Copy(Protocol):
-    """Copies that have been started."""
+    """Copies that have been started together."""
 
     def wait(self) -> None:
-        """Until this returns, or on CUDA for the current stream, the copies may still read and write."""
+        """Wait until the copies have ended; on CUDA the current stream waits, and the host goes on."""
 
 
 Moves = list[tuple[UntypedStorage, Any]]  # (storage, its space)
 Watch = Callable[[], Callable[[], None]]
-"""Notes when copies run: called when they start, where they run; its result is called when they end."""
+"""Measures when copies run: called when the copies start, on the copy stream; returns a function that is
+called when they end."""
 
 
 class Copier(ABC):
-    """Copies to spaces outside `device` and back.
+    """Copies storages from `device` to spaces and back.
 
-    num_spaces, total_bytes: of all spaces, in use or free; they do not grow in the steady state.
-    used_bytes: of the spaces in use. most_bytes: the most that may be in use, for those who ask `has_room`.
+    num_spaces, total_bytes: the number and the size of all spaces, in use or free; while shapes stay, they do
+    not grow after the first steps. used_bytes: the bytes of the storages in spaces. most_bytes: the limit of
+    used_bytes; only `has_room` looks at it.
 
-    A space is up to an eighth larger than what it was made for, so that one of nearly the same size fits,
-    too. `trim`, called after each step, gives up the spaces that the last two steps had no use for: with
-    shapes that change, a pool holds what three steps need at most.
+    A space is up to an eighth larger than the storage it was made for, so that storages of nearly the same
+    size fit, too. `trim`, called after each step, frees the spaces that were not used in the last two steps:
+    with shapes that change, a pool holds at most what three steps need.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.num_spaces = device, 0
         self.total_bytes = self.used_bytes = 0
         self.most_bytes = math.inf
-        self._free: dict[int, list[Any]] = {}  # by size
-        self._least_free: dict[int, int] = {}  # how many of a size were free all the time since `trim`
-        self._spare: dict[int, int] = {}  # the same of the step before
+        self._free: dict[int, list[Any]] = {}  # size -> the free spaces of this size
+        self._least_free: dict[int, int] = {}  # size -> how many were free all the time since `trim`
+        self._spare: dict[int, int] = {}  # size -> how many were free all the time in the previous step
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether so much more may leave."""
+        """Whether used_bytes plus `nbytes` stays within most_bytes."""
         return self.used_bytes + nbytes <= self.most_bytes
 
     def space(self, nbytes: int) -> Any:
-        """A space of at least this size from the pool. Raises OffloadError if there is none and no room."""
+        """A space of at least `nbytes`: a free one, or a new one. Raises OffloadError if none can be made."""
         size = _space_size(nbytes)
         free = self._free.setdefault(size, [])
         if free:
@@ -83,21 +85,21 @@ class Copier(ABC):
             made = self._make_space(size)
         except (RuntimeError, MemoryError, OSError) as error:
             raise OffloadError(
-                f"no room for {size} more bytes of offloaded activations in {self._where}, which has "
-                f"{self.total_bytes}: let less leave (memory.offload, ActivationOffload(gib=...)), or let it "
-                f"go elsewhere (memory.offload_to, to=...): {error}"
+                f"no room for {size} more bytes of offloaded activations in {self._where}, which holds "
+                f"{self.total_bytes} bytes already: offload fewer bytes (memory.offload, "
+                f"ActivationOffload(gib=...)), or to another place (memory.offload_to, to=...): {error}"
             ) from error
         self.num_spaces += 1
         self.total_bytes += size
         return made
 
     def give_back(self, space: Any, nbytes: int) -> None:
-        """Return a space to the pool; the copy that reads it may be under way."""
+        """Return a space to the pool. A copy that reads the space may still be running."""
         self.used_bytes -= nbytes
         self._free.setdefault(_space_size(nbytes), []).append(space)
 
     def trim(self) -> None:
-        """End a step: give up the spaces that were free all the time in this step and in the one before."""
+        """End a step: free the spaces that were not used in this step, nor in the previous one."""
         spare = {size: self._least_free.get(size, len(free)) for size, free in self._free.items()}
         unneeded = {size: min(number, self._spare.get(size, 0)) for size, number in spare.items()}
         if any(unneeded.values()):
@@ -106,13 +108,13 @@ class Copier(ABC):
         self._least_free = {size: len(free) for size, free in self._free.items()}
 
     def clear(self) -> None:
-        """Give up the free spaces."""
+        """Free all spaces that are not in use."""
         self._give_up({size: len(free) for size, free in self._free.items()})
         self._spare.clear()
         self._least_free.clear()
 
     def _give_up(self, numbers: dict[int, int]) -> None:
-        """Give up so many free spaces of each size."""
+        """Free unused spaces; numbers: {size: how many spaces of this size}."""
         for size, number in numbers.items():
             self.num_spaces -= number
             self.total_bytes -= size * number
@@ -126,14 +128,14 @@ class Copier(ABC):
 
     @abstractmethod
     def out(self, moves: Moves, watch: Watch | None = None) -> Copy:
-        """Start to copy storages to spaces, once the current stream has written them; empties the list."""
+        """Start to copy storages to spaces, after what the current stream has queued; empties `moves`."""
 
     @abstractmethod
     def back(self, moves: Moves, watch: Watch | None = None) -> Copy:
-        """Start to copy spaces to storages; empties the list."""
+        """Start to copy spaces to storages; empties `moves`."""
 
     def close(self) -> None:
-        """Give up all spaces; no copy follows."""
+        """Free all spaces. No copy may follow."""
         self.clear()
 
     @property
@@ -155,7 +157,7 @@ class _ThreadCopy(NamedTuple):
 
 
 class ThreadCopier(Copier):
-    """Copies one after another, in a thread."""
+    """A Copier whose copy stream is a thread."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -168,13 +170,13 @@ class ThreadCopier(Copier):
         return _ThreadCopy(self._thread.submit(self._copy, self._read, moves, watch))
 
     def _copy(self, copy: Callable[[UntypedStorage, Any], None], moves: Moves, watch: Watch | None) -> None:
-        """In the thread: copy one after another."""
+        """Runs in the thread: copy one storage after another."""
         ended = None if watch is None else watch()
         try:
             for number in range(len(moves)):
                 copy(*moves[number])
         finally:
-            # The caller frees what it dropped, not this thread: so memory is freed where the plan says.
+            # The thread keeps no reference: storages are freed where the caller drops them, as planned.
             moves.clear()
         if ended is not None:
             ended()
@@ -205,7 +207,7 @@ class HostCopier(ThreadCopier):
 
 
 class FileCopier(ThreadCopier):
-    """Copies to a file without a name in `folder`: it is gone when the process ends, however it ends."""
+    """Copies to an unnamed file in `folder`: the system deletes it when the process ends or is killed."""
 
     def __init__(self, device: torch.device, folder: str | Path) -> None:
         super().__init__(device)
@@ -224,7 +226,7 @@ class FileCopier(ThreadCopier):
         return f"a file in {self._folder}"
 
     def _give_up(self, numbers: dict[int, int]) -> None:
-        """Give up all spaces, if any: a file can be cut off at its end only."""
+        """Free all spaces once none is in use; until then, none: a file can be shortened only at its end."""
         if not self.used_bytes and not self._file.closed:
             super()._give_up({size: len(free) for size, free in self._free.items()})
             self._file.truncate(0)
@@ -257,11 +259,11 @@ class _CudaCopy(NamedTuple):
 
 
 class _CudaHostCopier(Copier):
-    """Copies between a GPU and pinned memory on a stream of its own. NOT RUN ON A GPU YET.
+    """Copies between a GPU and pinned memory on a CUDA stream of its own. NOT RUN ON A GPU YET.
 
-    A storage is allocated and freed on the current stream alone. So whoever frees one that a copy reads or
-    writes waits for the copy first, and the allocator needs no record_stream: memory can be used again where
-    the program frees it, however far the host runs ahead.
+    The caller allocates and frees storages on the current stream only, and makes that stream wait for a copy
+    before it frees a storage that the copy reads or writes. So record_stream is not needed: the allocator may
+    reuse memory at the point where the program frees it, however far the host runs ahead.
     """
 
     _where = "pinned host memory"
@@ -279,7 +281,8 @@ class _CudaHostCopier(Copier):
         return self._start(pairs, moves, watch)
 
     def _start(self, pairs: Sequence[tuple[Tensor, Tensor]], moves: Moves, watch: Watch | None) -> Copy:
-        # Out: the current stream wrote the storage. Back: it may still read what lay in this memory before.
+        # A copy out reads what the current stream has written. A copy back writes to memory whose previous
+        # content the current stream may still read.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             ended = None if watch is None else watch()
@@ -308,21 +311,23 @@ def copier_for(device: torch.device, to: str | Path = "host") -> Copier:
     if to == "host":
         return _CudaHostCopier(device) if device.type == "cuda" else HostCopier(device)
     if device.type != "cpu":
-        raise OffloadError(f'activations leave {device} for host memory only, not for {to}: write "host"')
+        raise OffloadError(
+            f'activations on {device} can be offloaded to host memory only, not to {to}: write "host"'
+        )
     return FileCopier(device, to)
 
 
 def _space_size(nbytes: int) -> int:
-    """The size rounded up to one of eight sizes between two powers of two."""
+    """`nbytes` rounded up; there are eight sizes from one power of two to the next."""
     step = 1 << max(0, nbytes.bit_length() - 4)
     return -(-nbytes // step) * step
 
 
 def _memory_of(storage: UntypedStorage) -> memoryview:
-    """The storage's memory on the CPU. (After Tensor.numpy() a storage could never change its size.)"""
+    """The storage's memory on the CPU. Not by Tensor.numpy(), after which the storage can't be resized."""
     return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
 
 
 def bytes_of(storage: UntypedStorage) -> Tensor:
-    """The bytes of a storage as a tensor over it."""
+    """A tensor of uint8 over the whole storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,16 +1,17 @@
-"""What B leaves for W (each site's x and dy) leaves device memory, and comes back before W.
+"""Offload of the tensors that B keeps for W (each site's x and dy), from the end of B until W.
 
-    away = DeferredTensors(weight_grads, copier)    # behind B
-    away.offload()                  # start to copy: device -> host
-    away.drop()                     # the copies have ended: device memory is freed
-    away.fetch()                    # start to copy: host -> device
-    away.wait()                     # W may read
-    weight_grads.accumulate()       # W: as without
+    deferred = DeferredTensors(weight_grads, copier)    # after B
+    deferred.offload()              # start to copy: device -> host
+    deferred.drop()                 # wait for the copies, then free the device memory
+    deferred.fetch()                # start to copy: host -> device
+    deferred.wait()                 # now W may read the tensors
+    weight_grads.accumulate()       # W: the same call as without offload
 
-A STORAGE leaves if only the tensors that W will read use it. Then nobody can miss its content: the storage
-gives up its memory (`resize_`) and gets other memory later, while the tensors over it, their counts of
-in-place changes included, stay as they are. A storage that others use would not be freed anyway and stays: a
-received message in the pool, a gradient that is being sent, what the caller or a hook holds.
+A STORAGE leaves if nothing but the tensors that W will read uses it. Nobody else can read its content
+meanwhile. So the storage itself gives up its memory (`resize_`), and gets new memory for the copy back; the
+tensors over the storage stay the same objects, with their version counters. A storage with other users stays,
+since offloading it would free nothing: a received message in the pool, a gradient that is being sent, a
+tensor that the caller or a hook holds.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from zbpp.autograd.weight_grads import WeightGrads
 
 
 class _Away(NamedTuple):
-    """A storage, its size on the device, and its place outside."""
+    """A storage that leaves, its size on the device, and its space outside the device."""
 
     storage: UntypedStorage
     nbytes: int
@@ -37,7 +38,10 @@ class _Away(NamedTuple):
 
 
 class DeferredTensors:
-    """What one microbatch's W will read, and where that is. nbytes: of the storages that leave."""
+    """The tensors that one microbatch's W will read: moves their storages out of the device and back.
+
+    nbytes: the bytes of the storages that left.
+    """
 
     def __init__(self, weight_grads: WeightGrads, copier: Copier, *, least_bytes: int = LEAST_BYTES) -> None:
         self._weight_grads, self._copier, self._least_bytes = weight_grads, copier, max(1, least_bytes)
@@ -47,13 +51,13 @@ class DeferredTensors:
         self.nbytes = 0
 
     def leaving_bytes(self) -> int:
-        """Bytes of the storages that may leave."""
+        """The bytes of the storages that may leave."""
         return sum(each.nbytes() for each in self._unshared().values())
 
     def offload(self, watch: Watch | None = None) -> None:
-        """Start to copy all that may leave; nothing, if that is more than the copier may take.
+        """Start to copy out all storages that may leave; none, if together they exceed the copier's limit.
 
-        Raises OffloadError if there is no room for it. watch: see Copier.
+        Raises OffloadError if there is no memory outside the device for them. watch: see `Watch`.
         """
         storages = [*self._unshared().values()]
         nbytes = sum(each.nbytes() for each in storages)
@@ -65,35 +69,35 @@ class DeferredTensors:
         self._leaving = self._copier.out([(each.storage, each.space) for each in self._away], watch)
 
     def drop(self) -> None:
-        """Wait until the copies have ended; then free the memory on the device. Raises OffloadError."""
+        """Wait until the copies out have ended; then free the device memory. Raises OffloadError."""
         if self._leaving is None:
             return
         self._leaving.wait()
         self._leaving = None
-        unshared = self._unshared()  # somebody may have taken a reference since
+        unshared = self._unshared()  # again: a storage may have got another user since `offload`
         for each in self._away:
             if each.storage._cdata in unshared:
                 each.storage.resize_(0)
 
     def fetch(self, watch: Watch | None = None) -> None:
-        """Start to copy all back that is away."""
+        """Start to copy back all storages that are away."""
         away = [each for each in self._away if not each.storage.nbytes()]
         for each in away:
             each.storage.resize_(each.nbytes)
         if away:
             self._arriving = self._copier.back([(each.storage, each.space) for each in away], watch)
-        self._give_back()  # the next copy into such a space starts when this copy has ended
+        self._give_back()  # safe: a later copy into these spaces starts when this copy has ended
 
     def wait(self) -> None:
-        """Wait until all is back. Raises OffloadError."""
+        """Wait until all storages are back. Raises OffloadError."""
         if self._arriving is not None:
             self._arriving.wait()
             self._arriving = None
 
     def abandon(self) -> None:
-        """Give up what is away. W can't follow."""
+        """Give up the content of the storages that are away, after a failed step. No W may follow."""
         for copy in (self._leaving, self._arriving):
-            if copy is not None:  # it reads or writes memory that is freed now
+            if copy is not None:  # the copy reads or writes memory that is about to be freed
                 with suppress(OffloadError):
                     copy.wait()
         self._leaving = self._arriving = None
@@ -105,8 +109,8 @@ class DeferredTensors:
         self._away.clear()
 
     def _unshared(self) -> dict[int, UntypedStorage]:
-        """By address, the storages that only the tensors of W use, and that are large enough to leave."""
-        # All tensors are alive until the end: a tensor made for this call, and freed, would not be counted.
+        """{address: storage} of the storages that W's tensors alone use, and that are large enough."""
+        # Keep all tensors alive until the users are counted: a tensor may exist for this call only.
         tensors = {id(each): each for each in self._tensors()}
         found: dict[int, UntypedStorage] = {}
         users: dict[int, int] = {}
@@ -126,7 +130,7 @@ class DeferredTensors:
         }
 
     def _tensors(self) -> Iterator[Tensor]:
-        """The tensors that W will read; of a DTensor or a sparse tensor, those inside."""
+        """The tensors that W will read; for a DTensor or a sparse tensor, the tensors inside it."""
         return (part for tensor in self._weight_grads.tensors() for part in tensors_inside(tensor))
 
 

@@ -1,7 +1,7 @@
 """How much memory the machine has left for this process.
 
-Linux hands out more memory than there is, and ends a process that writes to too much of it, without an error
-that the process could report. So whoever is about to take much asks first.
+Linux allocates more memory than there is, and kills a process that writes to too much of it, without an error
+that the process could report. So callers check before they allocate a large amount.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ _PROC, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int | None:
-    """The bytes that this process can still use: of the machine, or of its container. None: not known."""
+    """The bytes that this process can still use: the smaller of the machine's and its container's figure.
+
+    None: the system tells neither.
+    """
     known = [each for each in (_of_machine(), _of_container()) if each is not None]
     return min(known, default=None)
 
 
 def refuse_more_than_available(nbytes: int) -> None:
-    """Raise MemoryError if fewer bytes than these are available."""
+    """Raise MemoryError if fewer than `nbytes` are available."""
     available = available_bytes()
     if available is not None and nbytes > available:
         raise MemoryError(f"{nbytes} bytes are needed, {available} are available on this machine")
@@ -33,7 +36,7 @@ def _of_machine() -> int | None:
 
 
 def _of_container() -> int | None:
-    """Of a control group (version 2) with a limit. Pages of files that can be dropped count as free."""
+    """What the limit of the control group (version 2) leaves. Pages of files that can be dropped are free."""
     try:
         limit = int((_CGROUP / "memory.max").read_text())  # "max": no limit
         used = int((_CGROUP / "memory.current").read_text())

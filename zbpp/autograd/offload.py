@@ -2,22 +2,23 @@
 
     activations = SavedActivations(copier)
     activations.keep(module.parameters())
-    with activations.saving():          # F: whatever autograd saves is packed
+    with activations.saving():          # F: saved-tensor hooks pack each tensor that autograd saves
         output = module(x)
     activations.offload()               # start to copy: device -> host
-    activations.drop()                  # the copies have ended: device memory is freed
+    activations.drop()                  # wait for the copies, then free the device memory
     activations.fetch()                 # start to copy: host -> device
-    backward_input(output, ...)         # B, then W: as without
+    backward_input(output, ...)         # B, then W: the same calls as without offload
 
-What leaves is a STORAGE: the tensors that autograd saves are often views of one, and it leaves once. Each
-saved tensor is packed as a SavedTensor, which knows its view of the storage. The split keeps a site's x
+A STORAGE leaves, not a tensor: several saved tensors are often views of one storage, which is copied once.
+Each saved tensor is packed as a SavedTensor, which knows its view of the storage. The split keeps a site's x
 packed (rules.py) and W unpacks it: B and W run the same kernels on the same numbers as without offload.
 
-What stays: parameters and buffers, tensors that the caller holds anyway, storages below `least_bytes`, and
-tensors of subclasses, such as DTensor. Those are packed as Stays.
+Parameters and buffers stay, tensors that the caller holds anyway, storages below `least_bytes`, and tensors
+of a subclass such as DTensor. A tensor that stays is packed as a Stays.
 
-Autograd checks that a saved tensor is unchanged, but not that of a packed one. So a packed tensor keeps the
-count of in-place changes (`_version`) of the tensor that was saved, and unpacking compares.
+Autograd raises an error if a saved tensor was changed in place, but does not check a packed tensor. So the
+packed tensor keeps the version counter (`_version`) that the tensor had when it was saved, and unpacking
+compares it with the tensor's version counter then.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from zbpp.autograd.copies import Copier, Copy, Watch
 from zbpp.autograd.storages import storages_of
 
 LEAST_BYTES = 64 * 1024
-"""Smaller storages stay: a copy of one takes longer to start than to run."""
+"""Storages below this size stay: a copy of so few bytes takes longer to start than to run."""
 
 
 class _Memory:
-    """A storage that many saved tensors may be views of.
+    """A storage that saved tensors are views of, on the device or away.
 
-    content: on the device; None while it is away. space: where it is, or is being copied to.
-    arriving: the copy that fills `content`.
+    content: the storage on the device; None while it is away. space: the space outside the device that holds
+    the bytes, or that they are being copied to. arriving: the copy that is filling `content`.
     """
 
     __slots__ = ("__weakref__", "arriving", "content", "copier", "nbytes", "space")
@@ -54,15 +55,18 @@ class _Memory:
         self.arriving: Copy | None = None
 
     def present(self) -> UntypedStorage:
-        """The storage on the device; comes back now if nobody has fetched it."""
+        """The storage on the device; fetches it now if it is away and no copy back was started."""
         if self.content is None:
             start_fetch([self])
         if self.arriving is not None:
             self.arriving.wait()
             self.arriving = None
         assert self.content is not None
-        if self.content.nbytes() != self.nbytes:  # W's, see deferred_offload.py
-            raise RuntimeError("a saved tensor is read while it is away: only W may read it after B")
+        if self.content.nbytes() != self.nbytes:  # a DeferredTensors has emptied it until W
+            raise RuntimeError(
+                "a saved tensor was unpacked after its B, while its memory is offloaded until W: only W may "
+                "read it after B"
+            )
         return self.content
 
     def free_space(self) -> None:
@@ -71,13 +75,13 @@ class _Memory:
             self.space = None
 
     def __del__(self) -> None:
-        if self.arriving is not None:  # the copy writes into memory that is freed now
+        if self.arriving is not None:  # the copy writes into memory that is about to be freed
             self.arriving.wait()
         self.free_space()
 
 
 def start_fetch(memories: Iterable[_Memory], watch: Watch | None = None) -> Copy | None:
-    """Start to copy back those memories that are away; returns the copy, None if none is."""
+    """Start to copy back the memories that are away. Returns this copy; None if no memory is away."""
     away = [each for each in memories if each.content is None]
     for each in memories:
         if each.content is not None:
@@ -90,12 +94,15 @@ def start_fetch(memories: Iterable[_Memory], watch: Watch | None = None) -> Copy
     copy = copier.back([(each.content, each.space) for each in away if each.content is not None], watch)
     for each in away:
         each.arriving = copy
-        each.free_space()  # the next copy into this space starts when this copy has ended
+        each.free_space()  # safe: a later copy into this space starts when this copy has ended
     return copy
 
 
 class _Watched:
-    """A tensor as autograd saved it. `_tensor` shares its count of in-place changes."""
+    """A packed tensor that knows whether the saved tensor was changed in place.
+
+    _tensor: a detached alias, which shares the saved tensor's version counter.
+    """
 
     __slots__ = ("_saved_version", "_tensor", "shape")
 
@@ -114,7 +121,7 @@ class _Watched:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "
                 f"operation: a tensor of shape {tuple(self.shape)} is at version {now}; expected version "
-                f"{self._saved_version} instead; clone it before it is changed"
+                f"{self._saved_version} instead; clone the tensor before you change it"
             )
 
 
@@ -129,7 +136,7 @@ class Stays(_Watched):
         return self._tensor
 
     def tensors(self) -> Iterator[Tensor]:
-        """The tensor, which is held."""
+        """The tensor."""
         yield self._tensor
 
 
@@ -142,16 +149,16 @@ class SavedTensor(_Watched):
         super().__init__(tensor)
         self._memory = memory
         self._view = tensor.storage_offset(), tensor.shape, tensor.stride()
-        # The count of changes is all that is needed of the tensor itself.
+        # Only the version counter of the alias is needed: without this line it would hold the storage.
         self._tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def unpack(self) -> Tensor:
-        """The tensor, once it has come back."""
+        """The tensor on the device; waits for the copy back."""
         self.check()
         return self._over(self._memory.present())
 
     def tensors(self) -> Iterator[Tensor]:
-        """The tensor while it is on the device."""
+        """The tensor if it is on the device, else nothing."""
         if self._memory.content is not None:
             yield self._over(self._memory.content)
 
@@ -166,22 +173,23 @@ def unpack(packed: Any) -> Tensor:
 
 
 class SavedActivations:
-    """What one forward saves for its backward, and where that is.
+    """The storages that autograd saves in one forward: moves them out of the device and back.
 
-    Nothing here keeps a storage alive: what autograd drops is free.
+    It keeps no storage alive: when autograd drops a saved tensor, its memory is freed.
     """
 
     def __init__(self, copier: Copier, *, least_bytes: int = LEAST_BYTES) -> None:
         self._copier, self._least_bytes = copier, max(1, least_bytes)
-        # By address. Held while tensors are packed: a storage made later could get the address of one freed.
+        # {address: storage}. The storages are held while tensors are packed: otherwise one could be freed,
+        # and a new storage could get its address.
         self._stays: dict[int, UntypedStorage] = {}
-        self._memories: dict[int, weakref.ref[_Memory]] = {}  # by the storage's address
+        self._memories: dict[int, weakref.ref[_Memory]] = {}  # by the address of the storage
         self._leaving: Copy | None = None
         self._arriving: Copy | None = None
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Within this context, what autograd saves may leave later."""
+        """Within this context, autograd's saved tensors are packed, so that they may leave later."""
         try:
             with saved_tensors_hooks(self._pack, unpack):
                 yield
@@ -189,25 +197,25 @@ class SavedActivations:
             self._stays.clear()
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Let the storages of these tensors stay; called before `saving`."""
+        """Keep the storages of these tensors on the device. Called before `saving`."""
         for tensor in tensors:
             self._stays.update((storage._cdata, storage) for storage in storages_of(tensor))
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Let the storages of these tensors stay after all; called between `saving` and `offload`."""
+        """Keep the storages of these tensors on the device, too. Called between `saving` and `offload`."""
         for tensor in tensors:
             for storage in storages_of(tensor):
                 self._memories.pop(storage._cdata, None)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storages that leave."""
+        """The bytes of the storages that leave."""
         return sum(memory.nbytes for memory in self._living())
 
     def offload(self, watch: Watch | None = None) -> None:
-        """Start to copy all that may leave; nothing, if that is more than the copier may take.
+        """Start to copy out all storages that may leave; none, if together they exceed the copier's limit.
 
-        Raises OffloadError if there is no room for it. watch: see Copier.
+        Raises OffloadError if there is no memory outside the device for them. watch: see `Watch`.
         """
         if not self._copier.has_room(self.nbytes):
             return
@@ -220,7 +228,7 @@ class SavedActivations:
             )
 
     def drop(self) -> None:
-        """Wait until the copies have ended; then free the memory on the device. Raises OffloadError."""
+        """Wait until the copies out have ended; then free the device memory. Raises OffloadError."""
         if self._leaving is not None:
             self._leaving.wait()
             self._leaving = None
@@ -229,11 +237,11 @@ class SavedActivations:
                     each.content = None
 
     def fetch(self, watch: Watch | None = None) -> None:
-        """Start to copy all back that is away. Unpacking waits for it."""
+        """Start to copy back all storages that are away. Unpacking waits for the copy."""
         self._arriving = start_fetch([*self._living()], watch)
 
     def wait(self) -> None:
-        """Wait until all is back. Raises OffloadError."""
+        """Wait until all storages are back. Raises OffloadError."""
         if self._arriving is not None:
             self._arriving.wait()
             self._arriving = None
@@ -262,7 +270,10 @@ class SavedActivations:
 
 
 def may_leave(tensor: Tensor) -> bool:
-    """Whether this is a dense tensor, and neither a leaf nor a view of a parameter."""
+    """Whether a tensor is dense, and neither a leaf that requires gradients nor a view of a parameter.
+
+    False also for conjugate, negative and quantized tensors.
+    """
     return (
         tensor.layout is torch.strided
         and not (tensor.is_leaf and tensor.requires_grad)

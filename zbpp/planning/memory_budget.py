@@ -1,16 +1,17 @@
 """The bytes that each rank holds over a step, predicted from the bytes of its stages. Pure arithmetic.
 
-    weights     compute weights and module buffers; of shards also what is gathered from them
+    weights     weights in the compute dtype and module buffers; with shards, also the gathered weights
     gradients   `.grad`, or the float32 `main_grad` of a mixed precision
-    optimizer   its states, and the float32 masters of a mixed precision
-    saved       what F keeps for B, but for messages
-    deferred    what B keeps for W, but for messages
-    buffers     the batch, receive buffers, what is being sent, what passes between stages of one rank
-    copies      what post-validation keeps, to take an update back
+    optimizer   the optimizer's states, and the float32 masters of a mixed precision
+    saved       the tensors that F keeps for B, without messages
+    deferred    the tensors that B keeps for W, without messages
+    buffers     the batch, receive buffers, messages being sent, messages between two stages of one rank
+    copies      post-validation's copies of weights and states
 
-`predict_memory` runs each rank's program without tensors, adding and subtracting these. A level is what is
-held after an action; `during` adds what the action itself needs for a while, and what happens before the next
-one: an activation that comes back, an update of released gradients.
+`predict_memory` runs each rank's program without tensors, and adds and subtracts these components. A level is
+the bytes held after an action. `during` is the most from the begin of an action to the begin of the next: it
+also counts the action's temporary memory, activations that come back from the host, and the update of a stage
+that releases its gradients.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ Levels = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class RankMemory:
-    """One rank's predicted step.
+    """One rank's predicted step, in bytes.
 
-    levels: [actions + 1, components]; the first row is the level before the first action. during: the most
-    while each action runs, and until the next one. update: the most while the optimizer runs. host: the most
-    that is on the host: weights that live there, activations that are away.
+    levels: [actions + 1, components]; row 0 is the level before the first action, row i + 1 the level after
+    action i. during: for each action, the most from its begin to the next action's begin. update: the most
+    while the optimizer runs at the end of the step. host: the most in host memory: offloaded weights,
+    gradients and states, and offloaded activations.
     """
 
     rank: int
@@ -54,26 +56,26 @@ class RankMemory:
 
     @property
     def totals(self) -> Levels:
-        """The level before the first action, then after each action."""
+        """The sum of the components before the first action, and after each action."""
         return np.asarray(self.levels.sum(axis=1))
 
     @property
     def peak(self) -> float:
-        """The most that the rank holds at any time of a step."""
+        """The most bytes that the rank holds at any time of the step."""
         return float(max(self.during.max(initial=0), self.totals.max(), self.update))
 
     @property
     def peak_at(self) -> str:
-        """When the most is held: the text of an action, or `the update`."""
+        """When the rank holds the most: an action, such as `0B3`, or `the update`."""
         at = int(self.during.argmax())
         is_update = self.update >= max(self.during[at], self.totals.max())
         return "the update" if is_update else str(self.actions[at])
 
     @property
     def at_peak(self) -> dict[str, float]:
-        """The components of the level after the action of the peak, and as `temporary` what it needed above.
+        """The components at the peak, and the bytes above their sum as `temporary`.
 
-        The level before the action, if that is higher.
+        The components are those of the level before or after the action of the peak, whichever is higher.
         """
         if self.peak_at == "the update":
             level, most = self.levels[-1], self.update
@@ -95,13 +97,13 @@ def predict_memory(
     is_validated_later: bool = False,
     ranks: Sequence[int] | None = None,
 ) -> list[RankMemory]:
-    """Each rank's memory over a step of the steady state: optimizer states and receive buffers exist.
+    """Each rank's memory over a step that is not the first: optimizer states and receive buffers exist.
 
-    stages: one per stage. inputs, target: bytes of the whole batch, which the ranks with stage 0 and with the
-    last stage hold. offload: of each rank, what leaves the device and comes back (`choose_offload`).
-    is_validated_later: the update before the step is not known to be right until the step's gate, where its
-    gradients go (post-validation). ranks: those to predict; None: all.
-    Raises PlanError for another number of stages.
+    stages: the bytes of each stage. inputs, target: the bytes of the whole batch, which the rank with stage 0
+    and the rank with the last stage hold. offload: for each rank, its round trips (`choose_offload`).
+    is_validated_later: with post-validation, the gradients of the previous step stay until the step's gate.
+    ranks: the ranks to predict; None: all. Raises PlanError if `stages` and the timetable have different
+    numbers of stages.
     """
     if len(stages) != timetable.num_stages:
         raise PlanError(f"{len(stages)} stages were measured, the timetable has {timetable.num_stages}")
@@ -116,7 +118,7 @@ def predict_memory(
 
 
 class _RankRun:
-    """One rank's program, run on bytes. gate: the number of actions before which the last gradients go."""
+    """Runs one rank's program on bytes. gate: the number of actions before the rank's gate; 0: no gate."""
 
     def __init__(
         self,
@@ -132,8 +134,9 @@ class _RankRun:
         self._level = np.zeros(len(COMPONENTS))
         self._has_gradients: set[int] = set()
         self._is_gathered: set[int] = set()
-        self._free_after: dict[tuple[int, int, Op], float] = {}  # stage, microbatch, op -> bytes of messages
-        self._in_flight: dict[Value, float] = {}  # sent, not released
+        # {(stage, microbatch, op): bytes of messages that are freed after this action}
+        self._free_after: dict[tuple[int, int, Op], float] = {}
+        self._in_flight: dict[Value, float] = {}  # bytes of messages that are sent and not released yet
         self._host = self._most_on_host = 0.0
         self._during: list[float] = []
         own_batch = sum(batch.get(stage, 0.0) for stage in self._own)
@@ -193,14 +196,14 @@ class _RankRun:
             self._level[_GRADIENTS] += self._old_gradients
 
     def _updated_last(self) -> float:
-        """What the optimizer needs at the end of a step: for all stages at once, or stage by stage."""
+        """The optimizer's temporary bytes at the end of a step: for all stages together or one by one."""
         own = [self._stages[stage] for stage in self._own]
         together = sum(each.update for each in own if not each.releases)
         alone = [each.update for each in own if each.releases and each.reduced is not None]
         return max([together, *alone])
 
     def _copy(self, instruction: Offload | Drop | Fetch) -> None:
-        """Activations leave, or come back."""
+        """Count activations that leave the device, or come back."""
         own, is_saved = self._stages[instruction.value.stage], instruction.value.name == "saved"
         size, held = (own.leaves, _SAVED) if is_saved else (own.deferred_leaves, _DEFERRED)
         if isinstance(instruction, Offload):
@@ -234,7 +237,11 @@ class _RankRun:
             level[_BUFFERS] -= self._free_after.pop((stage, microbatch, ended), 0.0)
 
     def _keep(self, value: Value, producer: StageBytes) -> None:
-        """A message was made: it is held until its Release or, on this rank, until its consumer's end."""
+        """Count a message that an action has produced.
+
+        A message to another rank is held until its Release; one to a stage of this rank until that stage no
+        longer needs it.
+        """
         if value.name not in ("x", "g") or (value.stage == self._num_stages - 1 and value.name == "g"):
             return
         size = producer.sent_x if value.name == "x" else producer.sent_g
@@ -258,16 +265,16 @@ class _RankRun:
 
 
 def _left_gradients(stage: StageBytes) -> float:
-    """What a step leaves of a stage's gradients, and the next step drops."""
+    """The bytes of a stage's gradients that outlive a step, and that the next step drops."""
     if stage.keeps_gradients or stage.releases:
         return 0.0
     return stage.gradients if stage.reduced is None else stage.reduced
 
 
-# ---------------------------------------------------------------- what fits
+# ---------------------------------------------------------------- limits
 
 
 def excess(ranks: Sequence[RankMemory], limits: Sequence[float]) -> dict[int, float]:
-    """{rank: bytes above its limit}, for the ranks that don't fit."""
+    """{rank: bytes above its limit}, for the ranks whose peak is above their limit."""
     pairs = zip(ranks, limits, strict=True)
     return {each.rank: each.peak - limit for each, limit in pairs if each.peak > limit}

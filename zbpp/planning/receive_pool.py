@@ -1,4 +1,4 @@
-"""The bytes of a rank's receive buffers: as many of each kind as are in use at once."""
+"""The bytes of a rank's receive buffers: of each kind, as many as are in use at the same time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from zbpp.schedule.timetable import Action, Op
 def pool_bytes(program: Program, stages: Sequence[StageBytes]) -> float:
     """The bytes of the receive buffers of a program.
 
-    A buffer is in use from the post of its receive, which happens ahead, until its message's last reader.
+    A buffer is in use from when its receive is posted, which is ahead of the message, until the last action
+    that reads the message.
     """
     waiting = {peer: iter(values) for peer, values in _received(program).items()}
     in_use, most = Counter[tuple[str, float]](), Counter[tuple[str, float]]()

@@ -1,9 +1,10 @@
-"""Which stages compute their activations again, so that everything fits at least cost.
+"""Chooses the stages that recompute their activations, so that every rank fits and the step is the shortest.
 
-A stage that recomputes keeps little from F until B, and its B takes its F longer. `cheapest_recompute`
-chooses the stages. A rank's memory depends on its own stages alone, and no step gets shorter by more work. So
-only those sets of a rank's stages count that fit and of which no smaller part fits. Among them the shortest
-step wins: exactly, while there are few; rank by rank in turns, where there are many.
+A stage that recomputes keeps little from F until B, and its B takes longer by the time of F.
+`cheapest_recompute` chooses the stages. A rank's memory depends on its own stages alone, and more recompute
+never makes the step shorter. So for each rank, a set of its stages is a candidate if the rank fits with it
+and with no proper subset of it. If the ranks' candidates have few combinations, all of them are tried, and
+the shortest step wins. If they have many, the ranks choose in turns, which may miss the shortest step.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from zbpp.planning.memory_limit import memory_text
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.timetable import Op, PlanError
 
-_MOST_TRIED = 1024  # combinations of all ranks' sets
+_MOST_TRIED = 1024  # combinations of the ranks' candidate sets
 Stages = frozenset[int]
 
 
 def with_recompute(
     costs: Costs, stages: Iterable[int], num_stages: int, saved: Sequence[float] = ()
 ) -> Costs:
-    """The costs with the F of these stages added to their B and BW; saved: what they keep then, per stage.
+    """The costs when these stages recompute: the time of F is added to their B and BW.
 
-    saved empty: memory stays as it is.
+    saved: for each stage, the memory that it keeps from F until B if it recomputes; empty: as in `costs`.
     """
     chosen, times = set(stages), costs.per_stage(num_stages)
     f = [time if stage in chosen else 0.0 for stage, time in enumerate(times.duration[Op.F])]
@@ -41,7 +42,7 @@ def with_recompute(
 
 
 class LimitTooLow(PlanError):
-    """No choice of stages fits. least: what each rank needs at least."""
+    """No choice of stages to recompute fits. least: the least memory that each rank needs."""
 
     def __init__(self, message: str, least: Sequence[float]) -> None:
         super().__init__(message)
@@ -56,11 +57,11 @@ def cheapest_recompute(
     unit: str,
     most_tried: int = _MOST_TRIED,
 ) -> Stages:
-    """The stages to recompute: every rank fits, and the step is the shortest.
+    """The stages to recompute so that every rank fits, and the step is the shortest.
 
-    rank_of[stage]: the placement. peak(rank, stages): what a rank holds at most if these of its stages
-    recompute. step(stages): how long a step takes then. limits: one per rank. most_tried: combinations of all
-    ranks' sets, above which ranks choose in turns.
+    rank_of[stage]: the placement. peak(rank, stages): the most that a rank holds if these of its stages
+    recompute. step(stages): the time of a step if these stages recompute. limits: one per rank. most_tried:
+    if the candidate sets of all ranks have more combinations than this, the ranks choose in turns.
     Raises LimitTooLow if a rank doesn't fit, whatever is recomputed.
     """
     least: list[float] = []
@@ -85,7 +86,7 @@ def _subsets(stages: Sequence[int]) -> list[Stages]:
 
 
 def _smallest(fitting: Sequence[Stages]) -> list[Stages]:
-    """The sets of which no smaller part is among them."""
+    """The sets that have no proper subset among `fitting`."""
     return [each for each in fitting if not any(other < each for other in fitting)]
 
 
@@ -98,7 +99,7 @@ def _worth(stages: Stages, step: Callable[[Stages], float]) -> tuple[float, int,
 
 
 def _in_turns(options: list[list[Stages]], step: Callable[[Stages], float]) -> Stages:
-    """Choose rank by rank what is best beside the other ranks' choices, until none changes."""
+    """Let each rank in turn choose its best set beside the other ranks' sets, until no rank changes."""
     chosen = [min(each, key=len) for each in options]
     while True:
         before = list(chosen)

@@ -1,4 +1,4 @@
-"""The bytes of one stage, and what a switch of memory makes of them. Pure arithmetic."""
+"""The bytes of one stage, and how each memory switch changes them. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -10,22 +10,27 @@ from zbpp.schedule.timetable import Op
 
 @dataclass(frozen=True, kw_only=True)
 class StageBytes:
-    """The bytes of one stage. Per microbatch unless said otherwise.
+    """The bytes of one stage.
 
-    Held all the time: weights, optimizer. From the first W of a step: gradients, or all the time if
-    keeps_gradients. gathered: the whole weights of shards, from the first F of a step; 0 without shards.
-    reduced: what is left of the gradients after their reduction; None: all.
-    saved, deferred: without messages. leaves: what of `saved` may leave the device (memory.offload);
-    deferred_leaves: what of `deferred` may.
-    x, g: the received input, and the received gradient of the output.
-    x_until, g_until: the op after which nothing refers to them any more. sent_x, sent_g: the output and the
-    input's gradient, as far as the stage itself doesn't keep them. rises: what an op needs above the level
-    before it, at most. update: what the optimizer needs above its states, for a while.
-    copies: of what an update changes, all the time, so that the update can be taken back.
-    releases: whether the stage is updated behind its last W, and its gradients go.
-    block: weights of the largest block, where weights live on the host; a rank has two buffers of the largest
-    block of its stages, or as many as a budget allows (`num_buffers`). num_blocks, budget: for that.
-    on_host: bytes of weights on the host. host: all bytes there, all the time.
+    Of the whole stage:
+    weights, optimizer: held all the time. gradients: held from the first W of a step on; if keeps_gradients,
+        all the time.
+    gathered: the whole weights that are gathered from shards, held from the first F of a step; 0 without
+        shards. reduced: the gradients' bytes after their reduction; None: no reduction changes them.
+    update: the optimizer's temporary bytes. copies: post-validation's copies, held all the time.
+    releases: whether the stage releases its gradients: behind its last W, or if `reduced` is given, at the
+        end of the step.
+    block: with offloaded weights, the bytes of the largest block. A rank has two device buffers of the size
+        of its largest block, or as many as `budget` allows for `num_blocks` (see `num_buffers`).
+    on_host: the bytes of offloaded weights. host: all bytes in host memory, held all the time.
+
+    Of one microbatch:
+    saved, deferred: held between F and B, and between B and W, without messages. leaves, deferred_leaves: how
+        many of these bytes may leave the device (memory.offload).
+    x, g: the received input, and the received gradient of the output. x_until, g_until: the op after which
+        nothing refers to x, or g, any more.
+    sent_x, sent_g: the output, and the gradient of the input, without storages that the stage itself keeps.
+    rises: for each Op, the most bytes while it runs, above the level before it.
     """
 
     weights: float
@@ -63,10 +68,10 @@ class StageBytes:
 def sharded(
     stage: StageBytes, *, weights: float, gradients: float, optimizer: float, gathered: float, block: float
 ) -> StageBytes:
-    """The stage with its weights cut into shards; weights, gradients, optimizer: a shard's bytes.
+    """The stage with its weights cut into shards. weights, gradients, optimizer: the bytes of one shard.
 
-    gathered: the whole weights, as they compute, while a step runs. block: of the largest block; where
-    `gathered` is 0, weights are gathered block by block, two at a time at most: this one and the next.
+    gathered: the bytes of the whole weights in the compute dtype; 0: weights are gathered block by block, at
+    most two blocks at a time. block: the bytes of the largest block.
     """
     extra = 2 * block if not gathered else 0.0
     f, b, w, whole = stage.rises
@@ -84,11 +89,11 @@ def sharded(
 def weights_on_host(
     stage: StageBytes, *, parameters: float, block: float, num_blocks: int, budget: float | None = None
 ) -> StageBytes:
-    """The stage with weights, gradients and the optimizer's states on the host.
+    """The stage with weights, gradients and optimizer states in host memory.
 
-    parameters: bytes of all weights, as they lie on the host; block: of those of the largest block;
-    budget: what a rank's device may hold of weights and their gradients; None: the least.
-    During a W the device holds one block's gradients.
+    parameters: the bytes of all weights. block: the bytes of the largest block in a buffer. budget: the most
+    bytes of weights and their gradients on a rank's device; None: the least. During a W the device holds one
+    block's gradients.
     """
     f, b, w, whole = stage.rises
     moved = parameters + stage.gradients + stage.optimizer
@@ -108,24 +113,28 @@ def weights_on_host(
 
 
 def released(stage: StageBytes, *, is_shared: bool) -> StageBytes:
-    """The stage whose gradients go as soon as it is updated (gradient_release=step).
+    """The stage under memory.gradient_release=step, which drops its gradients as soon as it is updated.
 
-    is_shared: with replicas or shards, whose gradients are complete at the end of a step.
+    is_shared: whether there are replicas or shards; gradients are then complete at the end of a step.
     """
     reduced = stage.gradients if is_shared and stage.reduced is None else stage.reduced
     return replace(stage, releases=True, reduced=reduced)
 
 
 def validated_later(stage: StageBytes, *, trained: float, is_exact: bool) -> StageBytes:
-    """The stage whose update may be taken back; trained: bytes of the weights that the optimizer changes.
+    """The stage under post-validation.
 
-    is_exact: by copies of weights and the optimizer's states; or else it is computed.
+    trained: the bytes of the weights that the optimizer changes. is_exact: whether copies of weights and
+    optimizer states are kept; otherwise an update is computed backwards, without copies.
     """
     return replace(stage, copies=(trained + stage.optimizer) if is_exact else 0.0)
 
 
 def num_buffers(stages: Sequence[StageBytes]) -> int:
-    """How many buffers of the largest block a rank with these stages has; as the runtime decides."""
+    """How many weight buffers a rank with these stages has.
+
+    As zbpp.runtime.weight_buffers.num_buffers, which also checks the budget.
+    """
     largest, budget = max(each.block for each in stages), stages[0].budget
     if budget is None or not largest:
         return 2

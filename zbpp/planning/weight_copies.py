@@ -1,15 +1,14 @@
-"""What offloaded weights cost: F, B and W with the copies of a stage's weights and gradients.
+"""The times of F, B and W with offloaded weights, that is, with the copies of weights and gradients.
 
-A stage of n equal blocks, whose weights take c ms to the device, computes block by block; while a block runs,
-the next one's weights are copied. So F, and B likewise, takes
+A stage of n equal blocks computes block by block; while a block runs, the next block's weights are copied. If
+the copy of all the stage's weights takes c ms, F takes the following time, and B likewise:
 
     c/n   +   (n-1)/n max(F, c)   +   F/n
     the first block's copy        the last block's computation
 
-W brings the gradients that exist to the device, and takes them back: 2 c in which nothing else runs. So a
-schedule with fewer, larger microbatches copies less for the same work. The first block of an action may be on
-the device from the action before, and the first W of a step finds no gradients: the costs here are upper
-bounds.
+W copies the gradients to the device and back: 2 c in which nothing else runs. So fewer, larger microbatches
+copy less for the same work. The times are upper bounds: the first block of an action may still be on the
+device from the action before, and the first W of a step finds no gradients to copy to the device.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ def with_weight_copies(
 ) -> Costs:
     """The costs of stages whose weights are offloaded, with two buffers on the device.
 
-    costs: without offload. weight_copy: ms of copying a stage's weights one way. overlaps: whether copies run
-    beside the computation, as on a GPU; on the CPU they do not.
+    costs: without offloaded weights. weight_copy: ms of copying a stage's weights one way. overlaps: whether
+    copies run beside the computation, as on a GPU; on the CPU they do not.
     """
     given = costs.per_stage(num_stages)
     copies = replace(Costs(), host=weight_copy).per_stage(num_stages).host
@@ -48,7 +47,7 @@ def with_weight_copies(
 
 
 def _pass_ms(time: float, copy: float, num_blocks: int, *, overlaps: bool) -> float:
-    """F or B of one stage."""
+    """The time of F or B of one stage, with the copy of its weights."""
     if not overlaps:
         return time + copy
     return (copy + (num_blocks - 1) * max(time, copy) + time) / num_blocks

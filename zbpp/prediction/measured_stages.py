@@ -1,4 +1,4 @@
-"""The bytes of a run's stages as they were measured, and what its switches make of them."""
+"""The measured bytes of a run's stages, and their bytes under the run's memory switches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from zbpp.schedule.offload import RankOffload
 
 
 class WeightBytes(NamedTuple):
-    """Of a stage's weights: all, those of the largest of its blocks, those that are trained and held here."""
+    """The bytes of a stage's weights: of all weights, of the largest block's, and of the trained ones.
+
+    trained: the weights that the optimizer updates itself; 0 with float32 masters, which it updates instead.
+    """
 
     all: float
     block: float
@@ -23,7 +26,11 @@ class WeightBytes(NamedTuple):
 
 
 class MeasuredStages(NamedTuple):
-    """batch: bytes of the inputs and of the target. how: what the stages ran on, and why if really."""
+    """The measured stages of a run.
+
+    batch: the bytes of the inputs and of the target. how: whether the stages ran on fake tensors or on the
+    CPU, and why on the CPU, in words.
+    """
 
     stages: list[StageBytes]
     weights: list[WeightBytes]
@@ -31,12 +38,12 @@ class MeasuredStages(NamedTuple):
     how: str
 
     def mixed(self, other: MeasuredStages, chosen: Collection[int]) -> MeasuredStages:
-        """With these stages as they are in `other`."""
+        """These measurements, with the `chosen` stages taken from `other`."""
         pairs = enumerate(zip(self.stages, other.stages, strict=True))
         return self._replace(stages=[theirs if stage in chosen else own for stage, (own, theirs) in pairs])
 
     def switched(self, config: TrainConfig) -> MeasuredStages:
-        """With the switches of the config that concern weights, gradients and updates."""
+        """The stages under the config's switches for weights, gradients and updates."""
         pairs = zip(self.stages, self.weights, strict=True)
         return self._replace(stages=[_switched(each, weights, config) for each, weights in pairs])
 
@@ -48,7 +55,7 @@ class MeasuredStages(NamedTuple):
         is_validated_later: bool = False,
         ranks: Sequence[int] | None = None,
     ) -> list[RankMemory]:
-        """Each rank's step under a timetable of the same cut. The other arguments: see predict_memory."""
+        """Each rank's predicted step under a timetable of the same cut. Arguments: see predict_memory."""
         stages = self.stages if is_validated_later else [replace(each, copies=0.0) for each in self.stages]
         return predict_memory(
             timetable,

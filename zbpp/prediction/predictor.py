@@ -1,7 +1,7 @@
-"""What each rank of a configured training run will hold: predicted before anything runs.
+"""Predicts the memory of each rank of a configured training run, before the run begins.
 
-The bytes of each stage are measured (stage_memory.py), what happens to them over a step is computed
-(zbpp.planning.memory_budget).
+stage_memory.py measures the bytes of each stage. zbpp.planning.memory_budget computes from them what each
+rank holds over a step.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from zbpp.schedule.offload import RankOffload
 
 __all__ = ["FAKE", "REAL", "Prediction", "Predictor", "costs_of", "predict"]
 
-_FREE = 1e-6  # ms, of a copy whose time nobody has measured
+_FREE = 1e-6  # ms of a copy, if the costs have no `host`; 0 would mean that nothing may leave
 _GIB = 2**30
 
 
 class Prediction(NamedTuple):
-    """stages: the bytes of each. ranks: their step. how: what the stages ran on, and why if really.
+    """The predicted memory of a run.
 
-    offload: of each rank, what leaves the device and comes back; () for nothing. recomputed: the stages that
-    recompute.
+    stages: the bytes of each stage. ranks: each rank's step. how: whether the stages ran on fake tensors or
+    on the CPU, and why on the CPU, in words. offload: for each rank, its round trips; () without offload.
+    recomputed: the stages that recompute.
     """
 
     timetable: Timetable
@@ -50,15 +51,15 @@ class Prediction(NamedTuple):
 
 @dataclass
 class Predictor:
-    """Predicts for configs of one model that differ in schedule, recompute, reshard and the like.
+    """Predicts runs of one model whose configs differ in schedule, recompute, reshard and the like.
 
-    Stages that were measured once are not measured again.
+    It measures stages once for all configs under which the stages are alike.
     """
 
     _known: dict[tuple[Any, ...], MeasuredStages] = field(default_factory=dict)
 
     def predict(self, config: TrainConfig, timetable: Timetable | None = None) -> Prediction:
-        """The memory of each rank of a step. Raises ConfigError or PlanError."""
+        """The predicted memory of a run. Raises ConfigError or PlanError."""
         parallel = config.parallel
         num_ranks = pipeline_ranks(parallel, parallel.num_processes or 1)
         if timetable is None:
@@ -99,7 +100,7 @@ class Predictor:
 
 
 def predict(config: TrainConfig) -> Prediction:
-    """The memory of each rank of a configured run."""
+    """The predicted memory of a configured run. Raises ConfigError or PlanError."""
     return Predictor().predict(config)
 
 
@@ -108,8 +109,8 @@ def choose_recompute(
 ) -> Stages:
     """The stages that recompute, so that every rank stays within memory.limit and the step is the shortest.
 
-    What memory.offload would bring is not counted on. Raises ConfigError, with the least limit, if nothing
-    fits.
+    The choice ignores memory.offload, which would save more. Raises ConfigError, with the least limit that
+    works, if no choice fits.
     """
     is_later = config.optimizer.validation == "after"
     limit = (config.memory.limit or math.inf) * _GIB
@@ -148,7 +149,7 @@ def costs_of(config: TrainConfig, timetable: Timetable) -> Costs:
 def _planned_offload(
     config: TrainConfig, timetable: Timetable, stages: Sequence[StageBytes]
 ) -> tuple[RankOffload, ...]:
-    """What leaves, as the run plans it; copies of unmeasured time take none."""
+    """For each rank, the round trips that the run will plan; copies are free if the costs lack `host`."""
     if config.memory.offload == "none":
         return ()
     gib = config.memory.offload

@@ -1,6 +1,7 @@
-"""The bytes of each stage of a configured run, measured: on fake tensors where that works, else on the CPU.
+"""Measures the bytes of each stage of a configured run: on fake tensors where that works, else on the CPU.
 
-Each stage is built, and runs F, B and W of a microbatch and an optimizer step.
+Each stage is built, runs F, B and W of two microbatches, and makes two optimizer steps; the second microbatch
+and the second optimizer step are measured.
 """
 
 from __future__ import annotations
@@ -46,14 +47,15 @@ _REAL_ONLY = (nn.RNNBase,)  # their operators keep memory that fake tensors don'
 
 
 class _NotOnFake(Exception):
-    """What fake tensors would get wrong."""
+    """A stage has a module that fake tensors would measure wrong."""
 
 
 def measure_stages(config: TrainConfig, timetable: Timetable) -> MeasuredStages:
-    """The bytes of each stage of the timetable's cut. recomputed: the stages to recompute; None: all or none.
+    """The bytes of each stage of the timetable's cut.
 
-    Of the config's switches those are counted in that change what an action holds: recompute, and gradients
-    that go into the optimizer's states. Raises ConfigError for stages that can't run.
+    Two of the config's memory switches are on while the stages run, since they change what an action holds:
+    memory.recompute (all stages recompute, or none) and memory.gradient_release=accumulate. Raises
+    ConfigError for stages that can't run.
     """
     with _tensor_mesh(config.parallel) as mesh:
         run = _Stages(config, timetable, mesh)
@@ -75,7 +77,7 @@ def measure_stages(config: TrainConfig, timetable: Timetable) -> MeasuredStages:
 
 @contextmanager
 def _tensor_mesh(parallel: ParallelConfig) -> Iterator[Any]:
-    """A mesh whose tensor dimension has the wanted size, of processes that don't exist; None for size 1."""
+    """A mesh with the config's tensor dimension, over processes that don't exist; None for size 1."""
     if parallel.tensor == 1:
         yield None
         return
@@ -96,7 +98,7 @@ class _Stages:
         self.batch_bytes = 0, 0
 
     def measured(self, fake: FakeTensorMode | None) -> tuple[list[StageBytes], list[WeightBytes]]:
-        """The bytes of each stage; fake: what to run in."""
+        """The bytes of each stage. fake: the mode to run the stages in; None: they run on the CPU."""
         inside: AbstractContextManager[Any] = nullcontext() if fake is None else fake
         args, target = self._microbatch(inside)
         if fake is not None:
@@ -182,14 +184,17 @@ class _Stages:
         return found, weights, memory.outputs
 
     def _in_shards(self, whole: StageBytes, stage: nn.Module, states: int, largest: int) -> StageBytes:
-        """FSDP2: shards and gradients in the stored dtype, gathered weights in the computed one."""
+        """The stage under FSDP2: shards and gradients in the stored dtype, gathered weights as computed.
+
+        stage: the module with whole weights, of which `whole` are the bytes.
+        """
         parallel = self._config.parallel
         stored, computed = self._precision.stored.itemsize, self._precision.compute.itemsize
         parameters = list(dict.fromkeys(stage.parameters()))
         shards = [_shard_numel(each, parallel.shard) for each in parameters]
         trained = sum(n for n, each in zip(shards, parameters, strict=True) if each.requires_grad)
         full = sum(each.numel() for each in parameters if each.requires_grad)
-        share = trained * stored / max(1, full * computed)  # of what was measured for whole weights
+        share = trained * stored / max(1, full * computed)  # of the bytes measured with whole weights
         found = sharded(
             whole,
             weights=sum(shards) * stored + _bytes(stage.buffers()),
@@ -202,7 +207,7 @@ class _Stages:
 
 
 def _named(stage: nn.Module, masters: MasterWeights | None) -> list[Named]:
-    """What the optimizer gets of a stage."""
+    """The named parameters, or masters, that the optimizer gets for a stage."""
     pairs = stage.named_parameters()
     return [Named((name,), each if masters is None else masters.of(each)) for name, each in pairs]
 
@@ -215,14 +220,14 @@ def _check_modules(stage: nn.Module) -> None:
 
 
 def _accumulation(optimizer: torch.optim.Optimizer, index: int, stage: nn.Module) -> OptimizerAccumulation:
-    """What W of two microbatches does with gradients: the second one updates."""
+    """The Release for the W's of two microbatches, the second of which updates the weights."""
     found = OptimizerAccumulation(optimizer, {index: [*stage.parameters()]}, num_microbatches=2)
     found.begin(1.0, has_graph=False)
     return found
 
 
 def _optimizer_bytes(live: LiveTensors, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """(bytes of the optimizer's states, bytes that a step needs above them)."""
+    """(bytes of the optimizer's states, temporary bytes of a step)."""
     is_in_parts = is_optimi(optimizer) and optimizer.defaults["gradient_release"]
     updates = OneByOne(optimizer) if is_in_parts else None
 
@@ -245,7 +250,7 @@ def _of_messages(memory: MicrobatchMemory) -> dict[str, Any]:
 
 
 def _cast(stage: nn.Module, dtype: torch.dtype) -> None:
-    """What `stage.to(dtype)` does, which swaps fake parameters, and that fails."""
+    """As `stage.to(dtype)`, which would swap the parameters, and that fails for fake ones."""
     for module in stage.modules():
         for parameter in module.parameters(recurse=False):
             if parameter.is_floating_point():
@@ -260,12 +265,12 @@ def _faked(fake: FakeTensorMode, value: Any) -> Any:
 
 
 def _nbytes(tree: Any) -> int:
-    """The bytes of the values of all tensors, which may be views of larger ones."""
+    """The bytes of all tensors' elements; a tensor may be a view of a larger one."""
     return sum(each.nbytes for each in tree_leaves(tree) if isinstance(each, Tensor))
 
 
 def _bytes(tensors: Any) -> int:
-    """The bytes of the tensors' memory on this rank, each once."""
+    """The bytes of the tensors' storages on this rank; each storage counts once."""
     found = {storage._cdata: storage.nbytes() for each in tensors for storage in storages_of(each)}
     return sum(found.values())
 
@@ -279,7 +284,7 @@ def _gradients_of(stage: nn.Module) -> list[Tensor]:
 
 
 def _shard_numel(parameter: Tensor, shards: int) -> int:
-    """Entries of the largest shard: FSDP2 cuts dim 0, and pads."""
+    """The number of elements of the largest shard: FSDP2 cuts dimension 0, and pads."""
     if not parameter.dim():
         return 1
     return -(-len(parameter) // shards) * (parameter.numel() // max(1, len(parameter)))

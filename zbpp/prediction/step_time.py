@@ -1,9 +1,9 @@
-"""How long a step of a configured run takes, simulated, with the switches of memory that are on.
+"""Simulates how long a step of a configured run takes with its memory switches.
 
-The times of F, B and W are those in schedule.costs, or else of equal length. A recompute adds its F to B.
-Copies to the host and back run beside the computation: of activations as planned, of weights as
-zbpp/planning/weight_copies.py says. Their speed is that of `host` in schedule.costs: the time in which what F
-of a microbatch saves is copied.
+The times of F, B and W are those in schedule.costs; without schedule.costs they are equal. Recompute adds the
+time of F to B. Copies between device and host run beside the computation: those of activations as planned,
+those of weights as zbpp/planning/weight_copies.py says. schedule.costs gives their speed: `host` is the time
+of copying the tensors that F of one microbatch saves.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from zbpp.planning.weight_copies import with_weight_copies
 from zbpp.prediction.predictor import Prediction, costs_of
 from zbpp.schedule import Costs, simulate
 
-_MANY = 6  # steps, one after the other
+_MANY = 6  # consecutive steps
 
 
 def step_ms(config: TrainConfig, prediction: Prediction) -> tuple[float, str]:
-    """(the time of a step, what it does not know)."""
+    """(the time of a step in ms, a note on what the time leaves out)."""
     timetable = prediction.timetable
     costs, note = _costs(config, prediction)
     offload = prediction.offload
     if offload and not _has_host(costs):
         note = "copies counted as free: schedule.costs has no `host`"
-        offload = ()  # such copies make no action late
+        offload = ()  # free copies make no action late
     if config.optimizer.validation == "after":
         many = (simulate(timetable, costs, offload, num_steps=num).makespan for num in (_MANY, _MANY // 2))
         longer, shorter = many

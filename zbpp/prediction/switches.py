@@ -1,7 +1,7 @@
-"""What each switch of a training run would save and cost, and which switches make it fit.
+"""How much memory each switch of a run saves, what it costs in time, and which switches make the run fit.
 
-The saving is predicted by the same arithmetic with the switch on. The cost is the simulated step, see
-step_time.py.
+The saving is the difference of two predictions, without the switch and with it (predict_memory.py). The cost
+is the simulated time of a step with the switch (step_time.py).
 """
 
 from __future__ import annotations
@@ -24,29 +24,32 @@ from zbpp.render import in_bytes, render_limit, render_memory, render_switches
 from zbpp.schedule import PlanError, Timetable
 
 SCHEDULES = ("1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min")
-_MOST_SHOWN = 5  # combinations that fit
+_MOST_SHOWN = 5  # combinations in the text
 Changes = dict[str, Any]  # dotted key -> value
 
 
 @dataclass(frozen=True)
 class Row:
-    """A run with some switches changed; prediction and step (ms) are None if it is refused, see why."""
+    """A run with some switches changed.
+
+    step: ms. why: why the run is refused; then prediction and step are None.
+    """
 
     changes: Changes
     prediction: Prediction | None = None
     step: float | None = None
-    note: str = ""  # what the step's time does not know
+    note: str = ""  # what the time of the step leaves out
     why: str = ""
 
     @property
     def title(self) -> str:
-        """The changes as they are typed."""
+        """The changes as one types them on the command line."""
         typed = (f"{key}={_typed(value)}" for key, value in self.changes.items())
         return " ".join(typed).replace("schedule.name=", "schedule=") or "as configured"
 
     @property
     def peak(self) -> float:
-        """The most that any rank holds; infinity for a run that is refused."""
+        """The highest peak of all ranks; infinity for a run that is refused."""
         ranks = self.prediction.ranks if self.prediction else []
         return max((each.peak for each in ranks), default=float("inf"))
 
@@ -57,7 +60,7 @@ class Row:
 
 
 def _typed(value: Any) -> str:
-    """A value as it is typed on the command line."""
+    """A value as one types it on the command line."""
     return {None: "null", True: "true", False: "false"}.get(value, str(value))
 
 
@@ -78,12 +81,12 @@ class Switches:
             return Row(changes, why=str(error))
 
     def single(self) -> list[Row]:
-        """Each switch by itself; the first row has none."""
+        """The configured run, then one run for each value of each switch by itself."""
         alone = [changes for choices in self.choices() for changes in choices]
         return [self.row(), *map(self.row, alone), *map(self.row, self._later())]
 
     def choices(self) -> Iterator[list[Changes]]:
-        """The switches that are off, each with all its values."""
+        """For each switch that is off and saves memory: the changes that turn it on, one for each value."""
         config, memory = self._config, self._config.memory
         if config.schedule.timetable is None:
             own = canonical_name(config.schedule.name)
@@ -102,14 +105,14 @@ class Switches:
             yield [{"memory.gradient_release": name, **unclipped} for name in ("step", "accumulate")]
 
     def _later(self) -> list[Changes]:
-        """The switch that takes memory for a shorter step."""
+        """The change that turns post-validation on, which costs memory and shortens the step."""
         is_off = self._config.optimizer.validation == "before"
         return [{"optimizer.validation": "after"}] if is_off else []
 
     def fitting(self, limit: float) -> tuple[list[Row], Row]:
-        """(all combinations that fit, the shortest step first; the one that needs the least).
+        """(all combinations that fit, the shortest step first; the combination with the lowest peak).
 
-        Switches that are refused by themselves are not tried together with others.
+        A switch that is refused by itself is not tried together with others.
         """
         allowed = [[each for each in choices if not self.row(each).why] for choices in self.choices()]
         rows = [self.row(_merged(chosen)) for chosen in product(*([{}, *each] for each in allowed))]
@@ -144,7 +147,7 @@ def _timetable(config: TrainConfig) -> Timetable:
 
 
 def memory_text(config: TrainConfig) -> Iterator[str]:
-    """What `zbpp memory` prints, part by part. Raises ConfigError at the end if nothing fits the limit."""
+    """The output of `zbpp memory`, part by part. Raises ConfigError at the end if nothing fits the limit."""
     switches = Switches(config)
     own, *others = switches.single()
     if own.prediction is None:
@@ -162,7 +165,7 @@ def _what_fits(switches: Switches, limit: float) -> str:
     fitting, least = switches.fitting(limit)
     if not fitting:
         raise ConfigError(
-            f"memory.limit={limit / 2**30:g}: nothing fits; the least that does: "
+            f"memory.limit={limit / 2**30:g}: no combination of switches fits; the least limit that does: "
             f"memory.limit={math.ceil(least.peak / 2**30 * 1000) / 1000:g} with {least.title}"
         )
     first = ["these switches make it fit, the shortest step first:"]

@@ -1,14 +1,15 @@
 """Gradient release: weights are updated inside the step, and their gradients are dropped at once.
 
-    ... 2W6  2W7 | update stage 2 | 1W6  1W7 | update stage 1 | ... the rest
+    ... 2W6  2W7 | update stage 2 | 1W6  1W7 | update stage 1 | ... the other parameters
 
-A stage is updated where the program has its Reduce: behind its last W. With replicas or shards its gradients
-are complete when its reduction has ended: at the end of the step one stage after the other is waited for,
-updated, and its gradients are dropped. The rest is updated last: parameters that several stages or ranks
-have, those of the loss, and others that the optimizer holds, also those of a graph of the caller.
+A stage is updated behind its last W, where the program has its Reduce. With replicas or shards, a stage's
+gradients are complete only when its reduction has ended: so at the end of the step the rank waits for one
+stage's reduction after the other, updates the stage, and drops its gradients. All other parameters are
+updated last: those that several stages or ranks share, those of the loss, and any others that the optimizer
+holds, such as those of a graph that the caller built.
 
-A weight is changed after the last F, B and W that read it. So the losses are those of a loop that steps the
-optimizer after the pipeline, to the last bit.
+A weight is changed after the last F, B and W that read it. So the losses equal, to the last bit, those of a
+loop that calls `optimizer.step()` after `pipeline.step()`.
 """
 
 from __future__ import annotations
@@ -26,41 +27,40 @@ Done = Callable[[Tensor], None]
 
 
 class Release(Protocol):
-    """What a pipeline that releases gradients does with them.
+    """How a pipeline uses and drops its gradients inside a step.
 
-    squares: of each parameter (by id) that the last step has updated, the gradient's sum of squares, if it
-    is asked for.
+    squares: {id of a parameter that the last step updated: its gradient's sum of squares}; empty unless asked
+    for.
     """
 
     squares: dict[int, Tensor]
 
     @property
     def has_updated(self) -> bool:
-        """Whether the step that runs, or has failed, has changed weights or the optimizer's states."""
+        """Whether the current step has changed weights or optimizer states; kept when the step fails."""
 
     def begin(self, loss_scale: float, *, has_graph: bool) -> None:
-        """Called before a step. has_graph: whether the caller's graph gets gradients at the step's end.
+        """Called before a step. has_graph: whether a graph of the caller gets gradients at the step's end.
 
-        Raises ValueError or RuntimeError for what can't be composed with release, before anything runs.
+        Raises ValueError or RuntimeError, before anything runs, for what gradient release can't go with.
         """
 
     def leaf_done(self, stage: int, microbatch: int) -> Done | None:
-        """What W of a microbatch calls with each leaf when the leaf's gradient is complete; None: nothing."""
+        """The function that W of a microbatch calls with each leaf whose gradient is complete; None: none."""
 
     def complete(self, stage: int) -> None:
-        """Called when the gradients of a stage are final on all its copies."""
+        """Called when the gradients of a stage are final: behind its last W, or after its reduction."""
 
     def finish(self) -> None:
-        """Called when a step has ended, and all gradients are there."""
+        """Called at the end of a step, when all gradients are final."""
 
 
 class GradientRelease:
     """Updates each stage's parameters as soon as their gradients are final, then drops the gradients.
 
-    parts: per stage its parameters that no other stage, no other rank and no loss has. keep_squares: whether
-    `squares` is kept. Raises ValueError for an optimizer that can't update parameters in parts.
-
-    squares: of each parameter (by id) that the last step has updated, the gradient's sum of squares.
+    parts: {stage: its parameters that belong to no other stage, no other rank and no loss}. keep_squares:
+    whether to fill `squares`. squares: see Release. Raises ValueError for an optimizer that can't update some
+    of its parameters before the others.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class GradientRelease:
         self._parts = {stage: list(each) for stage, each in parts.items()}
         self._keeps_squares = keep_squares
         self.squares: dict[int, Tensor] = {}
-        self._released: set[int] = set()  # ids
-        self._waits = False  # whether all updates wait for the caller's graph
+        self._released: set[int] = set()  # ids of the parameters that this step has updated
+        self._waits = False  # whether all updates wait until the caller's graph has its gradients
         self.has_updated = False
 
     def begin(self, loss_scale: float, *, has_graph: bool) -> None:
@@ -89,11 +89,11 @@ class GradientRelease:
         self._updates.begin()
 
     def leaf_done(self, stage: int, microbatch: int) -> Done | None:
-        """W sums gradients as without release."""
+        """None: W sums a leaf's gradients as without release."""
         return None
 
     def complete(self, stage: int) -> None:
-        """Update the stage's own parameters."""
+        """Update the parameters that the stage alone has, unless updates wait for the caller's graph."""
         if self._waits:
             return
         optimized = set(map(id, parameters_of(self.optimizer)))
@@ -102,20 +102,20 @@ class GradientRelease:
             self._update(mine)
 
     def finish(self) -> None:
-        """Update what is left. Raises RuntimeError for a gradient that came after its parameter's update."""
+        """Update the other parameters. Raises RuntimeError if an updated parameter got a gradient again."""
         rest = [each for each in parameters_of(self.optimizer) if each.grad is not None]
         late = [each for each in rest if id(each) in self._released]
         if late:
             raise RuntimeError(
-                f"{len(late)} parameters got a gradient after their stage's last W, when they were updated "
-                "already (does a hook, or another thread, run a backward?): write gradient_release=off"
+                f"{len(late)} parameters got a gradient after their stage's last W, where they had been "
+                "updated (does a hook, or another thread, run a backward?): write gradient_release=off"
             )
-        if rest or not self.has_updated:  # without any gradient too, the optimizer's step is called once
+        if rest or not self.has_updated:  # a step without any gradient calls the optimizer's step, too
             self._update(rest)
         self._updates.finish()
 
     def _update(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Update parameters that have gradients, and drop these."""
+        """Update parameters, and drop their gradients."""
         self.has_updated = True
         if self._keeps_squares:
             self.squares |= {id(each): square_of(each.grad) for each in parameters if each.grad is not None}
@@ -126,20 +126,21 @@ class GradientRelease:
 
 
 def check_before_step(optimizer: torch.optim.Optimizer, loss_scale: float) -> None:
-    """Raise ValueError for a loss scale, and for gradients that are there before a step."""
+    """Raise ValueError if there is a loss scale, or if a parameter has a gradient before the step."""
     if loss_scale != 1:
         raise ValueError(
-            f"loss_scale={loss_scale:g} with released gradients: they are used before anything can divide by "
-            "it, or skip the update; write pipeline.loss_scale = 1, and bfloat16 in place of float16"
+            f"loss_scale={loss_scale:g} with gradient release: the optimizer uses each gradient before the "
+            "loss scale can be divided out, or the update be skipped; write pipeline.loss_scale = 1, and "
+            "bfloat16 in place of float16"
         )
     if any(each.grad is not None for each in parameters_of(optimizer)):
         raise ValueError(
             "a parameter has a gradient before a step that releases gradients: each pipeline.step updates "
-            "the weights, so gradients of several steps don't add up; drop it (optimizer.zero_grad()), and "
-            "use more microbatches for a larger batch"
+            "the weights, so gradients of several steps don't add up; call optimizer.zero_grad(), and use "
+            "more microbatches for a larger batch"
         )
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:
-    """The parameters that the optimizer holds at this time."""
+    """The parameters that the optimizer holds now; groups may be added between steps."""
     return (each for group in optimizer.param_groups for each in group["params"])

@@ -1,8 +1,8 @@
 """The bytes of live tensors at any moment, counted without an allocator's help.
 
-A dispatch mode sees what every operator returns and counts each memory once, until it is freed. So it also
-counts fake tensors, which have no memory, and it counts on the CPU, whose allocator has no counter. It does
-not see what an operator needs inside for itself.
+A dispatch mode sees the tensors that every operator returns, and counts each storage once, until it is freed.
+So it works on the CPU, whose allocator has no counter, and on fake tensors, which have no memory. It does not
+see the memory that an operator allocates for itself and frees.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from zbpp.autograd.storages import storages_of
 class LiveTensors(TorchDispatchMode):
     """Counts the bytes of tensors made inside the with block, and of those given to `count`.
 
-    A tensor that was there before is not counted, nor are its views. highest: the most since `mark`.
+    Tensors from before the with block are not counted, and neither are their views.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # address -> bytes counted
+        # {address: (storage, bytes counted for it)}; 0 bytes for a storage that is not counted.
+        self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._bytes = self._highest = 0
 
     def __enter__(self) -> Self:
@@ -46,7 +47,7 @@ class LiveTensors(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        """The bytes alive now. A memory that was resized since it was seen counts as it is."""
+        """The bytes alive now. A resized storage counts with its new size; once seen at 0, never again."""
         for address, (storage, counted) in list(self._seen.items()):
             found = storage()
             if counted and found is not None and found.nbytes() != counted:
@@ -60,12 +61,12 @@ class LiveTensors(TorchDispatchMode):
         return max(self._highest, self.now)
 
     def mark(self) -> int:
-        """Let `highest` start again; returns the bytes alive now."""
+        """Start `highest` anew from the bytes alive now, and return these."""
         self._highest = self.now
         return self._highest
 
     def count(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that were there before."""
+        """Count these tensors, though they are from before the with block."""
         for tensor in tensors:
             self.forget(tensor)
             self._see(tensor, counted=True)
@@ -77,13 +78,13 @@ class LiveTensors(TorchDispatchMode):
             self._see(tensor, counted=False)
 
     def forget(self, tensor: Tensor) -> None:
-        """Count the tensor's memory no more."""
+        """Stop counting the tensor's storages."""
         for storage in storages_of(tensor):
             _, counted = self._seen.pop(storage._cdata, (None, 0))
             self._bytes -= counted
 
     def alive(self) -> list[torch.UntypedStorage]:
-        """The memory that is counted now."""
+        """The storages that are counted now."""
         found = (storage() for storage, counted in list(self._seen.values()) if counted)
         return [each for each in found if each is not None]
 

@@ -1,7 +1,7 @@
-"""Bytes of live tensors: how many a run needs at most, and how many one microbatch leaves on a stage.
+"""The bytes of live tensors: the most during a run, and those that one microbatch leaves on a stage.
 
-CUDA's allocator counts them. The CPU's allocator does not, but torch's profiler records every allocation and
-every release: after a run under the profiler, they are added up.
+On CUDA the allocator counts them. On the CPU torch's profiler records every allocation and every release, and
+this module adds them up after the run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Level(NamedTuple):
 
 
 class StageMemory(NamedTuple):
-    """Bytes that one microbatch holds on a stage: from F until B, and from B until W."""
+    """The bytes that one microbatch holds on a stage: saved, from F until B; deferred, from B until W."""
 
     saved: int
     deferred: int
@@ -84,7 +84,7 @@ def _on_cpu(run: Callable[[], object]) -> Level:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Nothing is printed inside: the profiler's library writes each start and stop to file descriptor 2."""
+    """Drop what is written to file descriptor 2: the profiler's library reports each start and stop there."""
     sys.stderr.flush()
     stderr, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)
@@ -108,8 +108,8 @@ def memory_per_stage(
 ) -> list[StageMemory]:
     """`stage_memory` of every stage of the pipeline, in stage order. Collective.
 
-    stages: this rank's. inputs: of each, from `first_inputs`. target: of one microbatch; the last stage's
-    rank needs it.
+    stages: this rank's stages. inputs: the inputs of each stage, from `first_inputs`. target: the target of
+    one microbatch, on the rank with the last stage.
     """
     last = num_stages - 1
     mine = {
@@ -127,10 +127,10 @@ def memory_per_stage(
 def static_per_stage(
     stages: Mapping[int, nn.Module], num_stages: int, group: dist.ProcessGroup | None = None
 ) -> list[int]:
-    """Bytes that each stage of the pipeline holds all the time, in stage order. Collective.
+    """The bytes that each stage of the pipeline holds all the time, in stage order. Collective.
 
-    Weights and buffers; of what is trained also the gradient and two states, as AdamW has them. stages: this
-    rank's.
+    These are weights and module buffers, and for each trained weight a gradient and two optimizer states, as
+    AdamW has them. stages: this rank's stages.
     """
     mine = {index: static_bytes(stage) for index, stage in stages.items()}
     found = {index: size for each in gather(mine, group) for index, size in each.items()}
@@ -138,7 +138,10 @@ def static_per_stage(
 
 
 def static_bytes(stage: nn.Module) -> int:
-    """The bytes of one stage, on this rank; a main_grad comes with a float32 master."""
+    """The bytes that one stage holds all the time on this rank.
+
+    A weight with a main_grad counts with its main_grad, a master and two states, all in float32.
+    """
     trained = {each for each in stage.parameters() if each.requires_grad}
     held = _local_bytes([*stage.parameters(), *stage.buffers()])
     for each in trained:
@@ -162,10 +165,11 @@ def stage_memory(
     target: Any = None,
     is_last: bool = False,
 ) -> StageMemory:
-    """Run F and B of one microbatch on a stage and measure what stays; inputs: of F.
+    """Run F and B of one microbatch on a stage, and measure the bytes that stay. inputs: of F.
 
-    The inputs of stage 1 and later count, since each microbatch has its own receive buffer; those of stage 0
-    don't, since the batch is there anyway. Buffers, gradients and random numbers are restored afterwards.
+    The inputs of stage 1 and later count, since each microbatch has its own receive buffer. The inputs of
+    stage 0 do not count, since the batch is there anyway. Module buffers, gradients and random numbers are
+    restored afterwards.
     """
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn, device=device)
     worker.begin(Feed([inputs] if index == 0 else (), [{}], [target], [0]))
@@ -195,7 +199,7 @@ def _gradient(layout: TensorLayout, device: torch.device) -> Tensor:
 
 @contextmanager
 def _restored(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Buffers, gradients and random numbers are afterwards as they were before."""
+    """Restore module buffers, gradients and random numbers at the end of this context."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     grads = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in grads:
@@ -211,7 +215,7 @@ def _restored(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def first_inputs(stages: Mapping[int, nn.Module]) -> Iterator[dict[int, tuple[Any, ...]]]:
-    """{stage: a copy of the inputs of its first forward inside the block}, filled while the block runs."""
+    """{stage: a copy of the inputs of its first forward}, filled while this context is active."""
     found: dict[int, tuple[Any, ...]] = {}
 
     def keep(index: int, module: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -4,8 +4,9 @@
     with record.step(static), pipeline.recording(record.recorder):
         pipeline.step(x, target=y)
 
-On CUDA the allocator counts. On the CPU a dispatch mode does (live_tensors.py): it knows the tensors that are
-given to it and those made during the step, and not what an operator needs inside for itself.
+On CUDA the allocator's figures are taken. On the CPU a dispatch mode counts (live_tensors.py): it counts the
+tensors that the caller names (`static`) and those that operators return during the step, but not the memory
+that an operator allocates for itself and frees.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from zbpp.runtime.measure import Recorder
 from zbpp.schedule import Action
 from zbpp.schedule.lower import Instruction
 
-_MOST_NAMED = 5  # leftovers
+_MOST_NAMED = 5  # leftovers in the report, the largest
 
 
 class Span(NamedTuple):
-    """Bytes before and after an action, and the most while it ran and until the next one began."""
+    """The bytes before and after an action. highest: the most from its begin to the next action's begin."""
 
     action: Action
     before: int
@@ -38,14 +39,17 @@ class Span(NamedTuple):
 
 
 class Leftover(NamedTuple):
-    """Memory that was made in a step and outlives it; owner: who refers to it, as far as it can be found."""
+    """Memory that was allocated in a step and outlives it.
+
+    owner: the text names the object or closure that refers to the memory, as far as it can be found.
+    """
 
     size: int
     owner: str
 
 
 class _Counter:
-    """What both ways to count offer."""
+    """Counts bytes on a device: by CUDA's allocator, or on the CPU by LiveTensors (`live`)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -61,7 +65,7 @@ class _Counter:
         return torch.cuda.memory_allocated(self._device)
 
     def highest(self) -> int:
-        """The most since the last call of `mark`."""
+        """The most bytes since the last call of `mark`."""
         if self._live is not None:
             return self._live.highest
         return torch.cuda.max_memory_allocated(self._device)
@@ -74,7 +78,7 @@ class _Counter:
 
 
 class MemoryRecorder(Recorder):
-    """Takes the level where a Recorder takes the time."""
+    """A Recorder that notes the bytes held, where a plain Recorder notes the time."""
 
     def __init__(self, device: torch.device, counter: _Counter) -> None:
         super().__init__(device)
@@ -82,7 +86,7 @@ class MemoryRecorder(Recorder):
         self._of: Sequence[Instruction | None] = ()
 
     def begin(self, instructions: Sequence[Instruction | None]) -> Callable[[], None]:
-        """Start a new record; the function notes the level, and the highest since it was called before."""
+        """Start a new record. The returned function notes the level, and the highest since its last call."""
         self._of, self._levels = instructions, []
         levels, counter = self._levels, self._counter
         counter.mark()
@@ -98,7 +102,7 @@ class MemoryRecorder(Recorder):
         return lambda: None
 
     def spans(self) -> Iterator[Span]:
-        """Each action with its levels."""
+        """The levels of each action. What happens after an action counts for its `highest`."""
         pairs = zip(self._levels[::2], self._levels[1::2], strict=True)
         last: Span | None = None
         for instruction, ((before, waited), (after, highest)) in zip(self._of, pairs, strict=True):
@@ -114,9 +118,10 @@ class MemoryRecorder(Recorder):
 
 
 class MemoryRecord:
-    """One step's memory. spans, leftovers: filled when the step has ended.
+    """One step's memory. The attributes are filled when the step has ended.
 
-    before, after: bytes before and after the whole step. highest: the most at any time of it.
+    spans: the levels of each action. leftovers: the largest memories that outlive the step; none on CUDA.
+    before, after: the bytes before and after the whole step. highest: the most at any time of the step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -128,11 +133,11 @@ class MemoryRecord:
 
     @property
     def how(self) -> str:
-        """What counted."""
+        """How the bytes were counted, in words."""
         return "the CUDA allocator" if self._counter.live is None else "a count of live tensors on the CPU"
 
     def count(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors of this step that no operator made; on CUDA all are counted anyway."""
+        """Count tensors of this step that no operator returned (the batch). CUDA's allocator counts all."""
         if self._counter.live is not None:
             self._counter.live.count(tensors)
 
@@ -142,8 +147,9 @@ class MemoryRecord:
         static: Callable[[], Iterable[Tensor]],
         on_host: Callable[[], Iterable[Tensor]] = tuple,
     ) -> Iterator[None]:
-        """Record the step inside. static(): the tensors that stay: weights, gradients, states, buffers.
+        """Record the step that runs within this context.
 
+        static(): the tensors that stay from step to step: weights, gradients, optimizer states, buffers.
         on_host(): tensors in host memory, which don't count.
         """
         live = self._counter.live
@@ -168,7 +174,7 @@ class MemoryRecord:
 
 
 def _leftovers(live: LiveTensors, static: Iterable[Tensor]) -> list[Leftover]:
-    """The largest memories that are alive and don't belong to the tensors that stay."""
+    """The largest storages that are alive and don't belong to the tensors that stay."""
     staying = {storage._cdata for each in static for storage in storages_of(each)}
     found = [each for each in live.alive() if each._cdata not in staying and each.nbytes()]
     found.sort(key=lambda each: each.nbytes(), reverse=True)
@@ -176,7 +182,7 @@ def _leftovers(live: LiveTensors, static: Iterable[Tensor]) -> list[Leftover]:
 
 
 def _owner(storage: torch.UntypedStorage) -> str:
-    """Who refers to a tensor with this memory: an attribute of an object, or a closure's variable."""
+    """The attribute of an object, or the variable of a closure, that refers to a tensor over this storage."""
     for tensor in (each for each in gc.get_objects() if _has(each, storage)):
         for referrer in gc.get_referrers(tensor):
             name = _named(referrer, tensor)
@@ -195,7 +201,7 @@ def _has(value: Any, storage: torch.UntypedStorage) -> bool:
 
 
 def _named(referrer: Any, value: Any, depth: int = 3) -> str:
-    """How a referrer calls a value; empty if it is none of the user's."""
+    """The name under which a referrer holds a value; "" if the referrer is a frame or has no name for it."""
     if isinstance(referrer, FrameType) or depth == 0:
         return ""
     if isinstance(referrer, CellType):
@@ -223,7 +229,7 @@ def _closure(cell: CellType) -> str:
 
 
 def _owner_of_dict(namespace: dict[Any, Any]) -> str:
-    """The object or module whose attributes these are."""
+    """The name of the object or module whose attributes this dict holds; "" if there is none."""
     for holder in gc.get_referrers(namespace):
         if getattr(holder, "__dict__", None) is namespace:
             return getattr(holder, "__name__", "") or type(holder).__qualname__

@@ -1,6 +1,6 @@
-"""The bytes that one microbatch needs on a stage: what stays after F, B and W, and what they need meanwhile.
+"""The bytes that one microbatch takes on a stage: held after F, B and W, and at the most while each one runs.
 
-Works on real tensors and inside FakeTensorMode, where a stage needs no memory and no time to compute.
+Works on real tensors and inside FakeTensorMode, where a stage takes no memory and no time to compute.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _CPU = torch.device("cpu")
 
 
 class MicrobatchMemory(NamedTuple):
-    """Bytes; the same words as in zbpp.planning.memory_budget.StageBytes.
+    """The bytes that one microbatch takes on a stage; the fields mean what they mean in StageBytes.
 
-    outputs: copies of what F returned, for the next stage's F.
+    outputs: copies of what F returned, as inputs of the next stage's F.
     """
 
     saved: int
@@ -61,8 +61,8 @@ def microbatch_memory(
 ) -> MicrobatchMemory:
     """Run F, B and W of two microbatches, one after the other, and measure the second.
 
-    The first one makes the gradients, which stay. live: entered by the caller. release: what W does with
-    gradients; None: they stay.
+    The first microbatch allocates the gradients, which stay. live: a LiveTensors that the caller has entered.
+    release: what W does with gradients; None: the gradients stay.
     """
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn, device=device)
     worker.release_leaves(None if release is None else partial(release.leaf_done, index))
@@ -84,7 +84,7 @@ def bytes_that_leave(
     target: Any = None,
     least_bytes: int = LEAST_BYTES,
 ) -> LeavingBytes:
-    """The bytes of what F and B of a microbatch keep that may leave the device, on the CPU or fake."""
+    """How many of the bytes that F and B of one microbatch keep may leave the device; CPU or fake tensors."""
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn)
     feed = Feed([inputs] if index == 0 else (), [{}], [target], [0])
     message = tuple(map(_received, inputs)) if index else ()
@@ -97,12 +97,12 @@ def bytes_that_leave(
     saved = found.nbytes([each for each in outputs if each is not None])
     worker.abandon()
     del outputs
-    worker.begin(feed)  # once more: hooks would change what B defers
+    worker.begin(feed)  # once more, without the hooks, which would change what B defers
     outputs = worker.forward(0, message)
     grads = tuple(each and _gradient(each, _CPU) for each in layout_of(outputs))
     given = worker.backward_input(0, grads)
     storages = [each for value in stays if isinstance(value, Tensor) for each in storages_of(value)]
-    device = storages[0].device if storages else _CPU  # of a fake tensor's storage: meta
+    device = storages[0].device if storages else _CPU  # meta, for the storage of a fake tensor
     deferred = DeferredTensors(worker.deferred(0), _Nowhere(device), least_bytes=least_bytes).leaving_bytes()
     del given
     worker.abandon()
@@ -110,14 +110,14 @@ def bytes_that_leave(
 
 
 class LeavingBytes(NamedTuple):
-    """Bytes of a microbatch that may leave between F and B, and between B and W."""
+    """The bytes of one microbatch that may leave the device: between F and B, and between B and W."""
 
     saved: int
     deferred: int
 
 
 class _Nowhere(Copier):
-    """Knows a device, and copies nothing."""
+    """A Copier that has a device, and can't copy."""
 
     _where = "nowhere"
 
@@ -132,7 +132,7 @@ class _Nowhere(Copier):
 
 
 class _Leaving:
-    """The storages of saved tensors that may leave, real or fake. It keeps none of them alive."""
+    """Collects the storages of saved tensors that may leave, real or fake, and keeps none of them alive."""
 
     def __init__(self, least_bytes: int, stays: Sequence[Any]) -> None:
         self._least_bytes, self._stays = least_bytes, _addresses(stays)
@@ -145,7 +145,7 @@ class _Leaving:
         return tensor
 
     def nbytes(self, outputs: Sequence[Tensor]) -> int:
-        """Bytes of those that the graph still holds, but for the outputs, which others hold, too."""
+        """The bytes of the storages that the graph still holds, without the outputs, which others hold."""
         stays = self._stays | _addresses(outputs)
         alive = (each() for address, each in self._found.items() if address not in stays)
         sizes = [each.nbytes() for each in alive if each is not None]
@@ -162,7 +162,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 class _Run:
-    """One microbatch's F, B and W."""
+    """Runs F, B and W of one microbatch, and measures them."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ def _gradient(layout: TensorLayout, device: torch.device) -> Tensor | None:
 
 
 def _watch(tensors: Sequence[Any]) -> tuple[Any, int]:
-    """(a function that says whether any of the tensors' memory is still alive, its bytes)."""
+    """(a function that says whether any of the tensors' storages is still alive, the storages' bytes)."""
     found = [storage for each in tensors if isinstance(each, Tensor) for storage in storages_of(each)]
     references = [weakref.ref(storage) for storage in found]
     return lambda: any(each() is not None for each in references), sum(each.nbytes() for each in found)

@@ -1,12 +1,13 @@
-"""What a stage holds leaves its device memory between two actions: the program says what, and when.
+"""Offload of activations in one stage: executes the program's Offload, Drop, Fetch and Await.
 
     Offload saved(0,3)    saved.offload(3)    start to copy out
     Drop saved(0,3)       saved.drop(3)       wait for the copy, free the device memory
     Fetch saved(0,3)      saved.fetch(3)      start to copy back
     Await saved(0,3)      saved.wait(3)       wait for the copy
 
-`saved` is a SavedOffload: what F keeps for B. An F whose activations leave runs as `SavedOffload.forward`;
-any other F runs as without offload. A DeferredOffload does the same for what B keeps for W.
+`saved` is the stage's SavedOffload, for the tensors that F keeps for B. Where the program offloads the
+activations of a microbatch, `SavedOffload.forward` runs its F; any other F runs as without offload. A
+DeferredOffload does the same for the tensors that B keeps for W.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from zbpp.runtime.stage import StageWorker
 
 
 class _Leaving(Protocol):
-    """What leaves of one microbatch."""
+    """The tensors of one microbatch that leave: SavedActivations or DeferredTensors."""
 
     @property
     def nbytes(self) -> int: ...
@@ -40,12 +41,12 @@ _Held = TypeVar("_Held", bound=_Leaving)
 
 
 class StageOffload(ABC, Generic[_Held]):
-    """What leaves of one stage: of each microbatch that is between its Offload and its Await.
+    """Offload of one kind of value ("saved" or "deferred") in one stage, for all microbatches.
 
-    nbytes: the most that left of a microbatch.
+    nbytes: the most bytes that left of one microbatch so far.
     """
 
-    name: str  # of the value that leaves
+    name: str  # of the values: "saved" or "deferred"
 
     def __init__(self, worker: StageWorker, copier: Copier, least_bytes: int) -> None:
         self._worker, self._copier, self._least_bytes = worker, copier, least_bytes
@@ -53,64 +54,64 @@ class StageOffload(ABC, Generic[_Held]):
         self.nbytes = 0
 
     def offload(self, microbatch: int, watch: Watch | None = None) -> None:
-        """Start to copy out what the stage holds of the microbatch. watch: see Copier."""
+        """Start to copy out what the stage holds of the microbatch. watch: see `Watch`."""
         held = self._of(microbatch)
         held.offload(watch)
         self.nbytes = max(self.nbytes, held.nbytes)
 
     def drop(self, microbatch: int) -> None:
-        """Free the device memory, once it is copied."""
+        """Wait until the copy out has ended; then free the device memory."""
         self._held[microbatch].drop()
 
     def fetch(self, microbatch: int, watch: Watch | None = None) -> None:
-        """Start to copy back. watch: see Copier."""
+        """Start to copy back. watch: see `Watch`."""
         self._held[microbatch].fetch(watch)
 
     def wait(self, microbatch: int) -> None:
-        """Wait until all is back. From here on the StageWorker alone holds it."""
+        """Wait until the microbatch's tensors are back. From here on the StageWorker alone holds them."""
         self._held.pop(microbatch).wait()
 
     def end(self) -> None:
-        """Raise RuntimeError if a call left anything over."""
+        """Raise RuntimeError if an offloaded value has had no Await by the end of a call."""
         if self._held:
             left = [f"{self.name}({self._worker.index},{microbatch})" for microbatch in self._held]
             raise RuntimeError(f"a call ended with offloaded values left over: {', '.join(left)}")
 
     @abstractmethod
     def abandon(self) -> None:
-        """Drop what a failed step has left."""
+        """Drop the tensors that a failed step has left."""
 
     @abstractmethod
     def _of(self, microbatch: int) -> _Held:
-        """What may leave of the microbatch."""
+        """The microbatch's tensors that may leave."""
 
 
 class SavedOffload(StageOffload[SavedActivations]):
-    """What F keeps for B."""
+    """Offload of the tensors that F keeps for B."""
 
     name = "saved"
 
     def forward(self, microbatch: int, message: Message) -> Message:
-        """F: what it saves may leave."""
+        """Run F so that the tensors that it saves may leave."""
         activations = SavedActivations(self._copier, least_bytes=self._least_bytes)
         activations.keep(self._stays(microbatch))
         with activations.saving():
             result = self._worker.forward(microbatch, message)
-        # A message is held by others, too: by the pool of receive buffers, by a send, by the next stage here.
-        # If it left, it would not be freed, and come back as a second copy.
+        # Others hold a message, too: the pool of receive buffers, a send, the next stage on this rank. To
+        # offload a message would free no memory, and the copy back would be a second copy of it.
         activations.leave_out(each for each in (*message, *result) if each is not None)
         self._held[microbatch] = activations
         return result
 
     def abandon(self) -> None:
-        """Drop what a failed step has left."""
+        """Drop the tensors that a failed step has left."""
         self._held.clear()
 
     def _of(self, microbatch: int) -> SavedActivations:
         return self._held[microbatch]
 
     def _stays(self, microbatch: int) -> Iterator[Tensor]:
-        """Tensors that somebody holds anyway: weights, buffers, and what the caller gave."""
+        """Tensors that others hold anyway: weights, buffers, and what the caller gave for the microbatch."""
         for module in (self._worker.module, self._worker.loss_fn):
             if isinstance(module, nn.Module):
                 yield from module.parameters()
@@ -121,12 +122,12 @@ class SavedOffload(StageOffload[SavedActivations]):
 
 
 class DeferredOffload(StageOffload[DeferredTensors]):
-    """What B keeps for W: each site's x and dy, but for those that others hold, too."""
+    """Offload of the tensors that B keeps for W: each site's x and dy, except those that others hold, too."""
 
     name = "deferred"
 
     def abandon(self) -> None:
-        """Drop what a failed step has left."""
+        """Drop the tensors that a failed step has left."""
         for each in self._held.values():
             each.abandon()
         self._held.clear()

@@ -1,9 +1,9 @@
-"""What leaves, decided: at once where costs are given, else after two measured steps.
+"""Decides which activations leave a rank: before the first step if costs are given, else after two steps.
 
-Without costs, every microbatch leaves in the first two steps if any action runs between its F and its B, and
-between its B and its W: that is where the least is on the device. The second step's times, the bytes that
-left, and the times of these copies then give the plan of all further steps. All ranks measure and plan
-together, but each plans for itself: what leaves one rank concerns no message.
+Without costs, the first two steps offload as much as possible: what a microbatch holds between F and B leaves
+if an action runs between them, and likewise between B and W. The second step is measured. Its times, the
+bytes that left and the times of their copies give the plan of all further steps. All ranks measure together.
+Then each rank plans for itself, since no message depends on what another rank offloads.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ from zbpp.schedule import Costs, Timetable, Value, choose_offload, offload_of, s
 from zbpp.schedule.offload import CopySpan, RankOffload
 
 _GIB = 2**30
-_MEASURED_STEPS = 2  # the second is measured; in the first, pools are filled and kernels are loaded
+_MEASURED_STEPS = 2  # the second is measured; the first one fills the pools and loads kernels
 
 
 @dataclass(frozen=True)
 class ActivationOffload:
     """Which activations leave device memory between F and B, and between B and W.
 
-    gib: "auto": those whose copies take no time beside the computation. A number: up to so many GiB of a
-    rank are away at a time, even if actions wait for copies.
-    to: "host" (on a GPU pinned memory), or a folder for a file without a name; or a Copier of your own.
-    costs: what to plan with, `host` and bytes among them; None: what two steps measure.
-    values: exactly these leave, whatever gib and costs say: (stage, microbatch) for what F saves, or a Value:
-        Value("deferred", stage, microbatch) for what waits for W.
-    least_bytes: smaller storages stay.
+    gib: "auto": those that can leave and come back without making an action late. A number: at most so many
+        GiB of a rank are away at a time, and actions may wait for the copies.
+    to: "host" (pinned memory if the device is a GPU), a folder for an unnamed file, or a Copier of your own.
+    costs: the costs to plan with, including `host` and memory in bytes; None: the first two steps measure
+        them.
+    values: exactly these leave, whatever gib and costs say. (stage, microbatch) stands for what F saves;
+        Value("deferred", stage, microbatch) for what B keeps for W.
+    least_bytes: storages below this size stay.
     """
 
     gib: float | Literal["auto"] = "auto"
@@ -55,7 +56,7 @@ class ActivationOffload:
     least_bytes: int = LEAST_BYTES
 
     def __post_init__(self) -> None:
-        if self.values is not None:  # a generator would be empty the second time
+        if self.values is not None:  # a generator could be read only once
             object.__setattr__(self, "values", tuple(self.values))
         if not isinstance(self.to, Copier) and (not isinstance(self.to, str | Path) or self.to == ""):
             raise ValueError(f'to={self.to!r}: write "host", or the folder for a file')
@@ -72,35 +73,35 @@ class ActivationOffload:
 
     @property
     def most_bytes(self) -> float:
-        """The most that may be away from a rank at a time."""
+        """The most bytes that may be away from a rank at a time."""
         return math.inf if self.gib == "auto" else float(self.gib) * _GIB
 
     @property
     def is_measured(self) -> bool:
-        """Whether two steps decide."""
+        """Whether the first two steps are measured for the plan."""
         return self.costs is None and self.values is None
 
 
 def check_one_offload(options: ActivationOffload | None, stages: Iterable[nn.Module], place: Place) -> None:
-    """Raise ValueError on all ranks if one has both activations and weights that leave. Collective.
+    """Raise ValueError on all ranks if one rank offloads both activations and weights. Collective.
 
-    A saved tensor has one pair of hooks, and offloaded weights need theirs.
+    Both pack saved tensors by hooks, and a saved tensor can have only one pair of hooks.
     """
     has_both = options is not None and offloaded_weights(stages) is not None
     if any(place.gather(has_both)):
         raise ValueError(
-            "offload=ActivationOffload(...) doesn't go with offloaded weights, which pack saved weights "
-            "themselves: leave offload out, and let blocks recompute (zbpp.checkpoint) to hold less"
+            "offload=ActivationOffload(...) doesn't go with OffloadedWeights, since both pack saved tensors: "
+            "leave offload out, and let blocks recompute (zbpp.checkpoint) to hold less"
         )
 
 
 def offload_maker(
     options: ActivationOffload | None, timetable: Timetable, device: torch.device, place: Place
 ) -> Callable[[Mapping[int, StageWorker]], OffloadPlan] | None:
-    """What makes the OffloadPlan of this rank's stages; None without offload. Collective over the mesh.
+    """A function that makes the OffloadPlan of this rank's stages; None without offload.
 
-    Raises OffloadError on all ranks if one can't make its own, ValueError if they don't all measure, or all
-    not.
+    Raises OffloadError on all ranks if one rank can't make its Copier. Raises ValueError on all ranks if some
+    ranks measure for the plan and others do not. Collective over the mesh.
     """
     copier, refusal = None, ""
     if options is not None:
@@ -113,18 +114,21 @@ def offload_maker(
     if refusals:
         raise OffloadError(refusals[0])
     if len({is_measured for is_measured, _ in found}) > 1:
-        raise ValueError("offload needs costs or values on all ranks or on none: some would wait for others")
+        raise ValueError(
+            "offload has costs or values on some ranks only: give them on all ranks, or on none, since ranks "
+            "without them measure and plan together"
+        )
     if options is None or copier is None:
         return None
     return partial(OffloadPlan, options, timetable, copier, place.pipeline)
 
 
 class OffloadPlan:
-    """One rank's offload.
+    """One rank's offload: the plan, how it is made, and the StageOffloads that execute it.
 
-    plan: what leaves in the next step. offloads: by the value's name and the stage, for this rank's stages.
-
-    group: of the pipeline, for measuring. Raises PlanError for values that can't leave.
+    plan: for each rank, what leaves in the next step. offloads: {(name of the value, stage): StageOffload},
+    for this rank's stages. group: the pipeline's ranks, which measure together. Raises PlanError for values
+    that can't leave.
     """
 
     def __init__(
@@ -150,16 +154,16 @@ class OffloadPlan:
 
     @property
     def is_measuring(self) -> bool:
-        """Whether the plan is still to be made."""
+        """Whether the costs for the plan are still to be measured."""
         return self.costs is None and self._options.is_measured
 
     @property
     def recorder(self) -> Recorder | None:
-        """What has to record the next step."""
+        """The Recorder of the next step, if that step is measured for the plan; else None."""
         return self._recorder if self.is_measuring and self._num_steps >= _MEASURED_STEPS - 1 else None
 
     def nbytes(self, name: str) -> dict[int, int]:
-        """Per stage of this rank the most bytes of such a value that have left."""
+        """{stage of this rank: the most bytes that left of one of its values of this name}."""
         return {stage: each.nbytes for (kind, stage), each in self.offloads.items() if kind == name}
 
     def _first_plan(self) -> tuple[RankOffload, ...]:
@@ -168,17 +172,17 @@ class OffloadPlan:
         return self._chosen(self.costs or Costs(host=1e-6), everything=self.costs is None)
 
     def _chosen(self, costs: Costs, *, everything: bool = False) -> tuple[RankOffload, ...]:
-        # Without measured bytes the limit can't be planned for: the copier alone keeps to it.
+        # While the bytes are unknown, the plan can't keep to the limit: the copier's has_room does.
         limit = math.inf if everything else self._options.most_bytes
         is_late = everything or self._options.gib != "auto"
         return choose_offload(simulate(self._timetable, costs), costs, limit, late=is_late)
 
     def step_done(self, recorder: Recorder | None) -> bool:
-        """Called after each step: returns whether there is a new plan. Collective over the pipeline."""
+        """Called after each step. Returns whether there is a new plan. Collective over the pipeline."""
         self._num_steps += 1
         if not self.is_measuring or self._num_steps < _MEASURED_STEPS:
             return False
-        if recorder is None or recorder.is_empty:  # it took levels of memory, not times
+        if recorder is None or recorder.is_empty:  # a MemoryRecorder took levels of memory instead of times
             return False
         timeline = measured_timeline(recorder, self._timetable, self._group)
         saved, deferred = (self._bytes_of_all(name) for name in ("saved", "deferred"))
@@ -186,29 +190,29 @@ class OffloadPlan:
         times = measured_costs(timeline)
         self.costs = type(times)(**{**times.numbers, "host": host}).in_bytes(saved, deferred)
         self.plan = self._chosen(self.costs)
-        self.copier.clear()  # the spaces of the first steps, in which more left
+        self.copier.clear()  # more left in the first steps, so their spaces are too many
         return True
 
     def _bytes_of_all(self, name: str) -> list[int]:
-        """The bytes of such a value that left, for each stage of the pipeline. Collective."""
+        """For each stage of the pipeline, the bytes that left of its values of this name. Collective."""
         found = {
             stage: each for some in gather(self.nbytes(name), self._group) for stage, each in some.items()
         }
         return [found[stage] for stage in range(self._timetable.num_stages)]
 
     def end(self) -> None:
-        """Raise RuntimeError if the step left anything over."""
+        """End a step: trim the pool. Raises RuntimeError if an offloaded value has had no Await."""
         for each in self.offloads.values():
             each.end()
         self.copier.trim()
 
     def abandon(self) -> None:
-        """Let all stages drop what a failed step has left."""
+        """Let all stages drop the tensors that a failed step has left."""
         for each in self.offloads.values():
             each.abandon()
 
     def close(self) -> None:
-        """Give up host memory, or the file. The caller's own copier stays usable."""
+        """Free the host memory, or delete the file. A Copier that the caller made stays usable."""
         self.abandon()
         if self.copier is self._options.to:
             self.copier.clear()
@@ -223,9 +227,9 @@ def _value(given: tuple[int, int] | Value) -> Value:
 def _host_ms(
     copies: Sequence[CopySpan], timetable: Timetable, nbytes: Mapping[str, Sequence[int]]
 ) -> list[float]:
-    """Costs.host from measured copies: for each stage the time of the slower direction, 0 without copies.
+    """Costs.host from measured copies: for each stage, the time of a copy in the slower direction.
 
-    nbytes: per name of a value the bytes of each stage.
+    0 for the stages of a rank that copied nothing. nbytes: {name of the value: bytes of each stage}.
     """
     ms_per_byte = []
     for rank in range(timetable.num_ranks):

@@ -4,11 +4,12 @@
     ...
     2W7  weight a: gradient -> states, weight updated, gradient dropped; ...
 
-So at any time one parameter's gradient exists. torch-optimi's optimizers do this: a step with
-`optimizer_accumulation` set changes the states alone. Their moving averages take each microbatch as a step of
-its own, so they expect the gradient of a microbatch's mean loss: the factor 1 / num_microbatches that the
-pipeline's gradients have is taken out again. The result approximates that of summed gradients, since betas
-apply per microbatch; it equals optimi's own accumulation over the same microbatches.
+So only one parameter's gradient exists at a time. torch-optimi's optimizers support this: with
+`optimizer_accumulation` set, their step changes the states and not the weight. Their moving averages treat
+each microbatch as a step, and expect the gradient of the microbatch's mean loss. So the factor
+1 / num_microbatches, which the pipeline's gradients have, is taken out again. The result only approximates
+that of summed gradients, since a beta applies per microbatch. It equals the result of optimi's own
+accumulation over the same microbatches.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from zbpp.runtime.partial_updates import OneByOne, is_optimi
 
 
 class OptimizerAccumulation:
-    """Gives each leaf's gradient of each microbatch to the optimizer as soon as it is complete. A Release.
+    """A Release that gives each microbatch's gradient of a leaf to the optimizer as soon as it is complete.
 
-    parts: per stage the parameters that get gradients from its W's. Raises ValueError for an optimizer that
+    parts: {stage: the parameters that get gradients from its W's}. Raises ValueError for an optimizer that
     can't accumulate.
     """
 
@@ -41,13 +42,13 @@ class OptimizerAccumulation:
         self._updates = OneByOne(optimizer)
         self._parts = {stage: list(each) for stage, each in parts.items()}
         self._num_microbatches = num_microbatches
-        self._optimized: set[int] = set()  # ids
-        self._accumulated: set[int] = set()  # ids of those whose update is to come
+        self._optimized: set[int] = set()  # ids of the parameters that the optimizer holds
+        self._accumulated: set[int] = set()  # ids of parameters with gradients in the states, not updated yet
         self.has_updated = False
-        self.squares: dict[int, Tensor] = {}  # a norm of summed gradients does not exist
+        self.squares: dict[int, Tensor] = {}  # stays empty: no summed gradient exists that has a norm
 
     def begin(self, loss_scale: float, *, has_graph: bool) -> None:
-        """See Release. A gradient from the caller's graph would come after the update; `finish` finds it."""
+        """See Release. `finish` refuses a gradient from the caller's graph, which comes after the update."""
         self.has_updated = False
         self._accumulated.clear()
         self._optimized = set(map(id, parameters_of(self.optimizer)))
@@ -55,12 +56,12 @@ class OptimizerAccumulation:
         self._updates.begin()
 
     def leaf_done(self, stage: int, microbatch: int) -> Done:
-        """Let W of the last microbatch update the parameters, and the W's before it the states alone."""
+        """In the last microbatch, W updates the weights; before it, W changes the states alone."""
         self.optimizer.optimizer_accumulation = microbatch + 1 < self._num_microbatches
         return self._take
 
     def complete(self, stage: int) -> None:
-        """Update those that the last microbatch did not reach, as for a gradient of zero."""
+        """Update the parameters that got no gradient in the last microbatch, as with a gradient of zero."""
         self.optimizer.optimizer_accumulation = False
         for parameter in self._parts[stage]:
             if id(parameter) in self._accumulated:
@@ -68,12 +69,12 @@ class OptimizerAccumulation:
                 self._take(parameter)
 
     def finish(self) -> None:
-        """Raise RuntimeError for gradients that are not from a W of this step."""
+        """Raise RuntimeError if a parameter has a gradient now, which no W of its stage has made."""
         late = [each for each in parameters_of(self.optimizer) if each.grad is not None]
         if late:
             raise RuntimeError(
                 f"{len(late)} parameters got a gradient outside of their stage's W, from a graph of the "
-                "caller or a hook, and their states do not contain it: write gradient_release=step"
+                "caller or a hook, so it is not in the optimizer's states: write gradient_release=step"
             )
         self._updates.finish()
 
@@ -100,12 +101,12 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if group.get("momentum") == 0:
             raise ValueError(
-                "SGD without momentum has no state that could take gradients, and only the last microbatch "
-                "would count: write momentum=0.9, dampening=True, or gradient_release=step"
+                "SGD without momentum has no state that could take up gradients, so only the last "
+                "microbatch's would count: write momentum=0.9, dampening=True, or gradient_release=step"
             )
         is_decoupled = group.get("decouple_wd", True) or group.get("decouple_lr", False)
         if group["weight_decay"] and not is_decoupled:
             raise ValueError(
-                f"weight_decay={group['weight_decay']:g} is added to the gradient (L2), in accumulate to the "
-                "last microbatch's alone: write decouple_wd=True, or gradient_release=step"
+                f"weight_decay={group['weight_decay']:g} is added to the gradient (L2), with accumulate only "
+                "to the last microbatch's: write decouple_wd=True, or gradient_release=step"
             )

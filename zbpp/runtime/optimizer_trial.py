@@ -1,8 +1,8 @@
-"""Does an optimizer update parameters one by one, so that parts of them can be updated at different times?
+"""Trials on throwaway parameters: can an optimizer update some parameters at another time than others?
 
-Two copies of the optimizer, over throwaway parameters, take the same steps: one updates all parameters
-together, the other one part after the other. Whatever differs afterwards, a parameter or a value that the
-optimizer keeps for all parameters (a count of steps in a group), is the reason why parts don't work.
+Two copies of the optimizer take the same steps. One copy updates all parameters together; the other updates
+two parts of them, one after the other. If a parameter differs afterwards, or a value that the optimizer keeps
+for several parameters (a count of steps in a group), the optimizer can't update its parameters in parts.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from zbpp.runtime.mesh import is_split, local_of, whole_of
 
 _NUM_STEPS = 3
-_GRADIENTS = (0.1, 7.0)  # of part 0 and of part 1
-_RATE = 0.01  # a schedule may begin at 0, where no update could be seen
-# These attributes of an optimizer are made anew for its copy; `step` is a learning rate schedule's wrapper.
+_GRADIENTS = (0.1, 7.0)  # size of the gradients of part 0 and of part 1
+_RATE = 0.01  # in place of the optimizer's own, which may be 0 at first: then no update could be seen
+# Attributes that a copy of an optimizer does not take over. `step`: the wrapper of a learning rate schedule.
 _NOT_COPIED = ("state", "param_groups", "step")
 
 
 def refusal_of_parts(optimizer: torch.optim.Optimizer) -> str:
-    """Why the optimizer can't update parts of its parameters by themselves, or nothing."""
+    """Why the optimizer can't update its parameters in parts; "" if it can."""
     _, *arguments = inspect.signature(type(optimizer).step).parameters.values()
     if any(each.default is each.empty and each.kind in _POSITIONAL for each in arguments):
         return "its step needs a closure that computes all gradients again"
@@ -42,9 +42,9 @@ def refusal_of_parts(optimizer: torch.optim.Optimizer) -> str:
 
 
 def refusal_of_ranks(optimizer: torch.optim.Optimizer) -> str:
-    """Why ranks can't update their own parameters each with an optimizer of its own, or nothing.
+    """Why each rank can't update its own parameters with an optimizer of its own; "" if each can.
 
-    The same trial, but the parts are updated by two copies that don't know of each other.
+    In this trial two separate copies of the optimizer update one part each.
     """
     if not any(group["params"] for group in optimizer.param_groups):
         return ""
@@ -66,10 +66,10 @@ def refusal_of_ranks(optimizer: torch.optim.Optimizer) -> str:
 
 
 def refusal_of_shards(optimizer: torch.optim.Optimizer) -> str:
-    """Why the optimizer can't update parameters that are split over processes (DTensors), or nothing.
+    """Why the optimizer can't update parameters that are split over processes (DTensors); "" if it can.
 
-    Its steps on small DTensors are compared with those on the whole tensors. Collective over the processes
-    that hold parts of a parameter.
+    This trial compares steps on small DTensors with steps on the same tensors unsplit. Collective over the
+    processes that hold parts of a parameter.
     """
     if not any(hasattr(each, "device_mesh") for group in optimizer.param_groups for each in group["params"]):
         return ""
@@ -83,15 +83,15 @@ def refusal_of_shards(optimizer: torch.optim.Optimizer) -> str:
     except Exception as error:  # whatever an optimizer raises on DTensors
         return f"a trial step failed ({type(error).__name__}: {error})"
     for old, one, other in zip(before, whole.parameters(), gathered, strict=True):
-        # What an optimizer rounds, it may round in another order: Muon multiplies in bfloat16.
+        # On shards an optimizer may round in another order: Muon multiplies matrices in bfloat16.
         allowed = 0.05 * (one - old).abs().max() + torch.finfo(one.dtype).eps
         if not bool((one - other).abs().max() <= allowed):
-            return "a part of a parameter is updated otherwise than the whole parameter"
+            return "its update of a split parameter differs from its update of the whole parameter"
     return ""
 
 
 def _small_whole(parameter: Tensor) -> nn.Parameter:
-    """As `_throwaway`, but several rows for each process that a DTensor is split over."""
+    """As `_throwaway`, but with at least two rows for each process that a DTensor is split over."""
     size = 2 * parameter.device_mesh.size() if hasattr(parameter, "device_mesh") else 2
     shape = (size,) * parameter.dim()
     return nn.Parameter(torch.ones(shape, dtype=parameter.dtype, device=local_of(parameter).device))
@@ -103,7 +103,7 @@ def _small_split(parameter: Tensor) -> nn.Parameter:
 
 
 def _split_as(parameter: Tensor, whole: Tensor) -> Tensor:
-    """The whole tensor, split as the parameter is; itself if the parameter is no DTensor."""
+    """`whole` as a DTensor that is split as the parameter is; unchanged if the parameter is no DTensor."""
     mesh: Any = getattr(parameter, "device_mesh", None)
     if mesh is None:
         return whole
@@ -133,7 +133,10 @@ def _difference(optimizer: torch.optim.Optimizer, *, is_sparse: bool) -> str:
 
 
 class _Trial:
-    """A copy of an optimizer over two throwaway parameters in place of each group's, which `make` makes."""
+    """A copy of an optimizer, whose groups have two throwaway parameters each, one for each of two parts.
+
+    make: makes a throwaway parameter like a given one.
+    """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, make: Callable[[Tensor], nn.Parameter] | None = None
@@ -161,7 +164,7 @@ class _Trial:
         return [each for part in self.parts for each in part]
 
     def step(self, number: int, parts: Iterable[int], *, is_sparse: bool) -> None:
-        """Update the parameters of some parts; part 0 has gradients of another size than part 1."""
+        """Update the parameters of these parts. The gradients of part 1 are larger than those of part 0."""
         wanted = {id(each) for part in parts for each in self.parts[part]}
         whole = [group["params"] for group in self._optimizer.param_groups]
         for size, part in zip(_GRADIENTS, self.parts, strict=True):
@@ -175,7 +178,7 @@ class _Trial:
             group["params"] = parameters
 
     def shared_values(self) -> dict[str, Any]:
-        """What the optimizer keeps for several parameters: values of groups, attributes, other states."""
+        """The values that belong to no single parameter: those of groups, attributes, other states."""
         optimizer = self._optimizer
         values = {
             f"{name!r} of a group": [group[name] for group in optimizer.param_groups]
@@ -194,14 +197,14 @@ class _Trial:
 
 
 def _gradient(parameter: Tensor, size: float) -> Tensor:
-    """One whose rows differ."""
+    """A gradient for the parameter, split as the parameter is, whose rows differ."""
     numbers = torch.arange(1, parameter.numel() + 1, device=local_of(parameter).device)
     whole = (size * numbers * (numbers % 3 - 0.8)).to(parameter.dtype).reshape(parameter.shape)
     return _split_as(parameter, whole)
 
 
 def _throwaway(parameter: Tensor) -> nn.Parameter:
-    """A small parameter of the same kind; of a DTensor a plain one."""
+    """A small plain parameter with as many dimensions, of the same dtype and device."""
     ones = torch.ones((2,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
     return nn.Parameter(ones)
 
@@ -216,7 +219,7 @@ def _group(group: dict[str, Any], parameters: list[nn.Parameter], known: dict[in
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two values are equal; objects of other kinds than numbers, texts and containers always are."""
+    """Whether two values are equal. Objects other than tensors, numbers, texts and containers always are."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one.detach(), other.detach())
     if isinstance(one, dict) and isinstance(other, dict):

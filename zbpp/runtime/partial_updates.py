@@ -1,7 +1,7 @@
 """An optimizer's step for some of its parameters, while the others wait for their gradients.
 
-torch's optimizers   param_groups hold only those parameters while `optimizer.step()` runs
-torch-optimi's       `optimizer.step(param=...)` for each, as its own gradient release does
+torch's optimizers           `optimizer.step()`, while param_groups hold only the parameters to update
+torch-optimi's optimizers    `optimizer.step(param=...)` for each parameter, as in optimi's gradient release
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ class PartialUpdates(Protocol):
     """Updates parameters of one optimizer, a part at a time."""
 
     def begin(self) -> None:
-        """Called before the first part of a step. Raises ValueError for what the user has made impossible."""
+        """Called before the first part of a step. Raises ValueError for hooks that can't run in parts."""
 
     def update(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Update some parameters from their `.grad`. They belong to the optimizer."""
+        """Update some of the optimizer's parameters from their `.grad`."""
 
     def finish(self) -> None:
         """Called after the last part of a step."""
 
 
 class RestrictedGroups:
-    """Any torch optimizer whose update of one parameter depends on this parameter alone.
+    """PartialUpdates of any torch optimizer whose update of a parameter depends on that parameter alone.
 
-    A hook by `register_step_post_hook` runs once, after the last part. Raises ValueError for an optimizer
-    that updates parameters together, and for one that needs a closure.
+    The optimizer's step post-hooks run once, after the last part. Raises ValueError for an optimizer whose
+    update of one parameter depends on others, and for one that needs a closure.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -49,7 +49,7 @@ class RestrictedGroups:
         self._optimizer = optimizer
 
     def begin(self) -> None:
-        """Raise ValueError if there are hooks that would see parts where they expect the whole."""
+        """Raise ValueError for step hooks that would run for each part instead of once."""
         hooks: Iterable[Any] = (
             self._optimizer._optimizer_step_pre_hooks,
             torch_optimizer._global_optimizer_pre_hooks,
@@ -57,13 +57,13 @@ class RestrictedGroups:
         )
         if any(hooks):
             raise ValueError(
-                "the optimizer has a step pre-hook, or all optimizers have a step hook, which would run for "
-                "each stage, when the gradients of other stages are not complete: remove the hook, use "
-                "optimizer.register_step_post_hook, or write gradient_release=off"
+                "there is a step pre-hook of the optimizer, or a global step hook of all optimizers, which "
+                "would run for each stage, before the gradients of other stages are complete: remove the "
+                "hook, use optimizer.register_step_post_hook, or write gradient_release=off"
             )
 
     def update(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Run `optimizer.step()` with these parameters alone."""
+        """Run `optimizer.step()` for these parameters alone."""
         with _restricted(self._optimizer, set(map(id, parameters))), _without_post_hooks(self._optimizer):
             self._optimizer.step()
 
@@ -75,7 +75,7 @@ class RestrictedGroups:
 
 @contextmanager
 def _restricted(optimizer: torch.optim.Optimizer, wanted: set[int]) -> Iterator[None]:
-    """Within it the optimizer's groups hold only the parameters with these ids."""
+    """Within this context the optimizer's groups hold only the parameters with these ids."""
     whole = [(group, group["params"]) for group in optimizer.param_groups]
     try:
         for group, parameters in whole:
@@ -97,7 +97,10 @@ def _without_post_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 class OneByOne:
-    """An optimizer of torch-optimi made with gradient_release=True, which counts steps per parameter."""
+    """PartialUpdates of an optimizer of torch-optimi, which must be made with gradient_release=True.
+
+    Such an optimizer counts steps per parameter. Raises ValueError for one that was made without it.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         if not optimizer.defaults["gradient_release"]:
@@ -109,7 +112,7 @@ class OneByOne:
         self._optimizer: Any = optimizer
 
     def begin(self) -> None:
-        """Refuse step hooks, and let each parameter read its own group's learning rate."""
+        """Let each parameter read its own group's learning rate. Raises ValueError for step hooks."""
         optimizer = self._optimizer
         if (
             optimizer._optimizer_step_pre_hooks
@@ -121,7 +124,7 @@ class OneByOne:
                 "the optimizer has a step hook, which would run once for each parameter: remove the hook, or "
                 "write gradient_release=off"
             )
-        # load_state_dict leaves copies of the groups here, which a learning rate schedule does not reach.
+        # After load_state_dict these are copies of the groups, which learning rate schedules do not change.
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 optimizer.state[parameter]["group"] = group
@@ -133,7 +136,7 @@ class OneByOne:
                 self._optimizer.step(param=parameter)
 
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """Nothing: there are no step hooks to run."""
 
 
 def is_optimi(optimizer: torch.optim.Optimizer) -> bool:
@@ -143,5 +146,5 @@ def is_optimi(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def partial_updates(optimizer: torch.optim.Optimizer) -> PartialUpdates:
-    """Updates of the optimizer's parameters in parts. Raises ValueError if it can't do that."""
+    """The PartialUpdates of an optimizer. Raises ValueError if it can't update its parameters in parts."""
     return OneByOne(optimizer) if is_optimi(optimizer) else RestrictedGroups(optimizer)

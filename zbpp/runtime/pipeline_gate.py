@@ -1,4 +1,4 @@
-"""An update of the weights that a step waits for at its gate; what follows if it is lost.
+"""The part of Pipeline for post-validation: at its gate, a step waits until the last update is validated.
 
 See zbpp.PostValidation, which gives pipelines such updates, and zbpp/schedule/gate.py.
 """
@@ -16,31 +16,31 @@ from zbpp.runtime.posts import Posts
 
 
 class Gate(Protocol):
-    """An update of the weights that is not known to be right yet: see Pipeline.gate."""
+    """An update of the weights that is not validated yet: see Pipeline.gate."""
 
     def validate(self) -> bool:
-        """Wait until it is known, and make the weights right. Returns whether they were right."""
+        """Wait until all ranks know whether the update was right; redo it if not. Returns whether it was."""
 
     def open(self) -> None:
-        """Drop the gradients of the update: the next step adds its own from now on."""
+        """Drop the gradients of the update, after `validate`: the next step sums its own from now on."""
 
 
 class PipelineGate(PipelineEnd):
-    """The part of Pipeline that has to do with its gate."""
+    """The part of Pipeline for post-validation. gate: the update that is not validated yet; None: none."""
 
     place: Place
     loss_scale: float
     gate: Gate | None = None
     _timeout: float
-    _lost_update = ""  # why the weights are those of no step
-    # An update was done again outside of a step. Other ranks may learn so at their gates only, where their
-    # step begins again: then this rank's has to, too.
+    _lost_update = ""  # why the weights belong to no step, if an update failed
+    # Whether an update was redone outside of a step. Another rank may learn of it only at the gate of its
+    # next step, which then begins again. So this rank's next step has to begin again, too.
     _begins_again = False
 
     def settle(self) -> None:
-        """Wait for an update that is not known to be right yet; afterwards the weights are.
+        """Validate the last update, if it is not validated yet; afterwards the weights are final.
 
-        Raises RuntimeError if that failed before: the weights may be wrong for good.
+        Raises RuntimeError if an update has failed: the weights may then be wrong for good.
         """
         if self._lost_update:
             raise RuntimeError(self._lost_update)
@@ -60,7 +60,7 @@ class PipelineGate(PipelineEnd):
         return call
 
     def _pass_gate(self, gate: Gate, call: Call) -> Call | None:
-        """Settle an update at the gate of a step. Returns the step's new call, if it has to begin again."""
+        """Validate an update at the gate of a step. Returns the call of the step if it has to begin again."""
         was_right = self._validated(gate)
         gate.open()
         return None if was_right else call._replace(loss_scale=self.loss_scale)
@@ -74,7 +74,7 @@ class PipelineGate(PipelineEnd):
             raise
 
     def give_up(self, why: str) -> None:
-        """End this pipeline, whose weights are not those of any step."""
+        """End this pipeline, since its weights belong to no step."""
         self._lost_update = (
             f"{why}: load weights and optimizer states of an earlier step, and make a new Pipeline"
         )
@@ -82,9 +82,10 @@ class PipelineGate(PipelineEnd):
         self._end(why)
 
     def posts(self) -> Posts:
-        """What the ranks post about updates that later steps have a gate for. The first call is collective.
+        """The Posts by which ranks share the norms of their gradients. The first call is collective.
 
-        From then on each step notes whether a stage changes its inputs in place (`has_changed_inputs`).
+        After the first call, each step finds out whether a stage changes its inputs in place
+        (`has_changed_inputs`).
         """
         if self._engine.posts is None:
             self._engine.posts = Posts(self.place, self._timeout)
@@ -92,10 +93,10 @@ class PipelineGate(PipelineEnd):
 
     @property
     def gate_refusal(self) -> str:
-        """Why no step of this rank can have a gate, or nothing."""
+        """Why no step of this rank can have a gate; "" if steps can."""
         return self._engine.gate_refusal
 
     @property
     def has_changed_inputs(self) -> bool:
-        """Whether a stage of this rank has changed what a step was given; False until `posts` is called."""
+        """Whether a stage of this rank changes a step's inputs in place; False until `posts` is called."""
         return self._engine.has_changed_inputs

@@ -1,4 +1,4 @@
-"""Steps of a pipeline that update the weights themselves, and drop the gradients: gradient_release.py."""
+"""The part of Pipeline for gradient release (gradient_release.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PipelineRelease(PipelineEnd):
     stages: dict[int, nn.Module]
     place: Place
     _loss_fn: Loss | None
-    _late: list[nn.Parameter]  # their gradients are final only when all stages' are
+    _late: list[nn.Parameter]  # parameters whose gradients are final only when all stages have run their W's
     _release_arguments: dict[str, Any]
 
     def release_gradients(
@@ -28,25 +28,26 @@ class PipelineRelease(PipelineEnd):
     ) -> None:
         """From the next step on, `step` updates this rank's weights itself and drops their gradients.
 
-        A stage is updated behind its last W, or when its gradients have been reduced over replicas and
-        shards; shared and tied parameters at the end. Losses are those of a loop with `optimizer.step()`
-        after each step, to the last bit. Such a loop goes on without it, and without zero_grad; the
-        learning rate may be changed between steps, also by torch's schedulers.
+        A stage is updated behind its last W; with replicas or shards, when its gradients have been reduced.
+        Shared and tied parameters are updated at the end. Losses equal, to the last bit, those of a loop that
+        calls `optimizer.step()` after each step. Remove that call and `zero_grad` from the loop. The learning
+        rate may be changed between steps, also by torch's schedulers.
 
-        optimizer: of all or some of `parameters()`; gradients of others stay, as without release.
+        optimizer: of all or some of `parameters()`; the gradients of the other parameters stay.
         accumulate: each microbatch's gradients go into the states of an optimizer of torch-optimi, and are
-        dropped one by one; see zbpp/runtime/optimizer_accumulation.py. keep_squares: `released_squares` then
-        has what the norm is made of; not with accumulate.
+        dropped one by one; see zbpp/runtime/optimizer_accumulation.py. keep_squares: fill `released_squares`,
+        from which the norm is computed; without effect if accumulate is set.
 
-        Gradients are gone when `step` returns: nothing can clip them by their norm, scale them, or skip an
-        update because one is infinite or NaN. A step that fails may have updated some weights, and no
-        step may follow it. Raises ValueError, on every rank, for what can't work. Collective over the mesh.
+        The gradients are gone when `step` returns: nothing can clip them by their norm, scale them, or skip
+        an update because a gradient is infinite or NaN. A step that fails may have updated some weights, and
+        no step may follow it. Raises ValueError, on every rank, for an optimizer, a stage or a mesh that
+        gradient release can't go with. Collective over the mesh.
         """
         self.meet("release_gradients")
         release, refusal = None, ""
         if self._release_arguments.get("optimizer", optimizer) is not optimizer:
             refusal = (
-                "gradients are released to another optimizer already, and one call replaces the other: make "
+                "gradients are released to another optimizer already, and a pipeline can have only one: make "
                 "one optimizer with a group for each kind of parameters"
             )
         loss = self._loss_fn if isinstance(self._loss_fn, nn.Module) else nn.Module()
@@ -77,10 +78,10 @@ class PipelineRelease(PipelineEnd):
 
     @property
     def releases_gradients(self) -> bool:
-        """Whether steps update the weights themselves, and leave no gradients."""
+        """Whether `step` updates the weights itself and drops the gradients."""
         return bool(self._release_arguments)
 
     @property
     def released_squares(self) -> Mapping[int, Tensor]:
-        """By id of each parameter that the last step updated, its gradient's sum of squares; see above."""
+        """{id of a parameter that the last step updated: its gradient's sum of squares}; see keep_squares."""
         return self._engine.released_squares

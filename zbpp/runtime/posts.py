@@ -1,7 +1,8 @@
 """A gather in two halves: each process posts a value and goes on; later it collects the values of all.
 
-Values travel through the job's store. A process posts its value k + 1 only after it has collected all values
-k; so when it posts value k, everybody has collected the values k - 2, and it removes its own.
+Values travel through the job's store. A process posts its value k + 1 only after it has collected the values
+k of all processes. So when a process posts its value k, all processes have posted their values k - 1, and
+before that collected the values k - 2: the process then deletes its own value k - 2 from the store.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from zbpp.runtime.groups import Store, job_store, unique_name
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.world import CommunicationError
 
-_SLICE = 1.0  # s; how often a process that waits looks whether another one has given up
+_SLICE = 1.0  # s; a waiting process looks so often whether another process has given up
 
 
 class Posts:
-    """Values that the processes of a mesh exchange without waiting for each other.
+    """Values that the processes of a mesh post without waiting for each other.
 
-    timeout: seconds that `collect` may wait. Collective.
+    timeout: how long `Ticket.collect` may wait, in seconds. Collective.
     """
 
     def __init__(self, place: Place, timeout: float) -> None:
         self._timeout, self._number = timeout, 0
-        # The same order as that of `place.gather`, by construction.
+        # Gathered, so that the values of `collect` are in the order of `place.gather`.
         everyone = place.gather(place.broadcast(unique_name()) if dist.is_initialized() else "")
         names = place.gather(dist.get_rank() if dist.is_initialized() else 0)
         self._names = [str(name) for name in names]
@@ -36,7 +37,7 @@ class Posts:
         self._store: Store | None = job_store(f"{everyone[0]}/posts") if len(names) > 1 else None
 
     def post(self, value: Any) -> Ticket:
-        """Make a value known to all processes. Returns at once; the values before it must be collected."""
+        """Post a value to all processes, and return at once. The previous Ticket must have been collected."""
         number = self._number
         self._number += 1
         if self._store is not None:
@@ -47,7 +48,7 @@ class Posts:
         return Ticket(self, number, value)
 
     def give_up(self, why: str) -> None:
-        """Let processes that wait for this one's value stop waiting."""
+        """Let the processes that wait for a value of this process stop waiting."""
         if self._store is not None:
             self._store.set("over", f"rank {self._mine}: {why}")
 
@@ -67,7 +68,7 @@ class Posts:
             try:
                 store.wait(keys, timedelta(seconds=min(_SLICE, remaining)))
             except RuntimeError:
-                continue  # not there yet
+                continue  # some value is not posted yet
 
     def _complaint(self, store: Store, keys: list[str]) -> str:
         reason = store.get("over").decode() if store.check(["over"]) else f"after {self._timeout:g} s"
@@ -76,15 +77,15 @@ class Posts:
 
 
 class Ticket(NamedTuple):
-    """A value that was posted."""
+    """A value that this process has posted, and the number under which all processes post theirs."""
 
     posts: Posts
     number: int
     value: Any
 
     def collect(self) -> list[Any]:
-        """The values of all processes, in the order of `place.gather`; waits until all are there.
+        """The values of all processes, in the order of `place.gather`; waits until all have posted.
 
-        Raises CommunicationError, with the ranks whose values are missing.
+        Raises CommunicationError, which names the ranks whose values are missing.
         """
         return self.posts._collect(self.number, self.value)

@@ -1,4 +1,4 @@
-"""Which parameters are released where; what gradient release can't be composed with, seen before a step."""
+"""Makes the Release of a rank's stages, and refuses what gradient release can't go with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zbpp.runtime.mesh import REPLICATE, SHARD, Place
 from zbpp.runtime.optimizer_accumulation import OptimizerAccumulation
 from zbpp.runtime.weight_offload import offloaded_weights
 
-_STEP = "write gradient_release=step (accumulate=False)"
+_WRITE_STEP = "write gradient_release=step (accumulate=False)"
 
 
 def make_release(
@@ -27,15 +27,17 @@ def make_release(
     accumulate: bool,
     keep_squares: bool,
 ) -> Release:
-    """The Release of one rank's stages. late: parameters of several stages or ranks.
+    """The Release of one rank's stages.
 
-    of_loss: all parameters of the loss, on the rank that computes it. Raises ValueError for what can't work.
+    late: the parameters that several stages or ranks share. of_loss: all parameters of the loss, on the rank
+    that computes it. Raises ValueError for an optimizer, a stage or a mesh that gradient release can't go
+    with.
     """
     of_loss = list(of_loss)
     if offloaded_weights(stages.values()) is not None:
         raise ValueError(
-            "the stages' weights are offloaded, and their gradients live in host memory: leave gradient "
-            "release off, or the weights on the device (memory.offload_weights=false)"
+            "the gradients of offloaded weights live in host memory, where gradient release would free no "
+            "device memory: leave gradient release off, or write memory.offload_weights=false"
         )
     own = [*dict.fromkeys([*(each for stage in stages.values() for each in stage.parameters()), *of_loss])]
     _check_parameters(optimizer, own)
@@ -54,7 +56,7 @@ def make_release(
         id(each) for index, stage in stages.items() if index != last_stage for each in stage.parameters()
     }
     if any(id(each) in in_stages for each in of_loss):
-        raise ValueError(f"the loss shares a parameter with a stage that is not the last: {_STEP}")
+        raise ValueError(f"the loss shares a parameter with a stage that is not the last: {_WRITE_STEP}")
     if last_stage in parts:
         parts[last_stage] += of_loss
     return OptimizerAccumulation(optimizer, parts, num_microbatches)
@@ -65,9 +67,9 @@ def _check_parameters(optimizer: torch.optim.Optimizer, own: list[nn.Parameter])
     optimized = set(map(id, parameters_of(optimizer)))
     if any(getattr(each, "main_grad", None) is not None for each in trained):
         raise ValueError(
-            "parameters have a main_grad (MasterWeights), memory that stays through all steps, so releasing "
-            "gradients would free nothing: write precision=bfloat16 with optimizer.kahan_sum=true, or "
-            "parallel.shard=2 or more, whose float32 gradients are released"
+            "parameters have a main_grad (MasterWeights), which stays allocated through all steps, so "
+            "gradient release would free nothing: write precision=bfloat16 with optimizer.kahan_sum=true, or "
+            "parallel.shard=2 or more, where the float32 gradients can be released"
         )
     if trained and not any(id(each) in optimized for each in trained):
         raise ValueError(
@@ -78,8 +80,9 @@ def _check_parameters(optimizer: torch.optim.Optimizer, own: list[nn.Parameter])
         for hook in (parameter._post_accumulate_grad_hooks or {}).values():
             if getattr(getattr(hook, "func", None), "__module__", "") == "optimi.gradientrelease":
                 raise ValueError(
-                    "prepare_for_gradient_release was called on a stage, and would update it in each "
-                    "microbatch: leave it out, or call optimi.remove_gradient_release(stage)"
+                    "optimi.prepare_for_gradient_release was called on a stage, and its hooks would update "
+                    "the stage in each microbatch: leave the call out, or call "
+                    "optimi.remove_gradient_release(stage)"
                 )
 
 
@@ -88,7 +91,7 @@ def _check_place(place: Place) -> None:
         if name in place.groups:
             raise ValueError(
                 f"accumulate with {name}={place.size(name)}: a gradient would have to be reduced over all "
-                f"processes in each microbatch before it enters the optimizer's state; {_STEP}"
+                f"processes in each microbatch before it enters the optimizer's state; {_WRITE_STEP}"
             )
 
 
@@ -99,12 +102,12 @@ def _check_accumulated(
     if any(id(each) in optimized and each.requires_grad for each in late):
         raise ValueError(
             "accumulate with a parameter that several stages share (tied weights): its gradient in a "
-            f"microbatch is complete only when all these stages have run their W; untie it, or {_STEP}"
+            f"microbatch is complete only when all these stages have run their W; untie it, or {_WRITE_STEP}"
         )
     if optimized - set(map(id, own)):
         raise ValueError(
             "accumulate with parameters in the optimizer that belong to no stage of this rank: make another "
-            f"optimizer for them, or {_STEP}"
+            f"optimizer for them, or {_WRITE_STEP}"
         )
 
 

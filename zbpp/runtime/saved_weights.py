@@ -1,4 +1,4 @@
-"""What autograd has saved of a block's weights, found in the graph of the block's outputs, and packed."""
+"""Finds the weights that autograd has saved in the graph of a block's outputs, and packs them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zbpp.runtime.weight_buffers import View
 
 
 class _Packed(NamedTuple):
-    """A view, and whether its values are the conjugate, or the negative, of what is in memory."""
+    """A packed saved tensor: its view, and whether its conjugate bit and its negative bit are set."""
 
     view: View
     is_conj: bool
@@ -23,10 +23,10 @@ class _Packed(NamedTuple):
 def pack_views(
     outputs: Iterable[Any], below: Iterable[Any], memory: Tensor, unpack: Callable[[View], Tensor]
 ) -> None:
-    """Pack every saved tensor that is a view of this memory as a View, which `unpack` turns into a tensor.
+    """Pack every saved tensor that is a view of this memory; `unpack` makes a tensor of its View later.
 
-    The graph is searched from the outputs down to the nodes `below`. Tensors that other saved-tensor hooks
-    have packed are left alone.
+    The search goes through the graph from the outputs down to the nodes `below`, which it does not enter. A
+    tensor that other saved-tensor hooks have packed stays as it is.
     """
     start = memory.untyped_storage().data_ptr()
 
@@ -69,13 +69,13 @@ def _starts_at(tensor: Tensor, start: int) -> bool:
 
 
 def nodes_of(tensors: Iterable[Any]) -> list[Any]:
-    """The nodes that these tensors were computed by; other values are passed over."""
+    """The graph nodes that computed these tensors; values that are no tensors are passed over."""
     return [tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor) and tensor.grad_fn is not None]
 
 
 @cache
 def _saved_names(cls: Any) -> list[tuple[str, str]]:
-    """The attributes of a type of node: (its raw saved tensors, what they hold)."""
+    """For a type of node: (attribute with its raw saved tensors, attribute with their values)."""
     raws = [name for name in dir(cls) if name.startswith("_raw_saved_")]
     return [
         (

@@ -1,4 +1,4 @@
-"""Squared norms of gradients, in float64: what the norm over all ranks is made of."""
+"""The squared norm of a gradient, in float64. The norm over all ranks is the root of the sum of these."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def square_of(gradient: Tensor) -> Tensor:
 
 
 def _values(gradient: Tensor) -> Tensor:
-    """This process's part of a gradient; of a sparse one its entries, summed where an index occurs twice."""
+    """This process's part of a gradient; for a sparse gradient, its values, with equal indices summed."""
     return gradient.coalesce().values() if gradient.is_sparse else local_of(gradient)

@@ -1,4 +1,4 @@
-"""The blocks of stages whose weights are offloaded: found, and refused where offloading would be wrong."""
+"""The blocks of stages whose weights are offloaded, and the checks that refuse what can't be offloaded."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from zbpp.runtime.blocks import blocks_of
 from zbpp.runtime.weight_buffers import Piece, View, is_dense
 
 ATTRIBUTE = "_zbpp_offloaded_weights"
-"""The attribute of a stage whose weights are offloaded."""
+"""The name of the attribute by which a stage refers to its OffloadedWeights."""
 
 
 class Block:
-    """The weights of one block: their places, and their memory on the host.
+    """The weights of one block, their host memory, and their places in a device buffer.
 
-    host, homes: that memory, and the weights in it. grads: host memory of the same form for the gradients;
-    empty until W has computed one. beside: {+1: the block after this one in the stage, -1: the block before}.
+    piece: the place of each weight in host memory and in a buffer. host: the host memory of all weights;
+    homes: the weights as views of it. grads: host memory of the same layout for the gradients; empty until
+    the first W. beside: {+1: the next block of the stage, -1: the previous block}.
     """
 
     def __init__(self, name: str, module: nn.Module, parameters: list[nn.Parameter]) -> None:
@@ -31,11 +32,12 @@ class Block:
         self.piece = Piece(parameters)
         self.host = self.grads = torch.empty(0)
         self.homes: list[Tensor] = []
-        self.given: dict[int, weakref.ref[Tensor]] = {}  # the gradients in `grads` that were given out
+        # {number of the parameter: its gradient in `grads`}, while somebody refers to the gradient.
+        self.given: dict[int, weakref.ref[Tensor]] = {}
         self.beside: dict[int, Block] = {}
 
     def neighbours(self, direction: int) -> list[Block]:
-        """The block that is used next; none at the end of a stage."""
+        """The next (+1) or the previous (-1) block of the stage, in a list; empty at the end of the stage."""
         return [self.beside[direction]] if direction in self.beside else []
 
     def version(self) -> int:
@@ -43,32 +45,33 @@ class Block:
         return sum([each._version for each in self.parameters])
 
     def move_to(self, host: Tensor) -> None:
-        """Copy the weights to host memory, where the parameters then are."""
+        """Copy the weights to this host memory, and let the parameters refer to it."""
         self.host, self.homes = host, self.piece.views(host)
         for parameter, home in zip(self.parameters, self.homes, strict=True):
             home.copy_(parameter.detach())
             parameter.data = home
 
     def take_in(self) -> None:
-        """Copy weights that were given other memory (`parameter.data = ...`) to the host's.
+        """Copy to `host` the weights that got other memory (`parameter.data = ...`).
 
-        Raises RuntimeError for a weight that has another shape or dtype.
+        Raises RuntimeError for a weight that got another shape or dtype.
         """
         for parameter, home in zip(self.parameters, self.homes, strict=True):
             if parameter.data_ptr() == home.data_ptr():
                 continue
             if (parameter.shape, parameter.dtype) != (home.shape, home.dtype):
                 raise RuntimeError(
-                    f"a weight of {self.name} got another shape or dtype after its weights were offloaded: "
-                    "change weights before OffloadedWeights is made"
+                    f"a weight of {self.name} got another shape or dtype after OffloadedWeights was made: "
+                    "change shapes and dtypes before"
                 )
             home.copy_(parameter.detach())
             parameter.data = home
 
     def gradient_home(self, number: int, empty: Callable[[int], Tensor]) -> Tensor:
-        """Host memory for a gradient: the same as before, unless the caller keeps the gradient of before.
+        """Host memory for a parameter's gradient.
 
-        empty: makes host memory.
+        It is the gradient's place in `grads`; new memory if the caller still holds an earlier gradient there.
+        empty: makes host memory of so many bytes.
         """
         parameter, given = self.parameters[number], self.given.get(number)
         if given is not None and given() is not None:
@@ -83,7 +86,7 @@ class Block:
 
     @contextmanager
     def in_memory(self, memory: Tensor) -> Iterator[None]:
-        """Within it the parameters are in this memory, afterwards in host memory again."""
+        """Within this context the parameters are in this memory; afterwards they are in host memory."""
         views = self.piece.views(memory)
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
@@ -94,22 +97,22 @@ class Block:
             self.go_home()
 
     def go_home(self) -> None:
-        """Let the parameters be in host memory."""
+        """Let the parameters refer to host memory."""
         for parameter, home in zip(self.parameters, self.homes, strict=True):
             parameter.data = home
 
 
 def check_stages(stages: Any) -> None:
-    """Raise TypeError for what is no mapping of stages, ValueError for stages that are offloaded already."""
+    """Raise TypeError if `stages` is no mapping of modules, ValueError if a stage is offloaded already."""
     if not isinstance(stages, Mapping) or not all(isinstance(each, nn.Module) for each in stages.values()):
         raise TypeError("OffloadedWeights takes {index: stage}: write OffloadedWeights({0: stage}, ...)")
     again = [index for index, stage in stages.items() if ATTRIBUTE in vars(stage)]
     if again:
-        raise ValueError(f"the weights of stage {again[0]} are offloaded already: make one OffloadedWeights")
+        raise ValueError(f"the weights of stage {again[0]} are offloaded already: call OffloadedWeights once")
 
 
 def find_blocks(index: int, stage: nn.Module) -> list[Block]:
-    """The blocks of a stage. Raises ValueError for one that can't be offloaded."""
+    """The blocks of a stage that have parameters. Raises ValueError for a block that can't be offloaded."""
     modules = [*blocks_of(stage)] or [stage]
     names = {id(module): name for name, module in stage.named_modules()}
     blocks = []
@@ -123,7 +126,8 @@ def find_blocks(index: int, stage: nn.Module) -> list[Block]:
         _refuse_views(name, module)
         if "forward" in vars(module):
             raise ValueError(
-                f"{name} recomputes, is compiled or has another forward of its own: offload weights first"
+                f"{name} recomputes, is compiled or has another forward of its own: make OffloadedWeights "
+                "before you change its forward"
             )
         if parameters:
             blocks.append(Block(name, module, parameters))
@@ -131,8 +135,8 @@ def find_blocks(index: int, stage: nn.Module) -> list[Block]:
     outside = [name for name, each in stage.named_parameters() if id(each) not in inside]
     if outside:
         raise ValueError(
-            f"{', '.join(outside)} of stage {index} belongs to no block of the stage, so nothing says when "
-            "it is used: put it into a module that is a child of the stage"
+            f"{', '.join(outside)} of stage {index} belongs to no block of the stage, so no forward tells "
+            "when it is needed: put it into a module that is a child of the stage"
         )
     return blocks
 
@@ -151,13 +155,13 @@ def _refuse(name: str, parameter: nn.Parameter) -> None:
 
 
 def _refuse_views(name: str, module: nn.Module) -> None:
-    """Raise ValueError for a buffer that shares memory with a weight: it would not follow the weight."""
+    """Raise ValueError for a module buffer that shares memory with a weight, and would not move with it."""
     weights = {storage._cdata for each in module.parameters() for storage in storages_of(each)}
     for buffer_name, buffer in module.named_buffers():
         if any(storage._cdata in weights for storage in storages_of(buffer)):
             raise ValueError(
-                f"the buffer {buffer_name} of {name} is a view of a weight, and would keep its old values "
-                "when the weight moves: make the view in forward, or let the buffer be a clone"
+                f"the buffer {buffer_name} of {name} is a view of a weight, and would keep the weight's old "
+                "values: make the view in forward, or let the buffer be a clone"
             )
 
 
@@ -170,7 +174,7 @@ def refuse_hooks(block: Block) -> None:
 def _refuse_hook(block: Block, parameter: nn.Parameter) -> None:
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise RuntimeError(
-            f"a weight of {block.name} has a hook, which would find no weight on the device: "
+            f"a weight of {block.name} has a hook, which would not find the weight's values on the device: "
             "remove the hook, or do not offload weights"
         )
     if getattr(parameter, "main_grad", None) is not None:
@@ -178,7 +182,7 @@ def _refuse_hook(block: Block, parameter: nn.Parameter) -> None:
 
 
 def refuse_shared(blocks: Sequence[Block]) -> None:
-    """Raise ValueError if blocks share a parameter or its memory, or two parameters of one share memory."""
+    """Raise ValueError if two blocks share a parameter, or two different parameters share memory."""
     for block in blocks:
         _refuse_overlap(block)
     owner: dict[int, Block] = {}
@@ -188,8 +192,8 @@ def refuse_shared(blocks: Sequence[Block]) -> None:
                 other = owner.setdefault(storage.data_ptr() if storage.nbytes() else id(parameter), block)
                 if other is not block:
                     raise ValueError(
-                        f"{other.name} and {block.name} share a parameter, which would have to be in two "
-                        "buffers: untie them, or do not offload weights"
+                        f"{other.name} and {block.name} share a parameter or its memory, which would have to "
+                        "be in two buffers: untie them, or do not offload weights"
                     )
 
 
@@ -199,17 +203,17 @@ def _refuse_overlap(block: Block) -> None:
     )
     if any(end > begin for (_, end), (begin, _) in pairwise(spans)):
         raise ValueError(
-            f"two parameters of {block.name} use the same memory, and would be two after offloading: let the "
-            "modules share one Parameter object, or do not offload weights"
+            f"two parameters of {block.name} use the same memory, and would get separate memory on the host: "
+            "let the modules share one Parameter object, or do not offload weights"
         )
 
 
 def raise_held(block: Block) -> NoReturn:
-    """Raise RuntimeError: somebody holds the weights of a block behind its forward."""
+    """Raise RuntimeError: after a block's forward, something still refers to the block's device memory."""
     raise RuntimeError(
-        f"the forward of {block.name} leaves a tensor that is a weight or a view of one: in its output, in "
-        "an attribute, in an autograd Function (as ctx.x, not by save_for_backward) or under saved-tensor "
-        "hooks. Its memory is needed for the next block: let the forward return or keep a clone"
+        f"after the forward of {block.name}, something refers to a weight or to a view of one: its output, "
+        "an attribute, an autograd Function (ctx.x in place of save_for_backward) or saved-tensor hooks. The "
+        "weight's device memory is needed for other blocks: let the forward return or keep a clone"
     )
 
 

@@ -1,10 +1,10 @@
-"""Where offloaded weights are: each block's in one piece of host memory, and in a device buffer while in use.
+"""The memory of offloaded weights: one piece of host memory per block, and device buffers.
 
-A block's parameters lie in its piece one behind the other, at the same places in host memory and in a device
-buffer: so one copy brings a block, and a view of a weight in one buffer is the same view in the other.
+A block's parameters lie one behind the other, at the same offsets in host memory and in every device buffer.
+So a single copy moves a block, and a view of a weight has the same offset and strides in every buffer.
 
     host     MemoryHost (pinned if the device is a GPU) or FileHost (a file per block, mapped into memory)
-    device   DeviceBuffers: two or more, of the largest block's size: while one is in use, another is filled.
+    device   DeviceBuffers: two or more, of the largest block's size; while one is in use, another is filled
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from zbpp.autograd.host_memory import refuse_more_than_available
 
-_ALIGNMENT = 256  # bytes: what kernels compute may depend on the alignment
+_ALIGNMENT = 256  # bytes; kernels may round differently for another alignment
 
 
 class Host(Protocol):
     """Memory outside the device."""
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        """So many bytes, from which copies go to `device`."""
+        """`nbytes` of memory, to be copied to `device` and back."""
 
 
 class MemoryHost:
@@ -40,7 +40,7 @@ class MemoryHost:
 
 
 class FileHost:
-    """Files in a folder, mapped into memory; each is deleted when nothing refers to it any more."""
+    """Unnamed files in a folder, mapped into memory. A file goes when nothing refers to its memory."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder, self._number = Path(folder), 0
@@ -50,7 +50,7 @@ class FileHost:
         path = self._folder / f"weights-{os.getpid()}-{self._number}"
         self._number += 1
         with path.open("x+b") as file:
-            path.unlink()  # the mapping keeps the memory of the file
+            path.unlink()  # the mapping keeps the content of the file
             os.posix_fallocate(file.fileno(), 0, nbytes)  # a full disk is an error here, not a crash later
             mapped = mmap.mmap(file.fileno(), nbytes)
         # Not torch.from_file: torch's profiler would count the file as the CPU's memory.
@@ -58,7 +58,7 @@ class FileHost:
 
 
 class Piece:
-    """The places of some tensors in one piece of memory."""
+    """The layout of some tensors in one piece of memory."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._views: list[tuple[torch.dtype, int, torch.Size, tuple[int, ...]]] = []
@@ -69,12 +69,12 @@ class Piece:
             self.nbytes += max(1, -(-each.nbytes // _ALIGNMENT)) * _ALIGNMENT
 
     def views(self, memory: Tensor) -> list[Tensor]:
-        """The tensors in this memory."""
+        """The tensors, as views of this memory."""
         return [View(*each).of(memory) for each in self._views]
 
 
 class View(NamedTuple):
-    """A tensor in a piece of memory: offset and strides count elements."""
+    """The place of a tensor in a piece of memory; offset and strides are in elements."""
 
     dtype: torch.dtype
     offset: int
@@ -82,13 +82,13 @@ class View(NamedTuple):
     stride: Sequence[int]
 
     def of(self, memory: Tensor) -> Tensor:
-        """The view of this memory. It has a count of in-place changes of its own."""
+        """The tensor, as a view of this memory, with a version counter of its own."""
         empty = torch.empty(0, dtype=self.dtype, device=memory.device)
         return empty.set_(memory.untyped_storage(), self.offset, self.shape, self.stride)
 
 
 class Content(Protocol):
-    """What a buffer can be filled with."""
+    """Host memory that a device buffer can be filled with: a Block."""
 
     host: Tensor
 
@@ -97,7 +97,7 @@ class Content(Protocol):
 
 
 class _Buffer:
-    """A piece of device memory, and what it holds. copied: the event after which it does, on CUDA."""
+    """A piece of device memory. content: what it holds; copied: on CUDA, the event at the end of the copy."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -107,9 +107,9 @@ class _Buffer:
 
 
 class DeviceBuffers:
-    """Buffers on the device; the one that was used longest ago is filled next.
+    """Buffers on the device; the least recently used one is filled next.
 
-    number: at least two. num_copies: how often one was filled.
+    number: at least two. num_copies: how many times a buffer has been filled.
     """
 
     def __init__(self, nbytes: int, device: torch.device, number: int = 2) -> None:
@@ -120,15 +120,15 @@ class DeviceBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Of all buffers."""
+        """The bytes of all buffers."""
         return sum(each.memory.nbytes for each in self._buffers)
 
     def memory(self) -> list[Tensor]:
-        """Both buffers."""
+        """The memory of all buffers."""
         return [each.memory for each in self._buffers]
 
     def load(self, content: Content) -> Tensor:
-        """The buffer that holds this content, for the work that is started next. It is then in use."""
+        """The buffer with this content, filled if need be. The buffer is in use until the next `load`."""
         self._in_use = buffer = self._find(content) or self._fill(content)
         self._touch(buffer)
         if self._stream is not None:
@@ -136,16 +136,16 @@ class DeviceBuffers:
         return buffer.memory
 
     def prefetch(self, contents: Iterable[Content]) -> None:
-        """Begin to fill a buffer that is not in use."""
+        """Start to fill a buffer that is not in use with each of these contents that no buffer holds."""
         for content in contents:
             self._touch(self._find(content) or self._fill(content))
 
     def some(self) -> Tensor:
-        """One of the buffers, for those who need memory on the device and not what is in it."""
+        """The memory of a buffer, for callers that need device memory with any content."""
         return self._in_use.memory
 
     def forget(self) -> None:
-        """Copy again whatever is loaded next: what is in host memory may have changed."""
+        """Drop the content of all buffers, since host memory may have changed: `load` copies again."""
         for each in self._buffers:
             each.content = None
 
@@ -168,7 +168,7 @@ class DeviceBuffers:
         if self._stream is None:
             target.copy_(content.host)
             return buffer
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # what reads the old content
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # it may read the old content
         with torch.cuda.stream(self._stream):
             target.copy_(content.host, non_blocking=True)
             buffer.copied = self._stream.record_event()
@@ -176,23 +176,26 @@ class DeviceBuffers:
 
 
 def num_buffers(budget: float | None, largest: int, num_blocks: int) -> int:
-    """How many buffers the budget allows beside the gradients of a block; two without a budget."""
+    """How many device buffers the budget allows, beside the gradients of one block; two without a budget.
+
+    largest: the bytes of the largest block. Raises ValueError if the budget is below three times that.
+    """
     if budget is None:
         return 2
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0:
         raise ValueError(f"budget={budget!r}: write a number of bytes, or None for the least")
     if 3 * largest > budget:
         raise ValueError(
-            f"budget={budget} bytes is too small for offloaded weights: two buffers for weights and "
-            f"the gradients of a block, each as large as the largest block, are {3 * largest} bytes; write a "
-            "budget of at least that, or stages of smaller blocks"
+            f"budget={budget} bytes is too small for offloaded weights: two buffers for weights and the "
+            f"gradients of one block, each as large as the largest block, take {3 * largest} bytes; write a "
+            "budget of at least that, or make the blocks smaller"
         )
     fits = num_blocks if largest == 0 or math.isinf(budget) else int(budget // largest) - 1
     return max(2, min(num_blocks, fits))
 
 
 def is_dense(parameter: nn.Parameter) -> bool:
-    """Whether the parameter's elements lie side by side, in any order of dimensions."""
+    """Whether the parameter's elements fill its memory without gaps, in any order of dimensions."""
     extent = sum(
         (size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
     )

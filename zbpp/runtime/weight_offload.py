@@ -1,21 +1,23 @@
-"""Weights that live in host memory, and are on the device from just before they are used until after.
+"""Weights that live in host memory, and are copied to the device block by block, for F and for B.
 
-    OffloadedWeights(stages, device)    once, before Pipeline and before the optimizer is made
+    OffloadedWeights(stages, device)    once, before the Pipeline and the optimizer are made
 
-    F   a block's forward finds its weights in a device buffer; the next block's are being copied meanwhile.
-        Behind it, what autograd has saved of the weights (a linear layer needs W for dx) is packed: as a
-        view, without memory.
-    B   when autograd unpacks such a view, the block's weights are brought into a buffer again, and the
-        copy of the block before begins.
-    W   block by block, the gradients that exist come to the device, W adds to them, and they go back.
+    F   While a block's forward runs, its weights are in a device buffer, and the weights of the next block
+        are copied to another buffer. After the forward, the weights that autograd has saved (a linear layer
+        needs its weight for dx) are packed as views without memory.
+    B   When autograd unpacks such a view, the block's weights are copied to a buffer again, and the copy of
+        the previous block starts.
+    W   Block by block: the block's gradients are copied to the device, W adds to them, and they are copied
+        back to the host.
 
-Between these, and whenever the caller looks, a parameter and its `.grad` are host memory. So the optimizer
-updates on the host, and its states are there. The device holds two buffers of the largest block's size for
-weights, and during a W the gradients of one block, whatever the number of blocks. A budget buys more buffers:
-with as many as there are blocks, the weights are copied once a step.
+At all other times, and whenever the caller looks, a parameter and its `.grad` are in host memory. So the
+optimizer updates on the host, and its states are there. The device holds two buffers of the largest block's
+size for weights, and during a W the gradients of one block, whatever the number of blocks. A larger budget
+gives more buffers: with one per block, the weights are copied once a step.
 
-A parameter keeps its identity: only `parameter.data` changes between host and device. Nobody may hold the
-device memory of a block behind its forward: this is checked by the number of references to the buffer.
+A parameter stays the same object: only `parameter.data` changes between host and device memory. Nothing may
+refer to a block's device memory after its forward. OffloadedWeights checks this by the number of references
+to the buffer's storage.
 """
 
 from __future__ import annotations
@@ -52,15 +54,18 @@ from zbpp.runtime.weight_buffers import DeviceBuffers, Host, MemoryHost, View, n
 
 
 class OffloadedWeights:
-    """Moves the weights of stages to the host; from now on the stages' blocks bring them when they run.
+    """Moves the weights of stages to host memory, and replaces the forward of each block.
 
-    stages: on the CPU, or on the device. A block is a child of a stage (a stage without children is one
-    block); their buffers go to `device`. host: where the weights and their gradients live, the CPU's memory
-    by default. budget: bytes of the device for weights and their gradients: as many buffers are made as fit,
-    and what is in a buffer is not copied again. None: the least, two buffers.
+    A block's forward then copies the block's weights to the device when it runs. A block is a child of a
+    stage; a stage without children is one block.
 
-    Raises ValueError for stages that can't be offloaded, and for a budget that is too small; it names the
-    least one that is enough. Raises OffloadError if the host has no room.
+    stages: on the CPU, or on the device; their module buffers move to `device`. host: where the weights and
+    their gradients live, by default the CPU's memory. budget: how many bytes of the device the weights and
+    their gradients may take; as many device buffers are made as fit, and weights that are still in a buffer
+    are not copied again. None: two buffers, the least.
+
+    Raises ValueError for stages that can't be offloaded, and for a budget that is too small, with the least
+    budget that is enough. Raises OffloadError if the host has no room.
     """
 
     def __init__(
@@ -81,14 +86,13 @@ class OffloadedWeights:
         refuse_shared(self._blocks)
         largest = max((block.piece.nbytes for block in self._blocks), default=0)
         number = num_buffers(budget, largest, len(self._blocks))
-        homes = [
-            self._empty(block.piece.nbytes) for block in self._blocks
-        ]  # all or none, if there is no room
+        # All host memory is allocated before any block moves: without room, the stages stay as they are.
+        homes = [self._empty(block.piece.nbytes) for block in self._blocks]
         for block, home in zip(self._blocks, homes, strict=True):
             block.move_to(home)
         self._buffers = DeviceBuffers(largest, self.device, number)
         self._largest = largest
-        self._running: Block | None = None  # whose forward runs
+        self._running: Block | None = None  # the block whose forward runs
         self._block_of = {id(each): block for block in self._blocks for each in block.parameters}
         for some in blocks:
             for block, following in pairwise(some):
@@ -101,17 +105,17 @@ class OffloadedWeights:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device at most: the buffers, and during a W one block's gradients."""
+        """The most bytes on the device: the buffers, and during a W the gradients of the largest block."""
         return self._buffers.nbytes + self._largest
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the weights on the host; as many again for their gradients, once there are any."""
+        """The bytes of the weights on the host. Gradients take as many again, from the first W on."""
         return sum(block.piece.nbytes for block in self._blocks)
 
     @property
     def num_copies(self) -> int:
-        """How often a block's weights were copied to the device so far."""
+        """How many times a block's weights have been copied to the device."""
         return self._buffers.num_copies
 
     def on_device(self) -> list[Tensor]:
@@ -119,24 +123,27 @@ class OffloadedWeights:
         return self._buffers.memory()
 
     def on_host(self) -> Iterator[Tensor]:
-        """The memory of weights and gradients."""
+        """The host memory of weights and gradients."""
         for block in self._blocks:
             yield from (block.host, block.grads)
 
     def replaced(self) -> str:
-        """Which block has got another forward, that leaves the weights on the host; "" if none has."""
+        """A sentence about a block whose forward was replaced after OffloadedWeights; "" if none was.
+
+        Such a forward would find the weights on the host.
+        """
         for block in self._blocks:
             if not isinstance(recomputed(vars(block.module).get("forward")), _OnDevice):
                 return (
                     f"the forward of {block.name} was replaced (compiled?) after its weights were offloaded: "
-                    "only zbpp.autograd.recompute may wrap it then"
+                    "only zbpp.autograd.recompute may wrap it after OffloadedWeights"
                 )
         return ""
 
     def begin(self) -> None:
-        """Begin a step or an evaluation: weights may have changed, also by writes through `.data`.
+        """Begin a step or an evaluation: take up what the caller has changed in the weights.
 
-        Raises RuntimeError for hooks on weights, and for a weight that has another shape or dtype.
+        Raises RuntimeError for hooks on weights, and for a weight that got another shape or dtype.
         """
         self._is_in_call = True
         self._buffers.forget()
@@ -145,11 +152,11 @@ class OffloadedWeights:
             block.take_in()
 
     def end(self) -> None:
-        """End a step or an evaluation: from here on weights may change without a trace."""
+        """End a step or an evaluation: from here on the caller may change weights, also through `.data`."""
         self._is_in_call = False
 
     def accumulate(self, weight_grads: WeightGrads) -> None:
-        """W: as `weight_grads.accumulate()`, block by block; the gradients are on the host afterwards."""
+        """Run W as `weight_grads.accumulate()` does, but block by block; the gradients end on the host."""
         for block, part in weight_grads.parts(lambda leaf: self._block_of.get(id(leaf))):
             if block is None:
                 part.accumulate()
@@ -159,10 +166,13 @@ class OffloadedWeights:
 
     @contextmanager
     def _gradients_on_device(self, block: Block, part: WeightGrads) -> Iterator[None]:
-        """Within it the block's parameters and those gradients that W adds to are on the device."""
+        """Within this context, the gradients that W adds to are on the device.
+
+        The block's parameters are in a device buffer with any content.
+        """
         trained = {id(leaf) for leaf in part.leaves()}
         refuse_hooks(block)
-        # W reads no weight, only the shape, layout and device of one: any buffer will do, whatever is in it.
+        # W reads a weight's shape, layout and device, but not its values: the buffer's content is irrelevant.
         with block.in_memory(self._buffers.some()):
             before = [_taken(parameter) for parameter in block.parameters]
             try:
@@ -180,11 +190,11 @@ class OffloadedWeights:
                     block.parameters[number].grad = home
 
     def run(self, block: Block, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A block's forward: its weights are on the device while it runs."""
+        """Run a block's forward with the block's weights on the device."""
         if self._running is not None:
             raise RuntimeError(
                 f"{block.name} is called within the forward of {self._running.name}, and the weights of both "
-                "would be needed at a time: put the two into one block, that is, one child of the stage"
+                "would be needed at the same time: make the two one block, that is, one child of the stage"
             )
         self._running = block
         try:
@@ -193,25 +203,24 @@ class OffloadedWeights:
             self._running = None
 
     def _run(self, block: Block, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not self._is_in_call:  # nobody has said `begin`
+        if not self._is_in_call:  # the caller calls the stage outside of a step: `begin` has not run
             self._buffers.forget()
             block.take_in()
         version = block.version()
         memory = self._buffers.load(block)
         self._buffers.prefetch(block.neighbours(1))
         references = _references(memory)
-        below = nodes_of(
-            tree_leaves([args, kwargs])
-        )  # before the forward, which may change its input in place
+        # Found before the forward, which may change its input in place.
+        below = nodes_of(tree_leaves([args, kwargs]))
         rerun = partial(self._rerun, block)
         with block.in_memory(memory), auxiliary_losses() as found, recomputing_by(rerun):
             output = forward(*args, **kwargs)
-            if torch.is_grad_enabled():  # while the weights are here: a node may have saved a weight itself
+            if torch.is_grad_enabled():  # while the parameters are in `memory`: a node may save a parameter
                 self._pack(block, memory, tree_leaves([output, *found.values()]), below)
         if block.version() != version:
             raise RuntimeError(
-                f"the forward of {block.name} changes a weight in place, and the change would be lost: "
-                "make that weight a buffer, or do not offload weights"
+                f"the forward of {block.name} changes a weight in place, and the change would be lost: make "
+                "the weight a module buffer, or do not offload weights"
             )
         if _references(memory) > references and gc.collect() >= 0 and _references(memory) > references:
             raise_held(block)
@@ -220,7 +229,7 @@ class OffloadedWeights:
         return output
 
     def _rerun(self, block: Block, forward: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Recompute a part of a block's forward, a checkpoint inside it: in B, with the block's weights."""
+        """Run a checkpoint inside a block's forward again, in B, with the block's weights on the device."""
         memory = self._buffers.load(block)
         self._buffers.prefetch(block.neighbours(-1))
         with block.in_memory(memory), recomputing_by(partial(self._rerun, block)):
@@ -234,22 +243,22 @@ class OffloadedWeights:
             return self._host.empty(nbytes, self.device)
         except (RuntimeError, MemoryError, OSError) as error:
             raise OffloadError(
-                f"no room for {nbytes} more bytes of offloaded weights or gradients: use more ranks, or let "
-                f"them live elsewhere (memory.offload_to, host=FileHost(folder)): {error}"
+                f"no room for {nbytes} more bytes of offloaded weights or gradients: use more ranks, or "
+                f"another place (memory.offload_to, host=FileHost(folder)): {error}"
             ) from error
 
     def _pack(self, block: Block, memory: Tensor, outputs: list[Any], below: list[Any]) -> None:
-        """Replace what autograd saved of the block's weights by views without memory.
+        """Pack the weights of the block that autograd has saved, as views without memory.
 
-        below: the nodes that the block's inputs were computed by.
+        below: the nodes that computed the block's inputs.
         """
         version = block.version()
 
         def unpack(view: View) -> Tensor:
             if block.version() != version:
                 raise RuntimeError(
-                    f"a weight of {block.name} was changed in place between F and B, which needs it as F "
-                    "used it: let the optimizer step after the last backward"
+                    f"a weight of {block.name} was changed in place between F and B, but B needs the values "
+                    "that F used: let the optimizer step after the last backward"
                 )
             memory = self._buffers.load(block)
             self._buffers.prefetch(block.neighbours(-1))
@@ -262,7 +271,7 @@ class OffloadedWeights:
 
 
 class _OnDevice:
-    """Takes the place of a block's forward."""
+    """Replaces a block's forward: runs it with the block's weights on the device."""
 
     def __init__(self, weights: OffloadedWeights, block: Block) -> None:
         self._weights, self._block = weights, block
@@ -275,15 +284,17 @@ class _OnDevice:
 
 
 def offloaded_weights(stages: Iterable[nn.Module]) -> OffloadedWeights | None:
-    """The OffloadedWeights of these stages, None if they have none. Raises ValueError for two of them."""
+    """The OffloadedWeights of these stages; None if they have none. Raises ValueError if they have two."""
     found = {id(each): each for stage in stages if (each := vars(stage).get(ATTRIBUTE)) is not None}
     if len(found) > 1:
-        raise ValueError("the stages were offloaded apart: give all of this rank's to one OffloadedWeights")
+        raise ValueError(
+            "this rank's stages have several OffloadedWeights: give all stages of a rank to a single one"
+        )
     return next(iter(found.values()), None)
 
 
 def check_offloaded(stages: Iterable[nn.Module], ties: Sequence[Tie], place: Place) -> None:
-    """Raise ValueError on every process for offloaded weights with ties, a mesh or a compiled block.
+    """Raise ValueError on all processes if offloaded weights have ties, a mesh or a replaced forward.
 
     Collective.
     """
@@ -293,7 +304,7 @@ def check_offloaded(stages: Iterable[nn.Module], ties: Sequence[Tie], place: Pla
     elif ties:
         refusal = "stages with offloaded weights can't have tied parameters: untie them"
     elif place.mesh is not None:
-        refusal = "offloaded weights are for a pipeline without a mesh: leave the mesh out"
+        refusal = "a pipeline with a mesh can't have offloaded weights: leave the mesh out"
     else:
         refusal = weights.replaced()
     for each in place.gather(refusal):
@@ -302,11 +313,12 @@ def check_offloaded(stages: Iterable[nn.Module], ties: Sequence[Tie], place: Pla
 
 
 def _references(memory: Tensor) -> int:
-    """How many tensors use this memory."""
+    """The number of references to the storage of this memory."""
     count: int = torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
     return count
 
 
 def _taken(parameter: nn.Parameter) -> Tensor | None:
+    """The parameter's gradient, which is taken off the parameter."""
     gradient, parameter.grad = parameter.grad, None
     return gradient

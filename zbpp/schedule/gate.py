@@ -1,14 +1,15 @@
-"""How far each rank may run into a step before it knows that the weights of all ranks are right.
+"""How far each rank runs into a step before it waits for the norm of all gradients: up to its gate.
 
 With post-validation a rank updates its weights before it knows the norm of all gradients. It begins the next
-step with them, and stops at its gate until it knows. So that nothing is lost if the update has to be done
-again, only F's run before a gate, and no rank receives anything there that was sent behind another gate:
+step with the new weights, and stops at its gate until it knows the norm. If the norm shows that the update
+was wrong, all that ran before the gates is dropped and runs again. So only F's run before a gate, and before
+its gate a rank receives no message that another rank sends behind that rank's own gate:
 
     rank 0   0F0 0F1 0F2 | 0B0 0F3 ...
-    rank 1   1F0 1F1 | 1B0 1F2 ...            1F2 stands behind a B
+    rank 1   1F0 1F1 | 1B0 1F2 ...       the gate stands before the rank's first B
     rank 2   2F0 | 2B0 2F1 ...
 
-The gates are as late as they can be.
+Each gate is as late as these two rules allow.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from zbpp.schedule.timetable import Op, Row, Timetable
 class Gate(NamedTuple):
     """One rank's gate.
 
-    position: of the first action behind it, in the rank's row; the row's length if there is none.
-    sent: {sender: how many messages it sends here before its own gate}.
-    dropped: the senders of those of them that this rank receives behind its gate, in the order in which it
-    has to receive them if it begins the step again.
+    position: the position of the first action behind the gate, in the rank's row; the row's length if no
+        action follows.
+    sent: {sender: the number of messages that the sender sends to this rank before the sender's gate}.
+    dropped: one sender for each message that is sent before the sender's gate, and received behind this
+        rank's gate. A rank that begins the step again first receives and drops these messages, in this order.
     """
 
     position: int
@@ -48,7 +50,7 @@ def gate_positions(timetable: Timetable) -> tuple[int, ...]:
     while not is_settled:
         is_settled = True
         for rank, (used_at, used) in enumerate(consumed):
-            # An F waits here for a message that is sent behind a gate: then it stands behind a gate, too.
+            # An F that consumes a message from behind a gate has to stand behind its own rank's gate.
             late = used_at[made_at[used] >= gates[maker[used]]]
             if len(late) and late[0] < gates[rank]:
                 gates[rank], is_settled = late[0], False

@@ -1,19 +1,20 @@
-"""When tensors that are held between two actions leave the device, and when they come back.
+"""Offload of activations, as instructions of a program: which values leave the device, and when.
 
-A ROUND TRIP takes one value out of device memory after the action that makes it and back before the action
-that consumes it: saved(s,m) between F and B, deferred(s,m) between B and W. Four instructions do so; c is one
-copy on the rank's only stream of copies:
+A ROUND TRIP copies one value out of device memory after the action that produces it, and back before the
+action that consumes it: saved(s,m) between F and B, deferred(s,m) between B and W. A round trip is four
+instructions. A rank has one copy stream; c is the time of one copy on it:
 
     F ... Offload ... Drop .................... Fetch ... Await B
           [---- c ----]                         [- c -]
           on the device       away              on the device again
 
-Offload and Fetch start a copy, Drop and Await wait for its end; Drop then frees the device memory.
+Offload and Fetch start a copy. Drop and Await wait for the end of a copy; Drop then frees the device memory.
 
-`choose_offload` plans as PipeOffload (arXiv:2503.01328) does: values with the longest lifespan first; among
-equal ones, microbatches spread over the step. A copy out takes the earliest free time after the producer, a
-copy back the latest one before the consumer. A value whose time on the device is too short for both is left
-out. Copies that keep to this plan make no action late.
+`choose_offload` plans as PipeOffload (arXiv:2503.01328) does. It takes the values with the longest lifespan
+first; among values of equal lifespan, it spreads the microbatches over the step. The copy out runs in the
+first free interval of the copy stream after the producer, the copy back in the last free interval before the
+consumer. A value stays if its lifespan is too short for both copies. With `late=False` no action waits for a
+copy, as long as the copies take the planned times.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from zbpp.schedule.timetable import PlanError, Row, Timetable
 if TYPE_CHECKING:
     from zbpp.schedule.simulate import Timeline
 
-_TINY = 1e-9  # ms: sums of the same times may differ by their rounding
+_TINY = 1e-9  # ms: two sums of the same times may differ by rounding
 
 HELD = ("saved", "deferred")
-"""The values that may leave."""
+"""The names of the values that may leave the device."""
 
 
 class Offload(NamedTuple):
@@ -68,7 +69,7 @@ class Fetch(NamedTuple):
 
 
 class Await(NamedTuple):
-    """Wait until a value is back."""
+    """Wait until a value is back in device memory."""
 
     value: Value
 
@@ -80,10 +81,11 @@ Transport = Offload | Drop | Fetch | Await
 
 
 class Placed(NamedTuple):
-    """An instruction and the position, in its rank's row, of the action that it stands before.
+    """An instruction and its place between two actions of its rank's row.
 
-    at_once: directly behind the action before that position; otherwise directly before the action itself.
-    A message may be waited for in between.
+    before: the position of the action after the instruction. at_once: whether the rank executes the
+    instruction directly after the previous action, or directly before the action at `before`. Between these
+    two places the rank may wait for a message.
     """
 
     before: int
@@ -92,11 +94,11 @@ class Placed(NamedTuple):
 
 
 RankOffload = tuple[Placed, ...]
-"""The round trips of one rank, in the order in which the rank executes their instructions."""
+"""The instructions of one rank's round trips, in the order in which the rank executes them."""
 
 
 class CopySpan(NamedTuple):
-    """One copy, out of the device or back; in ms."""
+    """When one copy, out of the device or back, started and ended, in ms."""
 
     value: Value
     rank: int
@@ -106,24 +108,26 @@ class CopySpan(NamedTuple):
 
 
 class _Trip(NamedTuple):
+    """One round trip. Times in ms; the positions are those of actions in the rank's row."""
+
     value: Value
-    out: float  # when each copy starts, ms
-    back: float
-    left: float  # when the copy out ends
-    dropped: int  # positions in the row
-    fetched: int
-    used: int
+    out: float  # time at which the copy out starts
+    back: float  # time at which the copy back starts
+    left: float  # time at which the copy out ends
+    dropped: int  # Drop stands before the action at this position
+    fetched: int  # Fetch stands before the action at this position
+    used: int  # position of the action that consumes the value
 
 
 def choose_offload(
     timeline: Timeline, costs: Costs, limit: float | Sequence[float] = math.inf, *, late: bool = False
 ) -> tuple[RankOffload, ...]:
-    """Choose, for each rank, what leaves and when; `timeline`: the one without offload, of the same costs.
+    """Choose, for each rank, which values leave, and when.
 
-    costs.host is the time of one copy of a stage's saved tensors; what is deferred takes as much less time as
-    it is smaller. limit: the most that may be away from a
-    rank at a time, in the unit of costs.saved; one number for all ranks or one per rank. late: values leave
-    up to the limit even if their copies make an action wait.
+    timeline: the simulated step without offload, under the same costs. costs.host: the time of one copy of a
+    stage's saved tensors; a copy of its deferred tensors takes deferred/saved of this time. limit: the most
+    that may be away from a rank at a time, in the unit of costs.saved; one number for all ranks, or one per
+    rank. late: a value leaves even if an action waits for its copies, up to the limit.
     """
     num_ranks = timeline.timetable.num_ranks
     limits = [*limit] if isinstance(limit, Sequence) else [limit] * num_ranks
@@ -136,9 +140,11 @@ def choose_offload(
 
 
 def offload_of(timetable: Timetable, values: Iterable[Value]) -> tuple[RankOffload, ...]:
-    """The plan in which exactly these values leave: each at once, to be back one action before it is used.
+    """The plan in which exactly these values leave.
 
-    Raises PlanError for a value that nothing can run in between, or that no rank holds.
+    The copy out of a value starts right after its producer; its Await stands right before its consumer, and
+    its Fetch at least one action earlier where there is room. Raises PlanError for a value whose consumer
+    follows its producer at once, and for a value that no rank of this timetable holds.
     """
     left, ranks = set(values), []
     for row in timetable.rows:
@@ -148,21 +154,24 @@ def offload_of(timetable: Timetable, values: Iterable[Value]) -> tuple[RankOfflo
         trips = [_shortest_trip(value, *span) for value, span in chosen.items()]
         ranks.append(_placed(trips, np.arange(len(row), dtype=np.float64)))
     if left:
-        raise PlanError(f"{min(left)} can't leave: only {' or '.join(HELD)} of a stage of this plan can")
+        raise PlanError(
+            f"{min(left)} can't leave the device: write {' or '.join(HELD)}, and a stage and a microbatch of "
+            "this timetable"
+        )
     return tuple(ranks)
 
 
 def _shortest_trip(value: Value, made: int, used: int) -> _Trip:
-    """Out at once and back one action before the use. Times are positions."""
+    """The round trip that starts after `made`, and fetches one action before `used`. Times are positions."""
     if used - made < 2:
-        raise PlanError(f"{value} can't leave: it is used right after it is made")
+        raise PlanError(f"{value} can't leave the device: its consumer runs right after its producer")
     fetched = max(made + 2, used - 1)
     dropped = min(made + 2, fetched - 1)
     return _Trip(value, made, fetched - 1, dropped, dropped, fetched, used)
 
 
 def lifespans(row: Row, num_stages: int) -> dict[Value, tuple[int, int]]:
-    """Each value that may leave: the positions of the actions that make and that consume it."""
+    """{value that may leave: (position of its producer, position of its consumer)}, in this row."""
     made = {
         value: position
         for position, action in enumerate(row)
@@ -178,16 +187,17 @@ def lifespans(row: Row, num_stages: int) -> dict[Value, tuple[int, int]]:
 
 
 class _RankChoice:
-    """The choice for one rank."""
+    """Chooses the round trips of one rank."""
 
     def __init__(self, timeline: Timeline, rank: int, costs: StageCosts, late: bool) -> None:
         self.row = timeline.timetable.rows[rank]
         self.starts, self.ends = timeline.starts[rank], timeline.ends[rank]
         self.costs = costs
-        # A late copy is placed as if it were faster; its Drop and its Await then wait.
+        # With `late`, a copy that does not fit is planned with a share of its time; its Drop and its Await
+        # then wait for the rest.
         self.shares = (1.0, 0.5, 0.25, 0.0) if late else (1.0,)
         self.num_stages = timeline.timetable.num_stages
-        self.busy: list[tuple[float, float]] = []  # times of copies, sorted
+        self.busy: list[tuple[float, float]] = []  # (start, end) of the planned copies, sorted
 
     def choose(self, limit: float) -> RankOffload:
         if not any(self.costs.host):
@@ -209,24 +219,27 @@ class _RankChoice:
         return _placed(trips, self.ends)
 
     def _urgency(self, value: Value, made: int, used: int) -> tuple[float, int, int]:
-        """Sorts by lifespan, longest first; equal ones so that every prefix is spread over the step."""
+        """A sort key: the longest lifespan first; among equal lifespans, microbatches in bit-reversed order.
+
+        Of microbatches in bit-reversed order, the first n are spread over the step for every n.
+        """
         lifespan = float(self.starts[used] - self.ends[made])
         return -round(lifespan, 6), int(f"{value.microbatch:032b}"[::-1], 2), value.stage
 
     def _trip(self, value: Value, made: int, used: int, time: float) -> _Trip | None:
-        """The trip if a copy takes this time; None if both copies, and an action between, don't fit."""
+        """The round trip whose copies take `time` each; None if no action runs between the two copies."""
         out = self._first_free(float(self.ends[made]), time)
         back = self._last_free(float(self.starts[used]), time)
         dropped = max(made + 1, int(np.searchsorted(self.starts, out + time - _TINY)))
         fetched = min(used, int(np.searchsorted(self.ends, back + _TINY, "right")))
-        if dropped >= fetched:  # so it is, too, if the copies would overlap
+        if dropped >= fetched:  # this holds, too, if the two copies would overlap
             return None
         insort(self.busy, (out, out + time))
         insort(self.busy, (back, back + time))
         return _Trip(value, out, back, out + time, dropped, fetched, used)
 
     def _first_free(self, begin: float, time: float) -> float:
-        """The earliest start of a free time of this length, not before `begin`."""
+        """The start of the first free interval of length `time` that does not start before `begin`."""
         for start, end in self.busy:
             if end > begin:
                 if start >= begin + time - _TINY:
@@ -235,7 +248,7 @@ class _RankChoice:
         return begin
 
     def _last_free(self, end: float, time: float) -> float:
-        """The latest start of a free time of this length that ends by `end`; may be negative."""
+        """The start of the last free interval of length `time` that ends by `end`; may be negative."""
         for start, stop in reversed(self.busy):
             if start < end:
                 if stop <= end - time + _TINY:
@@ -245,7 +258,7 @@ class _RankChoice:
 
 
 class _Level:
-    """How much is away while each action of a row runs."""
+    """How much has left the device, at each position of a row."""
 
     def __init__(self) -> None:
         self._changes: list[tuple[int, float]] = []
@@ -255,7 +268,7 @@ class _Level:
         insort(self._changes, (used, -size))
 
     def most(self, made: int, used: int) -> float:
-        """The most that is away at a time from `made` to `used`."""
+        """The most that has left at any position from `made` to `used`."""
         level = highest = 0.0
         for position, change in self._changes:
             if position >= used:
@@ -268,11 +281,14 @@ class _Level:
 
 
 def _placed(trips: Iterable[_Trip], ends: npt.NDArray[np.float64]) -> RankOffload:
-    """The instructions of all trips; those that start a copy in the order of the copies."""
+    """The instructions of all round trips, in the order in which the rank executes them.
+
+    Offloads and Fetches at one place are in the order of their copies. ends: when each action ends.
+    """
     found: list[tuple[float, Placed]] = []
     for value, out, back, left, dropped, fetched, used in trips:
         out_before = int(np.searchsorted(ends, out + _TINY, "right"))
-        # The copy that starts at a position has not ended there.
+        # A copy that starts after an action can't have ended at the same place.
         at_once = dropped > out_before and bool(ends[dropped - 1] >= left - _TINY)
         found += [
             (left, Placed(dropped, at_once, Drop(value))),
@@ -289,14 +305,17 @@ def _placed(trips: Iterable[_Trip], ends: npt.NDArray[np.float64]) -> RankOffloa
 
 
 def copy_ms(costs: StageCosts, value: Value) -> float:
-    """The time of one copy of a value: costs.host is for saved, or where saved is 0 for deferred."""
+    """The time of one copy of a value.
+
+    costs.host is the time for a stage's saved tensors; for its deferred tensors if it saves none.
+    """
     stage = value.stage
     saved, size = costs.held["saved"][stage], held_bytes(costs, value)
     return costs.host[stage] * (size / saved if saved else 1.0)
 
 
 def held_bytes(costs: StageCosts, value: Value) -> float:
-    """How much a value holds, in the unit of the costs."""
+    """The memory that a value holds, in the unit of the costs (bytes or activations)."""
     return costs.held[value.name][value.stage]
 
 
@@ -313,7 +332,7 @@ class RankCopies:
             self._placed[before, at_once].append(instruction)
 
     def run(self, position: int, at_once: bool, clock: float) -> float:
-        """Run the instructions at a place, `clock` being the time; returns the time when all have ended."""
+        """Run the instructions at one place (see Placed) from time `clock` on; returns when they end."""
         for instruction in self._placed.get((position, at_once), ()):
             value = instruction.value
             match instruction:
@@ -330,7 +349,7 @@ class RankCopies:
 
 
 def changes_of(placed: RankOffload, costs: StageCosts) -> Iterator[tuple[int, float]]:
-    """(position of the action before which the memory changes, by how much)."""
+    """For each Drop and Fetch: (position of the action after it, change of the device memory)."""
     for before, _, instruction in placed:
         if isinstance(instruction, Drop):
             yield before, -held_bytes(costs, instruction.value)

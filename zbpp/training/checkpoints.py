@@ -38,9 +38,8 @@ class Checkpoints(Callback):
         self._folder, self._every, self._keep, self._config = folder, every, keep, config
         self._background = background
         self._saver = Saver(_report)
-        self._last = self._under_way = (
-            0  # steps: of the newest whole checkpoint, and of the one being written
-        )
+        self._last = 0  # the step of the newest whole checkpoint
+        self._under_way = 0  # and of the one that is being written
         self._resumed: Checkpoint | None = None  # until the first step that follows it
         self._longest = 0.0  # s, for writing a checkpoint
         self._stood_still = 0.0  # s, for checkpoints since the last metrics
@@ -129,6 +128,7 @@ class Checkpoints(Callback):
         self._longest = max(self._longest, self._saver.seconds)
         if not error:
             self._last = max(self._last, self._under_way)
+        self._under_way = 0
 
     def _save(self, trainer: Trainer, step: int, *, in_background: bool) -> str:
         """Save a checkpoint; returns why that is not possible, or nothing."""

@@ -1,13 +1,14 @@
-"""Taking back a step of AdamW or SGD by computing it backwards: no copy, but not exact.
+"""Takes back a step of torch's AdamW or SGD by computing it backwards: without copies, but not exactly.
 
-With the gradient g, which is still there, step t of AdamW is undone by (arXiv:2401.10241, section 4):
+The gradient g of the step is kept until the next step's gate. With it, step t of AdamW is undone by
+(arXiv:2401.10241, section 4):
 
     theta <- (theta + lr * m_hat / (sqrt(v_hat) + eps)) / (1 - lr * weight_decay)
     m     <- (m - (1 - b1) * g) / b1
     v     <- (v - (1 - b2) * g^2) / b2
     t     <- t - 1
 
-The results are rounded: docs/optimizer.md says by how much they differ from what was there.
+The results are rounded: docs/optimizer.md says by how much they differ from the values before the step.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ States = Mapping[Tensor, dict[str, Any]]
 
 
 class InverseRollback:
-    """A Rollback for torch's AdamW and SGD. Raises ValueError for another optimizer, and for some options."""
+    """The Rollback that computes backwards, for torch's AdamW and SGD.
+
+    Raises ValueError for another optimizer, and for options that can't be computed backwards.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -40,14 +44,14 @@ class InverseRollback:
             undo_adamw if type(optimizer) is torch.optim.AdamW else undo_sgd
         )
         self._optimizer, self._options = optimizer, Options(optimizer)
-        self._fresh: list[nn.Parameter] = []  # those that had no state before the step
+        self._fresh: list[nn.Parameter] = []  # the parameters that had no state before the step
         self._has_stepped = False
 
     def keep(self, scaled: list[Tensor]) -> None:
         """Remember the options, and which parameters have no state yet."""
         if scaled:
             raise ValueError(
-                "rollback=inverse needs the gradients as they are, and a loss scale is divided out of them: "
+                "rollback=inverse needs the gradients unchanged, and the loss scale is divided out of them: "
                 "write rollback=exact"
             )
         state = self._optimizer.state
@@ -87,7 +91,7 @@ class InverseRollback:
 
 
 def undo_adamw(group: Group, parameters: list[nn.Parameter], state: States) -> None:
-    """Undo a step of AdamW over parameters of one group."""
+    """Undo a step of AdamW for parameters of one group, in place."""
     (beta1, beta2), rate = group["betas"], float(group["lr"])
     by_step: dict[float, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
@@ -105,17 +109,18 @@ def undo_adamw(group: Group, parameters: list[nn.Parameter], state: States) -> N
         torch._foreach_div_(first, beta1)
         torch._foreach_addcmul_(second, gradients, gradients, value=beta2 - 1)
         torch._foreach_div_(second, beta2)
-        torch._foreach_clamp_min_(second, 0.0)  # a rounding error below zero would give NaN by the root
+        torch._foreach_clamp_min_(second, 0.0)  # the root of a rounding error below zero would be NaN
         for parameter in some:
             state[parameter]["step"] -= 1
 
 
 def undo_sgd(group: Group, parameters: list[nn.Parameter], state: States) -> None:
-    """Undo a step of SGD over parameters of one group.
+    """Undo a step of SGD for parameters of one group, in place. With d = g + weight_decay * theta, a step is
 
-    With d = g + weight_decay * theta:  buffer <- momentum * buffer + (1 - dampening) * d, in the first step
-    d;  theta <- theta - lr * u, where u is d without momentum, the buffer with it, and with Nesterov's
-    d + momentum * buffer.
+        buffer <- momentum * buffer + (1 - dampening) * d    (in the first step: buffer <- d)
+        theta  <- theta - lr * u
+
+    where u is d without momentum, buffer with momentum, and d + momentum * buffer with Nesterov momentum.
     """
     rate, decay, momentum = float(group["lr"]), group["weight_decay"], group["momentum"]
     weights, gradients = (
@@ -143,7 +148,7 @@ def _locals(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _refusal(kind: type, group: Group) -> str:
-    """What can't be computed backwards, or nothing."""
+    """Why steps with these options can't be computed backwards; "" if they can."""
     if kind not in (torch.optim.AdamW, torch.optim.SGD):
         return f"is for torch's AdamW and SGD, not {kind.__name__}"
     for option in ("amsgrad", "maximize", "fused", "differentiable"):

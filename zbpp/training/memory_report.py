@@ -1,8 +1,8 @@
-"""What a run's last step held, measured, beside what was predicted; and what outlived the step.
+"""The memory of a run's last step: measured, beside the prediction, and what outlives the step.
 
-predicted   made before the run, from the bytes of its stages: see zbpp.planning.memory_budget
-measured    levels at each action of one step
-leftovers   memory that was made in the step and is still there: a hook that keeps a tensor, say
+predicted   computed before the run, from the bytes of its stages: see zbpp.planning.memory_budget
+measured    the bytes held before, during and after each action of one step
+leftovers   memory that was allocated in the step and outlives it, for example a tensor that a hook keeps
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class RankReport(NamedTuple):
-    """One rank's step as it was measured; how: what counted.
+    """One rank's measured step. how: how the bytes were counted, in words.
 
-    is_validated_later: whether the update before it was not known to be right when it began.
+    is_validated_later: whether the step had a gate, where the previous update was validated.
     """
 
     rank: int
@@ -38,7 +38,7 @@ class RankReport(NamedTuple):
 
 
 class MemoryReport:
-    """Records a step of a Trainer, the one with this number."""
+    """Records the memory of the Trainer's step with this number."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -47,7 +47,7 @@ class MemoryReport:
 
     @contextmanager
     def recording(self, trainer: Trainer) -> Iterator[None]:
-        """Record the step inside."""
+        """Record the step that runs within this context."""
         record = self._record = MemoryRecord(trainer.pipeline.device)
         self._is_later, self._is_recording = trainer.pipeline.gate is not None, True
         levels = record.step(lambda: _staying(trainer), lambda: _on_host(trainer))
@@ -56,14 +56,14 @@ class MemoryReport:
         self._is_recording = False
 
     def count(self, batch: Any) -> None:
-        """Count a step's batch, which no operator made; nothing, if the step is not recorded."""
+        """Count a step's batch, which no operator returned. Does nothing if the step is not recorded."""
         if self._record is not None and self._is_recording:
             self._record.count(each for each in tree_leaves(batch) if isinstance(each, Tensor))
 
     def gathered(self, trainer: Trainer) -> list[RankReport]:
         """The reports of all ranks of the first pipeline. Collective."""
         record, pipeline = self._record, trainer.pipeline
-        assert record is not None  # the step was run
+        assert record is not None  # the recorded step has run
         mine = RankReport(
             pipeline.rank, record.spans, record.highest, record.leftovers, record.how, self._is_later
         )
@@ -113,7 +113,7 @@ def _states(trainer: Trainer) -> Iterator[Tensor]:
 
 
 def figures(predicted: Sequence[RankMemory], measured: Sequence[RankReport]) -> dict[str, Any]:
-    """memory.json: per rank both curves, both peaks, and the leftovers. Bytes."""
+    """The content of memory.json, in bytes: for each rank both curves, both peaks and the leftovers."""
     return {
         "unit": "bytes",
         "measured_by": measured[0].how,

@@ -1,16 +1,17 @@
 """Post-validation: ranks update their weights before they know the norm of all gradients.
 
-Method of the Zero Bubble paper, arXiv:2401.10241, section 4. A rank whose own gradients are finite and below
-the clipping threshold updates its weights at once, unclipped, and begins the next step. Its F's use the new
-weights; its first B waits at the gate (zbpp/schedule/gate.py) until the norm is known:
+This is the method of the Zero Bubble paper, arXiv:2401.10241, section 4. A rank whose own gradients are
+finite and below the clipping threshold updates its weights at once, unclipped, and begins the next step. The
+F's before its gate (zbpp/schedule/gate.py) use the new weights; at the gate the rank waits for the norm:
 
     rank 0   ... W  update  F  F  F  F  |gate  B  F  W ...
     rank 1      ... W  update  F  F  F  |gate  B  F  W ...
-                       all shares are posted: the norm is known
+                       when all ranks have posted their shares, each rank knows the norm
 
-If the gradients had to be clipped, or are not finite on any rank, each rank takes its update back, does what
-the synchronous run does (it scales and updates, or skips the update), and begins the step again. So losses
-and weights are those of the synchronous run, to the last bit, with the exact rollback.
+If the gradients should have been clipped, or some rank's gradients are not finite, each rank takes its update
+back, does what the synchronous run does (it scales the gradients and updates, or skips the update), and
+begins the step again. With the exact rollback, losses and weights equal those of the synchronous run to the
+last bit.
 """
 
 from __future__ import annotations
@@ -38,21 +39,21 @@ from zbpp.training.update import Result, Update
 
 ROLLBACKS = ("exact", "inverse")
 
-_WINDOW, _MOST_REDONE = 10, 1  # off if more of the last steps had to be redone
+_WINDOW, _MOST_REDONE = 10, 1  # off if more than _MOST_REDONE of the last _WINDOW updates were redone
 
 
 class Validation(NamedTuple):
-    """How updates are validated after them. after: as in Switch. rollback: "exact" or "inverse"."""
+    """The options of post-validation. after: see Switch. rollback: "exact" or "inverse"."""
 
     after: int = 10
     rollback: str = "exact"
 
 
 class Switch:
-    """Whether updates are validated afterwards, which pays where clipping is rare.
+    """Whether post-validation is on, which pays where clipping is rare.
 
-    after: on after so many steps in a row that were not clipped; off again if two of the last ten updates
-    had to be redone. 0: always on.
+    after: the number of steps in a row without clipping after which post-validation goes on. It goes off when
+    two of the last ten updates had to be redone. 0: always on.
     """
 
     def __init__(self, after: int) -> None:
@@ -62,7 +63,7 @@ class Switch:
         self._redone: deque[bool] = deque(maxlen=_WINDOW)
 
     def note(self, *, is_good: bool) -> None:
-        """Take notice of a step; is_good: finite and not clipped."""
+        """Count a step. is_good: whether its gradients were finite and not clipped."""
         self._num_good = self._num_good + 1 if is_good else 0
         if not self._after:
             return
@@ -75,17 +76,20 @@ class Switch:
             self._redone.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint has to hold."""
+        """The state to save in a checkpoint."""
         return {"is_on": self.is_on, "num_good": self._num_good, "redone": list(self._redone)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a saved state."""
         self.is_on, self._num_good = state["is_on"] or not self._after, state["num_good"]
         self._redone = deque(state["redone"], maxlen=_WINDOW)
 
 
 class _Posted(NamedTuple):
-    """What a rank tells the others after its last W. refusal: why it can't go on, or nothing."""
+    """What a rank posts after its last W.
+
+    has_stepped: whether the rank updates its weights at once. refusal: why the rank can't go on, or "".
+    """
 
     share: Share
     has_stepped: bool
@@ -93,10 +97,14 @@ class _Posted(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """An update that is not known to be right yet. loss_scale, rate: in its step.
+    """An update that is not validated yet.
 
-    gradients: a sharded stage has other parameters while its weights are gathered, in the next step.
-    left: each parameter with its count of changes, its gradient, and that one's count, after the update.
+    gradients: of its step; kept here, since a sharded stage has other parameters while its weights are
+        gathered in the next step.
+    left: for each parameter, after the update: (parameter, its version counter, its gradient, the gradient's
+        version counter).
+    has_stepped: whether this rank has updated its weights at once. loss_scale, rate: the loss scale and the
+        learning rate of its step. scale_before: the state of the LossScale before the update.
     """
 
     pipeline: Pipeline
@@ -106,15 +114,16 @@ class _Pending(NamedTuple):
     has_stepped: bool
     loss_scale: float
     rate: float
-    scale_before: dict[str, Any] | None  # the state of the LossScale
+    scale_before: dict[str, Any] | None
 
 
 class PostValidatedUpdate(Update):
-    """An Update that does not wait for the norm. The Gate of its pipeline.
+    """An Update that does not wait for the norm, and is the Gate of its pipeline.
 
-    num_redone: how many updates were done again. num_taken_back: how many of them this rank had made.
-    validation.rollback: "exact", by copies of parameters and states; "inverse", computed, see inverse.py.
-    Raises ValueError on all ranks for an optimizer whose step can't be taken back. Collective.
+    num_redone: how many updates were redone. num_taken_back: how many of the redone updates this rank had
+    made at once. validation.rollback: "exact" copies parameters and optimizer states before the update;
+    "inverse" computes the update backwards (inverse.py). Raises ValueError on all ranks for an optimizer
+    whose step can't be taken back. Collective.
     """
 
     def __init__(
@@ -130,7 +139,7 @@ class PostValidatedUpdate(Update):
         if clip_norm is not None and not 0 < clip_norm < math.inf:
             raise ValueError(f"clip_norm={clip_norm}: write a number above 0, or None for no clipping")
         super().__init__(optimizer, clip_norm=clip_norm, masters=masters, loss_scale=loss_scale)
-        pipeline.settle()  # another PostValidation may have had it
+        pipeline.settle()  # another PostValidation may have used the pipeline before
         pipeline.meet("PostValidation")
         pipeline.posts()
         self._switch = Switch(validation.after)
@@ -141,7 +150,7 @@ class PostValidatedUpdate(Update):
         self.num_redone = self.num_taken_back = 0
 
     def begin(self, pipeline: Pipeline, factor: float | None) -> None:
-        """Prepare a step. factor: on the optimizer's learning rate; None: it stays."""
+        """Prepare a step. factor: multiplies the optimizer's base learning rate; None: the rate stays."""
         self.prepare(pipeline)
         self._set_rate(factor)
 
@@ -149,12 +158,12 @@ class PostValidatedUpdate(Update):
         """As `begin`, but leave the learning rate to the caller."""
         if pipeline.gate is not None and pipeline.gate is not self:
             pipeline.settle()
-        if self._pending is None:  # otherwise gradients are zeroed behind the gate
+        if self._pending is None:  # otherwise `open` zeroes the gradients, behind the gate
             self._zero_grad()
         self._set_loss_scale(pipeline)
 
     def end(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> list[Result]:
-        """Update the weights at once. Returns the results of earlier steps that are known by now."""
+        """Update the weights at once. Returns the results of the steps whose norm is known by now."""
         if not self._switch.is_on:
             self._results += super().end(pipeline, losses)
             self._switch.note(is_good=self._is_good(self._results[-1][0].norm))
@@ -166,20 +175,21 @@ class PostValidatedUpdate(Update):
         scale_before = None if self._loss_scale is None else self._loss_scale.state_dict()
         gradients = gradients_of(pipeline.parameters())
         try:
-            # Also where this rank does not update: its learning rate may change before it does.
+            # Also if this rank updates only at the gate: options such as the learning rate may change before.
             self._rollback.keep(gradients if scale != 1 else [])
             if steps:
                 self._update(gradients, 1 / scale)
             else:
-                # The step comes later: torch's learning-rate schedulers warn if called before the first.
+                # The update follows at the gate. torch's learning-rate schedulers warn if called before the
+                # optimizer's first step.
                 self._optimizer._opt_called = True  # type: ignore[attr-defined]  # the schedulers' own
             self._rollback.after_step(has_stepped=steps)
-        except BaseException as error:  # the other ranks have this rank's share, and go on
+        except BaseException as error:  # the other ranks have this rank's share, and continue the run
             pipeline.give_up(f"an update failed ({type(error).__name__}: {error}), and may be half done")
             raise
         left = [*map(_left, pipeline.parameters())]
         self._pending = _Pending(pipeline, gradients, left, ticket, steps, scale, self._rate, scale_before)
-        if self._loss_scale is not None:  # for the next step, if all is well
+        if self._loss_scale is not None:  # for the next step; `_redo` undoes it if a gradient is not finite
             self._loss_scale.update(is_finite=True)
         pipeline.gate = self
         return self._taken()
@@ -189,16 +199,16 @@ class PostValidatedUpdate(Update):
         return self._rollback.tensors()
 
     def state_dict(self) -> dict[str, Any]:
-        """Whether updates are validated afterwards by now. The pipeline must be settled."""
+        """The state of the Switch, to save in a checkpoint. The pipeline must be settled."""
         return {"switch": self._switch.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state; from that of a run that validated before its updates, as at the beginning."""
+        """Continue from a saved state. The state of a run without post-validation changes nothing."""
         if "switch" in state:
             self._switch.load_state_dict(state["switch"])
 
     def settle(self) -> list[Result]:
-        """Wait until the weights are right. Returns the results that have become known."""
+        """Wait until the last update is validated. Returns the results that have become known."""
         if self._pending is not None:
             self._pending.pipeline.settle()
         return self._taken()
@@ -206,12 +216,12 @@ class PostValidatedUpdate(Update):
     # ---- The Gate of a pipeline
 
     def validate(self) -> bool:
-        """Wait for the norm; do the update again if it was wrong. Returns whether it was right.
+        """Wait for the norm, and redo the update if it was wrong. Returns whether the update was right.
 
-        Raises ValueError on all ranks if a rank can't go on.
+        Raises ValueError on all ranks if one rank has posted that it can't go on.
         """
         pending, self._pending = self._pending, None
-        assert pending is not None  # the pipeline has a gate because of it
+        assert pending is not None  # `end` sets the pipeline's gate and the pending update together
         posted: list[_Posted] = pending.ticket.collect()
         for each in posted:
             if each.refusal:
@@ -232,7 +242,7 @@ class PostValidatedUpdate(Update):
         return is_right
 
     def open(self) -> None:
-        """See Gate. The next step's gradients are summed from here on."""
+        """See Gate. Zeroes the gradients: the W's of the next step follow."""
         self._zero_grad()
 
     def _redo(self, pending: _Pending, outcome: Outcome) -> None:
@@ -241,14 +251,14 @@ class PostValidatedUpdate(Update):
             self._update(pending.gradients, self._factor(outcome.norm, pending.loss_scale))
             return
         if self._masters is not None:
-            self._masters.update()  # the parameters were cast from the wrong ones
+            self._masters.update()  # casts again: the parameters were cast from the masters taken back
         if self._loss_scale is not None and pending.scale_before is not None:
             self._loss_scale.load_state_dict(pending.scale_before)
             self._loss_scale.update(is_finite=False)
             pending.pipeline.loss_scale = self._loss_scale.value
 
     def _is_good(self, norm: float) -> bool:
-        """Whether gradients of this norm are used as they are."""
+        """Whether gradients of this norm are finite and need no clipping."""
         return math.isfinite(norm) and (self._clip_norm is None or norm <= self._clip_norm)
 
     def _taken(self) -> list[Result]:
@@ -257,12 +267,12 @@ class PostValidatedUpdate(Update):
 
 
 class PostValidation:
-    """Steps of a pipeline and an optimizer, without a wait between them; in place of `pipeline.step`.
+    """Runs steps of a pipeline and an optimizer, without a wait between two steps.
 
-    clip_norm: the largest norm of the gradients of all stages together; None: no clipping. A step whose
-    gradients are not finite is skipped. masters, loss_scale: as in a loop without this class; both are
-    updated here. rollback: "exact", by a copy of parameters and optimizer states, for every optimizer; or
-    "inverse", computed, for torch's AdamW and SGD, which is not exact.
+    clip_norm: gradients are clipped to this norm over all stages together; None: no clipping. An update whose
+    gradients are not finite is skipped. masters, loss_scale: as in a loop without this class; this class
+    updates both. rollback: "exact" copies parameters and optimizer states, for every optimizer; "inverse"
+    computes the update backwards, for torch's AdamW and SGD, and is not exact.
 
         validated = zbpp.PostValidation(pipeline, optimizer, clip_norm=1.0)
         for x, y in batches:
@@ -270,8 +280,8 @@ class PostValidation:
             scheduler.step()
         validated.settle()
 
-    Losses and weights are those of this loop, to the last bit with the exact rollback, but for the 1e-6 that
-    `clip_grad_norm_` adds to the norm that it divides by:
+    With the exact rollback, losses and weights equal those of this loop to the last bit, if one leaves out
+    the 1e-6 that `clip_grad_norm_` adds to the norm before it divides:
 
             optimizer.zero_grad()
             losses = pipeline.step(x, target=y)
@@ -280,9 +290,10 @@ class PostValidation:
                 optimizer.step()
             scheduler.step()
 
-    Between steps the weights may still be taken back: `settle` before they are read. The pipeline's own
-    methods (evaluate, state_dict, close, ...) settle first. norm: of the last step that is known.
-    Raises ValueError on all ranks for an optimizer whose step can't be taken back. Collective.
+    Between two steps the last update may still be taken back: call `settle` before you read the weights. The
+    pipeline's own methods (evaluate, state_dict, close, ...) settle first. norm: the norm of the last step
+    whose norm is known. Raises ValueError on all ranks for an optimizer whose step can't be taken back.
+    Collective.
     """
 
     def __init__(
@@ -307,23 +318,23 @@ class PostValidation:
 
     @property
     def num_redone(self) -> int:
-        """How many updates had to be done again so far."""
+        """How many updates were redone so far."""
         return self._update.num_redone
 
     @property
     def num_taken_back(self) -> int:
-        """How many of them this rank had made at once; the others it had not."""
+        """How many of the redone updates this rank had made at once, and took back."""
         return self._update.num_taken_back
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> list[Tensor]:
-        """`pipeline.step` and the update of the weights; returns the losses. Gradients are zeroed before."""
+        """Run `pipeline.step`, and update the weights; returns the losses. Gradients are zeroed before."""
         self._update.prepare(self.pipeline)
         losses = self.pipeline.step(*args, target=target, **kwargs)
         self._note(self._update.end(self.pipeline, losses))
         return losses
 
     def settle(self) -> None:
-        """Wait until the last update is known to be right, or done again."""
+        """Wait until the last update is validated, and redone if it was wrong."""
         self._note(self._update.settle())
 
     def _note(self, results: Sequence[Result]) -> None:
@@ -337,7 +348,10 @@ def _left(parameter: nn.Parameter) -> tuple[nn.Parameter, int, Tensor | None, in
 
 
 def _check_left(left: list[tuple[nn.Parameter, int, Tensor | None, int]], *, needs_gradients: bool) -> None:
-    """Give gradients back that were set to None. Raises RuntimeError for other changes since the update."""
+    """Check that weights have not changed since the update; with needs_gradients, also the gradients.
+
+    A gradient that was set to None is set again. Raises RuntimeError for any other change.
+    """
     for parameter, version, total, total_version in left:
         if parameter._version != version:
             raise RuntimeError(
@@ -351,24 +365,25 @@ def _check_left(left: list[tuple[nn.Parameter, int, Tensor | None, int]], *, nee
             parameter.grad = total  # zero_grad() between steps
         if total_of(parameter) is not total or local_of(total)._version != total_version:
             raise RuntimeError(
-                "gradients were changed between an update and the gate of the next step, and the update has "
-                "to be done again: leave zero_grad and clipping to PostValidation"
+                "gradients were changed between an update and the gate of the next step, but the update has "
+                "to be redone with them: leave zero_grad and clipping to PostValidation"
             )
 
 
 _CHANGED_INPUTS = (
     "a stage on rank {rank} changes its inputs, its targets or a frozen parameter in place, and a step that "
-    "begins again would get the changed ones: clone inputs in the stage, make such a parameter a buffer, or "
-    "write optimizer.validation=before"
+    "begins again would get the changed values: clone inputs in the stage, make such a parameter a buffer, "
+    "or write optimizer.validation=before"
 )
 
 
 def _agreed_rollback(
     name: str, optimizer: torch.optim.Optimizer, pipeline: Pipeline, options: dict[str, Any]
 ) -> Rollback:
-    """The rollback, once all ranks have one. Raises ValueError on all ranks if one has none.
+    """This rank's Rollback. Raises ValueError on all ranks if one rank can't have one.
 
-    options: of which each rank decides by itself what all ranks have to decide alike. Raises AgreementError.
+    options: the options that all ranks must have alike, since each rank decides by them whether an update was
+    right. Raises AgreementError on all ranks if they differ.
     """
     made: Rollback | None = None
     refusal = pipeline.gate_refusal

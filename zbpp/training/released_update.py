@@ -1,4 +1,4 @@
-"""The update where the pipeline's step updates the weights itself: see zbpp/runtime/gradient_release.py."""
+"""The Update for gradient release, where `pipeline.step` updates the weights: see gradient_release.py."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from zbpp.training.update import Result, Update
 
 
 class ReleasedUpdate(Update):
-    """Sets the learning rate before each step, and gathers the norm after it.
+    """Sets the learning rate before each step, and gathers the norm after the step.
 
-    accumulate: whether each microbatch's gradients go into the optimizer's states; there is no norm then.
-    The other arguments are the Trainer's. Raises ValueError for what needs all gradients at a time.
-    Collective.
+    accumulate: whether each microbatch's gradients go into the optimizer's states; the norm is then None.
+    The other arguments are those of Trainer. Raises ValueError for options that need all gradients at the
+    same time: clipping by the norm, a loss scale, master weights. Collective.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class ReleasedUpdate(Update):
         pipeline.release_gradients(optimizer, accumulate=accumulate, keep_squares=not accumulate)
 
     def begin(self, pipeline: Pipeline, factor: float | None) -> None:
-        """Set the learning rate. factor: on the optimizer's; None: it stays."""
+        """Set the learning rate. factor: multiplies the optimizer's base learning rate; None: it stays."""
         self._set_rate(factor)
 
     def end(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> list[Result]:
-        """Return the step's outcome and what it adds to the metrics; the weights are updated already."""
+        """Return the step's result. `pipeline.step` has updated the weights already."""
         scale = pipeline.loss_scale
         outcome = outcome_of(pipeline.place.gather(share_of(pipeline, losses, self.wish)), pipeline, scale)
         figures = {

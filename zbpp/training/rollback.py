@@ -1,8 +1,8 @@
-"""Taking back an optimizer's step, to the last bit, whatever the optimizer is.
+"""Takes back an optimizer's step, to the last bit, by copies.
 
-Before the step, all that it may change is copied: parameters, `optimizer.state`, the options in
-`optimizer.param_groups`, and the state of torch's random numbers on the CPU. The memory of the copies is used
-again, so steps allocate nothing once the optimizer has all its states.
+Before the step, everything that the step may change is copied: parameters, `optimizer.state`, the options in
+`optimizer.param_groups`, and the state of torch's random number generator on the CPU. Each step copies into
+the same memory, so it allocates nothing once the optimizer has all its states.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ _CONSTANTS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.de
 
 
 class Rollback(Protocol):
-    """Takes back the last step of an optimizer."""
+    """Takes back the last step of an optimizer: by copies, or by computing it backwards (inverse.py)."""
 
     def keep(self, scaled: list[Tensor]) -> None:
-        """Called before the step. scaled: gradients that the caller will scale before it."""
+        """Called before the step. scaled: the gradients that the caller will scale in place before it."""
 
     def after_step(self, *, has_stepped: bool) -> None:
-        """Called after the step, or where it would be. Raises ValueError if it could not be taken back."""
+        """Called after `keep` and the step, if there was one. Raises ValueError if it can't be taken back."""
 
     def undone(self) -> Any:
-        """A context: within it the step, and the scaling, are not done yet, and may be done otherwise.
+        """A context that begins by taking back the step and the scaling; within it the caller may redo both.
 
-        Options of the optimizer that were changed since (a learning rate) are not in force within it.
+        The optimizer's options (a learning rate) have the values of `keep` within the context. Afterwards the
+        options that the caller changed after the step are in force again.
         """
 
     def forget(self) -> None:
-        """Free what was kept: the mode is switched off."""
+        """Free the copies, since post-validation goes off."""
 
     def tensors(self) -> list[Tensor]:
-        """The copies that are kept."""
+        """The copies."""
 
 
 class Copies:
-    """Copies of tensors, taken and given back all at once; of a DTensor the part that is here."""
+    """Copies of tensors, which are taken and given back together. Of a DTensor, this process's part."""
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # id of a tensor -> the tensor and its copy
@@ -80,7 +81,7 @@ class Copies:
         return [copy for _, copy in self._copies.values()]
 
     def _lists(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """(tensors, copies) per device and dtype: tensors of one list are copied together if they agree."""
+        """(tensors, copies) for each device and dtype: _foreach_copy_ is fast if these agree in a list."""
         lists: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         for tensor, copy in self._copies.values():
             originals, copies = lists.setdefault((copy.device, copy.dtype), ([], []))
@@ -90,7 +91,7 @@ class Copies:
 
 
 class ExactRollback:
-    """A Rollback by copies. Raises ValueError for an optimizer whose step can't be taken back."""
+    """The Rollback by copies. Raises ValueError for an optimizer whose step can't be taken back."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         refusal = refusal_of(optimizer)
@@ -101,7 +102,7 @@ class ExactRollback:
         self._restore_state: Callable[[], Any] = _nothing
         self._generator: Tensor | None = None
         self._gradients: list[tuple[Tensor, int]] = []
-        # Few optimizers do; after the first step it is known.
+        # Whether the step changes gradients in place. Few optimizers do so; the first step shows it.
         self._changes_gradients = True
 
     @property
@@ -110,7 +111,7 @@ class ExactRollback:
         return self._copies.num_bytes
 
     def keep(self, scaled: list[Tensor]) -> None:
-        """Copy what the step may change."""
+        """Copy all tensors that the step may change, and remember the other values."""
         parameters = parameters_of(self._optimizer)
         tensors: list[Tensor] = list(parameters)
         self._restore_state = snapshot(self._optimizer.state, tensors)
@@ -122,12 +123,12 @@ class ExactRollback:
         self._copies.take(tensors)
 
     def after_step(self, *, has_stepped: bool) -> None:
-        """Look what the step has left."""
+        """Look at what the step has changed."""
         self._options.after_step()
         if self._gradients and has_stepped:
             self._changes_gradients = any(each._version != version for each, version in self._gradients)
-        self._gradients = []  # the next step drops them, and holds its own
-        snapshot(self._optimizer.state, [])  # raises for a state that the next `keep` can't copy
+        self._gradients = []  # hold no reference: the next step drops these gradients
+        snapshot(self._optimizer.state, [])  # raises ValueError for a state that the next `keep` can't copy
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -153,27 +154,30 @@ class ExactRollback:
 
 
 class Options:
-    """The options of an optimizer's groups, before and after a step. Some optimizers count in them."""
+    """The options of an optimizer's groups before and after a step. Some optimizers count steps in them."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._restore: list[Callable[[], Any]] = []
         self._after: list[dict[str, Any]] = []
-        self._parameters: list[list[int]] = []  # their ids, by group
+        self._parameters: list[list[int]] = []  # for each group, the ids of its parameters
 
     def keep(self, tensors: list[Tensor]) -> None:
-        """Remember the options; tensors among them are added to `tensors`."""
+        """Remember the options. Adds the tensors among them to `tensors`, which the caller copies."""
         groups = self._optimizer.param_groups
         self._restore = [snapshot(_options(group), tensors) for group in groups]
         self._parameters = [list(map(id, group["params"])) for group in groups]
 
     def after_step(self) -> None:
-        """Remember the options that the step has left."""
+        """Remember the options as they are after the step."""
         self._after = [_copied(group) for group in self._optimizer.param_groups]
 
     @contextmanager
     def before_step(self) -> Iterator[None]:
-        """Within it the options are those of `keep`; afterwards later changes, as of a rate, count again."""
+        """Within this context the options are those of `keep`.
+
+        Afterwards the options that were changed since `after_step` (a learning rate) have their new values.
+        """
         groups, added = self._optimizer.param_groups, self._take_out_added()
         later = [_changes(group, after) for group, after in zip(groups, self._after, strict=True)]
         for group, restore in zip(groups, self._restore, strict=True):
@@ -185,7 +189,7 @@ class Options:
             yield
         finally:
             groups.extend(added)
-            for group, changes in zip(groups, later, strict=False):  # not those that were added
+            for group, changes in zip(groups, later, strict=False):  # without the added groups
                 for name, value in changes.items():
                     if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
                         group[name].copy_(value)
@@ -193,14 +197,14 @@ class Options:
                         group[name] = value
 
     def _take_out_added(self) -> list[dict[str, Any]]:
-        """Take the groups out of the optimizer that add_param_group has added since the step; return them."""
+        """Remove from the optimizer the groups that add_param_group has added since the step; return them."""
         groups, kept = self._optimizer.param_groups, self._parameters
         if any(list(map(id, group["params"])) != ids for group, ids in zip(groups, kept, strict=False)) or (
             len(groups) < len(kept)
         ):
             raise RuntimeError(
-                "the optimizer's groups were given other parameters between an update and the gate of the "
-                "next step: call settle() of PostValidation before, or use add_param_group"
+                "the optimizer's groups got other parameters between an update and the gate of the next "
+                "step: call settle() of PostValidation before you change them, or use add_param_group"
             )
         added = groups[len(kept) :]
         del groups[len(kept) :]
@@ -213,10 +217,11 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def snapshot(value: Any, tensors: list[Tensor]) -> Callable[[], Any]:
-    """A function that makes a nest of dicts, lists and tuples what it is now, and returns it.
+    """A function that restores a nest of dicts, lists and tuples to its present content.
 
-    The values of its tensors are not remembered: they are added to `tensors`. Raises ValueError for other
-    objects, whose changes nobody could take back.
+    The function returns the nest. It does not restore the values of tensors: `snapshot` adds the tensors to
+    `tensors`, and the caller copies them. Raises ValueError for an object of another type, whose changes
+    can't be restored.
     """
     if isinstance(value, Tensor):
         tensors.append(value)
@@ -233,20 +238,22 @@ def snapshot(value: Any, tensors: list[Tensor]) -> Callable[[], Any]:
     if isinstance(value, _CONSTANTS) or inspect.isroutine(value):
         return lambda: value
     raise ValueError(
-        f"the optimizer keeps a {type(value).__name__} in its state, and post-validation can copy tensors, "
-        "numbers, and dicts, lists and tuples of them: write optimizer.validation=before, or keep tensors"
+        f"the optimizer keeps a {type(value).__name__} in its state, and post-validation can copy only "
+        "tensors, numbers, and dicts, lists and tuples of them: write optimizer.validation=before, or keep "
+        "tensors"
     )
 
 
 def refusal_of(optimizer: torch.optim.Optimizer) -> str:
-    """Why a step of this optimizer can't be taken back, or nothing.
+    """Why a step of this optimizer can't be taken back; "" if it can.
 
-    What the optimizer would keep is found by a step of its twin on one small parameter with gradient zero.
+    A twin of the optimizer makes a step on one small parameter per group, with gradients of zero. The step
+    shows which states and attributes the optimizer keeps.
     """
     name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        return f"{name}.step needs a closure, which a pipeline has none of: use another optimizer"
+        return f"{name}.step needs a closure, and a pipeline has none: use another optimizer"
     try:
         snapshot(optimizer.state, [])
         for group in optimizer.param_groups:
@@ -258,7 +265,7 @@ def refusal_of(optimizer: torch.optim.Optimizer) -> str:
     try:
         twin.step()
     except Exception:
-        return ""  # it takes more than one small parameter: then each step's state is looked at
+        return ""  # the optimizer needs more than this; `after_step` looks at the state after each real step
     try:
         snapshot(twin.state, [])
     except ValueError as error:
@@ -266,8 +273,8 @@ def refusal_of(optimizer: torch.optim.Optimizer) -> str:
     changed = [key for key, value in vars(twin).items() if value is not before.get(key)]
     if changed:
         return (
-            f"{name} changes its attributes {', '.join(changed)} in step, where post-validation doesn't copy "
-            "them: write optimizer.validation=before, or keep them in optimizer.state"
+            f"{name} changes its attributes {', '.join(changed)} in step, which post-validation can't take "
+            "back: write optimizer.validation=before, or keep them in optimizer.state"
         )
     return ""
 
@@ -276,7 +283,7 @@ def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """An optimizer with the same options over one small parameter per group, without hooks and states."""
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
-    vars(twin).pop("step", None)  # of a learning rate's scheduler, bound to the optimizer itself
+    vars(twin).pop("step", None)  # the wrapper of a learning-rate scheduler, bound to the optimizer itself
     vars(twin).pop("_optimizer_step_pre_hooks", None)
     vars(twin).pop("_optimizer_step_post_hooks", None)
     twin._optimizer_step_pre_hooks = OrderedDict()
@@ -289,7 +296,7 @@ def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _small(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-    """A parameter with the shape of the smallest one, and a gradient of zeros."""
+    """A parameter like the smallest of these, with a gradient of zeros, in a list; no parameter for none."""
     if not parameters:
         return []
     like = local_of(min(parameters, key=lambda each: each.numel()).detach())
@@ -303,14 +310,14 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options, with copies of tensors."""
+    """The options of a group; tensors among them are copied."""
     return {
         name: value.clone() if isinstance(value, Tensor) else value for name, value in _options(group).items()
     }
 
 
 def _changes(group: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that differ from those after the step."""
+    """The options of a group that differ from `after`."""
     return {name: value for name, value in _copied(group).items() if _differ(value, after.get(name))}
 
 

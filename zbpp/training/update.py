@@ -1,7 +1,7 @@
-"""What becomes of a step's gradients: the norm over all stages, clipping, the optimizer, the master weights.
+"""The update of the weights after a step: norm over all stages, clipping, optimizer, master weights.
 
-begin     before the pipeline's step: gradients are zeroed, loss scale and learning rate are set
-end       after it: the outcome over all processes, and the update of the weights
+begin     before the pipeline's step: zeroes the gradients, sets the loss scale and the learning rate
+end       after the pipeline's step: computes the outcome over all processes, and updates the weights
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from zbpp.training.outcome import Outcome, outcome_of, share_of
 
 Metrics = dict[str, Any]
 Result = tuple[Outcome, Metrics]
-"""What a step came to, and what that adds to its metrics."""
+"""The outcome of a step, and the metrics of its update."""
 
 
 class Update:
     """The update of one rank's weights, which waits for the norm of all ranks' gradients.
 
-    The arguments are the Trainer's. Collective: all ranks call both methods, step by step.
-    wish: why this rank wants to end the run; it goes to all ranks with the share of each step.
+    The arguments are those of Trainer. Collective: all ranks call `begin` and `end` for every step.
+    wish: why this rank wants to end the run; None if it does not. All ranks learn it with the step's shares.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class Update:
         self.wish: str | None = None
 
     def begin(self, pipeline: Pipeline, factor: float | None) -> None:
-        """Prepare a step. factor: on the optimizer's learning rate; None: it stays."""
+        """Prepare a step. factor: multiplies the optimizer's base learning rate; None: the rate stays."""
         self._zero_grad()
         self._set_loss_scale(pipeline)
         self._set_rate(factor)
 
     def end(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> list[Result]:
-        """Update the weights. Returns the results of steps that are known by now, in the order of steps."""
+        """Update the weights. Returns the results that are known by now, in the order of the steps."""
         scale, rate = pipeline.loss_scale, self._rate
         outcome = outcome_of(pipeline.place.gather(share_of(pipeline, losses, self.wish)), pipeline, scale)
         # All ranks have the same norm: if it isn't finite, all of them skip the update.
@@ -61,18 +61,18 @@ class Update:
         return [self._result(outcome, scale, rate)]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint has to hold of the way weights are updated."""
+        """The state to save in a checkpoint."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state, which may be that of another way."""
+        """Continue from a saved state, which may be that of another class of Update."""
 
     def settle(self) -> list[Result]:
-        """Wait until the weights are right. Returns the results that have become known."""
+        """Wait until the weights are final. Returns the results that have become known."""
         return []
 
     def copies(self) -> list[Tensor]:
-        """What is kept to take an update back."""
+        """The copies that are kept to take an update back."""
         return []
 
     def _zero_grad(self) -> None:
@@ -89,7 +89,7 @@ class Update:
             group["lr"] = base * factor
 
     def _factor(self, norm: float, loss_scale: float) -> float:
-        """What the gradients are multiplied by: their loss scale is divided out, and they are clipped."""
+        """The factor by which the gradients are multiplied, to divide out the loss scale and to clip."""
         factor = 1 / loss_scale
         if self._clip_norm is not None and norm > self._clip_norm:
             factor *= self._clip_norm / norm
@@ -108,7 +108,7 @@ class Update:
         return rate
 
     def _result(self, outcome: Outcome, loss_scale: float, rate: float) -> Result:
-        """The outcome of a step, and what it adds to the metrics. loss_scale, rate: in this step."""
+        """The Result of a step. loss_scale, rate: the loss scale and the learning rate of this step."""
         metrics = {
             "grad_norm": outcome.norm,
             "learning_rate": rate,
