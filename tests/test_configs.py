@@ -52,6 +52,8 @@ def test_every_choice_composes(group, name):
         needs = ["data._target_=my_file.my_data"]
     if (group, name) == ("optimizer", "custom"):
         needs = ["optimizer.build._target_=torch.optim.SGD"]
+    if (group, name) == ("data", "chat"):
+        needs = ["data.path=somewhere", "data.tokenizer=tokenizer.json"]
     if (group, name) == ("data", "text"):
         needs = ["data.path=somewhere"]
     config = typed(f"{group}={name}", *needs)

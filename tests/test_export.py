@@ -5,10 +5,10 @@ import re
 
 import pytest
 import torch
-import yaml
 
 pytest.importorskip("transformers")
 
+import zbpp
 from helpers.hf_folders import TOKENS, config_of, reference, saved
 from zbpp import Pipeline, plan
 from zbpp.commands import export
@@ -34,10 +34,32 @@ def trained(run, node, num_stages=4, **config):
         pipeline.step(TOKENS, target=TOKENS.roll(-1, 1))
         optimizer.step()
     save_weights(run, pipeline)
-    (run / "config.yaml").write_text(yaml.safe_dump({"model": node, **config}))
+    (run / "config.yaml").write_text(json.dumps({"model": node, **config}))
     stages = [stage.eval() for stage in pipeline.stages.values()]
     pipeline.close()
     return stages
+
+
+def test_a_run_without_final_weights_gives_its_newest_whole_checkpoint(tmp_path, capsys):
+    """One checkpoint can be named, too."""
+    run = tmp_path / "run"
+    model, node = instantiate_node("model", MODELS["our llama"]), MODELS["our llama"]
+    pipeline = Pipeline(model, plan("interleaved_1f1b", 1, 2, stages_per_rank=2))
+    stages, expected = list(pipeline.stages.values()), {}
+    for step in (1, 2, 3):
+        with torch.no_grad():
+            pipeline.stages[1].get_parameter("norm.weight").add_(0.5)
+        zbpp.save(run / "checkpoints", pipeline, step=step)
+        expected[step] = logits(stages, TOKENS).detach()
+    pipeline.close()
+    (run / "config.yaml").write_text(json.dumps({"model": node}))
+    spoiled_file = next((run / "checkpoints" / "step-3").glob("*.distcp"))
+    spoiled_file.write_bytes(spoiled_file.read_bytes()[:-1] + b"?")
+    for source, step in ((run, 2), (run / "checkpoints" / "step-1", 1)):
+        assert export.main([str(source), str(tmp_path / str(step))]) == 0
+        found = reference(tmp_path / str(step))(TOKENS).logits
+        torch.testing.assert_close(found, expected[step], rtol=1e-5, atol=1e-6)
+    assert "passed over: " in capsys.readouterr().out
 
 
 def logits(stages, output):
@@ -120,7 +142,7 @@ def shortened(run):
 
 def of_other_size(run):
     node = {**MODELS["our llama"], "num_layers": 5}
-    (run / "config.yaml").write_text(yaml.safe_dump({"model": node}))
+    (run / "config.yaml").write_text(json.dumps({"model": node}))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +159,7 @@ def of_other_size(run):
         ),
         (lambda run: (run / "config.yaml").unlink(), "config.yaml can't be read"),
         (
-            lambda run: (run / "config.yaml").write_text(yaml.safe_dump({"model": MLP})),
+            lambda run: (run / "config.yaml").write_text(json.dumps({"model": MLP})),
             "trained a Mlp, which",
         ),
         (lambda run: [path.unlink() for path in run.glob("*.safetensors")], "holds no weights"),

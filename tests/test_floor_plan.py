@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 _PLANS = {"schedule", "families", "planning"}
 _LEAVES = {"stage_api", "seeding"}
 _RUNTIME = {"runtime", "schedule", "autograd"} | _LEAVES
-_TRAINING = {"training", "data", "planning", "checkpoint"} | _RUNTIME
+_TRAINING = {"training", "data", "planning", "checkpoints"} | _RUNTIME
 MAY_IMPORT = {
     "zbpp/__init__.py": {
         "schedule",
@@ -27,7 +27,7 @@ MAY_IMPORT = {
         "runtime",
         "cutting",
         "partition",
-        "checkpoint",
+        "checkpoints",
         "training",
     },
     "zbpp/stage_api.py": set(),
@@ -38,28 +38,21 @@ MAY_IMPORT = {
     "zbpp/launch.py": {"pass_signals", "ranges"} | _TRAINING,
     "zbpp/pass_signals.py": set(),
     "zbpp/builders/": {"builders", "config"} | _TRAINING,
-    "zbpp/app.py": {"builders", "config", "measured_stages", "predict_memory", "render"} | _TRAINING,
+    "zbpp/app.py": {"builders", "config", "job", "results"} | _TRAINING,
+    "zbpp/job.py": {"builders", "config", "prediction"} | _TRAINING,
+    "zbpp/results.py": {"config", "prediction", "render"} | _TRAINING,
     "zbpp/data/": {"data", "seeding"},
+    "zbpp/export.py": {"builders", "config", "models", "training"},
     "zbpp/explain_stage.py": {"builders", "config", "data", "training", "autograd"},
     # What each rank will hold: the stages run on fake tensors.
-    "zbpp/measured_stages.py": {"config", "planning", "schedule"},
-    "zbpp/stage_memory.py": {"builders", "config", "measured_stages"} | _TRAINING,
-    "zbpp/predict_memory.py": {"builders", "config", "measured_stages", "stage_memory"} | _TRAINING,
-    "zbpp/step_time.py": {"config", "planning", "predict_memory", "schedule"},
-    "zbpp/memory_switches.py": {
-        "builders",
-        "config",
-        "planning",
-        "predict_memory",
-        "render",
-        "schedule",
-        "step_time",
-    },
+    "zbpp/prediction/": {"builders", "config", "prediction", "render"} | _TRAINING,
     "zbpp/benchmark/jobs.py": {"builders", "benchmark", "config"} | _TRAINING,
     # The split is measured on a Llama's blocks, in one process: no schedule, no training.
     "zbpp/benchmark/split/": {"autograd", "benchmark", "models", "runtime"},
     # Switches are measured on EMULATED stages, in a job of their own.
     "zbpp/benchmark/memory/": {"benchmark", "launch", "models", "render"} | _TRAINING,
+    # The data path beside a small GPT that trains.
+    "zbpp/benchmark/data_path.py": {"benchmark", "models"} | _TRAINING,
     "zbpp/benchmark/": {"benchmark", "render"} | _TRAINING,
     "zbpp/schedule/": {"schedule"},
     "zbpp/families/": {"families", "schedule"},
@@ -71,7 +64,7 @@ MAY_IMPORT = {
     # Pipeline(stages, "zb_h1"): a schedule's name in place of a timetable. No other file of runtime plans.
     "zbpp/runtime/arguments.py": {"planning"} | _RUNTIME,
     "zbpp/runtime/": _RUNTIME,
-    "zbpp/checkpoint/": {"checkpoint"} | _RUNTIME,
+    "zbpp/checkpoints/": {"checkpoints"} | _RUNTIME,
     "zbpp/training/": _TRAINING,
     "zbpp/cutting/": {"autograd", "cutting", "partition"},
     "zbpp/models/": {"models", "partition"} | _LEAVES,
@@ -80,7 +73,8 @@ MAY_IMPORT = {
         "commands",
         "app",
         "explain_stage",
-        "memory_switches",
+        "prediction",
+        "export",
         "builders",
         "benchmark",
         "config",

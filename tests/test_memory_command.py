@@ -9,9 +9,9 @@ from torch import nn
 
 from helpers.configs import composed
 from zbpp.config import ConfigError
-from zbpp.memory_switches import Switches, memory_text
 from zbpp.models.mlp import Mlp
-from zbpp.predict_memory import FAKE, Predictor, predict
+from zbpp.prediction.predictor import FAKE, Predictor, predict
+from zbpp.prediction.switches import Switches, memory_text
 
 MLP = ["model=mlp", "data=regression", "num_microbatches=8", "microbatch_size=64", "parallel.num_processes=2"]
 

@@ -11,7 +11,7 @@ from zbpp.builders.optimizer import build_optimizer
 from zbpp.builders.plan import build_timetable
 from zbpp.builders.stages import move_stages, offload_weights, recompute_stages
 from zbpp.builders.trainer import build_masters, build_pipeline, build_validation
-from zbpp.predict_memory import Predictor
+from zbpp.prediction.predictor import Predictor
 from zbpp.training.memory_report import MemoryReport
 from zbpp.training.precision import PRECISIONS
 from zbpp.training.trainer import Trainer

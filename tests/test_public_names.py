@@ -1,6 +1,7 @@
 """The public names and their signatures: what outside code relies on."""
 
 import inspect
+import pkgutil
 from inspect import Parameter
 
 import pytest
@@ -155,3 +156,9 @@ def test_a_pipeline_as_documented():
     assert len(pipeline.step(x, target=target)) == 2
     assert len(pipeline.evaluate(x, target=target)) == 2
     assert type(replicate(x)) is not torch.Tensor
+
+
+def test_no_public_name_is_hidden_by_a_module_of_that_name():
+    """`import zbpp.checkpoint.saving` put a module where `zbpp.checkpoint` was a function."""
+    modules = {module.name for module in pkgutil.iter_modules(zbpp.__path__)}
+    assert not modules & set(zbpp.__all__)

@@ -13,7 +13,7 @@ from zbpp import config as configs
 from zbpp.commands import command_line
 from zbpp.config import ConfigError
 from zbpp.planning.recompute import with_recompute
-from zbpp.predict_memory import Predictor, costs_of
+from zbpp.prediction.predictor import Predictor, costs_of
 from zbpp.schedule import simulate
 
 GPT = ["model=gpt_tiny", "model.hidden_size=32", "num_microbatches=4", "microbatch_size=2"]

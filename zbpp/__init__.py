@@ -8,8 +8,8 @@
     cutting      an existing module cut into stages
     models       models that are built one stage at a time
     render       timelines and answers of the planner as text, pictures and pages
-    data         batches: text, a user's own Dataset
-    checkpoint   saving and loading, whatever the cut
+    data         batches: text, prepared tokens, a user's own Dataset
+    checkpoints  saving and loading, whatever the cut
     training     everything around the step: optimizer, trainer
     config       the config: its typed tree, and composing it
     builders     objects from their parts of the config
@@ -18,10 +18,11 @@
 
     partition    which layers go to which stage
     stage_api    the contract between zbpp and a user's model
-    predict_memory, memory_switches
-                 what each rank will hold, and what each switch would save
-    app          builds the parts of a training run and runs them
+    prediction   what each rank will hold, and what each switch would save
+    app          puts a training run together and runs it; job: what a rank trains;
+                 results: what the run leaves in its folder
     launch       starts a job's ranks on this machine
+    pass_signals what the process that started them does with signals
 
 The public names are loaded when they are first used: `import zbpp` imports no torch.
 """
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zbpp.autograd import WeightGrads, auxiliary_loss, auxiliary_losses, backward_input, checkpoint
-    from zbpp.checkpoint import load, save
+    from zbpp.checkpoints import load, save
     from zbpp.cutting import split_sequential, trace_stages
     from zbpp.partition import split_layers
     from zbpp.planning import SCHEDULES, plan
@@ -69,13 +70,13 @@ _HOME = {
     "backward_input": "zbpp.autograd",
     "checkpoint": "zbpp.autograd",
     "clip_grad_norm_": "zbpp.runtime",
-    "load": "zbpp.checkpoint",
+    "load": "zbpp.checkpoints",
     "lower": "zbpp.schedule",
     "make_mesh": "zbpp.runtime",
     "per_microbatch": "zbpp.runtime",
     "plan": "zbpp.planning",
     "replicate": "zbpp.runtime",
-    "save": "zbpp.checkpoint",
+    "save": "zbpp.checkpoints",
     "simulate": "zbpp.schedule",
     "split_layers": "zbpp.partition",
     "split_sequential": "zbpp.cutting",

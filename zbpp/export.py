@@ -20,12 +20,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def export(run: Path, folder: Path, *, dtype: str | None = None, bytes_per_file: int) -> None:
     """Write the model that `run` has trained to `folder`. Raises ValueError or ConfigError.
 
-    dtype: of the numbers in the files; None: as the run saved them.
+    run: the run's folder, or that of one of its checkpoints. dtype: of the numbers in the files; None: as
+    the run saved them.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is there already, and not empty: name another folder")
     saved = weights_of_run(run)
-    config = read_run_config(run / "config.yaml")
+    of_run = run if (run / "config.yaml").exists() else run.parent.parent  # run: .../checkpoints/step-200
+    config = read_run_config(of_run / "config.yaml")
     model = build_model(config["model"])
     described = _described(model)
     from zbpp.models.hf_export import write_folder  # only now: it needs the extra hf

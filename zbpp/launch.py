@@ -36,7 +36,7 @@ class RankError(RuntimeError):
 def refusals() -> tuple[type[Exception], ...]:
     """The errors that are mistakes of the user: one line each says what to write instead."""
     from zbpp.autograd.copies import OffloadError
-    from zbpp.checkpoint import CheckpointError
+    from zbpp.checkpoints import CheckpointError
     from zbpp.runtime import AgreementError, BoundaryError, DeviceError  # torch: a second to import
     from zbpp.training.loss_scale import LossScaleError
     from zbpp.training.run_folder import FolderError

@@ -29,7 +29,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from zbpp.checkpoint.folders import check_sizes, checkpoints_in
+from zbpp.checkpoints.folders import check_sizes, checkpoints_in
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _MODEL = ("model=mlp", "data=regression", "schedule=zb_h1", "num_microbatches=4", "microbatch_size=4")

@@ -1,7 +1,5 @@
 """Conversations against transformers' own template and mask; the loss against one mean over all targets."""
 
-import json
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,14 +11,11 @@ from zbpp.data.batch import parts_of
 from zbpp.models.llama import Llama
 
 transformers = pytest.importorskip("transformers")
-tokenizers = pytest.importorskip("tokenizers")
+pytest.importorskip("tokenizers")
 
+from helpers.chat import PLAIN, conversation, write_conversations, write_tokenizer  # noqa: E402
 from zbpp.data.chat import IGNORED, chat_data, encode, load_tokenizer  # noqa: E402  # needs transformers
 
-PLAIN = (
-    "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
-)
 MARKED = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
     "{% generation %}{{ m['content'] }}<|end|>\n{% endgeneration %}"
@@ -34,30 +29,9 @@ LENGTH, ROWS, M = 48, 4, 2
 def files(tmp_path_factory):
     """A folder with tokenizer.json and chats.jsonl."""
     folder = tmp_path_factory.mktemp("chat")
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|start|>", "<|end|>"],
-        initial_alphabet=sorted(alphabet),
-        show_progress=False,
-    )
-    made.train_from_iterator(["hello world, what is this? it is a test."] * 3, trainer)
-    made.save(str(folder / "tokenizer.json"))
-    chats = [conversation(number) for number in range(24)]
-    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in chats))
+    write_tokenizer(folder / "tokenizer.json")
+    write_conversations(folder / "chats.jsonl", 24)
     return folder
-
-
-def conversation(number):
-    """One to three turns; answers of very different lengths."""
-    turns = []
-    for turn in range(1 + number % 3):
-        turns.append({"role": "user", "content": f"what is {number}?"})
-        turns.append({"role": "assistant", "content": "it is " * (1 + (number * 5 + turn) % 4)})
-    return turns
 
 
 def data_of(files, **options):

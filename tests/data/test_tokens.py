@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from zbpp.data import token_data
-from zbpp.data.documents import Reading
+from zbpp.data.documents import Reading, documents_of, units_of
 from zbpp.data.mixture import Mixture, shares_in_block
 from zbpp.data.prepare import prepare
 from zbpp.data.prepared import HEADER, HELD_OUT, TRAIN, open_prepared, partial_folder
@@ -109,6 +109,17 @@ def test_jsonl_and_a_dataset_on_disk_give_the_documents_of_the_text(texts, tmp_p
         assert [bytes(each).decode() for each in found] == documents
     with pytest.raises(ValueError, match=r"no split is named; write split as one of a"):
         prepare([tmp_path / "saved"], tmp_path / "other")
+
+
+@pytest.mark.parametrize("size", [1, 18, 19, 20, 38, 1000])
+def test_each_line_of_a_jsonl_file_is_in_one_range(tmp_path, monkeypatch, size):
+    """Lines of 19 bytes: ranges end inside of lines, at their ends, and behind several."""
+    monkeypatch.setattr("zbpp.data.documents.UNIT_BYTES", size)
+    documents = [f"{number:06}" for number in range(30)]
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{each}"}}\n' for each in documents))
+    assert (tmp_path / "a.jsonl").stat().st_size == 30 * 19
+    units = units_of([tmp_path / "a.jsonl"], Reading())
+    assert [each for unit in units for each in documents_of(unit, Reading())] == documents
 
 
 def test_a_run_that_was_cut_goes_on_and_ends_as_one_that_was_not(texts, tmp_path, monkeypatch):

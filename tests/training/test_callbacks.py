@@ -10,8 +10,6 @@ from zbpp.training.post_validation import Validation
 class Witness(Callback):
     """Notes its calls, and the steps whose metrics it was shown; leaves after a step, if told to."""
 
-    may_leave = True
-
     def __init__(self, *, needy_step=None, last_step=None):
         self.calls, self.shown = [], {}
         self.needy_step, self.last_step = needy_step, last_step

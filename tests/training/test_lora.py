@@ -10,6 +10,7 @@ from helpers.processes import run_ranks
 from zbpp import Pipeline, PostValidation, WeightGrads, backward_input, make_mesh, plan
 from zbpp.autograd import recompute
 from zbpp.runtime.blocks import blocks_of
+from zbpp.runtime.weight_offload import OffloadedWeights
 from zbpp.training.fine_tuned import FineTuned, check_fine_tuned
 from zbpp.training.lora import save_adapter
 
@@ -119,6 +120,8 @@ def by_pipeline(base, *, schedule="zb_v", is_recomputed=False, how="plain"):
         for stage in stages.values():
             for block in blocks_of(stage):
                 recompute(block)
+    if how == "offloaded":
+        OffloadedWeights(stages, torch.device("cpu"))
     with Pipeline(stages, timetable, model.loss) as pipeline:
         check_fine_tuned(pipeline, model)
         perturb(pipeline.named_parameters())
@@ -155,6 +158,7 @@ def by_pipeline(base, *, schedule="zb_v", is_recomputed=False, how="plain"):
         {"is_recomputed": True},
         {"how": "validated"},
         {"how": "released"},
+        {"how": "offloaded"},
     ],
     ids=str,
 )
@@ -344,7 +348,6 @@ def on_two_ranks(rank, base):
     for name, degrees, ranks in (
         ("pipeline", {}, 2),
         ("shards", {"shard": 2}, 1),
-        ("copies", {"replicate": 2}, 1),
     ):
         model = model_of(base)
         stages, timetable = stages_of(model, "zb_v", rank if ranks == 2 else 0, ranks)
@@ -365,7 +368,7 @@ def on_two_ranks(rank, base):
     return found
 
 
-def test_two_ranks_shards_and_replicas_train_adapters_alike(base):
+def test_two_ranks_and_shards_train_adapters_alike(base):
     from safetensors.torch import load_file
 
     one, two = run_ranks(on_two_ranks, 2, base)
@@ -375,7 +378,7 @@ def test_two_ranks_shards_and_replicas_train_adapters_alike(base):
     assert "leave no parameter to train" in one["all"]
     assert "target_modules: q_prj matches no module" in two["typo"]
     expected, _, last = by_pipeline(base)
-    for name in ("pipeline", "shards", "copies"):
+    for name in ("pipeline", "shards"):
         losses = [[each for each in step if each is not None] for step in zip(*one[name], strict=True)]
         assert [sum(each) / len(each) for each in losses] == pytest.approx(expected, rel=1e-9), name
         files = load_file(f"{base}/{name}/adapter_model.safetensors")

@@ -194,10 +194,13 @@ def test_going_on_from_an_earlier_checkpoint_keeps_the_later_ones_aside(tmp_path
     checkpoint(folder, 2)
     checkpoint(folder, 4)
     (folder / "summary.json").write_text("{}")
+    (folder / "samples.jsonl").write_text('{"step": 2}\n{"step": 4}\n')
     source = folder / "checkpoints/step-2"
     assert begun(folder, [3], step=2, resume=str(source)) == source
     assert steps_in(folder / "metrics.jsonl") == [1, 2, 3]
     assert steps_in(folder / "attempt-1/metrics.jsonl") == [3, 4]
+    assert steps_in(folder / "samples.jsonl") == [2]
+    assert steps_in(folder / "attempt-1/samples.jsonl") == [4]
     assert (folder / "attempt-1/checkpoints/step-4").is_dir()
     assert not (folder / "summary.json").exists()
 

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from zbpp import Pipeline, plan
 from zbpp.data.prepared import HELD_OUT, TRAIN, Header, PartHeader, documents_file, tokens_file, write_header
 from zbpp.data.source import Data
 from zbpp.data.tokens import token_data
 from zbpp.models.gpt import Gpt
+from zbpp.planning import plan
+from zbpp.runtime import Pipeline
 from zbpp.training.batch import batch_for
 
 T = TypeVar("T")

@@ -29,14 +29,17 @@ def build_callbacks(
     if config.profile is not None and here.rank in _profiled_ranks(config, here):
         path = folder / "profile" / f"rank-{here.rank}.json"
         callbacks.append(Profile(config.profiled_steps, path))
-    stop = config.early_stop
-    if stop.metric is not None:
-        callbacks.append(
-            EarlyStop(stop.metric, patience=stop.patience, min_delta=stop.min_delta, mode=stop.mode)
-        )
     if config.max_hours is not None:
         callbacks.append(TimeLimit(config.max_hours * 3600, begin=begin))
     return callbacks
+
+
+def build_early_stop(config: TrainConfig) -> list[Callback]:
+    """The early stop, if there is one. Made with the trainer: a checkpoint holds its state."""
+    stop = config.early_stop
+    if stop.metric is None:
+        return []
+    return [EarlyStop(stop.metric, patience=stop.patience, min_delta=stop.min_delta, mode=stop.mode)]
 
 
 def _profiled_ranks(config: TrainConfig, here: World) -> list[int]:

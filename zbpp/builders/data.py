@@ -10,15 +10,17 @@ from zbpp.data.loader import loaded_data
 from zbpp.data.read_ahead import check_thread_may_read
 
 
-def build_data(node: dict[str, Any], batch_size: int, seed: int, read_ahead: int = 0) -> Data:
+def build_data(
+    node: dict[str, Any], batch_size: int, seed: int, read_ahead: int = 0, *, is_read: bool = True
+) -> Data:
     """The data that the node's `_target_` makes, see `loaded_data`; to be read ahead, if that is more than 0.
 
-    Raises ConfigError.
+    is_read: whether this rank has the first or the last stage. Raises ConfigError.
     """
     data = instantiate_node("data", node, batch_size=batch_size, seed=seed)
     with naming(f"data ({node['_target_']})"):
         if not isinstance(data, Data):
-            data = loaded_data(data, batch_size=batch_size, seed=seed)
+            data = loaded_data(data, batch_size=batch_size, seed=seed, is_read=is_read)
         if read_ahead:
             check_thread_may_read(data.train)
     return data

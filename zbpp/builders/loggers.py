@@ -10,14 +10,17 @@ from zbpp.config import LoggerConfig
 from zbpp.training.loggers import JsonLines, Logger, TensorBoard, Wandb
 
 
-def build_loggers(options: LoggerConfig, folder: Path, settings: Mapping[str, Any]) -> list[Logger]:
+def build_loggers(
+    options: LoggerConfig, folder: Path, settings: Mapping[str, Any], first_step: int = 0
+) -> list[Logger]:
     """metrics.jsonl in the run's folder; wandb and TensorBoard if the config asks for them.
 
-    settings: the run's config as values by dotted key, which both show.
+    settings: the run's config as values by dotted key, which both show. first_step: how many steps
+    were done before.
     """
     loggers: list[Logger] = [JsonLines(folder / "metrics.jsonl")]
     if options.wandb:
         loggers.append(Wandb(folder, project=options.project, mode=options.mode, config=settings))
     if options.tensorboard:
-        loggers.append(TensorBoard(folder, config=settings))
+        loggers.append(TensorBoard(folder, config=settings, first_step=first_step))
     return loggers

@@ -3,9 +3,10 @@
     zbpp export runs/mine mine_hf
     zbpp export runs/mine mine_hf --dtype bfloat16 --file-size 2GB
 
-RUN is the run_dir of a finished zbpp train with model=huggingface, from a config or from a folder, or with
-one of the llama models. FOLDER gets config.json, safetensors (several with an index above --file-size), the
-generation config, and the tokenizer of the folder that the model came from.
+RUN is the run_dir of a zbpp train with model=huggingface, from a config or from a folder, or with one of the
+llama models; or a checkpoint in it, RUN/checkpoints/step-200. Of a run, the weights saved at its end are
+written, else those of its newest whole checkpoint. FOLDER gets config.json, safetensors (several with an
+index above --file-size), the generation config, and the tokenizer of the folder that the model came from.
 """
 
 from __future__ import annotations

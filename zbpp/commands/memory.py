@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _memory(composed: Composed) -> None:
-    from zbpp.memory_switches import memory_text  # torch: --help and --cfg do without
+    from zbpp.prediction.switches import memory_text  # torch: --help and --cfg do without
 
     for number, part in enumerate(memory_text(composed.tree)):
         print(part if number == 0 else f"\n{part}", flush=True)

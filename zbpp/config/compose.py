@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import hydra
-import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -194,7 +193,7 @@ def read_run_config(path: Path) -> dict[str, Any]:
     """The config.yaml that a run has left in its folder, as plain values. Raises ConfigError."""
     try:
         found = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (OSError, OmegaConfBaseException, yaml.YAMLError) as error:
+    except Exception as error:  # OmegaConf lets errors of YAML through
         raise ConfigError(f"{path} can't be read ({' '.join(str(error).split())})") from error
     if not isinstance(found, dict) or "model" not in found:
         raise ConfigError(f"{path} is not the config.yaml of a run: it has no model")

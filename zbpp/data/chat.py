@@ -184,7 +184,7 @@ def load_tokenizer(tokenizer: str, chat_template: str | None = None) -> Any:
     loaded: Any = (
         AutoTokenizer.from_pretrained(where, local_files_only=True)
         if where.is_dir()
-        else PreTrainedTokenizerFast(tokenizer_file=str(where))
+        else PreTrainedTokenizerFast(tokenizer_file=str(where))  # type: ignore[no-untyped-call]  # the library's
     )
     if chat_template is not None:
         is_file = "{" not in chat_template

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from zbpp.data.batch import num_rows, parts_of
@@ -211,27 +211,35 @@ def _check_rows(batch: Any, number: int, batch_size: int, name: str) -> None:
 Loader = Loaded | ListedBatches | DatasetBatches
 
 
-def loaded_data(given: Any, *, batch_size: int, seed: int) -> Data:
+def loaded_data(given: Any, *, batch_size: int, seed: int, is_read: bool = True) -> Data:
     """`Data` from a Dataset, from something that yields batches, or from a pair (to train on, held out).
 
-    A Dataset is read in batches of `batch_size`, shuffled unless it is an IterableDataset or held out. Raises
-    ValueError for anything else, and for first batches that don't fit.
+    A Dataset is read in batches of `batch_size`, shuffled unless it is an IterableDataset or held out.
+    is_read: False on a rank between the first and the last stage, where not even the first batch is tried.
+    Raises ValueError for anything else, and for first batches that don't fit.
     """
     pair = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
     train = _loaded(pair[0], batch_size, seed, "training", shuffle=True)
     held_out = None if pair[1] is None else _loaded(pair[1], batch_size, seed, "held-out", shuffle=False)
-    first = train.batch(0)
-    if held_out is not None and held_out.num_batches:
+    if is_read and held_out is not None and held_out.num_batches:
         parts_of(held_out.batch(0))
-    parts_of(first)
     return Data(
         train=train,
         evaluation=held_out or train,
         num_evaluation_batches=held_out.num_batches if held_out else 0,
         items_per_batch=batch_size,
         unit="rows",
-        fingerprint=fingerprint_of(first),
+        fingerprint=_fingerprint(train) if is_read else None,
     )
+
+
+def _fingerprint(train: Loader) -> str:
+    """Of the first batch, which is checked; of a Dataset its first row: batches may change their size."""
+    first = train.batch(0)
+    parts_of(first)
+    if not isinstance(train, DatasetBatches):
+        return fingerprint_of(first)
+    return fingerprint_of(tree_map(lambda each: each[:1] if isinstance(each, Tensor) else None, first))
 
 
 def _loaded(given: Any, batch_size: int, seed: int, name: str, *, shuffle: bool) -> Loader:

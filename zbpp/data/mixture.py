@@ -75,6 +75,6 @@ def _merged(found: dict[int, Rows], chosen: Numbers) -> Rows:
     positions = None if first.positions is None else np.empty_like(tokens[:, :-1])
     for each, rows in found.items():
         tokens[chosen == each] = rows.tokens
-        if positions is not None:
+        if positions is not None and rows.positions is not None:
             positions[chosen == each] = rows.positions
     return Rows(tokens, positions)

@@ -166,7 +166,9 @@ def encode_unit(task: Task, number: int, unit: Unit) -> int:
     folder = Path(task.folder)
     counts = np.zeros(task.encoder.vocab_size, dtype=np.int64)
     lengths: dict[str, list[int]] = {part: [] for part in PARTS}
-    files = {part: tokens_file(folder, f"{number:05}.{part}").open("wb") for part in PARTS}
+    # Under names of its own until they are whole: a process whose parent was killed may still write.
+    names = {part: folder / f"{number:05}.{part}.{os.getpid()}.tmp" for part in PARTS}
+    files = {part: name.open("wb") for part, name in names.items()}
     try:
         for place, tokens in enumerate(task.encoder.encode(documents_of(unit, task.reading))):
             part = HELD_OUT if is_held_out(number, place, task.held_out) else TRAIN
@@ -176,6 +178,8 @@ def encode_unit(task: Task, number: int, unit: Unit) -> int:
     finally:
         for file in files.values():
             file.close()
+    for part, name in names.items():
+        name.replace(tokens_file(folder, f"{number:05}.{part}"))
     np.save(folder / f"{number:05}.counts.npy", counts)
     _write_whole(_done_file(task, number), json.dumps(lengths))
     return number
@@ -257,12 +261,12 @@ def _publish(work: Path, output: Path) -> None:
 
 
 def _remove_parts(work: Path) -> None:
-    for file in work.glob("[0-9]*"):
-        file.unlink()
+    for file in (*work.glob("[0-9]*"), *work.glob("*.tmp")):
+        file.unlink(missing_ok=True)
 
 
 def _write_whole(file: Path, text: str) -> None:
     """Write a file that is there as a whole, or not at all."""
-    unfinished = file.with_suffix(".tmp")
+    unfinished = file.with_suffix(f".{os.getpid()}.tmp")
     unfinished.write_text(text)
     unfinished.replace(file)

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from zbpp.data.corpus import load_corpus
+from zbpp.data.permutation import Numbers
 from zbpp.data.source import Data, check_at_least_one
-from zbpp.data.windows import Numbers, Samples, Tokens, Windows
+from zbpp.data.windows import Samples, Tokens, Windows
 
 
 class Batches:
@@ -86,7 +87,7 @@ def text_data(
             f"the data has {corpus.vocab_size} tokens, the model's vocab_size={vocab_size} is smaller: "
             f"write model.vocab_size={corpus.vocab_size}"
         )
-    shape = {"sequence_length": sequence_length, "batch_size": batch_size}
+    shape: dict[str, Any] = {"sequence_length": sequence_length, "batch_size": batch_size}
     train = Batches(corpus.train, **shape, seed=seed, name="the corpus")
     check_fills_a_batch(train, "the corpus")
     evaluation = Batches(corpus.held_out, **shape, seed=None, name="the held-out part") if held_out else None

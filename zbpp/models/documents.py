@@ -17,13 +17,15 @@ class DocumentStage(nn.Sequential):
     returned are (hidden states, position_ids), or the last stage's output alone.
     """
 
-    def forward(  # type: ignore[override]  # Sequential's has one argument
+    def forward(
         self, input_ids: Tensor, position_ids: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
+        x = input_ids
         if position_ids is None:
-            whole: Tensor = super().forward(input_ids)
-            return whole
-        x, mask = input_ids, document_mask(position_ids)
+            for module in self:
+                x = module(x)
+            return x
+        mask = document_mask(position_ids)
         for module in self:
             if getattr(module, "takes_mask", False):
                 x = module(x, position_ids, mask)

@@ -211,8 +211,13 @@ def refuse_what_is_made_later(
 
 
 def batch_and_time(model: PreTrainedModel, hidden: Tensor) -> tuple[int, int]:
-    """Which dimensions of the hidden states are batch and time. Raises CutError if that is not clear."""
+    """Which dimensions of the hidden states are batch and time.
+
+    Raises CutError if there are none, LibraryError if a copy is so narrow that another one has the same size.
+    """
     sizes = list(hidden.shape)
+    if min(sizes.count(BATCH), sizes.count(TIME)) and max(sizes.count(BATCH), sizes.count(TIME)) > 1:
+        raise LibraryError(f"{type(model).__name__} has hidden states of {sizes}: batch or time is not clear")
     if sizes.count(BATCH) != 1 or sizes.count(TIME) != 1:
         raise CutError(
             f"the hidden states of {type(model).__name__} have no dimension of batch and one of time: for "

@@ -63,7 +63,7 @@ def write_folder(
             files.add(name, tensor)
             kept = tensor.dtype if kept is None and tensor.is_floating_point() else kept
         files.close()
-        _write_configs(unfinished, model, kept or torch.float32)
+        _write_configs(unfinished, config, model, kept or torch.float32)
         _copy_beside(unfinished, beside, tokenizer)
         FolderWeights(WeightFiles(unfinished), build_on_meta(config))  # would it be loaded whole?
         with suppress(FileNotFoundError):
@@ -107,13 +107,15 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
-def _write_configs(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
-    model.config.dtype = dtype
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(folder)
-    if model.can_generate():  # type: ignore[no-untyped-call]  # the library's
+def _write_configs(
+    folder: Path, config: PretrainedConfig, model: PreTrainedModel, dtype: torch.dtype
+) -> None:
+    # Not the model's config, which may be a part of it that the library can't load by itself.
+    config.dtype, config.architectures = dtype, [type(model).__name__]
+    config.save_pretrained(folder)
+    if model.can_generate():
         with suppress(ValueError):  # the library refuses some values that its own configs have
-            model.generation_config.save_pretrained(folder)  # type: ignore[union-attr]  # it has one
+            model.generation_config.save_pretrained(folder)
 
 
 def _copy_beside(folder: Path, beside: Path | None, tokenizer: Path | None) -> None:

@@ -69,9 +69,14 @@ class WeightFiles:
         entry = self.entries[name]
         wanted = dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype
         values = torch.empty(entry.shape, dtype=wanted, device="cpu")
+        self.read_into(name, values)
+        return values
+
+    def read_into(self, name: str, values: Tensor) -> None:
+        """Read a tensor into memory that is there."""
+        entry = self.entries[name]
         with _opened(entry.file) as file:
             _fill(values, file.get_slice(name), entry)
-        return values
 
     def are_equal(self, one: str, other: str) -> bool:
         """Whether two tensors have the same values; blocks are compared, no tensor is held."""

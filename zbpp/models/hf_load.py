@@ -52,7 +52,7 @@ class FolderWeights:
         unknown |= shapes.keys() - expected.keys()
         self._provided = shapes.keys() & expected.keys()
         missing = {name for name in expected if not self._givers(name)}
-        reported = SimpleNamespace(missing_keys=missing, unexpected_keys=unknown)
+        reported: Any = SimpleNamespace(missing_keys=missing, unexpected_keys=unknown)
         model._adjust_missing_and_unexpected_keys(reported)  # names that the family lets be absent or extra
         self.missing, self.surplus = sorted(reported.missing_keys), sorted(reported.unexpected_keys)
         if is_strict and (self.missing or self.surplus):
@@ -82,9 +82,22 @@ class FolderWeights:
         for group in self._groups:
             if not group.results & wanted.keys():
                 continue
-            read = {name: partial(self._files.read, name, dtype) for name, _ in group.sources}
-            for name, value in _converted(group, model, read).items():
+            for name, value in self._read(group, model, dtype).items():
                 _assign(model, wanted.get(name, ()), value)
+
+    def _read(self, group: _Group, model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+        """{name in the model: value}. Experts are read straight to their places in the one tensor of all."""
+        places = stacked_places(group.converter, group.sources)
+        if places is None:
+            read = {name: partial(self._files.read, name, dtype) for name, _ in group.sources}
+            return _converted(group, model, read)
+        (target,) = group.results
+        values = torch.empty(model.state_dict()[target].shape, dtype=dtype, device="cpu")
+        sizes = {name: self._files.entries[name].shape for name, _ in group.sources}
+        for name, (number, before) in places.items():
+            offset = sum(sizes[other][0] for other in before)
+            self._files.read_into(name, values[number].narrow(0, offset, sizes[name][0]))
+        return {target: values}
 
     def _givers(self, name: str) -> list[str]:
         """The names in the folder that hold this tensor: one, or several of a tie; the first one is read."""
@@ -108,8 +121,8 @@ class FolderWeights:
     def _check_equal(self, givers: list[str]) -> None:
         plain = {group.target: group.sources[0][0] for group in self._groups if group.converter is None}
         for other in givers[1:]:
-            both = [plain.get(givers[0]), plain.get(other)]
-            if None not in both and not self._files.are_equal(*both):
+            both = [plain[name] for name in (givers[0], other) if name in plain]
+            if len(both) == 2 and not self._files.are_equal(*both):
                 raise ValueError(
                     f"path={self._files.folder}: config.json ties {other} to {givers[0]}, but the files hold "
                     "different values for them: write tie_word_embeddings=false in config.json"
@@ -117,7 +130,7 @@ class FolderWeights:
 
 
 def _groups(
-    files: WeightFiles, model: PreTrainedModel, expected: Mapping[str, Tensor]
+    files: WeightFiles, model: PreTrainedModel, expected: dict[str, Tensor]
 ) -> tuple[list[_Group], set[str]]:
     """The groups, and the names that belong to no tensor of the model."""
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -145,6 +158,32 @@ def _groups(
         if pattern is not None:
             group.converter = by_pattern[pattern]
     return list(found.values()), unknown
+
+
+def stacked_places(
+    converter: Any, sources: Iterable[tuple[str, str | None]]
+) -> dict[str, tuple[int, list[str]]] | None:
+    """Where tensors go that a converter only stacks: {name: (expert, those before it in that expert's part)}.
+
+    None for a converter that does anything else, or nothing.
+    """
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    if converter is None or len(converter.target_patterns) != 1:
+        return None
+    steps = [(type(each), getattr(each, "dim", None)) for each in converter.operations]
+    patterns = converter.source_patterns
+    if steps != [(MergeModulelist, 0), (Concatenate, 1)][: len(steps)] or len(steps) < min(len(patterns), 2):
+        return None
+    rows = {pattern: [name for name, other in sources if other == pattern] for pattern in patterns}
+    if len(set(map(len, rows.values()))) != 1:
+        return None
+    columns = list(zip(*rows.values(), strict=True))  # of one expert each
+    return {
+        name: (number, list(column[:place]))
+        for number, column in enumerate(columns)
+        for place, name in enumerate(column)
+    }
 
 
 def _converted(

@@ -94,7 +94,7 @@ class Llama:
                 mlp=SwiGlu(hidden_size, inner),
             )
 
-        self._library = {
+        self._library: dict[str, Any] = {
             "vocab_size": vocab_size,
             "num_hidden_layers": num_layers,
             "hidden_size": hidden_size,

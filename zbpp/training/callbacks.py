@@ -20,12 +20,7 @@ if TYPE_CHECKING:
 class Callback:
     """One such thing; each method does nothing until it is overridden. Steps count from 0."""
 
-    # Whether the run must end after the very step in which this callback calls `trainer.leave`: then ranks
-    # gather after each step. Without it, the wish goes to the other ranks with the next step's loss.
-    may_leave = False
-
-    @property
-    def seconds_to_finish(self) -> float:
+    def seconds_to_finish(self, trainer: Trainer) -> float:
         """How long `finish` may take, by this callback's estimate; a time limit leaves so much earlier."""
         return 0.0
 

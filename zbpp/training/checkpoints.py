@@ -11,11 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zbpp.checkpoint import Checkpoint, CheckpointError, Saver, opened, prepared, restore
+from zbpp.checkpoints import Checkpoint, CheckpointError, Saver, opened, prepared, restore
+from zbpp.checkpoints.nest import decoded
 from zbpp.schedule import Timetable
 from zbpp.training.callbacks import Callback
 from zbpp.training.trainer import Trainer
 from zbpp.training.update import Metrics
+
+_BYTES_PER_SECOND = 1e8  # written by one process, where no checkpoint was measured yet
 
 
 class Checkpoints(Callback):
@@ -35,9 +38,10 @@ class Checkpoints(Callback):
         self._folder, self._every, self._keep, self._config = folder, every, keep, config
         self._background = background
         self._saver = Saver(_report)
-        self._last = self._under_way = (
-            0  # steps: of the newest whole checkpoint, and of the one being written
-        )
+        self._last = 0  # the step of the newest whole checkpoint
+        self._under_way = 0  # and of the one that is being written
+        self._resumed: Checkpoint | None = None  # until the first step that follows it
+        self._longest = 0.0  # s, for writing a checkpoint
         self._stood_still = 0.0  # s, for checkpoints since the last metrics
 
     def needs_weights(self, step: int) -> bool:
@@ -46,6 +50,9 @@ class Checkpoints(Callback):
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         """Save if it is time. Here, not after a step: by now the step's metrics are logged."""
+        if self._resumed is not None:
+            _restore_callbacks(self._resumed, trainer)
+            self._resumed = None
         if self._is_due(step) and step > self._last:
             self._save(trainer, step, in_background=self._background)
 
@@ -64,6 +71,13 @@ class Checkpoints(Callback):
             if error and leaves:
                 raise CheckpointError(error)
 
+    def seconds_to_finish(self, trainer: Trainer) -> float:
+        """The checkpoint that is being written, and one more; before the first, by their size."""
+        if self._longest:
+            return 2 * self._longest
+        num_bytes = sum(each.numel() * each.element_size() for each in trainer.pipeline.parameters())
+        return 2 * 3 * num_bytes / _BYTES_PER_SECOND  # weights, and two states of the optimizer
+
     def resume(self, trainer: Trainer, source: Path, num_steps: int) -> None:
         """Let the trainer go on from the newest whole checkpoint in `source`, or from `source` itself.
 
@@ -77,15 +91,22 @@ class Checkpoints(Callback):
                 "with that run, another run_dir to begin a new one, or overwrite=true to replace it"
             )
         changed = self._changes(found)
+        other_options = [key for key in changed if key.startswith(_OF_OPTIMIZER)]
+        if other_options and trainer.scheduler is not None:
+            raise CheckpointError(
+                f"{found.path} has the rates of its scheduler, and {', '.join(other_options)} differ from "
+                "those of that run: leave them as they were"
+            )
         restore(
             found,
             trainer.pipeline,
             trainer.optimizer,
             masters=trainer.masters,
             states={k: each for k, each in trainer.states().items() if k in found.facts["states"]},
-            keep_options=any(key.startswith("optimizer.") for key in changed),
+            keep_options=bool(other_options),
         )
         trainer.go_on_after(found.step, _replanned(found))
+        self._resumed = found
         if found.path.parent == self._folder:
             self._last = found.step
         if _is_first(trainer):
@@ -104,8 +125,10 @@ class Checkpoints(Callback):
     def _settle(self) -> None:
         """Wait for the checkpoint that is being written."""
         error = self._saver.settle()
+        self._longest = max(self._longest, self._saver.seconds)
         if not error:
             self._last = max(self._last, self._under_way)
+        self._under_way = 0
 
     def _save(self, trainer: Trainer, step: int, *, in_background: bool) -> str:
         """Save a checkpoint; returns why that is not possible, or nothing."""
@@ -128,7 +151,7 @@ class Checkpoints(Callback):
             else:
                 saving.write()
                 saving.wait()
-                self._last = step
+                self._last, self._longest = step, max(self._longest, saving.seconds)
         except CheckpointError as error:
             if _is_first(trainer):
                 _report(str(error))
@@ -145,6 +168,27 @@ class Checkpoints(Callback):
             "fingerprint": trainer.data.fingerprint,
             "is_replanned": trainer.is_replanned,
         }
+
+
+# Not what the learning rate follows: that is no option of the optimizer.
+_OF_OPTIMIZER = tuple(
+    f"optimizer.{name}"
+    for name in (
+        "name", "build", "groups", "learning_rate", "beta", "eps", "weight_decay", "momentum", "kahan_sum",
+        "lr_scheduler",
+    )
+)  # fmt: skip
+
+
+def _restore_callbacks(found: Checkpoint, trainer: Trainer) -> None:
+    """Callbacks join the trainer later than the checkpoint is loaded; their states hold no tensors."""
+    for name, each in trainer.states().items():
+        if name.startswith("callback.") and name in found.facts["states"]:
+            each.load_state_dict(decoded(found.facts["states"][name], _no_tensor))
+
+
+def _no_tensor(key: str) -> Any:
+    raise CheckpointError(f"{key}: a callback's state must hold no tensor")
 
 
 def _report(why: str) -> None:

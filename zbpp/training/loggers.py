@@ -88,12 +88,16 @@ class Wandb:
 
 
 class TensorBoard:
-    """One event file for the whole job, in the folder `tensorboard` of the run's."""
+    """One event file for each start of a run, in the folder `tensorboard` of the run's.
 
-    def __init__(self, folder: Path, *, config: Metrics) -> None:
+    first_step: how many steps were done before; what an earlier start logged after them is not shown.
+    """
+
+    def __init__(self, folder: Path, *, config: Metrics, first_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter  # lazily: a second, and optional
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
+        purge_step = first_step + 1 if first_step else None
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
         self._writer.add_text("config", _as_table(config))
 
     def log(self, metrics: Metrics) -> None:

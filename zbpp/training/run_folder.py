@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from zbpp.checkpoint.folders import checkpoints_in, step_of
+from zbpp.checkpoints.folders import checkpoints_in, step_of
 
 OF_A_RUN = (
     "job.json", "config.yaml", "metrics.jsonl", "summary.json", "timeline.png", "trace.json", "bench.json",
@@ -34,6 +34,7 @@ OF_A_RUN = (
 
 
 CHECKPOINTS = "checkpoints"
+_BY_STEP = ("metrics.jsonl", "samples.jsonl")  # each line has its step
 
 
 class FolderError(ValueError):
@@ -80,17 +81,20 @@ class RunFolder:
         for path in checkpoints.glob("*.tmp"):  # of a job that died
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         later = [path for path in checkpoints_in(checkpoints) if (step_of(path) or 0) > step]
-        kept, lost = _split_metrics(self.path / "metrics.jsonl", step)
-        if not later and not lost:
+        parts = {name: _split(self.path / name, step) for name in _BY_STEP}
+        if not later and not any(lost for _, lost in parts.values()):
             return
         attempt = self._next_attempt()
         (attempt / CHECKPOINTS).mkdir()
         for path in later:
             path.rename(attempt / CHECKPOINTS / path.name)
-        (attempt / "metrics.jsonl").write_text("".join(lost))
-        draft = self.path / "metrics.jsonl.tmp"
-        draft.write_text("".join(kept))
-        draft.rename(self.path / "metrics.jsonl")
+        for name, (kept, lost) in parts.items():
+            if not (kept or lost):
+                continue
+            (attempt / name).write_text("".join(lost))
+            draft = self.path / f"{name}.tmp"
+            draft.write_text("".join(kept))
+            draft.rename(self.path / name)
         print(f"what came after step {step} is kept in {attempt}", flush=True)
 
     def _next_attempt(self) -> Path:
@@ -134,8 +138,8 @@ def _is_within(path: Path, folder: Path) -> bool:
     return path.resolve().is_relative_to(folder.resolve())
 
 
-def _split_metrics(path: Path, step: int) -> tuple[list[str], list[str]]:
-    """The lines of metrics.jsonl up to a step, and those after it. A line that was cut off is dropped."""
+def _split(path: Path, step: int) -> tuple[list[str], list[str]]:
+    """The lines of a file up to a step, and those after it. A line that was cut off is dropped."""
     kept: list[str] = []
     lost: list[str] = []
     for line in path.read_text().splitlines(keepends=True) if path.exists() else ():

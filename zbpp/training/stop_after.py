@@ -10,8 +10,6 @@ from zbpp.training.update import Metrics
 class StopAfter(Callback):
     """Ends a run after so many steps of this start; a later start may go on."""
 
-    may_leave = True
-
     def __init__(self, num_steps: int) -> None:
         self._num_steps, self._num_done = num_steps, 0
 
@@ -19,4 +17,4 @@ class StopAfter(Callback):
         """Count the step."""
         self._num_done += 1
         if self._num_done == self._num_steps:
-            trainer.leave(f"stop_after={self._num_steps}")
+            trainer.leave(f"stop_after={self._num_steps}", agreed=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from zbpp.checkpoint import Stateful
+from zbpp.checkpoints import Stateful
 from zbpp.data import Data
 from zbpp.data.batch import Source
 from zbpp.data.read_ahead import ReadAhead, check_thread_may_read
@@ -90,7 +90,6 @@ class Trainer:
         self.next_step = 0  # the step that `run` begins with
         self.leaving: str | None = None  # why the run ends early; the same on all ranks
         self.first_step = 0  # the first step of the last `run`
-        self._wish: str | None = None  # this rank's reason to end it
         self._agreed: str | None = None  # the reason that all ranks know
         self._begun: deque[Metrics] = deque()  # of steps whose outcome is not known yet
         self._ahead = self._make_read_ahead()
@@ -100,7 +99,7 @@ class Trainer:
 
         Yields each step's metrics when they are known. All but the times are equal on all ranks.
         """
-        self.leaving = self._wish = self._update.wish = self._agreed = None
+        self.leaving = self._update.wish = self._agreed = None
         self.first_step = self.next_step
         try:
             while self.next_step < num_steps and self.leaving is None:
@@ -117,10 +116,9 @@ class Trainer:
 
         The reason goes to the other ranks with the loss of the step that runs, or of the next one: behind
         that step the run ends, with post-validation one step later. It ends after the present step if this
-        is the only process, if a callback is one that may_leave, and if it is agreed: all ranks call this in
-        the same after_step.
+        is the only process, and if it is agreed: all ranks call this in the same after_step.
         """
-        self._wish = self._update.wish = self._wish or reason
+        self._update.wish = self._update.wish or reason
         if agreed or (not self.pipeline.place.groups and self.pipeline.timetable.num_ranks == 1):
             self._agreed = self._agreed or reason
 
@@ -131,8 +129,10 @@ class Trainer:
             found["loss_scale"] = self.loss_scale
         if self.scheduler is not None:
             found["scheduler"] = self.scheduler
-        if isinstance(self.data.train, Stateful):
-            found["data"] = self.data.train
+        found["data"] = self.data
+        for callback in self.callbacks:
+            if isinstance(callback, Stateful):
+                found[f"callback.{type(callback).__name__}"] = callback
         return found
 
     def go_on_after(self, step: int, replanned: Timetable | None = None) -> None:
@@ -172,16 +172,10 @@ class Trainer:
             del self.timelines[: -max(self.num_recorded, _KEPT)]
         for callback in self.callbacks:
             callback.after_step(self, step, known)
-        self.leaving = self._agreed_reason()
+        self.leaving = self._agreed
         if not is_last:
             self._replan(step, known)
         return known
-
-    def _agreed_reason(self) -> str | None:
-        """Why all ranks leave after this step: the reason of the first rank that has one."""
-        if any(callback.may_leave for callback in self.callbacks):
-            return next(filter(None, self.pipeline.place.gather(self._wish)), None)
-        return self._agreed
 
     def _watching(self, *, recorded: bool, is_reported: bool) -> AbstractContextManager[None]:
         """What a step runs in: a recording of its times, or of its memory, or nothing."""
@@ -329,7 +323,7 @@ class Trainer:
 
     def _is_recorded(self, step: int, *, num_steps: int) -> bool:
         """Whether a step is measured action by action: some early ones, some between, the last ones."""
-        if self.replan is not None and self.replan.is_measured(step - self.first_step):
+        if self.replan is not None and self.replan.is_measured(step):
             return True
         since = step - self.first_step  # in the first one ranks agree on shapes
         is_between = self.record_every and (since in (1, 2) or (since and step % self.record_every == 0))
@@ -340,7 +334,7 @@ class Trainer:
         if self.replan is None:
             return
         _, target = self._training_batch(step)
-        following, metrics = self.replan.after(step - self.first_step, self.pipeline, self.timelines, target)
+        following, metrics = self.replan.after(step, self.pipeline, self.timelines, target)
         if following is not self.pipeline:
             if self._ahead is not None:
                 self._ahead.close()  # what was read is for the stages that this rank had

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+
+from zbpp.checkpoints import Checkpoint
+from zbpp.checkpoints.folders import check_contents, check_sizes, checkpoints_in, step_of
 
 _STAGE_FILE = re.compile(r"stage-(\d+)-of-(\d+)\.safetensors")
 
@@ -30,13 +35,57 @@ class SavedWeights(Protocol):
 
 
 def weights_of_run(run: Path) -> SavedWeights:
-    """What the run has saved: here the files of its stages, which `save_weights` writes at the end.
+    """What a run has saved at its end (see `save_weights`), else its newest whole checkpoint.
 
-    Raises ValueError for a folder without them.
+    run: the run's folder, or that of one checkpoint. Raises ValueError for a folder without weights.
     """
     if not run.is_dir():
         raise ValueError(f"{run} is no folder: name the run_dir of a zbpp train")
-    return StageFiles(run)
+    if step_of(run) is not None:
+        return CheckpointWeights(run)
+    if any(_STAGE_FILE.fullmatch(path.name) for path in run.iterdir()):
+        return StageFiles(run)
+    for path in checkpoints_in(run / "checkpoints"):
+        try:
+            return CheckpointWeights(path)
+        except ValueError as error:
+            print(f"passed over: {error}", flush=True)
+    if (run / "adapter").is_dir():
+        raise ValueError(f"{run} has trained adapters: load {run / 'adapter'} with peft, which can merge it")
+    raise ValueError(
+        f"{run} holds no weights, neither stage-0-of-....safetensors nor a whole checkpoint: name the "
+        "run_dir of a zbpp train with save_weights=true or checkpoint.every=STEPS"
+    )
+
+
+class CheckpointWeights:
+    """The model's tensors in a checkpoint, without optimizer states.
+
+    Raises ValueError for a checkpoint that is damaged, CheckpointError if a newer zbpp wrote it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            check_contents(path, files := check_sizes(path), files)
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+        self._checkpoint = Checkpoint(path)
+        self._shapes = self._checkpoint.shapes()
+
+    @property
+    def names(self) -> Sequence[str]:
+        return list(self._shapes)
+
+    def num_bytes(self, name: str) -> int:
+        return self._dtype(name).itemsize * prod(self._shapes[name])
+
+    def read(self, name: str) -> Tensor:
+        values = torch.empty(self._shapes[name], dtype=self._dtype(name))
+        self._checkpoint.read({f"model.{name}": values})
+        return values
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return self._checkpoint.dtype_of(f"model.{name}")
 
 
 class StageFiles:
@@ -44,11 +93,6 @@ class StageFiles:
 
     def __init__(self, run: Path) -> None:
         found = {path: match for path in run.iterdir() if (match := _STAGE_FILE.fullmatch(path.name))}
-        if not found:
-            raise ValueError(
-                f"{run} holds no weights (stage-0-of-....safetensors): name the run_dir of a finished zbpp "
-                "train with save_weights=true"
-            )
         counts = {int(match[2]) for match in found.values()}
         stages = {int(match[1]) for match in found.values()}
         if len(counts) > 1 or stages != set(range(max(counts))):
@@ -66,10 +110,7 @@ class StageFiles:
 
     def num_bytes(self, name: str) -> int:
         part = self._places[name][0].get_slice(name)
-        size = _SIZES.get(part.get_dtype(), 4)
-        for length in part.get_shape():
-            size *= length
-        return int(size)
+        return _SIZES.get(part.get_dtype(), 4) * prod(part.get_shape())
 
     def read(self, name: str) -> Tensor:
         file, _ = self._places[name]

@@ -55,6 +55,7 @@ def test_a_resumed_run_goes_on_counting():
     first = EarlyStop("evaluation_loss", patience=2)
     assert steps_until_left(first, [3, 2, 2.5])[0] is None
     second = EarlyStop("evaluation_loss", patience=2)
+    assert small_trainer(callbacks=[first]).states()["callback.EarlyStop"] is first
     second.load_state_dict(first.state_dict())
     assert steps_until_left(second, [2.1])[0] == 1
 

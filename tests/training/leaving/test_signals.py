@@ -1,5 +1,6 @@
 """Signals end a run in order, behind a step; the second one ends the process at once."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -26,7 +27,7 @@ class Sender(Callback):
         if step == self.step:
             os.kill(os.getpid(), self.number)
             deadline = time.monotonic() + 20
-            while trainer._wish is None and time.monotonic() < deadline:
+            while self.leave.reason is None and time.monotonic() < deadline:
                 time.sleep(0.01)
 
 
@@ -48,6 +49,20 @@ def test_a_signal_before_the_first_step_ends_the_run_behind_it():
             time.sleep(0.01)
         trainer = small_trainer(callbacks=[leave])
         assert len(list(trainer.run(6))) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_process_that_a_rank_forks_is_ended_by_its_own_signals_alone():
+    """A data loader's worker is ended by SIGTERM: the run goes on."""
+    with LeaveOnSignal() as leave:
+        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        worker.start()
+        worker.terminate()
+        worker.join(20)
+        time.sleep(0.2)
+        assert (worker.exitcode, leave.reason) == (-signal.SIGTERM, None)
+        assert os.getpid() != worker.pid
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 BLOCKED = """

@@ -16,8 +16,7 @@ class Clock(Callback):
     def __call__(self):
         return self.now
 
-    @property
-    def seconds_to_finish(self):
+    def seconds_to_finish(self, trainer):
         return self.finish_seconds
 
     def before_step(self, trainer, step):

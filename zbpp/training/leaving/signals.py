@@ -55,6 +55,7 @@ class LeaveOnSignal(Callback):
             os.set_blocking(self._write, False)
             self._fd_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
             self._before = {each: signal.signal(each, _do_nothing) for each in SIGNALS}
+            os.register_at_fork(after_in_child=self._forget)
             Thread(target=self._listen, args=(read,), name="zbpp signals", daemon=True).start()
         return self
 
@@ -67,6 +68,14 @@ class LeaveOnSignal(Callback):
             signal.set_wakeup_fd(self._fd_before)
             os.close(self._write)  # the thread's end
         self._trainer, self._before = None, {}
+
+    def _forget(self) -> None:
+        """In a forked process: a signal to it is not one to this rank, and ends it as usual."""
+        if self._before:
+            signal.set_wakeup_fd(-1)
+            for each in SIGNALS:
+                signal.signal(each, signal.SIG_DFL)
+            self._before = {}
 
     def _listen(self, read: int) -> None:
         with suppress(OSError):

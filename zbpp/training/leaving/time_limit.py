@@ -43,7 +43,7 @@ class TimeLimit(Callback):
         """Leave if the time may be over before another step is done and saved."""
         now = self._clock()
         slowest = max([*self._steps, now - (self._last if self._last is not None else now)])
-        to_finish = sum(each.seconds_to_finish for each in trainer.callbacks)
+        to_finish = sum(each.seconds_to_finish(trainer) for each in trainer.callbacks)
         # Ranks agree with the next step's loss: one more step may run before all leave.
         if now + 3 * slowest + to_finish > self._end:
             trainer.leave(f"the time limit of {self._seconds / 3600:g} hours")

@@ -9,10 +9,11 @@ from torch import nn
 
 from helpers.processes import run_ranks
 from zbpp import LossScale, MasterWeights, Pipeline, plan
-from zbpp.checkpoint.writing import Part
+from zbpp.checkpoints.writing import Part
 from zbpp.data import regression_data
 from zbpp.training.callbacks import Callback
 from zbpp.training.checkpoints import Checkpoints
+from zbpp.training.leaving.early_stop import EarlyStop
 from zbpp.training.optimizer import adamw
 from zbpp.training.post_validation import Validation
 from zbpp.training.stop_after import StopAfter
@@ -47,6 +48,7 @@ VARIANTS = {
     "mixed_float16": {"is_scaled": True},
     "post-validation": {"post_validation": Validation(after=0), "clip_norm": 0.3},
     "post-validation, switched on": {"post_validation": Validation(after=2), "clip_norm": 1.0},
+    "a scheduler of torch's": {"has_scheduler": True},
     "released gradients": {"gradient_release": "accumulate", "clip_norm": None},
     "mixed_float16 with post-validation": {"is_scaled": True, "post_validation": Validation(after=0)},
 }
@@ -54,7 +56,7 @@ VARIANTS = {
 
 def trainer_of(variant, rank=0, num_ranks=1, callbacks=()):
     options = {"clip_norm": 1.0, "gradient_release": "off", **VARIANTS[variant]}
-    is_scaled = options.pop("is_scaled", False)
+    is_scaled, has_scheduler = options.pop("is_scaled", False), options.pop("has_scheduler", False)
     model = Noisy(has_statistics=not is_scaled)
     timetable = plan("zb_v" if num_ranks == 1 else "zb_h1", num_ranks, 4)
     stages = {index: model.build_stage(index, timetable.num_stages) for index in timetable.stages_of(rank)}
@@ -72,7 +74,8 @@ def trainer_of(variant, rank=0, num_ranks=1, callbacks=()):
         pipeline=pipeline,
         optimizer=optimizer,
         data=regression_data(in_features=6, out_features=6, batch_size=8, seed=0),
-        learning_rate=lambda step: 1 / (1 + step),
+        learning_rate=None if has_scheduler else lambda step: 1 / (1 + step),
+        scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, STEPS) if has_scheduler else None,
         masters=masters,
         # Overflows at first, is halved, and doubles again: before and after the checkpoint.
         loss_scale=LossScale(start=2.0**20, growth_interval=2) if is_scaled else None,
@@ -165,3 +168,20 @@ def test_the_state_is_copied_before_training_goes_on(tmp_path, monkeypatch):
 def zbpp_state(path):
     state = json.loads((path / "state.json").read_text())
     return {key: state[key] for key in ("model", "optimizer", "states", "step")}
+
+
+def test_callbacks_go_on_too_though_they_join_the_trainer_later(tmp_path):
+    """An early stop counts over both starts: no evaluation is better by 100."""
+    options = {"metric": "evaluation_loss", "patience": 3, "min_delta": 100.0}
+    first = trainer_of("float32 with BatchNorm", callbacks=[EarlyStop(**options), checkpoints_in(tmp_path)])
+    first.evaluate_every = 1
+    first.callbacks = [*first.callbacks, StopAfter(3)]
+    losses_of(first)
+    assert first.leaving == "stop_after=3"
+    checkpoints = checkpoints_in(tmp_path)
+    second = trainer_of("float32 with BatchNorm")
+    second.evaluate_every = 1
+    checkpoints.resume(second, tmp_path, STEPS)
+    second.callbacks = [EarlyStop(**options), checkpoints]
+    assert [step for step, *_ in losses_of(second)] == [4]
+    assert "improved no more in 3 evaluations" in second.leaving

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from zbpp.checkpoint.errors import CheckpointError
-from zbpp.checkpoint.folders import STATE, check_contents, check_sizes, checkpoints_in, step_of
+from zbpp.checkpoints.errors import CheckpointError
+from zbpp.checkpoints.folders import STATE, check_contents, check_sizes, checkpoints_in, step_of
 from zbpp.runtime.mesh import Place
 
 _METADATA = "torch.distributed.checkpoint.metadata"

@@ -18,10 +18,10 @@ from zbpp.builders.plan import build_timetable, check_layers
 from zbpp.config import ConfigError, TrainConfig
 from zbpp.planning import canonical_name
 from zbpp.planning.memory_budget import excess
-from zbpp.predict_memory import Prediction, Predictor
+from zbpp.prediction.predictor import Prediction, Predictor
+from zbpp.prediction.step_time import step_ms
 from zbpp.render import in_bytes, render_limit, render_memory, render_switches
 from zbpp.schedule import PlanError, Timetable
-from zbpp.step_time import step_ms
 
 SCHEDULES = ("1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min")
 _MOST_SHOWN = 5  # combinations in the text

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zbpp.checkpoint.errors import CheckpointError
-from zbpp.checkpoint.nest import decoded, encoded
+from zbpp.checkpoints.errors import CheckpointError
+from zbpp.checkpoints.nest import decoded, encoded
 from zbpp.runtime import Pipeline
 from zbpp.runtime.mesh import dimensions_of, is_split, like, local_of
 

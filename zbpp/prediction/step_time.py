@@ -2,20 +2,20 @@
 
 The times of F, B and W are those in schedule.costs; without schedule.costs they are equal. Recompute adds the
 time of F to B. Copies between device and host run beside the computation: those of activations as planned,
-those of weights in each F and B of a stage, and those of gradients, out and back, in each W. schedule.costs
-gives their speed: `host` is the time of copying the tensors that F of one microbatch saves.
+those of weights as zbpp/planning/weight_copies.py says. schedule.costs gives their speed: `host` is the time
+of copying the tensors that F of one microbatch saves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 from zbpp.config import TrainConfig
 from zbpp.planning.recompute import with_recompute
 from zbpp.planning.stage_bytes import StageBytes
-from zbpp.predict_memory import Prediction, costs_of
-from zbpp.schedule import Costs, Op, simulate
+from zbpp.planning.weight_copies import with_weight_copies
+from zbpp.prediction.predictor import Prediction, costs_of
+from zbpp.schedule import Costs, simulate
 
 _MANY = 6  # consecutive steps
 
@@ -44,20 +44,16 @@ def _costs(config: TrainConfig, prediction: Prediction) -> tuple[Costs, str]:
         return costs, ""
     if not _has_host(costs):
         return costs, "copies counted as free: schedule.costs has no `host`"
-    return with_copies_of_weights(costs, prediction.stages), ""
+    return _with_copies_of_weights(costs, prediction.stages), ""
 
 
-def with_copies_of_weights(costs: Costs, stages: Sequence[StageBytes]) -> Costs:
-    """The costs with each action at least as long as the copies of weights and gradients beside it."""
-    times = costs.per_stage(len(stages))
-    speeds = [host / max(1.0, each.saved) for host, each in zip(times.host, stages, strict=True)]
-    copies = [speed * each.on_host for speed, each in zip(speeds, stages, strict=True)]
-    whole = [max(time, 3 * copy) for time, copy in zip(times.duration[Op.BW], copies, strict=True)]
-    longest = {
-        name: [max(time, share * copy) for time, copy in zip(times.duration[op], copies, strict=True)]
-        for name, op, share in (("f", Op.F, 1), ("b", Op.B, 1), ("w", Op.W, 2))
-    }
-    return replace(costs, **longest, bw=whole)
+def _with_copies_of_weights(costs: Costs, stages: Sequence[StageBytes]) -> Costs:
+    """The costs with the copies of offloaded weights, at the speed of `host`."""
+    num_stages = len(stages)
+    host = costs.per_stage(num_stages).host
+    copies = [time / max(1.0, each.saved) * each.on_host for time, each in zip(host, stages, strict=True)]
+    num_blocks = max(1, min(each.num_blocks for each in stages))
+    return with_weight_copies(costs, copies, num_stages=num_stages, num_blocks=num_blocks)
 
 
 def _has_host(costs: Costs) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 
 import zbpp
 from helpers.trainers import small_trainer
-from zbpp.checkpoint import CheckpointError, folders
+from zbpp.checkpoints import CheckpointError, folders
 from zbpp.training.checkpoints import Checkpoints
 from zbpp.training.stop_after import StopAfter
 
@@ -183,8 +183,6 @@ def test_a_full_disk_is_said_and_leaves_nothing(folder):
 
 class FullDisk(StopAfter):
     """The disk is full from one step to another one."""
-
-    may_leave = False
 
     def __init__(self, first, last):
         self.range, self.limit = range(first, last), full_disk()

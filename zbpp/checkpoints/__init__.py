@@ -11,10 +11,10 @@ folders           names on disk, checksums, the rename that makes a checkpoint w
 exchange          what the processes tell the first one while training goes on
 """
 
-from zbpp.checkpoint.errors import CheckpointError
-from zbpp.checkpoint.loading import load, opened, restore
-from zbpp.checkpoint.reading import Checkpoint
-from zbpp.checkpoint.saving import Saver, Saving, Stateful, prepared, save
+from zbpp.checkpoints.errors import CheckpointError
+from zbpp.checkpoints.loading import load, opened, restore
+from zbpp.checkpoints.reading import Checkpoint
+from zbpp.checkpoints.saving import Saver, Saving, Stateful, prepared, save
 
 __all__ = [
     "Checkpoint",

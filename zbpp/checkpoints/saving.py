@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -17,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zbpp.checkpoint import folders, model_states, optimizer_states
-from zbpp.checkpoint.errors import CheckpointError
-from zbpp.checkpoint.exchange import Exchange
-from zbpp.checkpoint.nest import encoded
-from zbpp.checkpoint.optimizer_states import Masters
-from zbpp.checkpoint.random_states import random_states
-from zbpp.checkpoint.writing import Part
+from zbpp.checkpoints import folders, model_states, optimizer_states
+from zbpp.checkpoints.errors import CheckpointError
+from zbpp.checkpoints.exchange import Exchange
+from zbpp.checkpoints.nest import encoded
+from zbpp.checkpoints.optimizer_states import Masters
+from zbpp.checkpoints.random_states import random_states
+from zbpp.checkpoints.writing import Part
 from zbpp.runtime import Pipeline
 from zbpp.runtime.mesh import Place
 
@@ -32,14 +33,14 @@ Failed = Callable[[str], None]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What else a checkpoint may hold: a scheduler, a LossScale, ... Equal on all processes."""
+    """What else a checkpoint may hold: a scheduler, a LossScale, ..."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Any) -> Any: ...
 
 
 class Saving:
-    """A checkpoint that is being written. path: where it will be.
+    """A checkpoint that is being written. path: where it will be. seconds: what this process took.
 
     failed(why): called on the first process, from the thread that writes, if writing fails.
     """
@@ -49,7 +50,7 @@ class Saving:
     ) -> None:
         self.path, self._place = path, place
         self._part, self._exchange, self._state, self._keep = part, exchange, state, keep
-        self._error = ""
+        self._error, self.seconds = "", 0.0
         self._failed: Failed | None = None
         self._thread: threading.Thread | None = None
 
@@ -82,7 +83,7 @@ class Saving:
         return self.path
 
     def _write(self) -> None:
-        index = self._exchange.index
+        index, begin = self._exchange.index, time.perf_counter()
         try:
             self._exchange.post(self._written())
             if index == 0:
@@ -93,6 +94,8 @@ class Saving:
                 folders.discard(folders.unfinished(self.path))
                 if self._failed is not None:
                     self._failed(self._error)
+        finally:
+            self.seconds = time.perf_counter() - begin
 
     def _written(self) -> tuple[Any, Any, str]:
         """What this process tells the first one. The first one writes its part in `_finish`."""
@@ -129,13 +132,14 @@ class Saver:
     """Saves again and again, in the background. Keeps the host memory that states are copied to.
 
     failed(why): called on the first process when a checkpoint could not be written; such a failure is not
-    raised. seconds: how long training stood still for the last one.
+    raised. seconds: what writing the last one took.
     """
 
     def __init__(self, failed: Failed) -> None:
         self._failed = failed
         self._buffers: dict[Any, Tensor] = {}
         self._last: Saving | None = None
+        self.seconds = 0.0
 
     def begin(self, saving: Saving) -> None:
         """Copy what `saving` writes, and write it in the background. The one before must be done."""
@@ -152,6 +156,7 @@ class Saver:
             last.wait()
         except CheckpointError as error:
             return str(error)
+        self.seconds = last.seconds
         return ""
 
 
@@ -171,7 +176,8 @@ def save(
 
     step: how many steps are done. masters: a MasterWeights; they are saved in place of the 16-bit weights.
     keep: how many checkpoints stay in the folder, the newest ones; None: all. states: what else has a
-    state_dict, equal on all processes, such as scheduler=..., loss_scale=... info: plain values, beside it.
+    state_dict, such as scheduler=..., loss_scale=...: the first process's is saved, for all. info: plain
+    values, beside it.
 
     background: return when the state is copied to host memory, and write while training goes on; call
     `wait()` of the returned Saving before the next save and at the end.
@@ -214,8 +220,10 @@ def prepared(
         if is_first:
             folders.prepare(path)
         facts = _facts(pipeline, optimizer, masters, tensors)
+        # The first process's alone: a loader of later replicas is further on.
+        mine = states if is_first else {}
         facts["states"] = {
-            name: encoded(each.state_dict(), f"states.{name}", tensors) for name, each in states.items()
+            name: encoded(each.state_dict(), f"states.{name}", tensors) for name, each in mine.items()
         }
         part = Part(tensors, folders.unfinished(path), is_first=is_first)
     except (CheckpointError, OSError, ValueError) as caught:

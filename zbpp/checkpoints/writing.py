@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from zbpp.checkpoint.folders import Written, new_digest
+from zbpp.checkpoints.folders import Written, new_digest
 
 
 class Part:

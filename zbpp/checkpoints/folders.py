@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zbpp.checkpoint.errors import CheckpointError
+from zbpp.checkpoints.errors import CheckpointError
 
 FORMAT = 1  # raised by every change that an older zbpp could not read
 

@@ -71,8 +71,13 @@ def _switched(stage: StageBytes, weights: WeightBytes, config: TrainConfig) -> S
     if config.memory.offload_weights:
         gib = config.memory.weights_budget
         budget = None if gib is None else int(gib * 2**30)
-        blocks = {"block": weights.block, "num_blocks": weights.num_blocks}
-        stage = weights_on_host(stage, parameters=weights.all, **blocks, budget=budget)
+        stage = weights_on_host(
+            stage,
+            parameters=weights.all,
+            block=weights.block,
+            num_blocks=weights.num_blocks,
+            budget=budget,
+        )
     if config.memory.gradient_release == "step":
         parallel = config.parallel
         stage = released(stage, is_shared=parallel.shard * parallel.replicate > 1)

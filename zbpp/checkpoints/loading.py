@@ -9,14 +9,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from zbpp.checkpoint import model_states
-from zbpp.checkpoint.errors import CheckpointError
-from zbpp.checkpoint.folders import checkpoints_in, set_aside, step_of
-from zbpp.checkpoint.nest import decoded, tensor_keys
-from zbpp.checkpoint.optimizer_states import Masters, Restored, optimizers_of
-from zbpp.checkpoint.random_states import set_random_states
-from zbpp.checkpoint.reading import Checkpoint, newest_whole
-from zbpp.checkpoint.saving import Stateful
+from zbpp.checkpoints import model_states
+from zbpp.checkpoints.errors import CheckpointError
+from zbpp.checkpoints.folders import checkpoints_in, set_aside, step_of
+from zbpp.checkpoints.nest import decoded, tensor_keys
+from zbpp.checkpoints.optimizer_states import Masters, Restored, optimizers_of
+from zbpp.checkpoints.random_states import set_random_states
+from zbpp.checkpoints.reading import Checkpoint, newest_whole
+from zbpp.checkpoints.saving import Stateful
 from zbpp.runtime import Pipeline
 from zbpp.runtime.mesh import Place
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbpp.checkpoint.nest import decoded, encoded
-from zbpp.checkpoint.optimizer_states import Masters, Saved
+from zbpp.checkpoints.nest import decoded, encoded
+from zbpp.checkpoints.optimizer_states import Masters, Saved
 from zbpp.runtime import Pipeline
 from zbpp.runtime.mesh import like, local_of
 

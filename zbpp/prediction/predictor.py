@@ -16,16 +16,16 @@ from zbpp.builders.model import build_model
 from zbpp.builders.parallel import pipeline_ranks
 from zbpp.builders.plan import build_timetable, check_layers
 from zbpp.config import ConfigError, TrainConfig
-from zbpp.measured_stages import MeasuredStages
 from zbpp.planning.costs_file import read_costs
 from zbpp.planning.memory_budget import RankMemory
 from zbpp.planning.rank_costs import RankCosts
 from zbpp.planning.recompute import LimitTooLow, Stages, cheapest_recompute, with_recompute
 from zbpp.planning.stage_bytes import StageBytes
+from zbpp.prediction.measured_stages import MeasuredStages
+from zbpp.prediction.stage_memory import FAKE, REAL, measure_stages
 from zbpp.schedule import Costs, Timetable, choose_offload, simulate
 from zbpp.schedule.costs import BYTES
 from zbpp.schedule.offload import RankOffload
-from zbpp.stage_memory import FAKE, REAL, measure_stages
 
 __all__ = ["FAKE", "REAL", "Prediction", "Predictor", "costs_of", "predict"]
 

@@ -23,8 +23,8 @@ from zbpp.builders.optimizer import build_optimizer
 from zbpp.builders.parallel import build_mesh, split_stages
 from zbpp.builders.stages import recompute_stages
 from zbpp.config import ConfigError, ParallelConfig, TrainConfig, naming
-from zbpp.measured_stages import MeasuredStages, WeightBytes
 from zbpp.planning.stage_bytes import StageBytes, sharded
+from zbpp.prediction.measured_stages import MeasuredStages, WeightBytes
 from zbpp.runtime.blocks import blocks_of
 from zbpp.runtime.layout import layout_of
 from zbpp.runtime.live_tensors import LiveTensors

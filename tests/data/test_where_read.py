@@ -1,0 +1,79 @@
+"""Who reads what: the ranks of the first and of the last stage, a batch each per step; the others nothing."""
+
+import pytest
+import torch
+
+from helpers.processes import run_ranks
+from zbpp import Pipeline, make_mesh, plan
+from zbpp.builders.data import build_data
+from zbpp.data.source import Data
+from zbpp.models.mlp import Mlp
+from zbpp.training.trainer import Trainer
+
+STEPS = 3
+
+
+class Counted:
+    """Batches whose numbers are written down when they are read."""
+
+    def __init__(self):
+        self.read = []
+
+    def batch(self, step):
+        self.read.append(step)
+        return torch.full((4, 3), float(step)), torch.zeros(4, 2)
+
+
+def numbers_read(rank, schedule, replicate, read_ahead):
+    """The batches that this rank has read when it has trained and evaluated."""
+    mesh = make_mesh(replicate=replicate)
+    source = Counted()
+    model = Mlp(in_features=3, hidden_size=4, out_features=2, num_layers=6)
+    timetable = plan(schedule, mesh["pipeline"].size(), 2)
+    own = timetable.stages_of(mesh.get_local_rank("pipeline"))
+    stages = {index: model.build_stage(index, timetable.num_stages) for index in own}
+    pipeline = Pipeline(stages, timetable, model.loss, mesh=mesh)
+    trainer = Trainer(
+        pipeline=pipeline,
+        optimizer=torch.optim.SGD(pipeline.parameters(), lr=0.01),
+        data=Data(source, source, 1, 4, ""),
+        learning_rate=lambda step: 1.0,
+        evaluate_every=STEPS,
+        read_ahead=read_ahead,
+    )
+    list(trainer.run(STEPS))
+    pipeline.close()
+    return source.read
+
+
+@pytest.mark.slow
+def test_ranks_between_the_ends_read_nothing_and_each_replica_its_own_batches():
+    training, evaluation = list(range(STEPS)), [0]
+    ends, between = training + evaluation, []
+    assert run_ranks(numbers_read, 3, "zb_h1", 1, 0) == [ends, between, ends]
+    # In a V the first rank has both ends, and reads once.
+    assert run_ranks(numbers_read, 2, "zb_v", 1, 0) == [ends, between]
+    # Ranks of two replicas, outermost first: pipeline, replicate.
+    first, second = [0, 2, 4, 0], [1, 3, 5, 1]
+    assert run_ranks(numbers_read, 4, "zb_h1", 2, 0) == [first, second, first, second]
+
+
+@pytest.mark.slow
+def test_a_thread_reads_where_the_rank_itself_would():
+    ranks = run_ranks(numbers_read, 3, "zb_h1", 1, 1)
+    assert ranks[1] == []
+    assert all(read[:STEPS] == list(range(STEPS)) for read in (ranks[0], ranks[2]))
+
+
+def test_a_users_dataset_is_not_even_tried_where_it_is_not_read(monkeypatch):
+    class Untouchable(torch.utils.data.Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, row):
+            raise AssertionError("read")
+
+    monkeypatch.setattr(torch, "Untouchable", Untouchable, raising=False)
+    data = build_data({"_target_": "torch.Untouchable"}, 4, 0, is_read=False)
+    assert data.fingerprint is None
+    assert data.items_per_batch == 4

@@ -1,0 +1,118 @@
+"""What one rank of a training run trains: planned on rank 0, agreed on by all ranks, prepared on each."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zbpp.builders.data import build_data
+from zbpp.builders.model import build_model, build_stages, check_data_fit
+from zbpp.builders.parallel import split_stages
+from zbpp.builders.plan import build_timetable, check_layers
+from zbpp.builders.stages import (
+    compile_stages,
+    move_stages,
+    offload_weights,
+    recompute_stages,
+)
+from zbpp.config import ConfigError, TrainConfig, naming
+from zbpp.data import Data
+from zbpp.runtime.mesh import Place
+from zbpp.runtime.microbatch import into_microbatches
+from zbpp.runtime.model_ties import declare_ties
+from zbpp.runtime.world import broadcast, check_agreement, check_equal, gather
+from zbpp.schedule import Timetable
+from zbpp.training.batch import batch_for
+from zbpp.training.precision import Precision
+from zbpp.training.source_files import check_source_files
+
+if TYPE_CHECKING:
+    from zbpp.prediction.measured_stages import MeasuredStages
+
+
+class Job(NamedTuple):
+    """What one rank trains: its own `stages` of the model, under a timetable, on the data."""
+
+    timetable: Timetable
+    model: Any
+    stages: dict[int, nn.Module]
+    data: Data
+    recomputed: frozenset[int] = frozenset()  # stages, with memory.recompute=auto
+
+
+def place_in_job(wanted: int | None) -> tuple[int, int]:
+    """(this process's number, number of processes). wanted: the number that the config asks for, or None."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if wanted not in (None, started):
+        raise ConfigError(
+            f"parallel.num_processes={wanted}, but torchrun started {started}: write "
+            f"torchrun --nproc-per-node {wanted} -m zbpp.train ..., or parallel.num_processes=null"
+        )
+    return int(os.environ.get("RANK", "0")), started
+
+
+def planned_job(config: TrainConfig, num_ranks: int) -> tuple[Job, MeasuredStages | None]:
+    """Rank 0's job, with the timetable that it planned or read; and the bytes of its stages, if needed."""
+    model = build_model(config.model, config.seed, config.finetune)
+    check_layers(model, config.schedule, num_ranks)
+    timetable = build_timetable(config.schedule, num_ranks, config.num_microbatches)
+    job = _build_job(config, model, timetable, 0)
+    if not config.memory.report and config.memory.recompute != "auto":
+        return job, None
+    from zbpp.prediction.predictor import Predictor  # imports torch's fake tensors: seconds
+
+    measured, recomputed = Predictor().measure(config, timetable)
+    return job._replace(recomputed=recomputed), measured
+
+
+def _build_job(config: TrainConfig, model: Any, timetable: Timetable, rank: int) -> Job:
+    stages = build_stages(model, timetable, rank)
+    batch_size = timetable.num_microbatches * config.microbatch_size
+    is_read = bool(stages.keys() & {0, timetable.num_stages - 1})
+    data = build_data(config.data, batch_size, config.seed, config.read_ahead, is_read=is_read)
+    return Job(timetable, model, stages, data)
+
+
+def agreed_job(config: TrainConfig, settings: dict[str, Any], job: Job | None, place: Place) -> Job:
+    """This rank's job under rank 0's timetable, once config, code and data are the same on all ranks."""
+    check_agreement("configs", {key: value for key, value in settings.items() if key != "run_dir"})
+    text, recomputed = broadcast((str(job.timetable), job.recomputed) if job else ("", frozenset()))
+    timetable = Timetable.parse(text)
+    job = job or _build_job(
+        config, build_model(config.model, config.seed, config.finetune), timetable, place.rank
+    )
+    job = job._replace(recomputed=recomputed)
+    check_source_files()
+    return job._replace(data=_agreed_data(job.data))
+
+
+def _agreed_data(data: Data) -> Data:
+    """The data with rank 0's fingerprint, which all ranks have that read them."""
+    found = {rank: each for rank, each in enumerate(gather(data.fingerprint)) if each is not None}
+    check_equal("data (by fingerprint)", list(found.values()), list(found))
+    return data._replace(fingerprint=found[0])
+
+
+def prepare_stages(
+    config: TrainConfig, job: Job, device: torch.device, precision: Precision, mesh: DeviceMesh | None
+) -> None:
+    """Move, split and tie the stages, try the data on them, then have them recompute or compile."""
+    move_stages(job.stages, device, precision, stay_on_host=config.memory.offload_weights)
+    split_stages(job.model, job.stages, mesh)
+    place = Place(mesh)
+    with naming("model"):
+        num_stages = job.timetable.num_stages
+        declare_ties(job.model, job.stages, num_stages, is_rank_0=place.rank == 0, group=place.pipeline)
+    if config.memory.offload_weights:
+        offload_weights(job.stages, device, config.memory)
+    with naming("data"):
+        args, _ = batch_for(job.stages, job.timetable.num_stages, job.data.train, 0, device)
+        num_microbatches = job.timetable.num_microbatches
+        first = [into_microbatches("the input", arg, num_microbatches)[0] for arg in args]
+        check_data_fit(job.stages, first)
+    recompute_stages(job.stages, config.memory.recompute, job.recomputed)
+    compile_stages(job.stages, config.compile, config.memory.budget)

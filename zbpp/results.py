@@ -1,0 +1,81 @@
+"""What a training run leaves in its folder at the end, and what it prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zbpp.config import TrainConfig
+from zbpp.planning.memory_budget import RankMemory
+from zbpp.render import chrome_trace, render_memory_picture, render_picture, render_report
+from zbpp.training.loggers import Loggers, finite
+from zbpp.training.lora import save_adapter
+from zbpp.training.memory_report import RankReport, figures
+from zbpp.training.summary import Summary, Title
+from zbpp.training.trainer import Trainer
+from zbpp.training.weights import save_weights
+
+if TYPE_CHECKING:
+    from zbpp.prediction.measured_stages import MeasuredStages
+
+
+def write_weights(config: TrainConfig, path: Path, trainer: Trainer) -> None:
+    """Write the weights that were trained: all, or the adapters alone."""
+    lora = config.finetune.lora.options
+    if lora is None:
+        save_weights(path, trainer.pipeline, trainer.masters)
+        return
+    base = config.model.get("path")
+    save_adapter(path / "adapter", trainer.pipeline, lora, masters=trainer.masters, base=base)
+
+
+def write_memory(path: Path, config: TrainConfig, trainer: Trainer, measured: MeasuredStages | None) -> None:
+    """memory.json and memory.png, if a step's memory was recorded. measured: on rank 0. Collective."""
+    report = trainer.memory_report
+    if report is None or trainer.next_step <= report.step:
+        return
+    reports = report.gathered(trainer)
+    if measured is None:
+        return
+    pipeline = trainer.pipeline
+    predicted = measured.predicted(
+        pipeline.timetable, pipeline.offload_plan, is_validated_later=reports[0].is_validated_later
+    )
+    _write_report(path, predicted, reports, config.not_predicted)
+
+
+def write_summary(path: Path, title: Title, summary: Summary, trainer: Trainer, loggers: Loggers) -> None:
+    """summary.json and the pictures of a measured step; prints what the run was like. On rank 0."""
+    loggers.summary = summary.figures
+    _write_figures(path, title, summary)
+    if summary.measured is not None:
+        loggers.picture("timeline", path / "timeline.png", trainer.next_step)
+    print(*summary.sentences, f"written to {path}", sep="\n", flush=True)
+    if trainer.leaving is not None:
+        print(f"left after step {trainer.next_step}: {trainer.leaving}; resume with resume=auto", flush=True)
+
+
+def _write_figures(folder: Path, title: Title, summary: Summary) -> None:
+    """summary.json; timeline.png and trace.json if a step was measured."""
+    (folder / "summary.json").write_text(
+        json.dumps(finite(summary.figures), indent=2, allow_nan=False) + "\n"
+    )
+    if summary.predicted is None or summary.measured is None:
+        return
+    panels = {
+        f"{title}: predicted from measured costs": summary.predicted,
+        f"{title}: measured": summary.measured,
+    }
+    render_picture(panels, folder / "timeline.png")
+    (folder / "trace.json").write_text(json.dumps(chrome_trace(panels)))
+
+
+def _write_report(
+    folder: Path, predicted: list[RankMemory], reports: list[RankReport], not_predicted: list[str]
+) -> None:
+    """memory.json and memory.png; prints both peaks, and what outlives the step."""
+    found = {**figures(predicted, reports), "not_predicted": not_predicted}
+    (folder / "memory.json").write_text(json.dumps(found, indent=2) + "\n")
+    render_memory_picture(found, folder / "memory.png")
+    print(render_report(found), flush=True)
