@@ -208,7 +208,7 @@ class View(nn.Linear):
             ValueError,
             "buffer row of 0 of stage 0 is a view of a weight",
         ),
-        (lambda: {0: layers()}, {"host": FileHost("/proc/x")}, OffloadError, "no room .* live elsewhere"),
+        (lambda: {0: layers()}, {"host": FileHost("/proc/x")}, OffloadError, "no room .* another place"),
     ],
 )
 def test_bad_input_is_refused_in_a_line(arguments, options, error, words):

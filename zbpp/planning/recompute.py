@@ -77,7 +77,7 @@ def cheapest_recompute(
             f"no choice of stages to recompute fits; the least that does, per rank: {needed}", least
         )
     if prod(map(len, options)) <= most_tried:
-        return min((_united(each) for each in product(*options)), key=lambda each: _worth(each, step))
+        return min((_united(each) for each in product(*options)), key=lambda each: _sort_key(each, step))
     return _in_turns(options, step)
 
 
@@ -94,7 +94,8 @@ def _united(sets: Iterable[Stages]) -> Stages:
     return frozenset().union(*sets)
 
 
-def _worth(stages: Stages, step: Callable[[Stages], float]) -> tuple[float, int, list[int]]:
+def _sort_key(stages: Stages, step: Callable[[Stages], float]) -> tuple[float, int, list[int]]:
+    """The shortest step first; of equal steps, the fewest stages."""
     return step(stages), len(stages), sorted(stages)
 
 
@@ -105,6 +106,6 @@ def _in_turns(options: list[list[Stages]], step: Callable[[Stages], float]) -> S
         before = list(chosen)
         for rank, own in enumerate(options):
             rest = [*chosen[:rank], *chosen[rank + 1 :]]
-            chosen[rank] = min(own, key=lambda each: _worth(_united([*rest, each]), step))
+            chosen[rank] = min(own, key=lambda each: _sort_key(_united([*rest, each]), step))
         if chosen == before:
             return _united(chosen)

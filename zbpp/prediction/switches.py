@@ -83,7 +83,7 @@ class Switches:
     def single(self) -> list[Row]:
         """The configured run, then one run for each value of each switch by itself."""
         alone = [changes for choices in self.choices() for changes in choices]
-        return [self.row(), *map(self.row, alone), *map(self.row, self._later())]
+        return [self.row(), *map(self.row, alone), *map(self.row, self._post_validation())]
 
     def choices(self) -> Iterator[list[Changes]]:
         """For each switch that is off and saves memory: the changes that turn it on, one for each value."""
@@ -104,7 +104,7 @@ class Switches:
             unclipped = {} if config.optimizer.clip_norm is None else {"optimizer.clip_norm": None}
             yield [{"memory.gradient_release": name, **unclipped} for name in ("step", "accumulate")]
 
-    def _later(self) -> list[Changes]:
+    def _post_validation(self) -> list[Changes]:
         """The change that turns post-validation on, which costs memory and shortens the step."""
         is_off = self._config.optimizer.validation == "before"
         return [{"optimizer.validation": "after"}] if is_off else []

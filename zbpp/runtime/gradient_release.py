@@ -76,7 +76,7 @@ class GradientRelease:
         self._keeps_squares = keep_squares
         self.squares: dict[int, Tensor] = {}
         self._released: set[int] = set()  # ids of the parameters that this step has updated
-        self._waits = False  # whether all updates wait until the caller's graph has its gradients
+        self._waits_for_graph = False  # whether all updates wait until the caller's graph has its gradients
         self.has_updated = False
 
     def begin(self, loss_scale: float, *, has_graph: bool) -> None:
@@ -84,7 +84,7 @@ class GradientRelease:
         self.has_updated = False
         self.squares.clear()
         self._released.clear()
-        self._waits = has_graph
+        self._waits_for_graph = has_graph
         check_before_step(self.optimizer, loss_scale)
         self._updates.begin()
 
@@ -94,7 +94,7 @@ class GradientRelease:
 
     def complete(self, stage: int) -> None:
         """Update the parameters that the stage alone has, unless updates wait for the caller's graph."""
-        if self._waits:
+        if self._waits_for_graph:
             return
         optimized = set(map(id, parameters_of(self.optimizer)))
         mine = [each for each in self._parts[stage] if each.grad is not None and id(each) in optimized]

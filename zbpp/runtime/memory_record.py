@@ -183,7 +183,7 @@ def _leftovers(live: LiveTensors, static: Iterable[Tensor]) -> list[Leftover]:
 
 def _owner(storage: torch.UntypedStorage) -> str:
     """The attribute of an object, or the variable of a closure, that refers to a tensor over this storage."""
-    for tensor in (each for each in gc.get_objects() if _has(each, storage)):
+    for tensor in (each for each in gc.get_objects() if _is_over(each, storage)):
         for referrer in gc.get_referrers(tensor):
             name = _named(referrer, tensor)
             if name:
@@ -191,7 +191,7 @@ def _owner(storage: torch.UntypedStorage) -> str:
     return "nobody that Python's garbage collector knows: a graph of autograd, perhaps"
 
 
-def _has(value: Any, storage: torch.UntypedStorage) -> bool:
+def _is_over(value: Any, storage: torch.UntypedStorage) -> bool:
     if not issubclass(type(value), Tensor):  # isinstance would ask the object, and some objects warn
         return False
     try:

@@ -68,8 +68,8 @@ def microbatch_memory(
     worker.release_leaves(None if release is None else partial(release.leaf_done, index))
     feed = Feed([inputs] * 2 if index == 0 else (), [{}] * 2, [target] * 2, [0, 1])
     worker.begin(feed)
-    _Run(worker, live, inputs, 0, device).measured()
-    found = _Run(worker, live, inputs, 1, device).measured()
+    _MicrobatchRun(worker, live, inputs, 0, device).measured()
+    found = _MicrobatchRun(worker, live, inputs, 1, device).measured()
     worker.end()
     return found
 
@@ -90,9 +90,9 @@ def bytes_that_leave(
     message = tuple(map(_received, inputs)) if index else ()
     loss = loss_fn if isinstance(loss_fn, nn.Module) else nn.Module()
     stays = [*module.parameters(), *module.buffers(), *loss.parameters(), *loss.buffers(), target]
-    found = _Leaving(least_bytes, [*message, *inputs, *stays])
+    found = _LeavingStorages(least_bytes, [*message, *inputs, *stays])
     worker.begin(feed)
-    with saved_tensors_hooks(found.pack, _same):
+    with saved_tensors_hooks(found.pack, _unchanged):
         outputs = worker.forward(0, message)
     saved = found.nbytes([each for each in outputs if each is not None])
     worker.abandon()
@@ -103,7 +103,7 @@ def bytes_that_leave(
     given = worker.backward_input(0, grads)
     storages = [each for value in stays if isinstance(value, Tensor) for each in storages_of(value)]
     device = storages[0].device if storages else _CPU  # meta, for the storage of a fake tensor
-    deferred = DeferredTensors(worker.deferred(0), _Nowhere(device), least_bytes=least_bytes).leaving_bytes()
+    deferred = DeferredTensors(worker.deferred(0), _NoCopier(device), least_bytes=least_bytes).leaving_bytes()
     del given
     worker.abandon()
     return LeavingBytes(saved, deferred)
@@ -116,7 +116,7 @@ class LeavingBytes(NamedTuple):
     deferred: int
 
 
-class _Nowhere(Copier):
+class _NoCopier(Copier):
     """A Copier that has a device, and can't copy."""
 
     _where = "nowhere"
@@ -131,7 +131,7 @@ class _Nowhere(Copier):
         raise NotImplementedError
 
 
-class _Leaving:
+class _LeavingStorages:
     """Collects the storages of saved tensors that may leave, real or fake, and keeps none of them alive."""
 
     def __init__(self, least_bytes: int, stays: Sequence[Any]) -> None:
@@ -157,11 +157,11 @@ def _addresses(tensors: Sequence[Any]) -> set[int]:
     return {storage._cdata for each in given for storage in storages_of(each)}
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class _Run:
+class _MicrobatchRun:
     """Runs F, B and W of one microbatch, and measures them."""
 
     def __init__(

@@ -26,7 +26,7 @@ from zbpp.runtime.layout import Message
 from zbpp.runtime.stage import StageWorker
 
 
-class _Leaving(Protocol):
+class _Leavable(Protocol):
     """The tensors of one microbatch that leave: SavedActivations or DeferredTensors."""
 
     @property
@@ -37,7 +37,7 @@ class _Leaving(Protocol):
     def wait(self) -> None: ...
 
 
-_Held = TypeVar("_Held", bound=_Leaving)
+_Held = TypeVar("_Held", bound=_Leavable)
 
 
 class StageOffload(ABC, Generic[_Held]):

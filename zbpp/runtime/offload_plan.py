@@ -169,9 +169,9 @@ class OffloadPlan:
     def _first_plan(self) -> tuple[RankOffload, ...]:
         if self._options.values is not None:
             return offload_of(self._timetable, map(_value, self._options.values))
-        return self._chosen(self.costs or Costs(host=1e-6), everything=self.costs is None)
+        return self._choose(self.costs or Costs(host=1e-6), everything=self.costs is None)
 
-    def _chosen(self, costs: Costs, *, everything: bool = False) -> tuple[RankOffload, ...]:
+    def _choose(self, costs: Costs, *, everything: bool = False) -> tuple[RankOffload, ...]:
         # While the bytes are unknown, the plan can't keep to the limit: the copier's has_room does.
         limit = math.inf if everything else self._options.most_bytes
         is_late = everything or self._options.gib != "auto"
@@ -185,15 +185,15 @@ class OffloadPlan:
         if recorder is None or recorder.is_empty:  # a MemoryRecorder took levels of memory instead of times
             return False
         timeline = measured_timeline(recorder, self._timetable, self._group)
-        saved, deferred = (self._bytes_of_all(name) for name in ("saved", "deferred"))
+        saved, deferred = (self._bytes_per_stage(name) for name in ("saved", "deferred"))
         host = _host_ms(timeline.copies, self._timetable, {"saved": saved, "deferred": deferred})
         times = measured_costs(timeline)
         self.costs = type(times)(**{**times.numbers, "host": host}).in_bytes(saved, deferred)
-        self.plan = self._chosen(self.costs)
+        self.plan = self._choose(self.costs)
         self.copier.clear()  # more left in the first steps, so their spaces are too many
         return True
 
-    def _bytes_of_all(self, name: str) -> list[int]:
+    def _bytes_per_stage(self, name: str) -> list[int]:
         """For each stage of the pipeline, the bytes that left of its values of this name. Collective."""
         found = {
             stage: each for some in gather(self.nbytes(name), self._group) for stage, each in some.items()

@@ -117,6 +117,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def _difference(optimizer: torch.optim.Optimizer, *, is_sparse: bool) -> str:
+    """How steps in parts differ from steps with all parameters together; "" if they agree."""
     together, apart = _Trial(optimizer), _Trial(optimizer)
     for step in range(_NUM_STEPS):
         together.step(step, range(2), is_sparse=is_sparse)

@@ -18,7 +18,7 @@ from zbpp.runtime.groups import Store, job_store, unique_name
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.world import CommunicationError
 
-_SLICE = 1.0  # s; a waiting process looks so often whether another process has given up
+_POLL_INTERVAL = 1.0  # s; a waiting process looks so often whether another process has given up
 
 
 class Posts:
@@ -66,7 +66,7 @@ class Posts:
             if remaining <= 0 or store.check(["over"]):
                 raise CommunicationError(self._complaint(store, keys))
             try:
-                store.wait(keys, timedelta(seconds=min(_SLICE, remaining)))
+                store.wait(keys, timedelta(seconds=min(_POLL_INTERVAL, remaining)))
             except RuntimeError:
                 continue  # some value is not posted yet
 

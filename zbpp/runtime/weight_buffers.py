@@ -140,7 +140,7 @@ class DeviceBuffers:
         for content in contents:
             self._touch(self._find(content) or self._fill(content))
 
-    def some(self) -> Tensor:
+    def any_memory(self) -> Tensor:
         """The memory of a buffer, for callers that need device memory with any content."""
         return self._in_use.memory
 

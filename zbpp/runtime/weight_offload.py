@@ -173,15 +173,15 @@ class OffloadedWeights:
         trained = {id(leaf) for leaf in part.leaves()}
         refuse_hooks(block)
         # W reads a weight's shape, layout and device, but not its values: the buffer's content is irrelevant.
-        with block.in_memory(self._buffers.some()):
-            before = [_taken(parameter) for parameter in block.parameters]
+        with block.in_memory(self._buffers.any_memory()):
+            before = [_take_gradient(parameter) for parameter in block.parameters]
             try:
                 for parameter, gradient in zip(block.parameters, before, strict=True):
                     if id(parameter) in trained and gradient is not None:
                         parameter.grad = torch.empty_like(gradient, device=self.device).copy_(gradient)
                 yield
             finally:
-                after = [_taken(parameter) for parameter in block.parameters]
+                after = [_take_gradient(parameter) for parameter in block.parameters]
                 block.go_home()
                 for number, (home, found) in enumerate(zip(before, after, strict=True)):
                     if found is not None:
@@ -318,7 +318,7 @@ def _references(memory: Tensor) -> int:
     return count
 
 
-def _taken(parameter: nn.Parameter) -> Tensor | None:
+def _take_gradient(parameter: nn.Parameter) -> Tensor | None:
     """The parameter's gradient, which is taken off the parameter."""
     gradient, parameter.grad = parameter.grad, None
     return gradient

@@ -113,7 +113,7 @@ class _Trip(NamedTuple):
     value: Value
     out: float  # time at which the copy out starts
     back: float  # time at which the copy back starts
-    left: float  # time at which the copy out ends
+    out_end: float  # time at which the copy out ends
     dropped: int  # Drop stands before the action at this position
     fetched: int  # Fetch stands before the action at this position
     used: int  # position of the action that consumes the value
@@ -286,12 +286,12 @@ def _placed(trips: Iterable[_Trip], ends: npt.NDArray[np.float64]) -> RankOffloa
     Offloads and Fetches at one place are in the order of their copies. ends: when each action ends.
     """
     found: list[tuple[float, Placed]] = []
-    for value, out, back, left, dropped, fetched, used in trips:
+    for value, out, back, out_end, dropped, fetched, used in trips:
         out_before = int(np.searchsorted(ends, out + _TINY, "right"))
         # A copy that starts after an action can't have ended at the same place.
-        at_once = dropped > out_before and bool(ends[dropped - 1] >= left - _TINY)
+        at_once = dropped > out_before and bool(ends[dropped - 1] >= out_end - _TINY)
         found += [
-            (left, Placed(dropped, at_once, Drop(value))),
+            (out_end, Placed(dropped, at_once, Drop(value))),
             (out, Placed(out_before, True, Offload(value))),
             (back, Placed(fetched, True, Fetch(value))),
             (back, Placed(used, False, Await(value))),

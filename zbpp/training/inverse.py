@@ -97,9 +97,12 @@ def undo_adamw(group: Group, parameters: list[nn.Parameter], state: States) -> N
     for parameter in parameters:
         by_step[float(state[parameter]["step"])].append(parameter)
     for step, some in by_step.items():
-        weights, gradients = _locals(some), _locals([each.grad for each in some if each.grad is not None])
-        first = _locals(state[each]["exp_avg"] for each in some)
-        second = _locals(state[each]["exp_avg_sq"] for each in some)
+        weights, gradients = (
+            _local_parts(some),
+            _local_parts([each.grad for each in some if each.grad is not None]),
+        )
+        first = _local_parts(state[each]["exp_avg"] for each in some)
+        second = _local_parts(state[each]["exp_avg_sq"] for each in some)
         divisors = torch._foreach_sqrt(second)
         torch._foreach_div_(divisors, math.sqrt(1 - beta2**step))
         torch._foreach_add_(divisors, group["eps"])
@@ -124,14 +127,14 @@ def undo_sgd(group: Group, parameters: list[nn.Parameter], state: States) -> Non
     """
     rate, decay, momentum = float(group["lr"]), group["weight_decay"], group["momentum"]
     weights, gradients = (
-        _locals(parameters),
-        _locals([each.grad for each in parameters if each.grad is not None]),
+        _local_parts(parameters),
+        _local_parts([each.grad for each in parameters if each.grad is not None]),
     )
     if not momentum:
         torch._foreach_add_(weights, gradients, alpha=rate)
         torch._foreach_div_(weights, 1 - rate * decay)
         return
-    buffers = _locals(state[each]["momentum_buffer"] for each in parameters)
+    buffers = _local_parts(state[each]["momentum_buffer"] for each in parameters)
     if group["nesterov"]:
         torch._foreach_add_(weights, gradients, alpha=rate)
         torch._foreach_add_(weights, buffers, alpha=rate * momentum)
@@ -143,7 +146,7 @@ def undo_sgd(group: Group, parameters: list[nn.Parameter], state: States) -> Non
     torch._foreach_div_(buffers, momentum)
 
 
-def _locals(tensors: Iterable[Tensor]) -> list[Tensor]:
+def _local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [local_of(each.detach()) for each in tensors]
 
 

@@ -101,15 +101,15 @@ class _Pending(NamedTuple):
 
     gradients: of its step; kept here, since a sharded stage has other parameters while its weights are
         gathered in the next step.
-    left: for each parameter, after the update: (parameter, its version counter, its gradient, the gradient's
-        version counter).
+    versions: for each parameter after the update, (parameter, its version counter, its gradient, the
+        gradient's version counter).
     has_stepped: whether this rank has updated its weights at once. loss_scale, rate: the loss scale and the
         learning rate of its step. scale_before: the state of the LossScale before the update.
     """
 
     pipeline: Pipeline
     gradients: list[Tensor]
-    left: list[tuple[nn.Parameter, int, Tensor | None, int]]
+    versions: list[tuple[nn.Parameter, int, Tensor | None, int]]
     ticket: Ticket
     has_stepped: bool
     loss_scale: float
@@ -167,7 +167,7 @@ class PostValidatedUpdate(Update):
         if not self._switch.is_on:
             self._results += super().end(pipeline, losses)
             self._switch.note(is_good=self._is_good(self._results[-1][0].norm))
-            return self._taken()
+            return self._take_results()
         share, scale = share_of(pipeline, losses, self.wish), pipeline.loss_scale
         steps = self._is_good(norm_of([share.squares]) / scale)
         refusal = _CHANGED_INPUTS.format(rank=pipeline.rank) if pipeline.has_changed_inputs else ""
@@ -187,12 +187,14 @@ class PostValidatedUpdate(Update):
         except BaseException as error:  # the other ranks have this rank's share, and continue the run
             pipeline.give_up(f"an update failed ({type(error).__name__}: {error}), and may be half done")
             raise
-        left = [*map(_left, pipeline.parameters())]
-        self._pending = _Pending(pipeline, gradients, left, ticket, steps, scale, self._rate, scale_before)
+        versions = [*map(_versions_of, pipeline.parameters())]
+        self._pending = _Pending(
+            pipeline, gradients, versions, ticket, steps, scale, self._rate, scale_before
+        )
         if self._loss_scale is not None:  # for the next step; `_redo` undoes it if a gradient is not finite
             self._loss_scale.update(is_finite=True)
         pipeline.gate = self
-        return self._taken()
+        return self._take_results()
 
     def copies(self) -> list[Tensor]:
         """See Update."""
@@ -211,7 +213,7 @@ class PostValidatedUpdate(Update):
         """Wait until the last update is validated. Returns the results that have become known."""
         if self._pending is not None:
             self._pending.pipeline.settle()
-        return self._taken()
+        return self._take_results()
 
     # ---- The Gate of a pipeline
 
@@ -229,7 +231,7 @@ class PostValidatedUpdate(Update):
         shares = [each.share for each in posted]
         outcome = outcome_of(shares, pending.pipeline, pending.loss_scale)
         is_right = self._is_good(outcome.norm) and all(each.has_stepped for each in posted)
-        _check_left(pending.left, needs_gradients=not is_right)
+        _check_unchanged(pending.versions, needs_gradients=not is_right)
         if not is_right:
             self.num_redone += 1
             self.num_taken_back += pending.has_stepped
@@ -261,7 +263,7 @@ class PostValidatedUpdate(Update):
         """Whether gradients of this norm are finite and need no clipping."""
         return math.isfinite(norm) and (self._clip_norm is None or norm <= self._clip_norm)
 
-    def _taken(self) -> list[Result]:
+    def _take_results(self) -> list[Result]:
         results, self._results = self._results, []
         return results
 
@@ -342,17 +344,20 @@ class PostValidation:
             self.norm = outcome.norm
 
 
-def _left(parameter: nn.Parameter) -> tuple[nn.Parameter, int, Tensor | None, int]:
+def _versions_of(parameter: nn.Parameter) -> tuple[nn.Parameter, int, Tensor | None, int]:
+    """(parameter, its version counter, its gradient, the gradient's version counter)."""
     total = total_of(parameter)
     return parameter, parameter._version, total, 0 if total is None else local_of(total)._version
 
 
-def _check_left(left: list[tuple[nn.Parameter, int, Tensor | None, int]], *, needs_gradients: bool) -> None:
+def _check_unchanged(
+    versions: list[tuple[nn.Parameter, int, Tensor | None, int]], *, needs_gradients: bool
+) -> None:
     """Check that weights have not changed since the update; with needs_gradients, also the gradients.
 
     A gradient that was set to None is set again. Raises RuntimeError for any other change.
     """
-    for parameter, version, total, total_version in left:
+    for parameter, version, total, total_version in versions:
         if parameter._version != version:
             raise RuntimeError(
                 "a weight was changed between an update and the gate of the next step (by optimizer.step(), "
