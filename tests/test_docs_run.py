@@ -126,10 +126,11 @@ def test_the_commands_of_the_planning_page_run(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_the_commands_of_the_memory_page_run(tmp_path: Path) -> None:
     """The first says what fits; the second one's prediction is what it measures."""
-    predict, train = blocks("docs/memory.md", "bash")
+    predict, train, choose = blocks("docs/memory.md", "bash")
     printed = run_command(predict, tmp_path)
     assert "schedule=v_min" in printed
     assert "everything fits" in printed
+    assert "everything fits" in run_command(choose, tmp_path)
     assert "predicted peak" in run_command(train, tmp_path)
     report = json.loads((tmp_path / "runs/memory/memory.json").read_text())
     for rank in report["ranks"]:
