@@ -346,7 +346,7 @@ def test_activations_and_weights_that_leave_are_refused_together():
     timetable = plan("gpipe", 1, M)
     stages = stages_for(0, timetable)
     OffloadedWeights(stages, CPU)
-    with pytest.raises(ValueError, match="doesn't go with offloaded weights"):
+    with pytest.raises(ValueError, match="doesn't go with OffloadedWeights"):
         Pipeline(stages, timetable, F.mse_loss, offload=ActivationOffload())
     with pytest.raises(ConfigError, match="memory.offload=auto doesn't go with memory.offload_weights=true"):
         MemoryConfig(offload="auto", offload_weights=True)

@@ -182,19 +182,23 @@ class ParallelConfig(Checked):
 class MemoryConfig(Checked):
     """How much a rank holds between F, B and W.
 
-    recompute: what runs forward again in B: nothing, each block by itself, or the whole stage. "auto": the
-        blocks of as few stages as are needed to stay within `limit`, at the least cost.
+    recompute: the forward that B runs again: "none"; "block": that of each block; "stage": that of the whole
+        stage; "auto": that of the blocks of some stages, chosen so that each rank stays within `limit` and
+        the step is the shortest.
     budget: the share of the activations that compiled stages keep between F and B.
-    limit: GiB of each rank's device, for weights, gradients and optimizer states, too. `zbpp memory` compares
-        with it; replanning keeps within it (see schedule.replan; null: what the first plan needs).
+    limit: GiB that each rank's device may hold, including weights, gradients and optimizer states.
+        `zbpp memory` compares its prediction with it; replanning stays within it (see schedule.replan; null:
+        within what the first plan needs).
     offload: which activations leave device memory between F and B, and between B and W: "none"; "auto": those
-        whose copies take no time beside the computation; a number: up to so many GiB of each rank.
+        whose copies make no action late; a number: up to so many GiB of each rank.
     offload_weights: whether weights, their gradients and the optimizer's states live in host memory.
     weights_budget: GiB of each rank's device for offloaded weights and their gradients: the more, the fewer
         copies; null: the least, three times the largest block.
-    offload_to: where activations go, or weights and gradients live: "host", or a folder for files.
-    gradient_release: when weights are updated and gradients dropped. "off": after the step; "step": each
-        stage's behind its last W; "accumulate": each microbatch's gradients go into the optimizer's states.
+    offload_to: the place of offloaded activations, or of offloaded weights and gradients: "host", or a folder
+        for files.
+    gradient_release: when weights are updated and their gradients dropped. "off": after the step; "step":
+        behind each stage's last W; "accumulate": each microbatch's gradients go into the optimizer's states,
+        and the last microbatch's also update the weights.
     """
 
     prefix: ClassVar[str] = "memory."
@@ -220,7 +224,7 @@ class MemoryConfig(Checked):
         is_number = isinstance(self.offload, int | float) and not isinstance(self.offload, bool)
         if self.offload not in ("none", "auto") and not (is_number and float(self.offload) > 0):
             raise ConfigError(
-                f"memory.offload={self.offload}: write none, auto, or the GiB of each rank that may leave, "
+                f"memory.offload={self.offload}: write none, auto, or how many GiB of each rank may be away, "
                 "above 0"
             )
         if self.weights_budget is not None and not self.offload_weights:
@@ -230,8 +234,8 @@ class MemoryConfig(Checked):
             )
         if self.offload != "none" and self.offload_weights:
             raise ConfigError(
-                f"memory.offload={self.offload} doesn't go with memory.offload_weights=true, which packs "
-                "saved weights itself: write memory.offload=none, or memory.recompute=block to hold less"
+                f"memory.offload={self.offload} doesn't go with memory.offload_weights=true, since both pack "
+                "saved tensors: write memory.offload=none, and memory.recompute=block to hold less"
             )
 
 

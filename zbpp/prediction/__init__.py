@@ -1,8 +1,8 @@
-"""What a configured training run will hold, and how long its steps take, before anything runs: `zbpp memory`.
+"""Predicts the memory and the step time of a configured training run, before the run begins: `zbpp memory`.
 
-predictor        each rank's memory over a step; which stages recompute (memory.recompute=auto)
-switches         what each switch of memory saves and costs, and which of them make a run fit
-stage_memory     the bytes of each stage, measured on fake tensors
-measured_stages  these bytes, and what switches make of them
-step_time        the simulated step, with the switches that are on
+predictor        each rank's memory over a step; the stages that recompute (memory.recompute=auto)
+switches         how much each memory switch saves, what it costs, and which switches make a run fit
+stage_memory     measures the bytes of each stage, on fake tensors if possible
+measured_stages  the measured bytes, and how memory switches change them
+step_time        the simulated time of a step, with the switches that are on
 """

@@ -1,6 +1,6 @@
 """How much memory each switch of a run saves, what it costs in time, and which switches make the run fit.
 
-The saving is the difference of two predictions, without the switch and with it (predict_memory.py). The cost
+The saving is the difference of two predictions, without the switch and with it (predictor.py). The cost
 is the simulated time of a step with the switch (step_time.py).
 """
 

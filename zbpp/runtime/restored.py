@@ -1,6 +1,6 @@
-"""What a call of the pipeline restores.
+"""Restores state at the end of a pipeline call, or when a step begins again.
 
-Random numbers, training mode, gradients after a failed step, and buffers of a step that begins again.
+The state is random numbers, training mode, gradients after a failed step, and module buffers.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _flag_as_partial(total: Tensor) -> None:
 class Buffers:
     """Copies of the buffers of some modules, which forward may change (BatchNorm's statistics).
 
-    The memory of the copies is used again.
+    Each `keep` copies into the same memory.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -93,7 +93,7 @@ class Buffers:
 
 
 class InPlaceChanges:
-    """Whether tensors that the caller gave are changed in place; values: what holds the tensors."""
+    """Finds out whether tensors are changed in place. values: a nest that contains the tensors."""
 
     def __init__(self, values: object) -> None:
         tensors = [each for each in tree_leaves(values) if isinstance(each, Tensor)]
@@ -106,7 +106,7 @@ class InPlaceChanges:
 
 @contextmanager
 def restored_generators(device: torch.device) -> Iterator[None]:
-    """The caller's random numbers go on as if no step had run: a step seeds the generators for itself."""
+    """Restore the caller's random number generators: a step seeds them for itself."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
 

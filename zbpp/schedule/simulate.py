@@ -118,15 +118,16 @@ def simulate(
     takes costs.reduce: it starts when the stage's last W or BW has ended, and the rank's reduction before it.
     A timetable of F's alone is legal: evaluation runs it.
 
-    offload: of each rank, what leaves the device and comes back (`choose_offload`). An action whose copy is
-    late waits for it; peak_memory is what is left on the device.
+    offload: for each rank, its round trips (`choose_offload`). An action waits for a copy that is late.
+    peak_memory counts the device memory only.
 
-    num_steps: so many steps one after the other, as post-validation runs them (zbpp.PostValidation, or
-    optimizer.validation=after); real while no update has to be redone. A rank begins a step when it has ended
-    the one before, reductions included. It waits at its gate (gate.py) until all ranks have ended that step,
-    but never longer than for its messages: the first B needs an F of every rank. Neither the update of the
-    weights nor the exchange of norms takes time. The Timeline is one of `timetable.repeated(num_steps)`.
-    With an update that waits for all ranks, n steps take n times the makespan of one.
+    num_steps: the number of consecutive steps, run with post-validation (zbpp.PostValidation, or
+    optimizer.validation=after) and without a redone update. A rank begins a step when it has ended the
+    previous step, reductions included. It waits at its gate (gate.py) until all ranks have ended the previous
+    step. This wait costs no time beyond the wait for messages, since the first B needs an F of every rank.
+    The update of the weights and the exchange of norms take no time. The Timeline is one of
+    `timetable.repeated(num_steps)`. With an update that waits for all ranks, n steps take n times the
+    makespan of one.
 
     Raises PlanError if an action repeats or is missing, if the microbatches of a stage don't ascend, or if
     the timetable can never finish.
