@@ -171,9 +171,9 @@ def test_exactly_the_named_values_leave():
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (Value("saved", 1, 0), "used right after"),
-        (Value("saved", 0, 9), "only saved or deferred of a stage"),
-        (Value("g", 0, 0), "only saved"),
+        (Value("saved", 1, 0), "runs right after its producer"),
+        (Value("saved", 0, 9), "write saved or deferred, and a stage"),
+        (Value("g", 0, 0), "write saved or deferred"),
     ],
 )
 def test_a_value_that_cannot_leave_is_refused(value, words):
