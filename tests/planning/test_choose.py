@@ -128,7 +128,7 @@ def test_post_validation_pays_with_memory():
     asked = request(UNEVEN, memory_limit=16)
     answer = known(asked, *to_the_bound(asked, [16]), *to_the_bound(asked, [16], objective="span"))
     assert texts(answer, "post-validation pays") == [
-        "with post-validation (arXiv:2401.10241, section 4; not in zbpp) a step at 16 (2.00p) would cost its "
+        "with post-validation (optimizer.validation=after) a step at 16 (2.00p) costs its "
         "largest span, 714 ms (one stage per rank), instead of its makespan, 773 ms; no plan with these "
         "placements has a makespan below 738 ms"
     ]

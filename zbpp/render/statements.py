@@ -164,7 +164,7 @@ def _splitting(answer: Answer) -> Iterator[Statement]:
 
 
 def _post_validation(answer: Answer) -> Iterator[Statement]:
-    """What a step would cost with post-validation, which zbpp does not have yet.
+    """What a step costs with post-validation (optimizer.validation=after).
 
     Post-validation (arXiv:2401.10241, section 4) lets a rank go on before the other ranks have finished the
     step. Then a step costs the largest span of a rank, with the rank's reductions, instead of the makespan.
@@ -178,9 +178,8 @@ def _post_validation(answer: Answer) -> Iterator[Statement]:
         if span and makespan and cost < makespan.value * (1 - EQUAL):
             shape = SHAPES[span.candidate.placement]
             text = (
-                f"with post-validation (arXiv:2401.10241, section 4; not in zbpp) a step at "
-                f"{limit_text(answer, limit)} would cost its largest span, {_ms(cost)} ({shape}), "
-                f"instead of its makespan, {_ms(makespan.value)}; no plan with these placements has a "
+                f"with post-validation (optimizer.validation=after) a step at {limit_text(answer, limit)} "
+                f"costs its largest span, {_ms(cost)} ({shape}), instead of its makespan, {_ms(makespan.value)}; no plan with these placements has a "
                 f"makespan below {_ms(least)}"
             )
             yield Statement("post-validation pays", text, proved=cost < least * (1 - EQUAL))

@@ -9,6 +9,10 @@ from zbpp.commands.plan.arguments import CHOICE_SECONDS, COST_OPTIONS, Inputs, m
 from zbpp.commands.plan.drawing import draw
 from zbpp.commands.plan.progress import bar
 from zbpp.planning import Answer, PlanningRequest, choose
+from zbpp.planning.answer import Candidate
+from zbpp.planning.objective import objective_value
+from zbpp.planning.tolerance import EQUAL
+from zbpp.planning.variants import Variant
 from zbpp.render import render_advice
 from zbpp.schedule import PlanError
 
@@ -47,15 +51,44 @@ def _commands(options: argparse.Namespace, answer: Answer, scripts: str) -> str:
         train = f"torchrun --standalone --nproc-per-node {options.ranks} {scripts}/train.py"
     else:
         plan, train = "zbpp plan", f"zbpp train -n {options.ranks}"
-    best = answer.ranked[0].candidate
-    if best.depends_on_costs:
-        lines = [
-            f"{plan} {best.title} {_same_question(options)} --text > plan.txt",
-            f"{train} schedule.timetable=plan.txt num_microbatches={options.microbatches}",
+    question = _same_question(options)
+
+    def lines_of(candidate: Candidate, switches: str = "") -> list[str]:
+        end = f"num_microbatches={options.microbatches}{switches}"
+        if not candidate.depends_on_costs:
+            return [f"  {train} schedule={candidate.name} {end}"]
+        return [
+            f"  {plan} {candidate.title} {question} --text > plan.txt",
+            f"  {train} schedule.timetable=plan.txt {end}",
         ]
-    else:
-        lines = [f"{train} schedule={best.name} num_microbatches={options.microbatches}"]
-    return "\n".join([f"to train with the best plan, {best.title}:", *(f"  {line}" for line in lines)])
+
+    best = answer.ranked[0].candidate
+    lines = [f"to train with the best plan, {best.title}:", *lines_of(best)]
+    faster = _faster_variant(answer)
+    if faster is not None:
+        candidate, variant = faster
+        lines += [
+            f"to train faster, by {candidate.title} with {variant.title}:",
+            *lines_of(candidate, _switches(variant)),
+        ]
+    return "\n".join(lines)
+
+
+def _faster_variant(answer: Answer) -> tuple[Candidate, Variant] | None:
+    """The best plan with offload or recompute, if it is faster than the best plan without."""
+    if not answer.with_variants:
+        return None
+    candidate, variant = answer.with_variants[0]
+    objective = answer.request.objective
+    best = objective_value(answer.ranked[0].candidate.timeline, objective)
+    found = objective_value(variant.timeline, objective)
+    return (candidate, variant) if found < best * (1 - EQUAL) else None
+
+
+def _switches(variant: Variant) -> str:
+    offload = " memory.offload=auto" if variant.is_offloaded else ""
+    recompute = " memory.recompute=auto memory.limit=GIB" if variant.recomputed else ""
+    return offload + recompute
 
 
 def _same_question(options: argparse.Namespace) -> str:
