@@ -179,8 +179,8 @@ def _post_validation(answer: Answer) -> Iterator[Statement]:
             shape = SHAPES[span.candidate.placement]
             text = (
                 f"with post-validation (optimizer.validation=after) a step at {limit_text(answer, limit)} "
-                f"costs its largest span, {_ms(cost)} ({shape}), instead of its makespan, {_ms(makespan.value)}; no plan with these placements has a "
-                f"makespan below {_ms(least)}"
+                f"costs its largest span, {_ms(cost)} ({shape}), instead of its makespan, "
+                f"{_ms(makespan.value)}; no plan with these placements has a makespan below {_ms(least)}"
             )
             yield Statement("post-validation pays", text, proved=cost < least * (1 - EQUAL))
 
