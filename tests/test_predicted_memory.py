@@ -31,6 +31,8 @@ CASES = {
     "weights": ["schedule=zb_v", "model=llama_tiny", *TINY, "memory.offload_weights=true"],
     "offload": ["schedule=zb_v", "model=gpt_tiny", *TINY, "microbatch_size=16", "memory.offload=1"],
     "validation": [*GPT, *LATER],
+    # Every update is redone: no rank's gradients are within the norm.
+    "validation, redone": [*GPT, *LATER, "optimizer.clip_norm=1.0e-3"],
     "validation, inverse": [*GPT, *LATER, "optimizer.rollback=inverse"],
 }
 PEAKS = {"weights": 0.05}  # of W an upper bound is predicted; else .001
