@@ -3,6 +3,7 @@
 import copy
 import errno
 import resource
+from functools import partial
 
 import pytest
 import torch
@@ -166,10 +167,10 @@ def test_a_storage_that_another_b_still_needs_does_not_leave_until_w():
     first, y = activations_of(below, copier, lambda: below(torch.ones(ROWS, SIZE)), **options)
     message = y.detach()
     first.leave_out([message])
-    second, output = activations_of(above, copier, lambda: above(message), **options)
+    second, output = activations_of(above, copier, partial(above, message), **options)
     second.leave_out([message])
     edge = get_gradient_edge(y)
-    del message, y
+    del message, y  # from here on the graphs and offload alone hold it
     _, weight_grads = backward_input(output, torch.ones_like(output), [], [*above.parameters()])
     del output
     deferred = DeferredTensors(weight_grads, copier, **options)
