@@ -1,18 +1,25 @@
 """Saved tensors that leave and come back: the same gradients, less memory, changes in place noticed."""
 
+import copy
 import errno
 import resource
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from helpers.processes import outcomes
 from zbpp import backward_input
 from zbpp.autograd import host_memory
 from zbpp.autograd.copies import OffloadError, copier_for
+from zbpp.autograd.deferred_offload import DeferredTensors
 from zbpp.autograd.offload import SavedActivations
+from zbpp.runtime.boundary import graph_input
+from zbpp.runtime.layout import TensorLayout
 from zbpp.runtime.memory import live_bytes
+from zbpp.runtime.p2p import BufferPool
 
 CPU = torch.device("cpu")
 ROWS, SIZE = 64, 32
@@ -124,6 +131,64 @@ def test_parameters_buffers_and_what_the_caller_keeps_stay():
     assert saved.nbytes == x.nbytes + output.nbytes  # and scale * out(x)
     saved.leave_out([x])
     assert saved.nbytes == output.nbytes
+
+
+def taken_and_filled(pool, layout, value):
+    with torch.no_grad():
+        return pool.take(layout).fill_(value)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_received_buffer_is_in_use_until_w_where_offload_alone_holds_it(requires_grad):
+    """W's x is the received x, and the pool gives a buffer out again once nothing uses its storage."""
+    module, pool = nn.Linear(SIZE, SIZE), BufferPool(CPU)
+    layout = TensorLayout(torch.float32, (ROWS, SIZE), requires_grad)
+    received = [graph_input(taken_and_filled(pool, layout, 1))]
+    address = received[0].data_ptr()
+    saved, output = activations_of(module, copier_for(CPU), lambda: module(received[0]), least_bytes=SMALLEST)
+    saved.leave_out(received)
+    if not requires_grad:
+        received.clear()
+    first = taken_and_filled(pool, layout, 7)
+    _, weight_grads = backward_input(output, torch.ones_like(output), received, [*module.parameters()])
+    received.clear()
+    del output
+    second = taken_and_filled(pool, layout, 8)
+    weight_grads.accumulate()
+    assert torch.equal(module.weight.grad, torch.full((SIZE, SIZE), float(ROWS)))
+    assert address not in {first.data_ptr(), second.data_ptr()}
+    assert pool.take(layout).data_ptr() == address  # W was its last user
+
+
+def test_a_storage_that_another_b_still_needs_does_not_leave_until_w():
+    """The output of one stage is the x of the next one; both are on one rank, and both offload."""
+    below, above = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh()), nn.Linear(SIZE, SIZE)
+    copier, options = copier_for(CPU), {"least_bytes": SMALLEST}
+    first, y = activations_of(below, copier, lambda: below(torch.ones(ROWS, SIZE)), **options)
+    message = y.detach()
+    first.leave_out([message])
+    second, output = activations_of(above, copier, partial(above, message), **options)
+    second.leave_out([message])
+    edge = get_gradient_edge(y)
+    del message, y  # from here on the graphs and offload alone hold it
+    _, weight_grads = backward_input(output, torch.ones_like(output), [], [*above.parameters()])
+    del output
+    deferred = DeferredTensors(weight_grads, copier, **options)
+    deferred.offload()
+    deferred.drop()
+    backward_input([edge], [torch.ones(ROWS, SIZE)], [], [*below.parameters()])[1].accumulate()
+    deferred.fetch()
+    deferred.wait()
+    weight_grads.accumulate()
+    expected = nn.Sequential(copy.deepcopy(below), copy.deepcopy(above))
+    expected.zero_grad()
+    inside = expected[0](torch.ones(ROWS, SIZE))
+    inside.backward(torch.ones(ROWS, SIZE))
+    expected[1](inside.detach()).backward(torch.ones(ROWS, SIZE))
+    found = nn.Sequential(below, above)
+    assert all(
+        torch.equal(a.grad, b.grad) for a, b in zip(found.parameters(), expected.parameters(), strict=True)
+    )
 
 
 def test_small_storages_stay():

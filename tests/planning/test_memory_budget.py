@@ -79,6 +79,8 @@ def test_post_validation_holds_copies_and_the_last_gradients_until_the_gate():
     (rank,) = predict_memory(timetable, [changed], is_validated_later=True)
     plain = predict_memory(timetable, [stage])[0].totals
     assert list(rank.totals - plain) == [350, 350, 350, 300, 300, 300, 300]
+    scaled = validated_later(stage, trained=100, is_exact=True, is_scaled=True)  # copies gradients, too
+    assert scaled.copies == changed.copies + 50
 
 
 def test_a_wrong_number_of_stages_is_refused():

@@ -31,6 +31,21 @@ def test_live_tensors_are_counted_once_and_until_they_are_freed():
         assert live.now == 400
 
 
+def test_a_storage_that_was_emptied_and_filled_again_counts_again():
+    uncounted = torch.ones(100)
+    with LiveTensors() as live:
+        kept = torch.empty(600, dtype=torch.uint8)
+        live.ignore([uncounted])
+        for each in (kept, uncounted):
+            each.untyped_storage().resize_(0)
+        assert live.now == 0
+        for each in (kept, uncounted):
+            each.untyped_storage().resize_(600)
+        assert (live.now, len(live.alive())) == (600, 1)
+        del kept
+        assert live.now == 0
+
+
 def recorded(pipeline):
     """The record of a pipeline's third step."""
     record = MemoryRecord(pipeline.device)

@@ -135,6 +135,34 @@ def test_a_step_of_a_v_holds_less_and_nothing_after_it(on_two_ranks):
     assert without - level.highest > ROWS * WIDE * 4  # at least one of a block's wide tensors
 
 
+def behind_frozen_stages(rank):
+    """{(schedule, first stage): whether losses and gradients with offload equal those without}."""
+    found = {}
+    for name in ("gpipe", "zb_v"):
+        timetable = plan(name, 2, M)
+        for first in (Block().requires_grad_(False), nn.Identity()):
+            pair = []
+            for offload in (None, ActivationOffload(gib=1, least_bytes=SMALLEST)):
+                stages = stages_for(rank, timetable)
+                if 0 in stages:
+                    stages[0] = first
+                if 1 in stages:  # its W reads the received x, which requires no grad, and its B the output
+                    stages[1] = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh())
+                pair.append(trained(rank, timetable, offload, stages=stages))
+            equal = pair[0][0] == pair[1][0] and all(map(_same, pair[0][1], pair[1][1]))
+            found[name, type(first).__name__] = equal
+    return found
+
+
+def _same(one, other):
+    return (one is None) == (other is None) and (one is None or torch.equal(one, other))
+
+
+def test_behind_a_first_stage_without_gradients_all_gradients_are_equal_to_the_last_bit():
+    for found in run_ranks(behind_frozen_stages, 2):
+        assert found == dict.fromkeys(found, True)
+
+
 def on_one_rank(offload=None, make=None):
     """GPipe holds every microbatch. The wide tensors are nearly all that leaves."""
     timetable = plan("gpipe", 1, M)

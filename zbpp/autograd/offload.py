@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from zbpp.autograd.copies import Copier, Copy, Watch
+from zbpp.autograd.copies import Copier, Copy, Moves, Watch, bytes_of
 from zbpp.autograd.storages import storages_of
 
 LEAST_BYTES = 64 * 1024
@@ -42,14 +42,19 @@ LEAST_BYTES = 64 * 1024
 class _Memory:
     """A storage that saved tensors are views of, on the device or away.
 
-    content: the storage on the device; None while it is away. space: the space outside the device that holds
-    the bytes, or that they are being copied to. arriving: the copy that is filling `content`.
+    content: a tensor over the whole storage on the device; None while it is away. space: the space outside
+    the device that holds the bytes, or that they are being copied to. arriving: the copy that is filling
+    `content`.
+
+    `content` is a tensor because users of a storage are counted: a BufferPool gives a buffer out again when
+    nothing else uses its storage, and DeferredTensors empties only a storage that W alone uses. Each tensor
+    counts. References to an UntypedStorage don't: all of them are references to one Python object.
     """
 
     __slots__ = ("__weakref__", "arriving", "content", "copier", "nbytes", "space")
 
     def __init__(self, content: UntypedStorage, copier: Copier) -> None:
-        self.content: UntypedStorage | None = content
+        self.content: Tensor | None = bytes_of(content)
         self.nbytes, self.copier = content.nbytes(), copier
         self.space: Any = None
         self.arriving: Copy | None = None
@@ -62,12 +67,13 @@ class _Memory:
             self.arriving.wait()
             self.arriving = None
         assert self.content is not None
-        if self.content.nbytes() != self.nbytes:  # a DeferredTensors has emptied it until W
+        storage = self.content.untyped_storage()
+        if storage.nbytes() != self.nbytes:  # a DeferredTensors has emptied it until W
             raise RuntimeError(
                 "a saved tensor was unpacked after its B, while its memory is offloaded until W: only W may "
                 "read it after B"
             )
-        return self.content
+        return storage
 
     def free_space(self) -> None:
         if self.space is not None:
@@ -90,12 +96,16 @@ def start_fetch(memories: Iterable[_Memory], watch: Watch | None = None) -> Copy
         return None
     copier = away[0].copier
     for each in away:
-        each.content = copier.new_storage(each.nbytes)
-    copy = copier.back([(each.content, each.space) for each in away if each.content is not None], watch)
+        each.content = bytes_of(copier.new_storage(each.nbytes))
+    copy = copier.back(_moves(away), watch)
     for each in away:
         each.arriving = copy
         each.free_space()  # safe: a later copy into this space starts when this copy has ended
     return copy
+
+
+def _moves(memories: Iterable[_Memory]) -> Moves:
+    return [(each.content.untyped_storage(), each.space) for each in memories if each.content is not None]
 
 
 class _Watched:
@@ -155,15 +165,15 @@ class SavedTensor(_Watched):
     def unpack(self) -> Tensor:
         """The tensor on the device; waits for the copy back."""
         self.check()
-        return self._over(self._memory.present())
+        return self._tensor.new_empty(0).set_(self._memory.present(), *self._view)
 
     def tensors(self) -> Iterator[Tensor]:
-        """The tensor if it is on the device, else nothing."""
-        if self._memory.content is not None:
-            yield self._over(self._memory.content)
+        """A tensor over the whole storage if it is on the device, else nothing.
 
-    def _over(self, storage: UntypedStorage) -> Tensor:
-        return self._tensor.new_empty(0).set_(storage, *self._view)
+        Saved tensors of one storage share this tensor; nothing else of theirs uses the storage.
+        """
+        if self._memory.content is not None:
+            yield self._memory.content
 
 
 def unpack(packed: Any) -> Tensor:
@@ -223,9 +233,7 @@ class SavedActivations:
         for each in leaving:
             each.space = self._copier.space(each.nbytes)
         if leaving:
-            self._leaving = self._copier.out(
-                [(each.content, each.space) for each in leaving if each.content], watch
-            )
+            self._leaving = self._copier.out(_moves(leaving), watch)
 
     def drop(self) -> None:
         """Wait until the copies out have ended; then free the device memory. Raises OffloadError."""

@@ -11,6 +11,7 @@ from zbpp.planning.memory_budget import RankMemory, predict_memory
 from zbpp.planning.stage_bytes import StageBytes, released, validated_later, weights_on_host
 from zbpp.schedule import Timetable
 from zbpp.schedule.offload import RankOffload
+from zbpp.training.precision import PRECISIONS
 
 
 class WeightBytes(NamedTuple):
@@ -83,5 +84,6 @@ def _switched(stage: StageBytes, weights: WeightBytes, config: TrainConfig) -> S
         stage = released(stage, is_shared=parallel.shard * parallel.replicate > 1)
     if config.optimizer.validation == "after":
         is_exact = config.optimizer.rollback == "exact"
-        stage = validated_later(stage, trained=weights.trained, is_exact=is_exact)
+        is_scaled = PRECISIONS[config.precision].is_scaled
+        stage = validated_later(stage, trained=weights.trained, is_exact=is_exact, is_scaled=is_scaled)
     return stage

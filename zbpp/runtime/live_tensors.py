@@ -27,8 +27,8 @@ class LiveTensors(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        # {address: (storage, bytes counted for it)}; 0 bytes for a storage that is not counted.
-        self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        # {address: (storage, bytes counted for it)}; None for a storage that is not counted.
+        self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int | None]] = {}
         self._bytes = self._highest = 0
 
     def __enter__(self) -> Self:
@@ -47,10 +47,10 @@ class LiveTensors(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        """The bytes alive now. A resized storage counts with its new size; once seen at 0, never again."""
+        """The bytes alive now. A resized storage counts with its new size, also after it was empty."""
         for address, (storage, counted) in list(self._seen.items()):
             found = storage()
-            if counted and found is not None and found.nbytes() != counted:
+            if counted is not None and found is not None and found.nbytes() != counted:
                 self._bytes += found.nbytes() - counted
                 self._seen[address] = storage, found.nbytes()
         return self._bytes
@@ -80,12 +80,11 @@ class LiveTensors(TorchDispatchMode):
     def forget(self, tensor: Tensor) -> None:
         """Stop counting the tensor's storages."""
         for storage in storages_of(tensor):
-            _, counted = self._seen.pop(storage._cdata, (None, 0))
-            self._bytes -= counted
+            self._drop(storage._cdata)
 
     def alive(self) -> list[torch.UntypedStorage]:
         """The storages that are counted now."""
-        found = (storage() for storage, counted in list(self._seen.values()) if counted)
+        found = (storage() for storage, counted in list(self._seen.values()) if counted is not None)
         return [each for each in found if each is not None]
 
     def _see(self, tensor: Tensor, *, counted: bool) -> None:
@@ -93,15 +92,15 @@ class LiveTensors(TorchDispatchMode):
             address = storage._cdata
             if address in self._seen:
                 continue
-            size = storage.nbytes() if counted else 0
+            size = storage.nbytes() if counted else None
             dropped = weakref.ref(storage, lambda _, address=address: self._drop(address))  # type: ignore[misc]  # mypy reads no default
             self._seen[address] = dropped, size
-            self._bytes += size
+            self._bytes += size or 0
             self._highest = max(self._highest, self._bytes)
 
     def _drop(self, address: int) -> None:
-        _, counted = self._seen.pop(address, (None, 0))
-        self._bytes -= counted
+        _, counted = self._seen.pop(address, (None, None))
+        self._bytes -= counted or 0
 
 
 def _tensors(tree: Any) -> list[Tensor]:

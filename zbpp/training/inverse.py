@@ -47,7 +47,7 @@ class InverseRollback:
         self._fresh: list[nn.Parameter] = []  # the parameters that had no state before the step
         self._has_stepped = False
 
-    def keep(self, scaled: list[Tensor]) -> None:
+    def keep(self, scaled: list[Tensor], *, steps: bool = True) -> None:
         """Remember the options, and which parameters have no state yet."""
         if scaled:
             raise ValueError(

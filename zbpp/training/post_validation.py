@@ -176,7 +176,7 @@ class PostValidatedUpdate(Update):
         gradients = gradients_of(pipeline.parameters())
         try:
             # Also if this rank updates only at the gate: options such as the learning rate may change before.
-            self._rollback.keep(gradients if scale != 1 else [])
+            self._rollback.keep(gradients if scale != 1 else [], steps=steps)
             if steps:
                 self._update(gradients, 1 / scale)
             else:

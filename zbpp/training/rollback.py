@@ -26,8 +26,11 @@ _CONSTANTS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.de
 class Rollback(Protocol):
     """Takes back the last step of an optimizer: by copies, or by computing it backwards (inverse.py)."""
 
-    def keep(self, scaled: list[Tensor]) -> None:
-        """Called before the step. scaled: the gradients that the caller will scale in place before it."""
+    def keep(self, scaled: list[Tensor], *, steps: bool = True) -> None:
+        """Called before the step. scaled: the gradients that the caller will scale in place before it.
+
+        steps: whether a step follows; otherwise nothing changes a gradient.
+        """
 
     def after_step(self, *, has_stepped: bool) -> None:
         """Called after `keep` and the step, if there was one. Raises ValueError if it can't be taken back."""
@@ -110,7 +113,7 @@ class ExactRollback:
         """The memory of the copies."""
         return self._copies.num_bytes
 
-    def keep(self, scaled: list[Tensor]) -> None:
+    def keep(self, scaled: list[Tensor], *, steps: bool = True) -> None:
         """Copy all tensors that the step may change, and remember the other values."""
         parameters = parameters_of(self._optimizer)
         tensors: list[Tensor] = list(parameters)
@@ -118,7 +121,8 @@ class ExactRollback:
         self._options.keep(tensors)
         self._generator = torch.get_rng_state()
         gradients = [local_of(each) for each in map(total_of, parameters) if each is not None]
-        tensors += gradients if self._changes_gradients else scaled
+        if steps:
+            tensors += gradients if self._changes_gradients else scaled
         self._gradients = [] if scaled else [(each, each._version) for each in gradients]
         self._copies.take(tensors)
 
