@@ -1,8 +1,9 @@
 """Activation checkpointing that costs exactly one recompute across B and W.
 
-F runs a block without a graph. In B the block runs forward once more and is split like a stage of its own;
-its tasks of W join those of the B around it. (torch's split runs the recompute once in B, and once more for
-each group of parameters in W.) The recompute uses the values that F used: see forward_state.py.
+F runs a block with gradients on, as the recompute does, and drops its graph at once. In B the block runs
+forward once more and is split like a stage of its own; its tasks of W join those of the B around it. (torch's
+split runs the recompute once in B, and once more for each group of parameters in W.) The recompute uses the
+values that F used: see forward_state.py.
 
 Auxiliary losses (auxiliary.py) that the block reports become further outputs of it.
 
@@ -48,9 +49,9 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`fn(*args, **kwargs)`, whose activations are not kept but computed again in the backward.
 
     fn returns a tensor or a tuple of tensors (Nones allowed) and may use any parameters. Random numbers,
-    autocast and buffers are the same in the recompute as in the forward; buffers are updated once, by the
-    forward. B and W together recompute the block once. A plain backward() recomputes it once, too, and adds
-    the gradients of fn's parameters straight to `.grad`: torch.autograd.grad finds none.
+    autocast, buffers and torch.is_grad_enabled() are the same in the recompute as in the forward; buffers are
+    updated once, by the forward. B and W together recompute the block once. A plain backward() recomputes it
+    once, too, and adds the gradients of fn's parameters straight to `.grad`: torch.autograd.grad finds none.
 
     Pass a tensor that was computed outside to fn as an argument. If fn closes over such a tensor, this
     backward also goes through the graph that the tensor was computed by, and two checkpoints that close over
@@ -122,8 +123,7 @@ class _RepeatedCall:
         if auxiliary.keys() != set(self.auxiliary):
             raise RuntimeError(
                 f"a checkpoint's function reported the auxiliary losses {sorted(self.auxiliary)} in its "
-                f"forward and {sorted(auxiliary)} in its recompute: report the same ones whenever it runs, "
-                "with gradients or without"
+                f"forward and {sorted(auxiliary)} in its recompute: report the same ones whenever it runs"
             )
         return *_as_tuple(output), *(auxiliary[name] for name in self.auxiliary)
 

@@ -134,7 +134,7 @@ def _difference(optimizer: torch.optim.Optimizer, *, is_sparse: bool) -> str:
 
 
 class _Trial:
-    """A copy of an optimizer. Its groups have two throwaway parameters of each dtype, one for each of two parts.
+    """A copy of an optimizer. A group has two throwaway parameters of each dtype, one for each of two parts.
 
     make: makes a throwaway parameter like a given one.
     """
