@@ -98,7 +98,7 @@ class _RepeatedCall:
 
     def forward(self, tensors: list[Tensor | None]) -> tuple[Any, ...]:
         """The outputs, then the auxiliary losses that fn reported."""
-        begin = torch.autograd._get_sequence_nr()
+        begin = torch._C._autograd._get_sequence_nr()
         # fn may ask torch.is_grad_enabled: it hears the same as in the recompute. Its graph ends with this
         # call, so nobody may move or count what the graph saves.
         with torch.enable_grad(), _without_saved_tensors_hooks():
