@@ -2,15 +2,18 @@
 
 import copy
 import pickle
+import weakref
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from helpers.split import CountCalls, assert_close, assert_equals_plain, double, float64, grads_of, leaf
-from zbpp import backward_input, checkpoint
+from zbpp import auxiliary_loss, auxiliary_losses, backward_input, checkpoint
 from zbpp.autograd import recompute
+from zbpp.benchmark.interleaved_timing import without_garbage_collection
 
 
 class Block(nn.Module):
@@ -84,6 +87,7 @@ def test_a_function_that_changes_its_argument_in_place_is_refused(needs_grad):
     x = double(5, 4).requires_grad_(needs_grad).clone()
     with pytest.raises(RuntimeError, match=r"changes its argument of shape \(5, 4\) in place.*\(x = x \* 3"):
         checkpoint(lambda x: block(x.mul_(3)), x)
+    x = double(5, 4).requires_grad_(needs_grad).clone()
     output = checkpoint(lambda x: block(x.clone().mul_(3)), x)
     split_backward(output)
     found = grads_of(block)
@@ -333,3 +337,93 @@ def test_hooked_weights_still_wait_for_w():
     _, weight_grads = backward_input(checkpoint(module[1], module[0](double(5, 4))), double(5, 4, seed=1), ())
     assert {type(task).__name__ for task in weight_grads._tasks} == {"UseTask"}
     assert len(weight_grads._tasks) == 6
+
+
+# ---- A forward that asks whether gradients are on
+
+
+class Branches(nn.Linear):
+    """Computes something else without gradients."""
+
+    def forward(self, x):
+        return 2 * super().forward(x) if torch.is_grad_enabled() else super().forward(x)
+
+
+class Penalized(Block):
+    """Reports a gradient penalty, as docs/split.md has it."""
+
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            leaf = x.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(super().forward(leaf).sum(), leaf, create_graph=True)
+            auxiliary_loss("penalty", (gradient.norm(dim=1) - 1).square().mean())
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("how", ["block", "stage", "nested"])
+@pytest.mark.parametrize("kind", [partial(Branches, 4, 4), Penalized])
+def test_a_forward_that_asks_for_gradients_computes_the_same_under_recompute(kind, how):
+    plain = made(lambda: nn.Sequential(Block(), kind(), Block()))
+    module = copy.deepcopy(plain)
+    for each in [*module] * (how != "stage") + [module] * (how != "block"):
+        recompute(each)
+    found = []
+    for each, backward in ((plain, torch.autograd.backward), (module, split_several)):
+        with auxiliary_losses() as reported:
+            output = each(double(5, 4))
+        assert bool(reported) == (kind is Penalized)
+        values = [output, *reported.values()]
+        backward(values, [double(5, 4, seed=1), *(torch.ones_like(value) for value in reported.values())])
+        found.append((output, reported, grads_of(each)))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+    assert_close(found[1][2], found[0][2])
+
+
+def split_several(outputs, gradients):
+    backward_input(outputs, gradients, ())[1].accumulate()
+
+
+class Stores(torch.autograd.Function):
+    """Stores a tensor on its node, which then lives as long as the graph."""
+
+    @staticmethod
+    def forward(ctx, x, stored):
+        ctx.stored = x.exp()
+        stored.append(weakref.ref(ctx.stored))
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def test_f_keeps_no_graph_and_saved_tensor_hooks_do_not_see_it():
+    """A node that lives after F would hold activations; offload would move them."""
+    stored, packed = [], []
+    block, x = made(), double(5, 4).requires_grad_()
+
+    def pack(tensor):
+        packed.append(tensor.shape)
+        return tensor
+
+    with without_garbage_collection(), saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = checkpoint(lambda x: Stores.apply(block(x), stored), x)
+        assert [each() for each in stored] == [None]
+        assert packed == [x.shape]  # the argument alone
+        x.exp()
+        assert len(packed) > 1  # the hooks are on again
+    output.add_(1)  # an output is no view: it may be changed in place
+    split_backward(output)
+
+
+def test_the_hooks_of_the_caller_are_on_again_after_an_error_in_f():
+    def fails(x):
+        raise KeyError
+
+    packed = []
+    with saved_tensors_hooks(lambda tensor: packed.append(1) or tensor, lambda tensor: tensor):
+        with pytest.raises(KeyError):
+            checkpoint(fails, double(5, 4).requires_grad_())
+        double(5, 4).requires_grad_().exp()
+    assert packed

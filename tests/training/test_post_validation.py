@@ -455,9 +455,39 @@ def stepped(steps, pipeline, optimizer):
     optimizer.step()
 
 
+def states_cleared(steps, pipeline, optimizer):
+    optimizer.state.clear()
+
+
+def states_loaded(steps, pipeline, optimizer):
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def a_state_zeroed(steps, pipeline, optimizer):
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
+
+
+def states_looked_at(steps, pipeline, optimizer):
+    assert not optimizer.state[nn.Parameter(torch.zeros(1))]
+
+
+def test_states_may_be_looked_at_and_after_settle_be_changed():
+    assert habits(states_looked_at) == habits(lambda *_: None)
+
+    def settled(steps, pipeline, optimizer):
+        steps.settle()
+        optimizer.state.clear()
+
+    assert habits(settled, clip=1e-3) != habits(lambda *_: None, clip=1e-3)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (states_cleared, "the optimizer's states were changed between an update and the gate"),
+        (states_loaded, "the optimizer's states were changed between an update and the gate"),
+        (a_state_zeroed, "the optimizer's states were changed between an update and the gate"),
         (stepped, "a weight was changed between an update and the gate"),
         (clipped_by_torch, "gradients were changed between an update and the gate"),
         (zeroed_in_place, "gradients were changed between an update and the gate"),
@@ -466,6 +496,12 @@ def stepped(steps, pipeline, optimizer):
 def test_what_else_is_done_by_habit_is_refused(change, said):
     with pytest.raises(RuntimeError, match=said):
         habits(change, clip=1e-3)
+
+
+@pytest.mark.parametrize("change", [states_cleared, states_loaded, a_state_zeroed])
+def test_changed_states_are_refused_also_where_the_update_was_right(change):
+    with pytest.raises(RuntimeError, match="the optimizer's states were changed"):
+        habits(change, clip=None)
 
 
 @pytest.mark.parametrize("clip", [0, -1.0, math.nan, math.inf])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from zbpp.runtime.partial_updates import partial_updates
 from zbpp.training.inverse import InverseRollback
 from zbpp.training.rollback import ExactRollback
 
@@ -43,6 +44,7 @@ MAKE = {
     "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "Adagrad fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
     "Adam": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1, foreach=True),
     "AdamW amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
     "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
@@ -56,6 +58,7 @@ MAKE = {
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
     "Rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
     "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
 }
 if importlib.util.find_spec("optimi"):
@@ -156,6 +159,35 @@ def test_an_optimizer_whose_step_cannot_be_taken_back_is_refused_before_the_firs
     with pytest.raises(ValueError, match=message):
         ExactRollback(optimizer)
     assert not optimizer.state  # the trial step was a twin's
+
+
+def with_a_complex_weight(of):
+    return [*of, nn.Parameter(torch.ones(90, dtype=torch.complex64))]
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda p: torch.optim.AdamW(p, capturable=True), "AdamW can't make a step .*If capturable=True"),
+        (lambda p: torch.optim.SGD(p, differentiable=True), "SGD can't make a step .*a leaf Variable"),
+        (lambda p: torch.optim.AdamW(with_a_complex_weight(p), fused=True), "AdamW can't .*fused"),
+    ],
+)
+def test_what_torch_refuses_in_step_is_refused_before_the_first_step(make, message):
+    """On the CPU. With gradient release, too: its trial of the optimizer sees a weight of each dtype."""
+    optimizer = make(parameters())
+    with pytest.raises(ValueError, match=message):
+        ExactRollback(optimizer)
+    with pytest.raises(ValueError, match="a trial step failed"):
+        partial_updates(optimizer)
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SparseAdam])
+def test_an_optimizer_whose_step_fails_only_in_the_trial_is_taken(make):
+    """A frozen weight of integers gets no gradient, and SparseAdam gets sparse ones."""
+    frozen = nn.Parameter(torch.ones(1, dtype=torch.int8), requires_grad=False)
+    ExactRollback(make([*parameters(), frozen]))
 
 
 def inverted(make, dtype, num_steps):

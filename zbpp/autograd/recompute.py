@@ -1,8 +1,9 @@
 """Activation checkpointing that costs exactly one recompute across B and W.
 
-F runs a block without a graph. In B the block runs forward once more and is split like a stage of its own;
-its tasks of W join those of the B around it. (torch's split runs the recompute once in B, and once more for
-each group of parameters in W.) The recompute uses the values that F used: see forward_state.py.
+F runs a block with gradients on, as the recompute does, and drops its graph at once. In B the block runs
+forward once more and is split like a stage of its own; its tasks of W join those of the B around it. (torch's
+split runs the recompute once in B, and once more for each group of parameters in W.) The recompute uses the
+values that F used: see forward_state.py.
 
 Auxiliary losses (auxiliary.py) that the block reports become further outputs of it.
 
@@ -48,9 +49,9 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`fn(*args, **kwargs)`, whose activations are not kept but computed again in the backward.
 
     fn returns a tensor or a tuple of tensors (Nones allowed) and may use any parameters. Random numbers,
-    autocast and buffers are the same in the recompute as in the forward; buffers are updated once, by the
-    forward. B and W together recompute the block once. A plain backward() recomputes it once, too, and adds
-    the gradients of fn's parameters straight to `.grad`: torch.autograd.grad finds none.
+    autocast, buffers and torch.is_grad_enabled() are the same in the recompute as in the forward; buffers are
+    updated once, by the forward. B and W together recompute the block once. A plain backward() recomputes it
+    once, too, and adds the gradients of fn's parameters straight to `.grad`: torch.autograd.grad finds none.
 
     Pass a tensor that was computed outside to fn as an argument. If fn closes over such a tensor, this
     backward also goes through the graph that the tensor was computed by, and two checkpoints that close over
@@ -97,13 +98,15 @@ class _RepeatedCall:
 
     def forward(self, tensors: list[Tensor | None]) -> tuple[Any, ...]:
         """The outputs, then the auxiliary losses that fn reported."""
-        output, auxiliary = self._run(tensors)
+        begin = torch._C._autograd._get_sequence_nr()
+        # fn may ask torch.is_grad_enabled: it hears the same as in the recompute. Its graph ends with this
+        # call, so nobody may move or count what the graph saves.
+        with torch.enable_grad(), _without_saved_tensors_hooks():
+            output, auxiliary = self._run(tensors)
         self.is_tuple, self.auxiliary = isinstance(output, tuple), tuple(auxiliary)
-        # Without gradients only tensors from outside require grad. If such a tensor were an output itself,
-        # a parameter say, autograd would make the checkpoint its grad_fn.
         given = {id(tensor) for tensor in tensors}
         return tuple(
-            each.detach()
+            _without_graph(each, begin)
             if isinstance(each, Tensor) and each.requires_grad and id(each) not in given
             else each
             for each in (*_as_tuple(output), *auxiliary.values())
@@ -120,8 +123,7 @@ class _RepeatedCall:
         if auxiliary.keys() != set(self.auxiliary):
             raise RuntimeError(
                 f"a checkpoint's function reported the auxiliary losses {sorted(self.auxiliary)} in its "
-                f"forward and {sorted(auxiliary)} in its recompute: report the same ones whenever it runs, "
-                "with gradients or without"
+                f"forward and {sorted(auxiliary)} in its recompute: report the same ones whenever it runs"
             )
         return *_as_tuple(output), *(auxiliary[name] for name in self.auxiliary)
 
@@ -226,6 +228,33 @@ def _plain_backward(
     finally:
         for leaf, grad, hooks in before:
             leaf.grad, leaf._post_accumulate_grad_hooks = grad, hooks
+
+
+def _without_graph(output: Tensor, begin: int) -> Tensor:
+    """The values of an output. begin: the number of the first node of the graph that fn made.
+
+    Autograd lets nobody change the output of a Function in place if that output is a view. So an output that
+    fn computed becomes a tensor of its own. A view, and a tensor from outside of fn (a parameter, say), whose
+    changes in place must be counted, stay an alias.
+    """
+    node = output.grad_fn
+    is_own = node is not None and node._sequence_nr() >= begin and not output._is_view()
+    return output.data if is_own else output.detach()
+
+
+@contextmanager
+def _without_saved_tensors_hooks() -> Iterator[None]:
+    """Take off the hooks of the `saved_tensors_hooks` contexts around this one; put them back at the end."""
+    autograd: Any = torch._C._autograd
+    hooks = []
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def _fresh(tensor: Tensor) -> Tensor:

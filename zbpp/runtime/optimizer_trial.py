@@ -134,7 +134,7 @@ def _difference(optimizer: torch.optim.Optimizer, *, is_sparse: bool) -> str:
 
 
 class _Trial:
-    """A copy of an optimizer, whose groups have two throwaway parameters each, one for each of two parts.
+    """A copy of an optimizer. A group has two throwaway parameters of each dtype, one for each of two parts.
 
     make: makes a throwaway parameter like a given one.
     """
@@ -147,9 +147,9 @@ class _Trial:
         known: dict[int, Any] = {}  # deepcopy's memo: a throwaway in place of each parameter
         groups = []
         for group in optimizer.param_groups:
-            mine = [make(each) for each in group["params"][:1] for _ in self.parts]
-            for part, parameter in zip(self.parts, mine, strict=False):
-                part.append(parameter)
+            mine = [make(each) for each in _one_of_each_dtype(group["params"]) for _ in self.parts]
+            for place, parameter in enumerate(mine):
+                self.parts[place % len(self.parts)].append(parameter)
             known |= {id(each): mine[0] for each in group["params"]}
             groups.append((group, mine))
         self._optimizer: Any = type(optimizer).__new__(type(optimizer))
@@ -208,6 +208,15 @@ def _throwaway(parameter: Tensor) -> nn.Parameter:
     """A small plain parameter with as many dimensions, of the same dtype and device."""
     ones = torch.ones((2,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
     return nn.Parameter(ones)
+
+
+def _one_of_each_dtype(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    """The first trainable parameter of each dtype; the first parameter at all if none is trainable."""
+    found: dict[torch.dtype, nn.Parameter] = {}
+    for each in parameters:
+        if each.requires_grad:
+            found.setdefault(each.dtype, each)
+    return list(found.values()) or parameters[:1]
 
 
 def _group(group: dict[str, Any], parameters: list[nn.Parameter], known: dict[int, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.runtime.mesh import local_of
-from zbpp.training.rollback import Options
+from zbpp.training.rollback import Options, refusal_of
 
 Group = dict[str, Any]
 States = Mapping[Tensor, dict[str, Any]]
@@ -40,6 +40,8 @@ class InverseRollback:
             refusal = _refusal(type(optimizer), group)
             if refusal:
                 raise ValueError(f"rollback=inverse {refusal}: write rollback=exact")
+        if refusal := refusal_of(optimizer):
+            raise ValueError(refusal)
         self._undo: Callable[[Group, list[nn.Parameter], States], None] = (
             undo_adamw if type(optimizer) is torch.optim.AdamW else undo_sgd
         )

@@ -22,11 +22,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from zbpp.autograd.leaf_grad import total_of
 from zbpp.runtime import Pipeline
-from zbpp.runtime.mesh import local_of
 from zbpp.runtime.norm import gradients_of, norm_of
 from zbpp.runtime.posts import Ticket
 from zbpp.runtime.world import check_equal
@@ -35,6 +33,7 @@ from zbpp.training.loss_scale import LossScale
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.outcome import Outcome, Share, outcome_of, share_of
 from zbpp.training.rollback import ExactRollback, Rollback
+from zbpp.training.unchanged import AfterUpdate
 from zbpp.training.update import Result, Update
 
 ROLLBACKS = ("exact", "inverse")
@@ -101,15 +100,14 @@ class _Pending(NamedTuple):
 
     gradients: of its step; kept here, since a sharded stage has other parameters while its weights are
         gathered in the next step.
-    versions: for each parameter after the update, (parameter, its version counter, its gradient, the
-        gradient's version counter).
+    left: what the update has left, which nobody may change.
     has_stepped: whether this rank has updated its weights at once. loss_scale, rate: the loss scale and the
         learning rate of its step. scale_before: the state of the LossScale before the update.
     """
 
     pipeline: Pipeline
     gradients: list[Tensor]
-    versions: list[tuple[nn.Parameter, int, Tensor | None, int]]
+    left: AfterUpdate
     ticket: Ticket
     has_stepped: bool
     loss_scale: float
@@ -187,10 +185,8 @@ class PostValidatedUpdate(Update):
         except BaseException as error:  # the other ranks have this rank's share, and continue the run
             pipeline.give_up(f"an update failed ({type(error).__name__}: {error}), and may be half done")
             raise
-        versions = [*map(_versions_of, pipeline.parameters())]
-        self._pending = _Pending(
-            pipeline, gradients, versions, ticket, steps, scale, self._rate, scale_before
-        )
+        left = AfterUpdate(pipeline.parameters(), self._optimizer)
+        self._pending = _Pending(pipeline, gradients, left, ticket, steps, scale, self._rate, scale_before)
         if self._loss_scale is not None:  # for the next step; `_redo` undoes it if a gradient is not finite
             self._loss_scale.update(is_finite=True)
         pipeline.gate = self
@@ -231,7 +227,7 @@ class PostValidatedUpdate(Update):
         shares = [each.share for each in posted]
         outcome = outcome_of(shares, pending.pipeline, pending.loss_scale)
         is_right = self._is_good(outcome.norm) and all(each.has_stepped for each in posted)
-        _check_unchanged(pending.versions, needs_gradients=not is_right)
+        pending.left.check(needs_gradients=not is_right)
         if not is_right:
             self.num_redone += 1
             self.num_taken_back += pending.has_stepped
@@ -292,7 +288,8 @@ class PostValidation:
                 optimizer.step()
             scheduler.step()
 
-    Between two steps the last update may still be taken back: call `settle` before you read the weights. The
+    Between two steps the last update may still be taken back: call `settle` before you read the weights,
+    or change them or the optimizer's states. The
     pipeline's own methods (evaluate, state_dict, close, ...) settle first. norm: the norm of the last step
     whose norm is known. Raises ValueError on all ranks for an optimizer whose step can't be taken back.
     Collective.
@@ -342,37 +339,6 @@ class PostValidation:
     def _note(self, results: Sequence[Result]) -> None:
         for outcome, _ in results:
             self.norm = outcome.norm
-
-
-def _versions_of(parameter: nn.Parameter) -> tuple[nn.Parameter, int, Tensor | None, int]:
-    """(parameter, its version counter, its gradient, the gradient's version counter)."""
-    total = total_of(parameter)
-    return parameter, parameter._version, total, 0 if total is None else local_of(total)._version
-
-
-def _check_unchanged(
-    versions: list[tuple[nn.Parameter, int, Tensor | None, int]], *, needs_gradients: bool
-) -> None:
-    """Check that weights have not changed since the update; with needs_gradients, also the gradients.
-
-    A gradient that was set to None is set again. Raises RuntimeError for any other change.
-    """
-    for parameter, version, total, total_version in versions:
-        if parameter._version != version:
-            raise RuntimeError(
-                "a weight was changed between an update and the gate of the next step (by optimizer.step(), "
-                "by load_state_dict of a module, or in forward): PostValidation makes the update itself; "
-                "call its settle() before weights are changed"
-            )
-        if not needs_gradients or total is None:
-            continue
-        if total_of(parameter) is None:
-            parameter.grad = total  # zero_grad() between steps
-        if total_of(parameter) is not total or local_of(total)._version != total_version:
-            raise RuntimeError(
-                "gradients were changed between an update and the gate of the next step, but the update has "
-                "to be redone with them: leave zero_grad and clipping to PostValidation"
-            )
 
 
 _CHANGED_INPUTS = (

@@ -22,6 +22,9 @@ from zbpp.runtime.mesh import local_of
 
 _CONSTANTS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
 
+_CHECKED_ONCE = ("_need_device_dtype_check_for_fused",)
+"""Attributes by which torch's optimizers remember that the first step has checked the weights."""
+
 
 class Rollback(Protocol):
     """Takes back the last step of an optimizer: by copies, or by computing it backwards (inverse.py)."""
@@ -268,19 +271,32 @@ def refusal_of(optimizer: torch.optim.Optimizer) -> str:
     before = dict(vars(twin))
     try:
         twin.step()
-    except Exception:
+    except Exception as error:
+        if _is_torchs(twin):
+            return (
+                f"{name} can't make a step with these options and weights ({type(error).__name__}: {error}): "
+                "make it with other options, such as torch's defaults"
+            )
         return ""  # the optimizer needs more than this; `after_step` looks at the state after each real step
     try:
         snapshot(twin.state, [])
     except ValueError as error:
         return f"{name}: {error}"
-    changed = [key for key, value in vars(twin).items() if value is not before.get(key)]
+    changed = [
+        key for key, value in vars(twin).items() if value is not before.get(key) and key not in _CHECKED_ONCE
+    ]
     if changed:
         return (
             f"{name} changes its attributes {', '.join(changed)} in step, which post-validation can't take "
             "back: write optimizer.validation=before, or keep them in optimizer.state"
         )
     return ""
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer is torch's own and takes gradients of zeros, which SparseAdam does not."""
+    is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
+    return type(optimizer).__module__.startswith("torch.optim.") and not is_sparse
 
 
 def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -300,13 +316,15 @@ def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _small(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-    """A parameter like the smallest of these, with a gradient of zeros, in a list; no parameter for none."""
-    if not parameters:
-        return []
-    like = local_of(min(parameters, key=lambda each: each.numel()).detach())
-    small = nn.Parameter(torch.zeros_like(like))
-    small.grad = torch.zeros_like(like)
-    return [small]
+    """For each dtype and device a parameter like the smallest trainable one, with a gradient of zeros."""
+    likes: dict[Any, Tensor] = {}
+    for each in sorted(parameters, key=lambda each: -each.numel()):
+        if each.requires_grad:  # a frozen one may be of integers; an optimizer leaves it alone
+            likes[each.dtype, each.device] = local_of(each.detach())
+    made = [nn.Parameter(torch.zeros_like(like)) for like in likes.values()]
+    for each in made:
+        each.grad = torch.zeros_like(each)
+    return made
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
