@@ -6,7 +6,8 @@
 #       checkpoint.every=500
 #
 # run_dir must be on a file system that all nodes see. Five minutes before the time limit Slurm sends SIGUSR1:
-# the ranks save and leave, and this script puts the job back into the queue, where it resumes.
+# the ranks save and leave, and this script puts the job back into the queue, where it resumes, unless the run
+# finished meanwhile.
 #SBATCH --job-name=zbpp
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -73,7 +74,19 @@ while true; do
     [[ $interrupted ]] || break
 done
 
-if [[ $warned && $status == 0 ]]; then
+# The run may have finished in the last minutes: its summary says why the run was left, if that was so.
+run_dir=''
+for argument in "$@"; do
+    [[ $argument == run_dir=* ]] && run_dir=${argument#run_dir=}
+done
+is_over() {
+    [[ $run_dir && -f $run_dir/summary.json ]] &&
+        ! grep -Eq '"left": "(SIG|the time limit)' "$run_dir/summary.json"
+}
+
+if [[ $warned && $status == 0 ]] && is_over; then
+    echo "slurm: the run is over: the job does not go back into the queue"
+elif [[ $warned && $status == 0 ]]; then
     echo "slurm: back into the queue, to go on from the last checkpoint (resume=auto, the default)"
     scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -105,6 +105,20 @@ def test_slurms_warning_reaches_the_ranks_and_the_job_goes_back_into_the_queue(c
     assert started.endswith("-m zbpp.train schedule=zb_h1 run_dir=a b")
 
 
+@pytest.mark.parametrize(
+    "left, is_requeued", [("null", False), ('"loss improved no more"', False), ('"SIGUSR1"', True)]
+)
+def test_a_run_that_finishes_after_the_warning_is_not_started_again(cluster, tmp_path, left, is_requeued):
+    (tmp_path / "a run").mkdir()
+    (tmp_path / "a run/summary.json").write_text(f'{{\n  "steps": 8,\n  "left": {left}\n}}\n')
+    process, calls = cluster("schedule=zb_h1", "run_dir=a run")
+    process.send_signal(signal.SIGUSR1)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, out
+    assert ("scontrol requeue 4711" in calls.read_text()) == is_requeued
+    assert ("the run is over" in out) != is_requeued
+
+
 @pytest.mark.parametrize("status", [0, 3])
 def test_a_run_that_ends_by_itself_is_not_started_again(cluster, status):
     process, calls = cluster(status=status, seconds=0.1)

@@ -8,6 +8,7 @@ import shutil
 import threading
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -233,3 +234,192 @@ def test_steps_of_another_size_are_refused(tmp_path):
         Checkpoints(tmp_path, every=2, keep=5, background=True, config={}).resume(trainer, tmp_path, 9)
     with pytest.raises(CheckpointError, match="has done 2 steps already: write steps=4"):
         saving.resume(small_trainer(), tmp_path, 2)
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.glob("step-*"))
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, True, None, "abc", "../../evil"])
+def test_a_step_is_a_whole_number(tmp_path, step):
+    with pytest.raises(CheckpointError, match="step=.*: write how many steps are done"):
+        zbpp.save(tmp_path / "new", *pipeline_of(3, 4, 2), step=step)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.5, "2", True])
+def test_keep_is_a_whole_number(tmp_path, keep):
+    with pytest.raises(CheckpointError, match="keep=.*: write how many checkpoints stay"):
+        zbpp.save(tmp_path / "new", *pipeline_of(3, 4, 2), step=1, keep=keep)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_what_was_just_written_stays_and_so_do_later_steps(tmp_path, keep):
+    for step in (1, 10, 20):
+        zbpp.save(tmp_path, *pipeline_of(3, 4, 2), step=step)
+    assert zbpp.save(tmp_path, *pipeline_of(3, 4, 2), step=5, keep=keep).path.is_dir()
+    assert names_in(tmp_path) == ["step-10", "step-20", "step-5"]
+
+
+def test_loading_forgets_gradients_of_the_weights_before(folder):
+    pipeline, optimizer = pipeline_of(3, 4, 2)
+    pipeline.step(torch.ones(4, 3), target=torch.ones(4, 2))
+    assert all(each.grad is not None for each in pipeline.parameters())
+    zbpp.load(folder, pipeline, optimizer)
+    fresh = pipeline_of(3, 4, 2)
+    zbpp.load(folder, *fresh)
+    for each in ((pipeline, optimizer), fresh):
+        train(*each)
+    assert all(map(torch.equal, pipeline.parameters(), fresh[0].parameters()))
+
+
+def test_states_of_another_class_or_with_other_options_are_refused(tmp_path):
+    pipeline, optimizer = pipeline_of(3, 4, 2)
+    train(pipeline, optimizer)
+    rates = torch.optim.lr_scheduler
+    zbpp.save(tmp_path, pipeline, optimizer, step=1, scheduler=rates.StepLR(optimizer, 3))
+    other = rates.OneCycleLR(optimizer, 0.1, total_steps=9)
+    with pytest.raises(CheckpointError, match=r"has the state of .*StepLR for scheduler, .* is .*OneCycleLR"):
+        zbpp.load(tmp_path, pipeline, optimizer, scheduler=other)
+    amsgrad = torch.optim.AdamW(pipeline.parameters(), amsgrad=True)
+    with pytest.raises(CheckpointError, match="has amsgrad=False, this one amsgrad=True"):
+        zbpp.load(tmp_path, pipeline, amsgrad)
+
+
+def test_a_second_save_waits_for_nobody_in_silence(tmp_path):
+    pipeline, optimizer = pipeline_of(3, 4, 2)
+    saving = zbpp.save(tmp_path, pipeline, optimizer, step=1, background=True)
+    with pytest.raises(CheckpointError, match=r"step-1 is written in the background, .* call wait\(\)"):
+        zbpp.save(tmp_path, pipeline, optimizer, step=2)
+    saving.wait()
+    zbpp.save(tmp_path, pipeline, optimizer, step=2)
+    assert names_in(tmp_path) == ["step-1", "step-2"]
+
+
+def forged(path, name, data):
+    """Give a file other contents, with the right checksum."""
+    (path / name).write_bytes(data)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][name] = list(folders.written_in(path / name))
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+_MODULE = b"ctorch.distributed.checkpoint.metadata\n"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        _MODULE + b"Metadata\n(N}(V__init__\nVx\nutb.",  # sets Metadata.__init__
+        _MODULE + b"_MEM_FORMAT_ENCODING\n(I0\ntR}(V_value_\nI7\nsb.",  # and a member of an enum
+        b"",
+        b"xx",
+        pickle.dumps("a"),
+    ],
+)
+def test_metadata_changes_no_class_and_is_refused_in_order(folder, data):
+    metadata = torch.distributed.checkpoint.metadata
+    before = metadata.Metadata.__init__
+    forged(folder / "step-2", ".metadata", data)
+    with pytest.raises(CheckpointError, match="step-2|was not loaded"):
+        load(folder)
+    assert metadata.Metadata.__init__ is before
+    assert metadata._MEM_FORMAT_ENCODING(0).value == 0
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "{x", '{"step": "1; x"}'])
+def test_facts_that_zbpp_does_not_write_are_refused(folder, text):
+    forged(folder / "step-2", "state.json", text.encode())
+    with pytest.raises(CheckpointError, match="step-2"):
+        load(folder)
+
+
+@pytest.mark.parametrize("key", ["model", "optimizer", "random", "step"])
+def test_facts_with_a_bad_part_are_refused(folder, key):
+    facts = json.loads((folder / "step-2/state.json").read_text())
+    forged(folder / "step-2", "state.json", json.dumps({**facts, key: "bad"}).encode())
+    with pytest.raises(CheckpointError, match="step-2"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", [".metadata", "state.json", "__0_0.distcp"])
+def test_a_manifest_lists_every_file(folder, name, capfd):
+    manifest = json.loads((folder / "step-2/manifest.json").read_text())
+    del manifest["files"][name]
+    (folder / "step-2/manifest.json").write_text(json.dumps(manifest))
+    assert load(folder) == 1
+    assert f"step-2 is damaged: manifest.json does not list {name}" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "__0_0.distcp"])
+def test_a_file_that_can_not_be_read_is_no_damage(folder, monkeypatch, name):
+    def refusing(method):
+        def opened(self, *args, **options):
+            if self.name == name:
+                raise OSError(5, "Input/output error", str(self))
+            return method(self, *args, **options)
+
+        return opened
+
+    for method in ("open", "read_text"):
+        monkeypatch.setattr(Path, method, refusing(getattr(Path, method)))
+    with pytest.raises(CheckpointError, match=r"step-2 can't be read \(.*Input/output error"):
+        load(folder)
+    assert names_in(folder) == ["step-1", "step-2"]
+
+
+def test_a_step_can_be_damaged_twice(folder):
+    for _ in range(2):
+        flip_bytes(folder / "step-2/__0_0.distcp")
+        assert load(folder) == 1
+        zbpp.save(folder, *pipeline_of(3, 4, 2), step=2)
+    assert names_in(folder) == ["step-1", "step-2", "step-2.damaged", "step-2.damaged-2"]
+
+
+def test_nothing_is_renamed_in_the_folder_of_another_run(tmp_path):
+    first = Checkpoints(tmp_path / "first", every=2, keep=5, background=False, config={})
+    list(small_trainer(callbacks=[first]).run(4))
+    flip_bytes(tmp_path / "first/step-4/__0_0.distcp")
+    second = Checkpoints(tmp_path / "second", every=2, keep=5, background=False, config={})
+    trainer = small_trainer()
+    second.resume(trainer, tmp_path / "first", 9)
+    assert trainer.next_step == 2
+    assert names_in(tmp_path / "first") == ["step-2", "step-4"]
+    first.resume(small_trainer(), tmp_path / "first", 9)
+    assert names_in(tmp_path / "first") == ["step-2", "step-4.damaged"]
+
+
+def test_a_path_that_holds_no_checkpoint_is_said(folder, tmp_path):
+    for missing_ok in (False, True):
+        with pytest.raises(CheckpointError, match=r"step-99 does not exist; .* holds step-2, step-1"):
+            load(folder / "step-99", missing_ok=missing_ok)
+        with pytest.raises(CheckpointError, match=r"latest is a file: write a folder"):
+            load(folder / "latest", missing_ok=missing_ok)
+    (folder / "run").mkdir()
+    shutil.copytree(folder / "step-2", folder / "run/checkpoints/step-2")
+    assert load(folder / "run", missing_ok=True) == 2
+
+
+class Counting(nn.Linear):
+    """A layer with an extra state."""
+
+    def get_extra_state(self):
+        return {"calls": 3}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def test_an_extra_state_that_only_one_side_has_is_said(tmp_path):
+    def pipeline(layer):
+        plan = zbpp.plan("1f1b", 1, 2)
+        return zbpp.Pipeline({0: nn.Sequential(layer(3, 3))}, plan, nn.functional.mse_loss)
+
+    zbpp.save(tmp_path / "with", pipeline(Counting), step=1)
+    zbpp.save(tmp_path / "without", pipeline(nn.Linear), step=1)
+    assert zbpp.load(tmp_path / "with", pipeline(Counting)) == 1
+    with pytest.raises(CheckpointError, match="0._extra_state is not in the checkpoint"):
+        zbpp.load(tmp_path / "without", pipeline(Counting))
+    with pytest.raises(CheckpointError, match="0._extra_state is in the checkpoint only"):
+        zbpp.load(tmp_path / "with", pipeline(nn.Linear))

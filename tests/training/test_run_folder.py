@@ -13,7 +13,9 @@ from zbpp.training.run_folder import FolderError, check_free, claimed
 @pytest.fixture(autouse=True)
 def job(monkeypatch):
     """Every test is a job of its own; nobody's Slurm shows."""
-    for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
+    for name in (
+        "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
+    ):  # fmt: skip
         monkeypatch.delenv(name, raising=False)
 
 
@@ -113,6 +115,7 @@ def test_a_restart_keeps_the_metrics_of_its_unfinished_attempt(tmp_path, monkeyp
     folder = tmp_path / "run"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
     run(folder, "first", finished=False)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     run(folder, "second", finished=False, overwrite=True)
     run(folder, "third")
     assert (folder / "attempt-1/metrics.jsonl").read_text() == "first"
@@ -214,16 +217,77 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again(tmp_path):
     assert steps_in(folder / "metrics.jsonl") == [1]
 
 
-def test_overwrite_replaces_the_checkpoints_of_another_job_and_not_those_of_its_own(tmp_path, monkeypatch):
+@pytest.mark.parametrize("restart", ["SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"])
+@pytest.mark.parametrize("summary", [None, '{"left": "SIGUSR1"}'])
+def test_overwrite_keeps_the_checkpoints_of_its_own_restart(tmp_path, monkeypatch, restart, summary):
     folder = tmp_path / "run"
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     begun(folder, [1, 2])
     checkpoint(folder, 2)
+    if summary:
+        (folder / "summary.json").write_text(summary)
+    monkeypatch.setenv(restart, "1")
     assert begun(folder, [3], step=2, resume="auto", overwrite=True) == folder / "checkpoints"
-    monkeypatch.setenv("SLURM_JOB_ID", "18")
+    assert steps_in(folder / "metrics.jsonl") == [1, 2, 3]
+
+
+@pytest.mark.parametrize("job, summary", [("17", None), ("17", '{"left": null}'), ("18", None)])
+def test_overwrite_replaces_every_other_run_even_in_the_same_allocation(tmp_path, monkeypatch, job, summary):
+    """Two commands in one salloc have one job's name."""
+    folder = tmp_path / "run"
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    begun(folder, [1, 2])
+    checkpoint(folder, 2)
+    if summary:
+        (folder / "summary.json").write_text(summary)
+    monkeypatch.setenv("SLURM_JOB_ID", job)
     assert begun(folder, [1], resume="auto", overwrite=True) is None
     assert steps_in(folder / "metrics.jsonl") == [1]
     assert not (folder / "checkpoints").exists()
+    assert not (folder / "attempt-1").exists()
+
+
+@pytest.mark.parametrize("stump", ['{"step": 3, "lo', '{"step": 3}', '{"step": 3, "text": "\u00e4'])
+def test_a_line_that_was_cut_off_costs_no_step(tmp_path, stump):
+    folder = tmp_path / "run"
+    begun(folder, [1, 2])
+    checkpoint(folder, 2)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (folder / name).write_bytes(b'{"step": 1}\n{"step": 2}\n' + stump.encode()[:-1])
+    begun(folder, [3], step=2, resume="auto")
+    assert steps_in(folder / "metrics.jsonl") == [1, 2, 3]
+    assert (folder / "samples.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_last_line_without_its_end_stays_a_line(tmp_path):
+    folder = tmp_path / "run"
+    begun(folder, [1])
+    checkpoint(folder, 2)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2}')
+    begun(folder, [3], step=2, resume="auto")
+    assert steps_in(folder / "metrics.jsonl") == [1, 2, 3]
+
+
+def test_a_restart_goes_on_from_its_own_checkpoints_not_from_those_it_began_with(tmp_path, monkeypatch):
+    begun(tmp_path / "first", [1, 2])
+    checkpoint(tmp_path / "first", 2)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    folder, options = tmp_path / "second", {"resume": str(tmp_path / "first")}
+    assert begun(folder, [3, 4], step=2, **options) == tmp_path / "first/checkpoints"
+    checkpoint(folder, 4)
+    (folder / "summary.json").write_text('{"left": "SIGUSR1"}')
+    assert begun(folder, [5], step=4, **options) == folder / "checkpoints"
+    assert steps_in(folder / "metrics.jsonl") == [3, 4, 5]
+    # Going back within the folder is going back, unless that was done already.
+    checkpoint(folder, 6)
+    back = {"resume": str(folder / "checkpoints/step-4")}
+    assert begun(folder, [5], step=4, **back) == folder / "checkpoints/step-4"
+    checkpoint(folder, 6)
+    assert begun(folder, [5], step=4, **back) == folder / "checkpoints/step-4"
+    checkpoint(folder, 6)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert begun(folder, [7], step=6, **back) == folder / "checkpoints"
 
 
 def test_checkpoints_of_another_run_begin_a_new_run(tmp_path):

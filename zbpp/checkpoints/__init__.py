@@ -1,6 +1,7 @@
 """Checkpoints that outlive the cut: saved under one number of ranks, loaded under any other.
 
 saving            zbpp.save: what all processes agree on, then each writes its part, in a thread if wanted
+arguments         what a checkpoint can't be saved with
 loading           zbpp.load: the newest whole checkpoint, under this job's cut and mesh
 model_states      weights and buffers by their names in the whole model
 optimizer_states  states and options of optimizers by the same names

@@ -27,7 +27,7 @@ from zbpp.checkpoints.errors import CheckpointError
 
 FORMAT = 1  # raised by every change that an older zbpp could not read
 
-MANIFEST, STATE, LATEST = "manifest.json", "state.json", "latest"
+MANIFEST, METADATA, STATE, LATEST = "manifest.json", ".metadata", "state.json", "latest"
 _BLOCK = 2**22  # bytes
 
 
@@ -128,14 +128,23 @@ def discard(path: Path) -> None:
 
 def set_aside(path: Path) -> None:
     """Give a damaged checkpoint a name that no checkpoint has."""
+    aside, number = path.with_name(f"{path.name}.damaged"), 1
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{path.name}.damaged-{number}")
     with suppress(OSError):  # the folder may be read-only: then nothing is saved there either
-        path.rename(path.with_name(f"{path.name}.damaged"))
+        path.rename(aside)
 
 
-def keep_newest(folder: Path, number: int) -> None:
-    """Remove all but the newest checkpoints, and what dead jobs have left."""
-    for path in checkpoints_in(folder)[number:]:
-        discard(path)
+def keep_newest(folder: Path, number: int, written: Path) -> None:
+    """Remove all but the newest checkpoints, and what dead jobs have left.
+
+    `written` stays in any case, and so do those of later steps.
+    """
+    others = [path for path in checkpoints_in(folder) if path != written]
+    for path in others[number - 1 :]:
+        if (step_of(path) or 0) < (step_of(written) or 0):
+            discard(path)
     for path in folder.glob("step-*.removed.tmp"):
         discard(path)
 
@@ -156,21 +165,28 @@ def _sync(folder: Path) -> None:
 def manifest_of(path: Path) -> dict[str, Written]:
     """Size and checksum of each file of a checkpoint, by its manifest.
 
-    Raises ValueError, which says why, if the checkpoint is damaged; CheckpointError if a newer zbpp wrote it.
+    Raises ValueError, which says why, if the checkpoint is damaged; CheckpointError if a newer zbpp wrote it;
+    OSError if the file can't be read, which says nothing about the checkpoint.
     """
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         version = manifest["format"]
         files = {str(name): Written(*each) for name, each in manifest["files"].items()}
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{MANIFEST} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{MANIFEST} can't be read ({error})") from error
     if type(version) is not int or version > FORMAT:
         raise CheckpointError(
             f"{path} has format {version}, and this zbpp reads formats up to {FORMAT}: a newer zbpp wrote "
             "it, so update zbpp"
         )
+    missing = {METADATA, STATE} - files.keys()
+    unlisted = {file.name for file in path.glob("*.distcp")} - files.keys()
+    if missing or unlisted:
+        raise ValueError(f"{MANIFEST} does not list {', '.join(sorted(missing | unlisted))}")
+    if any(name != Path(name).name for name in files):
+        raise ValueError(f"{MANIFEST} lists files of another folder")
     return files
 
 

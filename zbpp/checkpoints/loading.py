@@ -13,7 +13,7 @@ from zbpp.checkpoints import model_states
 from zbpp.checkpoints.errors import CheckpointError
 from zbpp.checkpoints.folders import checkpoints_in, set_aside, step_of
 from zbpp.checkpoints.nest import decoded, tensor_keys
-from zbpp.checkpoints.optimizer_states import Masters, Restored, optimizers_of
+from zbpp.checkpoints.optimizer_states import UNEVEN_OPTIMIZERS, Masters, Restored, kind_of, optimizers_of
 from zbpp.checkpoints.random_states import set_random_states
 from zbpp.checkpoints.reading import Checkpoint, newest_whole
 from zbpp.checkpoints.saving import Stateful
@@ -34,33 +34,58 @@ def load(
 
     folder: with checkpoints that `zbpp.save` wrote, or one of them (`folder`/step-N). A damaged one is
     passed over, which the first process says. missing_ok: return 0, and change nothing, if the folder has
-    none. The other arguments are those of `zbpp.save`; what is left out is not loaded.
+    none. A run's folder stands for its checkpoints. Gradients are set to None: a checkpoint holds none. The
+    other arguments are those of `zbpp.save`; what is left out is not loaded.
 
     Any number of ranks, stages, replicas, shards and tensor-parallel processes may have written it. Raises
     CheckpointError, on every process, for a checkpoint of another model or optimizer (it names the first
     tensors that differ), and if no checkpoint is whole; nothing is changed then. Runs no code from the
     checkpoint.
     """
-    folder, place = Path(folder), pipeline.place
-    if missing_ok and step_of(folder) is None and not place.broadcast(checkpoints_in(folder)):
+    place = pipeline.place
+    source, refusal = place.broadcast(_source(Path(folder)))
+    if refusal:
+        raise CheckpointError(refusal)
+    if source is None and missing_ok:
         return 0
-    found = opened(folder, place)
+    found = opened(source or Path(folder), place)
     restore(found, pipeline, optimizer, masters=masters, states=states)
     return found.step
 
 
-def opened(folder: Path, place: Place) -> Checkpoint:
-    """The newest whole checkpoint of a folder. Collective.
+def _source(folder: Path) -> tuple[Path | None, str]:
+    """The folder with checkpoints, or one of them, None if there are none; and what is wrong with it."""
+    if folder.exists() and not folder.is_dir():
+        return None, f"{folder} is a file: write a folder with checkpoints"
+    if step_of(folder) is not None and not folder.exists():
+        others = ", ".join(path.name for path in checkpoints_in(folder.parent)) or "no checkpoint"
+        return None, f"{folder} does not exist; {folder.parent} holds {others}"
+    for each in (folder, folder / "checkpoints"):  # a run's folder
+        if step_of(each) is not None or checkpoints_in(each):
+            return each, ""
+    return None, ""
 
-    The first process says which others are damaged, and renames them: their steps will be saved again.
+
+def opened(folder: Path, place: Place, *, is_own: bool = True) -> Checkpoint:
+    """The newest whole checkpoint of a folder. Collective. Raises CheckpointError on every process.
+
+    The first process says which others are damaged, and renames them if the folder is the caller's own:
+    their steps will be saved again.
     """
     path, damaged = newest_whole(folder, place)
     if damaged and place.is_first and place.rank == 0:
         complaints = "; ".join(f"{each} is damaged: {why}" for each, why in damaged.items())
         print(f"{complaints}; going on from {path}", flush=True)
-        for each in damaged:
+        for each in damaged if is_own else ():
             set_aside(each)
-    return Checkpoint(path)
+    found, refusal = None, ""
+    try:
+        found = Checkpoint(path)
+    except CheckpointError as error:
+        refusal = str(error)
+    _agree(refusal, place)
+    assert found is not None  # there was no refusal
+    return found
 
 
 def restore(
@@ -85,28 +110,61 @@ def restore(
         _check_states(checkpoint, states)
         targets = model.targets | (restored.targets if restored else {}) | _targets(checkpoint, states)
         checkpoint.read(targets)
-    except (CheckpointError, ValueError) as error:
-        refusal = str(error)
+    except Exception as error:  # the other processes wait
+        refusal = _told(error, checkpoint)
+    if len(set(pipeline.place.gather(optimizer is None))) > 1:
+        refusal = refusal or UNEVEN_OPTIMIZERS
     _agree(refusal, pipeline.place)
     assert model is not None  # there was no refusal
     model.apply()
-    if restored is not None:
-        restored.apply(keep_options=keep_options)
-    for name, each in states.items():
-        each.load_state_dict(decoded(checkpoint.facts["states"][name], targets.__getitem__))
-    _restore_random(checkpoint, pipeline.place)
+    _forget_gradients(pipeline, optimizers_of(optimizer))
+    mine = dist.get_rank() if dist.is_initialized() else 0
+    everyone = pipeline.place.gather(mine)
+    try:
+        if restored is not None:
+            restored.apply(keep_options=keep_options)
+        for name, each in states.items():
+            each.load_state_dict(decoded(checkpoint.facts["states"][name], targets.__getitem__))
+        random = checkpoint.facts["random"]
+        if len(random) == len(everyone):  # each process goes on with its own random numbers
+            set_random_states(random[everyone.index(mine)])
+    except Exception as error:
+        refusal = f"{_told(error, checkpoint)}; it is loaded in part"
+    _agree(refusal, pipeline.place)
+
+
+def _told(error: Exception, checkpoint: Checkpoint) -> str:
+    is_known = isinstance(error, CheckpointError | ValueError)
+    return str(error) if is_known else f"{checkpoint.path} can't be loaded ({type(error).__name__}: {error})"
+
+
+def _forget_gradients(pipeline: Pipeline, optimizers: Sequence[Optimizer]) -> None:
+    """Gradients are of the weights before; a checkpoint holds none."""
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    for each in (*pipeline.parameters(), *(each for group in groups for each in group)):
+        each.grad = None
 
 
 def _check_model(checkpoint: Checkpoint, pipeline: Pipeline) -> None:
     """Raise CheckpointError, on every process, if the model's tensors are not the checkpoint's."""
-    own = {
-        name: tuple(value.shape) for name, value in pipeline.state_dict().items() if hasattr(value, "shape")
-    }
-    everyones = {name for names in pipeline.place.gather(sorted(own)) for name in names}
-    found = model_states.differences(own, everyones, checkpoint.shapes())
-    num_stages = pipeline.timetable.num_stages
-    refusal = model_states.refusal(found, checkpoint.facts["model"], num_stages) if found else ""
-    _agree(f"{checkpoint.path}: {refusal}" if refusal else "", pipeline.place)
+    own: dict[str, tuple[int, ...]] = {}
+    saved: dict[str, tuple[int, ...]] = {}
+    refusal = ""
+    try:
+        own = {name: tuple(getattr(each, "shape", ())) for name, each in pipeline.state_dict().items()}
+        saved = checkpoint.shapes() | dict.fromkeys(checkpoint.facts["model"]["extra"], ())
+    except Exception as error:  # the other processes wait
+        refusal = _told(error, checkpoint)
+    told = pipeline.place.gather((refusal, sorted(own)))
+    for each, _ in told:
+        if each:
+            raise CheckpointError(each)
+    found = model_states.differences(own, {name for _, names in told for name in names}, saved)
+    if found:
+        num_stages = pipeline.timetable.num_stages
+        text = model_states.refusal(found, checkpoint.facts["model"], num_stages)
+        refusal = f"{checkpoint.path}: {text}"
+    _agree(refusal, pipeline.place)
 
 
 def _optimizers(
@@ -129,6 +187,13 @@ def _check_states(checkpoint: Checkpoint, states: dict[str, Stateful]) -> None:
                 f"{checkpoint.path} has no state of {name}; it has "
                 f"{', '.join(checkpoint.facts['states']) or 'none beside model and optimizer'}: leave it out"
             )
+        mine = kind_of(states[name])
+        kind = checkpoint.facts.get("kinds", {}).get(name, mine)  # not in checkpoints of earlier versions
+        if kind != mine:
+            raise CheckpointError(
+                f"{checkpoint.path} has the state of {kind} for {name}, and this one is {mine}: take the "
+                "same class, or leave it out"
+            )
 
 
 def _targets(checkpoint: Checkpoint, states: dict[str, Stateful]) -> dict[str, Any]:
@@ -136,15 +201,6 @@ def _targets(checkpoint: Checkpoint, states: dict[str, Stateful]) -> dict[str, A
 
     keys = [key for name in states for key in tensor_keys(checkpoint.facts["states"][name])]
     return {key: torch.empty(checkpoint.size_of(key), dtype=checkpoint.dtype_of(key)) for key in keys}
-
-
-def _restore_random(checkpoint: Checkpoint, place: Place) -> None:
-    """Each process goes on with its own random numbers, if there are as many processes as there were."""
-    mine = dist.get_rank() if dist.is_initialized() else 0
-    everyone = place.gather(mine)
-    saved = checkpoint.facts["random"]
-    if len(saved) == len(everyone):
-        set_random_states(saved[everyone.index(mine)])
 
 
 def _agree(refusal: str, place: Place) -> None:

@@ -21,6 +21,12 @@ from zbpp.runtime.mesh import dimensions_of, is_split, like, local_of
 
 Facts = dict[str, Any]
 
+UNEVEN_OPTIMIZERS = (
+    "some ranks give an optimizer, and others none: give one on all ranks, and [] where a rank has nothing "
+    "to update"
+)
+_OF_STATES = ("amsgrad", "centered", "kahan_sum")  # options that change which states there are
+
 
 class Masters(Protocol):
     """What is needed of zbpp.MasterWeights."""
@@ -96,14 +102,15 @@ def collect(
         tensors |= mine
         if id(group) not in texts:
             options = {key: value for key, value in group.items() if key != "params"}
-            entry = {"kind": _kind(optimizer), "options": encoded(options, f"options.{name}", tensors)}
+            entry = {"kind": kind_of(optimizer), "options": encoded(options, f"options.{name}", tensors)}
             texts[id(group)] = json.dumps(entry)
         groups.setdefault(texts[id(group)], []).append(name)
     return {"states": states, "groups": groups, "aliases": _aliases(pipeline)}
 
 
-def _kind(optimizer: Optimizer) -> str:
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+def kind_of(value: object) -> str:
+    """The full name of a value's class."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _check_split(key: str, tensor: Tensor, parameter: nn.Parameter) -> None:
@@ -165,7 +172,7 @@ class Restored:
     def _saved_name(self, row: _Optimized) -> str:
         for name in (row.name, self._aliases.get(row.name, "")):
             if name in self._groups:
-                kind, mine = json.loads(self._groups[name])["kind"], _kind(row.optimizer)
+                kind, mine = json.loads(self._groups[name])["kind"], kind_of(row.optimizer)
                 if kind != mine:
                     raise CheckpointError(
                         f"the checkpoint has the states of {kind} for {name}, this optimizer is {mine}: take "
@@ -182,7 +189,13 @@ class Restored:
             self.targets[key] = self._empty(key, name, row)
 
         decoded(self._facts["states"][name]["state"], target)
-        decoded(json.loads(self._groups[name])["options"], lambda key: self._plain(key))
+        options = decoded(json.loads(self._groups[name])["options"], lambda key: self._plain(key))
+        for key in _OF_STATES:
+            if key in options and key in row.group and bool(options[key]) != bool(row.group[key]):
+                raise CheckpointError(
+                    f"the checkpoint's optimizer has {key}={options[key]}, this one {key}={row.group[key]}, "
+                    "which has other states: make the optimizer as it was, or load without one"
+                )
 
     def _plain(self, key: str) -> None:
         self.targets[key] = torch.empty(self._saved.size_of(key), dtype=self._saved.dtype_of(key))

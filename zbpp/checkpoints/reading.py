@@ -11,17 +11,33 @@ import json
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from zbpp.checkpoints.errors import CheckpointError
-from zbpp.checkpoints.folders import STATE, check_contents, check_sizes, checkpoints_in, step_of
+from zbpp.checkpoints.folders import (
+    MANIFEST,
+    STATE,
+    check_contents,
+    check_sizes,
+    checkpoints_in,
+    manifest_of,
+    step_of,
+)
 from zbpp.runtime.mesh import Place
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -36,14 +52,38 @@ _ALLOWED = {
 }  # fmt: skip
 
 
+_KEYS = {"step", "timetable", "model", "optimizer", "random", "states", "info"}
+
+
 class Checkpoint:
-    """A checkpoint of one step. facts: all that is no tensor."""
+    """A checkpoint of one step. facts: all that is no tensor.
+
+    Raises CheckpointError for contents that zbpp does not write.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.facts: dict[str, Any] = json.loads((path / STATE).read_text())
-        self._reader = _Reader(path)
-        self._metadata = self._reader.read_metadata()
+        try:
+            self.facts: dict[str, Any] = json.loads((path / STATE).read_text())
+            self._reader = _Reader(path)
+            self._metadata = self._reader.read_metadata()
+            self._check()
+        except CheckpointError:
+            raise
+        except Exception as error:  # whatever bytes make the parsers do
+            raise CheckpointError(f"{path} can't be read ({type(error).__name__}: {error})") from error
+
+    def _check(self) -> None:
+        if not isinstance(self.facts, dict) or not self.facts.keys() >= _KEYS:
+            raise CheckpointError(f"{self.path}: {STATE} is not what zbpp writes")
+        if not isinstance(self.facts["random"], list):
+            raise CheckpointError(f"{self.path}: {STATE} has no random numbers")
+        if type(self.facts["step"]) is not int:
+            raise CheckpointError(f"{self.path}: {STATE} has step={self.facts['step']!r}, which is no step")
+        files = manifest_of(self.path)
+        for each in (self._metadata.storage_data or {}).values():
+            if each.relative_path not in files:
+                raise CheckpointError(f"{self.path}: {MANIFEST} does not list {each.relative_path}")
 
     @property
     def step(self) -> int:
@@ -98,18 +138,25 @@ def newest_whole(folder: Path, place: Place) -> tuple[Path, dict[Path, str]]:
 
 
 def _complaint(path: Path, place: Place) -> str:
-    """What is wrong with a checkpoint, or nothing. Raises CheckpointError if a newer zbpp wrote it."""
+    """What is wrong with a checkpoint, or nothing.
+
+    Raises CheckpointError if a newer zbpp wrote it, or if a file can't be read: it may be whole all the same.
+    """
     mine = dist.get_rank() if dist.is_initialized() else 0
     everyone = place.gather(mine)
-    newer = complaint = ""
+    unknown = complaint = ""
     try:
         files = check_sizes(path)
         check_contents(path, files, sorted(files)[everyone.index(mine) :: len(everyone)])
     except CheckpointError as error:
-        newer = str(error)
-    except (OSError, ValueError) as error:
+        unknown = str(error)
+    except FileNotFoundError as error:
+        complaint = f"{Path(error.filename).name} is missing"
+    except OSError as error:
+        unknown = f"{path} can't be read ({error}): make it readable, or write another checkpoint"
+    except ValueError as error:
         complaint = str(error)
-    answers = place.gather((newer, complaint))
+    answers = place.gather((unknown, complaint))
     for refusal, _ in answers:
         if refusal:
             raise CheckpointError(refusal)
@@ -132,7 +179,23 @@ class _Reader(FileSystemReader):
         return found
 
 
-class _Unpickler(pickle.Unpickler):
+_BUILT = (
+    BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties,
+    TensorStorageMetadata, _StorageInfo,
+)  # fmt: skip
+
+
+class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]  # the one in C has no load_build
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
+
+    def load_build(self) -> None:
+        """Set the attributes of an object; those of a class or function are everybody's."""
+        if type(self.stack[-2]) not in _BUILT:
+            raise CheckpointError(f".metadata changes a {type(self.stack[-2]).__name__}: it was not loaded")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
+
     def find_class(self, module: str, name: str) -> Any:
         """The class or function, if such a file may hold it."""
         if (module, name) in _ALLOWED or (module == "torch" and _is_dtype(name)):

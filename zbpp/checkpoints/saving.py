@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zbpp.checkpoints import folders, model_states, optimizer_states
+from zbpp.checkpoints.arguments import UnderWay, check_arguments, last_of
 from zbpp.checkpoints.errors import CheckpointError
 from zbpp.checkpoints.exchange import Exchange
 from zbpp.checkpoints.nest import encoded
-from zbpp.checkpoints.optimizer_states import Masters
+from zbpp.checkpoints.optimizer_states import Masters, kind_of
 from zbpp.checkpoints.random_states import random_states
 from zbpp.checkpoints.writing import Part
 from zbpp.runtime import Pipeline
@@ -53,6 +54,7 @@ class Saving:
         self._error, self.seconds = "", 0.0
         self._failed: Failed | None = None
         self._thread: threading.Thread | None = None
+        self.under_way = UnderWay(path)
 
     def write(self) -> None:
         """Write now, and wait."""
@@ -61,6 +63,7 @@ class Saving:
     def write_in_background(self, failed: Failed | None) -> None:
         """Write in a thread."""
         self._failed = failed
+        self.under_way.is_open = True
         # Not a daemon: a process that ends, ends after its part is written.
         self._thread = threading.Thread(target=self._write, name=f"zbpp {self.path.name}")
         self._thread.start()
@@ -75,6 +78,7 @@ class Saving:
 
         Raises CheckpointError, on every process, if a process could not write: then nothing is left of it.
         """
+        self.under_way.is_open = False
         if self._thread is not None:
             self._thread.join()
         for error in self._place.gather(self._error):
@@ -125,7 +129,7 @@ class Saving:
         files[folders.STATE] = folders.write_file(folder / folders.STATE, self._state)
         folders.commit(self.path, files)
         if self._keep is not None:
-            folders.keep_newest(self.path.parent, self._keep)
+            folders.keep_newest(self.path.parent, self._keep, self.path)
 
 
 class Saver:
@@ -174,13 +178,16 @@ def save(
 ) -> Saving:
     """Write a checkpoint into `folder`/step-N: it is there when it is whole, and never before. Collective.
 
-    step: how many steps are done. masters: a MasterWeights; they are saved in place of the 16-bit weights.
-    keep: how many checkpoints stay in the folder, the newest ones; None: all. states: what else has a
+    step: how many steps are done, 0 or more. masters: a MasterWeights; they are saved in place of the 16-bit
+    weights. keep: how many checkpoints stay in the folder, the newest ones; None: all. Those of later steps
+    than this one stay, too. step and keep are the same on all ranks. states: what else has a
     state_dict, such as scheduler=..., loss_scale=...: the first process's is saved, for all. info: plain
     values, beside it.
 
     background: return when the state is copied to host memory, and write while training goes on; call
     `wait()` of the returned Saving before the next save and at the end.
+
+    Gradients are not saved: save after the optimizer's step, not between steps whose gradients add up.
 
     Weights and optimizer states get the names of the whole model: `zbpp.load` takes them under any other cut,
     number of ranks, schedule and mesh. Raises CheckpointError, on every process, if the checkpoint can't be
@@ -209,36 +216,44 @@ def prepared(
     states: Mapping[str, Stateful],
 ) -> Saving:
     """The checkpoint, agreed on by all processes, not written yet. The arguments are those of `save`."""
-    if keep is not None and keep < 1:
-        raise ValueError(f"keep={keep}: write how many checkpoints stay, 1 or more")
-    path, place = folders.path_of(Path(folder), step), pipeline.place
+    place = pipeline.place
+    check_arguments(pipeline, optimizer, step, keep)
+    path = folders.path_of(Path(folder), step)
     tensors: dict[str, Tensor] = {}
-    part, facts, error = None, {}, ""
+    part, facts, error, is_prepared = None, {}, "", False
     is_first = place.is_first and place.rank == 0
     pipeline.settle()  # collective; before anything that may fail on one process alone
     try:
+        json.dumps(info)
         if is_first:
             folders.prepare(path)
+            is_prepared = True
         facts = _facts(pipeline, optimizer, masters, tensors)
         # The first process's alone: a loader of later replicas is further on.
         mine = states if is_first else {}
         facts["states"] = {
             name: encoded(each.state_dict(), f"states.{name}", tensors) for name, each in mine.items()
         }
+        facts["kinds"] = {name: kind_of(each) for name, each in mine.items()}
         part = Part(tensors, folders.unfinished(path), is_first=is_first)
-    except (CheckpointError, OSError, ValueError) as caught:
-        prefix = "" if isinstance(caught, CheckpointError) else f"{path} can't be written: "
-        error = f"{prefix}{_line(caught)}"
+    except CheckpointError as caught:
+        error = _line(caught)
+    except Exception as caught:  # of the user's objects, too: the other processes wait
+        error = f"{path} can't be written: {type(caught).__name__}: {_line(caught)}"
     exchange = Exchange(place)
     told = place.gather((error, part and part.plan, facts))
     for refusal, *_ in told:
         if refusal:
+            if is_prepared:
+                folders.discard(folders.unfinished(path))
             raise CheckpointError(refusal)
     assert part is not None  # there was no error
     part.choose([plan for _, plan, _ in told], exchange.index)
     whole = _merged([each for *_, each in told], pipeline, step)
     whole["info"] = dict(info or {})
-    return Saving(path, part, exchange, place, json.dumps(whole), keep)
+    saving = Saving(path, part, exchange, place, json.dumps(whole), keep)
+    last_of[pipeline] = saving.under_way
+    return saving
 
 
 def _facts(
@@ -251,7 +266,9 @@ def _facts(
     optimizers = optimizer_states.optimizers_of(optimizer)
     return {
         "model": model_states.collect(pipeline, masters, tensors),
-        "optimizer": optimizer_states.collect(pipeline, optimizers, masters, tensors) if optimizers else None,
+        "optimizer": optimizer_states.collect(pipeline, optimizers, masters, tensors)
+        if optimizer is not None
+        else None,
         "random": random_states(),
     }
 
@@ -263,7 +280,7 @@ def _merged(parts: list[dict[str, Any]], pipeline: Pipeline, step: int) -> dict[
         model["extra"] = part["model"]["extra"] | model["extra"]
     timetable = pipeline.timetable
     model |= {"num_stages": timetable.num_stages, "is_prefixed": pipeline.has_prefixed_names}
-    has_optimizer = parts[0]["optimizer"] is not None
+    optimizers = [each["optimizer"] for each in parts]  # None on all processes or on no one
     return {
         "format": folders.FORMAT,
         "step": step,
@@ -271,11 +288,10 @@ def _merged(parts: list[dict[str, Any]], pipeline: Pipeline, step: int) -> dict[
         "num_processes": len(parts),
         "timetable": str(timetable),
         "model": model,
-        "optimizer": optimizer_states.merged([each["optimizer"] for each in parts])
-        if has_optimizer
-        else None,
+        "optimizer": None if optimizers[0] is None else optimizer_states.merged(optimizers),
         "random": [each["random"] for each in parts],
         "states": parts[0]["states"],
+        "kinds": parts[0]["kinds"],
     }
 
 

@@ -83,7 +83,8 @@ class Checkpoints(Callback):
 
         Raises CheckpointError, on every process, for one that does not fit this run. Collective.
         """
-        found = opened(source, trainer.pipeline.place)
+        is_own = self._folder.resolve() in (source.resolve(), source.resolve().parent)
+        found = opened(source, trainer.pipeline.place, is_own=is_own)
         _check_rows(found, trainer)
         if found.step >= num_steps:
             raise CheckpointError(
@@ -203,6 +204,8 @@ def _is_first(trainer: Trainer) -> bool:
 def _check_rows(found: Checkpoint, trainer: Trainer) -> None:
     """Raise CheckpointError if steps have another size now: the step is the position in the data."""
     info = found.facts["info"]
+    if not {"items_per_step", "unit", "fingerprint", "config", "is_replanned"} <= info.keys():
+        raise CheckpointError(f"{found.path} was not written by a run of zbpp train: load it with zbpp.load")
     if info["items_per_step"] != trainer.items_per_step:
         raise CheckpointError(
             f"{found.path} was trained on {info['items_per_step']} {info['unit']} per step, and this run has "

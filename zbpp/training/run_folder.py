@@ -4,7 +4,8 @@ Files of an earlier run are replaced only if the user asked for it, and are neve
 
 `.lock` exists while a job uses the folder; the lock on it ends with the process, however the process ends.
 `job.json` says which job made the run. A job that was started again (torchrun's restart, Slurm's requeue)
-finds the files of its own unfinished attempt, and keeps them in `attempt-1`, `attempt-2`, ...
+finds the files of its own unfinished attempt, and keeps them in `attempt-1`, `attempt-2`, ...; the second of
+two commands with one job's name replaces the files of the first one, with overwrite=true.
 
 With resume=auto any unfinished run is taken up so. One with checkpoints goes on in the same files:
 `metrics.jsonl` keeps the lines up to the checkpoint. What came after it, and is done again, is kept in
@@ -48,12 +49,16 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, *, overwrite: bool, resume: str, job: str) -> None:
-        self.path, self._job = path, job
-        earlier = _read(path / "job.json").get("job")
-        is_own_job = earlier == job
-        is_unfinished = earlier is not None and not (path / "summary.json").exists()
-        self._was_left = is_unfinished and (is_own_job or (resume == "auto" and not overwrite))
-        self.source = _source(path, resume, is_replaced=overwrite and not is_own_job)
+        self.path, self._job, self._resume = path, job, resume
+        earlier = _read(path / "job.json")
+        is_unfinished = "job" in earlier and not _is_finished(path)
+        is_own = is_unfinished and earlier["job"] == job
+        # Two commands may have one job's name (in one Slurm allocation): overwrite=true means what it says,
+        # unless the command is the same one, started again.
+        is_kept = not overwrite or (is_own and _is_restart())
+        self._was_left = is_unfinished and is_kept and (is_own or resume == "auto")
+        has_begun = is_own and is_kept and earlier.get("resume") == resume
+        self.source = _source(path, resume, is_replaced=not is_kept, has_begun=has_begun)
         self._goes_on = self.source is not None and _is_within(self.source, path / CHECKPOINTS)
         if self._files() and not (overwrite or self._was_left or self._goes_on):
             raise FolderError(
@@ -72,7 +77,8 @@ class RunFolder:
         else:
             for path in self._files():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        (self.path / "job.json").write_text(json.dumps({"job": self._job, **_here()}) + "\n")
+        record = {"job": self._job, "resume": self._resume, **_here()}
+        (self.path / "job.json").write_text(json.dumps(record) + "\n")
 
     def _cut_back(self, step: int) -> None:
         """Move aside what came after a step."""
@@ -82,20 +88,20 @@ class RunFolder:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         later = [path for path in checkpoints_in(checkpoints) if (step_of(path) or 0) > step]
         parts = {name: _split(self.path / name, step) for name in _BY_STEP}
-        if not later and not any(lost for _, lost in parts.values()):
-            return
-        attempt = self._next_attempt()
-        (attempt / CHECKPOINTS).mkdir()
-        for path in later:
-            path.rename(attempt / CHECKPOINTS / path.name)
-        for name, (kept, lost) in parts.items():
-            if not (kept or lost):
-                continue
-            (attempt / name).write_text("".join(lost))
-            draft = self.path / f"{name}.tmp"
-            draft.write_text("".join(kept))
-            draft.rename(self.path / name)
-        print(f"what came after step {step} is kept in {attempt}", flush=True)
+        if later or any(lost for _, lost in parts.values()):
+            attempt = self._next_attempt()
+            (attempt / CHECKPOINTS).mkdir()
+            for path in later:
+                path.rename(attempt / CHECKPOINTS / path.name)
+            for name, (kept, lost) in parts.items():
+                if kept or lost:
+                    (attempt / name).write_text("".join(lost))
+            print(f"what came after step {step} is kept in {attempt}", flush=True)
+        for name, (kept, _) in parts.items():
+            if (self.path / name).exists():  # whatever came after the step: the last line may be a stump
+                draft = self.path / f"{name}.tmp"
+                draft.write_text("".join(kept))
+                draft.rename(self.path / name)
 
     def _next_attempt(self) -> Path:
         number = 1
@@ -116,13 +122,20 @@ class RunFolder:
         return sorted(path for pattern in OF_A_RUN for path in self.path.glob(pattern))
 
 
-def _source(path: Path, resume: str, *, is_replaced: bool) -> Path | None:
-    """Where the checkpoints to go on from are, None if there are none. FolderError for a wrong path."""
+def _source(path: Path, resume: str, *, is_replaced: bool, has_begun: bool) -> Path | None:
+    """Where the checkpoints to go on from are, None if there are none. FolderError for a wrong path.
+
+    has_begun: the same command was started before. Then its own checkpoints are further on than those of
+    `resume`; after going back within the folder only a restart says that.
+    """
     if resume == "none":
         return None
+    checkpoints = path / CHECKPOINTS
+    has_own = bool(checkpoints_in(checkpoints)) and not is_replaced
     if resume == "auto":
-        checkpoints = path / CHECKPOINTS
-        return checkpoints if checkpoints_in(checkpoints) and not is_replaced else None
+        return checkpoints if has_own else None
+    if has_own and has_begun and (_is_restart() or not _is_within(Path(resume), path)):
+        return checkpoints
     given = Path(resume)
     if step_of(given) is None and not checkpoints_in(given):
         given = given / CHECKPOINTS  # a run's folder
@@ -142,11 +155,18 @@ def _split(path: Path, step: int) -> tuple[list[str], list[str]]:
     """The lines of a file up to a step, and those after it. A line that was cut off is dropped."""
     kept: list[str] = []
     lost: list[str] = []
-    for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
+    # A character may be cut off, too.
+    text = path.read_text(errors="replace") if path.exists() else ""
+    for line in text.split("\n"):
         with suppress(ValueError, KeyError, TypeError):
             number = json.loads(line)["step"]
-            (kept if number <= step else lost).append(line)
+            (kept if number <= step else lost).append(f"{line}\n")
     return kept, lost
+
+
+def _is_finished(path: Path) -> bool:
+    """Whether the run in a folder has done all of its steps; one that was left has not."""
+    return (path / "summary.json").exists() and not _read(path / "summary.json").get("left")
 
 
 def check_free(path: str | os.PathLike[str], *, overwrite: bool = False, resume: str = "none") -> None:
@@ -240,3 +260,9 @@ def _this_job() -> str:
     if torchrun and torchrun != "none":  # "none": the job has no name
         return f"torchrun {torchrun}"
     return f"process {os.getppid() if torchrun else os.getpid()} on {socket.gethostname()}"
+
+
+def _is_restart() -> bool:
+    """Whether Slurm or torchrun has started this job again."""
+    counts = (os.environ.get(name, "") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
+    return any(count.isdecimal() and int(count) > 0 for count in counts)

@@ -1,0 +1,43 @@
+"""What a checkpoint can be saved with: the same on all processes, and refused before anything is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+from zbpp.checkpoints.errors import CheckpointError
+from zbpp.checkpoints.optimizer_states import UNEVEN_OPTIMIZERS
+from zbpp.runtime import Pipeline
+
+
+class UnderWay:
+    """Whether somebody still has to wait for a checkpoint of a pipeline."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.is_open = path, False
+
+
+last_of: WeakKeyDictionary[Pipeline, UnderWay] = WeakKeyDictionary()
+
+
+def check_arguments(pipeline: Pipeline, optimizer: object, step: object, keep: object) -> None:
+    """Raise CheckpointError, on every process, for what can't be saved so. Collective."""
+    refusal, last = "", last_of.get(pipeline)
+    if type(step) is not int or step < 0:
+        refusal = f"step={step!r}: write how many steps are done, a whole number from 0"
+    elif keep is not None and (type(keep) is not int or keep < 1):
+        refusal = f"keep={keep!r}: write how many checkpoints stay, 1 or more"
+    elif last is not None and last.is_open:
+        refusal = (
+            f"{last.path} is written in the background, and nobody has waited for it: call wait() of what "
+            "save returned before the next save"
+        )
+    told = pipeline.place.gather((refusal, f"step={step!r}, keep={keep!r}", optimizer is None))
+    for each, *_ in told:
+        if each:
+            raise CheckpointError(each)
+    found = sorted({values for _, values, _ in told})
+    if len(found) > 1:
+        raise CheckpointError(f"{found[0]} on one rank, {found[1]} on another one: give all ranks the same")
+    if len({is_none for *_, is_none in told}) > 1:
+        raise CheckpointError(UNEVEN_OPTIMIZERS)
