@@ -1,5 +1,7 @@
 """Conversations against transformers' own template and mask; the loss against one mean over all targets."""
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -69,6 +71,51 @@ def test_a_template_that_changes_earlier_text_is_refused(files):
     tokenizer = load_tokenizer(str(files / "tokenizer.json"), template)
     with pytest.raises(ValueError, match="generation"):
         encode(tokenizer, conversation(1))
+
+
+def test_tokens_that_merge_across_messages_are_named_as_a_reason(files):
+    """`t` of the user and `h` of the assistant may be one token."""
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer = load_tokenizer(str(files / "tokenizer.json"), template)
+    messages = [{"role": "user", "content": "wha"}, {"role": "assistant", "content": "t is this"}]
+    with pytest.raises(ValueError, match="tokenizer merges characters across the boundary"):
+        encode(tokenizer, messages)
+
+
+ENDED = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] + eos_token }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("beside", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_special_tokens_of_a_bare_file_are_those_of_its_folder(files, tmp_path, beside):
+    write_tokenizer(tmp_path / "tokenizer.json")
+    special = {"bos_token": "<|start|>", "eos_token": {"content": "<|end|>"}}
+    (tmp_path / beside).write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
+    found = encode(load_tokenizer(str(tmp_path / "tokenizer.json"), ENDED), conversation(1))
+    folder = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<|start|>", eos_token="<|end|>"
+    )
+    expected = folder.apply_chat_template(
+        conversation(1), chat_template=ENDED, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert found.tokens.tolist() == expected["input_ids"]
+    assert found.is_target.tolist() == expected["assistant_masks"]
+    assert (found.tokens[0], found.tokens[-1]) == (folder.bos_token_id, folder.eos_token_id)
+
+
+def test_a_special_token_that_the_tokenizer_lacks_is_refused_and_may_be_asked_for(files):
+    with pytest.raises(
+        ValueError, match=r"line 1: the chat template needs bos_token.*data\.tokenizer=FOLDER"
+    ):
+        data_of(files, chat_template=ENDED)
+    with pytest.raises(ValueError, match="needs eos_token"):
+        data_of(files, chat_template=ENDED.replace("{{ bos_token }}", ""))
+    asked = "{% if bos_token %}b{% endif %}{% if eos_token is defined %}e{% endif %}" + PLAIN
+    assert torch.equal(
+        data_of(files, chat_template=asked).train.batch(0)[0], data_of(files).train.batch(0)[0]
+    )
 
 
 def test_targets_are_the_next_tokens_of_the_assistant_alone(files):

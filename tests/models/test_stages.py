@@ -6,6 +6,7 @@ from torch import nn
 
 from zbpp.models.emulated import Emulated
 from zbpp.models.gpt import Gpt
+from zbpp.models.layers import token_loss
 from zbpp.models.llama import Llama
 from zbpp.models.mlp import Mlp
 from zbpp.partition import split_layers
@@ -282,3 +283,17 @@ def test_a_shorter_sequence_is_a_prefix(cls, sizes):
 
 def test_stages_are_ordinary_modules():
     assert isinstance(Gpt(**GPT).build_stage(0, 2), nn.Sequential)
+
+
+def test_a_microbatch_without_a_target_has_no_loss_and_no_gradient():
+    """With some targets the loss is torch's own mean over them."""
+    logits = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    none = torch.full((2, 3), -100)
+    loss = token_loss(logits, none)
+    loss.backward()
+    assert loss.item() == 0
+    assert not logits.grad.any()
+    some = none.clone()
+    some[1, :2] = torch.tensor([4, 0])
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), some.flatten())
+    torch.testing.assert_close(token_loss(logits, some), expected, rtol=1e-12, atol=0)

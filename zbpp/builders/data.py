@@ -34,9 +34,12 @@ def limit_evaluation(data: Data, evaluate_every: int, most_batches: int, num_par
     """
     num_batches = min(most_batches, data.num_evaluation_batches // num_parts)
     if evaluate_every and not num_batches:
+        is_chat = hasattr(data.train, "num_conversations")  # a row is a conversation
+        size = data.train.batch_size if is_chat else data.items_per_batch  # type: ignore[attr-defined]
+        batch = f"{size * num_parts} {'conversations' if is_chat else data.unit}"
         raise ConfigError(
-            f"less data is held out than a batch ({data.items_per_batch * num_parts} {data.unit}), but "
-            "evaluate_every > 0: write evaluate_every=0, or hold out more (of text: data.held_out=0.05)"
+            f"less data is held out than a batch ({batch}), but evaluate_every > 0: write evaluate_every=0, "
+            "or hold out more (of text or conversations: a larger data.held_out, such as 0.2)"
         )
     return data._replace(
         train=_for_parts(data.train, num_parts),

@@ -118,7 +118,7 @@ def _custom(
     try:
         made = partial_of_node("optimizer.build", {**further, **node})(groups)
     except ConfigError as error:
-        if "Muon" not in str(error):
+        if "Muon" not in str(node["_target_"]):
             raise
         raise ConfigError(f"{error}; optimizer=muon gives what is no matrix to AdamW") from error
     if not isinstance(made, torch.optim.Optimizer):

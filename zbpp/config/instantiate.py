@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import pkgutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 from hydra.errors import HydraException, InstantiationException
@@ -58,9 +60,19 @@ def _missing_name(target: str) -> str:
     own = sorted(
         key
         for key, value in vars(module).items()
-        if callable(value) and getattr(value, "__module__", "") == module_name and not key.startswith("_")
+        if not key.startswith("_") and callable(value) and _is_from(module, value)
     )
+    near = difflib.get_close_matches(name, own, n=3)
+    own = [*near, *(key for key in own if key not in near)]
     return f"{module_name} has no {name}" + (f"; it has {', '.join(own)}" if own else "")
+
+
+def _is_from(module: ModuleType, value: Any) -> bool:
+    """Whether a module defines the value, or, if it is a package, a class that a module below defines."""
+    origin = str(getattr(value, "__module__", ""))
+    if hasattr(module, "__path__") and inspect.isclass(value):
+        return f"{origin}.".startswith(f"{module.__name__}.")
+    return origin == module.__name__ and not hasattr(module, "__path__")
 
 
 def _accepted(node: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zbpp.data.chat_tokenizer import check_special_tokens, load_tokenizer
 from zbpp.data.permutation import Numbers, keys_of, permute
 from zbpp.data.source import Data, check_at_least_one
 from zbpp.seeding import seed_of
@@ -132,8 +133,8 @@ def chat_data(
 ) -> Data:
     """Batches of the conversations in a jsonl file.
 
-    tokenizer: a folder of transformers', or a tokenizer.json. chat_template: jinja, or a file of it; None:
-    the tokenizer's own. held_out: the share of conversations that is evaluated on, at the end of the file.
+    tokenizer: see chat_tokenizer.py. chat_template: jinja, or a file of it; None: the tokenizer's own.
+    held_out: the share of conversations that is evaluated on, at the end of the file.
     Raises ValueError for a file, a template or a vocabulary that does not fit.
     """
     loaded = load_tokenizer(tokenizer, chat_template)
@@ -174,36 +175,15 @@ def chat_data(
 # ---------------------------------------------------------------- text to tokens
 
 
-def load_tokenizer(tokenizer: str, chat_template: str | None = None) -> Any:
-    """transformers' tokenizer with a chat template. Raises ValueError if there is none."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # lazily: seconds, and optional
-
-    where = Path(tokenizer).expanduser()
-    if not where.exists():
-        raise ValueError(f"tokenizer={tokenizer} does not exist: write a folder, or a tokenizer.json")
-    loaded: Any = (
-        AutoTokenizer.from_pretrained(where, local_files_only=True)
-        if where.is_dir()
-        else PreTrainedTokenizerFast(tokenizer_file=str(where))  # type: ignore[no-untyped-call]  # the library's
-    )
-    if chat_template is not None:
-        is_file = "{" not in chat_template
-        loaded.chat_template = Path(chat_template).expanduser().read_text() if is_file else chat_template
-    if not loaded.chat_template:
-        raise ValueError(
-            f"tokenizer={tokenizer} has no chat template: write data.chat_template=FILE, jinja as "
-            "transformers' apply_chat_template takes it"
-        )
-    return loaded
-
-
 def encode(tokenizer: Any, messages: Messages) -> Conversation:
     """A conversation's tokens by the tokenizer's template, and which of them are the assistant's.
 
     They are those that the template puts between {% generation %} and {% endgeneration %}. Of a template
-    without these they are what a message of the assistant adds to the prompt before it. Raises ValueError for
-    a template that changes earlier text when a message is added.
+    without these they are what a message of the assistant adds to the prompt before it. Raises ValueError if
+    the tokens of earlier text change when a message is added, or if the template writes a special token
+    that the tokenizer lacks.
     """
+    check_special_tokens(tokenizer, messages)
     options: dict[str, Any] = {"tokenize": True, "return_dict": True}
     if re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template):
         found = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, **options)
@@ -227,8 +207,9 @@ def encode(tokenizer: Any, messages: Messages) -> Conversation:
         before, after = tokens(number, is_asked=True), tokens(number + 1)
         if after[: len(before)] != before or whole[: len(after)] != after:
             raise ValueError(
-                "the chat template does not leave earlier text as it is when a message is added, so the "
-                "assistant's tokens can't be told apart: write {% generation %} around them in the template"
+                "the first tokens change when a message is added (the chat template changes earlier text, or "
+                "the tokenizer merges characters across the boundary of two messages), so the assistant's "
+                "tokens can't be told apart: write {% generation %} around them in the template"
             )
         is_target[len(before) : len(after)] = 1
     return Conversation(np.array(whole), is_target)

@@ -46,11 +46,19 @@ def read_folder(folder: Path, overrides: Mapping[str, Any], sizes: Mapping[str, 
             f"{path} describes quantized weights, which can't be trained: write the folder of the original "
             "model, or save a dequantized copy"
         )
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the library's own checks of the values raise no ValueError
+        raise ValueError(f"{path} does not fit together: {_last_line(error)}") from error
     for name in overrides:
         if not hasattr(config, name):
             raise ValueError(f"overrides.{name}: {path} has no such key; write one that it has")
     return _checked(type(config).from_dict({**config.to_dict(), **overrides}), sizes)
+
+
+def _last_line(error: Exception) -> str:
+    """What is wrong, without the checks that have found it."""
+    return str(error).strip().splitlines()[-1].strip().removeprefix("ValueError: ")
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from zbpp.partition import split_layers
 from zbpp.seeding import seed_of
 
+_IGNORED = -100  # the target that a cross-entropy leaves out
+
 # The last matrix of each residual branch. It is initialised smaller, so that the sum doesn't grow with depth.
 RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight")
 
@@ -154,16 +156,17 @@ def merge_heads(x: Tensor) -> Tensor:
 def token_loss(logits: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
     """Mean cross-entropy over all tokens in nats; logits [batch, time, vocab], target [batch, time].
 
-    Computed in float32 at least, whatever the logits are. A target of -100 is left out. target may be
+    Computed in float32 at least, whatever the logits are. A target of -100 is left out; a microbatch without
+    another target has the loss 0. target may be
     (target, totals), see zbpp/data/chat.py: then the mean over the microbatches of all replicas, which have
     different numbers of targets, is the mean over all targets.
     """
     precise = logits if logits.dtype == torch.float64 else logits.float()
-    if isinstance(target, Tensor):
-        return F.cross_entropy(precise.flatten(0, 1), target.flatten())
-    labels, totals = target
-    num_targets, num_rows = totals[0].clamp(min=1).to(precise.dtype)
+    labels = target if isinstance(target, Tensor) else target[0]
     total = F.cross_entropy(precise.flatten(0, 1), labels.flatten(), reduction="sum")
+    if isinstance(target, Tensor):
+        return total / (target != _IGNORED).sum().clamp(min=1)
+    num_targets, num_rows = target[1][0].clamp(min=1).to(precise.dtype)
     return total * num_rows / (num_targets * len(labels))
 
 
