@@ -218,8 +218,7 @@ def prepared(
     """The checkpoint, agreed on by all processes, not written yet. The arguments are those of `save`."""
     place = pipeline.place
     check_arguments(pipeline, optimizer, step, keep)
-    path = folders.path_of(Path(folder), step)
-    tensors: dict[str, Tensor] = {}
+    path, tensors = folders.path_of(Path(folder), step), dict[str, Tensor]()
     part, facts, error = None, {}, ""
     is_first, is_prepared = place.is_first and place.rank == 0, False
     pipeline.settle()  # collective; before anything that may fail on one process alone
