@@ -46,7 +46,7 @@ def refusals(rank, folder):
 
 
 def test_all_ranks_are_told_of_one_ranks_failure(tmp_path):
-    first, second = run_ranks(2, refusals, str(tmp_path))
+    first, second = run_ranks(refusals, 2, str(tmp_path))
     assert first == second
     expected = [
         "keep=0: write", "step=1, keep=None on one rank, step=2", "some ranks give an optimizer",

@@ -185,14 +185,15 @@ _BUILT = (
 )  # fmt: skip
 
 
-class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]  # the one in C has no load_build
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
+class _Unpickler(pickle._Unpickler):  # the one in C has no load_build
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    stack: list[Any]
 
     def load_build(self) -> None:
         """Set the attributes of an object; those of a class or function are everybody's."""
         if type(self.stack[-2]) not in _BUILT:
             raise CheckpointError(f".metadata changes a {type(self.stack[-2]).__name__}: it was not loaded")
-        super().load_build()
+        super().load_build()  # type: ignore[misc]  # typeshed does not know it
 
     dispatch[pickle.BUILD[0]] = load_build
 

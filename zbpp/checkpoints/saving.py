@@ -187,7 +187,7 @@ def save(
     background: return when the state is copied to host memory, and write while training goes on; call
     `wait()` of the returned Saving before the next save and at the end.
 
-    Gradients are not saved: save after the optimizer's step, not between steps whose gradients add up.
+    Gradients are not saved: save after the optimizer's step.
 
     Weights and optimizer states get the names of the whole model: `zbpp.load` takes them under any other cut,
     number of ranks, schedule and mesh. Raises CheckpointError, on every process, if the checkpoint can't be
@@ -198,9 +198,9 @@ def save(
     )
     if background:
         Saver(_ignore).begin(saving)
-        return saving
-    saving.write()
-    saving.wait()
+    else:
+        saving.write()
+        saving.wait()
     return saving
 
 
@@ -218,19 +218,17 @@ def prepared(
     """The checkpoint, agreed on by all processes, not written yet. The arguments are those of `save`."""
     place = pipeline.place
     check_arguments(pipeline, optimizer, step, keep)
-    path = folders.path_of(Path(folder), step)
-    tensors: dict[str, Tensor] = {}
-    part, facts, error, is_prepared = None, {}, "", False
-    is_first = place.is_first and place.rank == 0
+    path, tensors = folders.path_of(Path(folder), step), dict[str, Tensor]()
+    part, facts, error = None, {}, ""
+    is_first, is_prepared = place.is_first and place.rank == 0, False
     pipeline.settle()  # collective; before anything that may fail on one process alone
     try:
         json.dumps(info)
         if is_first:
             folders.prepare(path)
-            is_prepared = True
+        is_prepared = is_first
         facts = _facts(pipeline, optimizer, masters, tensors)
-        # The first process's alone: a loader of later replicas is further on.
-        mine = states if is_first else {}
+        mine = states if is_first else {}  # a loader of later replicas is further on
         facts["states"] = {
             name: encoded(each.state_dict(), f"states.{name}", tensors) for name, each in mine.items()
         }
@@ -247,10 +245,9 @@ def prepared(
             if is_prepared:
                 folders.discard(folders.unfinished(path))
             raise CheckpointError(refusal)
-    assert part is not None  # there was no error
+    assert part is not None
     part.choose([plan for _, plan, _ in told], exchange.index)
-    whole = _merged([each for *_, each in told], pipeline, step)
-    whole["info"] = dict(info or {})
+    whole = _merged([each for *_, each in told], pipeline, step) | {"info": dict(info or {})}
     saving = Saving(path, part, exchange, place, json.dumps(whole), keep)
     last_of[pipeline] = saving.under_way
     return saving
