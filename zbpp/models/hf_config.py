@@ -89,7 +89,7 @@ def check_tokenizer(folder: Path, config: PretrainedConfig) -> None:
 
 
 def without_cache(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy of a config for training: without a cache of keys and values, and without the router's logits."""
+    """A copy of a config for training: without a cache, and without the router's logits."""
     copy = deepcopy(config)
     copy.use_cache = text_config(copy).use_cache = False
     for part in (copy, text_config(copy)):

@@ -90,8 +90,8 @@ def check_no_tied_target(options: Mapping[str, Any], tied: Mapping[str, str]) ->
         hit = next((name for name in pair if exists(config, name.rpartition(".")[0])), None)
         if hit is not None:
             raise ValueError(
-                f"finetune.lora.target_modules hits {hit.rpartition('.')[0]}, whose {hit.rpartition('.')[2]} is "
-                f"tied ({' and '.join(pair)} are one tensor): leave this module out of target_modules"
+                f"finetune.lora.target_modules hits {hit.rpartition('.')[0]}, which has a tied parameter "
+                f"({' and '.join(pair)} are one tensor): leave this module out of target_modules"
             )
 
 
