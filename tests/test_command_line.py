@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from zbpp import config as configs
 from zbpp.commands import command_line
+from zbpp.config import ConfigError, instantiate_node
 from zbpp.launch import Refusal
 
 FOLDER = Path(__file__).parent.parent / "configs"
@@ -275,3 +276,9 @@ def test_an_interrupt_ends_in_one_line(monkeypatch, capsys):
         raise KeyboardInterrupt
     assert ended.value.code == 130
     assert capsys.readouterr().err == "stopped by SIGINT\n"
+
+
+def test_a_mistyped_class_of_a_package_is_answered_with_its_classes_the_nearest_first():
+    with pytest.raises(ConfigError, match=r"torch\.optim has no Adm; it has Adam,.* SGD") as caught:
+        instantiate_node("optimizer", {"_target_": "torch.optim.Adm"})
+    assert "swap_in" not in str(caught.value)

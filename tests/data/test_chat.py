@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from helpers.processes import run_ranks
 from zbpp import Pipeline, make_mesh, plan
 from zbpp.builders.data import limit_evaluation
+from zbpp.config import ConfigError
 from zbpp.data.batch import parts_of
 from zbpp.models.llama import Llama
 
@@ -234,3 +235,8 @@ def test_other_misfits_are_said(files):
         data_of(files, vocab_size=100)
     with pytest.raises(ValueError, match="larger model.sequence_length"):
         data_of(files, sequence_length=2)
+
+
+def test_too_little_held_out_is_said_in_conversations(files):
+    with pytest.raises(ConfigError, match=r"held out than a batch \(8 conversations\)"):
+        limit_evaluation(data_of(files), 1, 1, 2)

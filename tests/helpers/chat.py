@@ -58,5 +58,8 @@ def write_files(folder):
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder / "base")
     write_tokenizer(folder / "base" / "tokenizer.json")
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "base" / "tokenizer.json"), eos_token="<|end|>"
+    ).save_pretrained(folder / "base")
     write_conversations(folder / "chats.jsonl", 120)
     (folder / "chat.jinja").write_text(PLAIN)

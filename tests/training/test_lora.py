@@ -399,3 +399,13 @@ def test_two_ranks_and_shards_train_adapters_alike(base):
 def test_what_lora_can_not_be_on_a_pipeline_is_said(options, words):
     with pytest.raises(ValueError, match=words):
         FineTuned(Toy(), lora=options)
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+@pytest.mark.parametrize("stage", range(3))
+def test_a_tied_target_is_named_on_every_rank(target, stage):
+    """The middle stage has neither of the two modules."""
+    base = HuggingFace(config=CONFIG | {"tie_word_embeddings": True})
+    model = FineTuned(base, lora=LORA | {"target_modules": ["q_proj", target]})
+    with pytest.raises(ValueError, match=rf"finetune\.lora\.target_modules hits (model\.)?{target}"):
+        model.build_stage(stage, 3)

@@ -81,8 +81,8 @@ def _render_strictly(template: str, messages: Sequence[dict[str, Any]], missing:
     except MissingTokenError as error:
         raise ValueError(
             f"the chat template needs {', '.join(missing)}, which the tokenizer does not have ({error}): "
-            "write data.tokenizer=FOLDER, with a tokenizer_config.json that names it, or the text of the token in "
-            "the template"
+            "write data.tokenizer=FOLDER, with a tokenizer_config.json that names it, or the token's "
+            "text in the template"
         ) from error
     except Exception:  # transformers, which renders the template next, says what else is wrong
         return

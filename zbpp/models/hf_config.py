@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+_log = logging.getLogger(__name__)
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
 
@@ -86,9 +89,16 @@ def check_tokenizer(folder: Path, config: PretrainedConfig) -> None:
 
 
 def without_cache(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy of a config for training: keys and values of earlier tokens are not kept."""
+    """A copy of a config for training: without a cache, and without the router's logits."""
     copy = deepcopy(config)
     copy.use_cache = text_config(copy).use_cache = False
+    for part in (copy, text_config(copy)):
+        if getattr(part, "output_router_logits", False):
+            part.output_router_logits = False
+            _log.warning(
+                "output_router_logits=true is taken as false: stages do not send the router's logits, so the "
+                "loss that balances the experts is not added"
+            )
     return copy
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from zbpp.runtime import Pipeline
 from zbpp.training.frozen import check_frozen, freeze
-from zbpp.training.lora import check_targets, inject, lora_config
+from zbpp.training.lora import check_no_tied_target, check_targets, inject, lora_config
 
 
 class FineTuned:
@@ -34,6 +34,8 @@ class FineTuned:
 
     def build_stage(self, index: int, num_stages: int) -> nn.Module:
         """The model's stage, with frozen parameters or with adapters."""
+        if self._lora is not None:
+            check_no_tied_target(self._lora, self._tied())  # the same on all ranks
         stage: nn.Module = self.model.build_stage(index, num_stages)
         if self._lora is not None:
             inject(stage, self._lora, self._seed)

@@ -82,6 +82,19 @@ def lora_config(options: Mapping[str, Any]) -> Any:
     return importlib.import_module("peft").LoraConfig(**options)
 
 
+def check_no_tied_target(options: Mapping[str, Any], tied: Mapping[str, str]) -> None:
+    """Raise ValueError for a target with a tied parameter. tied: {name of a parameter: its first name}."""
+    exists = importlib.import_module("peft.tuners.tuners_utils").check_target_module_exists
+    config = lora_config(options)
+    for pair in tied.items():
+        hit = next((name for name in pair if exists(config, name.rpartition(".")[0])), None)
+        if hit is not None:
+            raise ValueError(
+                f"finetune.lora.target_modules hits {hit.rpartition('.')[0]}, which has a tied parameter "
+                f"({' and '.join(pair)} are one tensor): leave this module out of target_modules"
+            )
+
+
 def check_targets(pipeline: Pipeline, options: Mapping[str, Any]) -> None:
     """Raise ValueError on all ranks for a target that no stage has. Collective."""
     own = {name.partition(".lora_")[0] for name, _ in pipeline.named_parameters() if ".lora_" in name}
