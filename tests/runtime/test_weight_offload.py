@@ -60,11 +60,15 @@ def train(model, offload, *, schedule="zb_h1", num_stages=1, optimizer=adamw, ch
     return torch.stack(losses), pipeline.state_dict(), weights
 
 
-def assert_same(found, expected):
+def assert_same(found, expected, *, rounded=()):
+    """rounded: names whose values may differ in their last bit."""
     assert torch.equal(found[0], expected[0])
     assert found[1].keys() == expected[1].keys()
     for name, value in expected[1].items():
-        assert torch.equal(found[1][name], value), name
+        if name in rounded:
+            torch.testing.assert_close(found[1][name], value, rtol=1e-6, atol=1e-6)
+        else:
+            assert torch.equal(found[1][name], value), name
 
 
 def recompute_blocks(stage):
@@ -224,7 +228,10 @@ def test_every_kind_of_weight_gets_its_gradient(name):
         pipeline = Pipeline({0: module}, "zb_h1", loss_fn=lambda y, _: y.square().mean(), num_microbatches=2)
         losses = [*pipeline.step(x, target=x), *pipeline.step(x, target=x)]
         sides.append((torch.stack(losses), grads_of(module) | dict(module.named_buffers())))
-    assert_same(sides[1], sides[0])
+    # The product of two weights saves the left one, which is packed: so the gradient of the right one is
+    # computed in B, by a product and a sum, and not by W, whose product adds to the sum.
+    products = {"everything": ("0.right", "2.right")}
+    assert_same(sides[1], sides[0], rounded=products.get(name, ()))
 
 
 def test_auxiliary_losses_of_blocks_count():
