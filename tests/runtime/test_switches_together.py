@@ -20,7 +20,7 @@ SIZE, M, STEPS, SCHEDULE = 64, 4, 5, "zb_v"
 CLIP = 0.05  # the first steps' gradients are larger: every kind of update has to clip
 SWITCHES = ("recompute", "offload", "offload_weights", "release", "accumulate", "validation")
 REFUSED = {
-    ("offload", "offload_weights"): "offloaded",
+    ("offload", "offload_weights"): "OffloadedWeights",
     ("offload_weights", "release"): "offloaded",
     ("offload_weights", "accumulate"): "offloaded",
     ("offload_weights", "validation"): "offloaded|host",

@@ -64,7 +64,7 @@ def _render_strictly(template: str, messages: Sequence[dict[str, Any]], missing:
         """A special token that the tokenizer lacks is written."""
 
     class Missing(StrictUndefined):
-        def __bool__(self) -> bool:
+        def __bool__(self) -> bool:  # type: ignore[override]  # what "if bos_token" asks
             return False
 
     environment = ImmutableSandboxedEnvironment(
