@@ -151,11 +151,13 @@ def _did_you_mean(name: str, kind: Any) -> str:
     keys: dict[str, str] = {}
     for key in _keys(kind):
         keys.setdefault(key.rpartition(".")[2], key)
-    initials = {"".join(word[0] for word in last.split("_")): last for last in keys if "_" in last}
+    initials: dict[str, str] = {}
+    for last in keys:
+        initials.setdefault("".join(word[0] for word in last.split("_")), last)
     if name in _RENAMED and name not in keys:
         return f"; it is called {_RENAMED[name]} now: write {_RENAMED[name]}=..."
-    close = [name] if name in keys else difflib.get_close_matches(name, keys, n=1)
-    close = close or [initials[each] for each in [name] if each in initials]
+    close = [name] if name in keys else [initials[name]] if name in initials else []
+    close = close or difflib.get_close_matches(name, keys, n=1)
     return f"; did you mean {keys[close[0]]}?" if close else ""
 
 

@@ -55,7 +55,7 @@ class LeaveOnSignal(Callback):
             os.set_blocking(self._write, False)
             self._fd_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
             self._before = {each: signal.signal(each, _do_nothing) for each in SIGNALS}
-            os.register_at_fork(after_in_child=self._forget)
+            os.register_at_fork(before=self._hold, after_in_parent=self._let_go, after_in_child=self._forget)
             Thread(target=self._listen, args=(read,), name="zbpp signals", daemon=True).start()
         return self
 
@@ -69,12 +69,22 @@ class LeaveOnSignal(Callback):
             os.close(self._write)  # the thread's end
         self._trainer, self._before = None, {}
 
+    def _hold(self) -> None:
+        """Before a fork: the child shares the pipe, so a signal must not reach it before `_forget`."""
+        if self._before:
+            self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    def _let_go(self) -> None:
+        if self._before:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
     def _forget(self) -> None:
         """In a forked process: a signal to it is not one to this rank, and ends it as usual."""
         if self._before:
             signal.set_wakeup_fd(-1)
             for each in SIGNALS:
                 signal.signal(each, signal.SIG_DFL)
+            self._let_go()
             self._before = {}
 
     def _listen(self, read: int) -> None:
