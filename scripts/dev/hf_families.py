@@ -195,46 +195,6 @@ def _by_the_library(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32).eval()
 
 
-def _round_trips(config: Any) -> list[str]:
-    """The answer for each number of stages. config: of a small model."""
-    with tempfile.TemporaryDirectory() as folder:
-        return _round_trips_in(Path(folder), config)
-
-
-def _round_trips_in(folder: Path, config: Any) -> list[str]:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from zbpp.models.hf import HuggingFace
-    from zbpp.models.hf_cut import CutError
-
-    torch.manual_seed(0)
-    source = AutoModelForCausalLM.from_config(config)
-    for parameter in source.parameters():
-        parameter.data.add_(torch.randn_like(parameter), alpha=0.01)
-    source.save_pretrained(folder / "model")
-    config.save_pretrained(folder / "model")  # the model's own is a part of it in some families
-    whole = _by_the_library(folder / "model")
-    text = config.get_text_config(decoder=True)
-    tokens = torch.randint(text.vocab_size, (4, 8), generator=torch.Generator().manual_seed(1))
-    model = HuggingFace(path=str(folder / "model"))
-    model._config._experts_implementation = "eager"
-    answers = []
-    for num_stages in STAGES:
-        try:
-            answers.append(_round_trip(model, whole, folder / str(num_stages), num_stages, tokens))
-        except CutError as error:  # after any other error a copy with other sizes is tried
-            answers.append(f"refused: {one_line(error)}")
-    return answers
-
-
-def _plain() -> dict[str, Any]:
-    """How the library's models are loaded: grouped products take neither float64 nor odd sizes."""
-    import torch
-
-    return {"dtype": torch.float32, "use_cache": False, "experts_implementation": "eager"}
-
-
 def _round_trip(model: Any, whole: Any, folder: Path, num_stages: int, tokens: Any) -> str:
     """`equal`, and the kinds of batches; or what differs."""
     import torch
