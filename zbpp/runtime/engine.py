@@ -24,8 +24,6 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.runtime.call_order import CallOrder
@@ -36,12 +34,10 @@ from zbpp.runtime.measure import Recorder
 from zbpp.runtime.microbatch import Cutter
 from zbpp.runtime.named_losses import NamedLosses
 from zbpp.runtime.posts import Posts
-from zbpp.runtime.rank_parts import MakeOffload, RankParts
-from zbpp.runtime.reductions import Reductions
+from zbpp.runtime.rank_parts import RankParts
 from zbpp.runtime.restored import Buffers, GradientsBefore, InPlaceChanges
-from zbpp.runtime.stage import Loss
 from zbpp.runtime.world import CommunicationError
-from zbpp.schedule import Timetable, lower
+from zbpp.schedule import lower
 from zbpp.schedule.offload import RankOffload
 
 _HALF_UPDATED = "since gradients are released, some of its weights and optimizer states have been updated"
@@ -72,48 +68,19 @@ class Engine:
     over: why no call may follow; empty until then. loaded: see CallOrder. posts: what the ranks post about
     their updates; None where no step has a gate. has_changed_inputs: with posts, whether a stage has changed,
     in place, what a step was given from outside; such a step could not begin again.
-    make_offload: makes the OffloadPlan of these stages; None: nothing leaves.
-    key: the prefix of this pipeline's names in the job's store; the other arguments are Pipeline's.
+    order_of_copies: checks that all copies of this rank make the same calls; None where there is one copy.
     """
 
-    def __init__(
-        self,
-        timetable: Timetable,
-        rank: int,
-        stages: Mapping[int, nn.Module],
-        loss_fn: Loss | None,
-        device: torch.device,
-        reductions: Reductions,
-        *,
-        order_of_copies: CallOrder | None,
-        group: dist.ProcessGroup | None,
-        key: str,
-        timeout: float,
-        dynamic_shapes: bool,
-        make_offload: MakeOffload | None = None,
-    ) -> None:
+    def __init__(self, parts: RankParts, order_of_copies: CallOrder | None) -> None:
         self.over, self.loaded, self.has_changed_inputs = "", 0, False
         self._release: Release | None = None
         self.posts: Posts | None = None
-        self._timetable, self._rank, self._loss_fn, self._reductions = timetable, rank, loss_fn, reductions
-        self._parts = parts = RankParts(
-            timetable,
-            rank,
-            stages,
-            loss_fn,
-            device,
-            reductions,
-            group=group,
-            key=key,
-            timeout=timeout,
-            dynamic_shapes=dynamic_shapes,
-            make_offload=make_offload,
-        )
+        self._parts, self._order_of_copies = parts, order_of_copies
         self._workers, self._executors = parts.workers, parts.executors
         self._activations, self._weights_on_host = parts.activations, parts.weights_on_host
-        self._order_of_ranks, self._order_of_copies = parts.order_of_ranks, order_of_copies
-        loss_modules = [loss_fn] if isinstance(loss_fn, nn.Module) else []
-        self._buffers = Buffers([*stages.values(), *loss_modules])
+        self._order_of_ranks, self._reductions = parts.order_of_ranks, parts.reductions
+        self._timetable = parts.timetable
+        self._buffers = Buffers(parts.modules)
         self._before: GradientsBefore | None = None  # the gradients of the step that runs
         self._inputs = InPlaceChanges(())
 
@@ -166,7 +133,7 @@ class Engine:
         recorder = recorder or self._activations.recorder
         losses = self._run("step", call, seeds, recorder, settle)
         if self._activations.step_done(recorder):
-            self._executors["step"].resolve(lower(self._timetable, self._activations.plan)[self._rank])
+            self._executors["step"].resolve(lower(self._timetable, self._activations.plan)[self._parts.rank])
         return losses
 
     def meet(self, name: str) -> None:
@@ -297,10 +264,7 @@ class Engine:
 
     def _trained(self) -> Iterable[nn.Parameter]:
         """The parameters that a step of this rank may add gradients to, each once."""
-        modules = [worker.module for worker in self._workers.values()]
-        if isinstance(self._loss_fn, nn.Module):
-            modules.append(self._loss_fn)
-        return dict.fromkeys(parameter for module in modules for parameter in module.parameters())
+        return dict.fromkeys(parameter for module in self._parts.modules for parameter in module.parameters())
 
     def _fail(self, error: BaseException, before: GradientsBefore | None) -> None:
         """Drop all that is left of a call; with several ranks or replicas, the pipeline ends."""

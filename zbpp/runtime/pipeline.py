@@ -39,6 +39,7 @@ from zbpp.runtime.parameters import StageParameters
 from zbpp.runtime.pipeline_release import PipelineRelease
 from zbpp.runtime.pipeline_state import PipelineState
 from zbpp.runtime.pipeline_timeline import PipelineTimeline
+from zbpp.runtime.rank_parts import RankParts
 from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.restored import eval_mode, restored_generators
 from zbpp.runtime.stage import Loss
@@ -154,21 +155,21 @@ class Pipeline(PipelineState, PipelineRelease, PipelineTimeline):
             )
         self._copies = set(map(id, reductions.copies))
         self._late, self._release_arguments = reductions.late, dict[str, Any]()
-        make_offload = offload_maker(offload, timetable, self.device, place)
-        self._engine = Engine(
+        parts = RankParts(
             timetable,
             self.rank,
             self.stages,
             self._loss_fn,
             self.device,
             reductions,
-            order_of_copies=order_of_copies(place, place.broadcast(agreed.key), self.rank, self.device),
             group=given.pipeline,
             key=agreed.key,
             timeout=timeout,
             dynamic_shapes=dynamic_shapes,
-            make_offload=make_offload,
+            make_offload=offload_maker(offload, timetable, self.device, place),
         )
+        copies = order_of_copies(place, place.broadcast(agreed.key), self.rank, self.device)
+        self._engine = Engine(parts, copies)
         self.step_losses, self.evaluation_losses = NamedLosses(), NamedLosses()
         self._compares_losses = TENSOR in place.groups  # in the first step
         self._recorder = Recorder(self.device)

@@ -16,7 +16,7 @@ from zbpp.runtime.offload_plan import OffloadPlan
 from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.weight_offload import offloaded_weights
-from zbpp.schedule import Op, Timetable, lower
+from zbpp.schedule import Op, Programs, Timetable, lower
 
 MakeOffload = Callable[[Mapping[int, StageWorker]], OffloadPlan]
 
@@ -33,11 +33,14 @@ _METHODS: dict[str, dict[Op, StageMethod]] = {
 
 
 class RankParts:
-    """The parts of one rank; they are made once. The arguments are the Engine's.
+    """The parts of one rank; they are made once.
 
-    workers: by stage. executors: of the calls "step", "evaluate" and "predict". order_of_ranks: checks that
-    all ranks make the same calls; None where no rank is linked to another. activations, weights_on_host: what
-    leaves the device; None where nothing does.
+    key: the prefix of this pipeline's names in the job's store. make_offload: makes the OffloadPlan of these
+    stages; None: nothing leaves. The other arguments are Pipeline's.
+
+    modules: the stages and the loss, if that is a module. workers: by stage. executors: of the calls "step",
+    "evaluate" and "predict". order_of_ranks: checks that all ranks make the same calls; None where no rank is
+    linked to another. activations, weights_on_host: what leaves the device; None where nothing does.
     """
 
     def __init__(
@@ -55,39 +58,23 @@ class RankParts:
         dynamic_shapes: bool,
         make_offload: MakeOffload | None,
     ) -> None:
-        self.reductions = reductions
-        last = timetable.num_stages - 1
+        self.timetable, self.rank, self.reductions = timetable, rank, reductions
+        self.modules = [*stages.values(), *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
         self.weights_on_host = offloaded_weights(stages.values())
-        run_w = WeightGrads.accumulate if self.weights_on_host is None else self.weights_on_host.accumulate
-        self.workers = {
-            stage: StageWorker(
-                stage,
-                module,
-                is_last=stage == last,
-                loss_fn=loss_fn,
-                device=device,
-                around_w=reductions.around_w(stage),
-                run_w=run_w,
-            )
-            for stage, module in stages.items()
-        }
+        self.workers = self._workers(stages, loss_fn, device)
         self.activations = None if make_offload is None else make_offload(self.workers)
-        self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
-        self.order_of_ranks: CallOrder | None = None
-        leaving = () if self.activations is None else self.activations.plan
-        programs = {
-            "step": lower(timetable, leaving),
-            "evaluate": lower(timetable.forward_only()),
-            "predict": lower(timetable.forward_of_one()),
-        }
+        programs = self._programs()
         pairs = programs["step"].links
+        self.order_of_ranks: CallOrder | None = None
+        self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
         if pairs:
-            neighbours = neighbours_of(rank, pairs, timetable)
-            self.order_of_ranks = CallOrder(job_store(key), rank, neighbours, device)
+            self.order_of_ranks = CallOrder(
+                job_store(key), rank, neighbours_of(rank, pairs, timetable), device
+            )
             self._links = link_groups(group, pairs, timeout, device)
         self.executors = {
             name: Executor(
-                lowered[rank],
+                program[rank],
                 self.workers,
                 _METHODS[name],
                 timetable.num_stages,
@@ -98,7 +85,33 @@ class RankParts:
                 gate=lambda: lower(timetable).gate(rank),
                 offloads={} if self.activations is None else self.activations.offloads,
             )
-            for name, lowered in programs.items()
+            for name, program in programs.items()
+        }
+
+    def _workers(
+        self, stages: Mapping[int, nn.Module], loss_fn: Loss | None, device: torch.device
+    ) -> dict[int, StageWorker]:
+        run_w = WeightGrads.accumulate if self.weights_on_host is None else self.weights_on_host.accumulate
+        return {
+            stage: StageWorker(
+                stage,
+                module,
+                is_last=stage == self.timetable.num_stages - 1,
+                loss_fn=loss_fn,
+                device=device,
+                around_w=self.reductions.around_w(stage),
+                run_w=run_w,
+            )
+            for stage, module in stages.items()
+        }
+
+    def _programs(self) -> dict[str, Programs]:
+        """The program of all ranks for each kind of call."""
+        leaving = () if self.activations is None else self.activations.plan
+        return {
+            "step": lower(self.timetable, leaving),
+            "evaluate": lower(self.timetable.forward_only()),
+            "predict": lower(self.timetable.forward_of_one()),
         }
 
     def abandon(self) -> None:
