@@ -158,8 +158,6 @@ class MemoryRecord:
             yield
             self.after = self._counter.now()
             self.spans = list(self.recorder.spans())
-            known = {storage.data_ptr() for each in static() for storage in storages_of(each)}
-            del known
         else:
             with live:
                 live.ignore(on_host())

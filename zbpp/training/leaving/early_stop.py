@@ -11,8 +11,6 @@ from zbpp.training.update import Metrics
 if TYPE_CHECKING:
     from zbpp.training.trainer import Trainer
 
-MODES = ("min", "max")
-
 
 class EarlyStop(Callback):
     """Ends the run after `patience` evaluations in a row without a better value of `metric`.
