@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# The last two are what the first autograd.grad and the first optimizer of a process import: 1.4 s together.
+# The server imports once what each rank needs, at last what the first optimizer of a process imports: together
+# six seconds of a core. A test's own module, which a rank imports itself, then takes a few hundredths.
 _CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"]
+    ["pytest", "zbpp.app", "zbpp.models.gpt", "zbpp.models.llama", "torch.distributed.fsdp", "torch._dynamo"]
 )
 
 
