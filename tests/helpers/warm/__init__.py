@@ -35,7 +35,7 @@ class WarmPython:
             number = listener.fileno()
             self._server = subprocess.Popen(
                 [python, "-P", _HERE / "server.py", str(number), self.bin / "python"],
-                stdin=subprocess.PIPE,  # the server ends when this process closes it, at the latest by its own end
+                stdin=subprocess.PIPE,  # the server ends when this end is closed, or this process
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": pythonpath},
                 pass_fds=[number],

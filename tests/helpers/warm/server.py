@@ -100,7 +100,7 @@ def tell(client: socket.socket, pid: int) -> None:
 
 
 def run_to_the_end(arguments: list[str]) -> None:
-    """Run, then end this process as Python does, but free no memory: that touches, so copies, the server's."""
+    """Run, then end this process as Python does, but free no memory: to touch shared memory copies it."""
     status = 0
     try:
         run(arguments)
@@ -110,8 +110,9 @@ def run_to_the_end(arguments: list[str]) -> None:
         status = ended.code or 0
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if not stream.closed:
+            stream.flush()
     os._exit(status)
 
 
