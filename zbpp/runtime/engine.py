@@ -267,7 +267,7 @@ class Engine:
         return dict.fromkeys(parameter for module in self._parts.modules for parameter in module.parameters())
 
     def _fail(self, error: BaseException, before: GradientsBefore | None) -> None:
-        """Drop all that is left of a call; with several ranks or replicas, the pipeline ends."""
+        """Drop the microbatches of a failed call. A pipeline of several ranks or replicas ends here."""
         self._parts.abandon()
         left = "" if before is None else before.restore()
         if left:
