@@ -24,7 +24,7 @@ _CONTEXT.set_forkserver_preload(
 )
 
 
-def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 200.0) -> list[Any]:
     """[function(rank, *args) of each rank]; `function` must be importable. Raises what a rank raised."""
     results = outcomes(function, num_ranks, *args, timeout=timeout)
     for rank, (succeeded, result) in enumerate(results):
@@ -34,7 +34,7 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout:
 
 
 def outcomes(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 120.0
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 200.0
 ) -> list[tuple[bool, Any]]:
     """Per rank (True, result) or (False, traceback): for tests of what happens when a rank fails."""
     with tempfile.TemporaryDirectory() as folder:
@@ -79,7 +79,7 @@ def _main(
     try:
         if num_ranks > 1:
             dist.init_process_group(
-                "gloo", f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=30)
+                "gloo", f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=100)
             )
             dist.barrier()  # whoever leaves now breaks no connection that others are still making
         answer = (True, function(rank, *args))
