@@ -123,15 +123,17 @@ class Engine:
         seeds: Mapping[int, int],
         recorder: Recorder | None,
         settle: Settle | None = None,
+        *,
+        kind: str = "step",
     ) -> CallLosses:
         """Train on one batch; returns the losses. seeds: per stage, of its microbatch 0.
 
-        settle: what the step does at its gate; None: there is no gate.
+        settle: what the step does at its gate; None: there is no gate. kind: must be equal on all ranks.
         """
         if self._activations is None:
-            return self._run("step", call, seeds, recorder, settle)
+            return self._run("step", call, seeds, recorder, settle, kind)
         recorder = recorder or self._activations.recorder
-        losses = self._run("step", call, seeds, recorder, settle)
+        losses = self._run("step", call, seeds, recorder, settle, kind)
         if self._activations.step_done(recorder):
             self._executors["step"].resolve(lower(self._timetable, self._activations.plan)[self._parts.rank])
         return losses
@@ -178,15 +180,17 @@ class Engine:
         seeds: Mapping[int, int],
         recorder: Recorder | None,
         settle: Settle | None,
+        kind: str = "",
     ) -> CallLosses:
+        """Run the program `name`. kind: what ranks compare, if not the name."""
         self._check_not_over()
         self._before, executor = None, self._executors[name]
         try:
             cutter = self._begin(call, seeds, 1 if name == "predict" else self._timetable.num_microbatches)
             if self._order_of_ranks is not None:
-                self._order_of_ranks.begin(name, cutter.rows)
+                self._order_of_ranks.begin(kind or name, cutter.rows)
             if self._order_of_copies is not None:
-                self._order_of_copies.begin(name, cutter.rows, self._hash_of_trained(), self.loaded)
+                self._order_of_copies.begin(kind or name, cutter.rows, self._hash_of_trained(), self.loaded)
             release = self._gradient_release if name == "step" else None
             if name == "step" and settle is None:
                 self._before = GradientsBefore(self._trained())

@@ -212,7 +212,9 @@ class Pipeline(PipelineState, PipelineGradientRelease, PipelineTimeline):
             recorder = self._recording
             call = Call(args, target, kwargs, loss_scale=self.loss_scale)
             settle = self._settle_in_step(call)
-            losses, self.step_losses = self._engine.step(call, self._seeds(), recorder, settle)
+            losses, self.step_losses = self._engine.step(
+                call, self._seeds(), recorder, settle, kind=self.step_kind
+            )
         if self._compares_losses:
             check_losses_alike(self.place, losses, self.step_losses.means())
             self._compares_losses = False
