@@ -132,7 +132,9 @@ class Trainer:
         found["data"] = self.data
         for callback in self.callbacks:
             if isinstance(callback, Stateful):
-                found[f"callback.{type(callback).__name__}"] = callback
+                name = f"callback.{type(callback).__name__}"
+                number = sum(each.partition("#")[0] == name for each in found)
+                found[f"{name}#{number + 1}" if number else name] = callback
         return found
 
     def go_on_after(self, step: int, replanned: Timetable | None = None) -> None:
