@@ -228,5 +228,5 @@ def test_callbacks_of_other_classes_are_named_and_two_of_one_class_are_told_apar
     assert "has states of callbacks that this run has not: Counts#2" in said
     assert "begin anew, since" in said
     assert "EarlyStop" in said
-    with pytest.raises(CheckpointError, match="callback Counts can't go on from its state.*KeyError"):
+    with pytest.raises(CheckpointError, match="callback Counts can't take its state.*KeyError"):
         again(Counts("number"))

@@ -192,8 +192,8 @@ def _restore_callbacks(found: Checkpoint, trainer: Trainer) -> None:
             here[name].load_state_dict(state)
         except Exception as error:  # whatever a user's class raises
             raise CheckpointError(
-                f"{found.path}: the callback {name.removeprefix(_CALLBACK)} can't go on from its state, which a "
-                f"class of another form may have saved ({type(error).__name__}: {error})"
+                f"{found.path}: the callback {name.removeprefix(_CALLBACK)} can't take its state: is it "
+                f"of another class than the one that saved it? ({type(error).__name__}: {error})"
             ) from error
     if saved.keys() != here.keys() and _is_first(trainer):
         left_out, new = (

@@ -174,7 +174,7 @@ class Trainer:
             del self.timelines[: -max(self.num_recorded, _KEPT)]
         for callback in self.callbacks:
             callback.after_step(self, step, known)
-        self.leaving = self._agreed
+        self.leaving = None if is_last else self._agreed  # behind the last step nothing is left undone
         if not is_last:
             self._replan(step, known)
         return known
