@@ -34,8 +34,7 @@ def export(
     config = read_run_config(of_run / "config.yaml")
     if lora_options(config) is not None:
         if is_merged:
-            options = {"dtype": _dtype(dtype), "bytes_per_file": bytes_per_file}
-            export_merged(run, folder, config, **options)
+            export_merged(run, folder, config, dtype=_dtype(dtype), bytes_per_file=bytes_per_file)
         else:
             export_adapter(run, folder, config, _dtype(dtype))
         return

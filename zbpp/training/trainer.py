@@ -30,7 +30,7 @@ from zbpp.training.loss_scale import LossScale
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.memory_report import MemoryReport
 from zbpp.training.named_losses import with_evaluation_losses, with_named_losses
-from zbpp.training.post_validation import PostValidatedUpdate, Validation
+from zbpp.training.post_validated_update import PostValidatedUpdate, Validation
 from zbpp.training.released_update import ReleasedUpdate
 from zbpp.training.replan import Replan
 from zbpp.training.update import Metrics, Result, Update
