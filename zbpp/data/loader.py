@@ -265,7 +265,10 @@ def loaded_data(given: Any, *, batch_size: int, seed: int, is_read: bool = True)
 
 
 def _fingerprint(train: Loader) -> str:
-    """Of the first batch, which is checked; of a Dataset its first row: batches may change their size."""
+    """The fingerprint of the first batch, whose parts are checked here, too.
+
+    The fingerprint of a Dataset covers the first row alone, so that a resumed run may have larger batches.
+    """
     first = train.batch(0)
     parts_of(first)
     if not isinstance(train, DatasetBatches):
