@@ -307,7 +307,7 @@ class CountedStream(Stream):
 
     def __iter__(self):
         self.epoch += 1
-        return ((x + self.epoch, y) for x, y in super(CountedStream, self).__iter__())
+        return ((x + self.epoch, y) for x, y in Stream.__iter__(self))
 
 
 MAKERS = [

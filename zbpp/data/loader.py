@@ -153,8 +153,9 @@ class Loaded:
         for generator, seed in self._generators:
             generator.manual_seed(seed_of(seed, "epoch", epoch))
         if batches is None and getattr(self._batches, "_iterator", None) is not None:
-            # persistent_workers: a DataLoader's first iterator draws a seed for its processes, later ones do not.
-            torch.empty((), dtype=torch.int64).random_(generator=self._batches.generator)  # type: ignore[attr-defined]
+            # persistent_workers: a DataLoader's first iterator alone draws a seed for its processes.
+            generator_of_it = self._batches.generator  # type: ignore[attr-defined]
+            torch.empty((), dtype=torch.int64).random_(generator=generator_of_it)
         self._iterator = iter(self._batches if batches is None else batches)
 
     def _next(self, number: int) -> Any:
