@@ -31,7 +31,7 @@ def workload(rank, num_layers, f=6.0, b=12.0, w=3.0):
         data=regression_data(in_features=8, out_features=8, batch_size=2 * M, seed=0),
         here=World(rank, P, CPU),
         num_microbatches=M,
-        timeout=20,
+        timeout=100,
     )
 
 

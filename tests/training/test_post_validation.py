@@ -400,7 +400,7 @@ def refused(rank):
         if rank == 0:
             with pytest.raises(CommunicationError, match="rank 0 waits .* on rank 1: after 1 s"):
                 posts.post("mine").collect()
-        posts = Posts(pipeline.place, timeout=20.0)
+        posts = Posts(pipeline.place, timeout=100.0)
         for number in range(5):
             ticket = posts.post((rank, number))
             found.append(ticket.collect() == pipeline.place.gather((rank, number)))
@@ -582,7 +582,7 @@ def test_a_group_that_is_added_between_steps_has_no_part_in_the_step_before():
 
 def read_on_some_ranks(rank, readers):
     """The losses where some ranks read their weights after each step, and others don't."""
-    with Pipeline(Model(), plan("zb_h1", 2, M), timeout=20.0) as pipeline:
+    with Pipeline(Model(), plan("zb_h1", 2, M), timeout=100.0) as pipeline:
         steps, losses = PostValidation(pipeline, adamw(pipeline.parameters()), clip_norm=CLIP), []
         for step in range(5):
             x, y = batch(step)

@@ -83,7 +83,7 @@ class _Beside:
         self._given = costs.per_stage(timetable.num_stages)
 
     def variant(self, chosen: Stages) -> Variant:
-        """With these stages recomputed."""
+        """The timetable's variant in which these stages are recomputed."""
         costs = self._with(chosen)
         offload = self._offload(chosen)
         timeline = simulate(self._timetable, costs, offload)

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ from zbpp.runtime.posts import Posts
 from zbpp.runtime.rank_parts import RankParts
 from zbpp.runtime.restored import Buffers, GradientsBefore, InPlaceChanges
 from zbpp.runtime.world import CommunicationError
-from zbpp.schedule import lower
+from zbpp.schedule import lower, to_csv
 from zbpp.schedule.offload import RankOffload
 
 _HALF_UPDATED = "since gradients are released, some of its weights and optimizer states have been updated"
@@ -169,6 +170,11 @@ class Engine:
         """See Pipeline."""
         return {} if self._activations is None else self._activations.nbytes(name)
 
+    def leave_records_in(self, folder: Path) -> None:
+        """See Pipeline."""
+        if self._parts.watch is not None:
+            self._parts.watch.leave_records_in(folder, {"timetable": to_csv(self._timetable)})
+
     def receive_buffers(self) -> list[Tensor]:
         """The pool of `step`."""
         return self._executors["step"].receive_buffers()
@@ -185,6 +191,7 @@ class Engine:
         """Run the program `name`. kind: what ranks compare, if not the name."""
         self._check_not_over()
         self._before, executor = None, self._executors[name]
+        self._parts.flight.enter(name)
         try:
             cutter = self._begin(call, seeds, 1 if name == "predict" else self._timetable.num_microbatches)
             if self._order_of_ranks is not None:
@@ -214,6 +221,7 @@ class Engine:
             self._fail(error, self._before)
             raise
         finally:
+            self._parts.flight.leave()
             self._before, self._inputs = None, InPlaceChanges(())
             if self._weights_on_host is not None:
                 self._weights_on_host.end()
@@ -271,7 +279,11 @@ class Engine:
         return dict.fromkeys(parameter for module in self._parts.modules for parameter in module.parameters())
 
     def _fail(self, error: BaseException, before: GradientsBefore | None) -> None:
-        """Drop all that is left of a call; with several ranks or replicas, the pipeline ends."""
+        """Drop the microbatches of a failed call. A pipeline of several ranks or replicas ends here."""
+        if self._parts.watch is not None:
+            who = self._parts.watch.failed()
+            if who and isinstance(error, CommunicationError):
+                error.add_note(who)
         self._parts.abandon()
         left = "" if before is None else before.restore()
         if left:

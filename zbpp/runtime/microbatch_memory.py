@@ -25,25 +25,15 @@ from zbpp.runtime.layout import TensorLayout, layout_of
 from zbpp.runtime.live_tensors import LiveTensors
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.schedule import Op
+from zbpp.schedule.microbatch_bytes import MicrobatchBytes
 
 _CPU = torch.device("cpu")
 
 
 class MicrobatchMemory(NamedTuple):
-    """The bytes that one microbatch takes on a stage; the fields mean what they mean in StageBytes.
+    """A measured microbatch. outputs: copies of the outputs of F, as inputs of the next stage's F."""
 
-    outputs: copies of what F returned, as inputs of the next stage's F.
-    """
-
-    saved: int
-    deferred: int
-    x: int
-    g: int
-    sent_x: int
-    sent_g: int
-    x_until: Op
-    g_until: Op
-    rises: tuple[int, int, int, int]
+    bytes: MicrobatchBytes
     outputs: tuple[Any, ...]
 
 
@@ -214,7 +204,7 @@ class _MicrobatchRun:
         self._worker.backward_weight(self._microbatch)
         rise_w = self._live.highest - start_w
         rise_whole = max(rise_b, start_w + sent_g - start + rise_w)
-        return MicrobatchMemory(
+        found = MicrobatchBytes(
             saved=after_f - x * kept_after_f,
             deferred=after_b - x * kept_after_b - g * g_kept_after_b,
             x=x,
@@ -224,8 +214,8 @@ class _MicrobatchRun:
             x_until=Op.W if kept_after_b else Op.B if kept_after_f else Op.F,
             g_until=Op.W if g_kept_after_b else Op.B,
             rises=(rise_f, rise_b, rise_w, rise_whole),
-            outputs=copies,
         )
+        return MicrobatchMemory(found, copies)
 
 
 def _received(value: Any) -> Any:

@@ -224,11 +224,11 @@ def _throwaway(parameter: Tensor) -> nn.Parameter:
 
 
 def _one_of_each_dtype(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-    """The first trainable parameter of each dtype; the first parameter at all if none is trainable."""
-    found: dict[torch.dtype, nn.Parameter] = {}
+    """The first trainable parameter of each dtype and each way of being split; the first one if none is."""
+    found: dict[object, nn.Parameter] = {}
     for each in parameters:
         if each.requires_grad:
-            found.setdefault(each.dtype, each)
+            found.setdefault((each.dtype, getattr(each, "placements", None)), each)
     return list(found.values()) or parameters[:1]
 
 

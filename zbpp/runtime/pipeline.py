@@ -15,7 +15,8 @@ by the Engine, which also says what happens when a rank fails. This file has con
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.restored import eval_mode, restored_generators
 from zbpp.runtime.stage import Loss
 from zbpp.runtime.tensor_parallel import check_losses_alike
+from zbpp.runtime.ties import Tie
 from zbpp.runtime.weight_offload import check_offloaded
 from zbpp.schedule import Timetable
 from zbpp.seeding import seed_of
@@ -136,26 +138,10 @@ class Pipeline(PipelineState, PipelineGradientRelease, PipelineTimeline):
         check_offloaded(self.stages.values(), agreed.ties, place)
         check_one_offload(offload, self.stages.values(), place)
         self.device = device_of(self.stages.values(), self.group)
-        of_loss = self._parameters.of_loss()
-        reductions = Reductions(
-            self.stages,
-            agreed.ties,
-            timetable.rank_of,
-            place,
-            rank=self.rank,
-            group=self.group,
-            timeout=timeout,
-            reshard=reshard,
-            mp_policy=mp_policy,
-            loss=of_loss,
-        )
-        if any(place.gather(len(self._parameters.of_loss()) > len(of_loss))):
-            raise ValueError(
-                "the loss is a module that shares a parameter with a stage, and shards put another one in "
-                "its place in the stage: let the loss hold the stage's module instead of its parameter"
-            )
+        reductions = self._reductions(agreed.ties, mp_policy)
         self._copies = set(map(id, reductions.copies))
         self._late, self._release_arguments = reductions.late, dict[str, Any]()
+        self._records: Path | None = None
         parts = RankParts(
             timetable,
             self.rank,
@@ -175,6 +161,31 @@ class Pipeline(PipelineState, PipelineGradientRelease, PipelineTimeline):
         self._compares_losses = TENSOR in place.groups  # in the first step
         self._recorder = Recorder(self.device)
         self._recording: Recorder | None = None
+
+    def _reductions(self, ties: Sequence[Tie], mp_policy: Any) -> Reductions:
+        """What sums this rank's gradients; with shards, the stages are sharded here. Collective.
+
+        Raises ValueError if sharding replaces a parameter that the loss shares with a stage.
+        """
+        of_loss = self._parameters.of_loss()
+        reductions = Reductions(
+            self.stages,
+            ties,
+            self.timetable.rank_of,
+            self.place,
+            rank=self.rank,
+            group=self.group,
+            timeout=self._timeout,
+            reshard=self._reshard,
+            mp_policy=mp_policy,
+            loss=of_loss,
+        )
+        if any(self.place.gather(len(self._parameters.of_loss()) > len(of_loss))):
+            raise ValueError(
+                "the loss is a module that shares a parameter with a stage, and shards put another one in "
+                "its place in the stage: let the loss hold the stage's module instead of its parameter"
+            )
+        return reductions
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> list[Tensor]:
         """Forward and backward of one whole batch. Adds to each `.grad` the mean over microbatches.
@@ -299,6 +310,8 @@ class Pipeline(PipelineState, PipelineGradientRelease, PipelineTimeline):
             offload=self._offload,
         )
         following.num_steps, following.loss_scale = self.num_steps, self.loss_scale
+        if self._records is not None:
+            following.leave_records_in(self._records)
         if self._release_arguments:
             following.release_gradients(**self._release_arguments)
         return following
