@@ -99,7 +99,7 @@ def runs_in(folder):
 
 def written(path, last):
     """The file once `last` stands in it: wandb's own process may write a little after finish()."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while last not in (content := path.read_bytes()) and time.monotonic() < deadline:
         time.sleep(0.1)
     return content

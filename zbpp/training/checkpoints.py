@@ -23,7 +23,8 @@ _BYTES_PER_SECOND = 1e8  # written by one process, where no checkpoint was measu
 
 
 class Checkpoints(Callback):
-    """Saves every so many steps, when the run is left early, and at the end of a run that is long enough.
+    """Saves every so many steps, when the run is left early, and at the end of a run that is long enough or
+    has gone on from a checkpoint.
 
     folder: gets a folder per step. every: 0 for leaving early only. keep: how many checkpoints stay.
     background: whether training goes on while a checkpoint is written; its state is copied first. config: the
@@ -67,7 +68,8 @@ class Checkpoints(Callback):
         """Save what is not saved yet, and wait until it is written."""
         self._settle()
         step, leaves = trainer.next_step, trainer.leaving is not None
-        if step > self._last and (leaves or 0 < self._every <= step):
+        # If the folder has an earlier one, the same command would go on from that with a run that has ended.
+        if step > self._last and (leaves or self._last or 0 < self._every <= step):
             error = self._save(trainer, step, in_background=False)
             if error and leaves:
                 raise CheckpointError(error)
