@@ -230,3 +230,11 @@ def test_callbacks_of_other_classes_are_named_and_two_of_one_class_are_told_apar
     assert "EarlyStop" in said
     with pytest.raises(CheckpointError, match="callback Counts can't take its state.*KeyError"):
         again(Counts("number"))
+
+
+def test_a_run_that_stops_behind_its_last_step_has_left_nothing_undone(tmp_path):
+    """Else its summary would ask for a resume, and the resume would be refused."""
+    trainer = trainer_of("a scheduler of torch's", callbacks=[StopAfter(STEPS), checkpoints_in(tmp_path)])
+    assert len(losses_of(trainer)) == STEPS
+    assert trainer.leaving is None
+    assert (tmp_path / "latest").read_text() == f"step-{STEPS}\n"
