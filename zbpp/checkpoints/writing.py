@@ -42,7 +42,7 @@ class Part:
         self._items = self._planner.finish_plan(self._writer.prepare_global_plan(chosen)[index])
 
     def copy(self, buffers: dict[Any, Tensor]) -> None:
-        """Copy the tensors into host memory, so that training may change them. buffers: memory to use again."""
+        """Copy the tensors to host memory, so that training may change them. buffers: memory to use again."""
         assert self._items is not None  # `choose` comes first
         self._copies = {}
         devices = set()

@@ -79,8 +79,8 @@ def generate(
     """The tokens that follow a prompt, equal on all ranks. Collective over the mesh.
 
     temperature: 0: always the likeliest token; else tokens are drawn with `seed`. window: how many of the
-    last tokens the model sees; None: all. Stage 0 gets int64 [1, time], the last stage returns logits [1, time,
-    vocabulary]. Raises ValueError, on all ranks, for another output.
+    last tokens the model sees; None: all. Stage 0 gets int64 [1, time], the last stage returns logits
+    [1, time, vocabulary]. Raises ValueError, on all ranks, for another output.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
