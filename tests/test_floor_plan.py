@@ -43,7 +43,8 @@ MAY_IMPORT = {
     "zbpp/job.py": {"builders", "config", "prediction"} | _TRAINING,
     "zbpp/results.py": {"config", "prediction", "render"} | _TRAINING,
     "zbpp/data/": {"data", "seeding"},
-    "zbpp/export.py": {"builders", "config", "models", "training"},
+    "zbpp/export.py": {"builders", "config", "export_adapter", "models", "training"},
+    "zbpp/export_adapter.py": {"config", "models", "training"},
     "zbpp/explain_stage.py": {"builders", "config", "data", "training", "autograd"},
     # What each rank will hold: the stages run on fake tensors.
     "zbpp/prediction/": {"builders", "config", "prediction", "render"} | _TRAINING,

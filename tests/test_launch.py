@@ -614,10 +614,9 @@ def test_compare_draws_the_losses_of_tokens_in_bits(tmp_path, capsys, monkeypatc
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert compare.main([str(tmp_path), str(tmp_path), "--picture", str(tmp_path / "losses.png")]) == 0
     ((curves, path, unit),) = drawn
-    bits = 1 / math.log(2)
-    assert [(each.losses, each.held_out) for each in curves] == [
-        ({1: 2 * bits, 2: bits}, {2: 1.5 * bits})
-    ] * 2
+    for each in curves:
+        assert each.losses == {1: 2 / math.log(2), 2: 1 / math.log(2)}
+        assert each.held_out == {2: 1.5 / math.log(2)}
     assert (path, unit) == (tmp_path / "losses.png", "bits per token")
     render_curves(curves, path, unit)
     assert path.read_bytes().startswith(b"\x89PNG")

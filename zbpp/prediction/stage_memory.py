@@ -161,7 +161,7 @@ class _Stages:
         run: dict[str, Any] = {"is_last": is_last, "loss_fn": loss_fn, "target": target}
         with LiveTensors() as live:
             accumulation = _accumulation(optimizer, index, stage) if release == "accumulate" else None
-            memory = microbatch_memory(index, stage, args, live, release=accumulation, **run)
+            memory = microbatch_memory(index, stage, args, live, gradient_release=accumulation, **run)
             states, update = _optimizer_bytes(live, optimizer)
         leaving = bytes_that_leave(index, stage, args, **run)
         parameters = _bytes(stage.parameters())
@@ -220,7 +220,7 @@ def _check_modules(stage: nn.Module) -> None:
 
 
 def _accumulation(optimizer: torch.optim.Optimizer, index: int, stage: nn.Module) -> OptimizerAccumulation:
-    """The Release for the W's of two microbatches, the second of which updates the weights."""
+    """The GradientRelease for the W's of two microbatches, the second of which updates the weights."""
     found = OptimizerAccumulation(optimizer, {index: [*stage.parameters()]}, num_microbatches=2)
     found.begin(1.0, has_graph=False)
     return found

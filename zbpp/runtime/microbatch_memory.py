@@ -20,7 +20,7 @@ from zbpp.autograd.deferred_offload import DeferredTensors
 from zbpp.autograd.offload import LEAST_BYTES, may_leave
 from zbpp.autograd.storages import storages_of
 from zbpp.runtime.feed import Feed
-from zbpp.runtime.gradient_release import Release
+from zbpp.runtime.gradient_release import GradientRelease
 from zbpp.runtime.layout import TensorLayout, layout_of
 from zbpp.runtime.live_tensors import LiveTensors
 from zbpp.runtime.stage import Loss, StageWorker
@@ -46,16 +46,16 @@ def microbatch_memory(
     is_last: bool = False,
     loss_fn: Loss | None = None,
     target: Any = None,
-    release: Release | None = None,
+    gradient_release: GradientRelease | None = None,
     device: torch.device = _CPU,
 ) -> MicrobatchMemory:
     """Run F, B and W of two microbatches, one after the other, and measure the second.
 
     The first microbatch allocates the gradients, which stay. live: a LiveTensors that the caller has entered.
-    release: what W does with gradients; None: the gradients stay.
+    gradient_release: what W does with gradients; None: the gradients stay.
     """
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn, device=device)
-    worker.release_leaves(None if release is None else partial(release.leaf_done, index))
+    worker.release_leaves(None if gradient_release is None else partial(gradient_release.leaf_done, index))
     feed = Feed([inputs] * 2 if index == 0 else (), [{}] * 2, [target] * 2, [0, 1])
     worker.begin(feed)
     _MicrobatchRun(worker, live, inputs, 0, device).measured()

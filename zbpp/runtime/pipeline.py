@@ -6,11 +6,11 @@ Everything that can be known before the first step is done in the constructor. `
 by the Engine, which also says what happens when a rank fails. This file has construction, `step` and
 `evaluate`; the other methods are in
 
-    pipeline_state     parameters, their names, state_dict
-    pipeline_release   weights that are updated inside the step
-    pipeline_gate      an update that the next step waits for
-    pipeline_timeline  what is measured
-    pipeline_end       close, and the end after an error
+    pipeline_state             parameters, their names, state_dict
+    pipeline_gradient_release  weights that are updated inside the step
+    pipeline_validation        an update that the next step waits for
+    pipeline_timeline          what is measured
+    pipeline_end               close, and the end after an error
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zbpp.runtime.activation_offload import ActivationOffload
 from zbpp.runtime.arguments import device_of, model_of, rank_in, timetable_of
 from zbpp.runtime.call_order import order_of_copies
 from zbpp.runtime.checks import agree_on_stages, check_ranks_agree
@@ -33,10 +34,10 @@ from zbpp.runtime.groups import group_of_this_process, set_timeout
 from zbpp.runtime.measure import Recorder
 from zbpp.runtime.mesh import TENSOR, Place
 from zbpp.runtime.named_losses import NamedLosses, summed
-from zbpp.runtime.offload_plan import ActivationOffload, check_one_offload, offload_maker
+from zbpp.runtime.offloader import check_one_offload, offload_maker
 from zbpp.runtime.outputs import Metrics, Outputs
 from zbpp.runtime.parameters import StageParameters
-from zbpp.runtime.pipeline_release import PipelineRelease
+from zbpp.runtime.pipeline_gradient_release import PipelineGradientRelease
 from zbpp.runtime.pipeline_state import PipelineState
 from zbpp.runtime.pipeline_timeline import PipelineTimeline
 from zbpp.runtime.rank_parts import RankParts
@@ -51,7 +52,7 @@ from zbpp.seeding import seed_of
 from zbpp.stage_api import PipelineModel
 
 
-class Pipeline(PipelineState, PipelineRelease, PipelineTimeline):
+class Pipeline(PipelineState, PipelineGradientRelease, PipelineTimeline):
     """One rank of a pipeline.
 
     stages: {stage index: module}, exactly those that `timetable` gives to this rank; or a model (see
@@ -84,8 +85,8 @@ class Pipeline(PipelineState, PipelineRelease, PipelineTimeline):
     step_losses, evaluation_losses: this rank's part of the named losses of the last step and evaluation.
     loss_scale: a factor on all gradients that `step` computes, 1.0 until it is set; the losses that `step`
     returns don't have it. With float16 it keeps small gradients above zero; whoever sets it divides it out.
-    gate: an update that the next call has to wait for: `step` before its first B, other methods at once; see
-    zbpp.PostValidation, which sets it.
+    pending_update: an update that the next call has to wait for: `step` before its first B, other methods at
+    once; see zbpp.PostValidation, which sets it.
 
     Raises TypeError or ValueError for stages, a group or a mesh that don't fit the timetable, for stages in
     DistributedDataParallel, and for stages in FSDP that aren't sharded over this mesh; AgreementError if
