@@ -60,8 +60,9 @@ class Saving:
         """Write now, and wait."""
         self._write()
 
-    def write_in_background(self, failed: Failed | None) -> None:
-        """Write in a thread."""
+    def write_in_background(self, buffers: dict[Any, Tensor], failed: Failed | None = None) -> None:
+        """Copy the tensors to host memory, then write in a thread. buffers: host memory to use again."""
+        self._part.copy(buffers)
         self._failed = failed
         self.under_way.is_open = True
         # Not a daemon: a process that ends, ends after its part is written.
@@ -152,8 +153,7 @@ class Saver:
 
     def begin(self, saving: Saving) -> None:
         """Copy the tensors of `saving`, and write them in the background. Before the next: `settle`."""
-        saving._part.copy(self._buffers)
-        saving.write_in_background(self._failed)
+        saving.write_in_background(self._buffers, self._failed)
         self._last = saving
 
     def settle(self) -> str:
@@ -200,7 +200,7 @@ def save(
         folder, pipeline, optimizer, step=step, masters=masters, keep=keep, info=info, states=states
     )
     if background:
-        Saver(_ignore).begin(saving)
+        saving.write_in_background({})
     else:
         saving.write()
         saving.wait()
@@ -297,7 +297,3 @@ def _merged(parts: list[dict[str, Any]], pipeline: Pipeline, step: int) -> dict[
 
 def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:500] or type(error).__name__
-
-
-def _ignore(why: str) -> None:
-    """Do nothing: `wait` of the caller raises the error."""
