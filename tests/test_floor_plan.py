@@ -70,6 +70,8 @@ MAY_IMPORT = {
     "zbpp/training/": _TRAINING,
     "zbpp/cutting/": {"autograd", "cutting", "partition"},
     "zbpp/models/": {"models", "partition"} | _LEAVES,
+    # Draws how the losses of several runs fell.
+    "zbpp/commands/compare.py": {"render"},
     # The command line: parses, calls one function, prints.
     "zbpp/commands/": {
         "commands",
