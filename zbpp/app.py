@@ -67,6 +67,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         with naming("model"):
             trainer = _build_trainer(config, job, precision, mesh)
         path = Path(broadcast(config.run_dir))
+        trainer.pipeline.leave_records_in(path / "failure")
         saving = build_saving(config, settings, path, trainer, folder)
         if folder is not None:
             folder.begin(trainer.next_step)

@@ -16,6 +16,7 @@
     loader       a user's own Dataset (dataset), DataLoader or list of batches; `loaded_data`
     regression   random regression
     read_ahead   reads the next batches in a thread
+    special_tokens  BOS and EOS of a tokenizer, for sampling
 
 The names are loaded when they are first used: preparing tokens imports no torch.
 """

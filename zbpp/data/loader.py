@@ -8,7 +8,8 @@ processes, has to seed itself alike on every rank.
 A run that goes on at step 1000 needs batch 1000:
 
     a map-style Dataset, a list          is asked for that batch
-    a DataLoader of a map-style Dataset  draws the indices of the batches before, and loads none of them
+    a DataLoader of a map-style Dataset  draws the indices of the batches before, and loads none of them;
+                                         if its sampler is one of torch's, whose order an epoch's seed gives
     has state_dict and load_state_dict   goes on from its own state, if the checkpoint has one
     anything else                        yields all batches before, and a warning says so
 """
@@ -25,7 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from zbpp.data.batch import num_rows, parts_of
 from zbpp.data.dataset import DatasetBatches, is_map_style
@@ -35,6 +45,10 @@ from zbpp.seeding import seed_of
 _log = logging.getLogger(__name__)
 _SECONDS_UNTIL_SAID = 2.0  # between two warnings about skipped batches
 
+# Their order depends on nothing but random numbers. One of a user's own may count its epochs.
+_SAMPLERS = (
+    SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler,
+)  # fmt: skip
 _ENDLESS = 2**40  # batches of a source that doesn't say how many it has
 _NOTHING = object()
 
@@ -51,6 +65,7 @@ class Loaded:
 
     def __init__(self, batches: Iterable[Any], *, batch_size: int, seed: int, name: str = "training") -> None:
         self._batches, self._batch_size, self._seed, self._name = batches, batch_size, seed, name
+        self._generators = [(each, each.initial_seed()) for each in _generators_of(batches)]
         self._begin()
 
     def _begin(self) -> None:
@@ -91,11 +106,10 @@ class Loaded:
         return {**state, "loader": self._batches.state_dict()}  # type: ignore[attr-defined]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the batch that was the latest at `state_dict`; {}: begin anew.
+        """Go on after the batch that was the latest at `state_dict`; {}: skip the batches before.
 
         A state with batches of another size is not used, with a warning: batches are skipped instead.
         """
-        self._begin()
         if not state or not _has_state(self._batches):
             return
         if state["batch_size"] != self._batch_size:
@@ -104,6 +118,7 @@ class Loaded:
                 self._name, state["batch_size"], self._batch_size,
             )  # fmt: skip
             return
+        self._begin()
         self._batches.load_state_dict(state["loader"])  # type: ignore[attr-defined]
         with torch.random.fork_rng([]):
             self._start_epoch(state["epoch"])
@@ -114,13 +129,16 @@ class Loaded:
         loader = self._batches
         if not isinstance(loader, DataLoader) or loader.batch_sampler is None or _has_state(loader):
             return
+        sampler = loader.batch_sampler
+        if type(sampler) is not BatchSampler or type(sampler.sampler) not in _SAMPLERS:
+            return
         if not is_map_style(loader.dataset):
             return
         epoch, place = divmod(step, len(loader))
         later = copy(loader)
         # A DataLoader sets both only in its constructor. _iterator: the processes of persistent_workers.
         later.__dict__ |= {
-            "batch_sampler": _Later(loader.batch_sampler, place, seed_of(self._seed, "batch", step)),
+            "batch_sampler": _Later(sampler, place, seed_of(self._seed, "batch", step)),
             "_iterator": None,
         }
         with torch.random.fork_rng([]):
@@ -134,6 +152,12 @@ class Loaded:
         # the same whether one process reads an epoch, or replicas in smaller batches.
         self._epoch = epoch
         torch.default_generator.manual_seed(seed_of(self._seed, "epoch", epoch))
+        for generator, seed in self._generators:
+            generator.manual_seed(seed_of(seed, "epoch", epoch))
+        if batches is None and getattr(self._batches, "_iterator", None) is not None:
+            # persistent_workers: a DataLoader's first iterator alone draws a seed for its processes.
+            generator_of_it = self._batches.generator  # type: ignore[attr-defined]
+            torch.empty((), dtype=torch.int64).random_(generator=generator_of_it)
         self._iterator = iter(self._batches if batches is None else batches)
 
     def _next(self, number: int) -> Any:
@@ -192,6 +216,14 @@ class _Later:
 
     def __len__(self) -> int:
         return len(self._sampler) - self._skipped
+
+
+def _generators_of(batches: object) -> list[torch.Generator]:
+    """The generators that a DataLoader or its sampler was given; the order of an epoch is drawn from them."""
+    sampler = getattr(batches, "batch_sampler", None)
+    places = (batches, sampler, getattr(sampler, "sampler", None))
+    found = [getattr(each, "generator", None) for each in places]
+    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
 
 def _has_state(batches: object) -> bool:
