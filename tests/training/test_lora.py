@@ -11,8 +11,8 @@ from zbpp import ActivationOffload, Pipeline, PostValidation, WeightGrads, backw
 from zbpp.autograd import recompute
 from zbpp.autograd.compiled import compile_stage
 from zbpp.runtime.blocks import blocks_of
-from zbpp.runtime.weight_offload import OffloadedWeights
 from zbpp.runtime.tensor_parallel import parallelize
+from zbpp.runtime.weight_offload import OffloadedWeights
 from zbpp.training.fine_tuned import FineTuned, check_fine_tuned
 from zbpp.training.lora import save_adapter
 
