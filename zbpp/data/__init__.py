@@ -11,6 +11,7 @@
     tokens       batches of them; mixture: of several such folders
     regression   random regression
     read_ahead   the next batches, by a thread
+    special_tokens  BOS and EOS of a tokenizer, for sampling
     loader       a user's own Dataset, DataLoader or list of batches
 
 The names are loaded when they are first used: preparing tokens imports no torch.
