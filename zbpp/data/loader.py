@@ -154,11 +154,11 @@ class Loaded:
         torch.default_generator.manual_seed(seed_of(self._seed, "epoch", epoch))
         for generator, seed in self._generators:
             generator.manual_seed(seed_of(seed, "epoch", epoch))
-        if batches is None and getattr(self._batches, "_iterator", None) is not None:
-            # persistent_workers: a DataLoader's first iterator alone draws a seed for its processes.
-            generator_of_it = self._batches.generator  # type: ignore[attr-defined]
-            torch.empty((), dtype=torch.int64).random_(generator=generator_of_it)
-        self._iterator = iter(self._batches if batches is None else batches)
+        batches = self._batches if batches is None else batches
+        if isinstance(batches, DataLoader) and batches._iterator is not None:  # persistent_workers
+            # A DataLoader's first iterator draws a seed for processes before the order; a later one does not.
+            torch.empty((), dtype=torch.int64).random_(generator=batches.generator)
+        self._iterator = iter(batches)
 
     def _next(self, number: int) -> Any:
         with torch.random.fork_rng([]):

@@ -52,9 +52,9 @@ class WeightFiles:
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
-        """{name in the files: its entry}, of all files."""
+        """{name in the files: its entry}, of all files; a single file goes before an index."""
         index = self.folder / INDEX
-        if not index.exists():
+        if (self.folder / SINGLE).exists():
             return _entries_of(self.folder / SINGLE)
         places = _weight_map(index)
         found: dict[str, Entry] = {}
