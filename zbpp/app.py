@@ -51,8 +51,8 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     rank, num_processes = place_in_job(config.parallel.num_processes)
     check_offload_folder(config.memory)
     # Rank 0 alone plans, before it joins the other ranks, which wait for its plan. So the ranks can't
-    # disagree, and a mistake in the config is reported once. And parts of layers are measured in a process
-    # group that does not exist, before the real one does.
+    # disagree, and a mistake in the config is reported once. Measuring parts of layers needs a fake process
+    # group, which has to be gone before the real one is made.
     num_ranks = pipeline_ranks(config.parallel, num_processes)
     job, measured = planned_job(config, num_ranks) if rank == 0 else (None, None)
     with (
@@ -67,6 +67,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         with naming("model"):
             trainer = _build_trainer(config, job, precision, mesh)
         path = Path(broadcast(config.run_dir))
+        trainer.pipeline.leave_records_in(path / "failure")
         saving = build_saving(config, settings, path, trainer, folder)
         if folder is not None:
             folder.begin(trainer.next_step)
@@ -86,9 +87,9 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
 
 
 def check_before_start(config: TrainConfig, num_processes: int) -> None:
-    """Raise rank 0's errors about folder, degrees, model or plan before any rank is started.
+    """Raise the errors about folder, degrees, model or plan that rank 0 would raise, before ranks start.
 
-    A schedule that is planned for costs is not tried, see `check_plan`.
+    A schedule that is planned for costs is not planned here, see `check_plan`.
     """
     check_free(config.run_dir, overwrite=config.overwrite, resume=config.resume)
     check_offload_folder(config.memory)
@@ -99,7 +100,7 @@ def check_before_start(config: TrainConfig, num_processes: int) -> None:
 
 @contextmanager
 def _run_folder(config: TrainConfig, rank: int) -> Iterator[RunFolder | None]:
-    """The claimed folder on rank 0, where a folder that can't be used is refused; None on other ranks."""
+    """The run's folder, claimed, on rank 0, which raises FolderError if it can't; None on other ranks."""
     options: Any = {"overwrite": config.overwrite, "resume": config.resume}
     with claimed(config.run_dir, **options) if rank == 0 else nullcontext() as folder:
         yield folder
@@ -116,27 +117,28 @@ def _build_trainer(config: TrainConfig, job: Job, precision: Precision, mesh: De
     # After the pipeline, which gives all copies of a parameter the same float32 values.
     masters = build_masters(pipeline, precision)
     optimizer = optimizer_of(pipeline, config.optimizer, masters, config.memory.gradient_release)
-    return Trainer(
-        pipeline=pipeline,
-        optimizer=optimizer,
-        data=limit_evaluation(
-            data, config.evaluate_every, config.evaluation_batches, pipeline.place.num_data_parts
-        ),
-        learning_rate=learning_rate_factor(config.optimizer, config.steps),
-        scheduler=build_scheduler(optimizer, config.optimizer),
-        clip_norm=config.optimizer.clip_norm,
-        evaluate_every=config.evaluate_every,
-        read_ahead=config.read_ahead,
-        record_every=config.measure_every,
-        callbacks=build_early_stop(config),
-        metrics=metrics_of(model, precision),
-        replan=build_replan(config.schedule.replan, config.memory.limit, timetable, loss_fn, stages),
-        masters=masters,
-        loss_scale=LossScale() if precision.is_scaled else None,
-        gradient_release=config.memory.gradient_release,
-        post_validation=build_validation(config.optimizer),
-        memory_report=MemoryReport(config.steps - 1) if config.memory.report else None,
-    )
+    with naming("optimizer"):  # what an update does not go with
+        return Trainer(
+            pipeline=pipeline,
+            optimizer=optimizer,
+            data=limit_evaluation(
+                data, config.evaluate_every, config.evaluation_batches, pipeline.place.num_data_parts
+            ),
+            learning_rate=learning_rate_factor(config.optimizer, config.steps),
+            scheduler=build_scheduler(optimizer, config.optimizer),
+            clip_norm=config.optimizer.clip_norm,
+            evaluate_every=config.evaluate_every,
+            read_ahead=config.read_ahead,
+            record_every=config.measure_every,
+            callbacks=build_early_stop(config),
+            metrics=metrics_of(model, precision),
+            replan=build_replan(config.schedule.replan, config.memory.limit, timetable, loss_fn, stages),
+            masters=masters,
+            loss_scale=LossScale() if precision.is_scaled else None,
+            gradient_release=config.memory.gradient_release,
+            post_validation=build_validation(config.optimizer),
+            memory_report=MemoryReport(config.steps - 1) if config.memory.report else None,
+        )
 
 
 def _print_facts(config: TrainConfig, job: Job) -> None:
@@ -145,7 +147,8 @@ def _print_facts(config: TrainConfig, job: Job) -> None:
         print("layers per stage:", *cut, flush=True)
     if config.memory.recompute == "auto":
         stages = ", ".join(map(str, sorted(job.recomputed))) or "none"
-        print(f"stages that recompute: {stages}", flush=True)
+        note = f" ({config.counts_without_offload})" if config.counts_without_offload else ""
+        print(f"stages that recompute: {stages}{note}", flush=True)
 
 
 def _run(

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from zbpp import Pipeline, plan
 from zbpp.builders.data import build_data
@@ -213,6 +213,18 @@ def test_a_dataset_is_named_as_it_is_and_gets_no_argument_that_it_does_not_take(
     assert (data.unit, data.items_per_batch, data.num_evaluation_batches) == ("rows", BATCH, 0)
 
 
+class Seeded(Squares):
+    def __init__(self, seed: int):
+        super().__init__(100 + seed)
+
+
+@pytest.mark.parametrize(("node", "expected"), [({}, 7), ({"seed": 3}, 3)])
+def test_data_get_the_runs_seed_unless_they_name_one(monkeypatch, node, expected):
+    monkeypatch.setitem(sys.modules, "my_data", sys.modules[__name__])
+    data = build_data({"_target_": "my_data.Seeded", **node}, 1, 7)
+    assert data.train.num_batches == 100 + expected
+
+
 def test_a_pair_is_what_to_train_on_and_what_is_held_out_in_its_order():
     data = loaded_data((Squares(), Squares(8)), batch_size=BATCH, seed=0)
     assert data.num_evaluation_batches == 2
@@ -266,13 +278,66 @@ def shuffled_noise():
     return DataLoader(Noisy(), batch_size=BATCH, shuffle=True, drop_last=True)
 
 
-@pytest.mark.parametrize("make", [Noisy, shuffled_noise, Stream, lambda: [*Stream()]])
+def loader_with_a_generator():
+    generator = torch.Generator().manual_seed(3)
+    return DataLoader(Squares(), batch_size=BATCH, shuffle=True, drop_last=True, generator=generator)
+
+
+class Counted(Sampler):
+    """An order that is another one each time that it is asked for."""
+
+    epoch = 0
+
+    def __len__(self):
+        return ROWS
+
+    def __iter__(self):
+        self.epoch += 1
+        return iter(torch.randperm(ROWS, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+def loader_with_a_sampler():
+    return DataLoader(Squares(), batch_size=BATCH, sampler=Counted(), drop_last=True)
+
+
+class CountedStream(Stream):
+    """Other batches each time that it is iterated over."""
+
+    epoch = 0
+
+    def __iter__(self):
+        self.epoch += 1
+        return ((x + self.epoch, y) for x, y in Stream.__iter__(self))
+
+
+MAKERS = [
+    Noisy, shuffled_noise, Stream, lambda: [*Stream()], loader_with_a_generator, loader_with_a_sampler,
+    CountedStream,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("step", [1, 3, 5, 12])
 def test_a_run_that_goes_on_sees_the_batches_that_it_would_have_seen(make, step):
-    running, later = (loaded_data(make(), batch_size=BATCH, seed=7).train for _ in range(2))
-    expected = [running.batch(number)[0] for number in range(step + 7)]
+    running, later = (loaded_data(make(), batch_size=BATCH, seed=7) for _ in range(2))
+    expected = [running.train.batch(number)[0] for number in range(step + 7)]
+    later.load_state_dict({})  # as a checkpoint has it
     for number in range(step, step + 7):
-        assert torch.equal(later.batch(number)[0], expected[number])
+        assert torch.equal(later.train.batch(number)[0], expected[number])
+
+
+def test_a_users_own_generator_gives_an_order_anew_each_epoch():
+    data = loaded_data(loader_with_a_generator(), batch_size=BATCH, seed=7)
+    first, second = rows_of(data, range(5)), rows_of(data, range(5, 10))
+    assert sorted(first) == sorted(second) == list(range(ROWS))
+    assert first != second
+
+
+def test_processes_that_persist_change_no_order():
+    options = {"batch_size": BATCH, "shuffle": True, "drop_last": True, "num_workers": 1}
+    loader = DataLoader(Squares(), **options, persistent_workers=True)
+    plain, persistent = (loaded_data(each, batch_size=BATCH, seed=7) for each in (shuffled_loader(), loader))
+    assert rows_of(persistent, range(12)) == rows_of(plain, range(12))
 
 
 def test_a_dataset_and_a_loader_of_one_load_no_row_that_was_trained_on(monkeypatch):

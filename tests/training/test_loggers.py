@@ -116,6 +116,16 @@ def test_wandb_offline_writes_one_run_with_config_metrics_and_summary(no_account
 
 
 @needs_wandb
+def test_a_run_that_goes_on_goes_on_in_its_wandb_run(no_account, tmp_path):
+    """wandb joins parts by their id. A run that begins anew in the folder is another one."""
+    found = []
+    for goes_on in (False, True, False):
+        Wandb(tmp_path, project="test", mode="offline", config={}, goes_on=goes_on).close({}, failed=False)
+        found.append({path.name.rpartition("-")[2] for path in (tmp_path / "wandb").glob("offline-run-*")})
+    assert [len(each) for each in found] == [1, 1, 2]
+
+
+@needs_wandb
 def test_wandb_online_without_a_key_goes_offline_and_says_so(no_account, tmp_path, capsys):
     write(tmp_path, "online")
     assert "no API key here; logging offline, `wandb sync` later" in capsys.readouterr().out

@@ -616,6 +616,10 @@ def disagreeing(rank):
             told.append(said(lambda: PostValidation(pipeline, optimizer)))  # noqa: B023
         else:
             told.append(said(lambda: pipeline.release_gradients(optimizer)))  # noqa: B023
+    pipeline = Pipeline(Model(), plan("1f1b", 2, M))
+    steps = PostValidation(pipeline, adamw(pipeline.parameters()))
+    steps.step(x, target=y)
+    told.append(said(lambda: (pipeline if rank else steps).step(x, target=y)))
     return found, told
 
 
@@ -624,8 +628,9 @@ def test_ranks_that_read_weights_make_no_difference_and_other_differences_are_to
     for found in both_found:
         assert found[0] == found[1] == found[2]
         assert found[0][1] >= 2
-    for clip, release, validation in both_told:
+    for clip, release, validation, bare in both_told:
         assert "clip_norm: 1.0 on rank 0; 2.0 on rank 1" in clip
         assert re.search(r"rank \d is in \w+\(\) while rank \d is in \w+\(\)", release)
         assert "release_gradients()" in release
         assert "PostValidation()" in validation
+        assert "is in PostValidation.step()" in bare

@@ -1,4 +1,4 @@
-"""What a run does beside training, from its config: leaving early, figures shown, profile, samples."""
+"""The callbacks of a run, from its config: early ends, figures shown, profile, samples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 from zbpp.config import ConfigError, TrainConfig, naming
 from zbpp.data import Data
 from zbpp.data.corpus import load_tokenizer
-from zbpp.data.prepared import HEADER, TOKENIZER
+from zbpp.data.prepared import HEADER, TOKENIZER, open_prepared
+from zbpp.data.special_tokens import begin_and_ends
 from zbpp.runtime.world import World
 from zbpp.training.callbacks import Callback
 from zbpp.training.leaving.early_stop import EarlyStop
@@ -35,7 +36,7 @@ def build_callbacks(
 
 
 def build_early_stop(config: TrainConfig) -> list[Callback]:
-    """The early stop, if there is one. Made with the trainer: a checkpoint holds its state."""
+    """The early stop, or []. The trainer is made with it, since a checkpoint holds its state."""
     stop = config.early_stop
     if stop.metric is None:
         return []
@@ -58,9 +59,11 @@ def _sampler(config: TrainConfig, data: Data, here: World, folder: Path, loggers
         raise ConfigError(f"sample.every={config.sample.every}: the data are {data.unit}, no text; write 0")
     options = config.sample
     with naming("sample"):
+        coder, ends = _coder(config)
         return Sampler(
             options.prompt,
-            _coder(config),
+            coder,
+            ends=ends,
             every=options.every,
             max_tokens=options.max_tokens,
             temperature=options.temperature,
@@ -71,17 +74,30 @@ def _sampler(config: TrainConfig, data: Data, here: World, folder: Path, loggers
         )
 
 
-def _coder(config: TrainConfig) -> Coder:
-    """The tokenizer that the config names, the data's, or bytes."""
+def _coder(config: TrainConfig) -> tuple[Coder, frozenset[int]]:
+    """(the tokenizer of the sampled text, the tokens that end a text).
+
+    The tokenizer is that of `sample`, else that of `data`, else bytes.
+    """
     path = config.sample.tokenizer or config.data.get("tokenizer")
     source = str(config.data.get("path") or (config.data.get("mixture") or [{}])[0].get("path") or "")
-    if path is None and (Path(source) / HEADER).is_file() and (Path(source) / TOKENIZER).is_file():
-        path = str(Path(source) / TOKENIZER)
+    ends: frozenset[int] = frozenset()
+    if (Path(source) / HEADER).is_file():
+        end = open_prepared(source).header.end_token
+        ends = ends if end is None else frozenset({end})
+        if path is None and (Path(source) / TOKENIZER).is_file():
+            path = str(Path(source) / TOKENIZER)
     if path is not None:
-        return TokenizerFile(load_tokenizer(Path(path)))
+        # A folder of transformers' is named for conversations.
+        file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+        tokenizer = load_tokenizer(file)
+        begin, others = begin_and_ends(tokenizer, file.parent)
+        # Text and tokens to train on have no BOS: a new model does not know the token.
+        is_known = config.model.get("path") is not None or "chat_template" in config.data
+        return TokenizerFile(tokenizer, begin if is_known else None), ends | others
     if source.endswith((".npy", ".bin")):
         raise ValueError(
             f"data.path={source} holds tokens, and nothing says what text they are: write "
             "sample.tokenizer=FILE"
         )
-    return Bytes()
+    return Bytes(), ends

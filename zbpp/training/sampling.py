@@ -1,14 +1,14 @@
 """Text sampled from the model while it is trained, through the pipeline that trains it.
 
 For each token the stages run forward on all tokens so far, as one microbatch. The owner of the last stage
-chooses the next token, which then goes to all ranks. No attention keys are kept between tokens: so this works
-for any stage, and any number of ranks, and is meant for a few lines of text, not for serving.
+chooses the next token, which then goes to all ranks. There is no KV cache. So sampling works with any stage
+and any number of ranks; it is meant for a few lines of text, not for serving.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from zbpp.training.trainer import Trainer
 
-_PADDING = 0  # any token: a causal model does not look at what follows
+_PADDING = 0  # any token will do: a causal model does not see later positions
 
 
 class Coder(Protocol):
@@ -48,20 +48,21 @@ class Bytes:
 
 
 class TokenizerFile:
-    """The tokens of a Hugging Face tokenizer."""
+    """The tokens of a Hugging Face tokenizer. begin: the token before each text (BOS), None: none."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, begin: int | None = None) -> None:
         self._tokenizer = tokenizer
+        self._before = [] if begin is None else [begin]
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._before + list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
 
 class _Chosen(NamedTuple):
-    """What a rank says of the next token: the last stage's owner has it, or a reason why there is none."""
+    """The next token, or the reason why there is none; the default on ranks without the last stage."""
 
     token: int | None = None
     refusal: str = ""
@@ -75,12 +76,14 @@ def generate(
     temperature: float = 0.0,
     seed: int = 0,
     window: int | None = None,
+    ends: Collection[int] = (),
 ) -> list[int]:
     """The tokens that follow a prompt, equal on all ranks. Collective over the mesh.
 
-    temperature 0: always the likeliest token, else drawn with `seed`. window: the model sees so many of the
-    last tokens; None: all. Stage 0 gets int64 [1, time], the last stage returns logits [1, time, vocabulary].
-    Raises ValueError, on all ranks, for another output.
+    temperature: 0: always the likeliest token; else tokens are drawn with `seed`. window: how many of the
+    last tokens the model sees; None: all. ends: tokens that end a text, such as EOS. Stage 0 gets int64
+    [1, time], the last stage returns logits [1, time, vocabulary]. Raises ValueError, on all ranks, for
+    another output.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
@@ -92,11 +95,13 @@ def generate(
         if found[0].token is None:
             raise ValueError(found[0].refusal)
         tokens.append(found[0].token)
+        if tokens[-1] in ends:
+            break
     return tokens[len(prompt) :]
 
 
 def _inputs(pipeline: Pipeline, tokens: Sequence[int]) -> tuple[Tensor, ...]:
-    """What stage 0 gets: the tokens, padded behind where tensor-parallel ranks divide them."""
+    """Stage 0's input: the tokens, padded to a multiple of the tensor-parallel degree; () on other ranks."""
     if 0 not in pipeline.stages:
         return ()
     missing = -len(tokens) % pipeline.place.size(TENSOR)
@@ -115,7 +120,7 @@ def _chosen(output: Any, length: int, temperature: float, generator: torch.Gener
         )
     logits = whole_of(output)[0, length - 1].double().cpu()
     if not logits.isfinite().any():
-        return _Chosen(token=_PADDING)  # a diverged run: training says so itself
+        return _Chosen(token=_PADDING)  # the run has diverged; the trainer reports that
     if temperature == 0:
         return _Chosen(int(logits.argmax()))
     weights = (logits.nan_to_num(-torch.inf) / temperature).softmax(0)
@@ -123,7 +128,7 @@ def _chosen(output: Any, length: int, temperature: float, generator: torch.Gener
 
 
 class Sampler(Callback):
-    """Samples a text behind every so many steps; one token before the first step, so that errors come early.
+    """Samples a text every `every` steps, and one token before the first step, so that errors come early.
 
     folder: where samples.jsonl goes; None on ranks that write nothing. log(name, text, step): shows the text.
     """
@@ -138,6 +143,7 @@ class Sampler(Callback):
         temperature: float = 0.0,
         seed: int = 0,
         window: int | None = None,
+        ends: Collection[int] = (),
         folder: Path | None = None,
         log: Callable[[str, str, int], None] = lambda name, text, step: None,
     ) -> None:
@@ -146,11 +152,12 @@ class Sampler(Callback):
         if not self._tokens:
             raise ValueError(f"prompt={prompt!r} has no token: write a longer text")
         self._max_tokens, self._temperature, self._seed, self._window = max_tokens, temperature, seed, window
+        self._ends = ends
         self._file, self._log = None if folder is None else folder / "samples.jsonl", log
         self._is_tried = False
 
     def needs_weights(self, step: int) -> bool:
-        """Whether text is sampled behind this step."""
+        """Whether text is sampled after this step."""
         return (step + 1) % self._every == 0
 
     def before_step(self, trainer: Trainer, step: int) -> None:
@@ -178,4 +185,5 @@ class Sampler(Callback):
             temperature=self._temperature,
             seed=seed_of(self._seed, "sample", step),
             window=self._window,
+            ends=self._ends,
         )
