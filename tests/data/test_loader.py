@@ -2,12 +2,13 @@
 
 import sys
 from copy import deepcopy
+from itertools import count
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
 
 from zbpp import Pipeline, plan
 from zbpp.builders.data import build_data
@@ -266,7 +267,65 @@ def shuffled_noise():
     return DataLoader(Noisy(), batch_size=BATCH, shuffle=True, drop_last=True)
 
 
-@pytest.mark.parametrize("make", [Noisy, shuffled_noise, Stream, lambda: [*Stream()]])
+def own_generator():
+    generator = torch.Generator().manual_seed(1)
+    return DataLoader(Squares(), batch_size=BATCH, shuffle=True, drop_last=True, generator=generator)
+
+
+def generator_of_the_sampler():
+    sampler = RandomSampler(Squares(), replacement=True, generator=torch.Generator().manual_seed(1))
+    return DataLoader(Squares(), batch_size=BATCH, sampler=sampler, drop_last=True)
+
+
+class Counting(Sampler):
+    """Another order in each epoch, by the sampler's own count."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def __len__(self):
+        return ROWS
+
+    def __iter__(self):
+        self.epoch += 1
+        return iter(torch.randperm(ROWS, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+def own_sampler():
+    return DataLoader(Squares(), batch_size=BATCH, sampler=Counting(), drop_last=True)
+
+
+def test_a_loader_with_a_generator_of_its_own_gives_the_batches_of_a_plain_loop():
+    for make in (own_generator, own_sampler):
+        data, plain = loaded_data(make(), batch_size=BATCH, seed=7), make()
+        expected = [int(row) for _ in range(3) for inputs, _ in plain for row in inputs[:, 0]]
+        assert rows_of(data, range(3 * ROWS // BATCH)) == expected
+
+
+def test_a_held_out_pass_over_a_loader_with_a_generator_begins_again_with_the_same_batches():
+    data = loaded_data(own_generator(), batch_size=BATCH, seed=7)
+    assert rows_of(data, [0, 1, 2]) == rows_of(data, [0, 1, 2])
+
+
+def test_ranks_with_different_numbers_of_rows_or_batches_have_different_fingerprints():
+    for make in (Squares, lambda rows: DataLoader(Squares(rows), batch_size=BATCH)):
+        prints = [loaded_data(make(rows), batch_size=BATCH, seed=7).fingerprint for rows in (20, 24)]
+        assert prints[0] != prints[1]
+
+
+def test_an_iterable_dataset_may_be_held_out():
+    class Endless(IterableDataset):
+        def __iter__(self):
+            return ((torch.tensor([float(row)]), torch.zeros(())) for row in count())
+
+    data = loaded_data((Squares(), Endless()), batch_size=BATCH, seed=7)
+    assert [int(data.evaluation.batch(step)[0][0, 0]) for step in (0, 1)] == [0, BATCH]
+
+
+LOADERS = [shuffled_noise, own_generator, generator_of_the_sampler, own_sampler]
+
+
+@pytest.mark.parametrize("make", [Noisy, *LOADERS, Stream, lambda: [*Stream()]])
 @pytest.mark.parametrize("step", [1, 3, 5, 12])
 def test_a_run_that_goes_on_sees_the_batches_that_it_would_have_seen(make, step):
     running, later = (loaded_data(make(), batch_size=BATCH, seed=7).train for _ in range(2))

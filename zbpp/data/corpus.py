@@ -212,7 +212,10 @@ def _mapped_bin(file: Path, dtype: str | None) -> Tokens:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Raises FileNotFoundError without the file, ValueError without the package or for an unreadable file."""
+    """A tokenizer that neither cuts nor pads a text, even if its file says so.
+
+    Raises FileNotFoundError without the file, ValueError without the package or for an unreadable file.
+    """
     if not path.is_file():
         raise FileNotFoundError(
             f"tokenizer {str(path)!r} is not a file (looked from {Path.cwd()}): name the tokenizer.json "
@@ -226,12 +229,15 @@ def load_tokenizer(path: Path) -> Tokenizer:
             "run `pip install tokenizers`, or name no tokenizer for bytes"
         ) from error
     try:
-        return Tokenizer.from_file(str(path))
+        loaded = Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises bare Exceptions
         raise ValueError(
             f"tokenizer {str(path)!r} can't be read ({error}): name a tokenizer.json written by the "
             "Hugging Face package `tokenizers`"
         ) from error
+    loaded.no_truncation()  # many files of models hold the length of a training sample
+    loaded.no_padding()
+    return loaded
 
 
 def encode(text: bytes, tokenizer: Tokenizer) -> Tokens:

@@ -8,7 +8,8 @@ processes, has to seed itself alike on every rank.
 A run that goes on at step 1000 needs batch 1000:
 
     a map-style Dataset, a list          is asked for that batch
-    a DataLoader of a map-style Dataset  draws the indices of the batches before, and loads none of them
+    a DataLoader of a map-style Dataset  draws the indices of the batches before, and loads none of them,
+                                         if its samplers are torch's
     has state_dict and load_state_dict   goes on from its own state, if the checkpoint has one
     anything else                        yields all batches before, and a warning says so
 """
@@ -29,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from zbpp.data.batch import num_rows, parts_of
 from zbpp.data.dataset import DatasetBatches, is_map_style
+from zbpp.data.loader_order import Later, can_skip_epochs, draw_orders, generators_of
 from zbpp.data.source import Data
 from zbpp.seeding import seed_of
 
@@ -51,16 +53,22 @@ class Loaded:
 
     def __init__(self, batches: Iterable[Any], *, batch_size: int, seed: int, name: str = "training") -> None:
         self._batches, self._batch_size, self._seed, self._name = batches, batch_size, seed, name
+        self._first_states = [(each, each.get_state()) for each in generators_of(batches)]
         self._begin()
 
     def _begin(self) -> None:
+        for generator, state in self._first_states:
+            generator.set_state(state)
         self._number, self._epoch, self._current = -1, -1, None
         self._iterator: Iterator[Any] = iter(())
 
     @property
     def num_batches(self) -> int:
         """How many batches an epoch has."""
-        return len(self._batches) if isinstance(self._batches, Sized) else _ENDLESS
+        try:
+            return len(self._batches)  # type: ignore[arg-type]
+        except TypeError:  # also a DataLoader of an IterableDataset
+            return _ENDLESS
 
     def batch(self, step: int) -> Any:
         """The batch of `step`, from 0; the latest batch is not loaded again."""
@@ -112,13 +120,16 @@ class Loaded:
         loader = self._batches
         if not isinstance(loader, DataLoader) or loader.batch_sampler is None or _has_state(loader):
             return
-        if not is_map_style(loader.dataset):
+        if not is_map_style(loader.dataset) or not can_skip_epochs(loader):
             return
         epoch, place = divmod(step, len(loader))
+        self._begin()
+        if self._first_states:  # without, an epoch's order depends on the epoch's seed alone
+            draw_orders(loader, [seed_of(self._seed, "epoch", each) for each in range(epoch)])
         later = copy(loader)
         # Both are set by its constructor only. _iterator: the processes that persistent_workers keeps.
         later.__dict__ |= {
-            "batch_sampler": _Later(loader.batch_sampler, place, seed_of(self._seed, "batch", step)),
+            "batch_sampler": Later(loader.batch_sampler, place, seed_of(self._seed, "batch", step)),
             "_iterator": None,
         }
         with torch.random.fork_rng([]):
@@ -171,27 +182,6 @@ class ListedBatches:
         return self._batches[step % len(self._batches)]
 
 
-class _Later:
-    """A batch sampler without its first lists of indices, which are drawn all the same.
-
-    seed: torch's random numbers are seeded by it after that, as if the batches before had been loaded.
-    """
-
-    def __init__(self, sampler: Any, skipped: int, seed: int) -> None:
-        self._sampler, self._skipped, self._seed = sampler, skipped, seed
-
-    def __iter__(self) -> Iterator[Any]:
-        indices = iter(self._sampler)
-        for _ in range(self._skipped):
-            next(indices, None)
-        if self._skipped:
-            torch.default_generator.manual_seed(self._seed)
-        yield from indices
-
-    def __len__(self) -> int:
-        return len(self._sampler) - self._skipped
-
-
 def _has_state(batches: object) -> bool:
     return callable(getattr(batches, "state_dict", None)) and callable(
         getattr(batches, "load_state_dict", None)
@@ -234,12 +224,16 @@ def loaded_data(given: Any, *, batch_size: int, seed: int, is_read: bool = True)
 
 
 def _fingerprint(train: Loader) -> str:
-    """Of the first batch, which is checked; of a Dataset its first row: batches may change their size."""
+    """Of the first batch, which is checked, and of how many there are.
+
+    Of a Dataset of its first row and its number of rows: batches may change their size.
+    """
     first = train.batch(0)
     parts_of(first)
     if not isinstance(train, DatasetBatches):
-        return fingerprint_of(first)
-    return fingerprint_of(tree_map(lambda each: each[:1] if isinstance(each, Tensor) else None, first))
+        return fingerprint_of((first, train.num_batches))
+    row = tree_map(lambda each: each[:1] if isinstance(each, Tensor) else None, first)
+    return fingerprint_of((row, train.num_rows))
 
 
 def _loaded(given: Any, batch_size: int, seed: int, name: str, *, shuffle: bool) -> Loader:
