@@ -13,6 +13,8 @@ from helpers.hf_folders import TOKENS, config_of, reference, saved
 from zbpp import Pipeline, plan
 from zbpp.commands import export
 from zbpp.config import instantiate_node
+from zbpp.training.fine_tuned import FineTuned
+from zbpp.training.lora import save_adapter
 from zbpp.training.weights import save_weights
 
 SIZES = {"vocab_size": 40, "num_layers": 4, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2}
@@ -186,3 +188,46 @@ def test_a_folder_with_files_is_not_written_to(tmp_path, capsys):
     with pytest.raises(SystemExit):
         export.main(["run", "out", "--file-size", "many"])
     assert "many: write a size such as 500MB or 2GB" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- LoRA
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
+@pytest.mark.parametrize(("kind", "target"), [("llama", "q_proj"), ("gpt2", "c_attn")])
+def test_a_lora_run_becomes_the_folder_that_peft_loads_or_a_merged_model(kind, target, tmp_path, capsys):
+    """From the end of the run and from a checkpoint; gpt2's layers keep their weights transposed."""
+    peft = pytest.importorskip("peft")
+    base, run = tmp_path / "base", tmp_path / "run"
+    saved(kind, base)
+    (base / "tokenizer_config.json").write_text("{}")
+    lora = {"r": 2, "lora_alpha": 7, "use_rslora": True, "target_modules": [target]}
+    node = {**MODELS["a folder"], "path": str(base)}
+    model = FineTuned(instantiate_node("model", node), lora=lora)
+    with Pipeline(model, plan("interleaved_1f1b", 1, 2, stages_per_rank=2)) as pipeline:
+        optimizer = torch.optim.SGD([p for p in pipeline.parameters() if p.requires_grad], lr=1.0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            pipeline.step(TOKENS, target=TOKENS.roll(-1, 1))
+            optimizer.step()
+        zbpp.save(run / "checkpoints", pipeline, step=3)
+        save_adapter(run / "adapter", pipeline, lora, base=str(base))
+        expected = pipeline.predict(TOKENS)
+    (run / "config.yaml").write_text(json.dumps({"model": node, "finetune": {"lora": lora}}))
+
+    for name, source in (("end", run), ("checkpoint", run / "checkpoints" / "step-3")):
+        assert export.main([str(source), str(tmp_path / name)]) == 0
+        loaded = peft.PeftModel.from_pretrained(reference(base), tmp_path / name)
+        torch.testing.assert_close(loaded(TOKENS).logits, expected, rtol=1e-5, atol=1e-5)
+        assert export.main([str(source), str(tmp_path / f"{name} merged"), "--merge"]) == 0
+        merged = reference(tmp_path / f"{name} merged")
+        torch.testing.assert_close(merged(TOKENS).logits, expected, rtol=1e-5, atol=1e-5)
+        assert (tmp_path / f"{name} merged" / "tokenizer_config.json").exists()
+    assert (reference(base)(TOKENS).logits - expected).abs().max() > 1e-3
+
+    (run / "config.yaml").write_text(json.dumps({"model": MODELS["our llama"], "finetune": {"lora": lora}}))
+    for further, message in (([], "only those of model=huggingface"), (["--merge"], "leave --merge out")):
+        with pytest.raises(SystemExit):
+            export.main([str(run), str(tmp_path / "no"), *further])
+        assert message in capsys.readouterr().err

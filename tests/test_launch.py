@@ -29,6 +29,7 @@ from zbpp.data import text_data
 from zbpp.launch import RankError, Refusal, on_ranks
 from zbpp.models.gpt import Gpt
 from zbpp.planning import SCHEDULES, plan
+from zbpp.render import render_curves
 from zbpp.runtime.world import world
 from zbpp.schedule import PlanError, to_csv
 from zbpp.training.run_folder import FolderError
@@ -600,6 +601,28 @@ def test_compare_says_where_losses_differ_and_by_how_much(tmp_path, capsys, seco
         (tmp_path / name / "metrics.jsonl").write_text("".join(lines))
     assert compare.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 1
     assert said in capsys.readouterr().out
+
+
+def test_compare_draws_the_losses_of_tokens_in_bits(tmp_path, capsys, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("zbpp.render.render_curves", lambda *given: drawn.append(given))
+    figures = {"loss": 1.0, "tokens_per_second": 1, "predicted_bubble_rate": 0, "measured_bubble_rate": 0}
+    (tmp_path / "summary.json").write_text(
+        json.dumps({"schedule": "zb_h1", "unigram_entropy": 3.0, **figures})
+    )
+    rows = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0, "evaluation_loss": 1.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert compare.main([str(tmp_path), str(tmp_path), "--picture", str(tmp_path / "losses.png")]) == 0
+    ((curves, path, unit),) = drawn
+    for each in curves:
+        assert each.losses == {1: 2 / math.log(2), 2: 1 / math.log(2)}
+        assert each.held_out == {2: 1.5 / math.log(2)}
+    assert (path, unit) == (tmp_path / "losses.png", "bits per token")
+    render_curves(curves, path, unit)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit):
+        compare.main([str(tmp_path), str(tmp_path), "--picture", "losses.txt"])
+    assert "end its name in .png, .pdf, .svg" in capsys.readouterr().err
 
 
 def test_compare_of_one_run_is_refused(tmp_path, capsys):

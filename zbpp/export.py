@@ -12,22 +12,35 @@ from torch import Tensor
 
 from zbpp.builders.model import build_model
 from zbpp.config import ConfigError, naming, read_run_config
+from zbpp.export_adapter import export_adapter, export_merged, lora_options
 from zbpp.training.weights_of_run import weights_of_run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def export(run: Path, folder: Path, *, dtype: str | None = None, bytes_per_file: int) -> None:
+def export(
+    run: Path, folder: Path, *, dtype: str | None = None, bytes_per_file: int, is_merged: bool = False
+) -> None:
     """Write the model that `run` has trained to `folder`. Raises ValueError or ConfigError.
 
     run: the run's folder, or that of one of its checkpoints. dtype: of the numbers in the files; None: as
-    the run saved them.
+    the run saved them. is_merged: for a run that trained adapters; else the adapter alone is written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is there already, and not empty: name another folder")
-    saved = weights_of_run(run)
     of_run = run if (run / "config.yaml").exists() else run.parent.parent  # run: .../checkpoints/step-200
+    if not run.is_dir() or not (of_run / "config.yaml").exists():
+        weights_of_run(run)  # may say more
     config = read_run_config(of_run / "config.yaml")
+    if lora_options(config) is not None:
+        if is_merged:
+            export_merged(run, folder, config, dtype=_dtype(dtype), bytes_per_file=bytes_per_file)
+        else:
+            export_adapter(run, folder, config, _dtype(dtype))
+        return
+    if is_merged:
+        raise ConfigError(f"{run} has trained no adapter: leave --merge out")
+    saved = weights_of_run(run)
     model = build_model(config["model"])
     described = _described(model)
     from zbpp.models.hf_export import write_folder  # only now: it needs the extra hf
@@ -47,12 +60,16 @@ def export(run: Path, folder: Path, *, dtype: str | None = None, bytes_per_file:
             described,
             list(names),
             read,
-            dtype=None if dtype is None else DTYPES[dtype],
+            dtype=_dtype(dtype),
             bytes_per_file=bytes_per_file,
             beside=getattr(model, "path", None),
             tokenizer=_tokenizer(config),
         )
         bar.update(task, completed=bar.tasks[task].total)  # a copy of a tied tensor is not read
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else DTYPES[name]
 
 
 def _described(model: Any) -> Any:

@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import uuid4
 
+from zbpp.fork_server import begin_as_a_rank, start_method
 from zbpp.ranges import ConfigError
 from zbpp.schedule import PlanError
 
@@ -83,22 +84,25 @@ def on_ranks(
 
     from zbpp.pass_signals import passing_signals
 
-    launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        run_id=uuid4().hex,
-        signals_to_handle="SIGHUP,SIGQUIT" if passes_signals else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-    )
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    signals = "SIGHUP,SIGQUIT" if passes_signals else "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
     with (
         TemporaryDirectory(prefix="zbpp-") as folder,
         _without_torchs_log(),
         _same_package(),
         passing_signals() if passes_signals else nullcontext() as passed,
     ):
+        launch = LaunchConfig(
+            start_method=start_method(),
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            run_id=uuid4().hex,
+            signals_to_handle=signals,
+        )
         try:
             return elastic_launch(launch, _run_rank)(function, argument, folder)[0]
         except ChildFailedError as failed:
@@ -139,11 +143,11 @@ def _without_torchs_log() -> Iterator[None]:
 
 
 def _run_rank(function: Callable[[Any], Any], argument: Any, folder: str) -> Any:
+    begin_as_a_rank()
     del sys.path[0]  # _same_package put it there; the user's classes are found as in the first process
-    threads = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
     import torch
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
         return function(argument)
     except KeyboardInterrupt:

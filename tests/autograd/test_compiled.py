@@ -89,6 +89,17 @@ class Experts(nn.Module):
         return torch.einsum("betk,ekh->bth", F.gelu(hidden), self.down) + x.roll(1, 1)
 
 
+class Columns(nn.Module):
+    """As many tokens as numbers in each: rows in place of columns would not be seen by their shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, tokens):
+        return nn.functional.embedding(tokens, self.weight.T)
+
+
 class Lora(nn.Module):
     def __init__(self):
         super().__init__()
@@ -119,6 +130,7 @@ MODELS = {
     "convolutions on stage 0": (Conv, lambda: torch.randn(2, 3, 9, 9)),
     "batched weights": (Experts, lambda: leaf(2, 5, 8)),
     "lora": (Lora, lambda: leaf(2, 8)),
+    "an embedding by columns": (Columns, lambda: torch.randint(8, (2, 5))),
     "frozen": (lambda: nn.Sequential(nn.Linear(4, 4)).requires_grad_(False), lambda: leaf(2, 4)),
     "an encoder layer with dropout": (
         lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True),

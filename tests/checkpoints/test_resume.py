@@ -15,7 +15,7 @@ from zbpp.training.callbacks import Callback
 from zbpp.training.checkpoints import Checkpoints
 from zbpp.training.leaving.early_stop import EarlyStop
 from zbpp.training.optimizer import adamw
-from zbpp.training.post_validation import Validation
+from zbpp.training.post_validated_update import Validation
 from zbpp.training.stop_after import StopAfter
 from zbpp.training.trainer import Trainer
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from zbpp.models.llama import Attention, Llama, Rotary, default_intermediate
+from zbpp.models.llama import Llama
+from zbpp.models.llama_layer import Attention, Rotary, default_intermediate
 
 SIZES = {"vocab_size": 19, "num_layers": 2, "hidden_size": 24, "num_heads": 4, "sequence_length": 8}
 THETA, EPS = 500.0, 1e-5

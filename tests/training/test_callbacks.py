@@ -4,7 +4,7 @@ import pytest
 
 from helpers.trainers import small_trainer
 from zbpp.training.callbacks import Callback
-from zbpp.training.post_validation import Validation
+from zbpp.training.post_validated_update import Validation
 
 
 class Witness(Callback):

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from helpers.processes import run_ranks
-from zbpp import Pipeline, PostValidation, WeightGrads, backward_input, make_mesh, plan
+from zbpp import ActivationOffload, Pipeline, PostValidation, WeightGrads, backward_input, make_mesh, plan
 from zbpp.autograd import recompute
+from zbpp.autograd.compiled import compile_stage
 from zbpp.runtime.blocks import blocks_of
 from zbpp.runtime.weight_offload import OffloadedWeights
 from zbpp.training.fine_tuned import FineTuned, check_fine_tuned
@@ -122,7 +123,11 @@ def by_pipeline(base, *, schedule="zb_v", is_recomputed=False, how="plain"):
                 recompute(block)
     if how == "offloaded":
         OffloadedWeights(stages, torch.device("cpu"))
-    with Pipeline(stages, timetable, model.loss) as pipeline:
+    if how == "compiled":
+        for stage in stages.values():
+            compile_stage(stage, whole=False, backend="eager")
+    offload = ActivationOffload(gib=1, least_bytes=1) if how == "activations offloaded" else None
+    with Pipeline(stages, timetable, model.loss, offload=offload) as pipeline:
         check_fine_tuned(pipeline, model)
         perturb(pipeline.named_parameters())
         first = adapters_of(pipeline)
@@ -159,6 +164,8 @@ def by_pipeline(base, *, schedule="zb_v", is_recomputed=False, how="plain"):
         {"how": "validated"},
         {"how": "released"},
         {"how": "offloaded"},
+        pytest.param({"how": "compiled"}, marks=pytest.mark.slow),
+        {"how": "activations offloaded"},
     ],
     ids=str,
 )

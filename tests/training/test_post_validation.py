@@ -21,9 +21,10 @@ from zbpp.runtime.mesh import local_of
 from zbpp.runtime.norm import gradients_of, scale_gradients
 from zbpp.runtime.posts import Posts
 from zbpp.runtime.world import AgreementError, CommunicationError
-from zbpp.training.post_validation import Switch, Validation
+from zbpp.training.post_validated_update import Validation
 from zbpp.training.precision import PRECISIONS
 from zbpp.training.trainer import Trainer
+from zbpp.training.validation_switch import ValidationSwitch
 
 M, ROWS, WIDTH, STEPS = 8, 32, 6, 10
 # Some steps are clipped by force. In others the norm of all stages is just above the threshold, and that of
@@ -280,13 +281,13 @@ def test_the_metrics_of_a_step_come_when_the_next_step_has_passed_its_gate():
     trainer = trainer_of(Validation(after=0), "float32", num_recorded=0)
     running = trainer.run(STEPS)
     assert [next(running)["step"], trainer.pipeline.num_steps] == [1, 2]
-    assert trainer.pipeline.gate is not None
+    assert trainer.pipeline.pending_update is not None
     assert [each["step"] for each in running] == [*range(2, STEPS + 1)]
-    assert trainer.pipeline.gate is None
+    assert trainer.pipeline.pending_update is None
 
 
 def test_it_is_on_after_steps_without_clipping_and_off_where_clipping_is_frequent():
-    switch = Switch(after=3)
+    switch = ValidationSwitch(after=3)
     seen = []
     for is_good in [True, True, False, True, True, True, False, *[True] * 4, False, True, True, True]:
         switch.note(is_good=is_good)

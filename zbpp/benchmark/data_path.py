@@ -1,8 +1,8 @@
 """The data path alone: how many tokens a second it gives, and what an index of many tokens costs.
 
-Each figure comes from a process of its own, since peak memory is a process's. Memory: the largest resident
-set of private pages, above that of the process before its data: pages of the mapped file are the system's
-cache, which it takes back whenever it wants.
+A process of its own makes each figure, since peak memory is known per process only. Memory is the largest
+resident set of private pages, less that of the process before it opened its data. Pages of the mapped file
+don't count: they are the system's cache, which it takes back whenever it wants.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ DOCUMENT = 1000  # tokens
 
 
 class Index(NamedTuple):
-    """What it takes to make a prepared set ready, and its first batches."""
+    """The cost of opening a prepared set and reading its first batches."""
 
     seconds: float
     mib: float
-    array_mib: float  # what an array of the order of all windows would take
+    array_mib: float  # the memory of an array with the order of all windows, which zbpp does not make
 
 
 def measure(folder: Path, num_tokens: int, num_batches: int) -> tuple[str, bool]:
@@ -96,7 +96,7 @@ def write_sparse(folder: Path, num_tokens: int) -> None:
 
 def index_of(folder: Path) -> Index:
     """Open the set and read a batch from 50 places all over it, in several epochs."""
-    data(folder).train.batch(0)  # what is imported and cached at first use is not the index's
+    data(folder).train.batch(0)  # the index does not pay for imports and caches of the first use
     before, begin = private_mib(), time.perf_counter()
     source = data(folder, across_documents=False, sequence_length=128).train
     peak = private_mib()
@@ -108,7 +108,7 @@ def index_of(folder: Path) -> Index:
 
 
 def tokens_a_second(folder: Path, num_batches: int, across_documents: bool, num_sets: int) -> float:
-    """Of inputs and targets as a rank that has both ends of the pipeline gets them."""
+    """How many tokens a second `batch_for` gives to a rank that has both ends of the pipeline."""
     source = data(folder, across_documents=across_documents, num_sets=num_sets).train
     # A stage whose forward takes position_ids: its values don't matter here.
     model = Gpt(vocab_size=1, num_layers=1, hidden_size=2, num_heads=1, sequence_length=1)
@@ -121,7 +121,10 @@ def tokens_a_second(folder: Path, num_batches: int, across_documents: bool, num_
 
 
 def tokens_a_second_of_training(folder: Path) -> float:
-    """Of steps of a small GPT with its optimizer: the faster training is, the more data it needs."""
+    """How many tokens a second a small GPT trains on, optimizer included.
+
+    The smaller the model, the faster it trains, and the more the data path has to give.
+    """
     model = Gpt(
         vocab_size=VOCAB_SIZE, num_layers=4, hidden_size=128, num_heads=4, sequence_length=SEQUENCE_LENGTH
     )

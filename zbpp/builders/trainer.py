@@ -16,7 +16,7 @@ from zbpp.runtime.fully_shard import Reshard
 from zbpp.runtime.mesh import SHARD
 from zbpp.schedule import Costs, Timetable
 from zbpp.training.master_weights import MasterWeights
-from zbpp.training.post_validation import Validation
+from zbpp.training.post_validated_update import Validation
 from zbpp.training.precision import Precision
 from zbpp.training.replan import Replan
 

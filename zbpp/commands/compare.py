@@ -1,6 +1,7 @@
 """Compare finished runs: are their losses equal to the last bit, and what did each run measure?
 
     zbpp compare runs/demo/1f1b runs/demo/zb_h1
+    zbpp compare runs/demo/1f1b runs/demo/zb_h1 --picture losses.png
 
 Ends with exit status 1 if the losses differ in any bit, or if the last loss is not below the unigram entropy
 of the corpus.
@@ -16,13 +17,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+_PICTURES = (".png", ".pdf", ".svg")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `zbpp compare`; the exit status."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="zbpp compare", description=__doc__, formatter_class=layout)
     parser.add_argument("runs", nargs="+", type=Path, help="run folders of zbpp train")
-    folders = parser.parse_args(arguments).runs
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw the losses: .png, .pdf or .svg (with matplotlib)"
+    )
+    options = parser.parse_args(arguments)
+    folders = options.runs
     if len(folders) < 2:
         parser.exit(1, f"error: {folders[0]} is one run: name two run folders or more to compare\n")
     for folder in folders:
@@ -30,9 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.exit(
                 1, f"error: {folder} holds no summary.json: name the run_dir of a finished zbpp train\n"
             )
-    losses = [_losses(folder / "metrics.jsonl") for folder in folders]
+    if options.picture is not None and options.picture.suffix not in _PICTURES:
+        parser.exit(1, f"error: --picture {options.picture}: end its name in {', '.join(_PICTURES)}\n")
+    losses = [list(_values(folder, "loss").values()) for folder in folders]
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
     print(_table(folders, summaries))
+    if options.picture is not None:
+        _draw(folders, options.picture, has_tokens=summaries[0]["unigram_entropy"] is not None)
     are_equal = all(each == losses[0] for each in losses)
     outcome = "are equal to the last bit" if are_equal else f"DIFFER{_difference(losses)}"
     print(f"losses of all {len(losses[0])} steps {outcome}")
@@ -75,8 +86,28 @@ def _shares_cores(summary: dict[str, Any]) -> bool:
     return num_processes > int(cores[1])
 
 
-def _losses(path: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
+def _values(folder: Path, name: str) -> dict[int, float]:
+    """The values of a metric by step, where the run has it."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line.get("step", number): line[name] for number, line in enumerate(lines, 1) if name in line}
+
+
+def _draw(folders: list[Path], path: Path, *, has_tokens: bool) -> None:
+    """Draw losses: those of tokens in bits, those of other data as they are.
+
+    A token of text without a tokenizer is a byte: its bits per token are bits per byte.
+    """
+    from zbpp.render import Curve, render_curves
+
+    scale = math.log(2) if has_tokens else 1.0
+
+    def curve(folder: Path, name: str) -> dict[int, float]:
+        values = _values(folder, name)
+        return {step: math.nan if value is None else value / scale for step, value in values.items()}
+
+    curves = [Curve(str(each), curve(each, "loss"), curve(each, "evaluation_loss")) for each in folders]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    render_curves(curves, path, "bits per token" if has_tokens else "loss")
 
 
 def _difference(losses: list[list[float]]) -> str:

@@ -2,6 +2,8 @@
 
     zbpp export runs/mine mine_hf
     zbpp export runs/mine mine_hf --dtype bfloat16 --file-size 2GB
+    zbpp export runs/lora adapter                 a run with finetune.lora: the folder that peft loads
+    zbpp export runs/lora merged_hf --merge       the base model with the adapter merged into it, by peft
 
 RUN is the run_dir of a zbpp train with model=huggingface, from a config or from a folder, or with one of the
 llama models; or a checkpoint in it, RUN/checkpoints/step-200. Of a run, the weights saved at its end are
@@ -38,12 +40,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="2GB",
         help="the most that a file holds, such as 500MB (default: 2GB)",
     )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="merge the adapter of a LoRA run into its base model, which is then whole in memory",
+    )
     given = parser.parse_args(arguments)
     sys.path.insert(0, os.getcwd())  # the model may be a class of the user's
     from zbpp.export import export  # torch: --help does without
 
     try:
-        export(given.run, given.folder, dtype=given.dtype, bytes_per_file=given.file_size)
+        options = {"dtype": given.dtype, "bytes_per_file": given.file_size, "is_merged": given.merge}
+        export(given.run, given.folder, **options)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         if os.environ.get("ZBPP_TRACEBACK"):
             raise

@@ -9,8 +9,8 @@ of the whole batch, as if one process had it in one piece. So a batch brings `to
 number of targets in the step on all replicas, and the number of rows. `token_loss` (zbpp/models/layers.py)
 divides by these instead of by the microbatch's own number of targets.
 
-A row is one conversation, filled up behind its end. Causal attention does not see what comes later, so no
-mask is needed for the filling. Needs the extra `hf`.
+A row is one conversation, padded at its end. Causal attention does not see later tokens, so the padding needs
+no mask. Needs the extra `hf`.
 """
 
 from __future__ import annotations
@@ -78,14 +78,17 @@ class ChatBatches:
         self._num_parts = 1
 
     def for_parts(self, num_parts: int) -> ChatBatches:
-        """The same batches for a job of which `num_parts` replicas read neighbouring numbers in a step."""
+        """The same batches for `num_parts` replicas, which read neighbouring batches in each step.
+
+        Only `totals` differ: they count the targets and rows of all replicas.
+        """
         other = copy(self)
         other._num_parts = num_parts
         return other
 
     @property
     def num_conversations(self) -> int:
-        """Those that have a target."""
+        """How many conversations there are, without those that have no target."""
         return len(self._conversations)
 
     @property
@@ -108,7 +111,7 @@ class ChatBatches:
         return torch.from_numpy(inputs), (torch.from_numpy(labels), totals)
 
     def _numbers(self, step: int, num_batches: int) -> Numbers:
-        """The conversations of some batches."""
+        """The numbers of the conversations in `num_batches` batches, from batch `step` on."""
         samples = np.arange(step * self.batch_size, (step + num_batches) * self.batch_size)
         epochs, places = np.divmod(samples, self.num_conversations)
         if self._seed is None:
@@ -180,10 +183,10 @@ def chat_data(
 def encode(tokenizer: Any, messages: Messages) -> Conversation:
     """A conversation's tokens by the tokenizer's template, and which of them are the assistant's.
 
-    They are those that the template puts between {% generation %} and {% endgeneration %}. Of a template
-    without these they are what a message of the assistant adds to the prompt before it. Raises ValueError if
-    the tokens of earlier text change when a message is added, or if the template writes a special token
-    that the tokenizer lacks.
+    If the template has {% generation %} and {% endgeneration %}, the tokens between them are the assistant's.
+    Otherwise the assistant's tokens are those that one of its messages adds to the prompt before it. Raises
+    ValueError if adding a message changes the tokens of earlier text, or if the template writes a special
+    token that the tokenizer lacks.
     """
     check_special_tokens(tokenizer, messages)
     _check_contents(tokenizer, messages)

@@ -224,9 +224,9 @@ def loaded_data(given: Any, *, batch_size: int, seed: int, is_read: bool = True)
 
 
 def _fingerprint(train: Loader) -> str:
-    """Of the first batch, which is checked, and of how many there are.
+    """The fingerprint of the first batch, whose parts are checked here, too, and of the number of batches.
 
-    Of a Dataset of its first row and its number of rows: batches may change their size.
+    Of a Dataset it covers the first row and the number of rows, so that a resumed run may have larger batches.
     """
     first = train.batch(0)
     parts_of(first)

@@ -73,6 +73,34 @@ def write_folder(
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
+def write_merged(
+    folder: Path, base: Path, adapter: Path, *, dtype: torch.dtype | None, bytes_per_file: int
+) -> None:
+    """Write the model in the folder `base` with a LoRA adapter merged into its weights, by peft.
+
+    dtype: of the numbers; None: those of `base`. The whole model is in memory, in float32. Nothing is at
+    `folder` until all is written.
+    """
+    import peft
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        merged = peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+        merged.to(dtype or AutoConfig.from_pretrained(base).dtype or torch.float32)
+        merged.save_pretrained(unfinished, max_shard_size=bytes_per_file)
+        for path in unfinished.glob("generation_config.json"):
+            path.unlink()
+        _copy_beside(unfinished, base, None)
+        with suppress(FileNotFoundError):
+            folder.rmdir()  # an empty folder
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
 def _check_names(model: PreTrainedModel, names: Sequence[str]) -> None:
     expected = set(model.state_dict())
     if missing := sorted(expected - set(names)):

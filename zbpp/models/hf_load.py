@@ -71,8 +71,8 @@ class FolderWeights:
     def load(self, model: PreTrainedModel, names: Collection[str], dtype: torch.dtype) -> None:
         """Read the tensors of these names into an untied model; nothing else is read.
 
-        Of a tie, each name that is asked for gets the one Parameter. Raises ValueError if the files hold
-        different values for a tie.
+        Names that a tie joins get one Parameter. Raises ValueError if the files hold different values for
+        the names of a tie.
         """
         wanted: dict[str, list[str]] = {}
         for name in names:

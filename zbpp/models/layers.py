@@ -172,12 +172,12 @@ def token_loss(logits: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor
 
 def token_accuracy(logits: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
     """The share of targets that have the largest logit; arguments as in `token_loss`."""
-    is_right = (logits.argmax(dim=-1) == (target if isinstance(target, Tensor) else target[0])).float()
+    labels = target if isinstance(target, Tensor) else target[0]
+    num_right = (logits.argmax(dim=-1) == labels).sum().double()  # no token is -100
     if isinstance(target, Tensor):
-        return is_right.mean()
-    labels, totals = target
-    num_targets, num_rows = totals[0].clamp(min=1).to(is_right.dtype)
-    return is_right.sum() * num_rows / (num_targets * len(labels))
+        return num_right / (target != _IGNORED).sum().clamp(min=1)
+    num_targets, num_rows = target[1][0].clamp(min=1).double()
+    return num_right * num_rows / (num_targets * len(labels))
 
 
 def check_positive(**sizes: int) -> None:

@@ -145,7 +145,11 @@ class Answer:
 
 
 def _worth(choice: Choice) -> tuple[float, bool, int]:
-    """By time; of equal plans one that does not depend on costs comes first, then one with fewer messages."""
+    """A key to sort choices by: the best comes first.
+
+    The shorter time wins. Among equal times a plan that does not depend on costs wins, then the plan with
+    fewer messages.
+    """
     name, timetable = choice.candidate.name, choice.candidate.timeline.timetable
     return float(f"{choice.value:.9g}"), takes_costs(name), num_messages(timetable)
 

@@ -22,10 +22,10 @@ def dependency_order(num_stages: int) -> list[int]:
 def earliest_starts(
     num_stages: int, duration: Sequence[float], message: Callable[[int, int], float]
 ) -> list[float]:
-    """By kind, when it can start at the earliest: the longest path to it (ms).
+    """For each kind, the earliest time (ms) at which it can start: the length of the longest path to it.
 
-    duration: by kind. message(source stage, target stage): what a message between them takes.
-    A value that B or BW makes counts as made by the faster of the two, so that no plan can be earlier.
+    duration: of each kind (ms). message(source stage, target stage): the time (ms) of a message between them.
+    B and BW make the same values. The faster of the two counts, so that no plan can start a kind earlier.
     """
     needed = producers(num_stages)
     starts = [0.0] * len(needed)

@@ -15,7 +15,8 @@ from zbpp.schedule.costs import ACTIVATIONS, BYTES, Costs
 from zbpp.schedule.timetable import PlanError, shown
 
 MemoryLimit = float | Sequence[float] | None
-"""In the unit of costs.saved: for each rank, or one number per rank; None: no limit."""
+"""The most that a rank may hold, in the unit of costs.saved: one number for all ranks, or a list with one per
+rank; None: no limit."""
 
 WrittenLimit = float | str | Sequence[float | str] | None
 

@@ -119,12 +119,12 @@ class Problem:
 
     @cached_property
     def duration(self) -> list[float]:
-        """Time by kind (ms)."""
+        """For each kind, its time (ms)."""
         return [self.stage_costs.duration[op][stage] for stage in range(self.num_stages) for op in Op]
 
     @cached_property
     def memory(self) -> list[float]:
-        """By kind, what the action adds to its rank's memory level once it has ended."""
+        """For each kind, what the action adds to its rank's memory; negative where it frees memory."""
         return [self.stage_costs.memory[op][stage] for stage in range(self.num_stages) for op in Op]
 
     def message(self, source: int, target: int) -> float:

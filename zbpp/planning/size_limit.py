@@ -43,5 +43,5 @@ def check_size(
 
 
 def _large(number: int) -> str:
-    """With commas, or as a power of ten: an integer may have more digits than Python prints."""
+    """The number as text: with commas, or as a power of ten where Python refuses to print all digits."""
     return f"{number:,}" if number < 10**15 else f"1e{int(number.bit_length() * 0.30103)}"

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zbpp.schedule.timetable import Op
+from zbpp.schedule.microbatch_bytes import MicrobatchBytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageBytes:
-    """The bytes of one stage.
+class StageBytes(MicrobatchBytes):
+    """The bytes of one stage: those of one microbatch (the fields of MicrobatchBytes), and the stage's own.
 
-    Of the whole stage:
+    leaves, deferred_leaves: how many of the bytes `saved` and `deferred` may leave the device
+        (memory.offload).
     weights, optimizer: held all the time. gradients: held from the first W of a step on; if keeps_gradients,
         all the time.
     gathered: the whole weights that are gathered from shards, held from the first F of a step; 0 without
@@ -23,33 +24,16 @@ class StageBytes:
     block: with offloaded weights, the bytes of the largest block. A rank has two device buffers of the size
         of its largest block, or as many as `budget` allows for `num_blocks` (see `num_buffers`).
     on_host: the bytes of offloaded weights. host: all bytes in host memory, held all the time.
-
-    Of one microbatch:
-    saved, deferred: held between F and B, and between B and W, without messages. leaves, deferred_leaves: how
-        many of these bytes may leave the device (memory.offload).
-    x, g: the received input, and the received gradient of the output. x_until, g_until: the op after which
-        nothing refers to x, or g, any more.
-    sent_x, sent_g: the output, and the gradient of the input, without storages that the stage itself keeps.
-    rises: for each Op, the most bytes while it runs, above the level before it.
     """
 
     weights: float
     gradients: float = 0.0
     optimizer: float = 0.0
-    saved: float = 0.0
-    deferred: float = 0.0
     leaves: float = 0.0
     deferred_leaves: float = 0.0
-    x: float = 0.0
-    g: float = 0.0
-    sent_x: float = 0.0
-    sent_g: float = 0.0
-    x_until: Op = Op.B
-    g_until: Op = Op.B
     gathered: float = 0.0
     reduced: float | None = None
     keeps_gradients: bool = False
-    rises: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)  # by Op
     update: float = 0.0
     copies: float = 0.0
     releases: bool = False
@@ -137,7 +121,8 @@ def validated_later(
 def num_buffers(stages: Sequence[StageBytes]) -> int:
     """How many weight buffers a rank with these stages has.
 
-    As zbpp.runtime.weight_buffers.num_buffers, which also checks the budget.
+    zbpp.runtime.weight_buffers.num_buffers computes the same number, and also checks the budget. (Planning
+    can't import the runtime, which needs torch; a test compares the two.)
     """
     largest, budget = max(each.block for each in stages), stages[0].budget
     if budget is None or not largest:

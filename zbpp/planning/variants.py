@@ -2,7 +2,7 @@
 
 Recompute: the stages that have to, so that the plan fits a memory limit at least cost (recompute.py). Such a
 stage keeps a share of `saved` from F until B; in B all of one microbatch is there again. It is not offloaded.
-Offload: what leaves without making an action late (zbpp/schedule/offload.py), at the costs' `host`.
+Offload: what leaves without making an action late (zbpp/schedule/offload_choice.py), at the costs' `host`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from zbpp.planning.memory_limit import MemoryLimit, fits, limits_per_rank
 from zbpp.planning.objective import objective_value
 from zbpp.planning.recompute import LimitTooLow, Stages, cheapest_recompute, with_recompute
 from zbpp.schedule.costs import Costs
-from zbpp.schedule.offload import RankOffload, choose_offload
+from zbpp.schedule.offload import RankOffload
+from zbpp.schedule.offload_choice import choose_offload
 from zbpp.schedule.peak_memory import peak_memory
 from zbpp.schedule.simulate import Timeline, simulate
 from zbpp.schedule.timetable import Timetable
@@ -82,7 +83,7 @@ class _Beside:
         self._given = costs.per_stage(timetable.num_stages)
 
     def variant(self, chosen: Stages) -> Variant:
-        """With these stages recomputed."""
+        """The timetable's variant in which these stages are recomputed."""
         costs = self._with(chosen)
         offload = self._offload(chosen)
         timeline = simulate(self._timetable, costs, offload)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from zbpp.runtime.blocks import blocks_of
 from zbpp.runtime.layout import layout_of
 from zbpp.runtime.live_tensors import LiveTensors
 from zbpp.runtime.microbatch import into_microbatches
-from zbpp.runtime.microbatch_memory import MicrobatchMemory, bytes_that_leave, microbatch_memory
+from zbpp.runtime.microbatch_memory import bytes_that_leave, microbatch_memory
 from zbpp.runtime.optimizer_accumulation import OptimizerAccumulation
 from zbpp.runtime.partial_updates import OneByOne, is_optimi
 from zbpp.runtime.weight_buffers import Piece
@@ -161,7 +161,7 @@ class _Stages:
         run: dict[str, Any] = {"is_last": is_last, "loss_fn": loss_fn, "target": target}
         with LiveTensors() as live:
             accumulation = _accumulation(optimizer, index, stage) if release == "accumulate" else None
-            memory = microbatch_memory(index, stage, args, live, release=accumulation, **run)
+            memory = microbatch_memory(index, stage, args, live, gradient_release=accumulation, **run)
             states, update = _optimizer_bytes(live, optimizer)
         leaving = bytes_that_leave(index, stage, args, **run)
         parameters = _bytes(stage.parameters())
@@ -174,7 +174,7 @@ class _Stages:
             update=0 if accumulation is not None else update,
             leaves=leaving.saved,
             deferred_leaves=leaving.deferred,
-            **_of_messages(memory),
+            **asdict(memory.bytes),
         )
         sizes = [Piece(each).nbytes for each in blocks if each]
         weights = WeightBytes(parameters, max(sizes, default=0), len(sizes), trained)
@@ -220,7 +220,7 @@ def _check_modules(stage: nn.Module) -> None:
 
 
 def _accumulation(optimizer: torch.optim.Optimizer, index: int, stage: nn.Module) -> OptimizerAccumulation:
-    """The Release for the W's of two microbatches, the second of which updates the weights."""
+    """The GradientRelease for the W's of two microbatches, the second of which updates the weights."""
     found = OptimizerAccumulation(optimizer, {index: [*stage.parameters()]}, num_microbatches=2)
     found.begin(1.0, has_graph=False)
     return found
@@ -243,10 +243,6 @@ def _optimizer_bytes(live: LiveTensors, optimizer: torch.optim.Optimizer) -> tup
     step()
     states = (value for state in optimizer.state.values() for value in state.values())
     return _bytes(each for each in states if isinstance(each, Tensor)), live.highest - start
-
-
-def _of_messages(memory: MicrobatchMemory) -> dict[str, Any]:
-    return {name: value for name, value in memory._asdict().items() if name != "outputs"}
 
 
 def _cast(stage: nn.Module, dtype: torch.dtype) -> None:

@@ -2,6 +2,7 @@
 
 text.py        the staircase: one line of letters per rank
 table.py       figures of one timeline, or of several schedules beside each other
+curves.py      how losses of runs fell, with matplotlib
 memory.py      what each rank holds over a step, and what switches would save
 picture.py     PNG, SVG or PDF, with matplotlib
 page.py, web/  an HTML page to zoom into, with memory curves
@@ -13,6 +14,7 @@ cuts.py        which layers belong on which stage
 """
 
 from zbpp.render.advice import render_advice
+from zbpp.render.curves import Curve, render_curves
 from zbpp.render.cuts import render_cuts
 from zbpp.render.memory import (
     in_bytes,
@@ -31,11 +33,13 @@ from zbpp.render.text import render_text
 from zbpp.render.trace import chrome_trace
 
 __all__ = [
+    "Curve",
     "Statement",
     "Timelines",
     "chrome_trace",
     "in_bytes",
     "render_advice",
+    "render_curves",
     "render_cuts",
     "render_figures",
     "render_limit",

@@ -169,19 +169,19 @@ def _limits(memory_limit: MemoryLimit, num_ranks: int) -> list[float | None]:
 
 
 def _fills(timetable: Timetable) -> list[str]:
-    """The colours by kind, from dark on a rank's first stage to light on its last."""
+    """The colour of each kind: dark for a rank's first stage, light for its last."""
     return [_mixed(*COLOURS[op], place) for place in _places(timetable) for op in Op]
 
 
 def _places(timetable: Timetable) -> list[float]:
-    """By stage its place on its rank: 0 for the first, 1 for the last where a rank has several stages."""
+    """For each stage, its place on its rank: 0 for the rank's first stage, up to 1 for a rank's last."""
     places = index_on_rank(timetable)
     last = max(*places, 1)
     return [place / last for place in places]
 
 
 def _mixed(one: str, other: str, share: float) -> str:
-    """A mixture of two colours as #rrggbb; share: of the other one."""
+    """A mixture of two colours as #rrggbb. share: how much of `other` is in it, 0 to 1."""
     pairs = zip(bytes.fromhex(one[1:]), bytes.fromhex(other[1:]), strict=True)
     return "#" + bytes(round(a + (b - a) * share) for a, b in pairs).hex()
 

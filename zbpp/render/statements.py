@@ -186,7 +186,7 @@ def _post_validation(answer: Answer) -> Iterator[Statement]:
 
 
 def _largest_span_with_reductions(timeline: Timeline) -> float:
-    """From a rank's first start to the end of its actions and reductions (ms); the largest of all ranks."""
+    """The largest over ranks of the time (ms) from a rank's first start to the end of its last reduction."""
     ends = [float(end[-1]) for end in timeline.ends]
     for each in timeline.reductions:
         ends[each.rank] = max(ends[each.rank], each.end)

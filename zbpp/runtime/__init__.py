@@ -2,8 +2,8 @@
 
 From `Pipeline(...)` to the end of a step, in reading order:
 
-    pipeline      Pipeline: what a user calls; its other methods are in pipeline_state, pipeline_release,
-                  pipeline_gate, pipeline_timeline and pipeline_end
+    pipeline      Pipeline: what a user calls; its other methods are in pipeline_state,
+                  pipeline_gradient_release, pipeline_validation, pipeline_timeline and pipeline_end
     arguments     a schedule's name becomes a timetable, a model becomes stages
     checks        do the ranks of the pipeline fit together? What is wrong on one is raised on all
     engine        runs step and evaluate; WHEN A RANK FAILS or dies is explained here
@@ -23,7 +23,8 @@ What they use:
     tensor_parallel  stages that their model splits over the tensor dimension
     reductions    what is reduced on one rank: REPLICAS AND TIED PARAMETERS GET ONE GRADIENT
     reduce        a stage's gradients, summed over processes in buckets
-    gradient_release  weights updated inside the step, their gradients dropped; with
+    gradient_release  weights updated inside the step, their gradients dropped: how
+    stage_updates   ... at the end of a stage; or
     optimizer_accumulation  gradients of each microbatch go into the optimizer's states
     partial_updates an optimizer's step for some of its parameters
     optimizer_trial does an optimizer update each parameter by itself?
@@ -32,7 +33,8 @@ What they use:
     sharding      stages that FSDP2 shards; fully_shard drives one of them, microbatch by microbatch
     restored      random numbers, training mode, gradients of a step that failed, buffers of one begun again
     posts         a gather in two halves: post a value now, collect all of them later
-    offload_plan  which activations leave the device: chosen once, or measured first
+    activation_offload  the options of offload
+    offloader     which activations leave the device: chosen once, or measured first
     offload       what of one stage's activations is away
     outputs       outputs and metrics of an evaluation
     named_losses  auxiliary losses, and losses that are dicts, by name
@@ -60,12 +62,12 @@ WHERE A W GOES is decided by the timetable alone: a schedule (zbpp/families) or 
 (zbpp/planning/search/insert_weight_grads.py, then its moves) puts it there, and the executor runs it there.
 """
 
+from zbpp.runtime.activation_offload import ActivationOffload
 from zbpp.runtime.boundary import BoundaryError
 from zbpp.runtime.measure import measured_costs, peak_memory_bytes
 from zbpp.runtime.mesh import make_mesh
 from zbpp.runtime.microbatch import per_microbatch, replicate
 from zbpp.runtime.norm import clip_grad_norm_
-from zbpp.runtime.offload_plan import ActivationOffload
 from zbpp.runtime.pipeline import Pipeline
 from zbpp.runtime.stage import StageWorker
 from zbpp.runtime.world import AgreementError, CommunicationError, DeviceError

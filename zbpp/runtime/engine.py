@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from zbpp.runtime.call_order import CallOrder
 from zbpp.runtime.executor import BeginAgain, Executor
 from zbpp.runtime.feed import Call
-from zbpp.runtime.gradient_release import Release
+from zbpp.runtime.gradient_release import GradientRelease
 from zbpp.runtime.measure import Recorder
 from zbpp.runtime.microbatch import Cutter
 from zbpp.runtime.named_losses import NamedLosses
@@ -73,7 +73,7 @@ class Engine:
 
     def __init__(self, parts: RankParts, order_of_copies: CallOrder | None) -> None:
         self.over, self.loaded, self.has_changed_inputs = "", 0, False
-        self._release: Release | None = None
+        self._gradient_release: GradientRelease | None = None
         self.posts: Posts | None = None
         self._parts, self._order_of_copies = parts, order_of_copies
         self._workers, self._executors = parts.workers, parts.executors
@@ -84,7 +84,7 @@ class Engine:
         self._before: GradientsBefore | None = None  # the gradients of the step that runs
         self._inputs = InPlaceChanges(())
 
-    def release_gradients(self, release: Release | None) -> None:
+    def release_gradients(self, release: GradientRelease | None) -> None:
         """From the next step on, let `release` have the gradients; None: they stay.
 
         Raises ValueError for weights that live on the host.
@@ -96,14 +96,14 @@ class Engine:
             )
         if release is not None and self.posts is not None:
             raise ValueError(_RELEASED)
-        self._release = self._reductions.release = release
+        self._gradient_release = self._reductions.gradient_release = release
         for stage, worker in self._workers.items():
             worker.release_leaves(None if release is None else partial(release.leaf_done, stage))
 
     @property
     def gate_refusal(self) -> str:
         """Why no step can have a gate, or nothing."""
-        if self._release is not None:
+        if self._gradient_release is not None:
             return _RELEASED
         if self._weights_on_host is not None:
             return (
@@ -115,7 +115,7 @@ class Engine:
     @property
     def released_squares(self) -> Mapping[int, Tensor]:
         """See Pipeline."""
-        return {} if self._release is None else self._release.squares
+        return {} if self._gradient_release is None else self._gradient_release.squares
 
     def step(
         self,
@@ -187,7 +187,7 @@ class Engine:
                 self._order_of_ranks.begin(name, cutter.rows)
             if self._order_of_copies is not None:
                 self._order_of_copies.begin(name, cutter.rows, self._hash_of_trained(), self.loaded)
-            release = self._release if name == "step" else None
+            release = self._gradient_release if name == "step" else None
             if name == "step" and settle is None:
                 self._before = GradientsBefore(self._trained())
             if release is not None:
@@ -267,12 +267,14 @@ class Engine:
         return dict.fromkeys(parameter for module in self._parts.modules for parameter in module.parameters())
 
     def _fail(self, error: BaseException, before: GradientsBefore | None) -> None:
-        """Drop all that is left of a call; with several ranks or replicas, the pipeline ends."""
+        """Drop the microbatches of a failed call. A pipeline of several ranks or replicas ends here."""
         self._parts.abandon()
         left = "" if before is None else before.restore()
         if left:
             error.add_note(left)
-        is_half_updated = before is not None and self._release is not None and self._release.has_updated
+        is_half_updated = (
+            before is not None and self._gradient_release is not None and self._gradient_release.has_updated
+        )
         if is_half_updated:
             error.add_note(f"{_HALF_UPDATED}: {_RELOAD}")
         if is_half_updated:

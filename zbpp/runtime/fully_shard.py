@@ -193,7 +193,7 @@ class FullyShardedStage:
     # ---- Settings
 
     def _set_prefetch(self) -> None:
-        """In B each block gathers the block before it in the stage, and the first block nothing more.
+        """Let each block, in B, gather the block before it in the stage; the first block gathers nothing.
 
         By default FSDP2 gathers the block that ran before in time, which may be another microbatch's.
         """

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from zbpp.autograd.copies import Watch
 from zbpp.runtime.world import gather
 from zbpp.schedule import Action, Costs, Op, Recv, Send, Timeline, Timetable, Value, consumes, produces
+from zbpp.schedule.copies import CopySpan
 from zbpp.schedule.lower import Instruction
-from zbpp.schedule.offload import CopySpan
 from zbpp.schedule.reductions import Reduction
 from zbpp.schedule.simulate import Transfer
 

@@ -20,30 +20,20 @@ from zbpp.autograd.deferred_offload import DeferredTensors
 from zbpp.autograd.offload import LEAST_BYTES, may_leave
 from zbpp.autograd.storages import storages_of
 from zbpp.runtime.feed import Feed
-from zbpp.runtime.gradient_release import Release
+from zbpp.runtime.gradient_release import GradientRelease
 from zbpp.runtime.layout import TensorLayout, layout_of
 from zbpp.runtime.live_tensors import LiveTensors
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.schedule import Op
+from zbpp.schedule.microbatch_bytes import MicrobatchBytes
 
 _CPU = torch.device("cpu")
 
 
 class MicrobatchMemory(NamedTuple):
-    """The bytes that one microbatch takes on a stage; the fields mean what they mean in StageBytes.
+    """A measured microbatch. outputs: copies of the outputs of F, as inputs of the next stage's F."""
 
-    outputs: copies of what F returned, as inputs of the next stage's F.
-    """
-
-    saved: int
-    deferred: int
-    x: int
-    g: int
-    sent_x: int
-    sent_g: int
-    x_until: Op
-    g_until: Op
-    rises: tuple[int, int, int, int]
+    bytes: MicrobatchBytes
     outputs: tuple[Any, ...]
 
 
@@ -56,16 +46,16 @@ def microbatch_memory(
     is_last: bool = False,
     loss_fn: Loss | None = None,
     target: Any = None,
-    release: Release | None = None,
+    gradient_release: GradientRelease | None = None,
     device: torch.device = _CPU,
 ) -> MicrobatchMemory:
     """Run F, B and W of two microbatches, one after the other, and measure the second.
 
     The first microbatch allocates the gradients, which stay. live: a LiveTensors that the caller has entered.
-    release: what W does with gradients; None: the gradients stay.
+    gradient_release: what W does with gradients; None: the gradients stay.
     """
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn, device=device)
-    worker.release_leaves(None if release is None else partial(release.leaf_done, index))
+    worker.release_leaves(None if gradient_release is None else partial(gradient_release.leaf_done, index))
     feed = Feed([inputs] * 2 if index == 0 else (), [{}] * 2, [target] * 2, [0, 1])
     worker.begin(feed)
     _MicrobatchRun(worker, live, inputs, 0, device).measured()
@@ -214,7 +204,7 @@ class _MicrobatchRun:
         self._worker.backward_weight(self._microbatch)
         rise_w = self._live.highest - start_w
         rise_whole = max(rise_b, start_w + sent_g - start + rise_w)
-        return MicrobatchMemory(
+        found = MicrobatchBytes(
             saved=after_f - x * kept_after_f,
             deferred=after_b - x * kept_after_b - g * g_kept_after_b,
             x=x,
@@ -224,8 +214,8 @@ class _MicrobatchRun:
             x_until=Op.W if kept_after_b else Op.B if kept_after_f else Op.F,
             g_until=Op.W if g_kept_after_b else Op.B,
             rises=(rise_f, rise_b, rise_w, rise_whole),
-            outputs=copies,
         )
+        return MicrobatchMemory(found, copies)
 
 
 def _received(value: Any) -> Any:

@@ -25,7 +25,9 @@ from zbpp.runtime.partial_updates import OneByOne, is_optimi
 
 
 class OptimizerAccumulation:
-    """A Release that gives each microbatch's gradient of a leaf to the optimizer as soon as it is complete.
+    """A GradientRelease that gives each microbatch's gradients to the optimizer.
+
+    The optimizer gets a leaf's gradient as soon as it is complete.
 
     parts: {stage: the parameters that get gradients from its W's}. Raises ValueError for an optimizer that
     can't accumulate.
@@ -48,7 +50,10 @@ class OptimizerAccumulation:
         self.squares: dict[int, Tensor] = {}  # stays empty: no summed gradient exists that has a norm
 
     def begin(self, loss_scale: float, *, has_graph: bool) -> None:
-        """See Release. `finish` refuses a gradient from the caller's graph, which comes after the update."""
+        """See GradientRelease.
+
+        `finish` refuses a gradient from the caller's graph, which comes after the update.
+        """
         self.has_updated = False
         self._accumulated.clear()
         self._optimized = set(map(id, parameters_of(self.optimizer)))

@@ -6,16 +6,16 @@ Everything that can be known before the first step is done in the constructor. `
 by the Engine, which also says what happens when a rank fails. This file has construction, `step` and
 `evaluate`; the other methods are in
 
-    pipeline_state     parameters, their names, state_dict
-    pipeline_release   weights that are updated inside the step
-    pipeline_gate      an update that the next step waits for
-    pipeline_timeline  what is measured
-    pipeline_end       close, and the end after an error
+    pipeline_state             parameters, their names, state_dict
+    pipeline_gradient_release  weights that are updated inside the step
+    pipeline_validation        an update that the next step waits for
+    pipeline_timeline          what is measured
+    pipeline_end               close, and the end after an error
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zbpp.runtime.activation_offload import ActivationOffload
 from zbpp.runtime.arguments import device_of, model_of, rank_in, timetable_of
 from zbpp.runtime.call_order import order_of_copies
 from zbpp.runtime.checks import agree_on_stages, check_ranks_agree
@@ -33,10 +34,10 @@ from zbpp.runtime.groups import group_of_this_process, set_timeout
 from zbpp.runtime.measure import Recorder
 from zbpp.runtime.mesh import TENSOR, Place
 from zbpp.runtime.named_losses import NamedLosses, summed
-from zbpp.runtime.offload_plan import ActivationOffload, check_one_offload, offload_maker
+from zbpp.runtime.offloader import check_one_offload, offload_maker
 from zbpp.runtime.outputs import Metrics, Outputs
 from zbpp.runtime.parameters import StageParameters
-from zbpp.runtime.pipeline_release import PipelineRelease
+from zbpp.runtime.pipeline_gradient_release import PipelineGradientRelease
 from zbpp.runtime.pipeline_state import PipelineState
 from zbpp.runtime.pipeline_timeline import PipelineTimeline
 from zbpp.runtime.rank_parts import RankParts
@@ -44,13 +45,14 @@ from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.restored import eval_mode, restored_generators
 from zbpp.runtime.stage import Loss
 from zbpp.runtime.tensor_parallel import check_losses_alike
+from zbpp.runtime.ties import Tie
 from zbpp.runtime.weight_offload import check_offloaded
 from zbpp.schedule import Timetable
 from zbpp.seeding import seed_of
 from zbpp.stage_api import PipelineModel
 
 
-class Pipeline(PipelineState, PipelineRelease, PipelineTimeline):
+class Pipeline(PipelineState, PipelineGradientRelease, PipelineTimeline):
     """One rank of a pipeline.
 
     stages: {stage index: module}, exactly those that `timetable` gives to this rank; or a model (see
@@ -83,8 +85,8 @@ class Pipeline(PipelineState, PipelineRelease, PipelineTimeline):
     step_losses, evaluation_losses: this rank's part of the named losses of the last step and evaluation.
     loss_scale: a factor on all gradients that `step` computes, 1.0 until it is set; the losses that `step`
     returns don't have it. With float16 it keeps small gradients above zero; whoever sets it divides it out.
-    gate: an update that the next call has to wait for: `step` before its first B, other methods at once; see
-    zbpp.PostValidation, which sets it.
+    pending_update: an update that the next call has to wait for: `step` before its first B, other methods at
+    once; see zbpp.PostValidation, which sets it.
 
     Raises TypeError or ValueError for stages, a group or a mesh that don't fit the timetable, for stages in
     DistributedDataParallel, and for stages in FSDP that aren't sharded over this mesh; AgreementError if
@@ -135,24 +137,7 @@ class Pipeline(PipelineState, PipelineRelease, PipelineTimeline):
         check_offloaded(self.stages.values(), agreed.ties, place)
         check_one_offload(offload, self.stages.values(), place)
         self.device = device_of(self.stages.values(), self.group)
-        of_loss = self._parameters.of_loss()
-        reductions = Reductions(
-            self.stages,
-            agreed.ties,
-            timetable.rank_of,
-            place,
-            rank=self.rank,
-            group=self.group,
-            timeout=timeout,
-            reshard=reshard,
-            mp_policy=mp_policy,
-            loss=of_loss,
-        )
-        if any(place.gather(len(self._parameters.of_loss()) > len(of_loss))):
-            raise ValueError(
-                "the loss is a module that shares a parameter with a stage, and shards put another one in "
-                "its place in the stage: let the loss hold the stage's module instead of its parameter"
-            )
+        reductions = self._reductions(agreed.ties, mp_policy)
         self._copies = set(map(id, reductions.copies))
         self._late, self._release_arguments = reductions.late, dict[str, Any]()
         parts = RankParts(
@@ -174,6 +159,31 @@ class Pipeline(PipelineState, PipelineRelease, PipelineTimeline):
         self._compares_losses = TENSOR in place.groups  # in the first step
         self._recorder = Recorder(self.device)
         self._recording: Recorder | None = None
+
+    def _reductions(self, ties: Sequence[Tie], mp_policy: Any) -> Reductions:
+        """What sums this rank's gradients; with shards, the stages are sharded here. Collective.
+
+        Raises ValueError if sharding replaces a parameter that the loss shares with a stage.
+        """
+        of_loss = self._parameters.of_loss()
+        reductions = Reductions(
+            self.stages,
+            ties,
+            self.timetable.rank_of,
+            self.place,
+            rank=self.rank,
+            group=self.group,
+            timeout=self._timeout,
+            reshard=self._reshard,
+            mp_policy=mp_policy,
+            loss=of_loss,
+        )
+        if any(self.place.gather(len(self._parameters.of_loss()) > len(of_loss))):
+            raise ValueError(
+                "the loss is a module that shares a parameter with a stage, and shards put another one in "
+                "its place in the stage: let the loss hold the stage's module instead of its parameter"
+            )
+        return reductions
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> list[Tensor]:
         """Forward and backward of one whole batch. Adds to each `.grad` the mean over microbatches.

@@ -36,7 +36,7 @@ class PipelineEnd:
             raise
 
     def settle(self) -> None:
-        """Called before the pipeline is closed; see PipelineGate."""
+        """Called before the pipeline is closed; see PipelineValidation."""
 
     def close(self) -> None:
         """Give up the links and process groups that were made for this pipeline; no step follows.

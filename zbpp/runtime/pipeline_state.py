@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from zbpp.runtime.parameters import StageParameters
-from zbpp.runtime.pipeline_gate import PipelineGate
+from zbpp.runtime.pipeline_validation import PipelineValidation
 
 
-class PipelineState(PipelineGate):
+class PipelineState(PipelineValidation):
     """The part of Pipeline that gives access to parameters and buffers."""
 
     _parameters: StageParameters

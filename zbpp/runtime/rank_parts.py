@@ -12,13 +12,13 @@ from zbpp.autograd import WeightGrads
 from zbpp.runtime.call_order import CallOrder, neighbours_of
 from zbpp.runtime.executor import Executor, StageMethod
 from zbpp.runtime.groups import close_groups, job_store, link_groups
-from zbpp.runtime.offload_plan import OffloadPlan
+from zbpp.runtime.offloader import Offloader
 from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.weight_offload import offloaded_weights
 from zbpp.schedule import Op, Programs, Timetable, lower
 
-MakeOffload = Callable[[Mapping[int, StageWorker]], OffloadPlan]
+MakeOffload = Callable[[Mapping[int, StageWorker]], Offloader]
 
 _METHODS: dict[str, dict[Op, StageMethod]] = {
     "step": {
@@ -35,7 +35,7 @@ _METHODS: dict[str, dict[Op, StageMethod]] = {
 class RankParts:
     """The parts of one rank; they are made once.
 
-    key: the prefix of this pipeline's names in the job's store. make_offload: makes the OffloadPlan of these
+    key: the prefix of this pipeline's names in the job's store. make_offload: makes the Offloader of these
     stages; None: nothing leaves. The other arguments are Pipeline's.
 
     modules: the stages and the loss, if that is a module. workers: by stage. executors: of the calls "step",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from zbpp.runtime.copies import LocalCopies
 from zbpp.runtime.fully_shard import Reshard
-from zbpp.runtime.gradient_release import Release
+from zbpp.runtime.gradient_release import GradientRelease
 from zbpp.runtime.groups import close_groups, group_like
 from zbpp.runtime.mesh import REPLICATE, SHARD, Place, copy_to_replicas, is_sharded, local_of
 from zbpp.runtime.reduce import AllReduce, Ended, Reducer
@@ -38,7 +38,7 @@ class Reductions:
     The constructor gives all replicas of a stage the values of the first one. ties: of all ranks. reshard,
     mp_policy: as in Pipeline. loss: the parameters of the loss that no stage has; their gradients are
     averaged, too. Collective over the mesh.
-    release: what is done with a stage's gradients when they are final; None: they stay.
+    gradient_release: what is done with a stage's gradients when they are final; None: they stay.
     Raises ValueError on every process for a stage that can't be sharded.
     """
 
@@ -56,7 +56,7 @@ class Reductions:
         mp_policy: Any = None,
         loss: Iterable[nn.Parameter] = (),
     ) -> None:
-        self.release: Release | None = None
+        self.gradient_release: GradientRelease | None = None
         self._sharded = shard_stages(stages, place, rank, reshard, mp_policy)
         self._tied = TiedGradients(ties, stages, rank_of, rank, group, timeout)
         self._copies = LocalCopies(ties, stages)
@@ -149,8 +149,8 @@ class Reductions:
 
     def complete(self, stage: int) -> None:
         """The stage's gradients are final on all its copies."""
-        if self.release is not None:
-            self.release.complete(stage)
+        if self.gradient_release is not None:
+            self.gradient_release.complete(stage)
 
     def finish(self) -> None:
         """Wait for the stages, then reduce the rest; afterwards all copies of a parameter have one gradient.

@@ -1,4 +1,4 @@
-"""Makes the Release of a rank's stages, and refuses what gradient release can't go with."""
+"""Makes the GradientRelease of a rank's stages, and refuses what gradient release can't go with."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from zbpp.runtime.gradient_release import GradientRelease, Release, parameters_of
+from zbpp.runtime.gradient_release import GradientRelease, parameters_of
 from zbpp.runtime.mesh import REPLICATE, SHARD, Place
 from zbpp.runtime.optimizer_accumulation import OptimizerAccumulation
+from zbpp.runtime.stage_updates import StageUpdates
 from zbpp.runtime.weight_offload import offloaded_weights
 
 _WRITE_STEP = "write gradient_release=step (accumulate=False)"
 
 
-def make_release(
+def make_gradient_release(
     optimizer: torch.optim.Optimizer,
     stages: Mapping[int, nn.Module],
     late: Iterable[nn.Parameter],
@@ -26,8 +27,8 @@ def make_release(
     *,
     accumulate: bool,
     keep_squares: bool,
-) -> Release:
-    """The Release of one rank's stages.
+) -> GradientRelease:
+    """The GradientRelease of one rank's stages.
 
     late: the parameters that several stages or ranks share. of_loss: all parameters of the loss, on the rank
     that computes it. Raises ValueError for an optimizer, a stage or a mesh that gradient release can't go
@@ -47,7 +48,7 @@ def make_release(
         for index, stage in stages.items()
     }
     if not accumulate:
-        return GradientRelease(optimizer, parts, keep_squares=keep_squares)
+        return StageUpdates(optimizer, parts, keep_squares=keep_squares)
     _check_place(place)
     _check_accumulated(optimizer, own, late)
     for stage in stages.values():

@@ -104,7 +104,7 @@ class StageWorker:
         self._feed = feed
 
     def abandon(self) -> None:
-        """Drop all that is left of a call that failed."""
+        """Drop the inputs, outputs and saved tensors of a call that failed."""
         self._take_losses()
         self._saved.clear()
         self._deferred.clear()

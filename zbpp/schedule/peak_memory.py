@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from zbpp.schedule.copies import changes_of
 from zbpp.schedule.costs import StageCosts
-from zbpp.schedule.offload import RankOffload, changes_of
+from zbpp.schedule.offload import RankOffload
 from zbpp.schedule.timetable import Row
 
 

@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from zbpp.schedule.complete import check_backwards, check_row
+from zbpp.schedule.copies import CopySpan, RankCopies
 from zbpp.schedule.costs import ACTIVATIONS, Costs, StageCosts
 from zbpp.schedule.dataflow import Value, consumes
 from zbpp.schedule.dataflow_arrays import Numbers, Values, kinds_of
-from zbpp.schedule.offload import CopySpan, RankCopies, RankOffload
+from zbpp.schedule.offload import RankOffload
 from zbpp.schedule.peak_memory import peak_memory
 from zbpp.schedule.reductions import Reduction, predicted_reductions
 from zbpp.schedule.timetable import Op, PlanError, Timetable

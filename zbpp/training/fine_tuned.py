@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from zbpp.runtime import Pipeline
 from zbpp.training.frozen import check_frozen, freeze
 from zbpp.training.lora import check_no_tied_target, check_targets, inject, lora_config
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class FineTuned:
@@ -62,7 +65,17 @@ class FineTuned:
         """What else the model has: tied, parallelize, metrics, ..."""
         if name == "model":  # not set yet, as while it is copied
             raise AttributeError(name)
+        if name == "parallelize" and self._lora is not None:
+            return _refuse_to_split
         return getattr(self.model, name)
+
+
+def _refuse_to_split(stage: nn.Module, mesh: DeviceMesh) -> None:
+    """The `parallelize` of a model with adapters. Raises ValueError."""
+    raise ValueError(
+        f"LoRA doesn't go with a mesh of tensor={mesh.size()}: the model's plan splits the modules that LoRA "
+        "wraps; write tensor=1, with more pipeline ranks or shards"
+    )
 
 
 def check_fine_tuned(pipeline: Pipeline, model: Any) -> None:

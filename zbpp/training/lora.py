@@ -130,30 +130,42 @@ def save_adapter(
     base: the name or folder of the base model. `PeftModel.from_pretrained(model, folder)` loads it. The first
     process writes; every process of the first pipeline sends it its adapters. Collective.
     """
-    from safetensors.torch import save_file
-
-    own = {_peft_name(name): each for name, each in _adapters(pipeline, masters)}
+    own = {peft_name(name): each for name, each in _adapters(pipeline, masters)}
     everywhere = gather(own, pipeline.group)
     if not pipeline.place.is_first or pipeline.rank != 0:
         return
+    write_adapter(folder, {name: each for part in everywhere for name, each in part.items()}, options, base)
+
+
+def write_adapter(
+    folder: Path, adapters: Mapping[str, Tensor], options: Mapping[str, Any], base: str | None = None
+) -> None:
+    """Write the files of an adapter. adapters: its tensors by peft's names."""
+    from safetensors.torch import save_file
+
     config = lora_config(options)
     config.inference_mode, config.base_model_name_or_path = True, base
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
     unfinished = folder / "adapter_model.tmp"
-    adapters = {name: each for part in everywhere for name, each in part.items()}
-    save_file(adapters, unfinished, {"format": "pt"})
+    save_file(dict(adapters), unfinished, {"format": "pt"})
     unfinished.replace(folder / "adapter_model.safetensors")
+
+
+def peft_name(name: str) -> str:
+    """What peft calls a tensor that has this name in a stage."""
+    return "base_model.model." + re.sub(rf"\.{ADAPTER}(?=\.|$)", "", name)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether the tensor with this name in a stage is a part of an adapter."""
+    return ".lora_" in name
 
 
 def _adapters(pipeline: Pipeline, masters: MasterWeights | None) -> Iterator[tuple[str, Tensor]]:
     """This rank's adapters by the names that their stages have for them."""
     for stage in pipeline.stages.values():
         for name, parameter in stage.named_parameters():
-            if ".lora_" in name:
+            if is_adapter(name):
                 value = parameter if masters is None else masters.of(parameter)
                 yield name, whole_of(value.detach()).to("cpu", copy=True).contiguous()
-
-
-def _peft_name(name: str) -> str:
-    return "base_model.model." + re.sub(rf"\.{ADAPTER}(?=\.|$)", "", name)

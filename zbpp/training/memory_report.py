@@ -49,7 +49,7 @@ class MemoryReport:
     def recording(self, trainer: Trainer) -> Iterator[None]:
         """Record the step that runs within this context."""
         record = self._record = MemoryRecord(trainer.pipeline.device)
-        self._is_later, self._is_recording = trainer.pipeline.gate is not None, True
+        self._is_later, self._is_recording = trainer.pipeline.pending_update is not None, True
         levels = record.step(lambda: _staying(trainer), lambda: _on_host(trainer))
         with levels, trainer.pipeline.recording(record.recorder):
             yield

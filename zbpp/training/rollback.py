@@ -53,7 +53,10 @@ class Rollback(Protocol):
 
 
 class Copies:
-    """Copies of tensors, which are taken and given back together. Of a DTensor, this process's part."""
+    """Copies of tensors: `take` copies all of them, `give_back` restores all of them.
+
+    A DTensor is copied as far as this process holds it.
+    """
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # id of a tensor -> the tensor and its copy

@@ -53,14 +53,49 @@ def summarise(
     layers_per_stage: Sequence[int] | None = None,
 ) -> Summary:
     """Sum up a run. history: the metrics of its steps; seconds: how long they took in all. Collective."""
+    pipeline, unit = trainer.pipeline, trainer.data.unit
+    num_ranks = pipeline.timetable.num_ranks
+    figures = {**title._asdict(), **_figures(trainer, history, here, dtype, seconds)}
+    cost = sentence_of_cost(len(history), seconds, figures[unit], unit)
+    if not trainer.timelines:
+        return Summary(figures, None, None, [cost])
+    measured = _with_median_makespan(trainer.timelines)
+    costs = _with_usual_memory(measured_costs(*trainer.timelines), pipeline.timetable.num_stages, num_ranks)
+    predicted = simulate(measured.timetable, costs, pipeline.offload_plan)
+    advice = advise(measured.timetable, costs, schedule=title.schedule, layers_per_stage=layers_per_stage)
+    step_milliseconds = median([metrics["step_seconds"] for metrics in history]) * 1e3
+    sentences = [
+        cost,
+        *sentences_of_time(measured, predicted, step_milliseconds),
+        *sentences_of_advice(advice, num_ranks),
+    ]
+    figures |= {
+        "predicted_bubble_rate": predicted.bubble_rate,
+        "measured_bubble_rate": measured.bubble_rate,
+        "predicted_makespan_ms": predicted.makespan,
+        "measured_makespan_ms": measured.makespan,
+        "peak_memory_bytes": [int(peak) for peak in measured.peak_memory],
+        "advice": [each._asdict() for each in advice],
+        "sentences": sentences,
+    }
+    return Summary(figures, measured, predicted, sentences)
+
+
+def _figures(
+    trainer: Trainer,
+    history: Sequence[Mapping[str, Any]],
+    here: World,
+    dtype: torch.dtype,
+    seconds: float,
+) -> dict[str, Any]:
+    """The figures that need no measured step; arguments as in `summarise`. Collective."""
     pipeline, data, last = trainer.pipeline, trainer.data, history[-1] if history else {}
-    num_ranks, steps = pipeline.timetable.num_ranks, [metrics["step_seconds"] for metrics in history]
+    steps = [metrics["step_seconds"] for metrics in history]
     items_per_second = trainer.items_per_step / median(steps) if steps else None
     num_parameters = parameters_in_all(pipeline)
-    figures = {
-        **title._asdict(),
+    return {
         "num_processes": here.size,
-        "num_ranks": num_ranks,
+        "num_ranks": pipeline.timetable.num_ranks,
         **{name: pipeline.place.size(name) for name in (REPLICATE, SHARD, TENSOR)},
         "num_stages": pipeline.timetable.num_stages,
         "num_microbatches": pipeline.timetable.num_microbatches,
@@ -80,27 +115,6 @@ def summarise(
         ),
         **machine(here.device),
     }
-    cost = sentence_of_cost(len(history), seconds, figures[data.unit], data.unit)
-    if not trainer.timelines:
-        return Summary(figures, None, None, [cost])
-    measured = _with_median_makespan(trainer.timelines)
-    costs = _with_usual_memory(measured_costs(*trainer.timelines), pipeline.timetable.num_stages, num_ranks)
-    predicted = simulate(measured.timetable, costs, pipeline.offload_plan)
-    advice = advise(measured.timetable, costs, schedule=title.schedule, layers_per_stage=layers_per_stage)
-    figures |= {
-        "predicted_bubble_rate": predicted.bubble_rate,
-        "measured_bubble_rate": measured.bubble_rate,
-        "predicted_makespan_ms": predicted.makespan,
-        "measured_makespan_ms": measured.makespan,
-        "peak_memory_bytes": [int(peak) for peak in measured.peak_memory],
-        "advice": [each._asdict() for each in advice],
-    }
-    sentences = [
-        cost,
-        *sentences_of_time(measured, predicted, median(steps) * 1e3),
-        *sentences_of_advice(advice, num_ranks),
-    ]
-    return Summary({**figures, "sentences": sentences}, measured, predicted, sentences)
 
 
 def parameters_in_all(pipeline: Pipeline) -> int:

@@ -6,7 +6,6 @@ and losses.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,11 +25,12 @@ from zbpp.runtime import Pipeline
 from zbpp.schedule import Timeline, Timetable
 from zbpp.training.batch import batch_for
 from zbpp.training.callbacks import Callback
+from zbpp.training.evaluation import Counted, Weighed, mean_of
 from zbpp.training.loss_scale import LossScale
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.memory_report import MemoryReport
 from zbpp.training.named_losses import with_evaluation_losses, with_named_losses
-from zbpp.training.post_validation import PostValidatedUpdate, Validation
+from zbpp.training.post_validated_update import PostValidatedUpdate, Validation
 from zbpp.training.released_update import ReleasedUpdate
 from zbpp.training.replan import Replan
 from zbpp.training.update import Metrics, Result, Update
@@ -194,32 +194,23 @@ class Trainer:
         return self.replan is not None and self.replan.is_done
 
     def evaluate(self) -> Metrics:
-        """`evaluation_loss`, and one for each of `metrics`: means over the held-out batches, on every rank.
+        """`evaluation_loss`, and one for each of `metrics`: means over all held-out targets, on every rank.
 
         {} without held-out batches.
         """
         mine = [self._evaluated(number) for number in range(self.data.num_evaluation_batches)]
         # Only the owners of the last stage have numbers.
-        batches: list[dict[str, float]] = [
-            each for some in self.pipeline.place.gather(mine) for each in some if each
-        ]
-        names = batches[0] if batches else ()
-        return {
-            f"evaluation_{name}": math.fsum(batch[name] for batch in batches) / len(batches) for name in names
-        }
+        found = mean_of(each for some in self.pipeline.place.gather(mine) for each in some if each.means)
+        return {f"evaluation_{name}": mean for name, mean in found.means.items()}
 
-    def _evaluated(self, number: int) -> dict[str, float]:
-        """The loss and metrics of a held-out batch on the last stage's owner; {} on other ranks."""
+    def _evaluated(self, number: int) -> Weighed:
+        """The means of loss and metrics of a held-out batch, where the last stage is; none on other ranks."""
         args, target = self._batch(self.data.evaluation, self._own_number(number), self.pipeline.device)
-        found: Mapping[str, float] = {}
-        if self.metrics is None:
-            losses = self.pipeline.evaluate(*args, target=target)
-        else:
-            losses, found = self.pipeline.evaluate(*args, target=target, metrics=self.metrics)
-            if "loss" in found:
-                raise ValueError("a metric is called 'loss', as the held-out loss is: give it another name")
-        found = with_evaluation_losses(found, self.pipeline.evaluation_losses)
-        return {"loss": math.fsum(map(float, losses)) / len(losses), **found} if losses else {}
+        counted = Counted(self.metrics)
+        losses, _ = self.pipeline.evaluate(*args, target=target, metrics=counted)
+        num_targets, means = counted.with_losses(losses)
+        means = with_evaluation_losses(means, self.pipeline.evaluation_losses)
+        return Weighed(num_targets, means if losses else {})
 
     def _step(self, step: int) -> list[Metrics]:
         """Train on one batch; returns the metrics of all steps whose outcome is known by now."""

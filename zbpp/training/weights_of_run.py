@@ -50,8 +50,6 @@ def weights_of_run(run: Path) -> SavedWeights:
             return CheckpointWeights(path)
         except ValueError as error:
             print(f"passed over: {error}", flush=True)
-    if (run / "adapter").is_dir():
-        raise ValueError(f"{run} has trained adapters: load {run / 'adapter'} with peft, which can merge it")
     raise ValueError(
         f"{run} holds no weights, neither stage-0-of-....safetensors nor a whole checkpoint: name the "
         "run_dir of a zbpp train with save_weights=true or checkpoint.every=STEPS"

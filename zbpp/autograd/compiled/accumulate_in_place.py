@@ -54,7 +54,7 @@ def _add(graph: Graph, total: Node, term: Node, turned: bool) -> None:
         if same_type and term.target in _ADDING:
             _add_product(graph, total, term, turned)
         elif same_type and term.target is aten.embedding_dense_backward.default and _is_simple(term):
-            _add_rows(graph, total, *term.args[:2])
+            _add_rows(graph, total, *term.args[:2], turned=turned)
         else:
             value = _transposed(graph, term) if turned else term
             _call(graph, aten.copy_.default, total, _call(graph, aten.add.Tensor, total, value))
@@ -73,9 +73,12 @@ def _is_simple(embedding: Node) -> bool:
     return bool(padding == -1 and not by_frequency)
 
 
-def _add_rows(graph: Graph, total: Node, dy: Any, indices: Any) -> None:
+def _add_rows(graph: Graph, total: Node, dy: Any, indices: Any, *, turned: bool) -> None:
+    """turned: the tokens are the columns of the parameter, as of LoRA's for an embedding."""
     rows = _call(graph, aten.reshape.default, dy, [-1, dy.meta["val"].shape[-1]])
-    _call(graph, aten.index_add_.default, total, 0, _call(graph, aten.reshape.default, indices, [-1]), rows)
+    tokens = _call(graph, aten.reshape.default, indices, [-1])
+    added = _transposed(graph, rows) if turned else rows
+    _call(graph, aten.index_add_.default, total, 1 if turned else 0, tokens, added)
 
 
 def _transposed(graph: Graph, node: Any) -> Node:

@@ -28,7 +28,7 @@ class Times(NamedTuple):
 
 
 Rounds = dict[str, list[Times]]
-"""By contestant: the median times of each round."""
+"""For each contestant, the median times of each round."""
 
 
 def timed(contestant: Contestant, stage: nn.Module, x: Tensor, dy: Tensor, device: str) -> Times:

@@ -13,7 +13,7 @@ from zbpp.render import chrome_trace, render_page, render_picture
 from zbpp.schedule import PlanError, Timeline
 
 Outcomes = Mapping[str, Timeline | PlanError]
-"""By schedule its timeline, or the reason why there is none."""
+"""For each schedule, its timeline, or the error that says why there is none."""
 
 
 def draw(options: argparse.Namespace, outcomes: Outcomes, inputs: Inputs, **texts: Any) -> None:

@@ -78,7 +78,7 @@ def bound_of(problem: Problem, splits: bool = True) -> Bound:
 
 
 def _and_reductions(relaxation: Relaxation, bound: Bound) -> Bound:
-    """From a bound on the actions a bound on the makespan, which ends with a reduction.
+    """Make a bound on the end of all actions a bound on the makespan, which ends with a reduction.
 
     The last action of each rank is the last W of some stage, which is then reduced. So the step lasts longer
     than its actions by the shortest of all reductions, and than a rank's work by the rank's shortest one. The

@@ -190,7 +190,9 @@ class Model:
         return value
 
     def _reduce_one_at_a_time(self, stages: list[int], value: Any) -> None:
-        """In any order: the order in which the stages are complete is as good as any."""
+        """A rank reduces one stage at a time. The order is free: the order of completion, which the runtime
+        takes, is as good as any.
+        """
         last, reductions = self.problem.num_microbatches - 1, []
         reduce = self.problem.stage_costs.reduce
         for stage in filter(reduce.__getitem__, stages):  # those whose reduction takes time

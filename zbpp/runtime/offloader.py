@@ -1,4 +1,4 @@
-"""Decides which activations leave a rank: before the first step if costs are given, else after two steps.
+"""One rank's offload of activations: chosen before the first step, or after two measured steps.
 
 Without costs, the first two steps offload as much as possible: what a microbatch holds between F and B leaves
 if an action runs between them, and likewise between B and W. The second step is measured. Its times, the
@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from zbpp.autograd.copies import Copier, OffloadError, copier_for
-from zbpp.autograd.offload import LEAST_BYTES
+from zbpp.runtime.activation_offload import ActivationOffload
 from zbpp.runtime.measure import Recorder, measured_costs, measured_timeline
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.offload import DeferredOffload, SavedOffload, StageOffload
@@ -29,57 +27,10 @@ from zbpp.runtime.stage import StageWorker
 from zbpp.runtime.weight_offload import offloaded_weights
 from zbpp.runtime.world import gather
 from zbpp.schedule import Costs, Timetable, Value, choose_offload, offload_of, simulate
-from zbpp.schedule.offload import CopySpan, RankOffload
+from zbpp.schedule.copies import CopySpan
+from zbpp.schedule.offload import RankOffload
 
-_GIB = 2**30
 _MEASURED_STEPS = 2  # the second is measured; the first one fills the pools and loads kernels
-
-
-@dataclass(frozen=True)
-class ActivationOffload:
-    """Which activations leave device memory between F and B, and between B and W.
-
-    gib: "auto": those that can leave and come back without making an action late. A number: at most so many
-        GiB of a rank are away at a time, and actions may wait for the copies.
-    to: "host" (pinned memory if the device is a GPU), a folder for an unnamed file, or a Copier of your own.
-    costs: the costs to plan with, including `host` and memory in bytes; None: the first two steps measure
-        them.
-    values: exactly these leave, whatever gib and costs say. (stage, microbatch) stands for what F saves;
-        Value("deferred", stage, microbatch) for what B keeps for W.
-    least_bytes: storages below this size stay.
-    """
-
-    gib: float | Literal["auto"] = "auto"
-    to: str | Path | Copier = "host"
-    costs: Costs | None = None
-    values: Iterable[tuple[int, int] | Value] | None = None
-    least_bytes: int = LEAST_BYTES
-
-    def __post_init__(self) -> None:
-        if self.values is not None:  # a generator could be read only once
-            object.__setattr__(self, "values", tuple(self.values))
-        if not isinstance(self.to, Copier) and (not isinstance(self.to, str | Path) or self.to == ""):
-            raise ValueError(f'to={self.to!r}: write "host", or the folder for a file')
-        if isinstance(self.least_bytes, bool) or not isinstance(self.least_bytes, int):
-            raise ValueError(
-                f"least_bytes={self.least_bytes!r}: write a number of bytes, such as {LEAST_BYTES}"
-            )
-        if self.gib == "auto":
-            return
-        if isinstance(self.gib, bool) or not isinstance(self.gib, int | float) or not self.gib > 0:
-            raise ValueError(
-                f'gib={self.gib!r}: write "auto", or how many GiB may leave, above 0; offload=None for none'
-            )
-
-    @property
-    def most_bytes(self) -> float:
-        """The most bytes that may be away from a rank at a time."""
-        return math.inf if self.gib == "auto" else float(self.gib) * _GIB
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether the first two steps are measured for the plan."""
-        return self.costs is None and self.values is None
 
 
 def check_one_offload(options: ActivationOffload | None, stages: Iterable[nn.Module], place: Place) -> None:
@@ -97,8 +48,8 @@ def check_one_offload(options: ActivationOffload | None, stages: Iterable[nn.Mod
 
 def offload_maker(
     options: ActivationOffload | None, timetable: Timetable, device: torch.device, place: Place
-) -> Callable[[Mapping[int, StageWorker]], OffloadPlan] | None:
-    """A function that makes the OffloadPlan of this rank's stages; None without offload.
+) -> Callable[[Mapping[int, StageWorker]], Offloader] | None:
+    """A function that makes the Offloader of this rank's stages; None without offload.
 
     Raises OffloadError on all ranks if one rank can't make its Copier. Raises ValueError on all ranks if some
     ranks measure for the plan and others do not. Collective over the mesh.
@@ -120,11 +71,11 @@ def offload_maker(
         )
     if options is None or copier is None:
         return None
-    return partial(OffloadPlan, options, timetable, copier, place.pipeline)
+    return partial(Offloader, options, timetable, copier, place.pipeline)
 
 
-class OffloadPlan:
-    """One rank's offload: the plan, how it is made, and the StageOffloads that execute it.
+class Offloader:
+    """Measures one rank's steps if it has to, chooses what leaves, and holds the StageOffloads that do it.
 
     plan: for each rank, what leaves in the next step. offloads: {(name of the value, stage): StageOffload},
     for this rank's stages. group: the pipeline's ranks, which measure together. Raises PlanError for values

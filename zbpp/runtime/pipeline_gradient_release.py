@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.pipeline_end import PipelineEnd
-from zbpp.runtime.released import make_release
+from zbpp.runtime.released import make_gradient_release
 from zbpp.runtime.stage import Loss
 
 
-class PipelineRelease(PipelineEnd):
+class PipelineGradientRelease(PipelineEnd):
     """The part of Pipeline that releases gradients."""
 
     stages: dict[int, nn.Module]
@@ -53,7 +53,7 @@ class PipelineRelease(PipelineEnd):
         loss = self._loss_fn if isinstance(self._loss_fn, nn.Module) else nn.Module()
         last = self.timetable.num_stages - 1
         try:
-            release = make_release(
+            release = make_gradient_release(
                 optimizer,
                 self.stages,
                 self._late,

@@ -15,22 +15,25 @@ from zbpp.runtime.pipeline_end import PipelineEnd
 from zbpp.runtime.posts import Posts
 
 
-class Gate(Protocol):
-    """An update of the weights that is not validated yet: see Pipeline.gate."""
+class PendingUpdate(Protocol):
+    """An update of the weights that is not validated yet: see Pipeline.pending_update."""
 
     def validate(self) -> bool:
         """Wait until all ranks know whether the update was right; redo it if not. Returns whether it was."""
 
-    def open(self) -> None:
+    def zero_grad(self) -> None:
         """Drop the gradients of the update, after `validate`: the next step sums its own from now on."""
 
 
-class PipelineGate(PipelineEnd):
-    """The part of Pipeline for post-validation. gate: the update that is not validated yet; None: none."""
+class PipelineValidation(PipelineEnd):
+    """The part of Pipeline for post-validation.
+
+    pending_update: the update that is not validated yet; None: none.
+    """
 
     place: Place
     loss_scale: float
-    gate: Gate | None = None
+    pending_update: PendingUpdate | None = None
     _timeout: float
     _lost_update = ""  # why the weights belong to no step, if an update failed
     # Whether an update was redone outside of a step. Another rank may learn of it only at the gate of its
@@ -44,13 +47,13 @@ class PipelineGate(PipelineEnd):
         """
         if self._lost_update:
             raise RuntimeError(self._lost_update)
-        if self.gate is not None:
-            self._begins_again = not self._validated(self.gate)
+        if self.pending_update is not None:
+            self._begins_again = not self._validated(self.pending_update)
 
     def _settle_in_step(self, call: Call) -> Settle | None:
         """What the step of this call does at its gate; None: it has no gate."""
-        if self.gate is not None:
-            return partial(self._pass_gate, self.gate, call)
+        if self.pending_update is not None:
+            return partial(self._pass_gate, self.pending_update, call)
         if self._begins_again:
             return partial(self._repeat, call)
         return None
@@ -59,16 +62,16 @@ class PipelineGate(PipelineEnd):
         self._begins_again = False
         return call
 
-    def _pass_gate(self, gate: Gate, call: Call) -> Call | None:
+    def _pass_gate(self, update: PendingUpdate, call: Call) -> Call | None:
         """Validate an update at the gate of a step. Returns the call of the step if it has to begin again."""
-        was_right = self._validated(gate)
-        gate.open()
+        was_right = self._validated(update)
+        update.zero_grad()
         return None if was_right else call._replace(loss_scale=self.loss_scale)
 
-    def _validated(self, gate: Gate) -> bool:
-        self.gate = None
+    def _validated(self, update: PendingUpdate) -> bool:
+        self.pending_update = None
         try:
-            return gate.validate()
+            return update.validate()
         except BaseException as error:
             self.give_up(f"an update could not be validated ({error_text(error)}), and may be wrong")
             raise
@@ -78,7 +81,7 @@ class PipelineGate(PipelineEnd):
         self._lost_update = (
             f"{why}: load weights and optimizer states of an earlier step, and make a new Pipeline"
         )
-        self.gate = None
+        self.pending_update = None
         self._end(why)
 
     def posts(self) -> Posts:

@@ -1,0 +1,100 @@
+"""One process imports what all ranks need; each rank is a fork of it, and so begins at once.
+
+Importing torch, its distributed parts and zbpp takes five seconds of a core, for each rank anew otherwise.
+It is Python's fork server (multiprocessing), with three things that a job needs besides:
+
+- it imports zbpp from where this process did, not a zbpp that lies in the current folder;
+- signals to the whole job, as Slurm sends them, do not end it before the ranks have saved;
+- a rank ends when the process that started the job is gone, since the fork server would outlive that process.
+
+With CUDA each rank is a new process instead: a fork of a process that has looked for devices can't use them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver, parent_process, resource_tracker
+from multiprocessing.connection import wait
+from pathlib import Path
+from threading import Thread
+
+# The last one is what the first optimizer of a process imports.
+_IMPORTS = ["zbpp.app", "torch._dynamo"]
+_OF_THE_RANKS = {signal.SIGTERM, signal.SIGUSR1}
+_HOME = Path(__file__).parents[1]
+_PYTHONS_PATH = ("PYTHONPATH", "PYTHONSAFEPATH")
+_GONE = 1  # the exit status of a rank whose job is gone
+
+
+def start_method() -> str:
+    """How multiprocessing starts a rank; starts the fork server if ranks are forks of it."""
+    import torch
+
+    if torch.cuda.is_available() or "forkserver" not in multiprocessing.get_all_start_methods():
+        return "spawn"
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_IMPORTS)
+    resource_tracker.ensure_running()  # it would unblock the signals
+    with _imports_from_here(), _blocked_signals():
+        forkserver.ensure_running()
+    return "forkserver"
+
+
+def begin_as_a_rank() -> None:
+    """Undo in a rank what only the fork server needs; end the rank when the job's first process is gone."""
+    for name in _PYTHONS_PATH:
+        if _SAVED + name in os.environ:
+            _set(name, os.environ.pop(_SAVED + name) or None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_THE_RANKS)
+    parent = parent_process()
+    if parent is not None:
+        Thread(target=_end_after, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_after(sentinel: int) -> None:
+    wait([sentinel])
+    os._exit(_GONE)
+
+
+_SAVED = "ZBPP_SAVED_"  # + a name: the value of this environment variable in the process that starts a job
+
+
+@contextmanager
+def _imports_from_here() -> Iterator[None]:
+    """A Python that starts inside finds zbpp where this process did, and nothing in the current folder."""
+    saved = {name: os.environ.get(name) for name in _PYTHONS_PATH}
+    os.environ.update({_SAVED + name: value or "" for name, value in saved.items()})
+    os.environ["PYTHONSAFEPATH"] = "1"
+    if not _is_installed():
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_HOME), saved["PYTHONPATH"]]))
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            del os.environ[_SAVED + name]
+            _set(name, value)
+
+
+def _is_installed() -> bool:
+    """Whether zbpp lies among the installed packages, which Python finds without being told."""
+    return _HOME.name in ("site-packages", "dist-packages")
+
+
+def _set(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+@contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """A process that starts inside does not notice these signals; its forks may unblock them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_RANKS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,141 @@
+"""Chooses by costs which values leave the device, as PipeOffload (arXiv:2503.01328) does.
+
+The values with the longest lifespan leave first; among values of equal lifespan, the choice spreads the
+microbatches over the step. The copy out runs in the first free interval of the copy stream after the
+producer, the copy back in the last free interval before the consumer. A value stays if its lifespan is too
+short for both copies. With `late=False` no action waits for a copy, as long as the copies take the planned
+times. See offload.py for the instructions.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from zbpp.schedule.copies import copy_ms, held_bytes
+from zbpp.schedule.costs import Costs, StageCosts
+from zbpp.schedule.dataflow import Value
+from zbpp.schedule.offload import RankOffload
+from zbpp.schedule.round_trips import TINY, RoundTrip, instructions_of, lifespans
+from zbpp.schedule.timetable import PlanError
+
+if TYPE_CHECKING:
+    from zbpp.schedule.simulate import Timeline
+
+
+def choose_offload(
+    timeline: Timeline, costs: Costs, limit: float | Sequence[float] = math.inf, *, late: bool = False
+) -> tuple[RankOffload, ...]:
+    """Choose, for each rank, which values leave, and when.
+
+    timeline: the simulated step without offload, under the same costs. costs.host: the time of one copy of a
+    stage's saved tensors; a copy of its deferred tensors takes deferred/saved of this time. limit: the most
+    that may be away from a rank at a time, in the unit of costs.saved; one number for all ranks, or one per
+    rank. late: a value leaves even if an action waits for its copies, up to the limit.
+    """
+    num_ranks = timeline.timetable.num_ranks
+    limits = [*limit] if isinstance(limit, Sequence) else [limit] * num_ranks
+    if len(limits) != num_ranks:
+        raise PlanError(f"limit has {len(limits)} numbers for {num_ranks} ranks")
+    stage_costs = costs.per_stage(timeline.timetable.num_stages)
+    return tuple(
+        _RankChoice(timeline, rank, stage_costs, late).choose(limits[rank]) for rank in range(num_ranks)
+    )
+
+
+class _RankChoice:
+    """Chooses the round trips of one rank."""
+
+    def __init__(self, timeline: Timeline, rank: int, costs: StageCosts, late: bool) -> None:
+        self.row = timeline.timetable.rows[rank]
+        self.starts, self.ends = timeline.starts[rank], timeline.ends[rank]
+        self.costs = costs
+        # With `late`, a copy that does not fit is planned with a share of its time; its Drop and its Await
+        # then wait for the rest.
+        self.shares = (1.0, 0.5, 0.25, 0.0) if late else (1.0,)
+        self.num_stages = timeline.timetable.num_stages
+        self.busy: list[tuple[float, float]] = []  # (start, end) of the planned copies, sorted
+
+    def choose(self, limit: float) -> RankOffload:
+        if not any(self.costs.host):
+            return ()
+        spans = lifespans(self.row, self.num_stages)
+        away = _Level()
+        trips = []
+        for value in sorted(spans, key=lambda value: self._urgency(value, *spans[value])):
+            made, used = spans[value]
+            size = held_bytes(self.costs, value)
+            time = copy_ms(self.costs, value)
+            if time <= 0 or size <= 0 or away.most(made, used) + size > limit:
+                continue
+            trips_that_fit = (self._trip(value, made, used, share * time) for share in self.shares)
+            trip = next((trip for trip in trips_that_fit if trip is not None), None)
+            if trip is not None:
+                trips.append(trip)
+                away.add(made, used, size)
+        return instructions_of(trips, self.ends)
+
+    def _urgency(self, value: Value, made: int, used: int) -> tuple[float, int, int]:
+        """A sort key: the longest lifespan first; among equal lifespans, microbatches in bit-reversed order.
+
+        Of microbatches in bit-reversed order, the first n are spread over the step for every n.
+        """
+        lifespan = float(self.starts[used] - self.ends[made])
+        return -round(lifespan, 6), int(f"{value.microbatch:032b}"[::-1], 2), value.stage
+
+    def _trip(self, value: Value, made: int, used: int, time: float) -> RoundTrip | None:
+        """The round trip whose copies take `time` each; None if no action runs between the two copies."""
+        out = self._first_free(float(self.ends[made]), time)
+        back = self._last_free(float(self.starts[used]), time)
+        dropped = max(made + 1, int(np.searchsorted(self.starts, out + time - TINY)))
+        fetched = min(used, int(np.searchsorted(self.ends, back + TINY, "right")))
+        if dropped >= fetched:  # this holds, too, if the two copies would overlap
+            return None
+        insort(self.busy, (out, out + time))
+        insort(self.busy, (back, back + time))
+        return RoundTrip(value, out, back, out + time, dropped, fetched, used)
+
+    def _first_free(self, begin: float, time: float) -> float:
+        """The start of the first free interval of length `time` that does not start before `begin`."""
+        for start, end in self.busy:
+            if end > begin:
+                if start >= begin + time - TINY:
+                    break
+                begin = end
+        return begin
+
+    def _last_free(self, end: float, time: float) -> float:
+        """The start of the last free interval of length `time` that ends by `end`; may be negative."""
+        for start, stop in reversed(self.busy):
+            if start < end:
+                if stop <= end - time + TINY:
+                    break
+                end = start
+        return end - time
+
+
+class _Level:
+    """How much has left the device, at each position of a row."""
+
+    def __init__(self) -> None:
+        self._changes: list[tuple[int, float]] = []
+
+    def add(self, made: int, used: int, size: float) -> None:
+        insort(self._changes, (made, size))
+        insort(self._changes, (used, -size))
+
+    def most(self, made: int, used: int) -> float:
+        """The most that has left at any position from `made` to `used`."""
+        level = highest = 0.0
+        for position, change in self._changes:
+            if position >= used:
+                break
+            level += change
+            if position <= made:
+                highest = 0.0 if position < made else highest
+            highest = max(highest, level)
+        return highest

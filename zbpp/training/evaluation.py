@@ -1,0 +1,86 @@
+"""Means over held-out microbatches in which each target weighs the same.
+
+A loss or metric of a microbatch is a mean over its targets. Where microbatches have different numbers of
+targets, as conversations and padded rows do, the mean over all targets is not the mean over microbatches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from zbpp.data.chat import IGNORED
+
+MetricsOf = Callable[[Any, Any], Mapping[str, float | Tensor]]
+
+
+class Weighed(NamedTuple):
+    """Means over some data, and how many targets the data have."""
+
+    num_targets: float
+    means: Mapping[str, float]
+
+
+class Counted:
+    """metrics(output, target) for `Pipeline.evaluate`; notes how many targets each microbatch has."""
+
+    def __init__(self, metrics: MetricsOf | None) -> None:
+        self._metrics = metrics
+        self._seen: list[tuple[float, Mapping[str, float | Tensor]]] = []
+
+    def __call__(self, output: Any, target: Any) -> Mapping[str, float | Tensor]:
+        """The metrics of a microbatch."""
+        found = {} if self._metrics is None else self._metrics(output, target)
+        self._seen.append((num_targets(target), found))
+        return found
+
+    def with_losses(self, losses: Iterable[Tensor]) -> Weighed:
+        """The means of losses and metrics over the batch's targets. ValueError for a metric called loss."""
+        rows = []
+        for loss, (count, found) in zip(losses, self._seen, strict=True):
+            if "loss" in found:
+                raise ValueError("a metric is called 'loss', as the held-out loss is: give it another name")
+            rows.append(Weighed(count, {"loss": float(loss), **{name: float(found[name]) for name in found}}))
+        return mean_of(rows)
+
+
+def num_targets(target: Any) -> float:
+    """How many targets a microbatch's loss is the mean of.
+
+    Labels are whole numbers, and -100 is none. Of (labels, totals), see zbpp/data/chat.py, the loss is a part
+    of the mean over the whole batch, so the number is the batch's. Any other target counts its rows.
+    """
+    match target:
+        case (Tensor(), Tensor() as totals) if _is_whole(totals) and totals.shape[1:] == (2,):
+            return float(totals[0, 0])
+        case Tensor() if _is_whole(target):
+            return float((target != IGNORED).sum())
+    sizes = (len(each) for each in tree_leaves(target) if isinstance(each, Tensor) and each.dim())
+    return float(next(sizes, 1))
+
+
+def mean_of(parts: Iterable[Weighed]) -> Weighed:
+    """The means over all parts together; parts without any target weigh alike."""
+    rows = list(parts)
+    total = math.fsum(each.num_targets for each in rows)
+    weights = [each.num_targets / total if total else 1 / len(rows) for each in rows]
+    names = rows[0].means if rows else ()
+    means = {
+        name: _sum([weight * each.means[name] for weight, each in zip(weights, rows, strict=True) if weight])
+        for name in names
+    }
+    return Weighed(total, means)
+
+
+def _is_whole(target: Tensor) -> bool:
+    return not (target.is_floating_point() or target.is_complex() or target.dtype == torch.bool)
+
+
+def _sum(numbers: list[float]) -> float:
+    """The sum, rounded once; inf or NaN if it is not finite, where math.fsum raises an error."""
+    return math.fsum(numbers) if math.isfinite(sum(numbers)) else sum(numbers)

@@ -1,0 +1,264 @@
+"""Post-validation: ranks update their weights before they know the norm of all gradients.
+
+This is the method of the Zero Bubble paper, arXiv:2401.10241, section 4. A rank whose own gradients are
+finite and below the clipping threshold updates its weights at once, unclipped, and begins the next step. The
+F's before its gate (zbpp/schedule/gate.py) use the new weights; at the gate the rank waits for the norm:
+
+    rank 0   ... W  update  F  F  F  F  |gate  B  F  W ...
+    rank 1      ... W  update  F  F  F  |gate  B  F  W ...
+                       when all ranks have posted their shares, each rank knows the norm
+
+If the gradients should have been clipped, or some rank's gradients are not finite, each rank takes its update
+back, does what the synchronous run does (it scales the gradients and updates, or skips the update), and
+begins the step again. With the exact rollback, losses and weights equal those of the synchronous run to the
+last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zbpp.runtime import Pipeline
+from zbpp.runtime.norm import gradients_of, norm_of
+from zbpp.runtime.posts import Ticket
+from zbpp.runtime.world import check_equal
+from zbpp.training.inverse import InverseRollback
+from zbpp.training.loss_scale import LossScale
+from zbpp.training.master_weights import MasterWeights
+from zbpp.training.outcome import Outcome, Share, outcome_of, share_of
+from zbpp.training.rollback import ExactRollback, Rollback
+from zbpp.training.unchanged import AfterUpdate
+from zbpp.training.update import Result, Update
+from zbpp.training.validation_switch import ValidationSwitch
+
+ROLLBACKS = ("exact", "inverse")
+
+
+class Validation(NamedTuple):
+    """The options of post-validation. after: see ValidationSwitch. rollback: "exact" or "inverse"."""
+
+    after: int = 10
+    rollback: str = "exact"
+
+
+class _Posted(NamedTuple):
+    """What a rank posts after its last W.
+
+    has_stepped: whether the rank updates its weights at once. refusal: why the rank can't go on, or "".
+    """
+
+    share: Share
+    has_stepped: bool
+    refusal: str
+
+
+class _Pending(NamedTuple):
+    """An update that is not validated yet.
+
+    gradients: of its step; kept here, since a sharded stage has other parameters while its weights are
+        gathered in the next step.
+    left: what the update has left, which nobody may change.
+    has_stepped: whether this rank has updated its weights at once. loss_scale, rate: the loss scale and the
+        learning rate of its step. scale_before: the state of the LossScale before the update.
+    """
+
+    pipeline: Pipeline
+    gradients: list[Tensor]
+    left: AfterUpdate
+    ticket: Ticket
+    has_stepped: bool
+    loss_scale: float
+    rate: float
+    scale_before: dict[str, Any] | None
+
+
+class PostValidatedUpdate(Update):
+    """An Update that does not wait for the norm, and is its pipeline's PendingUpdate.
+
+    num_redone: how many updates were redone. num_taken_back: how many of the redone updates this rank had
+    made at once. validation.rollback: "exact" copies parameters and optimizer states before the update;
+    "inverse" computes the update backwards (inverse.py). Raises ValueError on all ranks for an optimizer
+    whose step can't be taken back. Collective.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        pipeline: Pipeline,
+        clip_norm: float | None,
+        masters: MasterWeights | None,
+        loss_scale: LossScale | None,
+        validation: Validation,
+    ) -> None:
+        if clip_norm is not None and not 0 < clip_norm < math.inf:
+            raise ValueError(f"clip_norm={clip_norm}: write a number above 0, or None for no clipping")
+        super().__init__(optimizer, clip_norm=clip_norm, masters=masters, loss_scale=loss_scale)
+        pipeline.settle()  # another PostValidation may have used the pipeline before
+        pipeline.meet("PostValidation")
+        pipeline.posts()
+        self._switch = ValidationSwitch(validation.after)
+        options = {"clip_norm": clip_norm, "optimizer.validation_after": validation.after}
+        self._rollback = _agreed_rollback(validation.rollback, optimizer, pipeline, options)
+        self._pending: _Pending | None = None
+        self._results: list[Result] = []
+        self.num_redone = self.num_taken_back = 0
+
+    def begin(self, pipeline: Pipeline, factor: float | None) -> None:
+        """Prepare a step. factor: multiplies the optimizer's base learning rate; None: the rate stays."""
+        self.prepare(pipeline)
+        self._set_rate(factor)
+
+    def prepare(self, pipeline: Pipeline) -> None:
+        """As `begin`, but leave the learning rate to the caller."""
+        if pipeline.pending_update is not None and pipeline.pending_update is not self:
+            pipeline.settle()
+        if self._pending is None:  # otherwise `zero_grad` zeroes the gradients, behind the gate
+            self._zero_grad()
+        self._set_loss_scale(pipeline)
+
+    def end(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> list[Result]:
+        """Update the weights at once. Returns the results of the steps whose norm is known by now."""
+        if not self._switch.is_on:
+            self._results += super().end(pipeline, losses)
+            self._switch.note(is_good=self._is_good(self._results[-1][0].norm))
+            return self._take_results()
+        share, scale = share_of(pipeline, losses, self.wish), pipeline.loss_scale
+        steps = self._is_good(norm_of([share.squares]) / scale)
+        refusal = _CHANGED_INPUTS.format(rank=pipeline.rank) if pipeline.has_changed_inputs else ""
+        ticket = pipeline.posts().post(_Posted(share, steps, refusal))
+        scale_before = None if self._loss_scale is None else self._loss_scale.state_dict()
+        gradients = gradients_of(pipeline.parameters())
+        try:
+            # Also if this rank updates only at the gate: options such as the learning rate may change before.
+            self._rollback.keep(gradients if scale != 1 else [], steps=steps)
+            if steps:
+                self._update(gradients, 1 / scale)
+            else:
+                # The update follows at the gate. torch's learning-rate schedulers warn if called before the
+                # optimizer's first step.
+                self._optimizer._opt_called = True  # type: ignore[attr-defined]  # the schedulers' own
+            self._rollback.after_step(has_stepped=steps)
+        except BaseException as error:  # the other ranks have this rank's share, and continue the run
+            pipeline.give_up(f"an update failed ({type(error).__name__}: {error}), and may be half done")
+            raise
+        left = AfterUpdate(pipeline.parameters(), self._optimizer)
+        self._pending = _Pending(pipeline, gradients, left, ticket, steps, scale, self._rate, scale_before)
+        if self._loss_scale is not None:  # for the next step; `_redo` undoes it if a gradient is not finite
+            self._loss_scale.update(is_finite=True)
+        pipeline.pending_update = self
+        return self._take_results()
+
+    def copies(self) -> list[Tensor]:
+        """See Update."""
+        return self._rollback.tensors()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the ValidationSwitch, to save in a checkpoint. The pipeline must be settled."""
+        return {"switch": self._switch.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state. The state of a run without post-validation changes nothing."""
+        if "switch" in state:
+            self._switch.load_state_dict(state["switch"])
+
+    def settle(self) -> list[Result]:
+        """Wait until the last update is validated. Returns the results that have become known."""
+        if self._pending is not None:
+            self._pending.pipeline.settle()
+        return self._take_results()
+
+    # ---- The PendingUpdate of a pipeline
+
+    def validate(self) -> bool:
+        """Wait for the norm, and redo the update if it was wrong. Returns whether the update was right.
+
+        Raises ValueError on all ranks if one rank has posted that it can't go on.
+        """
+        pending, self._pending = self._pending, None
+        assert pending is not None  # `end` sets the pipeline's pending update and this one together
+        posted: list[_Posted] = pending.ticket.collect()
+        for each in posted:
+            if each.refusal:
+                raise ValueError(each.refusal)
+        shares = [each.share for each in posted]
+        outcome = outcome_of(shares, pending.pipeline, pending.loss_scale)
+        is_right = self._is_good(outcome.norm) and all(each.has_stepped for each in posted)
+        pending.left.check(needs_gradients=not is_right)
+        if not is_right:
+            self.num_redone += 1
+            self.num_taken_back += pending.has_stepped
+            with self._rollback.undone():
+                self._redo(pending, outcome)
+        self._results.append(self._result(outcome, pending.loss_scale, pending.rate))
+        self._switch.note(is_good=is_right)
+        if not self._switch.is_on:
+            self._rollback.forget()
+        return is_right
+
+    def zero_grad(self) -> None:
+        """See PendingUpdate. Zeroes the gradients: the W's of the next step follow."""
+        self._zero_grad()
+
+    def _redo(self, pending: _Pending, outcome: Outcome) -> None:
+        """Do the update as the synchronous run does it."""
+        if outcome.is_finite:
+            self._update(pending.gradients, self._factor(outcome.norm, pending.loss_scale))
+            return
+        if self._masters is not None:
+            self._masters.update()  # casts again: the parameters were cast from the masters taken back
+        if self._loss_scale is not None and pending.scale_before is not None:
+            self._loss_scale.load_state_dict(pending.scale_before)
+            self._loss_scale.update(is_finite=False)
+            pending.pipeline.loss_scale = self._loss_scale.value
+
+    def _is_good(self, norm: float) -> bool:
+        """Whether gradients of this norm are finite and need no clipping."""
+        return math.isfinite(norm) and (self._clip_norm is None or norm <= self._clip_norm)
+
+    def _take_results(self) -> list[Result]:
+        results, self._results = self._results, []
+        return results
+
+
+_CHANGED_INPUTS = (
+    "a stage on rank {rank} changes its inputs, its targets or a frozen parameter in place, and a step that "
+    "begins again would get the changed values: clone inputs in the stage, make such a parameter a buffer, "
+    "or write optimizer.validation=before"
+)
+
+
+def _agreed_rollback(
+    name: str, optimizer: torch.optim.Optimizer, pipeline: Pipeline, options: dict[str, Any]
+) -> Rollback:
+    """This rank's Rollback. Raises ValueError on all ranks if one rank can't have one.
+
+    options: the options that all ranks must have alike, since each rank decides by them whether an update was
+    right. Raises AgreementError on all ranks if they differ.
+    """
+    made: Rollback | None = None
+    refusal = pipeline.gate_refusal
+    try:
+        made = _rollback(name, optimizer)
+    except ValueError as error:
+        refusal = str(error)
+    refusals, given = zip(*pipeline.place.gather((refusal, options)), strict=True)
+    for each in refusals:
+        if each:
+            raise ValueError(each)
+    check_equal("options of post-validation", given)
+    assert made is not None  # or there is a refusal
+    return made
+
+
+def _rollback(name: str, optimizer: torch.optim.Optimizer) -> Rollback:
+    if name == "exact":
+        return ExactRollback(optimizer)
+    if name == "inverse":
+        return InverseRollback(optimizer)
+    raise ValueError(f"rollback={name!r}: write {' or '.join(ROLLBACKS)}")
