@@ -6,12 +6,14 @@ Random tests draw the same data in every run; `--free-seeds` lets them draw anew
 import importlib.util
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 
 from helpers.installed import ROOT, Installation, install
+from helpers.warm import WarmPython
 
 hypothesis.settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
 hypothesis.settings.register_profile("free", database=None, deadline=None, print_blob=True)
@@ -45,3 +47,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
     if importlib.util.find_spec("hatchling") is None:
         return Installation(Path(sys.executable), pythonpath=str(ROOT))
     return install(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="session")
+def warm(installed: Installation) -> Iterator[Installation]:
+    """The same, for commands that need no Python of their own: see helpers.warm."""
+    python = WarmPython(installed.python, installed.pythonpath)
+    yield Installation(python.bin / "python", installed.pythonpath)
+    python.close()

@@ -61,7 +61,7 @@ def cluster(tmp_path):
     (tmp_path / "torchrun.py").write_text(TORCHRUN)
     started = []
 
-    def start(*arguments, status=0, seconds=60.0):
+    def start(*arguments, status=0, seconds=600.0):
         environment = {
             **os.environ,
             "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
@@ -81,7 +81,7 @@ def cluster(tmp_path):
             ["bash", str(SCRIPT), *arguments], env=environment, stdout=subprocess.PIPE, text=True
         )
         started.append(process)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 100
         while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         return process, tmp_path / "calls"
@@ -96,7 +96,7 @@ def cluster(tmp_path):
 def test_slurms_warning_reaches_the_ranks_and_the_job_goes_back_into_the_queue(cluster):
     process, calls = cluster("schedule=zb_h1", "run_dir=a b")
     process.send_signal(signal.SIGUSR1)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=100)
     assert process.returncode == 0, out
     assert calls.read_text().splitlines()[-1] == "scontrol requeue 4711"
     assert "back into the queue" in out
@@ -113,7 +113,7 @@ def test_a_run_that_finishes_after_the_warning_is_not_started_again(cluster, tmp
     (tmp_path / "a run/summary.json").write_text(f'{{\n  "steps": 8,\n  "left": {left}\n}}\n')
     process, calls = cluster("schedule=zb_h1", "run_dir=a run")
     process.send_signal(signal.SIGUSR1)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=100)
     assert process.returncode == 0, out
     assert ("scontrol requeue 4711" in calls.read_text()) == is_requeued
     assert ("the run is over" in out) != is_requeued
@@ -122,7 +122,7 @@ def test_a_run_that_finishes_after_the_warning_is_not_started_again(cluster, tmp
 @pytest.mark.parametrize("status", [0, 3])
 def test_a_run_that_ends_by_itself_is_not_started_again(cluster, status):
     process, calls = cluster(status=status, seconds=0.1)
-    process.communicate(timeout=30)
+    process.communicate(timeout=100)
     assert process.returncode == status
     assert "requeue" not in calls.read_text()
 

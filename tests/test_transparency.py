@@ -22,7 +22,7 @@ from zbpp.models.llama import Llama
 from zbpp.planning import SCHEDULES
 
 M, BATCH, TIME, VOCAB = 8, 16, 12, 31
-NUM_STEPS = 30
+NUM_STEPS = 6
 # The step whose gradients are compared: later, training has amplified a difference of 1e-16. AdamW's eps
 # keeps the first update from dividing a gradient of zero (a key's bias) by its own rounding error.
 COMPARED = 2
@@ -136,7 +136,7 @@ def piped() -> Piped:
 @pytest.mark.slow  # one of each rank count starts the processes for all schedules
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_run_of_30_steps_is_equal_to_the_last_bit(piped: Piped, schedule: str, num_ranks: int) -> None:
+def test_a_run_of_6_steps_is_equal_to_the_last_bit(piped: Piped, schedule: str, num_ranks: int) -> None:
     found, expected = piped("gpt", schedule, num_ranks, NUM_STEPS), piped("gpt", "gpipe", 1, NUM_STEPS)
     assert len(expected.losses) == NUM_STEPS * M
     assert found.losses == expected.losses
@@ -145,10 +145,10 @@ def test_a_run_of_30_steps_is_equal_to_the_last_bit(piped: Piped, schedule: str,
         assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
 
 
-def test_the_losses_of_30_steps_are_those_of_a_plain_loop(piped: Piped) -> None:
+def test_the_losses_of_6_steps_are_those_of_a_plain_loop(piped: Piped) -> None:
     found, expected = piped("gpt", "zb_h1", 2, NUM_STEPS), plain("gpt", NUM_STEPS)
     assert found.losses == pytest.approx(expected.losses, rel=1e-12, abs=0)
-    assert sum(expected.losses[-M:]) < 0.7 * sum(expected.losses[:M])  # it learns
+    assert sum(expected.losses[-M:]) < 0.9 * sum(expected.losses[:M])  # it learns
 
 
 @pytest.mark.parametrize(("model", "schedule", "num_ranks"), [("gpt", "zb_h1", 2), ("llama", "zb_v", 2)])

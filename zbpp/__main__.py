@@ -16,6 +16,7 @@ COMMANDS = {
     "memory": "predict what each rank will hold, and what each switch would save",
     "explain": "show which weight gradients of a stage wait for W, and why others do not",
     "export": "write a run's model as a folder that Hugging Face's transformers loads",
+    "hang": "show where each rank stood when a call failed or waited in vain",
     "compare": "compare finished runs: are their losses equal to the last bit?",
 }
 

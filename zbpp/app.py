@@ -67,6 +67,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         with naming("model"):
             trainer = _build_trainer(config, job, precision, mesh)
         path = Path(broadcast(config.run_dir))
+        trainer.pipeline.leave_records_in(path / "failure")
         saving = build_saving(config, settings, path, trainer, folder)
         if folder is not None:
             folder.begin(trainer.next_step)
@@ -116,27 +117,28 @@ def _build_trainer(config: TrainConfig, job: Job, precision: Precision, mesh: De
     # After the pipeline, which gives all copies of a parameter the same float32 values.
     masters = build_masters(pipeline, precision)
     optimizer = optimizer_of(pipeline, config.optimizer, masters, config.memory.gradient_release)
-    return Trainer(
-        pipeline=pipeline,
-        optimizer=optimizer,
-        data=limit_evaluation(
-            data, config.evaluate_every, config.evaluation_batches, pipeline.place.num_data_parts
-        ),
-        learning_rate=learning_rate_factor(config.optimizer, config.steps),
-        scheduler=build_scheduler(optimizer, config.optimizer),
-        clip_norm=config.optimizer.clip_norm,
-        evaluate_every=config.evaluate_every,
-        read_ahead=config.read_ahead,
-        record_every=config.measure_every,
-        callbacks=build_early_stop(config),
-        metrics=metrics_of(model, precision),
-        replan=build_replan(config.schedule.replan, config.memory.limit, timetable, loss_fn, stages),
-        masters=masters,
-        loss_scale=LossScale() if precision.is_scaled else None,
-        gradient_release=config.memory.gradient_release,
-        post_validation=build_validation(config.optimizer),
-        memory_report=MemoryReport(config.steps - 1) if config.memory.report else None,
-    )
+    with naming("optimizer"):  # what an update does not go with
+        return Trainer(
+            pipeline=pipeline,
+            optimizer=optimizer,
+            data=limit_evaluation(
+                data, config.evaluate_every, config.evaluation_batches, pipeline.place.num_data_parts
+            ),
+            learning_rate=learning_rate_factor(config.optimizer, config.steps),
+            scheduler=build_scheduler(optimizer, config.optimizer),
+            clip_norm=config.optimizer.clip_norm,
+            evaluate_every=config.evaluate_every,
+            read_ahead=config.read_ahead,
+            record_every=config.measure_every,
+            callbacks=build_early_stop(config),
+            metrics=metrics_of(model, precision),
+            replan=build_replan(config.schedule.replan, config.memory.limit, timetable, loss_fn, stages),
+            masters=masters,
+            loss_scale=LossScale() if precision.is_scaled else None,
+            gradient_release=config.memory.gradient_release,
+            post_validation=build_validation(config.optimizer),
+            memory_report=MemoryReport(config.steps - 1) if config.memory.report else None,
+        )
 
 
 def _print_facts(config: TrainConfig, job: Job) -> None:
@@ -145,7 +147,8 @@ def _print_facts(config: TrainConfig, job: Job) -> None:
         print("layers per stage:", *cut, flush=True)
     if config.memory.recompute == "auto":
         stages = ", ".join(map(str, sorted(job.recomputed))) or "none"
-        print(f"stages that recompute: {stages}", flush=True)
+        note = f" ({config.counts_without_offload})" if config.counts_without_offload else ""
+        print(f"stages that recompute: {stages}{note}", flush=True)
 
 
 def _run(

@@ -21,6 +21,7 @@ from zbpp.builders.stages import (
 )
 from zbpp.config import ConfigError, TrainConfig, naming
 from zbpp.data import Data
+from zbpp.data.source import Unread
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.microbatch import into_microbatches
 from zbpp.runtime.model_ties import declare_ties
@@ -91,10 +92,10 @@ def agreed_job(config: TrainConfig, settings: dict[str, Any], job: Job | None, p
 
 
 def _agreed_data(data: Data) -> Data:
-    """The data with rank 0's fingerprint, which all ranks have that read them."""
+    """The data with the facts that rank 0 knows, which all ranks have that read them. Collective."""
     found = {rank: each for rank, each in enumerate(gather(data.fingerprint)) if each is not None}
     check_equal("data (by fingerprint)", list(found.values()), list(found))
-    return data._replace(fingerprint=found[0])
+    return data.told_by(broadcast(data._replace(train=Unread(), evaluation=Unread())))
 
 
 def prepare_stages(

@@ -18,7 +18,7 @@ from zbpp.models.emulated import Emulated
 from zbpp.planning import SCHEDULES
 from zbpp.runtime.mesh import planned_by_rank_0
 from zbpp.runtime.world import World
-from zbpp.schedule import PlanError
+from zbpp.schedule import PlanError, choose_offload
 
 P, M = 2, 4
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def workload(rank, num_layers, f=6.0, b=12.0, w=3.0):
         data=regression_data(in_features=8, out_features=8, batch_size=2 * M, seed=0),
         here=World(rank, P, CPU),
         num_microbatches=M,
-        timeout=20,
+        timeout=100,
     )
 
 
@@ -74,6 +74,12 @@ def test_times_and_bytes_are_those_that_the_stages_emulate():
     # Two rows per microbatch; from F until B four times a layer's input, of which stage 0's is the batch's.
     assert costs.saved == [2 * 3 * ROW, 2 * 4 * ROW, 2 * 4 * ROW, pytest.approx(2 * 5 * ROW, abs=300)]
     assert costs.deferred[1:3] == [2 * 2 * ROW] * 2
+    # A plan with these costs counts on offload, at the measured time of a copy.
+    assert min(costs.host) > 0
+    without = simulate(plan("zb_v", P, M), costs)
+    left = simulate(without.timetable, costs, choose_offload(without, costs, late=True))
+    assert left.peak_memory[0] < without.peak_memory[0]
+    assert len(left.copies) >= 2
     assert share == pytest.approx(0.5, abs=0.2)
     assert sum(relative.saved) == pytest.approx(4)
     assert sum(relative.deferred) == pytest.approx(4 * share)

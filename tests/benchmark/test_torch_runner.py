@@ -22,7 +22,7 @@ MLP = {"in_features": 6, "hidden_size": 8, "out_features": 3, "num_layers": 8}
 
 def workload(rank, model, in_features=8, out_features=8):
     data = regression_data(in_features=in_features, out_features=out_features, batch_size=2 * M, seed=0)
-    return Workload(model=model, data=data, here=World(rank, P, CPU), num_microbatches=M, timeout=20)
+    return Workload(model=model, data=data, here=World(rank, P, CPU), num_microbatches=M, timeout=100)
 
 
 # ---------------------------------------------------------------- emulated stages under torch's split

@@ -9,6 +9,7 @@ from torch import nn
 
 from helpers.processes import run_ranks
 from zbpp import LossScale, MasterWeights, Pipeline, plan
+from zbpp.checkpoints import CheckpointError
 from zbpp.checkpoints.writing import Part
 from zbpp.data import regression_data
 from zbpp.training.callbacks import Callback
@@ -185,3 +186,55 @@ def test_callbacks_go_on_too_though_they_join_the_trainer_later(tmp_path):
     second.callbacks = [EarlyStop(**options), checkpoints]
     assert [step for step, *_ in losses_of(second)] == [4]
     assert "improved no more in 3 evaluations" in second.leaving
+
+
+class Counts(Callback):
+    """Has a state under a name of its own."""
+
+    def __init__(self, key="count"):
+        self.key, self.count = key, 0
+
+    def after_step(self, trainer, step, known):
+        self.count += 1
+
+    def state_dict(self):
+        return {self.key: self.count}
+
+    def load_state_dict(self, state):
+        self.count = state[self.key]
+
+
+def test_callbacks_of_other_classes_are_named_and_two_of_one_class_are_told_apart(tmp_path, capsys):
+    """The second of them counts from 100 on."""
+    other, stop = Counts(), EarlyStop("evaluation_loss")
+    other.count = 100
+    first = trainer_of("a scheduler of torch's", callbacks=[Counts(), other, checkpoints_in(tmp_path)])
+    first.callbacks = [*first.callbacks, StopAfter(3)]
+    losses_of(first)
+
+    def again(*callbacks):
+        checkpoints = checkpoints_in(tmp_path / "again", every=0)
+        trainer = trainer_of("a scheduler of torch's")
+        checkpoints.resume(trainer, tmp_path, STEPS)
+        trainer.callbacks = [*callbacks, checkpoints]
+        capsys.readouterr()
+        losses_of(trainer)
+        return capsys.readouterr().out
+
+    one, two = Counts(), Counts()
+    assert again(one, two) == ""
+    assert [one.count, two.count] == [STEPS, STEPS + 100]
+    said = again(Counts(), stop)
+    assert "has states of callbacks that this run has not: Counts#2" in said
+    assert "begin anew, since" in said
+    assert "EarlyStop" in said
+    with pytest.raises(CheckpointError, match="callback Counts can't take its state.*KeyError"):
+        again(Counts("number"))
+
+
+def test_a_run_that_stops_behind_its_last_step_has_left_nothing_undone(tmp_path):
+    """Else its summary would ask for a resume, and the resume would be refused."""
+    trainer = trainer_of("a scheduler of torch's", callbacks=[StopAfter(STEPS), checkpoints_in(tmp_path)])
+    assert len(losses_of(trainer)) == STEPS
+    assert trainer.leaving is None
+    assert (tmp_path / "latest").read_text() == f"step-{STEPS}\n"

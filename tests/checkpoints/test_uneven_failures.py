@@ -18,10 +18,27 @@ class Failing:
         raise KeyError("no state")
 
 
+class Moody(nn.Module):
+    """May refuse its state when it is loaded already in part."""
+
+    is_refusing = False
+
+    def forward(self, x):
+        return x
+
+    def get_extra_state(self):
+        return 1
+
+    def set_extra_state(self, state):
+        if self.is_refusing:
+            raise RuntimeError("not this one")
+
+
 def refusals(rank, folder):
     """What each rank is told in each case."""
     stage = nn.Sequential()
     stage.add_module(f"layer_{rank}", nn.Linear(3, 3))
+    stage.add_module(f"mood_{rank}", Moody())
     pipeline = zbpp.Pipeline({rank: stage}, zbpp.plan("1f1b", 2, 2), nn.functional.mse_loss)
     optimizer = torch.optim.AdamW(pipeline.parameters())
     told = []
@@ -42,6 +59,8 @@ def refusals(rank, folder):
     attempt(zbpp.load, None if rank else optimizer)
     attempt(zbpp.load, 3 if rank else optimizer)
     attempt(zbpp.load, optimizer)
+    stage[-1].is_refusing = rank == 1
+    attempt(zbpp.load, optimizer)
     return told
 
 
@@ -51,6 +70,7 @@ def test_all_ranks_are_told_of_one_ranks_failure(tmp_path):
     expected = [
         "keep=0: write", "step=1, keep=None on one rank, step=2", "some ranks give an optimizer",
         "no state today", "TypeError", "", "some ranks give an optimizer", "TypeError", "",
+        "not this one); it is loaded in part",
     ]  # fmt: skip
     for text, part in zip(first, expected, strict=True):
         assert part in text

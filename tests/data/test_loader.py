@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 from zbpp import Pipeline, plan
 from zbpp.builders.data import build_data
@@ -214,6 +214,18 @@ def test_a_dataset_is_named_as_it_is_and_gets_no_argument_that_it_does_not_take(
     assert (data.unit, data.items_per_batch, data.num_evaluation_batches) == ("rows", BATCH, 0)
 
 
+class Seeded(Squares):
+    def __init__(self, seed: int):
+        super().__init__(100 + seed)
+
+
+@pytest.mark.parametrize(("node", "expected"), [({}, 7), ({"seed": 3}, 3)])
+def test_data_get_the_runs_seed_unless_they_name_one(monkeypatch, node, expected):
+    monkeypatch.setitem(sys.modules, "my_data", sys.modules[__name__])
+    data = build_data({"_target_": "my_data.Seeded", **node}, 1, 7)
+    assert data.train.num_batches == 100 + expected
+
+
 def test_a_pair_is_what_to_train_on_and_what_is_held_out_in_its_order():
     data = loaded_data((Squares(), Squares(8)), batch_size=BATCH, seed=0)
     assert data.num_evaluation_batches == 2
@@ -267,21 +279,15 @@ def shuffled_noise():
     return DataLoader(Noisy(), batch_size=BATCH, shuffle=True, drop_last=True)
 
 
-def own_generator():
-    generator = torch.Generator().manual_seed(1)
+def loader_with_a_generator():
+    generator = torch.Generator().manual_seed(3)
     return DataLoader(Squares(), batch_size=BATCH, shuffle=True, drop_last=True, generator=generator)
 
 
-def generator_of_the_sampler():
-    sampler = RandomSampler(Squares(), replacement=True, generator=torch.Generator().manual_seed(1))
-    return DataLoader(Squares(), batch_size=BATCH, sampler=sampler, drop_last=True)
+class Counted(Sampler):
+    """An order that is another one each time that it is asked for."""
 
-
-class Counting(Sampler):
-    """Another order in each epoch, by the sampler's own count."""
-
-    def __init__(self):
-        self.epoch = 0
+    epoch = 0
 
     def __len__(self):
         return ROWS
@@ -291,20 +297,60 @@ class Counting(Sampler):
         return iter(torch.randperm(ROWS, generator=torch.Generator().manual_seed(self.epoch)).tolist())
 
 
-def own_sampler():
-    return DataLoader(Squares(), batch_size=BATCH, sampler=Counting(), drop_last=True)
+def loader_with_a_sampler():
+    return DataLoader(Squares(), batch_size=BATCH, sampler=Counted(), drop_last=True)
 
 
-def test_a_loader_with_a_generator_of_its_own_gives_the_batches_of_a_plain_loop():
-    for make in (own_generator, own_sampler):
-        data, plain = loaded_data(make(), batch_size=BATCH, seed=7), make()
-        expected = [int(row) for _ in range(3) for inputs, _ in plain for row in inputs[:, 0]]
-        assert rows_of(data, range(3 * ROWS // BATCH)) == expected
+class CountedStream(Stream):
+    """Other batches each time that it is iterated over."""
+
+    epoch = 0
+
+    def __iter__(self):
+        self.epoch += 1
+        return ((x + self.epoch, y) for x, y in Stream.__iter__(self))
 
 
-def test_a_held_out_pass_over_a_loader_with_a_generator_begins_again_with_the_same_batches():
-    data = loaded_data(own_generator(), batch_size=BATCH, seed=7)
-    assert rows_of(data, [0, 1, 2]) == rows_of(data, [0, 1, 2])
+MAKERS = [
+    Noisy, shuffled_noise, Stream, lambda: [*Stream()], loader_with_a_generator, loader_with_a_sampler,
+    CountedStream,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("step", [1, 3, 5, 12])
+def test_a_run_that_goes_on_sees_the_batches_that_it_would_have_seen(make, step):
+    running, later = (loaded_data(make(), batch_size=BATCH, seed=7) for _ in range(2))
+    expected = [running.train.batch(number)[0] for number in range(step + 7)]
+    later.load_state_dict({})  # as a checkpoint has it
+    for number in range(step, step + 7):
+        assert torch.equal(later.train.batch(number)[0], expected[number])
+
+
+def test_a_users_own_generator_gives_an_order_anew_each_epoch():
+    data = loaded_data(loader_with_a_generator(), batch_size=BATCH, seed=7)
+    first, second = rows_of(data, range(5)), rows_of(data, range(5, 10))
+    assert sorted(first) == sorted(second) == list(range(ROWS))
+    assert first != second
+
+
+def test_processes_that_persist_change_no_order():
+    options = {"batch_size": BATCH, "shuffle": True, "drop_last": True, "num_workers": 1}
+    loader = DataLoader(Squares(), **options, persistent_workers=True)
+    plain, persistent = (loaded_data(each, batch_size=BATCH, seed=7) for each in (shuffled_loader(), loader))
+    assert rows_of(persistent, range(12)) == rows_of(plain, range(12))
+
+
+def test_a_dataset_and_a_loader_of_one_load_no_row_that_was_trained_on(monkeypatch):
+    for make in (Squares, shuffled_loader):
+        data = loaded_data(make(), batch_size=BATCH, seed=7)
+        loaded = []
+        monkeypatch.setattr(
+            Squares, "__getitem__", lambda self, row, loaded=loaded: loaded.append(row) or torch.zeros(2)
+        )
+        data.train.batch(1003)
+        monkeypatch.undo()
+        assert len(loaded) == BATCH
 
 
 def test_ranks_with_different_numbers_of_rows_or_batches_have_different_fingerprints():
@@ -320,30 +366,6 @@ def test_an_iterable_dataset_may_be_held_out():
 
     data = loaded_data((Squares(), Endless()), batch_size=BATCH, seed=7)
     assert [int(data.evaluation.batch(step)[0][0, 0]) for step in (0, 1)] == [0, BATCH]
-
-
-LOADERS = [shuffled_noise, own_generator, generator_of_the_sampler, own_sampler]
-
-
-@pytest.mark.parametrize("make", [Noisy, *LOADERS, Stream, lambda: [*Stream()]])
-@pytest.mark.parametrize("step", [1, 3, 5, 12])
-def test_a_run_that_goes_on_sees_the_batches_that_it_would_have_seen(make, step):
-    running, later = (loaded_data(make(), batch_size=BATCH, seed=7).train for _ in range(2))
-    expected = [running.batch(number)[0] for number in range(step + 7)]
-    for number in range(step, step + 7):
-        assert torch.equal(later.batch(number)[0], expected[number])
-
-
-def test_a_dataset_and_a_loader_of_one_load_no_row_that_was_trained_on(monkeypatch):
-    for make in (Squares, shuffled_loader):
-        data = loaded_data(make(), batch_size=BATCH, seed=7)
-        loaded = []
-        monkeypatch.setattr(
-            Squares, "__getitem__", lambda self, row, loaded=loaded: loaded.append(row) or torch.zeros(2)
-        )
-        data.train.batch(1003)
-        monkeypatch.undo()
-        assert len(loaded) == BATCH
 
 
 def test_a_stream_is_skipped_loudly(monkeypatch, caplog):

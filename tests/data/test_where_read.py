@@ -6,6 +6,7 @@ import torch
 from helpers.processes import run_ranks
 from zbpp import Pipeline, make_mesh, plan
 from zbpp.builders.data import build_data
+from zbpp.config import ConfigError
 from zbpp.data.source import Data
 from zbpp.models.mlp import Mlp
 from zbpp.training.trainer import Trainer
@@ -77,3 +78,17 @@ def test_a_users_dataset_is_not_even_tried_where_it_is_not_read(monkeypatch):
     data = build_data({"_target_": "torch.Untouchable"}, 4, 0, is_read=False)
     assert data.fingerprint is None
     assert data.items_per_batch == 4
+
+
+@pytest.mark.parametrize("target", ["zbpp.data.text_data", "zbpp.data.chat.chat_data"])
+def test_text_is_not_even_opened_where_it_is_not_read(target):
+    """The ranks that read it tell the others what they need to know."""
+    node = {"_target_": target, "path": "/no/such/file", "tokenizer": "/no/such/tokenizer.json"}
+    node |= {"sequence_length": 8, "vocab_size": 256}
+    data = build_data(node, 4, 0, is_read=False)
+    with pytest.raises(RuntimeError, match="neither first nor last stage"):
+        data.train.batch(0)
+    told = data.told_by(Data(Counted(), Counted(), 7, 32, "known", 2.5))
+    assert (told.train, told[2:]) == (data.train, (7, 32, "known", 2.5, "tokens"))
+    with pytest.raises(ConfigError, match="tokenizer.json"):
+        build_data(node, 4, 0)

@@ -40,7 +40,7 @@ class Installation(NamedTuple):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=100,
+            timeout=200,
         )
         return SimpleNamespace(rc=done.returncode, text=done.stdout)
 

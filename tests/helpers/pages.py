@@ -1,10 +1,14 @@
 """The code that README and docs show."""
 
+import atexit
+import functools
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+from helpers.warm import WarmPython
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -15,9 +19,19 @@ def blocks(page: str, language: str) -> list[str]:
     return [text for marked, text in found if marked == language]
 
 
+@functools.cache
+def _warm() -> WarmPython:
+    made = WarmPython(Path(sys.executable), os.environ.get("PYTHONPATH", ""))
+    atexit.register(made.close)
+    return made
+
+
 def run_command(command: str, folder: Path) -> str:
-    """Run a shell command in `folder` as a user does; returns what it prints. Fails if the command fails."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    """Run a shell command in `folder` as a user does; returns what it prints. Fails if the command fails.
+
+    Its `zbpp`, `torchrun` and `python` are warm ones: see helpers.warm.
+    """
+    path = os.pathsep.join([str(_warm().bin), str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, "ZBPP": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         ["bash", "-c", command],

@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# The last two are what the first autograd.grad and the first optimizer of a process import: 1.4 s together.
+# The server imports once what each rank needs, at last what the first optimizer of a process imports: six
+# seconds of a core. The test's own module, which a rank imports itself, takes a few hundredths then.
 _CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"]
+    ["pytest", "zbpp.app", "zbpp.models.gpt", "zbpp.models.llama", "torch.distributed.fsdp", "torch._dynamo"]
 )
 
 
-def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 200.0) -> list[Any]:
     """[function(rank, *args) of each rank]; `function` must be importable. Raises what a rank raised."""
     results = outcomes(function, num_ranks, *args, timeout=timeout)
     for rank, (succeeded, result) in enumerate(results):
@@ -33,7 +34,7 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout:
 
 
 def outcomes(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 120.0
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 200.0
 ) -> list[tuple[bool, Any]]:
     """Per rank (True, result) or (False, traceback): for tests of what happens when a rank fails."""
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +79,7 @@ def _main(
     try:
         if num_ranks > 1:
             dist.init_process_group(
-                "gloo", f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=30)
+                "gloo", f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=100)
             )
             dist.barrier()  # whoever leaves now breaks no connection that others are still making
         answer = (True, function(rank, *args))

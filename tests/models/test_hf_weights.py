@@ -87,6 +87,21 @@ def test_overrides_change_values_of_the_folders_config(tmp_path):
     assert torch.equal(run(stages, TOKENS), whole(TOKENS).logits)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"rms_norm_epz": 1}, "no such key; did you mean rms_norm_eps"),
+        ({"hidden_size": "big"}, "overrides.hidden_size=big does not fit .*config.json: .*expected int"),
+        ({"num_attention_heads": 3}, "does not fit .* not a multiple of the number of attention heads"),
+    ],
+)
+def test_overrides_that_do_not_fit_are_one_line(overrides, message, tmp_path):
+    saved("llama", tmp_path)
+    with pytest.raises(ValueError, match=message) as raised:
+        HuggingFace(path=str(tmp_path), overrides=overrides)
+    assert "\n" not in str(raised.value)
+
+
 def changed(folder, change):
     path = folder / "model.safetensors"
     tensors = load_file(path)

@@ -104,7 +104,7 @@ def test_ranks_that_call_in_different_orders_are_told_at_once():
         for rank, found in enumerate(of_both):
             done, told, seconds = found[name]
             assert done == num_good
-            assert seconds < 20
+            assert seconds < 150
             if name == "other rows":
                 assert told.startswith("AgreementError: step() got ")
             else:

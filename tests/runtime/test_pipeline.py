@@ -528,7 +528,7 @@ def test_other_shapes_in_a_later_step_are_refused_at_the_sender_with_the_value()
 
 class Sleeper(Stage):
     def forward(self, x):
-        time.sleep(2.5)
+        time.sleep(6.0)
         return super().forward(x)
 
 
@@ -536,7 +536,7 @@ def step_with_a_sleeper(rank):
     timetable = plan("zb_h1", 2, 4)
     stages = {1: Sleeper(range(2, 4))} if rank == 1 else stages_for(timetable, rank)
     x, target = batch()
-    Pipeline(stages, timetable, F.mse_loss, timeout=1.0).step(x, target=target)
+    Pipeline(stages, timetable, F.mse_loss, timeout=3.0).step(x, target=target)
 
 
 def test_a_wait_past_its_timeout_names_rank_step_value_and_peer():
@@ -562,7 +562,7 @@ def test_a_peer_that_leaves_ends_the_wait_at_once():
     lines = failures(step_with_a_peer_that_leaves, 2)
     assert lines[1] == "KeyError: 'rank 1 leaves'"
     assert lines[0].startswith("zbpp.runtime.world.CommunicationError: rank 0, instruction ")
-    assert time.monotonic() - start < 20  # the group's timeout is 30 s
+    assert time.monotonic() - start < 90  # the group's timeout is 100 s
 
 
 @pytest.mark.parametrize(

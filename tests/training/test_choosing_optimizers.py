@@ -20,6 +20,7 @@ from zbpp.builders.optimizer import (
 )
 from zbpp.config import ConfigError, OptimizerConfig
 from zbpp.data import Data
+from zbpp.runtime.mesh import whole_of
 from zbpp.training.parameter_groups import Named
 from zbpp.training.post_validated_update import Validation
 from zbpp.training.trainer import Trainer
@@ -47,6 +48,16 @@ class Model:
 
     def tied(self):
         return {"head.weight": "embed.weight"} if self.is_tied else {}
+
+    def parallelize(self, stage, mesh):
+        """By columns and by rows in turn."""
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        columns = ColwiseParallel(output_layouts=Replicate())
+        rows = RowwiseParallel(input_layouts=Replicate())
+        styles = {f"layer{i}.0": (columns, rows)[i % 2] for i in range(4)}
+        parallelize_module(stage, mesh, styles, src_data_rank=None)
 
     def loss(self, output, target):
         return F.cross_entropy(output, target)
@@ -422,16 +433,19 @@ def on_two_ranks(rank):
     found["none"] = refused(replace(sgd, groups=[{"match": ["norm*", "nrom*"], "lr": 0.5}]))
     found["local"] = refused(custom(f"{here}.LocalNorm", lr=0.1), shard=2)
     found["muon"] = refused(MUON, shard=2)
-    with Pipeline(Model(), "1f1b", num_microbatches=2, mesh=make_mesh(shard=2)) as pipeline:
-        trainer = Trainer(
-            pipeline=pipeline,
-            optimizer=optimizer_of(pipeline, MUON),
-            data=replace_rows(DATA, rank),
-            learning_rate=lambda step: 1.0,
-            clip_norm=0.4,
-        )
-        losses = [m["loss"] for m in trainer.run(STEPS)]
-        found["run"] = losses, {n: p.full_tensor().detach() for n, p in pipeline.named_parameters()}
+    for name, data in (("shard", replace_rows(DATA, rank)), ("tensor", DATA)):
+        mesh = make_mesh(**{name: 2})
+        with Pipeline(Model(), "1f1b", num_microbatches=2, mesh=mesh) as pipeline:
+            trainer = Trainer(
+                pipeline=pipeline,
+                optimizer=optimizer_of(pipeline, MUON),
+                data=data,
+                learning_rate=lambda step: 1.0,
+                clip_norm=0.4,
+            )
+            losses = [m["loss"] for m in trainer.run(STEPS)]
+            weights = {n: whole_of(p.detach()) for n, p in pipeline.named_parameters()}
+            found[f"run {name}"] = losses, weights
     return found
 
 
@@ -458,7 +472,7 @@ def test_several_ranks_and_shards():
     assert "LocalNorm does not go with parallel.shard" in one["local"]
     assert [n for n, _ in one["muon"]] == [4, 2, 6]
     expected = by_torch(_muon, clip_norm=0.4)
-    for losses, weights in (one["run"], two["run"]):
+    for losses, weights in (each[f"run {name}"] for each in (one, two) for name in ("shard", "tensor")):
         assert losses == pytest.approx(expected[0], rel=5e-3)
         for name, weight in expected[1].items():
             assert (weights[name] - weight).abs().max() < 3e-3 * math.sqrt(STEPS), name

@@ -99,7 +99,7 @@ def runs_in(folder):
 
 def written(path, last):
     """The file once `last` stands in it: wandb's own process may write a little after finish()."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while last not in (content := path.read_bytes()) and time.monotonic() < deadline:
         time.sleep(0.1)
     return content
@@ -113,6 +113,16 @@ def test_wandb_offline_writes_one_run_with_config_metrics_and_summary(no_account
     for text in (b"model.num_layers", b"loss", b"2.5", b"1.25", b"schedule", b"zb_h1"):
         assert text in content, text
     assert b"note" not in content  # only numbers are metrics
+
+
+@needs_wandb
+def test_a_run_that_goes_on_goes_on_in_its_wandb_run(no_account, tmp_path):
+    """wandb joins parts by their id. A run that begins anew in the folder is another one."""
+    found = []
+    for goes_on in (False, True, False):
+        Wandb(tmp_path, project="test", mode="offline", config={}, goes_on=goes_on).close({}, failed=False)
+        found.append({path.name.rpartition("-")[2] for path in (tmp_path / "wandb").glob("offline-run-*")})
+    assert [len(each) for each in found] == [1, 1, 2]
 
 
 @needs_wandb

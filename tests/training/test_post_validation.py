@@ -400,7 +400,7 @@ def refused(rank):
         if rank == 0:
             with pytest.raises(CommunicationError, match="rank 0 waits .* on rank 1: after 1 s"):
                 posts.post("mine").collect()
-        posts = Posts(pipeline.place, timeout=20.0)
+        posts = Posts(pipeline.place, timeout=100.0)
         for number in range(5):
             ticket = posts.post((rank, number))
             found.append(ticket.collect() == pipeline.place.gather((rank, number)))
@@ -582,7 +582,7 @@ def test_a_group_that_is_added_between_steps_has_no_part_in_the_step_before():
 
 def read_on_some_ranks(rank, readers):
     """The losses where some ranks read their weights after each step, and others don't."""
-    with Pipeline(Model(), plan("zb_h1", 2, M), timeout=20.0) as pipeline:
+    with Pipeline(Model(), plan("zb_h1", 2, M), timeout=100.0) as pipeline:
         steps, losses = PostValidation(pipeline, adamw(pipeline.parameters()), clip_norm=CLIP), []
         for step in range(5):
             x, y = batch(step)
@@ -616,6 +616,10 @@ def disagreeing(rank):
             told.append(said(lambda: PostValidation(pipeline, optimizer)))  # noqa: B023
         else:
             told.append(said(lambda: pipeline.release_gradients(optimizer)))  # noqa: B023
+    pipeline = Pipeline(Model(), plan("1f1b", 2, M))
+    steps = PostValidation(pipeline, adamw(pipeline.parameters()))
+    steps.step(x, target=y)
+    told.append(said(lambda: (pipeline if rank else steps).step(x, target=y)))
     return found, told
 
 
@@ -624,8 +628,9 @@ def test_ranks_that_read_weights_make_no_difference_and_other_differences_are_to
     for found in both_found:
         assert found[0] == found[1] == found[2]
         assert found[0][1] >= 2
-    for clip, release, validation in both_told:
+    for clip, release, validation, bare in both_told:
         assert "clip_norm: 1.0 on rank 0; 2.0 on rank 1" in clip
         assert re.search(r"rank \d is in \w+\(\) while rank \d is in \w+\(\)", release)
         assert "release_gradients()" in release
         assert "PostValidation()" in validation
+        assert "is in PostValidation.step()" in bare

@@ -149,7 +149,7 @@ class KeepsAnAttribute(torch.optim.SGD):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (KeepsAnObject, "KeepsAnObject: the optimizer keeps a Generator in its state"),
+        (KeepsAnObject, "KeepsAnObject: the optimizer keeps an object of type Generator"),
         (KeepsAnAttribute, "KeepsAnAttribute changes its attributes num_steps in step"),
         (torch.optim.LBFGS, "LBFGS.step needs a closure"),
     ],

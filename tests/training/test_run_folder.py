@@ -208,6 +208,28 @@ def test_going_on_from_an_earlier_checkpoint_keeps_the_later_ones_aside(tmp_path
     assert not (folder / "summary.json").exists()
 
 
+@pytest.mark.parametrize("step", [2, 3])
+def test_weights_of_a_run_that_was_left_are_not_taken_for_those_of_the_run_that_goes_on(tmp_path, step):
+    """It may have another number of stages, be killed, or train other parameters."""
+    folder = tmp_path / "run"
+    begun(folder, [1, 2, 3])
+    checkpoint(folder, step)
+    (folder / "stage-0-of-2.safetensors").write_text("of step 3")
+    (folder / "adapter").mkdir()
+    (folder / "adapter/adapter_model.safetensors").write_text("of step 3")
+    begun(folder, [], step=step, resume="auto")
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*.safetensors")}
+    names = {"attempt-1/stage-0-of-2.safetensors", "attempt-1/adapter/adapter_model.safetensors"}
+    assert found == (names if step == 2 else set())  # after step 3 they are what the checkpoint has
+
+
+def test_a_new_run_leaves_no_adapter_of_the_old_one(tmp_path):
+    run(tmp_path, "old")
+    (tmp_path / "adapter").mkdir()
+    run(tmp_path, "new", overwrite=True)
+    assert not (tmp_path / "adapter").exists()
+
+
 def test_a_run_that_died_before_its_first_checkpoint_begins_again(tmp_path):
     folder = tmp_path / "run"
     begun(folder, [1, 2])

@@ -10,6 +10,7 @@ from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
 from zbpp.builders.callbacks import check_prompt
 from zbpp.data import text_data
+from zbpp.data.special_tokens import begin_and_ends
 from zbpp.models.gpt import Gpt
 from zbpp.training.callbacks import Callback
 from zbpp.training.optimizer import adamw, warmup_cosine
@@ -157,3 +158,41 @@ def test_a_prompt_with_tokens_that_the_model_lacks_is_refused():
     check_prompt([5, 100], None)
     with pytest.raises(ValueError, match="the prompt has token 100, and the model's vocab_size is 100"):
         check_prompt([5, 100], 100)
+
+
+# ---------------------------------------------------------------- BOS and EOS
+
+
+def test_a_sample_ends_behind_an_end_token(folder):
+    pipeline = trainer_of(0, 1, "zb_v", folder).pipeline
+    more = {"max_tokens": 20, "window": WINDOW, "temperature": 1.0}
+    whole = generate(pipeline, PROMPT, **more)
+    place = next(n for n in range(5, 20) if whole[n] not in whole[:n])
+    assert generate(pipeline, PROMPT, ends={whole[place]}, **more) == whole[: place + 1]
+
+
+@pytest.mark.parametrize("named", ["by the tokenizer", "by files", "nowhere"])
+def test_begin_and_end_are_those_of_transformers(named, tmp_path):
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"a": 0, "<s>": 1, "</s>": 2, "?": 3, "<turn>": 4}, unk_token="?")
+    )
+    made.add_special_tokens(["<s>", "</s>"])
+    if named == "by the tokenizer":
+        made.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+        )
+    made.save(str(tmp_path / "tokenizer.json"))
+    expected = (None, frozenset())
+    if named == "by the tokenizer":
+        expected = (1, {2})
+    if named == "by files":
+        loaded = transformers.PreTrainedTokenizerFast(
+            tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<s>", eos_token="</s>"
+        )
+        loaded.save_pretrained(tmp_path)
+        (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 4]}')
+        expected = (loaded.bos_token_id, {loaded.eos_token_id, 4})
+    assert begin_and_ends(made, tmp_path) == expected
+    begin = expected[0]
+    assert TokenizerFile(made, begin).encode("a") == ([] if begin is None else [begin]) + [0]

@@ -1,9 +1,11 @@
-"""Measure the costs of a model's stages on this machine: times, messages, memory."""
+"""Measure the costs of a model's stages on this machine: times, messages, copies to the host, memory."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
+from zbpp.benchmark.host_speed import host_ms
 from zbpp.benchmark.interleaved_timing import close_all, start, time_in_turns
 from zbpp.benchmark.link_speed import LinkSpeed, link_speeds
 from zbpp.benchmark.runner import ZbppRunner
@@ -58,6 +60,8 @@ def measure(workload: Workload, timetable: Timetable, num_steps: int) -> Measure
         deferred=[each.deferred for each in held],
         static=static_per_stage(workload.stages(timetable), timetable.num_stages),
     )
+    sizes = [each.saved or each.deferred for each in held]
+    costs = replace(costs, host=host_ms(timetable, sizes, workload.here.device))
     links = link_speeds(lower(timetable).links, workload.here.device) if timetable.num_ranks > 1 else []
     return Measurement(costs, links, held)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from zbpp.config import ConfigError, TrainConfig, naming
 from zbpp.data import Data
 from zbpp.data.corpus import load_tokenizer
-from zbpp.data.prepared import HEADER, TOKENIZER
+from zbpp.data.prepared import HEADER, TOKENIZER, open_prepared
+from zbpp.data.special_tokens import begin_and_ends
 from zbpp.runtime.world import World
 from zbpp.training.callbacks import Callback
 from zbpp.training.leaving.early_stop import EarlyStop
@@ -59,11 +60,12 @@ def _sampler(config: TrainConfig, data: Data, here: World, folder: Path, loggers
         raise ConfigError(f"sample.every={config.sample.every}: the data are {data.unit}, no text; write 0")
     options = config.sample
     with naming("sample"):
-        coder = _coder(config)
+        coder, ends = _coder(config)
         check_prompt(coder.encode(options.prompt), config.data.get("vocab_size"))
         return Sampler(
             options.prompt,
             coder,
+            ends=ends,
             every=options.every,
             max_tokens=options.max_tokens,
             temperature=options.temperature,
@@ -83,17 +85,27 @@ def check_prompt(tokens: Sequence[int], vocab_size: int | None) -> None:
         )
 
 
-def _coder(config: TrainConfig) -> Coder:
-    """The tokenizer that the config names, the data's, or bytes."""
+def _coder(config: TrainConfig) -> tuple[Coder, frozenset[int]]:
+    """The tokenizer that the config names, the data's, or bytes; and the tokens that end a text."""
     path = config.sample.tokenizer or config.data.get("tokenizer")
     source = str(config.data.get("path") or (config.data.get("mixture") or [{}])[0].get("path") or "")
-    if path is None and (Path(source) / HEADER).is_file() and (Path(source) / TOKENIZER).is_file():
-        path = str(Path(source) / TOKENIZER)
+    ends: frozenset[int] = frozenset()
+    if (Path(source) / HEADER).is_file():
+        end = open_prepared(source).header.end_token
+        ends = ends if end is None else frozenset({end})
+        if path is None and (Path(source) / TOKENIZER).is_file():
+            path = str(Path(source) / TOKENIZER)
     if path is not None:
-        return TokenizerFile(load_tokenizer(Path(path)))
+        # A folder of transformers' is named for conversations.
+        file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+        tokenizer = load_tokenizer(file)
+        begin, others = begin_and_ends(tokenizer, file.parent)
+        # Text and tokens to train on have no BOS: a new model does not know the token.
+        is_known = config.model.get("path") is not None or "chat_template" in config.data
+        return TokenizerFile(tokenizer, begin if is_known else None), ends | others
     if source.endswith((".npy", ".bin")):
         raise ValueError(
             f"data.path={source} holds tokens, and nothing says what text they are: write "
             "sample.tokenizer=FILE"
         )
-    return Bytes()
+    return Bytes(), ends

@@ -15,9 +15,15 @@ def build_data(
 ) -> Data:
     """The data that the node's `_target_` makes, see `loaded_data`; to be read ahead, if that is more than 0.
 
-    is_read: whether this rank has the first or the last stage. Raises ConfigError.
+    What the node names gets `seed` if it takes a seed and the node gives none. is_read: whether this rank has
+    the first or the last stage. Raises ConfigError.
     """
-    data = instantiate_node("data", node, batch_size=batch_size, seed=seed)
+    extra: dict[str, Any] = {"batch_size": batch_size}
+    if "seed" not in node:
+        extra["seed"] = seed
+    if str(node.get("_target_", "")).startswith("zbpp.data."):
+        extra["is_read"] = is_read  # left out for a target that does not take it
+    data = instantiate_node("data", node, **extra)
     with naming(f"data ({node['_target_']})"):
         if not isinstance(data, Data):
             data = loaded_data(data, batch_size=batch_size, seed=seed, is_read=is_read)

@@ -20,7 +20,8 @@ def build_loggers(
     """
     loggers: list[Logger] = [JsonLines(folder / "metrics.jsonl")]
     if options.wandb:
-        loggers.append(Wandb(folder, project=options.project, mode=options.mode, config=settings))
+        account: Any = {"project": options.project, "mode": options.mode}
+        loggers.append(Wandb(folder, **account, config=settings, goes_on=first_step > 0))
     if options.tensorboard:
         loggers.append(TensorBoard(folder, config=settings, first_step=first_step))
     return loggers

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from zbpp.config import ConfigError, OptimizerConfig, naming, partial_of_node
 from zbpp.runtime import Pipeline
 from zbpp.runtime.optimizer_trial import refusal_of_ranks, refusal_of_shards
+from zbpp.runtime.sparse_gradients import refusal_of_dense
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.optimizer import (
     OPTIMIZERS,
@@ -66,6 +67,9 @@ def _refusal(optimizer: torch.optim.Optimizer, options: OptimizerConfig, pipelin
     """Why this optimizer would not update a model that is cut as it updates the whole, or nothing."""
     if options.name not in ("custom", "muon"):
         return ""
+    dense = refusal_of_dense(optimizer, pipeline.stages.values())
+    if dense:
+        return f"optimizer: {dense}"
     name = type(optimizer).__name__
     is_cut = pipeline.timetable.num_ranks > 1
     why = refusal_of_ranks(optimizer) if is_cut else ""

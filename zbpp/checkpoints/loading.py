@@ -116,8 +116,12 @@ def restore(
         refusal = refusal or UNEVEN_OPTIMIZERS
     _agree(refusal, pipeline.place)
     assert model is not None  # there was no refusal
-    model.apply()
-    _forget_gradients(pipeline, optimizers_of(optimizer))
+    try:
+        model.apply()
+        _forget_gradients(pipeline, optimizers_of(optimizer))
+    except Exception as error:
+        refusal = f"{_told(error, checkpoint)}; it is loaded in part"
+    _agree(refusal, pipeline.place)
     mine = dist.get_rank() if dist.is_initialized() else 0
     everyone = pipeline.place.gather(mine)
     try:

@@ -3,10 +3,12 @@
     zbpp measure -n 2 model=gpt_tiny data=stdlib run_dir=runs/costs
     zbpp plan zb_auto --ranks 2 --microbatches 8 --costs runs/costs/costs.json
 
-Writes costs.json: f, b, w, bw, comm in ms, saved, deferred and static in bytes, a number per stage; and under
-"about" where they were measured and how fast each link is. static is there all the time: weights, buffers,
-gradients, and two states per weight, as AdamW has them. Starts its own ranks, without torchrun. -n N is short
-for num_ranks=N. The schedule decides how many stages the model is cut into.
+Writes costs.json, with a number per stage: f, b, w, bw, comm, host in ms; saved, deferred, static in bytes.
+Under "about" it writes where they were measured and how fast each link is. host is a copy of what F saves to
+host memory, or back, while nothing else runs: with host, `zbpp plan --choose --costs` counts on offload.
+static is there all the time: weights, buffers, gradients, and two states per weight, as AdamW has them.
+Starts its own ranks, without torchrun. -n N is short for num_ranks=N. The schedule decides how many stages
+the model is cut into.
 """
 
 from __future__ import annotations

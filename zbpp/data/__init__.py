@@ -11,7 +11,8 @@
     tokens       batches of them; mixture: of several such folders
     regression   random regression
     read_ahead   the next batches, by a thread
-    loader       a user's own Dataset, DataLoader or list of batches; dataset, loader_order: their parts
+    special_tokens  BOS and EOS of a tokenizer, for sampling
+    loader       a user's own Dataset, DataLoader or list of batches
 
 The names are loaded when they are first used: preparing tokens imports no torch.
 """

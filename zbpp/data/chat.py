@@ -30,7 +30,7 @@ from torch import Tensor
 
 from zbpp.data.chat_tokenizer import check_special_tokens, load_tokenizer
 from zbpp.data.permutation import Numbers, keys_of, permute
-from zbpp.data.source import Data, check_at_least_one
+from zbpp.data.source import Data, check_at_least_one, unread_data
 from zbpp.seeding import seed_of
 
 IGNORED = -100  # the target that a cross-entropy leaves out, in torch and in transformers
@@ -133,13 +133,17 @@ def chat_data(
     seed: int,
     chat_template: str | None = None,
     held_out: float = 0.05,
+    is_read: bool = True,
 ) -> Data:
     """Batches of the conversations in a jsonl file.
 
     tokenizer: see chat_tokenizer.py. chat_template: jinja, or a file of it; None: the tokenizer's own.
-    held_out: the share of conversations that is evaluated on, at the end of the file.
+    held_out: the share of conversations that is evaluated on, at the end of the file. is_read: False on a
+    rank that will ask for no batch: nothing is loaded there.
     Raises ValueError for a file, a template or a vocabulary that does not fit.
     """
+    if not is_read:
+        return unread_data(batch_size * sequence_length)
     if not 0 <= held_out < 1:
         raise ValueError(f"held_out={held_out} is a share of the conversations: write 0.0 to 0.99")
     loaded = load_tokenizer(tokenizer, chat_template)

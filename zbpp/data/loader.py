@@ -8,8 +8,8 @@ processes, has to seed itself alike on every rank.
 A run that goes on at step 1000 needs batch 1000:
 
     a map-style Dataset, a list          is asked for that batch
-    a DataLoader of a map-style Dataset  draws the indices of the batches before, and loads none of them,
-                                         if its samplers are torch's
+    a DataLoader of a map-style Dataset  draws the indices of the batches before, and loads none of them;
+                                         if its sampler is one of torch's, whose order an epoch's seed gives
     has state_dict and load_state_dict   goes on from its own state, if the checkpoint has one
     anything else                        yields all batches before, and a warning says so
 """
@@ -26,17 +26,29 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from zbpp.data.batch import num_rows, parts_of
 from zbpp.data.dataset import DatasetBatches, is_map_style
-from zbpp.data.loader_order import Later, can_skip_epochs, draw_orders, generators_of
 from zbpp.data.source import Data
 from zbpp.seeding import seed_of
 
 _log = logging.getLogger(__name__)
 _SECONDS_UNTIL_SAID = 2.0  # a warning about skipped batches comes after so long, and then again and again
 
+# Their order depends on nothing but random numbers. One of a user's own may count its epochs.
+_SAMPLERS = (
+    SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler,
+)  # fmt: skip
 _ENDLESS = 2**40  # batches of a source that doesn't say how many it has
 _NOTHING = object()
 
@@ -53,12 +65,10 @@ class Loaded:
 
     def __init__(self, batches: Iterable[Any], *, batch_size: int, seed: int, name: str = "training") -> None:
         self._batches, self._batch_size, self._seed, self._name = batches, batch_size, seed, name
-        self._first_states = [(each, each.get_state()) for each in generators_of(batches)]
+        self._generators = [(each, each.initial_seed()) for each in _generators_of(batches)]
         self._begin()
 
     def _begin(self) -> None:
-        for generator, state in self._first_states:
-            generator.set_state(state)
         self._number, self._epoch, self._current = -1, -1, None
         self._iterator: Iterator[Any] = iter(())
 
@@ -97,11 +107,10 @@ class Loaded:
         return {**state, "loader": self._batches.state_dict()}  # type: ignore[attr-defined]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on behind the batch that `state_dict` was called after; {} begins anew.
+        """Go on behind the batch that `state_dict` was called after; with {} the batches before are skipped.
 
         A state of batches of another size is of no use, and warned of.
         """
-        self._begin()
         if not state or not _has_state(self._batches):
             return
         if state["batch_size"] != self._batch_size:
@@ -110,6 +119,7 @@ class Loaded:
                 self._name, state["batch_size"], self._batch_size,
             )  # fmt: skip
             return
+        self._begin()
         self._batches.load_state_dict(state["loader"])  # type: ignore[attr-defined]
         with torch.random.fork_rng([]):
             self._start_epoch(state["epoch"])
@@ -120,16 +130,16 @@ class Loaded:
         loader = self._batches
         if not isinstance(loader, DataLoader) or loader.batch_sampler is None or _has_state(loader):
             return
-        if not is_map_style(loader.dataset) or not can_skip_epochs(loader):
+        sampler = loader.batch_sampler
+        if type(sampler) is not BatchSampler or type(sampler.sampler) not in _SAMPLERS:
+            return
+        if not is_map_style(loader.dataset):
             return
         epoch, place = divmod(step, len(loader))
-        self._begin()
-        if self._first_states:  # without, an epoch's order depends on the epoch's seed alone
-            draw_orders(loader, [seed_of(self._seed, "epoch", each) for each in range(epoch)])
         later = copy(loader)
         # Both are set by its constructor only. _iterator: the processes that persistent_workers keeps.
         later.__dict__ |= {
-            "batch_sampler": Later(loader.batch_sampler, place, seed_of(self._seed, "batch", step)),
+            "batch_sampler": _Later(sampler, place, seed_of(self._seed, "batch", step)),
             "_iterator": None,
         }
         with torch.random.fork_rng([]):
@@ -143,6 +153,12 @@ class Loaded:
         # the same whether one process reads an epoch, or replicas in smaller batches.
         self._epoch = epoch
         torch.default_generator.manual_seed(seed_of(self._seed, "epoch", epoch))
+        for generator, seed in self._generators:
+            generator.manual_seed(seed_of(seed, "epoch", epoch))
+        if batches is None and getattr(self._batches, "_iterator", None) is not None:
+            # persistent_workers: a DataLoader's first iterator alone draws a seed for its processes.
+            generator_of_it = self._batches.generator  # type: ignore[attr-defined]
+            torch.empty((), dtype=torch.int64).random_(generator=generator_of_it)
         self._iterator = iter(self._batches if batches is None else batches)
 
     def _next(self, number: int) -> Any:
@@ -180,6 +196,35 @@ class ListedBatches:
     def batch(self, step: int) -> Any:
         """The batch of `step`, from 0."""
         return self._batches[step % len(self._batches)]
+
+
+class _Later:
+    """A batch sampler without its first lists of indices, which are drawn all the same.
+
+    seed: torch's random numbers are seeded by it after that, as if the batches before had been loaded.
+    """
+
+    def __init__(self, sampler: Any, skipped: int, seed: int) -> None:
+        self._sampler, self._skipped, self._seed = sampler, skipped, seed
+
+    def __iter__(self) -> Iterator[Any]:
+        indices = iter(self._sampler)
+        for _ in range(self._skipped):
+            next(indices, None)
+        if self._skipped:
+            torch.default_generator.manual_seed(self._seed)
+        yield from indices
+
+    def __len__(self) -> int:
+        return len(self._sampler) - self._skipped
+
+
+def _generators_of(batches: object) -> list[torch.Generator]:
+    """The generators that a DataLoader or its sampler was given; the order of an epoch is drawn from them."""
+    sampler = getattr(batches, "batch_sampler", None)
+    places = (batches, sampler, getattr(sampler, "sampler", None))
+    found = [getattr(each, "generator", None) for each in places]
+    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
 
 def _has_state(batches: object) -> bool:

@@ -30,6 +30,10 @@ class Data(NamedTuple):
     unigram_entropy: float | None = None  # nats per token
     unit: str = "tokens"  # what the items of a batch are: "tokens" or "rows"
 
+    def told_by(self, other: Data) -> Data:
+        """These batches, with the facts that another rank knows, which has read the data."""
+        return other._replace(train=self.train, evaluation=self.evaluation)
+
     def state_dict(self) -> dict[str, Any]:
         """What must be saved beside the step: {} where the step is all it takes, as for all of zbpp's data.
 
@@ -43,6 +47,19 @@ class Data(NamedTuple):
         load = getattr(self.train, "load_state_dict", None)
         if load is not None:
             load(state)
+
+
+class Unread:
+    """Stands for the batches of a rank between the first and the last stage, which reads none."""
+
+    def batch(self, number: int) -> Any:
+        """Raises RuntimeError."""
+        raise RuntimeError(f"batch {number} was asked for on a rank that has neither first nor last stage")
+
+
+def unread_data(items_per_batch: int) -> Data:
+    """The data of such a rank. What it says of the data, other ranks know: see `Data.told_by`."""
+    return Data(Unread(), Unread(), 0, items_per_batch, fingerprint=None)
 
 
 def check_at_least_one(**sizes: int) -> None:

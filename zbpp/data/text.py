@@ -9,7 +9,7 @@ import torch
 
 from zbpp.data.corpus import load_corpus
 from zbpp.data.permutation import Numbers
-from zbpp.data.source import Data, check_at_least_one
+from zbpp.data.source import Data, check_at_least_one, unread_data
 from zbpp.data.windows import Samples, Tokens, Windows
 
 
@@ -77,8 +77,14 @@ def text_data(
     dtype: str | None = None,
     max_bytes: int | None = None,
     held_out: float = 0.05,
+    is_read: bool = True,
 ) -> Data:
-    """Batches from text or tokens; see `load_corpus`. Raises ValueError also if vocab_size is too small."""
+    """Batches from text or tokens; see `load_corpus`. Raises ValueError also if vocab_size is too small.
+
+    is_read: False on a rank that will ask for no batch: nothing is loaded there.
+    """
+    if not is_read:
+        return unread_data(batch_size * sequence_length)
     corpus = load_corpus(
         path, pattern=pattern, tokenizer=tokenizer, dtype=dtype, max_bytes=max_bytes, held_out=held_out
     )

@@ -55,8 +55,15 @@ def read_folder(folder: Path, overrides: Mapping[str, Any], sizes: Mapping[str, 
         raise ValueError(f"{path} does not fit together: {_last_line(error)}") from error
     for name in overrides:
         if not hasattr(config, name):
-            raise ValueError(f"overrides.{name}: {path} has no such key; write one that it has")
-    return _checked(type(config).from_dict({**config.to_dict(), **overrides}), sizes)
+            near = difflib.get_close_matches(name, config.to_dict(), n=3)
+            meant = f"; did you mean {' or '.join(near)}?" if near else "; write one that it has"
+            raise ValueError(f"overrides.{name}: {path} has no such key{meant}")
+    try:
+        changed = type(config).from_dict({**config.to_dict(), **overrides})
+    except Exception as error:  # as above
+        given = ", ".join(f"{name}={value}" for name, value in overrides.items())
+        raise ValueError(f"overrides.{given} does not fit {path}: {_last_line(error)}") from error
+    return _checked(changed, sizes)
 
 
 def _last_line(error: Exception) -> str:

@@ -165,5 +165,6 @@ def _planned_offload(
 
 
 def _how(config: TrainConfig, measured: MeasuredStages) -> str:
-    found = config.not_predicted
-    return measured.how + (f"; NOT COUNTED: what {', '.join(found)} changes" if found else "")
+    found, left_out = config.not_predicted, config.counts_without_offload
+    note = f"; stages that recompute: {left_out}" if left_out else ""
+    return measured.how + note + (f"; NOT COUNTED: what {', '.join(found)} changes" if found else "")

@@ -3,6 +3,7 @@
 text.py        the staircase: one line of letters per rank
 table.py       figures of one timeline, or of several schedules beside each other
 curves.py      how losses of runs fell, with matplotlib
+hang.py        where each rank stood when a call failed
 memory.py      what each rank holds over a step, and what switches would save
 picture.py     PNG, SVG or PDF, with matplotlib
 page.py, web/  an HTML page to zoom into, with memory curves
@@ -16,6 +17,7 @@ cuts.py        which layers belong on which stage
 from zbpp.render.advice import render_advice
 from zbpp.render.curves import Curve, render_curves
 from zbpp.render.cuts import render_cuts
+from zbpp.render.hang import render_hang
 from zbpp.render.memory import (
     in_bytes,
     render_limit,
@@ -42,6 +44,7 @@ __all__ = [
     "render_curves",
     "render_cuts",
     "render_figures",
+    "render_hang",
     "render_limit",
     "render_memory",
     "render_memory_picture",

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ from zbpp.runtime.posts import Posts
 from zbpp.runtime.rank_parts import RankParts
 from zbpp.runtime.restored import Buffers, GradientsBefore, InPlaceChanges
 from zbpp.runtime.world import CommunicationError
-from zbpp.schedule import lower
+from zbpp.schedule import lower, to_csv
 from zbpp.schedule.offload import RankOffload
 
 _HALF_UPDATED = "since gradients are released, some of its weights and optimizer states have been updated"
@@ -123,15 +124,17 @@ class Engine:
         seeds: Mapping[int, int],
         recorder: Recorder | None,
         settle: Settle | None = None,
+        *,
+        kind: str = "step",
     ) -> CallLosses:
         """Train on one batch; returns the losses. seeds: per stage, of its microbatch 0.
 
-        settle: what the step does at its gate; None: there is no gate.
+        settle: what the step does at its gate; None: there is no gate. kind: must be equal on all ranks.
         """
         if self._activations is None:
-            return self._run("step", call, seeds, recorder, settle)
+            return self._run("step", call, seeds, recorder, settle, kind)
         recorder = recorder or self._activations.recorder
-        losses = self._run("step", call, seeds, recorder, settle)
+        losses = self._run("step", call, seeds, recorder, settle, kind)
         if self._activations.step_done(recorder):
             self._executors["step"].resolve(lower(self._timetable, self._activations.plan)[self._parts.rank])
         return losses
@@ -167,6 +170,11 @@ class Engine:
         """See Pipeline."""
         return {} if self._activations is None else self._activations.nbytes(name)
 
+    def leave_records_in(self, folder: Path) -> None:
+        """See Pipeline."""
+        if self._parts.watch is not None:
+            self._parts.watch.leave_records_in(folder, {"timetable": to_csv(self._timetable)})
+
     def receive_buffers(self) -> list[Tensor]:
         """The pool of `step`."""
         return self._executors["step"].receive_buffers()
@@ -178,15 +186,18 @@ class Engine:
         seeds: Mapping[int, int],
         recorder: Recorder | None,
         settle: Settle | None,
+        kind: str = "",
     ) -> CallLosses:
+        """Run the program `name`. kind: what ranks compare, if not the name."""
         self._check_not_over()
         self._before, executor = None, self._executors[name]
+        self._parts.flight.enter(name)
         try:
             cutter = self._begin(call, seeds, 1 if name == "predict" else self._timetable.num_microbatches)
             if self._order_of_ranks is not None:
-                self._order_of_ranks.begin(name, cutter.rows)
+                self._order_of_ranks.begin(kind or name, cutter.rows)
             if self._order_of_copies is not None:
-                self._order_of_copies.begin(name, cutter.rows, self._hash_of_trained(), self.loaded)
+                self._order_of_copies.begin(kind or name, cutter.rows, self._hash_of_trained(), self.loaded)
             release = self._gradient_release if name == "step" else None
             if name == "step" and settle is None:
                 self._before = GradientsBefore(self._trained())
@@ -210,6 +221,7 @@ class Engine:
             self._fail(error, self._before)
             raise
         finally:
+            self._parts.flight.leave()
             self._before, self._inputs = None, InPlaceChanges(())
             if self._weights_on_host is not None:
                 self._weights_on_host.end()
@@ -268,6 +280,10 @@ class Engine:
 
     def _fail(self, error: BaseException, before: GradientsBefore | None) -> None:
         """Drop the microbatches of a failed call. A pipeline of several ranks or replicas ends here."""
+        if self._parts.watch is not None:
+            who = self._parts.watch.failed()
+            if who and isinstance(error, CommunicationError):
+                error.add_note(who)
         self._parts.abandon()
         left = "" if before is None else before.restore()
         if left:

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
+from time import monotonic
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from zbpp.autograd.copies import OffloadError
+from zbpp.runtime.flight_recorder import FlightRecorder
 from zbpp.runtime.layout import Message
 from zbpp.runtime.measure import Recorder
 from zbpp.runtime.offload import SavedOffload, StageOffload
@@ -80,7 +82,7 @@ class Executor:
 
     methods: {op: the method of StageWorker that does it}. reductions: of the stages' gradients; None where
     the program has none. gate: makes the program's gate, when it is needed first. offloads: what may leave,
-    by the value's name and the stage.
+    by the value's name and the stage. flight: where to note when each instruction begins.
     """
 
     def __init__(
@@ -96,10 +98,12 @@ class Executor:
         reductions: Reductions | None = None,
         gate: Callable[[], Gate] | None = None,
         offloads: Mapping[tuple[str, int], StageOffload[Any]] = MappingProxyType({}),
+        flight: FlightRecorder | None = None,
     ) -> None:
         self._program, self._workers, self._methods = program, workers, methods
         self._reductions, self._offloads = reductions, offloads
         self._recorder: Recorder | None = None
+        self._flight = FlightRecorder(program.rank) if flight is None else flight
         self._num_stages = num_stages
         self._pool = FreshBuffers(device) if dynamic_shapes else BufferPool(device)
         self._inboxes: dict[int, Inbox] = {}
@@ -136,12 +140,14 @@ class Executor:
         resolution = self._plain if is_valid is None else self._with_gate(is_valid)
         mark = None if recorder is None else recorder.begin(resolution.instructions)
         self._recorder = recorder
+        note, clock = self._flight.begin(resolution.instructions), monotonic
         slots = [_NO_MESSAGE] * (_FIRST_SLOT + len(self._slots))
         position = 0
         try:
             for position, (function, takes, gives) in enumerate(resolution.functions):  # noqa: B007  # for _explain
                 # The slot is emptied, so that a message's memory is free as soon as no stage needs it.
                 message, slots[takes] = slots[takes], _NO_MESSAGE
+                note(clock())
                 if mark:
                     mark()
                 slots[gives] = function(message)

@@ -41,6 +41,19 @@ def refusal_of_parts(optimizer: torch.optim.Optimizer) -> str:
     return f"a trial step failed ({problems[0]})"
 
 
+def needs_sparse_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step fails with dense gradients, and succeeds with sparse ones."""
+    return not _can_step(optimizer, is_sparse=False) and _can_step(optimizer, is_sparse=True)
+
+
+def _can_step(optimizer: torch.optim.Optimizer, *, is_sparse: bool) -> bool:
+    try:
+        _Trial(optimizer).step(0, range(2), is_sparse=is_sparse)
+    except Exception:  # whatever a user's optimizer raises
+        return False
+    return True
+
+
 def refusal_of_ranks(optimizer: torch.optim.Optimizer) -> str:
     """Why each rank can't update its own parameters with an optimizer of its own; "" if each can.
 
@@ -211,11 +224,11 @@ def _throwaway(parameter: Tensor) -> nn.Parameter:
 
 
 def _one_of_each_dtype(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-    """The first trainable parameter of each dtype; the first parameter at all if none is trainable."""
-    found: dict[torch.dtype, nn.Parameter] = {}
+    """The first trainable parameter of each dtype and each way of being split; the first one if none is."""
+    found: dict[object, nn.Parameter] = {}
     for each in parameters:
         if each.requires_grad:
-            found.setdefault(each.dtype, each)
+            found.setdefault((each.dtype, getattr(each, "placements", None)), each)
     return list(found.values()) or parameters[:1]
 
 

@@ -16,6 +16,7 @@ by the Engine, which also says what happens when a rank fails. This file has con
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -140,6 +141,7 @@ class Pipeline(PipelineState, PipelineGradientRelease, PipelineTimeline):
         reductions = self._reductions(agreed.ties, mp_policy)
         self._copies = set(map(id, reductions.copies))
         self._late, self._release_arguments = reductions.late, dict[str, Any]()
+        self._records: Path | None = None
         parts = RankParts(
             timetable,
             self.rank,
@@ -212,7 +214,9 @@ class Pipeline(PipelineState, PipelineGradientRelease, PipelineTimeline):
             recorder = self._recording
             call = Call(args, target, kwargs, loss_scale=self.loss_scale)
             settle = self._settle_in_step(call)
-            losses, self.step_losses = self._engine.step(call, self._seeds(), recorder, settle)
+            losses, self.step_losses = self._engine.step(
+                call, self._seeds(), recorder, settle, kind=self.step_kind
+            )
         if self._compares_losses:
             check_losses_alike(self.place, losses, self.step_losses.means())
             self._compares_losses = False
@@ -306,6 +310,8 @@ class Pipeline(PipelineState, PipelineGradientRelease, PipelineTimeline):
             offload=self._offload,
         )
         following.num_steps, following.loss_scale = self.num_steps, self.loss_scale
+        if self._records is not None:
+            following.leave_records_in(self._records)
         if self._release_arguments:
             following.release_gradients(**self._release_arguments)
         return following

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Literal
 
 import torch.distributed as dist
@@ -23,6 +25,7 @@ class PipelineTimeline:
     _engine: Engine
     _recorder: Recorder
     _recording: Recorder | None
+    _records: Path | None  # where a failed call leaves records
 
     @contextmanager
     def recording(self, recorder: Recorder | None = None) -> Iterator[None]:
@@ -42,6 +45,15 @@ class PipelineTimeline:
         While they have no names, steps take no time for this.
         """
         self._engine.name_actions(is_named)
+
+    def leave_records_in(self, folder: str | os.PathLike[str]) -> None:
+        """If a call fails on any rank, let each rank write `flight-rank-N.json` to this folder.
+
+        The file holds the rank's last instructions with their times, where the other ranks were, and the
+        Python stack: `zbpp hang FOLDER` shows them. A pipeline of one rank writes nothing.
+        """
+        self._records = Path(folder)
+        self._engine.leave_records_in(self._records)
 
     def receive_buffers(self) -> list[Tensor]:
         """The buffers that messages of `step` are received into: as many as are in use at once."""

@@ -34,6 +34,7 @@ class PipelineValidation(PipelineEnd):
     place: Place
     loss_scale: float
     pending_update: PendingUpdate | None = None
+    step_kind = "step"  # ranks compare the kinds of their calls: one without an update would be waited for
     _timeout: float
     _lost_update = ""  # why the weights belong to no step, if an update failed
     # Whether an update was redone outside of a step. Another rank may learn of it only at the gate of its

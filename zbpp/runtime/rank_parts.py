@@ -11,10 +11,12 @@ from torch import nn
 from zbpp.autograd import WeightGrads
 from zbpp.runtime.call_order import CallOrder, neighbours_of
 from zbpp.runtime.executor import Executor, StageMethod
+from zbpp.runtime.flight_recorder import FlightRecorder
 from zbpp.runtime.groups import close_groups, job_store, link_groups
 from zbpp.runtime.offloader import Offloader
 from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.stage import Loss, StageWorker
+from zbpp.runtime.watch import Watch
 from zbpp.runtime.weight_offload import offloaded_weights
 from zbpp.schedule import Op, Programs, Timetable, lower
 
@@ -40,7 +42,8 @@ class RankParts:
 
     modules: the stages and the loss, if that is a module. workers: by stage. executors: of the calls "step",
     "evaluate" and "predict". order_of_ranks: checks that all ranks make the same calls; None where no rank is
-    linked to another. activations, weights_on_host: what leaves the device; None where nothing does.
+    linked to another. flight: where this rank stands; watch: tells it to the other ranks, None as before.
+    activations, weights_on_host: what leaves the device; None where nothing does.
     """
 
     def __init__(
@@ -65,6 +68,8 @@ class RankParts:
         self.activations = None if make_offload is None else make_offload(self.workers)
         programs = self._programs()
         pairs = programs["step"].links
+        self.flight = FlightRecorder(rank)
+        self.watch: Watch | None = None
         self.order_of_ranks: CallOrder | None = None
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
         if pairs:
@@ -72,6 +77,7 @@ class RankParts:
                 job_store(key), rank, neighbours_of(rank, pairs, timetable), device
             )
             self._links = link_groups(group, pairs, timeout, device)
+            self.watch = Watch(self.flight, job_store(f"{key}/watch"), timetable.num_ranks)
         self.executors = {
             name: Executor(
                 program[rank],
@@ -84,6 +90,7 @@ class RankParts:
                 reductions=reductions if name == "step" else None,
                 gate=lambda: lower(timetable).gate(rank),
                 offloads={} if self.activations is None else self.activations.offloads,
+                flight=self.flight,
             )
             for name, program in programs.items()
         }
@@ -124,6 +131,8 @@ class RankParts:
 
     def close(self) -> None:
         """Close links and reductions for good."""
+        if self.watch is not None:
+            self.watch.close()
         for executor in self.executors.values():
             executor.close()
         close_groups(self._links.values())

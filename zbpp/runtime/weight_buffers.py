@@ -185,10 +185,11 @@ def num_buffers(budget: float | None, largest: int, num_blocks: int) -> int:
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0:
         raise ValueError(f"budget={budget!r}: write a number of bytes, or None for the least")
     if 3 * largest > budget:
+        least = math.ceil(3 * largest / 2**30 * 1e6) / 1e6
         raise ValueError(
             f"budget={budget} bytes is too small for offloaded weights: two buffers for weights and the "
             f"gradients of one block, each as large as the largest block, take {3 * largest} bytes; write a "
-            "budget of at least that, or make the blocks smaller"
+            f"budget of at least that (memory.weights_budget={least:g}), or make the blocks smaller"
         )
     fits = num_blocks if largest == 0 or math.isinf(budget) else int(budget // largest) - 1
     return max(2, min(num_blocks, fits))

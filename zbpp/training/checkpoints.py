@@ -18,11 +18,13 @@ from zbpp.training.callbacks import Callback
 from zbpp.training.trainer import Trainer
 from zbpp.training.update import Metrics
 
+_CALLBACK = "callback."  # names of callbacks' states begin so
 _BYTES_PER_SECOND = 1e8  # written by one process, where no checkpoint was measured yet
 
 
 class Checkpoints(Callback):
-    """Saves every so many steps, when the run is left early, and at the end of a run that is long enough.
+    """Saves every so many steps, when the run is left early, and at the end of a run that is long enough or
+    has gone on from a checkpoint.
 
     folder: gets a folder per step. every: 0 for leaving early only. keep: how many checkpoints stay.
     background: whether training goes on while a checkpoint is written; its state is copied first. config: the
@@ -66,7 +68,8 @@ class Checkpoints(Callback):
         """Save what is not saved yet, and wait until it is written."""
         self._settle()
         step, leaves = trainer.next_step, trainer.leaving is not None
-        if step > self._last and (leaves or 0 < self._every <= step):
+        # If the folder has an earlier one, the same command would go on from that with a run that has ended.
+        if step > self._last and (leaves or self._last or 0 < self._every <= step):
             error = self._save(trainer, step, in_background=False)
             if error and leaves:
                 raise CheckpointError(error)
@@ -183,9 +186,26 @@ _OF_OPTIMIZER = tuple(
 
 def _restore_callbacks(found: Checkpoint, trainer: Trainer) -> None:
     """Callbacks join the trainer later than the checkpoint is loaded; their states hold no tensors."""
-    for name, each in trainer.states().items():
-        if name.startswith("callback.") and name in found.facts["states"]:
-            each.load_state_dict(decoded(found.facts["states"][name], _no_tensor))
+    saved = {name: state for name, state in found.facts["states"].items() if name.startswith(_CALLBACK)}
+    here = {name: each for name, each in trainer.states().items() if name.startswith(_CALLBACK)}
+    for name in saved.keys() & here.keys():
+        state = decoded(saved[name], _no_tensor)
+        try:
+            here[name].load_state_dict(state)
+        except Exception as error:  # whatever a user's class raises
+            raise CheckpointError(
+                f"{found.path}: the callback {name.removeprefix(_CALLBACK)} can't take its state: is it "
+                f"of another class than the one that saved it? ({type(error).__name__}: {error})"
+            ) from error
+    if saved.keys() != here.keys() and _is_first(trainer):
+        left_out, new = (
+            ", ".join(name.removeprefix(_CALLBACK) for name in sorted(names))
+            for names in (saved.keys() - here.keys(), here.keys() - saved.keys())
+        )
+        if left_out:
+            print(f"{found.path} has states of callbacks that this run has not: {left_out}", flush=True)
+        if new:
+            print(f"callbacks that begin anew, since {found.path} has no state of them: {new}", flush=True)
 
 
 def _no_tensor(key: str) -> Any:

@@ -50,24 +50,34 @@ class JsonLines:
 class Wandb:
     """One wandb run for the whole job, written by the rank that makes this object.
 
-    mode="online" without an account falls back to offline, with a line that says so.
+    mode="online" without an account falls back to offline, with a line that says so. goes_on: with the wandb
+    run that an earlier start of the job has begun; its id is in the folder's `wandb/id`.
     """
 
-    def __init__(self, folder: Path, *, project: str, mode: str, config: Metrics) -> None:
+    def __init__(
+        self, folder: Path, *, project: str, mode: str, config: Metrics, goes_on: bool = False
+    ) -> None:
         import wandb  # lazily: 0.4 s, and optional
 
         settings = wandb.Settings(console="off", silent=True)
 
+        kept = folder / "wandb" / "id"
+        earlier = kept.read_text().strip() if goes_on and kept.is_file() else None
+
         def start(mode: Any) -> Any:
-            return wandb.init(
-                mode=mode, project=project, dir=str(folder), config=dict(config), settings=settings
-            )
+            # Offline the id alone joins the parts, when they are synced.
+            again: Any = "allow" if earlier and mode == "online" else None
+            options: Any = {"id": earlier, "resume": again, "config": dict(config), "settings": settings}
+            return wandb.init(mode=mode, project=project, dir=str(folder), **options)
 
         try:
             self._run = start(_usable(mode))
         except wandb.errors.Error as error:
             print(f"wandb: {error}; logging offline, `wandb sync` later", flush=True)
             self._run = start("offline")
+        if mode != "disabled":
+            kept.parent.mkdir(exist_ok=True)
+            kept.write_text(f"{self._run.id}\n")
 
     def log(self, metrics: Metrics) -> None:
         self._run.log(_numbers(metrics), step=int(metrics["step"]))

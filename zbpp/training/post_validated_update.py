@@ -26,6 +26,7 @@ from torch import Tensor
 from zbpp.runtime import Pipeline
 from zbpp.runtime.norm import gradients_of, norm_of
 from zbpp.runtime.posts import Ticket
+from zbpp.runtime.sparse_gradients import refusal_of_dense
 from zbpp.runtime.world import check_equal
 from zbpp.training.inverse import InverseRollback
 from zbpp.training.loss_scale import LossScale
@@ -121,9 +122,11 @@ class PostValidatedUpdate(Update):
         if self._pending is None:  # otherwise `zero_grad` zeroes the gradients, behind the gate
             self._zero_grad()
         self._set_loss_scale(pipeline)
+        pipeline.step_kind = "PostValidation.step"
 
     def end(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> list[Result]:
         """Update the weights at once. Returns the results of the steps whose norm is known by now."""
+        pipeline.step_kind = "step"
         if not self._switch.is_on:
             self._results += super().end(pipeline, losses)
             self._switch.note(is_good=self._is_good(self._results[-1][0].norm))
@@ -242,7 +245,7 @@ def _agreed_rollback(
     right. Raises AgreementError on all ranks if they differ.
     """
     made: Rollback | None = None
-    refusal = pipeline.gate_refusal
+    refusal = pipeline.gate_refusal or refusal_of_dense(optimizer, pipeline.stages.values())
     try:
         made = _rollback(name, optimizer)
     except ValueError as error:

@@ -248,9 +248,9 @@ def snapshot(value: Any, tensors: list[Tensor]) -> Callable[[], Any]:
     if isinstance(value, _CONSTANTS) or inspect.isroutine(value):
         return lambda: value
     raise ValueError(
-        f"the optimizer keeps a {type(value).__name__} in its state, and post-validation can copy only "
-        "tensors, numbers, and dicts, lists and tuples of them: write optimizer.validation=before, or keep "
-        "tensors"
+        f"the optimizer keeps an object of type {type(value).__name__} in its state, and post-validation can "
+        "copy only tensors, numbers, and dicts, lists and tuples of them: write optimizer.validation=before, "
+        "or keep tensors"
     )
 
 

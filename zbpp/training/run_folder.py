@@ -29,13 +29,14 @@ from zbpp.checkpoints.folders import checkpoints_in, step_of
 
 OF_A_RUN = (
     "job.json", "config.yaml", "metrics.jsonl", "summary.json", "timeline.png", "trace.json", "bench.json",
-    "bench.png", "costs.json", "memory.json", "memory.png", "*.safetensors", "wandb", "tensorboard",
-    "profile", "samples.jsonl", "attempt-*", "checkpoints",
+    "bench.png", "costs.json", "memory.json", "memory.png", "*.safetensors", "adapter", "wandb",
+    "tensorboard", "profile", "samples.jsonl", "attempt-*", "checkpoints",
 )  # fmt: skip
 
 
 CHECKPOINTS = "checkpoints"
 _BY_STEP = ("metrics.jsonl", "samples.jsonl")  # each line has its step
+_WEIGHTS = ("stage-*.safetensors", "adapter")  # of the step at which the run was left
 
 
 class FolderError(ValueError):
@@ -87,6 +88,7 @@ class RunFolder:
         for path in checkpoints.glob("*.tmp"):  # of a job that died
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         later = [path for path in checkpoints_in(checkpoints) if (step_of(path) or 0) > step]
+        weights = [path for pattern in _WEIGHTS for path in self.path.glob(pattern)]
         parts = {name: _split(self.path / name, step) for name in _BY_STEP}
         if later or any(lost for _, lost in parts.values()):
             attempt = self._next_attempt()
@@ -96,7 +98,12 @@ class RunFolder:
             for name, (kept, lost) in parts.items():
                 if kept or lost:
                     (attempt / name).write_text("".join(lost))
+            for path in weights:
+                path.rename(attempt / path.name)
             print(f"what came after step {step} is kept in {attempt}", flush=True)
+        else:  # the checkpoint has them; another number of stages would leave the files of both
+            for path in weights:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         for name, (kept, _) in parts.items():
             if (self.path / name).exists():  # whatever came after the step: the last line may be a stump
                 draft = self.path / f"{name}.tmp"

@@ -8,7 +8,7 @@ for any stage, and any number of ranks, and is meant for a few lines of text, no
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -48,13 +48,14 @@ class Bytes:
 
 
 class TokenizerFile:
-    """The tokens of a Hugging Face tokenizer."""
+    """The tokens of a Hugging Face tokenizer. begin: the token before each text (BOS), None: none."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, begin: int | None = None) -> None:
         self._tokenizer = tokenizer
+        self._before = [] if begin is None else [begin]
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._before + list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
@@ -75,11 +76,13 @@ def generate(
     temperature: float = 0.0,
     seed: int = 0,
     window: int | None = None,
+    ends: Collection[int] = (),
 ) -> list[int]:
     """The tokens that follow a prompt, equal on all ranks. Collective over the mesh.
 
     temperature 0: always the likeliest token, else drawn with `seed`. window: the model sees so many of the
-    last tokens; None: all. Stage 0 gets int64 [1, time], the last stage returns logits [1, time, vocabulary].
+    last tokens; None: all. ends: tokens behind which nothing follows, such as EOS. Stage 0 gets int64
+    [1, time], the last stage returns logits [1, time, vocabulary].
     Raises ValueError, on all ranks, for another output.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -92,6 +95,8 @@ def generate(
         if found[0].token is None:
             raise ValueError(found[0].refusal)
         tokens.append(found[0].token)
+        if tokens[-1] in ends:
+            break
     return tokens[len(prompt) :]
 
 
@@ -138,6 +143,7 @@ class Sampler(Callback):
         temperature: float = 0.0,
         seed: int = 0,
         window: int | None = None,
+        ends: Collection[int] = (),
         folder: Path | None = None,
         log: Callable[[str, str, int], None] = lambda name, text, step: None,
     ) -> None:
@@ -146,6 +152,7 @@ class Sampler(Callback):
         if not self._tokens:
             raise ValueError(f"prompt={prompt!r} has no token: write a longer text")
         self._max_tokens, self._temperature, self._seed, self._window = max_tokens, temperature, seed, window
+        self._ends = ends
         self._file, self._log = None if folder is None else folder / "samples.jsonl", log
         self._is_tried = False
 
@@ -178,4 +185,5 @@ class Sampler(Callback):
             temperature=self._temperature,
             seed=seed_of(self._seed, "sample", step),
             window=self._window,
+            ends=self._ends,
         )

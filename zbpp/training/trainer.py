@@ -132,7 +132,9 @@ class Trainer:
         found["data"] = self.data
         for callback in self.callbacks:
             if isinstance(callback, Stateful):
-                found[f"callback.{type(callback).__name__}"] = callback
+                name = f"callback.{type(callback).__name__}"
+                number = sum(each.partition("#")[0] == name for each in found)
+                found[f"{name}#{number + 1}" if number else name] = callback
         return found
 
     def go_on_after(self, step: int, replanned: Timetable | None = None) -> None:
@@ -172,7 +174,7 @@ class Trainer:
             del self.timelines[: -max(self.num_recorded, _KEPT)]
         for callback in self.callbacks:
             callback.after_step(self, step, known)
-        self.leaving = self._agreed
+        self.leaving = None if is_last else self._agreed  # behind the last step nothing is left undone
         if not is_last:
             self._replan(step, known)
         return known

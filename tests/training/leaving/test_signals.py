@@ -26,7 +26,7 @@ class Sender(Callback):
     def before_step(self, trainer, step):
         if step == self.step:
             os.kill(os.getpid(), self.number)
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 100
             while self.leave.reason is None and time.monotonic() < deadline:
                 time.sleep(0.01)
 
@@ -55,10 +55,10 @@ def test_a_signal_before_the_first_step_ends_the_run_behind_it():
 def test_a_process_that_a_rank_forks_is_ended_by_its_own_signals_alone():
     """A data loader's worker is ended by SIGTERM: the run goes on."""
     with LeaveOnSignal() as leave:
-        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
         worker.start()
         worker.terminate()
-        worker.join(20)
+        worker.join(100)
         time.sleep(0.2)
         assert (worker.exitcode, leave.reason) == (-signal.SIGTERM, None)
         assert os.getpid() != worker.pid
@@ -66,8 +66,17 @@ def test_a_process_that_a_rank_forks_is_ended_by_its_own_signals_alone():
 
 
 BLOCKED = """
-import ctypes
+import ctypes, sys, threading
+from zbpp.training.leaving import signals
 from zbpp.training.leaving.signals import LeaveOnSignal
+
+def tell_apart():
+    sys.stdin.readline()
+    signals.SAME = 0
+    print("apart", flush=True)
+
+signals.SAME = 1e9  # s: two signals are one, however slow this machine is to send the second
+threading.Thread(target=tell_apart, daemon=True).start()
 with LeaveOnSignal(is_shown=True):
     print("ready", flush=True)
     mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
@@ -81,16 +90,24 @@ def test_the_second_signal_ends_a_process_that_is_blocked_in_c(number):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", BLOCKED]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        text=True,
+        bufsize=1,
     ) as process:
         try:
             assert process.stdout.readline() == "ready\n"
             process.send_signal(number)
             assert process.stderr.readline().startswith(f"{number.name}: leaving after this step")
             process.send_signal(number)  # the same one twice, as from a terminal and a launcher
-            time.sleep(0.8)
+            time.sleep(0.3)
             assert process.poll() is None
+            process.stdin.write("\n")
+            assert process.stdout.readline() in ("apart\n", "")  # "": it took the second one only now
             process.send_signal(number)
-            assert process.wait(20) == 128 + number
+            assert process.wait(100) == 128 + number
         finally:
             process.kill()

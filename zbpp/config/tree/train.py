@@ -203,6 +203,12 @@ class TrainConfig(RunConfig):
             )
 
     @property
+    def counts_without_offload(self) -> str:
+        """What `memory.recompute=auto` leaves out of its choice, or nothing."""
+        is_left_out = self.memory.recompute == "auto" and self.memory.offload != "none"
+        return "chosen as if memory.offload saved nothing" if is_left_out else ""
+
+    @property
     def not_predicted(self) -> list[str]:
         """The switches that are on and whose change of memory `zbpp memory` does not know, as `key=value`."""
         return [] if self.compile == "none" else [f"compile={self.compile}"]

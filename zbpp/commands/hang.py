@@ -1,0 +1,50 @@
+"""Show where each rank stood when a call failed or waited in vain, from the records in a run's folder.
+
+    zbpp hang runs/mine
+
+When a call of a job of several ranks fails, each rank that can still write leaves a record in
+RUN_DIR/failure: its last instructions, where it stood, and where it knew the other ranks to stand. The table
+shows for each rank its instruction, for how long the rank had been there, and the rank that it awaited. A
+rank that could not write, since it was stopped or dead, is shown as the others knew it last. Then follows the
+plan around each rank's place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from zbpp.schedule import PlanError
+
+_RECORDS = "flight-rank-*.json"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `zbpp hang`; the exit status."""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="zbpp hang", description=__doc__, formatter_class=layout)
+    parser.add_argument("folder", type=Path, help="a run's folder, or one with flight-rank-N.json files")
+    folder = parser.parse_args(arguments).folder
+    found = sorted((folder / "failure").glob(_RECORDS)) or sorted(folder.glob(_RECORDS))
+    if not found:
+        parser.exit(
+            1, f"error: {folder} holds no {_RECORDS}: no call of this run has failed, or it had one rank\n"
+        )
+    from zbpp.render import render_hang
+
+    try:
+        print(render_hang(dict(map(_record, found))))
+    except (KeyError, TypeError, ValueError, PlanError) as error:
+        parser.exit(1, f"error: {found[0].parent} holds files that are no records: {error}\n")
+    return 0
+
+
+def _record(path: Path) -> tuple[int, dict[str, Any]]:
+    number = re.fullmatch(r"flight-rank-(\d+)\.json", path.name)
+    if number is None:
+        raise ValueError(f"{path.name} is no rank's record")
+    return int(number[1]), json.loads(path.read_text())

@@ -1,0 +1,90 @@
+"""Where each rank stood on the plan when a call failed: from the records that the ranks left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from zbpp.render.table import aligned
+from zbpp.schedule import from_csv
+
+_BEFORE, _AFTER = 6, 6  # actions that are shown around the place where a rank stood
+_CALLS = 3  # of the Python stack, the innermost ones
+
+Record = Mapping[str, Any]  # what a flight-rank-N.json holds
+
+
+def render_hang(records: Mapping[int, Record]) -> str:
+    """A table of all ranks, then the plan around each rank's place, then what those did that awaited nobody.
+
+    records: by rank. A rank that left no record is shown as the others knew it last. Raises KeyError or
+    ValueError for what is no record.
+    """
+    standings = _standings(records)
+    end = max(float(each["told"]) for each in standings.values())
+    head = ("rank", "call", "at", "for", "awaits", "told")
+    rows = [head, *(_row(each, end) for each in standings.values())]
+    rows_of_plan = from_csv(next(iter(records.values()))["timetable"]).rows
+    return "\n".join(
+        [
+            *(line.rstrip() for line in aligned(rows)),
+            "",
+            "the plan, and in brackets where each rank stood:",
+            *(
+                f"rank {rank}  {_place([str(action) for action in rows_of_plan[rank]], standing)}"
+                for rank, standing in standings.items()
+            ),
+            *_stacks(records, standings),
+        ]
+    )
+
+
+def _standings(records: Mapping[int, Record]) -> dict[int, Record]:
+    """Of each rank what is known last: its own record, else what another rank was told."""
+    known: dict[int, Record] = {}
+    for record in records.values():
+        for other in record["others"]:
+            before = known.get(other["rank"])
+            if before is None or other["told"] > before["told"]:
+                known[other["rank"]] = other
+    known |= {rank: record["standing"] for rank, record in records.items()}
+    return dict(sorted(known.items()))
+
+
+def _row(standing: Record, end: float) -> tuple[str, ...]:
+    """end: when the last word of any rank was told."""
+    silent = end - standing["told"]
+    return (
+        str(standing["rank"]),
+        f"{standing['call'] or 'after'} {standing['number']}",
+        standing["instruction"] or "-",
+        f"{standing['told'] - standing['since']:.1f} s",
+        "-" if standing["awaits"] is None else f"rank {standing['awaits']}",
+        "at the end" if silent < 1 else f"{silent:.1f} s before",
+    )
+
+
+def _place(actions: list[str], standing: Record) -> str:
+    """`... 0F2 0F3 [Recv g(0,0) from 1] 0B0 ...`."""
+    if not standing["call"]:
+        return f"[outside, after call {standing['number']}]"
+    done = standing["actions"]
+    here = standing["instruction"] or ("its end" if done else "its beginning")
+    following = actions[done + 1 :] if actions[done : done + 1] == [here] else actions[done:]
+    before, after = actions[max(done - _BEFORE, 0) : done], following[:_AFTER]
+    return " ".join(
+        [
+            *(["..."] if done > _BEFORE else []),
+            *before,
+            f"[{here}]",
+            *after,
+            *(["..."] if len(following) > _AFTER else []),
+        ]
+    )
+
+
+def _stacks(records: Mapping[int, Record], standings: Mapping[int, Record]) -> Iterable[str]:
+    for rank, record in records.items():
+        if standings[rank]["awaits"] is None and record["stack"]:
+            yield from ("", f"rank {rank}, which awaited no other rank, was here:")
+            yield "".join(record["stack"][-_CALLS:]).rstrip()

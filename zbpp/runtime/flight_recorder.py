@@ -1,0 +1,141 @@
+"""Where a rank stands: its last instructions, with the times at which they began.
+
+The executor notes one time per instruction, which takes about a ten-millionth of a second. Nothing else is
+done until somebody asks: `standing` says where the rank is now, `last` what it did before.
+
+When a call fails because a message did not come, the rank that failed is rarely the one to blame: it waited
+for a rank that waited for another one. `behind` follows these waits to their end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from zbpp.schedule import Action, Recv, Release
+from zbpp.schedule.lower import Instruction
+
+_SILENT = 3.0  # s without a word, after which a process is said to be silent; it speaks once a second
+
+
+class Standing(NamedTuple):
+    """Where a rank is. Times are seconds since the epoch.
+
+    call: "step", "evaluate" or "predict"; "" between calls. number: of the call, from 1; between calls, that
+    of the last one. position, actions: how many instructions, and how many actions, of the call were done.
+    instruction: the one that runs, "" for what comes before the first and behind the last. awaits: the rank
+    whose message, or whose receive, this instruction waits for. since: when it began, or the last call ended.
+    told: when this was known.
+    """
+
+    rank: int
+    call: str
+    number: int
+    position: int
+    actions: int
+    num_instructions: int
+    instruction: str
+    awaits: int | None
+    since: float
+    told: float
+
+    def text(self, now: float) -> str:
+        """`at 1B3 for 12.3 s, instruction 14 of 36 in step(), call 7`; and whether the rank is silent."""
+        silent = now - self.told
+        if silent <= _SILENT:
+            return self._place(now)
+        return (
+            f"silent for {silent:.1f} s (stopped, dead, or in code that holds Python's lock), before that "
+            f"{self._place(self.told)}"
+        )
+
+    def _place(self, now: float) -> str:
+        seconds = f"for {now - self.since:.1f} s"
+        if not self.call:
+            return f"outside of the pipeline's calls {seconds}, after call {self.number}"
+        if not self.instruction:
+            part = "end" if self.position else "beginning"
+            return f"at the {part} of {self.call}() {seconds}, call {self.number}"
+        return (
+            f"at {self.instruction} {seconds}, instruction {self.position + 1} of {self.num_instructions} in "
+            f"{self.call}(), call {self.number}"
+        )
+
+
+class FlightRecorder:
+    """The instructions of one rank's last two passes over a program, with the times at which they began."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.number, self.call = rank, 0, ""
+        self._since = time.monotonic()
+        self._passes: list[tuple[int, str, Sequence[Instruction | None], list[float]]] = []
+
+    def enter(self, call: str) -> None:
+        """A call begins."""
+        self.call, self.number, self._since = call, self.number + 1, time.monotonic()
+
+    def leave(self) -> None:
+        """The call has ended."""
+        self.call, self._since = "", time.monotonic()
+
+    def begin(self, instructions: Sequence[Instruction | None]) -> Callable[[float], None]:
+        """A pass begins; returns a function to be called with the time at which each instruction begins.
+
+        None stands for work that is no instruction. The times are those of time.monotonic.
+        """
+        times: list[float] = []
+        self._passes = [*self._passes[-1:], (self.number, self.call, instructions, times)]
+        return times.append
+
+    def standing(self) -> Standing:
+        """Where the rank is now; may be called by another thread."""
+        now = time.time()
+        at = now - time.monotonic()
+        call, number, since = self.call, self.number, self._since
+        position, actions, count = 0, 0, 0
+        instruction: Instruction | None = None
+        for its_number, its_call, instructions, times in self._passes[-1:]:
+            if (its_number, its_call) == (number, call) and times:
+                done = len(times) - 1
+                count = sum(each is not None for each in instructions)
+                position = sum(each is not None for each in instructions[:done])
+                actions = sum(isinstance(each, Action) for each in instructions[:done])
+                instruction, since = instructions[done], times[done]
+        text = "" if instruction is None else str(instruction)
+        awaits = instruction.peer if isinstance(instruction, Recv | Release) else None
+        return Standing(self.rank, call, number, position, actions, count, text, awaits, at + since, now)
+
+    def last(self) -> Iterator[tuple[int, str, str, float]]:
+        """The recorded instructions: (number of the call, its name, instruction, s since the epoch)."""
+        at = time.time() - time.monotonic()
+        for number, call, instructions, times in self._passes:
+            for instruction, began in zip(instructions, list(times), strict=False):
+                if instruction is not None:
+                    yield number, call, str(instruction), at + began
+
+    def record(self) -> dict[str, Any]:
+        """All of it, for a JSON file."""
+        return {"standing": self.standing()._asdict(), "last": [list(each) for each in self.last()]}
+
+
+def behind(standings: Mapping[int, Standing], rank: int) -> Standing | None:
+    """The rank that the others wait for, found from `rank` on; None if nothing can be said.
+
+    Follows who awaits whom. A rank that waits at the end of a call awaits one that has done less.
+    """
+    seen: set[int] = set()
+    while rank in standings and rank not in seen:
+        seen.add(rank)
+        here = standings[rank]
+        if here.awaits is not None:
+            rank = here.awaits
+        elif here.call and not here.instruction and here.position:
+            rank = min(standings.values(), key=_progress).rank
+        else:
+            return here
+    return None  # ranks that await each other
+
+
+def _progress(standing: Standing) -> tuple[int, bool, int]:
+    return standing.number, not standing.call, standing.position

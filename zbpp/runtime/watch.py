@@ -1,0 +1,122 @@
+"""A thread per rank that tells the job, once a second, where the rank stands.
+
+So when a call fails on one rank, that rank can say which rank is behind, even if the other process is
+stopped or dead: what it told last is in the job's store. And a rank that hangs in its own code leaves its
+record, too: its thread sees that another rank has failed. All access to the store is the thread's, since a
+store whose process is stopped does not answer.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import traceback
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from zbpp.runtime.flight_recorder import FlightRecorder, Standing, behind
+from zbpp.runtime.groups import Store
+
+_INTERVAL = 1.0  # s
+_PATIENCE = 5.0  # s that a failed rank waits for its thread
+_FAILED = "failed"
+
+
+class _Shared:
+    """What the thread has of a Watch: not the Watch itself, which ends the thread when it is deleted."""
+
+    def __init__(self, flight: FlightRecorder, store: Store, num_ranks: int) -> None:
+        self.flight, self.store, self.num_ranks = flight, store, num_ranks
+        self.wake, self.answered = threading.Event(), threading.Event()
+        self.is_over, self.has_failed = False, False
+        self.folder: Path | None = None
+        self.title: dict[str, Any] = {}
+        self.standings: dict[int, Standing] = {}
+        self.watched = threading.get_ident()
+
+
+class Watch:
+    """Tells where this rank stands, and asks where the others do.
+
+    flight: of this rank. store: shared by the ranks of the pipeline, used for nothing else.
+    """
+
+    def __init__(self, flight: FlightRecorder, store: Store, num_ranks: int) -> None:
+        self._shared = shared = _Shared(flight, store, num_ranks)
+        self._thread = threading.Thread(target=_run, args=(shared,), name="zbpp-watch", daemon=True)
+        self._thread.start()
+        self._end = weakref.finalize(self, _stop, shared, self._thread)  # at the latest when Python ends
+
+    def leave_records_in(self, folder: Path, title: dict[str, Any]) -> None:
+        """When a call fails on any rank, each rank writes flight-rank-N.json there. title: a part of it."""
+        self._shared.folder, self._shared.title = folder, title
+
+    def failed(self) -> str:
+        """Call it when a call has failed on this rank: which rank is behind, and where; "" if unknown."""
+        shared = self._shared
+        shared.has_failed = True
+        shared.wake.set()
+        shared.answered.wait(_PATIENCE)
+        mine = shared.flight.rank
+        found = behind({**shared.standings, mine: shared.flight.standing()}, mine)
+        if found is None or found.rank == mine:
+            return ""
+        return f"rank {found.rank} is behind: {found.text(time.time())}"
+
+    def close(self) -> None:
+        """End the thread."""
+        self._end()
+
+
+def _stop(shared: _Shared, thread: threading.Thread) -> None:
+    shared.is_over = True
+    shared.wake.set()
+    if thread is not threading.current_thread():
+        thread.join(_PATIENCE)
+
+
+def _run(shared: _Shared) -> None:
+    rank, has_written = shared.flight.rank, False
+    try:
+        while not shared.is_over:
+            shared.store.set(str(rank), json.dumps(shared.flight.standing()))
+            if not has_written and (shared.has_failed or shared.store.check([_FAILED])):
+                has_written = True
+                shared.store.set(_FAILED, "")
+                shared.standings = dict(_standings(shared))
+                _write(shared)
+                shared.answered.set()
+            shared.wake.wait(_INTERVAL)
+            shared.wake.clear()
+    except RuntimeError:  # the store is gone
+        if shared.has_failed and not has_written:
+            _write(shared)
+    finally:
+        shared.answered.set()
+
+
+def _standings(shared: _Shared) -> list[tuple[int, Standing]]:
+    """What each rank told last, as far as it told anything."""
+    known = [rank for rank in range(shared.num_ranks) if shared.store.check([str(rank)])]
+    return [(rank, Standing(*json.loads(shared.store.get(str(rank))))) for rank in known]
+
+
+def _write(shared: _Shared) -> None:
+    """Write this rank's record, with what it knows of the others and where its program's code is."""
+    if shared.folder is None:
+        return
+    rank = shared.flight.rank
+    frame = sys._current_frames().get(shared.watched)
+    record = {
+        **shared.title,
+        **shared.flight.record(),
+        "others": [each._asdict() for each in shared.standings.values() if each.rank != rank],
+        "stack": [] if frame is None else traceback.format_stack(frame),
+    }
+    with suppress(OSError):  # another error ends the job, and must not be hidden by this one
+        shared.folder.mkdir(parents=True, exist_ok=True)
+        (shared.folder / f"flight-rank-{rank}.json").write_text(json.dumps(record))
