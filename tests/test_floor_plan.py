@@ -70,6 +70,9 @@ MAY_IMPORT = {
     "zbpp/training/": _TRAINING,
     "zbpp/cutting/": {"autograd", "cutting", "partition"},
     "zbpp/models/": {"models", "partition"} | _LEAVES,
+    # These two draw: how the losses of runs fell, what ranks waited for.
+    "zbpp/commands/compare.py": {"render"},
+    "zbpp/commands/hang.py": {"render", "schedule", "runtime"},
     # The command line: parses, calls one function, prints.
     "zbpp/commands/": {
         "commands",

@@ -51,8 +51,8 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     rank, num_processes = place_in_job(config.parallel.num_processes)
     check_offload_folder(config.memory)
     # Rank 0 alone plans, before it joins the other ranks, which wait for its plan. So the ranks can't
-    # disagree, and a mistake in the config is reported once. And parts of layers are measured in a process
-    # group that does not exist, before the real one does.
+    # disagree, and a mistake in the config is reported once. Measuring parts of layers needs a fake process
+    # group, which has to be gone before the real one is made.
     num_ranks = pipeline_ranks(config.parallel, num_processes)
     job, measured = planned_job(config, num_ranks) if rank == 0 else (None, None)
     with (
@@ -87,9 +87,9 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
 
 
 def check_before_start(config: TrainConfig, num_processes: int) -> None:
-    """Raise rank 0's errors about folder, degrees, model or plan before any rank is started.
+    """Raise the errors about folder, degrees, model or plan that rank 0 would raise, before ranks start.
 
-    A schedule that is planned for costs is not tried, see `check_plan`.
+    A schedule that is planned for costs is not planned here, see `check_plan`.
     """
     check_free(config.run_dir, overwrite=config.overwrite, resume=config.resume)
     check_offload_folder(config.memory)
@@ -100,7 +100,7 @@ def check_before_start(config: TrainConfig, num_processes: int) -> None:
 
 @contextmanager
 def _run_folder(config: TrainConfig, rank: int) -> Iterator[RunFolder | None]:
-    """The claimed folder on rank 0, where a folder that can't be used is refused; None on other ranks."""
+    """The run's folder, claimed, on rank 0, which raises FolderError if it can't; None on other ranks."""
     options: Any = {"overwrite": config.overwrite, "resume": config.resume}
     with claimed(config.run_dir, **options) if rank == 0 else nullcontext() as folder:
         yield folder

@@ -1,4 +1,4 @@
-"""What one rank of a training run trains: planned on rank 0, agreed on by all ranks, prepared on each."""
+"""The stages, plan and data of one rank: planned on rank 0, agreed on by all ranks, prepared on each."""
 
 from __future__ import annotations
 
@@ -36,17 +36,23 @@ if TYPE_CHECKING:
 
 
 class Job(NamedTuple):
-    """What one rank trains: its own `stages` of the model, under a timetable, on the data."""
+    """One rank's `stages` of the model, the timetable, and the data.
+
+    recomputed: with memory.recompute=auto, the numbers of the stages that recompute.
+    """
 
     timetable: Timetable
     model: Any
     stages: dict[int, nn.Module]
     data: Data
-    recomputed: frozenset[int] = frozenset()  # stages, with memory.recompute=auto
+    recomputed: frozenset[int] = frozenset()
 
 
 def place_in_job(wanted: int | None) -> tuple[int, int]:
-    """(this process's number, number of processes). wanted: the number that the config asks for, or None."""
+    """(this process's number, the number of processes). wanted: how many the config asks for, or None.
+
+    Raises ConfigError if torchrun has started another number.
+    """
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if wanted not in (None, started):
         raise ConfigError(
@@ -57,7 +63,10 @@ def place_in_job(wanted: int | None) -> tuple[int, int]:
 
 
 def planned_job(config: TrainConfig, num_ranks: int) -> tuple[Job, MeasuredStages | None]:
-    """Rank 0's job, with the timetable that it planned or read; and the bytes of its stages, if needed."""
+    """(rank 0's job, with the timetable that it plans or reads; the bytes of all stages, if needed).
+
+    They are needed for memory.report and memory.recompute=auto.
+    """
     model = build_model(config.model, config.seed, config.finetune)
     check_layers(model, config.schedule, num_ranks)
     timetable = build_timetable(config.schedule, num_ranks, config.num_microbatches)
@@ -79,7 +88,10 @@ def _build_job(config: TrainConfig, model: Any, timetable: Timetable, rank: int)
 
 
 def agreed_job(config: TrainConfig, settings: dict[str, Any], job: Job | None, place: Place) -> Job:
-    """This rank's job under rank 0's timetable, once config, code and data are the same on all ranks."""
+    """This rank's job, under rank 0's timetable. job: rank 0's own; None on other ranks. Collective.
+
+    Raises AgreementError unless config, code and data are the same on all ranks.
+    """
     check_agreement("configs", {key: value for key, value in settings.items() if key != "run_dir"})
     text, recomputed = broadcast((str(job.timetable), job.recomputed) if job else ("", frozenset()))
     timetable = Timetable.parse(text)
@@ -92,7 +104,7 @@ def agreed_job(config: TrainConfig, settings: dict[str, Any], job: Job | None, p
 
 
 def _agreed_data(data: Data) -> Data:
-    """The data with the facts that rank 0 knows, which all ranks have that read them. Collective."""
+    """The data with rank 0's facts, also on ranks that read no data. Raises AgreementError. Collective."""
     found = {rank: each for rank, each in enumerate(gather(data.fingerprint)) if each is not None}
     check_equal("data (by fingerprint)", list(found.values()), list(found))
     return data.told_by(broadcast(data._replace(train=Unread(), evaluation=Unread())))

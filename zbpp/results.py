@@ -1,4 +1,4 @@
-"""What a training run leaves in its folder at the end, and what it prints."""
+"""The files that a training run writes into its folder at the end, and the lines that it prints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ def write_weights(config: TrainConfig, path: Path, trainer: Trainer) -> None:
 
 
 def write_memory(path: Path, config: TrainConfig, trainer: Trainer, measured: MeasuredStages | None) -> None:
-    """memory.json and memory.png, if a step's memory was recorded. measured: on rank 0. Collective."""
+    """Write memory.json and memory.png if a step's memory was recorded. Collective.
+
+    measured: the bytes of the stages, on rank 0; None elsewhere.
+    """
     report = trainer.memory_report
     if report is None or trainer.next_step <= report.step:
         return
@@ -46,7 +49,7 @@ def write_memory(path: Path, config: TrainConfig, trainer: Trainer, measured: Me
 
 
 def write_summary(path: Path, title: Title, summary: Summary, trainer: Trainer, loggers: Loggers) -> None:
-    """summary.json and the pictures of a measured step; prints what the run was like. On rank 0."""
+    """Write summary.json and the pictures of a measured step, and print the summary. On rank 0."""
     loggers.summary = summary.figures
     _write_figures(path, title, summary)
     if summary.measured is not None:
@@ -57,7 +60,7 @@ def write_summary(path: Path, title: Title, summary: Summary, trainer: Trainer, 
 
 
 def _write_figures(folder: Path, title: Title, summary: Summary) -> None:
-    """summary.json; timeline.png and trace.json if a step was measured."""
+    """Write summary.json; and timeline.png and trace.json if a step was measured."""
     (folder / "summary.json").write_text(
         json.dumps(finite(summary.figures), indent=2, allow_nan=False) + "\n"
     )
@@ -74,7 +77,7 @@ def _write_figures(folder: Path, title: Title, summary: Summary) -> None:
 def _write_report(
     folder: Path, predicted: list[RankMemory], reports: list[RankReport], not_predicted: list[str]
 ) -> None:
-    """memory.json and memory.png; prints both peaks, and what outlives the step."""
+    """Write memory.json and memory.png; print both peaks, and the tensors that outlive the step."""
     found = {**figures(predicted, reports), "not_predicted": not_predicted}
     (folder / "memory.json").write_text(json.dumps(found, indent=2) + "\n")
     render_memory_picture(found, folder / "memory.png")

@@ -236,6 +236,17 @@ def test_steps_of_another_size_are_refused(tmp_path):
         saving.resume(small_trainer(), tmp_path, 2)
 
 
+def test_a_run_that_has_gone_on_to_its_end_does_not_go_on_from_the_middle_again(tmp_path):
+    options = {"every": 1000, "keep": 5, "background": True, "config": {}}
+    list(small_trainer(callbacks=[Checkpoints(tmp_path, **options), StopAfter(2)]).run(4))
+    saving, trainer = Checkpoints(tmp_path, **options), small_trainer()
+    saving.resume(trainer, tmp_path, 4)
+    trainer.callbacks = [saving]
+    assert [each["step"] for each in trainer.run(4)] == [3, 4]
+    with pytest.raises(CheckpointError, match="step-4 has done 4 steps already"):
+        Checkpoints(tmp_path, **options).resume(small_trainer(), tmp_path, 4)
+
+
 def names_in(folder):
     return sorted(path.name for path in folder.glob("step-*"))
 

@@ -308,7 +308,8 @@ class CountedStream(Stream):
 
     def __iter__(self):
         self.epoch += 1
-        return ((x + self.epoch, y) for x, y in Stream.__iter__(self))
+        for x, y in super().__iter__():
+            yield x + self.epoch, y
 
 
 MAKERS = [

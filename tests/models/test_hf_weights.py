@@ -194,3 +194,13 @@ def test_a_config_whose_values_do_not_fit_together_is_refused_in_one_line_with_i
     with pytest.raises(ValueError, match=words) as caught:
         HuggingFace(path=str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+def test_a_single_file_goes_before_an_index_as_in_the_library(tmp_path):
+    for name, value in {"model.safetensors": 1.0, "part.safetensors": 2.0}.items():
+        save_file({"weight": torch.tensor([value])}, tmp_path / name)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"weight": "part.safetensors"}}))
+    assert WeightFiles(tmp_path).read("weight") == 1
+    (tmp_path / "model.safetensors").unlink()
+    assert WeightFiles(tmp_path).read("weight") == 2

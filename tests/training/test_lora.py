@@ -11,6 +11,7 @@ from zbpp import ActivationOffload, Pipeline, PostValidation, WeightGrads, backw
 from zbpp.autograd import recompute
 from zbpp.autograd.compiled import compile_stage
 from zbpp.runtime.blocks import blocks_of
+from zbpp.runtime.tensor_parallel import parallelize
 from zbpp.runtime.weight_offload import OffloadedWeights
 from zbpp.training.fine_tuned import FineTuned, check_fine_tuned
 from zbpp.training.lora import save_adapter
@@ -416,3 +417,20 @@ def test_a_tied_target_is_named_on_every_rank(target, stage):
     model = FineTuned(base, lora=LORA | {"target_modules": ["q_proj", target]})
     with pytest.raises(ValueError, match=rf"finetune\.lora\.target_modules hits (model\.)?{target}"):
         model.build_stage(stage, 3)
+
+
+def test_a_tensor_mesh_is_refused_in_own_loops_too():
+    """The config refuses parallel.tensor by itself."""
+    model = FineTuned(Toy(), lora={"r": 2, "target_modules": ["0"]})
+    with pytest.raises(ValueError, match="LoRA doesn't go with a mesh of tensor=2"):
+        parallelize(model, {0: nn.Linear(2, 2)}, MeshOfTwo())
+
+
+class MeshOfTwo:
+    mesh_dim_names = ("tensor",)
+
+    def __getitem__(self, name):
+        return self
+
+    def size(self):
+        return 2

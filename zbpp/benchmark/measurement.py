@@ -85,7 +85,7 @@ def _pieces(action: Action) -> list[Action]:
 
 
 def _held(workload: Workload, timetable: Timetable) -> list[StageMemory]:
-    """What a microbatch leaves on each stage. One more step records the inputs that each stage gets."""
+    """The memory that a microbatch holds on each stage. One more step records each stage's inputs."""
     stages = workload.stages(timetable)
     args, target = workload.batch(timetable, 0)
     with first_inputs(stages) as inputs:

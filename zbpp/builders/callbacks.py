@@ -1,4 +1,4 @@
-"""What a run does beside training, from its config: leaving early, figures shown, profile, samples."""
+"""The callbacks of a run, from its config: early ends, figures shown, profile, samples."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def build_callbacks(
 
 
 def build_early_stop(config: TrainConfig) -> list[Callback]:
-    """The early stop, if there is one. Made with the trainer: a checkpoint holds its state."""
+    """The early stop, or []. The trainer is made with it, since a checkpoint holds its state."""
     stop = config.early_stop
     if stop.metric is None:
         return []
@@ -86,7 +86,10 @@ def check_prompt(tokens: Sequence[int], vocab_size: int | None) -> None:
 
 
 def _coder(config: TrainConfig) -> tuple[Coder, frozenset[int]]:
-    """The tokenizer that the config names, the data's, or bytes; and the tokens that end a text."""
+    """(the tokenizer of the sampled text, the tokens that end a text).
+
+    The tokenizer is that of `sample`, else that of `data`, else bytes.
+    """
     path = config.sample.tokenizer or config.data.get("tokenizer")
     source = str(config.data.get("path") or (config.data.get("mixture") or [{}])[0].get("path") or "")
     ends: frozenset[int] = frozenset()

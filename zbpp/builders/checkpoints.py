@@ -1,4 +1,4 @@
-"""Saving, leaving and going on, from the config."""
+"""The callbacks that save a run and leave it, from the config; and going on from a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def build_saving(
     trainer: Trainer,
     folder: RunFolder | None,
 ) -> list[Callback]:
-    """What saves the run and leaves it. The trainer goes on from a checkpoint if the folder names one.
+    """Callbacks that save and leave the run. If `folder` names a checkpoint, the trainer goes on from it.
 
-    folder: on rank 0; path: of the same folder, on every rank. Collective.
+    settings: the config by dotted key. folder: on rank 0, None elsewhere. path: that folder's path, on every
+    rank. Collective.
     """
     options = config.checkpoint
     checkpoints = Checkpoints(

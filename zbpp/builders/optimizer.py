@@ -64,7 +64,7 @@ def optimizer_of(
 
 
 def _refusal(optimizer: torch.optim.Optimizer, options: OptimizerConfig, pipeline: Pipeline) -> str:
-    """Why this optimizer would not update a model that is cut as it updates the whole, or nothing."""
+    """Why this optimizer would update the cut model otherwise than the whole one; "" if it would not."""
     if options.name not in ("custom", "muon"):
         return ""
     dense = refusal_of_dense(optimizer, pipeline.stages.values())
@@ -90,7 +90,7 @@ def _refusal(optimizer: torch.optim.Optimizer, options: OptimizerConfig, pipelin
 def build_optimizer(
     parameters: Iterable[nn.Parameter | Named], options: OptimizerConfig, gradient_release: str = "off"
 ) -> torch.optim.Optimizer:
-    """The optimizer over the trainable ones of the parameters. Raises ConfigError."""
+    """The optimizer over those of the parameters that are trainable. Raises ConfigError."""
     with naming("optimizer"):
         entries = entries_of(options.groups)
         if options.name == "custom":
@@ -115,7 +115,7 @@ def build_optimizer(
 def _custom(
     parameters: Sequence[Named], node: dict[str, Any], gradient_release: str, entries: Sequence[Entry]
 ) -> torch.optim.Optimizer:
-    """The optimizer that `build` names; all parameters have its own options, but for the entries'."""
+    """The optimizer that `build` names. Its own options hold for all parameters that no entry matches."""
     groups = grouped(parameters, entries, lambda named, options: {}, [{}])
     is_optimi = str(node["_target_"]).partition(".")[0] == "optimi"
     further = {"gradient_release": True} if is_optimi and gradient_release != "off" else {}
@@ -178,7 +178,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, options: OptimizerConfig) 
     made = None
     if warmup_steps > 1:
         _check_warmup(options.lr_scheduler, warmup_steps)
-        # The first scheduler that is made notes the rates that the others begin with.
+        # Made first: a scheduler's constructor notes the initial rates, which later ones begin with.
         made = torch.optim.lr_scheduler.LinearLR(
             optimizer, start_factor=1 / warmup_steps, total_iters=warmup_steps - 1
         )
@@ -189,7 +189,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, options: OptimizerConfig) 
 
 
 def _scheduler(key: str, node: dict[str, Any], optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """A scheduler; `schedulers`, as SequentialLR and ChainedScheduler take them, are made before it."""
+    """The scheduler of a node. Those under its key `schedulers` (as of SequentialLR) are made before it."""
     own = {name: value for name, value in node.items() if name != "schedulers"}
     inner = [
         _scheduler(f"{key}.schedulers[{number}]", each, optimizer)
@@ -212,7 +212,7 @@ def _check_warmup(node: dict[str, Any], warmup_steps: int) -> None:
     try:
         kind: Any = pkgutil.resolve_name(node["_target_"])
         takes_a_step = "epoch" in inspect.signature(kind.step).parameters
-    except Exception:  # making it says what is wrong with it
+    except Exception:  # the constructor will say what is wrong
         return
     if not takes_a_step or kind is torch.optim.lr_scheduler.SequentialLR:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Checkpoints that outlive the cut: saved under one number of ranks, loaded under any other.
 
-saving            zbpp.save: what all processes agree on, then each writes its part, in a thread if wanted
-arguments         what a checkpoint can't be saved with
+saving            zbpp.save: all processes agree, then each one writes its part, in a thread if wanted
+arguments         checks of what `save` is given
 loading           zbpp.load: the newest whole checkpoint, under this job's cut and mesh
 model_states      weights and buffers by their names in the whole model
 optimizer_states  states and options of optimizers by the same names
@@ -9,7 +9,7 @@ random_states     Python's, numpy's and torch's random numbers
 nest              everything that is no tensor, as JSON
 writing, reading  tensors through torch.distributed.checkpoint, without pickled objects
 folders           names on disk, checksums, the rename that makes a checkpoint whole
-exchange          what the processes tell the first one while training goes on
+exchange          brings a value of each process to the first one while training goes on
 """
 
 from zbpp.checkpoints.errors import CheckpointError

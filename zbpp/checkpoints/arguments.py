@@ -1,4 +1,4 @@
-"""What a checkpoint can be saved with: the same on all processes, and refused before anything is written."""
+"""Checks of save's arguments, which must be equal on all processes, before anything is written."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ from zbpp.runtime import Pipeline
 
 
 class UnderWay:
-    """Whether somebody still has to wait for a checkpoint of a pipeline."""
+    """Whether `wait` of a checkpoint that is written in the background is still to be called (is_open)."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.is_open = path, False
 
 
 last_of: WeakKeyDictionary[Pipeline, UnderWay] = WeakKeyDictionary()
+"""The last checkpoint of each pipeline."""
 
 
 def check_arguments(pipeline: Pipeline, optimizer: object, step: object, keep: object) -> None:
-    """Raise CheckpointError, on every process, for what can't be saved so. Collective."""
+    """Raise CheckpointError, on every process, for arguments of `save` that it can't take. Collective.
+
+    Refused are a bad step or keep, arguments that differ between ranks, an optimizer on some ranks only, and
+    a save before the `wait` of the one before.
+    """
     refusal, last = "", last_of.get(pipeline)
     if type(step) is not int or step < 0:
         refusal = f"step={step!r}: write how many steps are done, a whole number from 0"

@@ -1,6 +1,6 @@
-"""What the processes of a mesh tell the first one in the background, while their steps communicate.
+"""Brings values from all processes of a mesh to the first one, in the background, while training goes on.
 
-Through the job's store, not by a collective call: those belong to the step.
+The values go through the job's store. A collective call would mix with those of the training step.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import torch.distributed as dist
 from zbpp.runtime.groups import job_store, unique_name
 from zbpp.runtime.mesh import Place
 
-_PAUSE = 0.02  # s; between looks into the store. A blocking wait would hold up the steps' use of it
+_PAUSE = (
+    0.02  # s between two looks into the store. A blocking wait would hold up the steps, which use it, too
+)
 _GRACE = 30.0  # s that a thread goes on waiting for other processes when its own process wants to end
 
 
 class Exchange:
-    """Brings one value of each process to the first one, once. Collective.
+    """Brings one value of each process to the first one, once. The constructor is collective.
 
-    index: this process's number in `place.gather`.
+    index: this process's number in `place.gather`; 0 on the first process.
     """
 
     def __init__(self, place: Place) -> None:
@@ -39,7 +41,10 @@ class Exchange:
             self._store.set(str(self.index), pickle.dumps(value))  # type: ignore[arg-type]
 
     def collect(self, own: Any) -> list[Any]:
-        """The values of all processes, on the first one; waits until all are there."""
+        """The values of all processes, in the order of `index`; called on the first process. Waits for all.
+
+        Raises RuntimeError if the main thread ends and a value is still missing 30 s later.
+        """
         values = [own]
         for index in range(1, self._size):
             assert self._store is not None  # there are other processes

@@ -5,7 +5,7 @@
                              .metadata                         where each tensor lies in them
                              state.json                        all that is no tensor
                              manifest.json                     size and checksum of each other file
-        step-300.tmp/        is being written, or was when the job died
+        step-300.tmp/        a checkpoint that is being written, or that a dead job has left
         latest               the newest step's name, for people and other tools
 
 A folder is renamed to its final name when all of its files are on the disk, and never changed after that.
@@ -94,7 +94,10 @@ def prepare(path: Path) -> None:
 
 
 def commit(path: Path, files: Mapping[str, Written]) -> None:
-    """Turn the unfinished checkpoint into a finished one. files: all that it has, on the disk already."""
+    """Turn the unfinished checkpoint of `path` into a finished one, and let `latest` name it.
+
+    files: all its files, which are on the disk already.
+    """
     folder = unfinished(path)
     manifest = {"format": FORMAT, "files": {name: list(each) for name, each in sorted(files.items())}}
     write_file(folder / MANIFEST, json.dumps(manifest, indent=1))
@@ -118,7 +121,10 @@ def write_file(path: Path, text: str) -> Written:
 
 
 def discard(path: Path) -> None:
-    """Remove a checkpoint; one that is removed in part has the name of an unfinished one."""
+    """Remove a checkpoint.
+
+    It is renamed to `....tmp` first, so that a checkpoint of which only a part is removed looks unfinished.
+    """
     aside = path if path.name.endswith(".tmp") else path.with_name(f"{path.name}.removed.tmp")
     with suppress(FileNotFoundError):
         if aside != path:
@@ -137,9 +143,9 @@ def set_aside(path: Path) -> None:
 
 
 def keep_newest(folder: Path, number: int, written: Path) -> None:
-    """Remove all but the newest checkpoints, and what dead jobs have left.
+    """Remove all but the `number` newest checkpoints, and what dead jobs have left of removed ones.
 
-    `written` stays in any case, and so do those of later steps.
+    `written` stays in any case, and so do checkpoints of later steps than it.
     """
     others = [path for path in checkpoints_in(folder) if path != written]
     for path in others[number - 1 :]:
@@ -151,7 +157,7 @@ def keep_newest(folder: Path, number: int, written: Path) -> None:
 
 def _sync(folder: Path) -> None:
     """Wait until the names in a folder are on the disk."""
-    with suppress(OSError):  # some file systems know no such thing
+    with suppress(OSError):  # some file systems can't sync a folder
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -191,7 +197,7 @@ def manifest_of(path: Path) -> dict[str, Written]:
 
 
 def check_sizes(path: Path) -> dict[str, Written]:
-    """The manifest, once every file is there in its size. Raises as `manifest_of` does."""
+    """The manifest; each file that it lists is there and has its size. Raises as `manifest_of` does."""
     files = manifest_of(path)
     for name, expected in files.items():
         file = path / name

@@ -32,15 +32,15 @@ def load(
 ) -> int:
     """Go on from the newest whole checkpoint of a folder; returns how many steps were done. Collective.
 
-    folder: with checkpoints that `zbpp.save` wrote, or one of them (`folder`/step-N). A damaged one is
-    passed over, which the first process says. missing_ok: return 0, and change nothing, if the folder has
-    none. A run's folder stands for its checkpoints. Gradients are set to None: a checkpoint holds none. The
-    other arguments are those of `zbpp.save`; what is left out is not loaded.
+    folder: the folder that `zbpp.save` was given, one checkpoint in it (`folder`/step-N), or the folder of a
+    run. Damaged checkpoints are passed over, and the first process prints why. missing_ok: if the folder has
+    no checkpoint, return 0 and change nothing. The other arguments are those of `zbpp.save`; a state that is
+    left out is not loaded. Gradients are set to None, since a checkpoint holds none.
 
-    Any number of ranks, stages, replicas, shards and tensor-parallel processes may have written it. Raises
-    CheckpointError, on every process, for a checkpoint of another model or optimizer (it names the first
-    tensors that differ), and if no checkpoint is whole; nothing is changed then. Runs no code from the
-    checkpoint.
+    The checkpoint may have been written by any number of ranks, stages, replicas, shards and tensor-parallel
+    processes. Raises CheckpointError, on every process, for a checkpoint of another model or optimizer (the
+    error names the first tensors that differ), and if no checkpoint is whole; nothing is changed then. Runs
+    no code from the checkpoint.
     """
     place = pipeline.place
     source, refusal = place.broadcast(_source(Path(folder)))
@@ -54,7 +54,7 @@ def load(
 
 
 def _source(folder: Path) -> tuple[Path | None, str]:
-    """The folder with checkpoints, or one of them, None if there are none; and what is wrong with it."""
+    """(the folder with checkpoints, or one checkpoint; None if there are none), and what is wrong, or ""."""
     if folder.exists() and not folder.is_dir():
         return None, f"{folder} is a file: write a folder with checkpoints"
     if step_of(folder) is not None and not folder.exists():
@@ -69,8 +69,8 @@ def _source(folder: Path) -> tuple[Path | None, str]:
 def opened(folder: Path, place: Place, *, is_own: bool = True) -> Checkpoint:
     """The newest whole checkpoint of a folder. Collective. Raises CheckpointError on every process.
 
-    The first process says which others are damaged, and renames them if the folder is the caller's own:
-    their steps will be saved again.
+    The first process prints which newer checkpoints are damaged. is_own: whether this job saves into the
+    folder; damaged checkpoints are then renamed, since their steps will be saved again.
     """
     path, damaged = newest_whole(folder, place)
     if damaged and place.is_first and place.rank == 0:
@@ -97,9 +97,10 @@ def restore(
     states: dict[str, Stateful],
     keep_options: bool = False,
 ) -> None:
-    """Give everything the state of the checkpoint. keep_options: the optimizers' options stay as they are.
+    """Give the pipeline, the optimizers and `states` the values of the checkpoint. Collective.
 
-    Collective. Raises CheckpointError, on every process, before anything is changed.
+    keep_options: the optimizers' options stay as they are. Raises CheckpointError, on every process: before
+    anything is changed, or, if an object refuses its state, with the words "loaded in part".
     """
     pipeline.settle()
     _check_model(checkpoint, pipeline)
@@ -143,7 +144,7 @@ def _told(error: Exception, checkpoint: Checkpoint) -> str:
 
 
 def _forget_gradients(pipeline: Pipeline, optimizers: Sequence[Optimizer]) -> None:
-    """Gradients are of the weights before; a checkpoint holds none."""
+    """Set all gradients to None: they belong to the weights before."""
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     for each in (*pipeline.parameters(), *(each for group in groups for each in group)):
         each.grad = None

@@ -38,7 +38,10 @@ def _trained(value: Tensor, masters: Masters | None) -> Tensor:
 
 
 class RestoredModel:
-    """What this process's stages get from a checkpoint. `targets`: to be filled with its tensors."""
+    """The values that this process's stages get from a checkpoint.
+
+    targets: empty tensors by their keys in the checkpoint. The caller fills them, then calls `apply`.
+    """
 
     def __init__(self, pipeline: Pipeline, masters: Masters | None, facts: Facts, saved: Saved) -> None:
         self._pipeline, self._masters, self._facts = pipeline, masters, facts
@@ -78,10 +81,10 @@ class RestoredModel:
 def differences(
     own: Mapping[str, tuple[int, ...]], everyones: Iterable[str], saved: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
-    """How a checkpoint differs from a pipeline, the first names first; empty if it doesn't.
+    """How a checkpoint differs from a pipeline: a sentence per name, in model order; [] if it doesn't.
 
-    own: this process's names with their shapes; everyones: the names of all processes; saved: the
-    checkpoint's.
+    own, saved: {name: shape} of this process's tensors and of the checkpoint's. everyones: the names on all
+    processes.
     """
     found = [f"{name} is not in the checkpoint" for name in own if name not in saved]
     found += [
@@ -94,7 +97,7 @@ def differences(
 
 
 def refusal(found: list[str], facts: Facts, num_stages: int) -> str:
-    """What to say of these differences."""
+    """The error message for these differences."""
     text = "; ".join(found[:_MOST_SHOWN]) + (
         f"; and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
     )

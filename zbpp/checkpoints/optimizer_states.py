@@ -1,7 +1,8 @@
 """The states and options of optimizers by the names that parameters have in the whole model.
 
-torch numbers the parameters of an optimizer, and groups them: numbers and groups of different stages collide.
-Under names, each process puts together what its own optimizers need, whatever the cut was.
+torch's state_dict names a parameter by its number in the optimizer. Optimizers of different stages use the
+same numbers, which can't be merged. Names can: each process picks the states of its own parameters, whatever
+the cut was.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ UNEVEN_OPTIMIZERS = (
     "some ranks give an optimizer, and others none: give one on all ranks, and [] where a rank has nothing "
     "to update"
 )
-_OF_STATES = ("amsgrad", "centered", "kahan_sum")  # options that change which states there are
+_OF_STATES = ("amsgrad", "centered", "kahan_sum")  # options that decide which states a parameter has
 
 
 class Masters(Protocol):
-    """What is needed of zbpp.MasterWeights."""
+    """The part of zbpp.MasterWeights that checkpoints use."""
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter: ...
     def update(self) -> None: ...
 
 
 class Saved(Protocol):
-    """What is needed of a checkpoint."""
+    """The part of a Checkpoint that is used here."""
 
     def size_of(self, key: str) -> torch.Size: ...
     def dtype_of(self, key: str) -> torch.dtype: ...
@@ -145,7 +146,9 @@ def merged(parts: Sequence[Facts]) -> Facts:
 
 
 class Restored:
-    """What the optimizers of this process get from a checkpoint. `targets`: to be filled with its tensors.
+    """The states and options that this process's optimizers get from a checkpoint.
+
+    targets: empty tensors by their keys in the checkpoint. The caller fills them, then calls `apply`.
 
     Raises CheckpointError if the checkpoint has no states for a parameter, or those of another optimizer.
     """

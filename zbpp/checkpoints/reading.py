@@ -92,7 +92,7 @@ class Checkpoint:
         return step
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The model's tensors by their names in the whole model."""
+        """{name in the whole model: shape} of the model's tensors."""
         rows = self._metadata.state_dict_metadata
         names = [key.removeprefix("model.") for key in rows if key.startswith("model.")]
         return {name: tuple(self.size_of(f"model.{name}")) for name in names}
@@ -112,7 +112,7 @@ class Checkpoint:
         return row
 
     def read(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill the tensors, of DTensors the part that is here. Reads no more than this process needs."""
+        """Fill the tensors; of a DTensor, the part on this process. Reads no more than is filled."""
         planner = _Planner(flatten_state_dict=False)
         planner.set_up_planner(dict(targets), self._metadata, False)
         self._reader.set_up_storage_reader(self._metadata, False)
@@ -121,10 +121,10 @@ class Checkpoint:
 
 
 def newest_whole(folder: Path, place: Place) -> tuple[Path, dict[Path, str]]:
-    """The newest whole checkpoint in `folder`, or `folder` itself if it is one; and why others are not whole.
+    """(the newest whole checkpoint in `folder`, or `folder` itself if it is one; {newer one: its damage}).
 
-    Checksums are compared, by all processes together. Raises CheckpointError, on every process, if there is
-    none, or if a newer zbpp wrote the newest one. Collective.
+    All processes together compare the checksums. Raises CheckpointError, on every process, if no checkpoint
+    is whole, if one can't be read, or if a newer zbpp wrote it. Collective.
     """
     candidates = place.broadcast([folder] if step_of(folder) is not None else checkpoints_in(folder))
     damaged: dict[Path, str] = {}
@@ -138,9 +138,10 @@ def newest_whole(folder: Path, place: Place) -> tuple[Path, dict[Path, str]]:
 
 
 def _complaint(path: Path, place: Place) -> str:
-    """What is wrong with a checkpoint, or nothing.
+    """Why a checkpoint is damaged; "" if it is whole. Collective.
 
-    Raises CheckpointError if a newer zbpp wrote it, or if a file can't be read: it may be whole all the same.
+    Raises CheckpointError, on every process, if a newer zbpp wrote it or a file can't be read: such a
+    checkpoint may be whole, so an older one must not take its place.
     """
     mine = dist.get_rank() if dist.is_initialized() else 0
     everyone = place.gather(mine)
@@ -190,7 +191,7 @@ class _Unpickler(pickle._Unpickler):  # the one in C has no load_build
     stack: list[Any]
 
     def load_build(self) -> None:
-        """Set the attributes of an object; those of a class or function are everybody's."""
+        """Set the attributes of an object of _BUILT; a class or function is refused: all code shares it."""
         if type(self.stack[-2]) not in _BUILT:
             raise CheckpointError(f".metadata changes a {type(self.stack[-2]).__name__}: it was not loaded")
         super().load_build()  # type: ignore[misc]  # typeshed does not know it
@@ -198,7 +199,7 @@ class _Unpickler(pickle._Unpickler):  # the one in C has no load_build
     dispatch[pickle.BUILD[0]] = load_build
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class or function, if such a file may hold it."""
+        """The class or function, if `_ALLOWED` has it. Raises CheckpointError for any other."""
         if (module, name) in _ALLOWED or (module == "torch" and _is_dtype(name)):
             return super().find_class(module, name)
         raise CheckpointError(f".metadata holds {module}.{name}, which it has no use for: it was not loaded")

@@ -1,4 +1,4 @@
-"""Saving a checkpoint: agreed on while all processes stand still, then written, in the background if wanted.
+"""Saving a checkpoint: all processes agree on it while training stands still, then each writes its part.
 
 all processes   state -> plan -> one gather -> copy (in the background only)     training stands still
 each process    writes its tensors, hashes them, tells the first process         training goes on
@@ -34,14 +34,14 @@ Failed = Callable[[str], None]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What else a checkpoint may hold: a scheduler, a LossScale, ..."""
+    """A further object that a checkpoint may hold: a scheduler, a LossScale, ..."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Any) -> Any: ...
 
 
 class Saving:
-    """A checkpoint that is being written. path: where it will be. seconds: what this process took.
+    """A checkpoint that is being written. path: its final folder. seconds: this process's time to write.
 
     failed(why): called on the first process, from the thread that writes, if writing fails.
     """
@@ -60,8 +60,9 @@ class Saving:
         """Write now, and wait."""
         self._write()
 
-    def write_in_background(self, failed: Failed | None) -> None:
-        """Write in a thread."""
+    def write_in_background(self, buffers: dict[Any, Tensor], failed: Failed | None = None) -> None:
+        """Copy the tensors to host memory, then write in a thread. buffers: host memory to use again."""
+        self._part.copy(buffers)
         self._failed = failed
         self.under_way.is_open = True
         # Not a daemon: a process that ends, ends after its part is written.
@@ -70,7 +71,7 @@ class Saving:
 
     @property
     def is_done(self) -> bool:
-        """Whether this process has written its part, and the first process everything."""
+        """Whether this process has written its part; the first process also finishes the checkpoint."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
@@ -102,7 +103,10 @@ class Saving:
             self.seconds = time.perf_counter() - begin
 
     def _written(self) -> tuple[Any, Any, str]:
-        """What this process tells the first one. The first one writes its part in `_finish`."""
+        """Write this process's part: (DCP's results, {file: size and checksum}, error or "").
+
+        The first process writes its part in `_finish` instead.
+        """
         if self._exchange.index == 0:
             return [], {}, ""
         try:
@@ -115,7 +119,9 @@ class Saving:
         error = None
         try:
             own = self._part.write()
-        except Exception as caught:  # the others' parts are waited for all the same: nobody writes any more
+        except (
+            Exception
+        ) as caught:  # raised below, when all others have ended: then the folder can be removed
             error = caught
         told = self._exchange.collect((*own, ""))
         if error is not None:
@@ -133,10 +139,10 @@ class Saving:
 
 
 class Saver:
-    """Saves again and again, in the background. Keeps the host memory that states are copied to.
+    """Saves again and again in the background, and copies states into the same host memory each time.
 
     failed(why): called on the first process when a checkpoint could not be written; such a failure is not
-    raised. seconds: what writing the last one took.
+    raised. seconds: the time that writing the last checkpoint took.
     """
 
     def __init__(self, failed: Failed) -> None:
@@ -146,9 +152,8 @@ class Saver:
         self.seconds = 0.0
 
     def begin(self, saving: Saving) -> None:
-        """Copy what `saving` writes, and write it in the background. The one before must be done."""
-        saving._part.copy(self._buffers)
-        saving.write_in_background(self._failed)
+        """Copy the tensors of `saving`, and write them in the background. Before the next: `settle`."""
+        saving.write_in_background(self._buffers, self._failed)
         self._last = saving
 
     def settle(self) -> str:
@@ -176,18 +181,16 @@ def save(
     info: Mapping[str, Any] | None = None,
     **states: Stateful,
 ) -> Saving:
-    """Write a checkpoint into `folder`/step-N: it is there when it is whole, and never before. Collective.
+    """Write the checkpoint `folder`/step-N. A folder of this name exists only when it is whole. Collective.
 
     step: how many steps are done, 0 or more. masters: a MasterWeights; they are saved in place of the 16-bit
-    weights. keep: how many checkpoints stay in the folder, the newest ones; None: all. Those of later steps
-    than this one stay, too. step and keep are the same on all ranks. states: what else has a
-    state_dict, such as scheduler=..., loss_scale=...: the first process's is saved, for all. info: plain
-    values, beside it.
+    weights. keep: how many checkpoints, the newest ones, stay in the folder; None: all. Those of later steps
+    than this one stay, too. step and keep are the same on all ranks. states: further objects with a
+    state_dict, such as scheduler=..., loss_scale=...; the first process's states are saved for all. info:
+    plain values (JSON) to save as well. Gradients are not saved: save after the optimizer's step.
 
     background: return when the state is copied to host memory, and write while training goes on; call
     `wait()` of the returned Saving before the next save and at the end.
-
-    Gradients are not saved: save after the optimizer's step.
 
     Weights and optimizer states get the names of the whole model: `zbpp.load` takes them under any other cut,
     number of ranks, schedule and mesh. Raises CheckpointError, on every process, if the checkpoint can't be
@@ -197,7 +200,7 @@ def save(
         folder, pipeline, optimizer, step=step, masters=masters, keep=keep, info=info, states=states
     )
     if background:
-        Saver(_ignore).begin(saving)
+        saving.write_in_background({})
     else:
         saving.write()
         saving.wait()
@@ -228,7 +231,7 @@ def prepared(
             folders.prepare(path)
         is_prepared = is_first
         facts = _facts(pipeline, optimizer, masters, tensors)
-        mine = states if is_first else {}  # a loader of later replicas is further on
+        mine = states if is_first else {}  # a data loader of another replica is at another batch
         facts["states"] = {
             name: encoded(each.state_dict(), f"states.{name}", tensors) for name, each in mine.items()
         }
@@ -294,7 +297,3 @@ def _merged(parts: list[dict[str, Any]], pipeline: Pipeline, step: int) -> dict[
 
 def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:500] or type(error).__name__
-
-
-def _ignore(why: str) -> None:
-    """The caller's `wait` raises it."""

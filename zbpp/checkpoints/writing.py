@@ -18,9 +18,11 @@ from zbpp.checkpoints.folders import Written, new_digest
 
 
 class Part:
-    """What one process writes: first `plan` is told to all, then `choose` says which of it is written here.
+    """The part of a checkpoint that one process writes.
 
-    A tensor that several processes have is written by one of them.
+    All processes exchange their `plan`. From all plans `choose` finds which tensors are written here: a
+    tensor that several processes have is written by one of them. Then `write`, with `copy` before it if
+    training goes on meanwhile.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], folder: Path, *, is_first: bool) -> None:
@@ -34,13 +36,13 @@ class Part:
         self._copies: dict[Any, Tensor] | None = None
 
     def choose(self, plans: Sequence[SavePlan], index: int) -> None:
-        """Take this process's items. plans: of all processes; index: this one's."""
+        """Choose what this process writes. plans: of all processes; index: of this process."""
         # All processes compute this from the same plans, so nothing is sent back.
         chosen, self._metadata = self._planner.create_global_plan(list(plans))
         self._items = self._planner.finish_plan(self._writer.prepare_global_plan(chosen)[index])
 
     def copy(self, buffers: dict[Any, Tensor]) -> None:
-        """Copy the tensors into host memory, so that training may change them. buffers: used again."""
+        """Copy the tensors to host memory, so that training may change them. buffers: memory to use again."""
         assert self._items is not None  # `choose` comes first
         self._copies = {}
         devices = set()
@@ -57,13 +59,13 @@ class Part:
                 torch.cuda.synchronize(device)
 
     def write(self) -> tuple[list[Any], dict[str, Written]]:
-        """Write the files of this process. Returns where each tensor is, and what was written."""
+        """Write this process's files. Returns DCP's results (the place of each tensor), and the files."""
         assert self._items is not None  # `choose` comes first
         results = self._writer.write_data(self._items, self).value()  # type: ignore[arg-type]  # resolve_data is all that it calls
         return results, dict(self._writer.files)
 
     def write_metadata(self, results: list[list[Any]]) -> dict[str, Written]:
-        """Write `.metadata`, on the first process. results: of all processes. Returns what was written."""
+        """Write `.metadata`, on the first process. results: of all processes."""
         assert self._metadata is not None  # `choose` comes first
         self._writer.files.clear()
         self._writer.finish(self._metadata, results)

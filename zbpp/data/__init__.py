@@ -1,18 +1,22 @@
 """Batches to train on: text, prepared tokens, a user's own data.
 
-    source       `Data`, what a trainer reads
-    batch        what a batch may be, and its parts
+    source       `Data`: batches by number, and facts about them
+    batch        the forms that a batch may have, and its parts
+
     corpus       text or tokens from files
-    windows      a sequence of tokens in windows, in an order that is computed
-    permutation  that order
-    text         batches of windows; `text_data`
-    prepared     tokens in a folder, mapped
-    prepare      text to such a folder: documents, encoding
-    tokens       batches of them; mixture: of several such folders
+    windows      cuts a sequence of tokens into samples, in an order that is computed
+    permutation  computes that order
+    text         batches of such samples; `text_data`
+
+    prepare      makes a folder of tokens from text (documents: the texts; encoding: their tokens)
+    prepared     reads such a folder, mapped
+    tokens       batches from one such folder, or from several (mixture: in fixed shares); `token_data`
+
+    chat         conversations with a loss mask (chat_tokenizer: their tokenizer)
+    loader       a user's own Dataset (dataset), DataLoader or list of batches; `loaded_data`
     regression   random regression
-    read_ahead   the next batches, by a thread
+    read_ahead   reads the next batches in a thread
     special_tokens  BOS and EOS of a tokenizer, for sampling
-    loader       a user's own Dataset, DataLoader or list of batches
 
 The names are loaded when they are first used: preparing tokens imports no torch.
 """

@@ -1,7 +1,7 @@
 """The tokenizer of conversations, with its chat template and its special tokens.
 
-jinja writes nothing for a name that it does not know. If the tokenizer does not know its own eos_token, a
-template that ends answers with it would train a model that never ends. Such a template is refused.
+jinja writes nothing for an unknown name. If a template ends answers with eos_token, and the tokenizer has no
+eos_token, the answers end with nothing, and the trained model never stops. Such a template is refused.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _FILES = ("special_tokens_map.json", "tokenizer_config.json")  # the later one c
 def load_tokenizer(tokenizer: str, chat_template: str | None = None) -> Any:
     """transformers' tokenizer with a chat template. Raises ValueError if there is none.
 
-    tokenizer: a folder of transformers', or a tokenizer.json. That file names no special tokens: they are
-    read from the files beside it, if there are any.
+    tokenizer: a folder as transformers saves it, or a tokenizer.json. A tokenizer.json does not say which
+    tokens are special: that is read from the files beside it, if there are any.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # lazily: seconds, and optional
 
@@ -45,7 +45,7 @@ def load_tokenizer(tokenizer: str, chat_template: str | None = None) -> Any:
 def check_special_tokens(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> None:
     """Raise ValueError if the template writes a special token that the tokenizer lacks.
 
-    `{% if bos_token %}` and `bos_token is defined` are false, as they are in transformers.
+    A template may ask for it: `{% if bos_token %}` and `bos_token is defined` are false then.
     """
     known, template = tokenizer.special_tokens_map, tokenizer.chat_template
     missing = [
@@ -56,7 +56,10 @@ def check_special_tokens(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> 
 
 
 def _render_strictly(template: str, messages: Sequence[dict[str, Any]], missing: Sequence[str]) -> None:
-    """transformers makes plain values of all that a template is given, so the template is rendered here."""
+    """Render the template with values that raise an error when they are written; ValueError for that error.
+
+    transformers can't do so: it turns all values that a template is given into plain ones.
+    """
     from jinja2 import StrictUndefined, UndefinedError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -89,7 +92,7 @@ def _render_strictly(template: str, messages: Sequence[dict[str, Any]], missing:
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    """{bos_token: its text} and so on, of the files in a folder."""
+    """{"bos_token": its text, ...} from the files in a folder."""
     from transformers import PreTrainedTokenizerFast
 
     found = {}

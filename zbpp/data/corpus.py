@@ -25,7 +25,7 @@ Tokens = npt.NDArray[Any]
 
 NOT_SOURCES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 TOKEN_TYPES = ("uint16", "uint32", "int32", "int64", "uint8")
-# What compressed files begin with, and no text does. Other binary files hold NUL bytes; no UTF-8 text does.
+# The first bytes of compressed files, with which no text begins. Other binary files hold NUL bytes.
 BINARY_STARTS = {
     b"\x1f\x8b": "gzip",
     b"PK\x03\x04": "zip",
@@ -57,14 +57,14 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits that two ranks share if and only if they read the same corpus, split alike."""
+        """16 hex digits, equal on two ranks if they read the same tokens and hold out as many of them."""
         shape = f"{self.tokens.dtype} {self.vocab_size} {self.num_held_out}".encode()
         digest = blake2b(shape, digest_size=8)
         digest.update(np.ascontiguousarray(self.tokens).data)
         return digest.hexdigest()
 
     def unigram_entropy(self) -> float:
-        """Nats per token: the loss of the best model that doesn't look at any context."""
+        """Entropy of single tokens in nats: the loss of the best model that ignores the context."""
         counts = np.zeros(self.vocab_size, dtype=np.int64)
         for start in range(0, len(self.tokens), _BLOCK):
             block = self.tokens[start : start + _BLOCK].astype(np.int64)
@@ -82,7 +82,7 @@ def load_corpus(
     max_bytes: int | None = None,
     held_out: float = 0.05,
 ) -> Corpus:
-    """Read a text file, the text files of a folder whose names match `pattern`, at any depth, or tokens.
+    """Read a text file, the files below a folder whose names match `pattern`, or a file of tokens.
 
     `path` None: 4 MiB of the sources of this machine's Python standard library, without tests and packages.
     `pattern` None: `*.py` there, `*.txt` in a folder of yours. A token is a byte, unless `tokenizer` names a
@@ -212,9 +212,9 @@ def _mapped_bin(file: Path, dtype: str | None) -> Tokens:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """A tokenizer that neither cuts nor pads a text, even if its file says so.
+    """Read a tokenizer.json. The tokenizer neither cuts nor pads a text, even if its file says so.
 
-    Raises FileNotFoundError without the file, ValueError without the package or for an unreadable file.
+    Raises FileNotFoundError if there is none, ValueError if it can't be read or `tokenizers` is missing.
     """
     if not path.is_file():
         raise FileNotFoundError(
@@ -241,6 +241,6 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def encode(text: bytes, tokenizer: Tokenizer) -> Tokens:
-    """Token numbers of a text; bytes that are no UTF-8 become the replacement character."""
+    """The tokens of a text. Bytes that are no UTF-8 become the replacement character first."""
     encoding = tokenizer.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False)
     return np.array(encoding.ids, dtype=np.uint32)

@@ -1,4 +1,4 @@
-"""A user's map-style Dataset by the number of a batch: any batch can be read at once, in any order."""
+"""Batches of a user's map-style Dataset: any batch can be read by its number, without those before it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zbpp.seeding import seed_of
 
 
 class Rows(Protocol):
-    """What has rows by number: a torch Dataset, one of Hugging Face's package `datasets`."""
+    """Rows by number: a torch Dataset, or one of Hugging Face's package `datasets`."""
 
     def __len__(self) -> int: ...
 
@@ -31,10 +31,10 @@ def is_map_style(given: Any) -> bool:
 class DatasetBatches:
     """Batches of a Dataset's rows, put together by torch's default_collate.
 
-    Rows are numbered on from epoch to epoch, in an order drawn from (seed, epoch), so one large batch has the
-    rows of several smaller ones; with `shuffle` False in the Dataset's own order, whole batches only. While a
-    row is read, torch's random numbers are seeded by the row's number. name: what error messages call the
-    data. Raises ValueError for fewer rows than a batch.
+    Each epoch takes every row once, in an order drawn from (seed, epoch); with `shuffle` False in the
+    Dataset's own order. A batch may reach into the next epoch, so one large batch has the rows of several
+    smaller ones. While a row is read, torch's random numbers are seeded by the row's place in the order of
+    all epochs. name: what error messages call the data. Raises ValueError for fewer rows than a batch.
     """
 
     draws_global_random = True

@@ -21,10 +21,11 @@ TEXT, JSONL, DATASET = "text", "jsonl", "dataset"
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How documents are read. field: of a jsonl line or a dataset's row. split: of a dataset.
+    """How documents are read.
 
-    pattern: of the file names in a folder. separator: what stands between the documents of a text file; None:
-    a file is one document.
+    field: the key of the text in a jsonl line, or its column in a dataset. split: of a dataset with several.
+    pattern: of the file names in a folder. separator: the text between two documents of a text file; None: a
+    file is one document.
     """
 
     field: str = "text"
@@ -35,9 +36,10 @@ class Reading:
 
 @dataclass(frozen=True)
 class Unit:
-    """files: their paths. A text unit has several; start and stop: bytes of a jsonl file, rows of a dataset.
+    """A unit of work. files: the paths of text files, of one jsonl file, or of one dataset's folder.
 
-    size: in bytes, or in rows of a dataset times the bytes of one.
+    start, stop: the range of bytes in a jsonl file, or of rows in a dataset; 0 for text files. size: in
+    bytes; of a dataset the number of rows times the mean size of a row.
     """
 
     kind: str
@@ -48,7 +50,7 @@ class Unit:
 
 
 def units_of(sources: Sequence[Path], reading: Reading) -> list[Unit]:
-    """The work that the sources are. Raises FileNotFoundError and ValueError."""
+    """The sources cut into units. Raises FileNotFoundError; ValueError for sources without documents."""
     found = [unit for source in sources for unit in _units_of(Path(source).expanduser(), reading)]
     if not found:
         raise ValueError("the sources hold no documents: name text files, jsonl files or datasets with some")
@@ -71,7 +73,7 @@ def _units_of(source: Path, reading: Reading) -> list[Unit]:
 
 
 def _text_units(files: Sequence[Path]) -> Iterator[Unit]:
-    """Neighbouring files together, until they are large enough."""
+    """Units of neighbouring files, of UNIT_BYTES or a little more each."""
     taken: list[str] = []
     size = 0
     for file in files:
@@ -103,7 +105,7 @@ def _dataset_units(folder: Path, reading: Reading) -> list[Unit]:
 
 
 def documents_of(unit: Unit, reading: Reading) -> Iterator[str]:
-    """The documents of a unit, empty ones left out. Raises ValueError for what is no text."""
+    """The documents of a unit, without empty ones. Raises ValueError for a file or field that is no text."""
     read = {TEXT: _texts, JSONL: _lines, DATASET: _rows}[unit.kind]
     return (document for document in read(unit, reading) if document)
 
@@ -117,12 +119,12 @@ def _texts(unit: Unit, reading: Reading) -> Iterator[str]:
 
 
 def _lines(unit: Unit, reading: Reading) -> Iterator[str]:
-    """The lines that begin in the unit's range: a line that crosses its end belongs to it, too."""
+    """The documents in the lines that begin in the unit's range; the last one may end behind it."""
     (name,) = unit.files
     with open(name, "rb") as file:
         if unit.start:
             file.seek(unit.start - 1)
-            file.readline()  # the rest of the line that begins before the range, or only its end
+            file.readline()  # the rest of the line that begins before the range, or only its line break
         while (position := file.tell()) < unit.stop:
             line = file.readline()
             if line.strip():

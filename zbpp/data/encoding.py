@@ -21,9 +21,10 @@ _BATCH = 200  # documents that a tokenizer gets at once
 
 
 class Encoder(NamedTuple):
-    """How documents become tokens; small, so that it travels between processes.
+    """How documents become tokens. It names the tokenizer's file, so that it can be sent to other processes.
 
-    tokenizer: the path of its file, None for bytes. end_token: the number of the token after each document.
+    tokenizer: the path of a tokenizer.json; None: a token is a byte. end_token: the number of the token after
+    each document; None: no token.
     """
 
     tokenizer: str | None
@@ -37,7 +38,11 @@ class Encoder(NamedTuple):
         return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
     def encode(self, documents: Iterable[str]) -> Iterator[Tokens]:
-        """The tokens of each document; what is no UTF-8 stays as it is in bytes, and is replaced in text."""
+        """The tokens of each document, with the end token.
+
+        Bytes that are no UTF-8 stay as they are where a token is a byte; a tokenizer gets the replacement
+        character for them.
+        """
         end = [] if self.end_token is None else [self.end_token]
         if self.tokenizer is None:
             for document in documents:
@@ -51,7 +56,7 @@ class Encoder(NamedTuple):
 
 
 def as_bytes(document: str) -> bytes:
-    """UTF-8; bytes that were none when the document was read are these bytes again."""
+    """The document as UTF-8. Bytes that were no UTF-8 in its file are the same bytes again."""
     try:
         return document.encode(errors="surrogateescape")
     except UnicodeEncodeError:  # half a character, as an escape in JSON may write it
@@ -59,9 +64,10 @@ def as_bytes(document: str) -> bytes:
 
 
 def make_encoder(tokenizer: Path | None, end_token: str | None) -> Encoder:
-    """Raises FileNotFoundError and ValueError for a tokenizer that can't be read or has no such token.
+    """The Encoder of a tokenizer.json, or of bytes (None).
 
-    end_token: how the tokenizer writes it; for bytes "" stands for a token of its own, 256.
+    end_token: the text of the token after each document, None for no token; for bytes write "", which stands
+    for token 256. Raises FileNotFoundError; ValueError for a tokenizer that can't be read or lacks the token.
     """
     if tokenizer is None:
         if end_token:
@@ -82,7 +88,7 @@ def make_encoder(tokenizer: Path | None, end_token: str | None) -> Encoder:
 
 
 def fingerprint_of(tokenizer: Path) -> str:
-    """16 hex digits that two tokenizer files share if their contents are the same."""
+    """16 hex digits of a hash of the tokenizer's file."""
     return digest_of(tokenizer.read_bytes())
 
 

@@ -1,4 +1,4 @@
-"""A user's own data: a torch Dataset or DataLoader, or anything else that yields batches again and again.
+"""A user's own data: a torch Dataset or DataLoader, or any other iterable of batches.
 
 Every rank makes its own loader, and all must see the same global batches; `zbpp train` compares the ranks'
 fingerprints of the first batch. `shuffle=True` gives the same order on every rank: while a batch is made,
@@ -43,7 +43,7 @@ from zbpp.data.source import Data
 from zbpp.seeding import seed_of
 
 _log = logging.getLogger(__name__)
-_SECONDS_UNTIL_SAID = 2.0  # a warning about skipped batches comes after so long, and then again and again
+_SECONDS_UNTIL_SAID = 2.0  # between two warnings about skipped batches
 
 # Their order depends on nothing but random numbers. One of a user's own may count its epochs.
 _SAMPLERS = (
@@ -54,7 +54,7 @@ _NOTHING = object()
 
 
 class Loaded:
-    """Batches by number from something that can be iterated over again; each iteration is an epoch.
+    """Batches by number from an iterable; each pass through it is an epoch.
 
     Ask for batches in ascending order: a smaller number than the last one starts again from the first epoch.
     name: which batches these are, for error messages. Raises ValueError for a batch without `batch_size`
@@ -84,7 +84,9 @@ class Loaded:
         """The batch of `step`, from 0; the latest batch is not loaded again."""
         if step < self._number or (step == self._number and self._current is None):
             self._begin()
-        if self._number < 1 < step:  # not before: the batches between are those of other replicas
+        if (
+            self._number < 1 < step
+        ):  # only at the first batch: later the batches between are those of other replicas
             self._jump(step)
         began = said = time.monotonic()
         while self._number < step:
@@ -100,16 +102,16 @@ class Loaded:
         return self._current
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's own state behind the latest batch, if it has one; else {}: the step is enough."""
+        """The loader's own state after the latest batch; {} for a loader without a state."""
         if not _has_state(self._batches) or self._number < 0:
             return {}
         state = {"number": self._number, "epoch": self._epoch, "batch_size": self._batch_size}
         return {**state, "loader": self._batches.state_dict()}  # type: ignore[attr-defined]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on behind the batch that `state_dict` was called after; with {} the batches before are skipped.
+        """Go on after the batch that was the latest at `state_dict`; {}: skip the batches before.
 
-        A state of batches of another size is of no use, and warned of.
+        A state with batches of another size is not used, with a warning: batches are skipped instead.
         """
         if not state or not _has_state(self._batches):
             return
@@ -126,7 +128,7 @@ class Loaded:
         self._number = state["number"]
 
     def _jump(self, step: int) -> None:
-        """Load a batch without those before it, where that is possible."""
+        """Load the batch of `step` without those before it, from a DataLoader of a map-style Dataset."""
         loader = self._batches
         if not isinstance(loader, DataLoader) or loader.batch_sampler is None or _has_state(loader):
             return
@@ -137,7 +139,7 @@ class Loaded:
             return
         epoch, place = divmod(step, len(loader))
         later = copy(loader)
-        # Both are set by its constructor only. _iterator: the processes that persistent_workers keeps.
+        # A DataLoader sets both only in its constructor. _iterator: the processes of persistent_workers.
         later.__dict__ |= {
             "batch_sampler": _Later(sampler, place, seed_of(self._seed, "batch", step)),
             "_iterator": None,
@@ -155,11 +157,11 @@ class Loaded:
         torch.default_generator.manual_seed(seed_of(self._seed, "epoch", epoch))
         for generator, seed in self._generators:
             generator.manual_seed(seed_of(seed, "epoch", epoch))
-        if batches is None and getattr(self._batches, "_iterator", None) is not None:
-            # persistent_workers: a DataLoader's first iterator alone draws a seed for its processes.
-            generator_of_it = self._batches.generator  # type: ignore[attr-defined]
-            torch.empty((), dtype=torch.int64).random_(generator=generator_of_it)
-        self._iterator = iter(self._batches if batches is None else batches)
+        batches = self._batches if batches is None else batches
+        if isinstance(batches, DataLoader) and batches._iterator is not None:  # persistent_workers
+            # A DataLoader's first iterator draws a seed for processes before the order; a later one does not.
+            torch.empty((), dtype=torch.int64).random_(generator=batches.generator)
+        self._iterator = iter(batches)
 
     def _next(self, number: int) -> Any:
         with torch.random.fork_rng([]):
@@ -199,9 +201,9 @@ class ListedBatches:
 
 
 class _Later:
-    """A batch sampler without its first lists of indices, which are drawn all the same.
+    """A batch sampler that draws its first lists of indices, and leaves them out.
 
-    seed: torch's random numbers are seeded by it after that, as if the batches before had been loaded.
+    seed: seeds torch's random numbers after that, as they would be if the batches before had been loaded.
     """
 
     def __init__(self, sampler: Any, skipped: int, seed: int) -> None:

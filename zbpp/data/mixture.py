@@ -1,4 +1,4 @@
-"""Samples of several sets in fixed shares: which set a sample comes from is computed from its number.
+"""Samples from several sets in fixed shares. The number of a sample decides which set it comes from.
 
 Samples come in blocks; each block has exactly its share of each set, in an order drawn from (seed, block):
 
@@ -24,8 +24,8 @@ LARGEST_BLOCK = 1000
 class Mixture:
     """Samples of several sets, each in its own order and epochs.
 
-    weights: the shares, up to a factor. seed: None for sets one after the other in each block, for
-    evaluation. Raises ValueError for weights that are no shares.
+    weights: the shares, up to a factor. seed: of the order of sets in each block; None: one set after the
+    other, for evaluation. Raises ValueError for weights that are no shares.
     """
 
     def __init__(self, sets: Sequence[Samples], weights: Sequence[float], *, seed: int | None) -> None:
@@ -35,7 +35,7 @@ class Mixture:
 
     @property
     def num_samples(self) -> int:
-        """Samples until a set has been seen once as a whole: the epoch of the set that lasts shortest."""
+        """How many samples take one set through its first epoch: the set whose epoch ends first."""
         blocks = min(each.num_samples / count for each, count in zip(self._sets, self._counts, strict=True))
         return int(blocks * self._counts.sum())
 
@@ -52,9 +52,9 @@ class Mixture:
 
 
 def shares_in_block(weights: Sequence[float]) -> Numbers:
-    """How many samples of each set a block has: the smallest whole numbers with the weights' ratios.
+    """How many samples of each set are in a block: the smallest whole numbers with the weights' ratios.
 
-    Where they add up to more than 1000, the nearest thousandths, and at least one. Raises ValueError.
+    If these add up to more than 1000, shares are rounded to thousandths, at least one. Raises ValueError.
     """
     numbers = [each for each in weights if isinstance(each, int | float) and not isinstance(each, bool)]
     bad = [weight for weight in numbers if not 0 < weight < math.inf]
@@ -70,7 +70,7 @@ def shares_in_block(weights: Sequence[float]) -> Numbers:
 
 
 def _merged(found: dict[int, Rows], chosen: Numbers) -> Rows:
-    """The rows of all sets, at their places. Positions are there in all sets, or in none."""
+    """One batch of rows. found: {set: its rows}; chosen: each row's set. All sets have positions, or none."""
     first = next(iter(found.values()))
     tokens = np.empty((len(chosen), first.tokens.shape[1]), dtype=np.int64)
     positions = None if first.positions is None else np.empty_like(tokens[:, :-1])

@@ -51,5 +51,5 @@ def mixed(words: _Words) -> _Words:
 
 
 def keys_of(seed: int, numbers: Numbers) -> Numbers:
-    """A key for each number, such as an epoch's: distinct seeds and numbers give unrelated permutations."""
+    """A key for each number (of an epoch, say): other seeds or numbers give unrelated permutations."""
     return mixed(mixed(numbers.astype(np.uint64)) + np.uint64(seed)).astype(np.int64)

@@ -1,9 +1,9 @@
-"""Text to prepared tokens, by several processes; cut short, it goes on where it was.
+"""Makes prepared tokens from text, by several processes. The next call continues what was cut short.
 
     sources --units_of--> units --a process each--> 00000.train.bin, ... --joined--> train.bin, header
 
-All is made in OUTPUT.partial, which gets its final name when it is whole. The result depends on the sources
-and on the settings, not on the number of processes.
+All files are made in OUTPUT.partial, which gets its final name when it is whole. The result depends on the
+sources and on the settings, not on the number of processes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PLAN, _LOCK = "plan.json", "lock"
 
 
 class Task(NamedTuple):
-    """What every unit of one preparation shares."""
+    """What all units of one preparation have in common."""
 
     folder: str
     reading: Reading
@@ -68,9 +68,9 @@ def prepare(
 ) -> Header:
     """Make the prepared set `output` from text files, jsonl files, folders of them, Hugging Face datasets.
 
-    tokenizer: a `tokenizers` file; None: a token is a byte. end_token: stands after each document. held_out:
-    the share of documents for evaluation, drawn by a hash of their places. Raises FileNotFoundError and
-    ValueError; `output` is not touched then, and finished units are taken up by the next call.
+    tokenizer: a tokenizer.json; None: a token is a byte. end_token: the token after each document. held_out:
+    the share of documents for evaluation, drawn by a hash of their places. Raises FileNotFoundError or
+    ValueError; `output` is not touched then, and the next call keeps the units that are finished.
     """
     if not 0 <= held_out < 1:
         raise ValueError(f"held_out={held_out} is a share of the documents: write 0.0 to 0.99")
@@ -102,9 +102,9 @@ def _locked(work: Path) -> Iterator[None]:
 
 
 def _agree_with_plan(work: Path, task: Task, units: Sequence[Unit], *, overwrite: bool) -> None:
-    """Write down what is to be made.
+    """Write plan.json, or compare it with the one that an earlier call has left.
 
-    Parts of something else are removed if they may be overwritten. Raises ValueError if they may not.
+    If they differ, the earlier call's units are removed with `overwrite`, else ValueError is raised.
     """
     times = [
         (name, os.stat(name).st_size, os.stat(name).st_mtime_ns) for unit in units for name in unit.files
@@ -145,7 +145,7 @@ def _encode(task: Task, units: Sequence[Unit], processes: int, progress: Progres
 
 
 def _in_processes(task: Task, units: Sequence[Unit], numbers: Sequence[int], processes: int) -> Iterator[int]:
-    """Yields the number of each unit when it is done."""
+    """Encode the units with these numbers; yields each number when its unit is done."""
     if processes <= 1:
         for number in numbers:
             yield encode_unit(task, number, units[number])
@@ -161,12 +161,12 @@ def _in_processes(task: Task, units: Sequence[Unit], numbers: Sequence[int], pro
 
 
 def encode_unit(task: Task, number: int, unit: Unit) -> int:
-    """Write the tokens of a unit, those of its documents' lengths and its token counts; returns `number`."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process is a thread here
+    """Write a unit's tokens, the count of each token, and the documents' lengths; returns `number`."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     folder = Path(task.folder)
     counts = np.zeros(task.encoder.vocab_size, dtype=np.int64)
     lengths: dict[str, list[int]] = {part: [] for part in PARTS}
-    # Under names of its own until they are whole: a process whose parent was killed may still write.
+    # Temporary names with the process's number: a process whose parent was killed may still be writing.
     names = {part: folder / f"{number:05}.{part}.{os.getpid()}.tmp" for part in PARTS}
     files = {part: name.open("wb") for part, name in names.items()}
     try:
@@ -186,12 +186,12 @@ def encode_unit(task: Task, number: int, unit: Unit) -> int:
 
 
 def is_held_out(unit: int, document: int, share: float) -> bool:
-    """Whether a document is for evaluation: by a hash, so that these are a sample of all of the text."""
+    """Whether a document is for evaluation. A hash decides, so they come from the whole text."""
     return seed_of("held out", unit, document) < share * 2**63
 
 
 def _done_file(task: Task, number: int) -> Path:
-    """Holds the lengths of a unit's documents; written last."""
+    """The file with the lengths of a unit's documents. It is written last: the unit is done if it exists."""
     return Path(task.folder) / f"{number:05}.json"
 
 
@@ -251,7 +251,7 @@ def _joined_part(task: Task, part: str, num_units: int) -> PartHeader:
 
 
 def _publish(work: Path, output: Path) -> None:
-    """Give the finished folder its name; what only its making needed is removed."""
+    """Remove the files of units, the plan and the lock, and give the finished folder its name."""
     _remove_parts(work)
     for name in (_PLAN, _LOCK):
         (work / name).unlink()

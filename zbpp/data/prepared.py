@@ -1,4 +1,4 @@
-"""Prepared tokens: a folder with the tokens of a text, made once, mapped by every run.
+"""Prepared tokens: a folder with the tokens of a text. It is made once; every run maps its files.
 
 prepared.json            the header: see `Header`; written last
 train.bin                tokens, one after the other, little-endian, of the header's type
@@ -25,13 +25,13 @@ HEADER, TOKENIZER = "prepared.json", "tokenizer.json"
 FORMAT = 1
 TRAIN, HELD_OUT = "train", "held_out"
 PARTS = (TRAIN, HELD_OUT)
-BYTES = "bytes"  # the fingerprint of no tokenizer
+BYTES = "bytes"  # in place of a tokenizer's fingerprint: a token is a byte
 _BLOCK = 2**24  # bytes read at once
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartHeader:
-    """One part of a prepared set; checksum: of its tokens."""
+    """One part of a prepared set. checksum: of the file of tokens."""
 
     num_tokens: int
     num_documents: int
@@ -42,8 +42,8 @@ class PartHeader:
 class Header:
     """What a prepared set holds.
 
-    tokenizer: the fingerprint of the tokenizer's file, or "bytes". end_token: stands after each document;
-    None: no token does. unigram_entropy: nats per token.
+    dtype: of the tokens in the files. tokenizer: the fingerprint of the tokenizer's file, or "bytes".
+    end_token: the token after each document; None: there is none. unigram_entropy: nats per token.
     """
 
     dtype: str
@@ -61,7 +61,7 @@ class Header:
 
 
 class Part(NamedTuple):
-    """Tokens, and where their documents end; both mapped."""
+    """Tokens, and where each document ends in them (counted in tokens); both arrays are mapped files."""
 
     tokens: Tokens
     ends: Numbers
@@ -74,7 +74,7 @@ class Prepared(NamedTuple):
     header: Header
 
     def part(self, name: str) -> Part:
-        """Part "train" or "held_out", mapped. Raises ValueError if a file has not the length it should."""
+        """Part "train" or "held_out", mapped. Raises ValueError if a file's length is not the header's."""
         header = self.header.parts[name]
         return Part(
             _mapped(tokens_file(self.folder, name), np.dtype(self.header.dtype), header.num_tokens),
@@ -138,7 +138,7 @@ def documents_file(folder: Path, part: str) -> Path:
 
 
 def partial_folder(folder: Path) -> Path:
-    """Where a set is made, until it is whole."""
+    """The folder in which a set is made until it is whole."""
     return folder.with_name(f"{folder.name}.partial")
 
 

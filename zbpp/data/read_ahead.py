@@ -1,4 +1,4 @@
-"""The next batches, read and moved to the device by a thread while the present one is trained on.
+"""A thread that reads the next batches and moves them to the device while the present one is trained on.
 
 thread    read 5 -> pin -> copy on a stream of its own -> queue      (at most `ahead` wait there)
 training  step 3    step 4    waits for the copy of batch 5, on the device    step 5
@@ -22,7 +22,7 @@ class BatchError(RuntimeError):
 
 
 class _Read(NamedTuple):
-    """What the thread hands over: a batch, or an error; copied: when the device has the batch."""
+    """What the thread hands over: a batch or an error. copied: an event after the copy to a CUDA device."""
 
     number: int
     batch: Any
@@ -33,9 +33,9 @@ class _Read(NamedTuple):
 class ReadAhead:
     """Batches by number, each as `read(number)` gives it, moved to `device`.
 
-    read: is called by a thread, with ascending numbers; it must not draw from global random states, which
-    training draws from at the same time. The thread starts with the first batch that is asked for, and again
-    if another one than the next is; it ends with `close`. Raises BatchError.
+    read: a thread calls it with ascending numbers. It must not draw from global random states, since training
+    draws from them at the same time. The thread starts when a batch is first asked for, and starts anew if a
+    batch is asked for that is not the next one; it ends with `close`. `batch` raises BatchError.
     """
 
     def __init__(self, read: Callable[[int], Any], ahead: int, device: torch.device) -> None:
@@ -95,7 +95,7 @@ class _Thread:
     def _work(self, first: int) -> None:
         stream = None
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # of this thread
+            torch.cuda.set_device(self._device)  # for this thread; each has a device of its own
             stream = torch.cuda.Stream(self._device)
         for number in count(first):
             try:
@@ -131,7 +131,7 @@ class _Thread:
 
 
 def _hand_over(batch: Any, copied: torch.cuda.Event, device: torch.device) -> None:
-    """Let the present stream wait for the copy, and keep the memory until the present stream is done."""
+    """Let the current stream wait for the copy, and keep the memory until that stream has used it."""
     stream = torch.cuda.current_stream(device)
     stream.wait_event(copied)
     for leaf in tree_leaves(batch):

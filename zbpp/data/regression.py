@@ -31,14 +31,14 @@ class RandomRegression:
         return inputs, torch.tanh(inputs @ self._teacher)
 
     def offset(self, num_steps: int) -> RandomRegression:
-        """The same task from `num_steps` later on."""
+        """The same task; batch 0 is the batch `num_steps` of this one."""
         later = copy(self)
         later._first = self._first + num_steps
         return later
 
 
 def regression_data(*, in_features: int, out_features: int, batch_size: int, seed: int) -> Data:
-    """Random regression; evaluation draws from steps that training won't reach."""
+    """Random regression. Evaluation takes batches with numbers that training does not reach."""
     source = RandomRegression(
         in_features=in_features, out_features=out_features, batch_size=batch_size, seed=seed
     )

@@ -1,7 +1,7 @@
-"""`Data`: what a trainer reads, batches by step and facts about them.
+"""`Data`: batches by number, and facts about them.
 
-A batch depends on the arguments and on the step's number, and on nothing else: the step is the state to save,
-and any number of ranks sees the same global batches. `Data.state_dict()` holds more only for a user's own
+A batch depends on the arguments and on its number, and on nothing else. So a checkpoint needs the step alone,
+and any number of ranks sees the same global batches. `Data.state_dict()` is empty, except for a user's own
 loader that has a state, see loader.py.
 
 For data of your own, name in the config a function, or a torch Dataset class, that makes them (`data=custom
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Data(NamedTuple):
-    """What a trainer reads: batches by step, and facts about them."""
+    """Batches to train on and to evaluate on, by number, and facts about them."""
 
     train: Source
     evaluation: Source
@@ -35,15 +35,15 @@ class Data(NamedTuple):
         return other._replace(train=self.train, evaluation=self.evaluation)
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved beside the step: {} where the step is all it takes, as for all of zbpp's data.
+        """The state to save beside the step. It is {} for all of zbpp's data, which need the step alone.
 
-        Ask the rank that reads the first replica's data: the state of a later replica is further on.
+        Ask the rank that reads the first replica's data: other replicas are at later batches.
         """
         found: dict[str, Any] = getattr(self.train, "state_dict", dict)()
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; batches are asked for by their numbers as before. {} is always right."""
+        """Go on from a state; batches are asked for by the same numbers as before. {} fits all data."""
         load = getattr(self.train, "load_state_dict", None)
         if load is not None:
             load(state)

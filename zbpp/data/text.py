@@ -1,4 +1,4 @@
-"""Batches of tokens, inputs and the tokens that follow them; and `text_data`: batches from text files."""
+"""Batches of tokens and of the tokens that follow them; `text_data` makes them from text files."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from zbpp.data.windows import Samples, Tokens, Windows
 
 
 class Batches:
-    """Batches of (inputs, targets) from a sequence of tokens, cut into windows.
+    """Batches of (inputs, targets) from a sequence of tokens that is cut into windows.
 
-    See `Windows` for their order, `from_samples` for other samples. A batch depends on its number only.
-    Raises ValueError for fewer tokens than a window has.
+    The arguments, and the order of windows, are those of `Windows`. A batch depends on its number only.
+    `from_samples` makes batches of other samples. Raises ValueError for fewer tokens than a window has.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class Batches:
     def batch(self, step: int) -> Any:
         """Inputs and targets of `step` (from 0), int64 [batch_size, sequence_length] each.
 
-        A target is the token after its input. A batch may reach into the next epoch. Where documents are told
-        apart, a dict of input_ids, position_ids, which begin at 0 with each document, and labels.
+        A target is the token after its input. A batch may reach into the next epoch. If documents are told
+        apart, the batch is a dict of input_ids, position_ids (from 0 in each document) and labels.
         """
         first = step * self.batch_size
         tokens, positions = self.samples.rows(np.arange(first, first + self.batch_size))
@@ -79,9 +79,10 @@ def text_data(
     held_out: float = 0.05,
     is_read: bool = True,
 ) -> Data:
-    """Batches from text or tokens; see `load_corpus`. Raises ValueError also if vocab_size is too small.
+    """Batches from text or tokens. Arguments and errors: see `load_corpus`; vocab_size: of the model.
 
-    is_read: False on a rank that will ask for no batch: nothing is loaded there.
+    is_read: False on a rank that will ask for no batch: nothing is loaded there. Raises ValueError if
+    vocab_size is too small for the data, or the data for a batch.
     """
     if not is_read:
         return unread_data(batch_size * sequence_length)
@@ -108,7 +109,7 @@ def text_data(
 
 
 def check_fills_a_batch(batches: Batches, name: str) -> None:
-    """Raises ValueError for fewer samples than a batch, which would hold the same text several times."""
+    """Raises ValueError for fewer samples than a batch takes: it would hold the same text several times."""
     found, wanted = batches.samples.num_samples, batches.batch_size
     if found < wanted:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Batches of prepared tokens: of one set, or of several in fixed shares."""
+"""Batches of prepared tokens, from one set or from several in fixed shares."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def token_data(
     across_documents: bool = True,
     tokenizer: str | None = None,
 ) -> Data:
-    """Batches of what scripts/prepare_data.py wrote: of the set `path`, or of a mixture.
+    """Batches from a set that scripts/prepare_data.py wrote, `path`, or from several, `mixture`.
 
-    mixture: entries with a `path` and a `weight`, the share of its samples up to a factor. across_documents:
+    mixture: entries with a `path` and a `weight`, its share of the samples up to a factor. across_documents:
     whether tokens see the documents before their own in a window; if not, batches are dicts with
     `position_ids`, and the model has to honour them. tokenizer: a file that the sets must have been made
     with. Raises FileNotFoundError; ValueError if tokenizers or vocabulary disagree, and for fewer samples
@@ -97,7 +97,7 @@ def _windows(
 
 
 def _check_vocabulary(sets: Sequence[Prepared], vocab_size: int, tokenizer: str | None) -> None:
-    """Raises ValueError unless all sets have one tokenizer, the one given, and the model has its tokens."""
+    """Raises ValueError for sets of different tokenizers, another one than given, or too small a model."""
     first = sets[0]
     for other in sets[1:]:
         if other.header.tokenizer != first.header.tokenizer:

@@ -1,7 +1,7 @@
-"""Windows of a sequence of tokens, in an order of which nothing is kept: the number of a sample is the state.
+"""Windows of a sequence of tokens, by the number of a sample. Their order is computed, so nothing is stored.
 
-Documents lie one after the other in the sequence, so windows are packed: a window ends inside of one document
-or another, and no token is padding.
+Documents lie one after the other in the sequence, and windows are cut without regard to them (packing). So no
+token is padding, and a document may continue in the next window.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Tokens = npt.NDArray[np.integer]
 
 
 class Rows(NamedTuple):
-    """Samples: tokens [rows, sequence_length + 1], the last of a row a target only.
+    """Samples. tokens: [rows, sequence_length + 1]; the last token of a row is a target only.
 
-    positions: each token's place in its document, as far as the document is in the window [rows,
-    sequence_length]; None where documents are not told apart.
+    positions: [rows, sequence_length], each token's place in the part of its document that is in the window;
+    None: documents are not told apart.
     """
 
     tokens: Numbers
@@ -31,7 +31,7 @@ class Rows(NamedTuple):
 
 
 class Samples(Protocol):
-    """Samples by number, endlessly many; each epoch has `num_samples`."""
+    """Samples by number, without end; an epoch has `num_samples`."""
 
     @property
     def num_samples(self) -> int: ...
@@ -40,7 +40,7 @@ class Samples(Protocol):
 
 
 class Windows:
-    """The windows of a sequence, which don't overlap, save for the last token, the next window's first one.
+    """The windows of a sequence. The last token of a window is the first one of the next.
 
     Each epoch takes every window once, in an order drawn from (seed, epoch); with `seed` None in the order of
     the text, for evaluation. Tokens at the end that don't fill a window are not used. ends: where each
@@ -73,7 +73,7 @@ class Windows:
         return (len(self._tokens) - 1) // self.sequence_length
 
     def rows(self, samples: Numbers) -> Rows:
-        """The windows of samples, whose numbers count from 0 through all epochs."""
+        """The windows of these samples. Numbers count from 0 through all epochs."""
         starts = self._windows(samples) * self.sequence_length
         # Windows are read one by one: each is one piece of the file.
         tokens = np.empty((len(starts), self.sequence_length + 1), dtype=np.int64)
@@ -91,15 +91,17 @@ class Windows:
 
 
 def positions_in_documents(starts: Numbers, length: int, ends: Numbers) -> Numbers:
-    """Per window, its tokens' positions [windows, length]: from 0 at the window's start, and after each end.
+    """Positions of tokens [windows, length]: from 0 at each window's start, and anew where a document begins.
 
-    ends: where the documents of the whole sequence end, ascending.
+    starts: where the windows begin. ends: where the documents of the whole sequence end, ascending.
     """
     positions = np.empty((len(starts), length), dtype=np.int64)
     positions[:] = np.arange(length)
     firsts = np.searchsorted(ends, starts, side="right")
     lasts = np.searchsorted(ends, starts + length, side="left")
     for row, (start, first, last) in enumerate(zip(starts, firsts, lasts, strict=True)):
-        inside = np.asarray(ends[first:last]) - start  # the documents that begin here, after the first token
+        inside = (
+            np.asarray(ends[first:last]) - start
+        )  # where documents begin in this window, after its first token
         positions[row] -= np.repeat([0, *inside], np.diff([0, *inside, length]))
     return positions

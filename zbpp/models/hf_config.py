@@ -19,7 +19,11 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.j
 
 
 def read_config(config: Mapping[str, Any] | str, sizes: Mapping[str, int]) -> PretrainedConfig:
-    """The library's config. sizes: those of the data, by the names that a config has for them."""
+    """The library's config, from a mapping, a file or a folder without weights.
+
+    sizes: the data's vocabulary and sequence length, by the config's names for them. Raises ValueError for a
+    config of no causal language model, and if the data are larger.
+    """
     from transformers import AutoConfig, PretrainedConfig  # lazily: three seconds, and optional
 
     if isinstance(config, str):
@@ -28,12 +32,15 @@ def read_config(config: Mapping[str, Any] | str, sizes: Mapping[str, int]) -> Pr
     _check_kind(given, "config")
     known: dict[str, Any] = given
     if not isinstance(config, str):  # a size that a file does not name is the library's default
-        known = {**_open_ones(AutoConfig.for_model(given["model_type"]), given, sizes), **given}
+        known = {**_unset_sizes(AutoConfig.for_model(given["model_type"]), given, sizes), **given}
     return _checked(AutoConfig.for_model(**known), sizes)
 
 
 def read_folder(folder: Path, overrides: Mapping[str, Any], sizes: Mapping[str, int]) -> PretrainedConfig:
-    """The config of a folder with weights. overrides: values that replace those of its config.json."""
+    """The config of a folder with weights. overrides: values to replace some of its config.json.
+
+    Raises ValueError as `read_config` does, and for quantized weights.
+    """
     from transformers import AutoConfig
 
     path = folder / "config.json"
@@ -67,7 +74,7 @@ def read_folder(folder: Path, overrides: Mapping[str, Any], sizes: Mapping[str, 
 
 
 def _last_line(error: Exception) -> str:
-    """What is wrong, without the checks that have found it."""
+    """The last line of the library's message, which says what is wrong; those before name its checks."""
     return str(error).strip().splitlines()[-1].strip().removeprefix("ValueError: ")
 
 
@@ -134,10 +141,10 @@ def _check_kind(given: Mapping[str, Any], where: str) -> None:
     )
 
 
-def _open_ones(
+def _unset_sizes(
     default: PretrainedConfig, given: Mapping[str, Any], sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """The sizes that a config of this family has, and that `given` does not name."""
+    """The sizes of the data for which this family's config has a key that `given` does not set."""
     own_names = default.attribute_map
     return {
         name: size
@@ -156,7 +163,7 @@ def _refuse_misfit(name: str, size: int, says: Any) -> None:
 
 
 def _refuse_weights(path: Path) -> None:
-    """Raises ValueError for a folder with weights: its user expects them to be loaded."""
+    """Raises ValueError for a folder with weights, which `config` would not load."""
     if not path.is_dir():
         return
     found = sorted(each.name for pattern in _WEIGHTS for each in path.glob(pattern))

@@ -207,7 +207,7 @@ class Stage(nn.Module):
         return torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
     def _layers(self, received: tuple[Tensor, ...]) -> list[Any]:
-        """What the model is to call as its layers."""
+        """The objects that the model calls as its layers: Skip, Enter, the stage's own layers, Leave."""
         cut, own, replaced = self._cut, self._cut.layers[self._index], {}
         layers: list[Any] = layers_at(self._patched.model, cut.path)
         for number in range(own.start):
@@ -271,7 +271,7 @@ class LayerProxy:
 
 
 class Skip(LayerProxy):
-    """In place of a layer of an earlier stage.
+    """Stands in place of a layer of an earlier stage.
 
     A call returns the hidden states unchanged, and None for every other value that the layer returns.
     """
@@ -304,7 +304,7 @@ class Enter(LayerProxy):
 
 
 class Leave(LayerProxy):
-    """In place of the first layer of the next stage: ends the forward with the tensors of its call."""
+    """Stands in place of the next stage's first layer: its call ends the forward with the call's tensors."""
 
     def __init__(self, layer: nn.Module, call: Call, replaced: Mapping[int, Tensor]) -> None:
         super().__init__(layer)

@@ -1,6 +1,6 @@
-"""Weights written as a folder that transformers loads: config, safetensors, generation config, tokenizer.
+"""Writes weights as a folder that transformers loads: config, safetensors, generation config, tokenizer.
 
-The tensors of one layer at a time are read, named and laid out as the family's files are (the reverse of
+The tensors of one layer are read, renamed and converted to the layout of the family's files (the reverse of
 hf_load.py), and collected until a file is full. So no more than one layer and one file are in memory.
 """
 
@@ -46,10 +46,10 @@ def write_folder(
 ) -> None:
     """Write the model's folder.
 
-    names: all tensors, as the library's model calls them. dtype: of floating-point tensors; None: as they
-    are. beside: a folder whose tokenizer and generation config are copied. tokenizer: a tokenizer.json to
-    copy if `beside` has none. Nothing is at `folder` until all is written. Raises ValueError for tensors that
-    are not those of the model.
+    names: of all tensors in the library's model. read(name): a tensor. dtype: of floating-point tensors;
+    None: unchanged. bytes_per_file: the most of one safetensors file, unless a tensor is larger. beside: a
+    folder whose tokenizer and generation config are copied. tokenizer: a tokenizer.json to copy if `beside`
+    has none. `folder` appears when all is written. Raises ValueError for names that are not the model's.
     """
     model = build_on_meta(config)
     _check_names(model, names)
@@ -65,7 +65,9 @@ def write_folder(
         files.close()
         _write_configs(unfinished, config, model, kept or torch.float32)
         _copy_beside(unfinished, beside, tokenizer)
-        FolderWeights(WeightFiles(unfinished), build_on_meta(config))  # would it be loaded whole?
+        FolderWeights(
+            WeightFiles(unfinished), build_on_meta(config)
+        )  # raises ValueError unless the folder can be loaded
         with suppress(FileNotFoundError):
             folder.rmdir()  # an empty folder
         unfinished.rename(folder)
@@ -115,7 +117,7 @@ def _check_names(model: PreTrainedModel, names: Sequence[str]) -> None:
 def _tensors(
     model: PreTrainedModel, names: Sequence[str], read: Callable[[str], Tensor], dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors to write, by their names in the files."""
+    """(name in the files, values) of each tensor to write."""
     from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 
     ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
@@ -158,7 +160,7 @@ def _copy_beside(folder: Path, beside: Path | None, tokenizer: Path | None) -> N
 
 
 class _Files:
-    """Safetensors of about `most` bytes each, and the index if there are several."""
+    """Writes safetensors of up to `most` bytes each (or of one larger tensor), and an index for several."""
 
     def __init__(self, folder: Path, most: int) -> None:
         self._folder, self._most = folder, most

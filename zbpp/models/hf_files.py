@@ -27,7 +27,7 @@ _DTYPES = {
 
 
 class Entry(NamedTuple):
-    """Where a tensor is, and what it is."""
+    """The file of a tensor, its shape and its dtype."""
 
     file: Path
     shape: tuple[int, ...]
@@ -52,9 +52,9 @@ class WeightFiles:
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
-        """{name in the files: its entry}, of all files."""
+        """{name in the files: its entry}, of all files; a single file goes before an index."""
         index = self.folder / INDEX
-        if not index.exists():
+        if (self.folder / SINGLE).exists():
             return _entries_of(self.folder / SINGLE)
         places = _weight_map(index)
         found: dict[str, Entry] = {}
@@ -65,7 +65,7 @@ class WeightFiles:
         return {name: found[name] for name in places}
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor in new memory on the CPU. dtype: of floating-point values; None: that of the file."""
+        """A tensor, in new memory on the CPU. dtype: of a floating-point tensor; None: as in the file."""
         entry = self.entries[name]
         wanted = dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype
         values = torch.empty(entry.shape, dtype=wanted, device="cpu")
@@ -73,13 +73,13 @@ class WeightFiles:
         return values
 
     def read_into(self, name: str, values: Tensor) -> None:
-        """Read a tensor into memory that is there."""
+        """Read a tensor into `values`, which has its shape; values are cast to its dtype."""
         entry = self.entries[name]
         with _opened(entry.file) as file:
             _fill(values, file.get_slice(name), entry)
 
     def are_equal(self, one: str, other: str) -> bool:
-        """Whether two tensors have the same values; blocks are compared, no tensor is held."""
+        """Whether two tensors have the same values. They are compared block by block, to save memory."""
         left, right = self.entries[one], self.entries[other]
         if left.shape != right.shape:
             return False
@@ -127,7 +127,7 @@ def _entries_of(path: Path) -> dict[str, Entry]:
 
 
 def _opened(path: Path) -> Any:
-    """The file, opened for reading. "pread": a mapped file would count as memory of this process."""
+    """The opened file. backend="pread": a mapped file would count as memory of this process."""
     from safetensors import SafetensorError, safe_open
 
     try:

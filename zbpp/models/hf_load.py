@@ -1,9 +1,10 @@
 """The tensors of a folder under the names of the library's model, and a stage's own tensors read from it.
 
-A folder may name tensors as the family's first authors did, or lay them out in another way: an expert in a
-tensor of its own, where the library has all experts in one. The library's table of renamings and conversions
-(`transformers.conversion_mapping`) is used here, one target at a time. All is first tried on the meta device,
-so that a tensor which is missing, left over or of another shape is known before any value is read.
+A folder may use other names than the library's model, or another layout: one tensor per expert, where the
+library has all experts in one tensor. The library's table of renamings and conversions
+(`transformers.conversion_mapping`) is used here, one tensor of the model at a time. All conversions are first
+tried on the meta device. So a tensor that is missing, left over or of another shape is found before any value
+is read.
 """
 
 from __future__ import annotations
@@ -29,19 +30,23 @@ _SHOWN = 5  # names in an error
 
 @dataclass
 class _Group:
-    """Tensors of the files that together become one tensor of the model, or several."""
+    """Tensors of the files that together become one tensor of the model, or several.
+
+    target: the tensor's name in the model. sources: (name in the files, the converter's pattern for it, or
+    None). converter: the library's; None: the tensor is only renamed. results: the names after conversion.
+    """
 
     target: str
-    sources: list[tuple[str, str | None]] = field(default_factory=list)  # (name, pattern of the converter)
+    sources: list[tuple[str, str | None]] = field(default_factory=list)
     converter: Any = None
     results: set[str] = field(default_factory=set)
 
 
 class FolderWeights:
-    """What the folder holds for `model`, which is on the meta device and has its ties.
+    """The weights that a folder holds for `model`, which is on the meta device and whose weights are tied.
 
-    is_strict: whether tensors that are missing or left over are refused. Raises ValueError for them, and for
-    shapes that differ from the model's.
+    is_strict: whether missing and left-over tensors are refused. Raises ValueError for them, and for shapes
+    that differ from the model's.
     """
 
     def __init__(self, files: WeightFiles, model: PreTrainedModel, *, is_strict: bool = True) -> None:
@@ -65,7 +70,7 @@ class FolderWeights:
                 )
 
     def holds(self, name: str) -> bool:
-        """Whether the folder gives this tensor its values, under this name or another one of a tie."""
+        """Whether the folder has values for this tensor, under this name or one that is tied to it."""
         return bool(self._givers(name))
 
     def load(self, model: PreTrainedModel, names: Collection[str], dtype: torch.dtype) -> None:
@@ -86,7 +91,7 @@ class FolderWeights:
                 _assign(model, wanted.get(name, ()), value)
 
     def _read(self, group: _Group, model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-        """{name in the model: value}. Experts are read straight to their places in the one tensor of all."""
+        """{name in the model: value} of a group. An expert is read straight into its place in the tensor."""
         places = stacked_places(group.converter, group.sources)
         if places is None:
             read = {name: partial(self._files.read, name, dtype) for name, _ in group.sources}
@@ -100,13 +105,13 @@ class FolderWeights:
         return {target: values}
 
     def _givers(self, name: str) -> list[str]:
-        """The names in the folder that hold this tensor: one, or several of a tie; the first one is read."""
+        """The names of this tensor in the folder: one, or several if it is tied; the first is read."""
         source = self._aliases.get(name, name)
         tie = [source, *(alias for alias, other in self._aliases.items() if other == source)]
         return [each for each in tie if each in self._provided]
 
     def _tried(self, model: PreTrainedModel) -> dict[str, torch.Size]:
-        """{name that the conversion gives: its shape}; found on the meta device."""
+        """{name: shape} of all tensors that the conversions give, computed on the meta device."""
         entries, shapes = self._files.entries, {}
         for group in self._groups:
             on_meta = {
@@ -132,7 +137,7 @@ class FolderWeights:
 def _groups(
     files: WeightFiles, model: PreTrainedModel, expected: dict[str, Tensor]
 ) -> tuple[list[_Group], set[str]]:
-    """The groups, and the names that belong to no tensor of the model."""
+    """(the groups, the names of tensors that the model does not have)."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
@@ -163,9 +168,9 @@ def _groups(
 def stacked_places(
     converter: Any, sources: Iterable[tuple[str, str | None]]
 ) -> dict[str, tuple[int, list[str]]] | None:
-    """Where tensors go that a converter only stacks: {name: (expert, those before it in that expert's part)}.
+    """{name: (expert, names before it in the expert's part)}, for a converter that only stacks tensors.
 
-    None for a converter that does anything else, or nothing.
+    None for any other converter, and for none.
     """
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
@@ -178,7 +183,7 @@ def stacked_places(
     rows = {pattern: [name for name, other in sources if other == pattern] for pattern in patterns}
     if len(set(map(len, rows.values()))) != 1:
         return None
-    columns = list(zip(*rows.values(), strict=True))  # of one expert each
+    columns = list(zip(*rows.values(), strict=True))  # a column: the names of one expert
     return {
         name: (number, list(column[:place]))
         for number, column in enumerate(columns)
@@ -189,7 +194,7 @@ def stacked_places(
 def _converted(
     group: _Group, model: PreTrainedModel, tensors: Mapping[str, Tensor | Callable[[], Tensor]]
 ) -> dict[str, Tensor]:
-    """{name in the model: value}. tensors: the values by their names in the files, or functions that read."""
+    """{name in the model: value}. tensors: {name in the files: value, or a function that reads it}."""
     if group.converter is None:
         given = tensors[group.sources[0][0]]
         return {group.target: given if isinstance(given, Tensor) else given()}
@@ -207,7 +212,7 @@ def _converted(
 
 
 def _assign(model: nn.Module, names: Iterable[str], value: Tensor) -> None:
-    """Put the value into all these places: one Parameter, or one buffer."""
+    """Set these parameters to one Parameter with this value; a buffer gets the value itself."""
     made: Tensor | None = None
     for name in names:
         path, _, leaf = name.rpartition(".")

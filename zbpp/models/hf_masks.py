@@ -1,12 +1,12 @@
-"""Attention masks and positions of a batch, which stage 0 is given and every stage passes on to the next.
+"""Attention masks and positions of a batch. Stage 0 is given them, and each stage sends them to the next.
 
     attention_mask   [batch, time], 1 for real tokens, 0 for padding; or [batch, 1, time, time], which is
                      added to the attention scores: 0, or the lowest number of its dtype
     position_ids     [batch, time]; where they start again at 0 and there is no mask, a new document begins,
                      and the library's masks keep documents apart
 
-Not every family takes all of these, and some take positions of documents without keeping documents apart. So
-each kind of batch is tried on the small copy; a stage refuses a kind that failed there.
+Not every family takes all of these, and some take positions without keeping documents apart. So each kind of
+batch is tried on the small copy of the model (hf_check.py), and a stage refuses a kind that failed there.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ Kind = tuple[int, bool]
 
 
 def kind_of(given: Given) -> Kind:
-    """Which kind of batch this is."""
+    """The kind of a batch with this mask and these positions."""
     mask, positions = given
     return 0 if mask is None else mask.dim(), positions is not None
 
 
 def keywords(given: Given) -> dict[str, Tensor]:
-    """What is given, by name."""
+    """The mask and positions that are not None, by name."""
     return {name: value for name, value in zip(NAMES, given, strict=True) if value is not None}
 
 
 def merged(received: tuple[Any, ...], given: Given) -> Given:
     """The mask and positions that a stage uses.
 
-    received: those that came with the stage's inputs, or none. given: those that its owner passed by keyword,
-    which stage 0 passes on. Raises ValueError for a stage that was given what stage 0 was not.
+    received: mask and positions that came with the stage's inputs, or (). given: those that this rank passed
+    by keyword. Raises ValueError for a stage that was given some while stage 0 was given none.
     """
     if not received:
         if named := ", ".join(keywords(given)):
@@ -78,7 +78,10 @@ def refused_kinds(
     tokens: Tensor,
     is_equal: Callable[[Tensor, Tensor], bool],
 ) -> dict[Kind, str]:
-    """{kind of batch: why it is refused}. run(tokens, mask, positions): the stages, one after the other."""
+    """{kind of batch: why it is refused}, by trying each kind on a small model.
+
+    whole: the uncut model. run(tokens, mask, positions): the logits of its stages, one after the other.
+    """
     refused: dict[Kind, str] = {}
     lengths = (tokens.shape[1] // 2, tokens.shape[1] - tokens.shape[1] // 2)
     with torch.no_grad():
@@ -101,7 +104,7 @@ def refused_kinds(
 
 
 def _batches(tokens: Tensor, lengths: tuple[int, int], dtype: torch.dtype) -> Iterator[Given]:
-    """A batch of each kind: padding at the left, at the right and nowhere; two documents in each row."""
+    """A batch of each kind: a row padded at the left, one at the right; or two documents in each row."""
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0
     mask[1, -4:] = 0
@@ -125,6 +128,6 @@ def _keeps_apart(
     packed: Tensor,
     is_equal: Callable[[Tensor, Tensor], bool],
 ) -> bool:
-    """Whether the uncut model computes for two documents in a row what it does for each alone."""
+    """Whether two documents in one row get the logits from the uncut model that each gets alone."""
     alone = [whole(input_ids=each, return_dict=True).logits for each in tokens.split(lengths, dim=1)]
     return all(map(is_equal, packed.split(lengths, dim=1), alone))

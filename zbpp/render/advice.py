@@ -58,7 +58,7 @@ def _question(answer: Answer) -> str:
 
 
 def _static(answer: Answer) -> str:
-    """What a rank holds beside activations, as a sentence; nothing where that is not known."""
+    """A sentence on the memory that a rank holds beside activations; "" where it is not known."""
     static = answer.request.static
     if not static:
         return ""

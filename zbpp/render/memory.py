@@ -44,7 +44,7 @@ def render_memory(ranks: Sequence[RankMemory], how: str = "") -> str:
 
 
 def _host_lines(ranks: Sequence[RankMemory]) -> list[str]:
-    """What is in host memory; nothing if nothing is."""
+    """A line on the bytes in host memory; [] if there are none."""
     if not any(each.host for each in ranks):
         return []
     amounts = ", ".join(f"rank {each.rank} {in_bytes(each.host)}" for each in ranks)

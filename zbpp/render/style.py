@@ -42,7 +42,7 @@ def index_on_rank(timetable: Timetable) -> list[int]:
 
 
 def peak_name(timeline: Timeline) -> str:
-    """What the peaks are: `peak activations`, or `peak memory` if they are in bytes."""
+    """The name of the peaks: `peak activations`, or `peak memory` if they are in bytes."""
     return "peak activations" if timeline.memory_unit == ACTIVATIONS else "peak memory"
 
 

@@ -61,7 +61,7 @@ class OptimizerAccumulation:
         self._updates.begin()
 
     def leaf_done(self, stage: int, microbatch: int) -> Done:
-        """In the last microbatch, W updates the weights; before it, W changes the states alone."""
+        """Let W update the weights in the last microbatch, and only the optimizer's states before that."""
         self.optimizer.optimizer_accumulation = microbatch + 1 < self._num_microbatches
         return self._take
 

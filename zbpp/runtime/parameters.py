@@ -176,7 +176,7 @@ def _digest(value: Tensor, dtype: torch.dtype) -> str:
 
 
 def _unequal(ties: Sequence[Tie], digests: Sequence[Sequence[set[str]]]) -> str:
-    """What is wrong if the places of a tie get different values, or nothing. digests: per rank, per tie."""
+    """The error if the places of a tie get different values; "" if not. digests: per rank, per tie."""
     for number, tie in enumerate(ties):
         if len(set().union(*(each[number] for each in digests))) > 1:
             places = ", ".join(f"{name} of stage {index}" for index, name in tie)

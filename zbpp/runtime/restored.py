@@ -30,7 +30,7 @@ class GradientsBefore:
         self._grads = [(parameter, parameter.grad) for parameter in parameters]
         totals = [getattr(parameter, "main_grad", None) for parameter, _ in self._grads]
         totals += [grad for _, grad in self._grads]
-        # Of a DTensor its local part: that is what FSDP2 adds to.
+        # FSDP2 adds to the local part of a DTensor, so that part's version counts.
         present = [local_of(total) for total in totals if total is not None]
         self._versions = [(total, total._version) for total in present]
         if any(getattr(total, _PARTIAL, None) == version for total, version in self._versions):

@@ -43,7 +43,7 @@ AroundW = Callable[[WeightGrads], AbstractContextManager[None]]
 
 
 class StageLosses(NamedTuple):
-    """What a call leaves of a stage."""
+    """The losses of one stage in one call."""
 
     losses: list[Tensor]  # of each microbatch, on the last stage
     named: dict[str, list[Tensor]]  # auxiliary losses, and entries of losses that are dicts

@@ -19,7 +19,7 @@ def transfers_of(timeline: Timeline) -> list[Transfer]:
 
 
 def _predicted(timeline: Timeline, rank: int) -> Iterator[Transfer]:
-    """What a rank sends: each value as soon as it is made; it arrives message_ms later."""
+    """The predicted messages of a rank: sent when the value is made, received message_ms later."""
     timetable = timeline.timetable
     row, values = timetable.rows[rank], Values(timetable.num_stages, timetable.num_microbatches)
     positions, numbers = values.produced_in(row)

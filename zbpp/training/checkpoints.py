@@ -1,7 +1,7 @@
 """Checkpoints of a run: saved between steps, in the background if wanted; and going on from one.
 
-A checkpoint of step n is written when the metrics of step n have been logged: a run that goes on from it has
-lost no line of them.
+A checkpoint of step n is written when the metrics of step n have been logged, so a resumed run misses no line
+of metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _BYTES_PER_SECOND = 1e8  # written by one process, where no checkpoint was measu
 
 
 class Checkpoints(Callback):
-    """Saves every so many steps, when the run is left early, and at the end of a run that is long enough or
-    has gone on from a checkpoint.
+    """Saves every `every` steps, when a run is left early, and at the end of one that is long or was resumed.
 
-    folder: gets a folder per step. every: 0 for leaving early only. keep: how many checkpoints stay.
-    background: whether training goes on while a checkpoint is written; its state is copied first. config: the
-    run's values by dotted key, which are saved, too.
+    A run is long if it has `every` steps or more.
+    folder: a subfolder per step is made in it. every: 0: only when the run is left early. keep: how many
+    checkpoints stay. background: whether training goes on while a checkpoint is written; its state is copied
+    first. config: the run's config by dotted key; it is saved in each checkpoint.
 
     A checkpoint that can't be written is reported by the first process, and training goes on. If it was to
     be the last one of a run that is left early, CheckpointError is raised.
@@ -41,7 +41,7 @@ class Checkpoints(Callback):
         self._background = background
         self._saver = Saver(_report)
         self._last = 0  # the step of the newest whole checkpoint
-        self._under_way = 0  # and of the one that is being written
+        self._under_way = 0  # the step of the checkpoint that is being written
         self._resumed: Checkpoint | None = None  # until the first step that follows it
         self._longest = 0.0  # s, for writing a checkpoint
         self._stood_still = 0.0  # s, for checkpoints since the last metrics
@@ -51,7 +51,7 @@ class Checkpoints(Callback):
         return self._is_due(step + 1)
 
     def before_step(self, trainer: Trainer, step: int) -> None:
-        """Save if it is time. Here, not after a step: by now the step's metrics are logged."""
+        """Save if it is time: before a step, when the metrics of the step before have been logged."""
         if self._resumed is not None:
             _restore_callbacks(self._resumed, trainer)
             self._resumed = None
@@ -65,7 +65,7 @@ class Checkpoints(Callback):
             self._stood_still = 0.0
 
     def finish(self, trainer: Trainer) -> None:
-        """Save what is not saved yet, and wait until it is written."""
+        """Save the last step if it is not saved yet, and wait until it is written."""
         self._settle()
         step, leaves = trainer.next_step, trainer.leaving is not None
         # If the folder has an earlier one, the same command would go on from that with a run that has ended.
@@ -75,7 +75,7 @@ class Checkpoints(Callback):
                 raise CheckpointError(error)
 
     def seconds_to_finish(self, trainer: Trainer) -> float:
-        """The checkpoint that is being written, and one more; before the first, by their size."""
+        """The seconds for the checkpoint being written and one more; before the first, by their size."""
         if self._longest:
             return 2 * self._longest
         num_bytes = sum(each.numel() * each.element_size() for each in trainer.pipeline.parameters())
@@ -174,7 +174,7 @@ class Checkpoints(Callback):
         }
 
 
-# Not what the learning rate follows: that is no option of the optimizer.
+# Keys that change an optimizer's options. The schedule of learning rates is no option: it may change.
 _OF_OPTIMIZER = tuple(
     f"optimizer.{name}"
     for name in (
@@ -185,7 +185,7 @@ _OF_OPTIMIZER = tuple(
 
 
 def _restore_callbacks(found: Checkpoint, trainer: Trainer) -> None:
-    """Callbacks join the trainer later than the checkpoint is loaded; their states hold no tensors."""
+    """Give the callbacks, which join the trainer after `resume`, their states; these hold no tensors."""
     saved = {name: state for name, state in found.facts["states"].items() if name.startswith(_CALLBACK)}
     here = {name: each for name, each in trainer.states().items() if name.startswith(_CALLBACK)}
     for name in saved.keys() & here.keys():
@@ -240,7 +240,7 @@ def _replanned(found: Checkpoint) -> Timetable | None:
     return Timetable.parse(found.facts["timetable"]) if found.facts["info"]["is_replanned"] else None
 
 
-_EXPECTED = ("run_dir", "resume", "overwrite", "stop_after")  # keys that differ in most runs that go on
+_EXPECTED = ("run_dir", "resume", "overwrite", "stop_after")  # keys whose change is not worth a line
 
 
 def _say_what_changed(found: Checkpoint, trainer: Trainer, changed: Mapping[str, tuple[Any, Any]]) -> None:

@@ -20,7 +20,7 @@ MetricsOf = Callable[[Any, Any], Mapping[str, float | Tensor]]
 
 
 class Weighed(NamedTuple):
-    """Means over some data, and how many targets the data have."""
+    """Means over some data, and the number of targets in the data."""
 
     num_targets: float
     means: Mapping[str, float]
@@ -50,10 +50,11 @@ class Counted:
 
 
 def num_targets(target: Any) -> float:
-    """How many targets a microbatch's loss is the mean of.
+    """The number of targets over which a microbatch's loss is the mean.
 
-    Labels are whole numbers, and -100 is none. Of (labels, totals), see zbpp/data/chat.py, the loss is a part
-    of the mean over the whole batch, so the number is the batch's. Any other target counts its rows.
+    In labels (whole numbers) all but -100 are targets. With (labels, totals), see zbpp/data/chat.py, the loss
+    is a part of the mean over the whole batch, so the number is that of the batch. For any other target it is
+    the number of rows.
     """
     match target:
         case (Tensor(), Tensor() as totals) if _is_whole(totals) and totals.shape[1:] == (2,):

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class FineTuned:
     """A model of which only a part is trained; see zbpp/stage_api.py for what a model is.
 
-    freeze, train: patterns, see frozen.py. lora: options of peft's LoraConfig; None: no LoRA.
+    freeze, train: patterns of parameters' names, see frozen.py. lora: the arguments of peft's LoraConfig;
+    None: no LoRA. seed: of the adapters' initial values. Raises ValueError for LoRA options that can't be.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class FineTuned:
         seed: int = 0,
     ) -> None:
         if lora is not None:
-            lora_config(lora)  # raises for what can't be
+            lora_config(lora)  # raises ValueError for options that can't be
         self.model, self._freeze, self._train = model, freeze, train
         self._lora, self._seed = lora, seed
 
@@ -47,7 +48,7 @@ class FineTuned:
         return stage
 
     def check(self, pipeline: Pipeline) -> None:
-        """See `check_fine_tuned`."""
+        """Raise ValueError as `check_fine_tuned` does. Collective."""
         check_frozen(pipeline, self._freeze, self._train)
         if self._lora is not None:
             check_targets(pipeline, self._lora)
@@ -58,11 +59,11 @@ class FineTuned:
 
     @property
     def loss(self) -> Any:
-        """The model's own."""
+        """The model's loss."""
         return self.model.loss
 
     def __getattr__(self, name: str) -> Any:
-        """What else the model has: tied, parallelize, metrics, ..."""
+        """The model's other attributes: tied, parallelize, metrics, ..."""
         if name == "model":  # not set yet, as while it is copied
             raise AttributeError(name)
         if name == "parallelize" and self._lora is not None:
@@ -79,6 +80,6 @@ def _refuse_to_split(stage: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def check_fine_tuned(pipeline: Pipeline, model: Any) -> None:
-    """Raise ValueError on all ranks for patterns and targets that match nothing on any rank. Collective."""
+    """Raise ValueError on all ranks for a pattern or target that matches nothing on any rank. Collective."""
     if isinstance(model, FineTuned):
         model.check(pipeline)

@@ -20,7 +20,7 @@ from zbpp.training.parameter_groups import check_all_match
 def freeze(
     stage: nn.Module, freeze: Sequence[str], train: Sequence[str], tied: Mapping[str, str] | None = None
 ) -> None:
-    """Freeze parameters of a stage. tied: the model's: all copies of a parameter are frozen, or none."""
+    """Freeze parameters of a stage. tied: the model's `tied()`; all copies of a parameter are alike."""
     aliases = _aliases(tied or {})
     names: dict[nn.Parameter, set[str]] = {}
     for name, parameter in stage.named_parameters(remove_duplicate=False):
@@ -45,7 +45,7 @@ def _match(names: Collection[str], patterns: Sequence[str]) -> bool:
 
 
 def _aliases(tied: Mapping[str, str]) -> dict[str, set[str]]:
-    """{name: all names of its parameter}, of tied parameters."""
+    """{name of a tied parameter: all names of that parameter}."""
     groups: dict[str, set[str]] = {}
     for name, other in tied.items():
         joined = {name, other} | groups.get(name, set()) | groups.get(other, set())

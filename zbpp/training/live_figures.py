@@ -1,4 +1,4 @@
-"""What is shown beside the loss: MFU at each step; bubble and memory where a step was measured."""
+"""Figures beside the loss: MFU after each step, bubble and memory after a step that was measured."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class LiveFigures(Callback):
     """Adds figures to the metrics of each step on the rank that shows them; the other ranks need none.
 
-    model_flops_utilisation: where the device's peak in this dtype is known, and the data are tokens.
-    measured_bubble_rate, predicted_bubble_rate (simulated with the measured costs) and peak_memory_bytes (of
-    the fullest rank): of the steps that are measured action by action, see Trainer.record_every.
+    model_flops_utilisation is added if the data are tokens and the device's peak in this dtype is known. The
+    steps that are measured action by action (Trainer.record_every) also get measured_bubble_rate,
+    predicted_bubble_rate (simulated with the measured costs) and peak_memory_bytes (of the fullest rank).
     """
 
     def __init__(self, here: World, dtype: torch.dtype) -> None:

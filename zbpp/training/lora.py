@@ -1,8 +1,8 @@
 """LoRA on the stages of a pipeline, by peft's own layers; adapters are written in peft's own format.
 
 peft is applied to each stage by itself. A stage's modules have the names that they have in the whole model,
-so peft finds in all stages together what it finds in the whole model. Initial values are peft's, drawn from
-the seed and the layer's name alone: they do not depend on the cut. Needs the extra `peft`.
+so the stages together get the adapters that the whole model would get. The initial values are peft's. They
+are drawn from the seed and the layer's name alone, so they do not depend on the cut. Needs the extra `peft`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _INITIAL = (True, False, "gaussian")
 def inject(stage: nn.Module, options: Mapping[str, Any], seed: int) -> None:
     """Put LoRA layers into a stage, in place; all its other parameters are frozen.
 
-    options: of peft's LoraConfig, by peft's names. A stage without a target is only frozen. Raises ValueError
-    for options that peft refuses.
+    options: the arguments of peft's LoraConfig. A stage without a target is frozen as a whole. Raises
+    ValueError for options that peft refuses.
     """
     config = lora_config(options)
     peft = importlib.import_module("peft")
     layers = importlib.import_module("peft.tuners.lora.layer")
     exists = importlib.import_module("peft.tuners.tuners_utils").check_target_module_exists
     stage.requires_grad_(False)
-    # Of other stages' modules a stage may have empty ones.
+    # A stage may have modules of other stages without their parameters: these get no adapter.
     targets = [
         name
         for name, module in stage.named_modules()
@@ -55,7 +55,7 @@ def inject(stage: nn.Module, options: Mapping[str, Any], seed: int) -> None:
             if isinstance(module, layers.LoraLayer):
                 torch.manual_seed(seed_of(seed, "lora", name))
                 module.reset_lora_parameters(ADAPTER, config.init_lora_weights)
-    # A stage of Hugging Face runs modules through a model beside its own tree of them.
+    # A Hugging Face stage has its modules in its own tree and in the library's model, which it runs.
     adopt = getattr(stage, "adopt_modules", None)
     if adopt is not None:
         adopt()
@@ -83,7 +83,7 @@ def lora_config(options: Mapping[str, Any]) -> Any:
 
 
 def check_no_tied_target(options: Mapping[str, Any], tied: Mapping[str, str]) -> None:
-    """Raise ValueError for a target with a tied parameter. tied: {name of a parameter: its first name}."""
+    """Raise ValueError for a target module with a tied parameter. tied: {name: the name it is tied to}."""
     exists = importlib.import_module("peft.tuners.tuners_utils").check_target_module_exists
     config = lora_config(options)
     for pair in tied.items():
@@ -96,7 +96,7 @@ def check_no_tied_target(options: Mapping[str, Any], tied: Mapping[str, str]) ->
 
 
 def check_targets(pipeline: Pipeline, options: Mapping[str, Any]) -> None:
-    """Raise ValueError on all ranks for a target that no stage has. Collective."""
+    """Raise ValueError on all ranks for an entry of target_modules that matches no module. Collective."""
     own = {name.partition(".lora_")[0] for name, _ in pipeline.named_parameters() if ".lora_" in name}
     adapted = set().union(*pipeline.place.gather(own))
     targets = options["target_modules"]
@@ -125,10 +125,11 @@ def save_adapter(
     masters: MasterWeights | None = None,
     base: str | None = None,
 ) -> None:
-    """Write adapter_config.json and adapter_model.safetensors of all stages, as peft's save_pretrained does.
+    """Write the adapters of all stages into `folder`, as peft's save_pretrained does. Collective.
 
-    base: the name or folder of the base model. `PeftModel.from_pretrained(model, folder)` loads it. The first
-    process writes; every process of the first pipeline sends it its adapters. Collective.
+    The files are adapter_config.json and adapter_model.safetensors; `PeftModel.from_pretrained(model,
+    folder)` loads them. base: the name or folder of the base model, for the config. The first process writes,
+    and gets the adapters of its pipeline's other ranks.
     """
     own = {peft_name(name): each for name, each in _adapters(pipeline, masters)}
     everywhere = gather(own, pipeline.group)
@@ -163,7 +164,7 @@ def is_adapter(name: str) -> bool:
 
 
 def _adapters(pipeline: Pipeline, masters: MasterWeights | None) -> Iterator[tuple[str, Tensor]]:
-    """This rank's adapters by the names that their stages have for them."""
+    """(name in its stage, values on the CPU) of each adapter on this rank; a master stands for its weight."""
     for stage in pipeline.stages.values():
         for name, parameter in stage.named_parameters():
             if is_adapter(name):

@@ -2,8 +2,9 @@
 
     [{"match": ["*.bias", "*norm*"], "weight_decay": 0.0}, {"match": "head.*", "lr": 1e-4}]
 
-The first entry that matches a parameter gives its group the entry's options. A pattern is that of a shell
-(fnmatch) and matches whole names. A tied parameter is in one group with its copies: it has all their names.
+The first entry that matches a parameter decides on the parameter's options. A pattern is a shell's (fnmatch)
+and has to match a whole name. A tied parameter has all its names on every rank, so its copies get the same
+options.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _ALIASES = {"learning_rate": "lr"}  # the config's names for an optimizer's opti
 
 
 class Named(NamedTuple):
-    """A parameter that an optimizer gets, with all names that it has in the whole model; () if not known."""
+    """A parameter for an optimizer, with all its names in the whole model; (): the names are not known."""
 
     names: tuple[str, ...]
     parameter: nn.Parameter
@@ -41,7 +42,7 @@ class Entry(NamedTuple):
 
 
 def named_parameters(pipeline: Pipeline, masters: MasterWeights | None = None) -> list[Named]:
-    """What an optimizer is made over: each of this rank's parameters, or its master."""
+    """This rank's parameters, or their masters, to make an optimizer of."""
     return [
         Named(names, parameter if masters is None else masters.of(parameter))
         for names, parameter in pipeline.parameter_names()
@@ -49,12 +50,12 @@ def named_parameters(pipeline: Pipeline, masters: MasterWeights | None = None) -
 
 
 def as_named(parameters: Iterable[nn.Parameter | Named]) -> list[Named]:
-    """The parameters, those without names with none."""
+    """The parameters as Named; a bare parameter gets no names."""
     return [each if isinstance(each, Named) else Named((), each) for each in parameters]
 
 
 def entries_of(groups: Sequence[Mapping[str, Any]]) -> list[Entry]:
-    """The entries of the config. Raises ValueError for an entry of another form."""
+    """The entries of the config's `groups`. Raises ValueError for one without `match` or options."""
     return [_entry(number, dict(each)) for number, each in enumerate(groups)]
 
 
@@ -84,11 +85,11 @@ def grouped(
     split: Callable[[Named, Mapping[str, Any]], Mapping[str, Any]],
     defaults: Sequence[Mapping[str, Any]],
 ) -> list[Group]:
-    """Groups of the trainable parameters: first those that no entry matches, then those of each entry.
+    """The trainable parameters in groups: for no entry, then for each entry, a group for each of `defaults`.
 
-    split(parameter, options of its entry): the further options of the parameter, which are one of `defaults`;
-    the entry's own win. All ranks have the same groups in the same order, whatever parameters they have; a
-    group may be empty.
+    split(parameter, options of its entry): chooses one of `defaults`, options that the parameter gets where
+    its entry does not set them. All ranks have the same groups in the same order, whatever parameters they
+    have; a group may be empty.
     """
     all_options: list[Mapping[str, Any]] = [{}, *(each.options for each in entries)]
     places: dict[int, tuple[int, int]] = {}
@@ -134,7 +135,7 @@ def check_all_match(pipeline: Pipeline, patterns: Sequence[str], key: str) -> No
 
 def no_match(key: str, patterns: Sequence[str], names: Sequence[str]) -> str:
     """The message for patterns that match none of the names."""
-    shown = ", ".join([*names[:4], *["..."] * (len(names) > 5), *names[max(4, len(names) - 1) :]])
+    shown = ", ".join(names if len(names) <= 5 else [*names[:4], "...", names[-1]])
     return (
         f"{key}: {', '.join(patterns)} matches no parameter of the model; a pattern matches a whole name, "
         f"as '*.bias' does, and the names are {shown}"

@@ -1,8 +1,8 @@
 """Text sampled from the model while it is trained, through the pipeline that trains it.
 
 For each token the stages run forward on all tokens so far, as one microbatch. The owner of the last stage
-chooses the next token, which then goes to all ranks. No attention keys are kept between tokens: so this works
-for any stage, and any number of ranks, and is meant for a few lines of text, not for serving.
+chooses the next token, which then goes to all ranks. There is no KV cache. So sampling works with any stage
+and any number of ranks; it is meant for a few lines of text, not for serving.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from zbpp.training.trainer import Trainer
 
-_PADDING = 0  # any token: a causal model does not look at what follows
+_PADDING = 0  # any token will do: a causal model does not see later positions
 
 
 class Coder(Protocol):
@@ -62,7 +62,7 @@ class TokenizerFile:
 
 
 class _Chosen(NamedTuple):
-    """What a rank says of the next token: the last stage's owner has it, or a reason why there is none."""
+    """The next token, or the reason why there is none; the default on ranks without the last stage."""
 
     token: int | None = None
     refusal: str = ""
@@ -80,10 +80,10 @@ def generate(
 ) -> list[int]:
     """The tokens that follow a prompt, equal on all ranks. Collective over the mesh.
 
-    temperature 0: always the likeliest token, else drawn with `seed`. window: the model sees so many of the
-    last tokens; None: all. ends: tokens behind which nothing follows, such as EOS. Stage 0 gets int64
-    [1, time], the last stage returns logits [1, time, vocabulary].
-    Raises ValueError, on all ranks, for another output.
+    temperature: 0: always the likeliest token; else tokens are drawn with `seed`. window: how many of the
+    last tokens the model sees; None: all. ends: tokens that end a text, such as EOS. Stage 0 gets int64
+    [1, time], the last stage returns logits [1, time, vocabulary]. Raises ValueError, on all ranks, for
+    another output.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
@@ -101,7 +101,7 @@ def generate(
 
 
 def _inputs(pipeline: Pipeline, tokens: Sequence[int]) -> tuple[Tensor, ...]:
-    """What stage 0 gets: the tokens, padded behind where tensor-parallel ranks divide them."""
+    """Stage 0's input: the tokens, padded to a multiple of the tensor-parallel degree; () on other ranks."""
     if 0 not in pipeline.stages:
         return ()
     missing = -len(tokens) % pipeline.place.size(TENSOR)
@@ -120,7 +120,7 @@ def _chosen(output: Any, length: int, temperature: float, generator: torch.Gener
         )
     logits = whole_of(output)[0, length - 1].double().cpu()
     if not logits.isfinite().any():
-        return _Chosen(token=_PADDING)  # a diverged run: training says so itself
+        return _Chosen(token=_PADDING)  # the run has diverged; the trainer reports that
     if temperature == 0:
         return _Chosen(int(logits.argmax()))
     weights = (logits.nan_to_num(-torch.inf) / temperature).softmax(0)
@@ -128,7 +128,7 @@ def _chosen(output: Any, length: int, temperature: float, generator: torch.Gener
 
 
 class Sampler(Callback):
-    """Samples a text behind every so many steps; one token before the first step, so that errors come early.
+    """Samples a text every `every` steps, and one token before the first step, so that errors come early.
 
     folder: where samples.jsonl goes; None on ranks that write nothing. log(name, text, step): shows the text.
     """
@@ -157,7 +157,7 @@ class Sampler(Callback):
         self._is_tried = False
 
     def needs_weights(self, step: int) -> bool:
-        """Whether text is sampled behind this step."""
+        """Whether text is sampled after this step."""
         return (step + 1) % self._every == 0
 
     def before_step(self, trainer: Trainer, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Leaving after some steps of this start, as a signal would make a run leave."""
+"""A run that is left after a given number of steps, as a signal would make it leave."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from zbpp.training.update import Metrics
 
 
 class StopAfter(Callback):
-    """Ends a run after so many steps of this start; a later start may go on."""
+    """Leaves the run after `num_steps` steps, counted from this start; a later start may go on."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps, self._num_done = num_steps, 0

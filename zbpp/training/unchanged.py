@@ -29,9 +29,9 @@ class AfterUpdate:
         self._optimizer, self._states = optimizer, [*_marks(optimizer.state)]
 
     def check(self, *, needs_gradients: bool) -> None:
-        """Check that weights and states are the same; with needs_gradients, also the gradients.
+        """Check that weights and states have not changed; with needs_gradients, nor have gradients.
 
-        A gradient that was set to None is set again. Raises RuntimeError for any other change.
+        A gradient that was set to None is put back. Raises RuntimeError for any other change.
         """
         for parameter, version, total, total_version in self._versions:
             if parameter._version != version:
@@ -67,7 +67,7 @@ def _marks(value: Any) -> Iterator[tuple[Any, int]]:
     if isinstance(value, Tensor):
         yield value, local_of(value)._version
     elif isinstance(value, dict):
-        # Who only looks at `optimizer.state[parameter]` makes an empty dict.
+        # Reading `optimizer.state[parameter]` makes an empty dict: that is no change.
         items = [(key, each) for key, each in value.items() if not (isinstance(each, dict) and not each)]
         yield value, len(items)
         for key, each in items:

@@ -18,7 +18,7 @@ _STAGE_FILE = re.compile(r"stage-(\d+)-of-(\d+)\.safetensors")
 
 
 class SavedWeights(Protocol):
-    """Weights that some folder holds; a tensor is read when it is asked for."""
+    """Weights in a folder. Each tensor is read when it is asked for."""
 
     @property
     def names(self) -> Sequence[str]:
@@ -35,9 +35,9 @@ class SavedWeights(Protocol):
 
 
 def weights_of_run(run: Path) -> SavedWeights:
-    """What a run has saved at its end (see `save_weights`), else its newest whole checkpoint.
+    """The weights that a run has saved at its end (config: save_weights), else its newest whole checkpoint.
 
-    run: the run's folder, or that of one checkpoint. Raises ValueError for a folder without weights.
+    run: the run's folder, or a checkpoint's. Raises ValueError for a folder without weights.
     """
     if not run.is_dir():
         raise ValueError(f"{run} is no folder: name the run_dir of a zbpp train")
@@ -87,7 +87,7 @@ class CheckpointWeights:
 
 
 class StageFiles:
-    """The files stage-0-of-4.safetensors and so on. Raises ValueError unless all are there and whole."""
+    """The weights in stage-0-of-4.safetensors and so on. Raises ValueError if one is missing or damaged."""
 
     def __init__(self, run: Path) -> None:
         found = {path: match for path in run.iterdir() if (match := _STAGE_FILE.fullmatch(path.name))}
@@ -120,7 +120,7 @@ _SIZES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2,
 
 
 def _opened(path: Path) -> Any:
-    """The file. "pread": a mapped file would count as memory of this process."""
+    """The opened file. backend="pread": a mapped file would count as memory of this process."""
     from safetensors import SafetensorError, safe_open
 
     try:

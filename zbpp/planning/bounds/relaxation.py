@@ -70,7 +70,7 @@ class Relaxation:
         return self.f_start[self.lowest(rank)]
 
     def work(self, rank: int) -> float:
-        """What a rank runs in all (ms)."""
+        """The time (ms) of all actions of a rank."""
         return self.problem.num_microbatches * sum(stage.work for stage in self.stages_on(rank))
 
     def until_first_b(self, rank: int) -> float:

@@ -82,7 +82,7 @@ def _by_paper_planner(problem: Problem) -> list[Plan]:
 
 
 def _by_families(problem: Problem) -> Iterator[Plan]:
-    """What the families of this placement plan, whether it fits the memory or not."""
+    """The plans of this placement's families, whether they fit the memory or not."""
     for family in _own_families(problem):
         plan = _family_plan(family, problem)
         if plan:

@@ -1,4 +1,4 @@
-"""A run that ends when a held-out metric improves no more."""
+"""A run that ends when a metric of its evaluations improves no more."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EarlyStop(Callback):
 
     A value is better if it is smaller than the best one by more than min_delta; with mode="max", larger.
     NaN is never better. Evaluations are equal on all ranks, and so is what this callback decides.
-    Raises MetricError, at the first evaluation, for a metric that it does not have.
+    Raises MetricError at the first evaluation if that has no such metric.
     """
 
     def __init__(self, metric: str, *, patience: int = 3, min_delta: float = 0.0, mode: str = "min") -> None:

@@ -1,10 +1,10 @@
 """Signals that ask a run to end: SIGTERM, SIGUSR1 (Slurm's warning) and Ctrl-C.
 
-The run ends in order behind the step that runs: it saves, writes its summary, and the process exits with 0.
+The run ends in order after its present step: it saves, writes its summary, and the process exits with 0.
 A second SIGTERM or Ctrl-C ends the process at once.
 
-Python runs no signal handler while the main thread waits for a message of another rank. So a thread learns of
-signals: Python's C code writes their numbers into a pipe at once, whatever the main thread does.
+Python runs no signal handler while the main thread waits for a message of another rank. But Python's C code
+writes the number of a signal into a pipe at once, and a thread reads the pipe.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 ENDING = (signal.SIGTERM, signal.SIGINT)  # of these, the second one ends the process at once
 SIGNALS = (*ENDING, signal.SIGUSR1)
-# s: Ctrl-C and SIGTERM may come twice at the same time, from the terminal or Slurm and from the launcher.
+# s: signals that come within this time are one: the terminal (or Slurm) and the launcher may both send it.
 SAME = 0.5
 
 
 class LeaveOnSignal(Callback):
-    """Inside the with block signals end the run, not the process; a callback of the trainer that runs it.
+    """A callback of the trainer, and a context in which signals end the run instead of the process.
 
-    reason: the name of the first signal; None before it. is_shown: whether this rank says that it came.
-    Outside the main thread, which alone may handle signals, the block changes nothing.
+    reason: the name of the first signal; None before it. is_shown: whether this rank prints that it came.
+    Only the main thread may handle signals: the context changes nothing in another thread.
     """
 
     def __init__(self, *, is_shown: bool = False) -> None:
@@ -70,7 +70,7 @@ class LeaveOnSignal(Callback):
         self._trainer, self._before = None, {}
 
     def _hold(self) -> None:
-        """Before a fork: the child shares the pipe, so a signal must not reach it before `_forget`."""
+        """Hold signals back during a fork: the child shares the pipe until its `_forget`."""
         if self._before:
             self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
@@ -79,7 +79,7 @@ class LeaveOnSignal(Callback):
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def _forget(self) -> None:
-        """In a forked process: a signal to it is not one to this rank, and ends it as usual."""
+        """Give signals their usual effect in a forked child: they are not signals to this rank."""
         if self._before:
             signal.set_wakeup_fd(-1)
             for each in SIGNALS:
@@ -95,7 +95,7 @@ class LeaveOnSignal(Callback):
         os.close(read)
 
     def _take(self, received: signal.Signals) -> None:
-        """Note one signal. Runs in the thread."""
+        """Leave the run at the first signal; end the process at the second. Runs in the thread."""
         if received not in SIGNALS:
             return
         now = time.monotonic()
@@ -113,4 +113,4 @@ class LeaveOnSignal(Callback):
 
 
 def _do_nothing(*_: object) -> None:
-    """A handler must be there, or the signal ends the process."""
+    """Handle a signal: without any handler it would end the process."""

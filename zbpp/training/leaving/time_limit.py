@@ -13,15 +13,16 @@ from zbpp.training.update import Metrics
 if TYPE_CHECKING:
     from zbpp.training.trainer import Trainer
 
-_WATCHED = 20  # steps, the slowest of which says how long a step may take
+_WATCHED = 20  # the last steps; the slowest of them says how long a step may take
 
 
 class TimeLimit(Callback):
     """Ends the run if the next step and all callbacks' `finish` might not be over within the time.
 
-    seconds: from `begin`, a time of `clock`; by default from now on. A step's time is the slowest of the last
-    ones, with all that stands between steps: evaluation, saving, sampling. What follows the last step has as
-    much time again, and what the callbacks estimate for their `finish`.
+    seconds: counted from `begin`, a time of `clock`; by default from now on. The time of the slowest recent
+    step, with evaluation, saving and sampling, counts three times: for the next step, for one more until all
+    ranks have agreed, and for what follows the last step. The callbacks' own estimates of their `finish` are
+    added.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class TimeLimit(Callback):
         self._steps: deque[float] = deque(maxlen=_WATCHED)
 
     def before_step(self, trainer: Trainer, step: int) -> None:
-        """Note the time of the step before, from the begin of that one to the begin of this one."""
+        """Note how long the step before took, from its begin to the begin of this step."""
         now = self._clock()
         if self._last is not None:
             self._steps.append(now - self._last)
