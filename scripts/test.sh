@@ -14,8 +14,9 @@ set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
 
-export OMP_NUM_THREADS=1 # tests start several ranks on few cores
-export MPLBACKEND=Agg    # no display needed
+export OMP_NUM_THREADS=1      # tests start several ranks on few cores
+export MPLBACKEND=Agg         # no display needed
+unset PYTHONDONTWRITEBYTECODE # each of the many processes would compile zbpp anew
 
 # In the background: linting and types take as long.
 get_chromium() {

@@ -118,15 +118,14 @@ def run_to_the_end(arguments: list[str]) -> None:
 
 def run(arguments: list[str]) -> None:
     """Do what `python *arguments` does."""
+    # Lines of several ranks stay whole: without a buffer a line is several writes.
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     is_safe = "PYTHONSAFEPATH" in os.environ
     while arguments[0] not in ("-c", "-m") and arguments[0].startswith("-"):
         flag, *arguments = arguments
-        if flag == "-u":
-            sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
-        elif flag == "-P":
-            is_safe = True
-        else:
-            assert flag == "-B", f"a warm Python does not know {flag}"
+        is_safe = is_safe or flag == "-P"
+        if flag not in ("-P", "-B", "-u"):
+            raise ValueError(f"a warm Python does not know {flag}")
     first, *rest = arguments
     if first in ("-c", "-m"):
         what, *rest = rest
