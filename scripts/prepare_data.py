@@ -55,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("stopped: the same command goes on where it was")
     print(f"written to {options.output}: {described(header)}")
 
 

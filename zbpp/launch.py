@@ -39,10 +39,11 @@ def refusals() -> tuple[type[Exception], ...]:
     from zbpp.autograd.copies import OffloadError
     from zbpp.checkpoints import CheckpointError
     from zbpp.runtime import AgreementError, BoundaryError, DeviceError  # torch: a second to import
+    from zbpp.training.leaving.early_stop import MetricError
     from zbpp.training.loss_scale import LossScaleError
     from zbpp.training.run_folder import FolderError
 
-    training = FolderError, LossScaleError
+    training = FolderError, LossScaleError, MetricError
     return (
         ConfigError,
         PlanError,

@@ -211,6 +211,10 @@ def test_it_is_the_mean_over_all_targets_of_all_replicas(files):
             '{"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "a"}]}\n',
             "has 1 conversations to train on, and a batch takes 4",
         ),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}\n',
+            "line 1: the template writes the content [{'type': 'text', 'text': 'a'}]",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_with_its_line(files, tmp_path, text, words):
@@ -235,6 +239,8 @@ def test_other_misfits_are_said(files):
         data_of(files, vocab_size=100)
     with pytest.raises(ValueError, match="larger model.sequence_length"):
         data_of(files, sequence_length=2)
+    with pytest.raises(ValueError, match=r"write 0.0 to 0.99"):
+        data_of(files, held_out=1.0)
 
 
 def test_too_little_held_out_is_said_in_conversations(files):

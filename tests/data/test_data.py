@@ -202,6 +202,17 @@ def test_a_tokenizer_file_gives_its_tokens_and_vocabulary(folder, tokenizer_file
     assert corpus.vocab_size == len(words)
 
 
+def test_a_tokenizer_file_that_cuts_and_pads_its_texts_cuts_and_pads_no_corpus(folder, tokenizer_file):
+    (folder / "text").write_text(TEXT)
+    whole = load_corpus(folder / "text", tokenizer=tokenizer_file).tokens.tolist()
+    for length in (3, 1000):  # BERT's files, and many others, hold both
+        tokenizer = pytest.importorskip("tokenizers").Tokenizer.from_file(str(tokenizer_file))
+        tokenizer.enable_truncation(length)
+        tokenizer.enable_padding(length=length)
+        tokenizer.save(str(tokenizer_file))
+        assert load_corpus(folder / "text", tokenizer=tokenizer_file).tokens.tolist() == whole
+
+
 def windows_of(batches, steps):
     """The first token of each sample: the number of its window, where the tokens count up."""
     firsts = torch.cat([batches.batch(step)[0][:, 0] for step in steps])

@@ -2,12 +2,13 @@
 
 import sys
 from copy import deepcopy
+from itertools import count
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 from zbpp import Pipeline, plan
 from zbpp.builders.data import build_data
@@ -351,6 +352,21 @@ def test_a_dataset_and_a_loader_of_one_load_no_row_that_was_trained_on(monkeypat
         data.train.batch(1003)
         monkeypatch.undo()
         assert len(loaded) == BATCH
+
+
+def test_ranks_with_different_numbers_of_rows_or_batches_have_different_fingerprints():
+    for make in (Squares, lambda rows: DataLoader(Squares(rows), batch_size=BATCH)):
+        prints = [loaded_data(make(rows), batch_size=BATCH, seed=7).fingerprint for rows in (20, 24)]
+        assert prints[0] != prints[1]
+
+
+def test_an_iterable_dataset_may_be_held_out():
+    class Endless(IterableDataset):
+        def __iter__(self):
+            return ((torch.tensor([float(row)]), torch.zeros(())) for row in count())
+
+    data = loaded_data((Squares(), Endless()), batch_size=BATCH, seed=7)
+    assert [int(data.evaluation.batch(step)[0][0, 0]) for step in (0, 1)] == [0, BATCH]
 
 
 def test_a_stream_is_skipped_loudly(monkeypatch, caplog):

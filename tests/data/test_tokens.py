@@ -305,6 +305,8 @@ def no_documents(folder):
         (id, {"sequence_length": 500, "batch_size": 50}, r"has \d windows .* a batch takes 50: give"),
         (id, {"path": None}, "write data.path=FOLDER, or data.mixture="),
         (id, {"path": None, "mixture": [{"path": "a"}]}, r"data.mixture has \[{'path': 'a'}\]"),
+        (id, {"path": None, "mixture": [{"path": "a", "weight": 0}]}, r"weights of a mixture are \[0\]"),
+        (id, {"path": None, "mixture": [{"path": "a", "weight": "3"}]}, r"are \['3'\]: write a number"),
         (id, {"tokenizer": __file__}, r"was not made by data.tokenizer=.*, but holds bytes"),
     ],
 )  # fmt: skip

@@ -507,6 +507,8 @@ def test_several_ranks_and_shards():
         ),
         (lambda: made(OptimizerConfig(groups=[{"lr": 1.0}])), "groups[0] has match=None"),
         (lambda: made(OptimizerConfig(groups=[{"match": "*"}])), "needs options"),
+        (lambda: made(OptimizerConfig(groups=[{"match": "*", "lr": "1e-3x"}])), "groups[0] has lr='1e-3x'"),
+        (lambda: made(OptimizerConfig(groups=[{"match": "*", "learning_rate": None}])), "has lr=None"),
         (
             lambda: made(replace(MUON, groups=[{"match": "*bias", "algorithm": "muon"}])),
             "Muon is for matrices",

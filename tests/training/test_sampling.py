@@ -8,6 +8,7 @@ import torch
 
 from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
+from zbpp.builders.callbacks import check_prompt
 from zbpp.data import text_data
 from zbpp.data.special_tokens import begin_and_ends
 from zbpp.models.gpt import Gpt
@@ -150,6 +151,13 @@ def test_bytes_and_tokenizer_files_give_the_text_back():
 def test_a_prompt_without_a_token_is_refused():
     with pytest.raises(ValueError, match="has no token: write a longer text"):
         Sampler("", Bytes(), every=1)
+
+
+def test_a_prompt_with_tokens_that_the_model_lacks_is_refused():
+    check_prompt([5, 99], 100)
+    check_prompt([5, 100], None)
+    with pytest.raises(ValueError, match="the prompt has token 100, and the model's vocab_size is 100"):
+        check_prompt([5, 100], 100)
 
 
 # ---------------------------------------------------------------- BOS and EOS

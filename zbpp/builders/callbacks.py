@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from zbpp.config import ConfigError, TrainConfig, naming
@@ -60,6 +61,7 @@ def _sampler(config: TrainConfig, data: Data, here: World, folder: Path, loggers
     options = config.sample
     with naming("sample"):
         coder, ends = _coder(config)
+        check_prompt(coder.encode(options.prompt), config.data.get("vocab_size"))
         return Sampler(
             options.prompt,
             coder,
@@ -71,6 +73,15 @@ def _sampler(config: TrainConfig, data: Data, here: World, folder: Path, loggers
             window=config.data.get("sequence_length"),
             folder=folder if here.rank == 0 else None,
             log=loggers.text,
+        )
+
+
+def check_prompt(tokens: Sequence[int], vocab_size: int | None) -> None:
+    """Raise ValueError for a token that the model lacks: a tokenizer of another model is named."""
+    if vocab_size is not None and max(tokens, default=0) >= vocab_size:
+        raise ValueError(
+            f"the prompt has token {max(tokens)}, and the model's vocab_size is {vocab_size}: write "
+            "sample.tokenizer=FILE, the tokenizer that the data were made with"
         )
 
 

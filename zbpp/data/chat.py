@@ -144,6 +144,8 @@ def chat_data(
     """
     if not is_read:
         return unread_data(batch_size * sequence_length)
+    if not 0 <= held_out < 1:
+        raise ValueError(f"held_out={held_out} is a share of the conversations: write 0.0 to 0.99")
     loaded = load_tokenizer(tokenizer, chat_template)
     conversations = [
         _encoded(loaded, messages, f"{path}, line {number}") for number, messages in _lines(Path(path))
@@ -191,6 +193,7 @@ def encode(tokenizer: Any, messages: Messages) -> Conversation:
     token that the tokenizer lacks.
     """
     check_special_tokens(tokenizer, messages)
+    _check_contents(tokenizer, messages)
     options: dict[str, Any] = {"tokenize": True, "return_dict": True}
     if re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template):
         found = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, **options)
@@ -220,6 +223,23 @@ def encode(tokenizer: Any, messages: Messages) -> Conversation:
             )
         is_target[len(before) : len(after)] = 1
     return Conversation(np.array(whole), is_target)
+
+
+def _check_contents(tokenizer: Any, messages: Messages) -> None:
+    """Raise ValueError if the template writes a content that is no text as Python does: [{'type': ..."""
+    contents = [message["content"] for message in messages]
+    if all(isinstance(each, str) for each in contents):
+        return
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    for content in contents:
+        shown = str(content)
+        if not isinstance(content, str) and text.count(shown) > sum(
+            each.count(shown) for each in contents if isinstance(each, str)
+        ):
+            raise ValueError(
+                f"the template writes the content {shown[:60]} as it stands, for the model to learn: write "
+                "a text as content, or a template that takes such contents"
+            )
 
 
 def _encoded(tokenizer: Any, messages: Messages, where: str) -> Conversation:

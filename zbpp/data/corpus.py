@@ -212,7 +212,7 @@ def _mapped_bin(file: Path, dtype: str | None) -> Tokens:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer.json.
+    """Read a tokenizer.json. The tokenizer neither cuts nor pads a text, even if its file says so.
 
     Raises FileNotFoundError if there is none, ValueError if it can't be read or `tokenizers` is missing.
     """
@@ -229,12 +229,15 @@ def load_tokenizer(path: Path) -> Tokenizer:
             "run `pip install tokenizers`, or name no tokenizer for bytes"
         ) from error
     try:
-        return Tokenizer.from_file(str(path))
+        loaded = Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises bare Exceptions
         raise ValueError(
             f"tokenizer {str(path)!r} can't be read ({error}): name a tokenizer.json written by the "
             "Hugging Face package `tokenizers`"
         ) from error
+    loaded.no_truncation()  # many files of models hold the length of a training sample
+    loaded.no_padding()
+    return loaded
 
 
 def encode(text: bytes, tokenizer: Tokenizer) -> Tokens:

@@ -48,6 +48,11 @@ class DatasetBatches:
         self._rows, self._batch_size, self._seed, self._shuffle = rows, batch_size, seed, shuffle
 
     @property
+    def num_rows(self) -> int:
+        """Rows per epoch."""
+        return len(self._rows)
+
+    @property
     def num_batches(self) -> int:
         """Whole batches per epoch."""
         return len(self._rows) // self._batch_size

@@ -75,7 +75,10 @@ class Loaded:
     @property
     def num_batches(self) -> int:
         """How many batches an epoch has."""
-        return len(self._batches) if isinstance(self._batches, Sized) else _ENDLESS
+        try:
+            return len(self._batches)  # type: ignore[arg-type]
+        except TypeError:  # also a DataLoader of an IterableDataset
+            return _ENDLESS
 
     def batch(self, step: int) -> Any:
         """The batch of `step`, from 0; the latest batch is not loaded again."""
@@ -268,15 +271,16 @@ def loaded_data(given: Any, *, batch_size: int, seed: int, is_read: bool = True)
 
 
 def _fingerprint(train: Loader) -> str:
-    """The fingerprint of the first batch, whose parts are checked here, too.
+    """The fingerprint of the first batch, whose parts are checked here, too, and of the number of batches.
 
-    The fingerprint of a Dataset covers the first row alone, so that a resumed run may have larger batches.
+    Of a Dataset it covers the first row and the number of rows: a resumed run may have larger batches.
     """
     first = train.batch(0)
     parts_of(first)
     if not isinstance(train, DatasetBatches):
-        return fingerprint_of(first)
-    return fingerprint_of(tree_map(lambda each: each[:1] if isinstance(each, Tensor) else None, first))
+        return fingerprint_of((first, train.num_batches))
+    row = tree_map(lambda each: each[:1] if isinstance(each, Tensor) else None, first)
+    return fingerprint_of((row, train.num_rows))
 
 
 def _loaded(given: Any, batch_size: int, seed: int, name: str, *, shuffle: bool) -> Loader:

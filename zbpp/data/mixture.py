@@ -56,8 +56,9 @@ def shares_in_block(weights: Sequence[float]) -> Numbers:
 
     If these add up to more than 1000, shares are rounded to thousandths, at least one. Raises ValueError.
     """
-    bad = [weight for weight in weights if not 0 < weight < math.inf]
-    if bad or not weights:
+    numbers = [each for each in weights if isinstance(each, int | float) and not isinstance(each, bool)]
+    bad = [weight for weight in numbers if not 0 < weight < math.inf]
+    if bad or not weights or len(numbers) < len(weights):
         raise ValueError(f"the weights of a mixture are {list(weights)}: write a number above 0 for each set")
     # As they are written: 0.7 is 7/10, not the binary fraction next to it.
     exact = [Fraction(str(weight)) for weight in weights]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zbpp.data.encoding import fingerprint_of
-from zbpp.data.mixture import Mixture
+from zbpp.data.mixture import Mixture, shares_in_block
 from zbpp.data.prepared import BYTES, HELD_OUT, TRAIN, Prepared, digest_of, open_prepared
 from zbpp.data.source import Data
 from zbpp.data.text import Batches, check_fills_a_batch
@@ -78,7 +78,9 @@ def _entries(path: str | None, mixture: Sequence[Mapping[str, Any]] | None) -> t
     wrong = [dict(entry) for entry in entries if set(entry) != {"path", "weight"}]
     if wrong or not entries:
         raise ValueError(f"data.mixture has {wrong or 'no entry'}: write entries {{path: ..., weight: ...}}")
-    return [str(entry["path"]) for entry in entries], [entry["weight"] for entry in entries]
+    weights = [entry["weight"] for entry in entries]
+    shares_in_block(weights)  # also of a single one: refused as it is among others
+    return [str(entry["path"]) for entry in entries], weights
 
 
 def _windows(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from zbpp.runtime import Pipeline
 from zbpp.training.master_weights import MasterWeights
@@ -73,6 +73,9 @@ def _entry(number: int, options: dict[str, Any]) -> Entry:
             f"groups[{number}] needs options of the optimizer for {', '.join(patterns)}, such as "
             "weight_decay: 0 or lr: 1e-4"
         )
+    rate = renamed.get("lr", 0.0)
+    if isinstance(rate, bool) or not isinstance(rate, int | float | Tensor):
+        raise ValueError(f"groups[{number}] has lr={rate!r}: write a number, such as lr: 1e-4")
     return Entry(patterns, renamed)
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from helpers.trainers import small_trainer
-from zbpp.training.leaving.early_stop import EarlyStop
+from zbpp.training.leaving.early_stop import EarlyStop, MetricError
 
 
 class Spy:
@@ -47,7 +47,7 @@ def test_the_reason_names_the_best_value_and_its_step():
 
 
 def test_a_metric_that_no_evaluation_has_is_refused_with_those_that_there_are():
-    with pytest.raises(ValueError, match="an evaluation has evaluation_loss: write one of them"):
+    with pytest.raises(MetricError, match="an evaluation has evaluation_loss: write one of them"):
         steps_until_left(EarlyStop("evaluation_accuracy"), [1.0])
 
 

@@ -12,12 +12,16 @@ if TYPE_CHECKING:
     from zbpp.training.trainer import Trainer
 
 
+class MetricError(ValueError):
+    """The metric to watch is none of an evaluation's."""
+
+
 class EarlyStop(Callback):
     """Ends the run after `patience` evaluations in a row without a better value of `metric`.
 
     A value is better if it is smaller than the best one by more than min_delta; with mode="max", larger.
     NaN is never better. Evaluations are equal on all ranks, and so is what this callback decides.
-    Raises ValueError at the first evaluation if that has no such metric.
+    Raises MetricError at the first evaluation if that has no such metric.
     """
 
     def __init__(self, metric: str, *, patience: int = 3, min_delta: float = 0.0, mode: str = "min") -> None:
@@ -31,7 +35,7 @@ class EarlyStop(Callback):
         if not found:
             return
         if self.metric not in found:
-            raise ValueError(
+            raise MetricError(
                 f"early_stop.metric={self.metric}: an evaluation has {', '.join(found)}: write one of them"
             )
         value = float(known[-1][self.metric])
