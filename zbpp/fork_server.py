@@ -15,6 +15,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, parent_process, resource_tracker
@@ -22,8 +23,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from threading import Thread
 
-# The last one is what the first optimizer of a process imports.
-_IMPORTS = ["zbpp.app", "torch._dynamo"]
+# The second one imports a part of torch that the first optimizer of a process would import.
+_IMPORTS = ["zbpp.app", "zbpp.autograd.compiled.dynamo"]
 _OF_THE_RANKS = {signal.SIGTERM, signal.SIGUSR1}
 _HOME = Path(__file__).parents[1]
 _PYTHONS_PATH = ("PYTHONPATH", "PYTHONSAFEPATH")
@@ -31,7 +32,7 @@ _GONE = 1  # the exit status of a rank whose job is gone
 
 
 def start_method() -> str:
-    """How multiprocessing starts a rank; starts the fork server if ranks are forks of it."""
+    """How multiprocessing starts a rank; starts the fork server, once, if ranks are forks of it."""
     import torch
 
     if torch.cuda.is_available() or "forkserver" not in multiprocessing.get_all_start_methods():
@@ -68,11 +69,13 @@ def _imports_from_here() -> Iterator[None]:
     saved = {name: os.environ.get(name) for name in _PYTHONS_PATH}
     os.environ.update({_SAVED + name: value or "" for name, value in saved.items()})
     os.environ["PYTHONSAFEPATH"] = "1"
+    sys.path.insert(0, str(_HOME))  # newer Pythons give it to the fork server
     if not _is_installed():
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_HOME), saved["PYTHONPATH"]]))
     try:
         yield
     finally:
+        sys.path.remove(str(_HOME))
         for name, value in saved.items():
             del os.environ[_SAVED + name]
             _set(name, value)

@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import uuid4
 
-from zbpp.fork_server import begin_as_a_rank, start_method
+from zbpp import fork_server
 from zbpp.ranges import ConfigError
 from zbpp.schedule import PlanError
 
@@ -67,6 +67,12 @@ def discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def prepare_ranks() -> str:
+    """Let ranks begin at once later, if that is possible; returns how multiprocessing starts them."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    return fork_server.start_method()
+
+
 def on_ranks(
     num_ranks: int, function: Callable[[Any], Any], argument: Any, *, passes_signals: bool = False
 ) -> Any:
@@ -84,7 +90,7 @@ def on_ranks(
 
     from zbpp.pass_signals import passing_signals
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    start_method = prepare_ranks()
     signals = "SIGHUP,SIGQUIT" if passes_signals else "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
     with (
         TemporaryDirectory(prefix="zbpp-") as folder,
@@ -93,7 +99,7 @@ def on_ranks(
         passing_signals() if passes_signals else nullcontext() as passed,
     ):
         launch = LaunchConfig(
-            start_method=start_method(),
+            start_method=start_method,
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=num_ranks,
@@ -143,7 +149,7 @@ def _without_torchs_log() -> Iterator[None]:
 
 
 def _run_rank(function: Callable[[Any], Any], argument: Any, folder: str) -> Any:
-    begin_as_a_rank()
+    fork_server.begin_as_a_rank()
     del sys.path[0]  # _same_package put it there; the user's classes are found as in the first process
     import torch
 

@@ -25,8 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _train(config: Composed) -> None:
     num_ranks = config.tree.parallel.num_processes or 1
     if "RANK" not in os.environ and num_ranks > 1:
+        from zbpp.launch import on_ranks, prepare_ranks
+
+        prepare_ranks()  # another process imports what they need, while this one checks
         from zbpp.app import check_before_start
-        from zbpp.launch import on_ranks
 
         check_before_start(config.tree, num_ranks)
         on_ranks(num_ranks, train_on_rank, config, passes_signals=True)
