@@ -23,8 +23,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from threading import Thread
 
-# The second one imports a part of torch that the first optimizer of a process would import.
-_IMPORTS = ["zbpp.app", "zbpp.autograd.compiled.dynamo"]
+# The second one is what the first optimizer of a process would import.
+_IMPORTS = ["zbpp.app", "torch._dynamo"]
 _OF_THE_RANKS = {signal.SIGTERM, signal.SIGUSR1}
 _HOME = Path(__file__).parents[1]
 _PYTHONS_PATH = ("PYTHONPATH", "PYTHONSAFEPATH")
