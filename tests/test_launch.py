@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from zbpp import app, launch
 from zbpp import config as configs
@@ -28,6 +30,7 @@ from zbpp.commands import command_line, compare
 from zbpp.data import text_data
 from zbpp.launch import RankError, Refusal, on_ranks
 from zbpp.models.gpt import Gpt
+from zbpp.pass_signals import Passed
 from zbpp.planning import SCHEDULES, plan
 from zbpp.render import render_curves
 from zbpp.runtime.world import world
@@ -746,3 +749,12 @@ def test_measured_costs_are_what_plan_takes(tmp_path, warm):
     planned = warm.start(tmp_path, warm.zbpp("plan", "zb_h1", "--ranks", "2", "--costs", "out/costs.json"))
     assert planned.rc == 0, planned.text
     assert "makespan" in planned.text
+
+
+def test_a_signal_before_any_rank_ends_the_job_and_one_after_all_ranks_does_not(tmp_path):
+    passed = Passed(tmp_path / "begun")
+    with pytest.raises(SignalException) as caught:
+        passed.take(signal.SIGUSR1, None)
+    assert caught.value.sigval is signal.SIGUSR1
+    (tmp_path / "begun").touch()
+    passed.take(signal.SIGUSR1, None)

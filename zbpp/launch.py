@@ -25,6 +25,8 @@ from zbpp import fork_server
 from zbpp.ranges import ConfigError
 from zbpp.schedule import PlanError
 
+_BEGUN = "begun"  # a file that exists when a rank has begun
+
 
 class Refusal(ValueError):
     """What can't be done, in a line."""
@@ -96,7 +98,7 @@ def on_ranks(
         TemporaryDirectory(prefix="zbpp-") as folder,
         _without_torchs_log(),
         _same_package(),
-        passing_signals() if passes_signals else nullcontext() as passed,
+        passing_signals(Path(folder) / _BEGUN) if passes_signals else nullcontext() as passed,
     ):
         launch = LaunchConfig(
             start_method=start_method,
@@ -149,6 +151,7 @@ def _without_torchs_log() -> Iterator[None]:
 
 
 def _run_rank(function: Callable[[Any], Any], argument: Any, folder: str) -> Any:
+    (Path(folder) / _BEGUN).touch()
     fork_server.begin_as_a_rank()
     del sys.path[0]  # _same_package put it there; the user's classes are found as in the first process
     import torch

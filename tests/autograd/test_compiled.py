@@ -493,12 +493,8 @@ def test_a_torch_that_lacks_a_part_is_refused_by_what_it_lacks(monkeypatch):
 
 @pytest.mark.parametrize("part", ["_dynamo", "_functorch", "_inductor"])
 def test_each_part_of_torchs_compiler_is_used_in_one_file(part):
-    files = [
-        path for path in Path(zbpp.__file__).parent.rglob("*.py") if path.stem != "fork_server"
-    ]  # imports it
-    assert [
-        path.stem for path in files if f"torch.{part}" in path.read_text()
-    ] == [  # fork_server imports alone
+    files = [path for path in Path(zbpp.__file__).parent.rglob("*.py") if path.stem != "fork_server"]
+    assert [path.stem for path in files if f"torch.{part}" in path.read_text()] == [
         {"_functorch": "aot_autograd"}.get(part, part.lstrip("_"))
     ]
 

@@ -199,7 +199,12 @@ def full_disk(num_bytes=2000):
 
 
 def test_a_full_disk_is_said_and_leaves_nothing(folder):
-    with full_disk(), pytest.raises(CheckpointError, match=r"step-3 could not be written \(.*"):
+    with (
+        full_disk(),
+        pytest.raises(
+            CheckpointError, match=r"step-3 could not be written \(OSError: \[Errno 27\] File too large\)"
+        ),
+    ):
         zbpp.save(folder, *pipeline_of(3, 4, 2), step=3)
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-1", "step-2"]
     assert load(folder) == 2
@@ -236,6 +241,19 @@ def test_a_run_goes_on_loudly_while_the_disk_is_full(tmp_path, capfd, background
         assert f"CHECKPOINT FAILED: {tmp_path / f'step-{step}'} could not be written" in said
     assert "training goes on, earlier checkpoints stay as they are" in said
     assert {path.name for path in tmp_path.iterdir()} == {"step-2", "step-8", "latest"}
+
+
+def test_one_of_the_runs_own_checkpoints_is_not_saved_again_however_its_path_is_written(
+    tmp_path, monkeypatch, capfd
+):
+    monkeypatch.chdir(tmp_path)
+    options = {"every": 2, "keep": 5, "background": False, "config": {}}
+    list(small_trainer(callbacks=[Checkpoints(tmp_path / "run", **options), StopAfter(2)]).run(4))
+    again = Checkpoints(tmp_path / "run", **options)
+    trainer = small_trainer(callbacks=[again])
+    again.resume(trainer, Path("run/step-2"), 4)
+    list(trainer.run(4))
+    assert "CHECKPOINT FAILED" not in capfd.readouterr().out
 
 
 def test_a_folder_that_can_not_be_written_stops_nobody_but_who_leaves(tmp_path, capfd):

@@ -94,7 +94,7 @@ class Saving:
             if index == 0:
                 self._finish()
         except Exception as error:
-            self._error = f"{self.path} could not be written ({type(error).__name__}: {_line(error)})"
+            self._error = f"{self.path} could not be written ({_named(error)})"
             if index == 0:
                 folders.discard(folders.unfinished(self.path))
                 if self._failed is not None:
@@ -112,7 +112,7 @@ class Saving:
         try:
             return *self._part.write(), ""
         except Exception as error:
-            return [], {}, f"process {self._exchange.index}: {type(error).__name__}: {_line(error)}"
+            return [], {}, f"process {self._exchange.index}: {_named(error)}"
 
     def _finish(self) -> None:
         own: tuple[list[Any], dict[str, folders.Written]] = [], {}
@@ -293,6 +293,15 @@ def _merged(parts: list[dict[str, Any]], pipeline: Pipeline, step: int) -> dict[
         "states": parts[0]["states"],
         "kinds": parts[0]["kinds"],
     }
+
+
+def _named(error: BaseException) -> str:
+    """What went wrong in a line. torch's zip writer hides a full disk behind an error of its own."""
+    known: BaseException | None = error
+    while known is not None and not isinstance(known, OSError):
+        known = known.__cause__ or known.__context__
+    known = known or error
+    return f"{type(known).__name__}: {_line(known)}"
 
 
 def _line(error: BaseException) -> str:

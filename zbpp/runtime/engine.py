@@ -281,9 +281,10 @@ class Engine:
     def _fail(self, error: BaseException, before: GradientsBefore | None) -> None:
         """Drop the microbatches of a failed call. A pipeline of several ranks or replicas ends here."""
         if self._parts.watch is not None:
-            who = self._parts.watch.failed()
-            if who and isinstance(error, CommunicationError):
-                error.add_note(who)
+            is_own = not isinstance(error, CommunicationError)
+            said = self._parts.watch.failed(error_text(error) if is_own else "")
+            if said and not is_own:
+                error.add_note(said)
         self._parts.abandon()
         left = "" if before is None else before.restore()
         if left:

@@ -32,7 +32,7 @@ class _Shared:
     def __init__(self, flight: FlightRecorder, store: Store, num_ranks: int) -> None:
         self.flight, self.store, self.num_ranks = flight, store, num_ranks
         self.wake, self.answered = threading.Event(), threading.Event()
-        self.is_over, self.has_failed = False, False
+        self.is_over, self.has_failed, self.why, self.reason = False, False, "", ""
         self.folder: Path | None = None
         self.title: dict[str, Any] = {}
         self.standings: dict[int, Standing] = {}
@@ -55,17 +55,24 @@ class Watch:
         """When a call fails on any rank, each rank writes flight-rank-N.json there. title: a part of it."""
         self._shared.folder, self._shared.title = folder, title
 
-    def failed(self) -> str:
-        """Call it when a call has failed on this rank: which rank is behind, and where; "" if unknown."""
+    def failed(self, why: str = "") -> str:
+        """Call it when a call has failed on this rank; says what the others did, or "" if nothing is known.
+
+        why: the error, if it is this rank's own and no message that did not come. The answer is another rank's
+        error, else the rank that is behind, and where.
+        """
         shared = self._shared
-        shared.has_failed = True
+        shared.why, shared.has_failed = why, True
         shared.wake.set()
         shared.answered.wait(_PATIENCE)
         mine = shared.flight.rank
         found = behind({**shared.standings, mine: shared.flight.standing()}, mine)
-        if found is None or found.rank == mine:
-            return ""
-        return f"rank {found.rank} is behind: {found.text(time.time())}"
+        said = shared.reason
+        if not said and found is not None and found.rank != mine:
+            said = f"rank {found.rank} is behind: {found.text(time.time())}"
+        if said and shared.folder is not None:
+            said += f"\n`zbpp hang {shared.folder}` shows where each rank stood"
+        return said
 
     def close(self) -> None:
         """End the thread."""
@@ -86,7 +93,7 @@ def _run(shared: _Shared) -> None:
             shared.store.set(str(rank), json.dumps(shared.flight.standing()))
             if not has_written and (shared.has_failed or shared.store.check([_FAILED])):
                 has_written = True
-                shared.store.set(_FAILED, "")
+                shared.reason = _tell_failure(shared)
                 shared.standings = dict(_standings(shared))
                 _write(shared)
                 shared.answered.set()
@@ -97,6 +104,14 @@ def _run(shared: _Shared) -> None:
             _write(shared)
     finally:
         shared.answered.set()
+
+
+def _tell_failure(shared: _Shared) -> str:
+    """Let the other ranks know that a call has failed, and why; returns what is known of the reason."""
+    known = shared.store.get(_FAILED).decode() if shared.store.check([_FAILED]) else ""
+    if not known and shared.has_failed:
+        shared.store.set(_FAILED, f"rank {shared.flight.rank} failed: {shared.why}" if shared.why else "")
+    return known
 
 
 def _standings(shared: _Shared) -> list[tuple[int, Standing]]:

@@ -111,7 +111,7 @@ class Checkpoints(Callback):
         )
         trainer.go_on_after(found.step, _replanned(found))
         self._resumed = found
-        if found.path.parent == self._folder:
+        if found.path.parent.resolve() == self._folder.resolve():  # resume= may be relative, or a link
             self._last = found.step
         if _is_first(trainer):
             _say_what_changed(found, trainer, changed)
