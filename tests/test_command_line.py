@@ -98,6 +98,22 @@ def test_flags_may_stand_between_values():
     ]  # fmt: skip
 
 
+def test_a_value_keeps_its_spaces():
+    """A prompt lost the space at its end."""
+    assert composed("sample.prompt=The ").sample.prompt == "The "
+    assert command_line.arguments(["sample.prompt='a '", "steps= 3"]) == ["sample.prompt='a '", "steps=' 3'"]
+
+
+def test_a_models_folder_says_the_size_of_its_vocabulary(tmp_path):
+    """The default's 256 was taken for it, and the data refused."""
+    given = ["model=huggingface", f"model.path={tmp_path}"]
+    assert command_line.arguments(given) == [*given, "~model.config"]
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 320}}')
+    assert command_line.arguments(given) == [*given, "~model.config", "model.vocab_size=320"]
+    given.append("model.vocab_size=300")
+    assert command_line.arguments(given) == [*given, "~model.config"]
+
+
 def test_a_sweep_over_schedules_takes_the_same_names():
     assert command_line.arguments(["-m", "schedule=ZB_H1,AUTO,mine"]) == ["schedule=zb_h1,auto,mine", "-m"]
 

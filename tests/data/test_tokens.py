@@ -122,6 +122,10 @@ def test_each_line_of_a_jsonl_file_is_in_one_range(tmp_path, monkeypatch, size):
     assert [each for unit in units for each in documents_of(unit, Reading())] == documents
 
 
+def at_once(done, total):
+    raise KeyboardInterrupt
+
+
 def test_a_run_that_was_cut_goes_on_and_ends_as_one_that_was_not(texts, tmp_path, monkeypatch):
     monkeypatch.setattr("zbpp.data.documents.UNIT_BYTES", 1)  # a unit a file
     whole = prepare(texts[1], tmp_path / "whole", reading=LINES)
@@ -133,6 +137,9 @@ def test_a_run_that_was_cut_goes_on_and_ends_as_one_that_was_not(texts, tmp_path
     with pytest.raises(KeyboardInterrupt):
         prepare(texts[1], tmp_path / "cut", reading=LINES, progress=cut)
     assert not (tmp_path / "cut").exists()
+    with pytest.raises(KeyboardInterrupt):  # nothing was finished yet: other settings may follow
+        prepare(texts[1], tmp_path / "none", reading=LINES, held_out=0.5, progress=at_once)
+    prepare(texts[1], tmp_path / "none", reading=LINES)
     with pytest.raises(FileNotFoundError, match=r"cut.partial. is not finished"):
         open_prepared(tmp_path / "cut")
     with pytest.raises(ValueError, match=r"was begun with other settings \(held_out changed\)"):

@@ -59,6 +59,10 @@ def stopped():
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def fails():
+    raise ValueError("planted")
+
+
 def endless_loop(folder):
     while not (folder / "flight-rank-1.json").exists():
         time.sleep(0.01)
@@ -77,6 +81,8 @@ def steps(rank, stall, folder):
             pipeline.step(batch, target=batch)
         except CommunicationError as error:
             return " ".join(getattr(error, "__notes__", []))
+        except ValueError as error:
+            return str(error)
     return "no error"
 
 
@@ -88,6 +94,7 @@ def two_stalls(rank, folder):
     if rank == 0:
         os.kill(int(pid.read_text()), signal.SIGCONT)
     said.append(steps(rank, lambda: endless_loop(folder / "loop"), folder / "loop"))
+    said.append(steps(rank, fails, folder / "failed"))
     return said
 
 
@@ -95,10 +102,15 @@ def two_stalls(rank, folder):
 def test_a_stopped_rank_and_one_in_an_endless_loop_are_named_with_what_they_did(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for number, said in enumerate(zip(*run_ranks(two_stalls, 3, tmp_path), strict=True)):
+    *stalls, failed = zip(*run_ranks(two_stalls, 3, tmp_path), strict=True)
+    assert "planted" in failed[1]
+    assert [each.partition("\n")[0] for each in failed[::2]] == [f"rank 1 failed: BoundaryError: {failed[1]}"] * 2
+    for number, said in enumerate(stalls):
         for rank in (0, 2):
             assert said[rank].startswith("rank 1 is behind: "), said
-            assert re.search(r"at 1F0 for \d+\.\d s, instruction 2 of \d+ in step\(\), call 2$", said[rank])
+            place, how = said[rank].splitlines()
+            assert re.search(r"at 1F0 for \d+\.\d s, instruction 2 of \d+ in step\(\), call 2$", place)
+            assert f"`zbpp hang {tmp_path}" in how
         assert ("silent for " in said[0] + said[2]) == (number == 0), said
     assert hang.main([str(tmp_path / "loop")]) == 0
     shown = capsys.readouterr().out

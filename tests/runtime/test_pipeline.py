@@ -452,7 +452,7 @@ def failures(function, num_ranks, *args):
     """The last line of each rank's error; all of them must fail."""
     results = outcomes(function, num_ranks, *args)
     assert [succeeded for succeeded, _ in results] == [False] * num_ranks
-    behind = re.compile(r"rank \d+ is behind: ")  # follows an error: who held up the others
+    behind = re.compile(r"rank \d+ (is behind|failed): ")  # follows an error: what another rank did
     of_ranks = [text.strip().splitlines() for _, text in results]
     return [[line for line in lines if not behind.match(line)][-1] for lines in of_ranks]
 

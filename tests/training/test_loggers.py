@@ -121,7 +121,7 @@ def test_a_run_that_goes_on_goes_on_in_its_wandb_run(no_account, tmp_path):
     found = []
     for goes_on in (False, True, False):
         Wandb(tmp_path, project="test", mode="offline", config={}, goes_on=goes_on).close({}, failed=False)
-        found.append({path.name.rpartition("-")[2] for path in (tmp_path / "wandb").glob("offline-run-*")})
+        found.append({path.name.split("-")[3] for path in (tmp_path / "wandb").glob("offline-run-*")})
     assert [len(each) for each in found] == [1, 1, 2]
 
 

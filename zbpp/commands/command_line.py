@@ -79,15 +79,15 @@ def arguments(given: Sequence[str], name: str = "train") -> list[str]:
 
     `-n 4` becomes the command's key for the number of ranks. Where the model or the data is named by
     `_target_` alone, the keys of the default choice are dropped, and so is the default config of a model that
-    comes from a folder. Schedules may be spelled as in torch. Of
-    torchrun's ranks only rank 0 logs. Raises Refusal for a sweep (-m) inside torchrun: each rank would sweep
-    by itself.
+    comes from a folder, which says the size of its vocabulary, too. Schedules may be spelled as in torch, and
+    values keep their spaces. Of torchrun's ranks only rank 0 logs. Raises Refusal for a sweep (-m) inside
+    torchrun: each rank would sweep by itself.
     """
     overrides, flags = _sorted_apart(_with_num_ranks(list(given), name))
     for group in _NAMED_BY_TARGET:
         overrides = _without_the_default(group, overrides)
     overrides = _without_the_default_config(overrides)
-    overrides = [_in_our_spelling(override) for override in overrides]
+    overrides = [_with_its_spaces(_in_our_spelling(override)) for override in overrides]
     for override in overrides:
         _check_choice(override, flags)
     if "RANK" in os.environ:
@@ -154,7 +154,27 @@ def _without_the_default_config(given: list[str]) -> list[str]:
     paths = [argument.partition("=")[2] for argument in given if re.match(r"\+{0,2}model\.path=", argument)]
     has_config = any(re.match(r"~?\+{0,2}model\.config\b", argument) for argument in given)
     is_ours = "model=huggingface" in given
-    return [*given, "~model.config"] if is_ours and paths not in ([], ["null"]) and not has_config else given
+    if not is_ours or paths in ([], ["null"]) or has_config:
+        return given
+    has_size = any(re.match(r"\+{0,2}model\.vocab_size=", argument) for argument in given)
+    return [*given, "~model.config", *([] if has_size else _vocab_size(Path(paths[-1])))]
+
+
+def _vocab_size(folder: Path) -> list[str]:
+    """The size of the vocabulary in a model's folder; nothing if the folder does not say it."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        size = config.get("vocab_size") or config["text_config"]["vocab_size"]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return []  # what is wrong with the folder is said where it is loaded
+    return [f"model.vocab_size={size}"] if isinstance(size, int) else []
+
+
+def _with_its_spaces(argument: str) -> str:
+    """`key="The "`, typed in a shell, arrives without quotes, and Hydra would drop the space at the end."""
+    key, equals, value = argument.partition("=")
+    is_plain = bool(equals) and value != value.strip() and re.fullmatch(r"[\w .,:;!?-]*", value)
+    return f"{key}='{value}'" if is_plain else argument
 
 
 def _in_our_spelling(argument: str) -> str:

@@ -77,7 +77,9 @@ def prepare(
     if processes < 1:
         raise ValueError(f"processes={processes}: write 1 or more")
     if output.exists() and not overwrite:
-        raise ValueError(f"{str(output)!r} exists: name another folder, or say that it may be overwritten")
+        raise ValueError(
+            f"{str(output)!r} exists: name another folder, or say that it may be overwritten (overwrite)"
+        )
     reading = reading or Reading()
     encoder, units = make_encoder(tokenizer, end_token), units_of(sources, reading)
     work = partial_folder(output)
@@ -104,7 +106,8 @@ def _locked(work: Path) -> Iterator[None]:
 def _agree_with_plan(work: Path, task: Task, units: Sequence[Unit], *, overwrite: bool) -> None:
     """Write plan.json, or compare it with the one that an earlier call has left.
 
-    If they differ, the earlier call's units are removed with `overwrite`, else ValueError is raised.
+    If they differ, the earlier call's units are removed with `overwrite`; else ValueError is raised if a unit
+    was finished.
     """
     times = [
         (name, os.stat(name).st_size, os.stat(name).st_mtime_ns) for unit in units for name in unit.files
@@ -120,10 +123,11 @@ def _agree_with_plan(work: Path, task: Task, units: Sequence[Unit], *, overwrite
     if file.exists():
         begun = json.loads(file.read_text())
         changed = ", ".join(name for name in plan if begun.get(name) != plan[name])
-        if changed and not overwrite:
+        is_lost = changed and any(work.glob("[0-9]*.json"))
+        if is_lost and not overwrite:
             raise ValueError(
                 f"{str(work)!r} was begun with other settings ({changed} changed): give the same again, or "
-                "say that they may be overwritten"
+                "say that they may be overwritten (overwrite)"
             )
         if changed:
             _remove_parts(work)

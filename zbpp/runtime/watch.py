@@ -58,8 +58,8 @@ class Watch:
     def failed(self, why: str = "") -> str:
         """Call it when a call has failed on this rank; says what the others did, or "" if nothing is known.
 
-        why: the error, if it is this rank's own and no message that did not come. The answer is another rank's
-        error, else the rank that is behind, and where.
+        why: the error, if it is this rank's own, and no message that did not come. The answer is another
+        rank's error, else the rank that is behind, and where.
         """
         shared = self._shared
         shared.why, shared.has_failed = why, True
