@@ -113,8 +113,14 @@ def test_a_stopped_rank_and_one_in_an_endless_loop_are_named_with_what_they_did(
             assert re.search(r"at 1F0 for \d+\.\d s, instruction 2 of \d+ in step\(\), call 2$", place)
             assert f"`zbpp hang {tmp_path}" in how
         assert ("silent for " in said[0] + said[2]) == (number == 0), said
+    for stale in ("stopped", "failed"):  # an earlier failure of more ranks left these in the same folder
+        record = tmp_path / stale / "flight-rank-1.json"
+        left = json.loads(record.read_text())
+        left["standing"]["told"] = 0
+        (tmp_path / "loop" / f"flight-rank-{7 + len(stale)}.json").write_text(json.dumps(left))
     assert hang.main([str(tmp_path / "loop")]) == 0
-    shown = capsys.readouterr().out
+    said, _, shown = capsys.readouterr().out.partition("\n")
+    assert said == "left out: 2 records of another replica or an earlier failure"
     table = [line.split() for line in shown.splitlines()]
     assert [row[0] for row in table[:4]] == ["rank", "0", "1", "2"]
     assert table[2][1:4] == ["step", "2", "1F0"]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,14 +36,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from zbpp.render import render_hang
 
     try:
-        print(render_hang(dict(map(_record, found))))
+        print(render_hang(_of_one_pipeline([json.loads(path.read_text()) for path in found])))
     except (KeyError, TypeError, ValueError, PlanError) as error:
         parser.exit(1, f"error: {found[0].parent} holds files that are no records: {error}\n")
     return 0
 
 
-def _record(path: Path) -> tuple[int, dict[str, Any]]:
-    number = re.fullmatch(r"flight-rank-(\d+)\.json", path.name)
-    if number is None:
-        raise ValueError(f"{path.name} is no rank's record")
-    return int(number[1]), json.loads(path.read_text())
+def _of_one_pipeline(records: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The records of the pipeline that wrote last, by rank: not those of replicas and earlier failures."""
+    last = max(records, key=lambda record: record["standing"]["told"])["pipeline"]
+    kept = [record for record in records if record["pipeline"] == last]
+    if len(kept) < len(records):
+        print(f"left out: {len(records) - len(kept)} records of another replica or an earlier failure")
+    return {record["standing"]["rank"]: record for record in kept}

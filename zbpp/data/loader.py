@@ -273,7 +273,8 @@ def loaded_data(given: Any, *, batch_size: int, seed: int, is_read: bool = True)
 def _fingerprint(train: Loader) -> str:
     """The fingerprint of the first batch, whose parts are checked here, too, and of the number of batches.
 
-    Of a Dataset it covers the first row and the number of rows: a resumed run may have larger batches.
+    A Dataset's fingerprint covers its first row and the number of rows, since a resumed run may have larger
+    batches.
     """
     first = train.batch(0)
     parts_of(first)

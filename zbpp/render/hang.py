@@ -40,7 +40,7 @@ def render_hang(records: Mapping[int, Record]) -> str:
 
 
 def _standings(records: Mapping[int, Record]) -> dict[int, Record]:
-    """Of each rank what is known last: its own record, else what another rank was told."""
+    """Each rank's standing: the one in its own record, else the last one that another rank was told."""
     known: dict[int, Record] = {}
     for record in records.values():
         for other in record["others"]:

@@ -173,7 +173,8 @@ class Engine:
     def leave_records_in(self, folder: Path) -> None:
         """See Pipeline."""
         if self._parts.watch is not None:
-            self._parts.watch.leave_records_in(folder, {"timetable": to_csv(self._timetable)})
+            title = {"pipeline": self._parts.key, "timetable": to_csv(self._timetable)}
+            self._parts.watch.leave_records_in(folder, title)
 
     def receive_buffers(self) -> list[Tensor]:
         """The pool of `step`."""

@@ -61,7 +61,7 @@ class RankParts:
         dynamic_shapes: bool,
         make_offload: MakeOffload | None,
     ) -> None:
-        self.timetable, self.rank, self.reductions = timetable, rank, reductions
+        self.timetable, self.rank, self.reductions, self.key = timetable, rank, reductions, key
         self.modules = [*stages.values(), *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
         self.weights_on_host = offloaded_weights(stages.values())
         self.workers = self._workers(stages, loss_fn, device)

@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from zbpp.runtime.flight_recorder import FlightRecorder, Standing, behind
 from zbpp.runtime.groups import Store
 
@@ -31,6 +33,7 @@ class _Shared:
 
     def __init__(self, flight: FlightRecorder, store: Store, num_ranks: int) -> None:
         self.flight, self.store, self.num_ranks = flight, store, num_ranks
+        self.process = dist.get_rank()
         self.wake, self.answered = threading.Event(), threading.Event()
         self.is_over, self.has_failed, self.why, self.reason = False, False, "", ""
         self.folder: Path | None = None
@@ -52,7 +55,10 @@ class Watch:
         self._end = weakref.finalize(self, _stop, shared, self._thread)  # at the latest when Python ends
 
     def leave_records_in(self, folder: Path, title: dict[str, Any]) -> None:
-        """When a call fails on any rank, each rank writes flight-rank-N.json there. title: a part of it."""
+        """When a call fails on any rank, each writes flight-rank-N.json there; N: its number in the job.
+
+        title: entries that the file gets besides.
+        """
         self._shared.folder, self._shared.title = folder, title
 
     def failed(self, why: str = "") -> str:
@@ -134,4 +140,4 @@ def _write(shared: _Shared) -> None:
     }
     with suppress(OSError):  # another error ends the job, and must not be hidden by this one
         shared.folder.mkdir(parents=True, exist_ok=True)
-        (shared.folder / f"flight-rank-{rank}.json").write_text(json.dumps(record))
+        (shared.folder / f"flight-rank-{shared.process}.json").write_text(json.dumps(record))
