@@ -30,7 +30,7 @@ from zbpp.checkpoints.folders import checkpoints_in, step_of
 OF_A_RUN = (
     "job.json", "config.yaml", "metrics.jsonl", "summary.json", "timeline.png", "trace.json", "bench.json",
     "bench.png", "costs.json", "memory.json", "memory.png", "*.safetensors", "adapter", "wandb",
-    "tensorboard", "profile", "samples.jsonl", "attempt-*", "checkpoints",
+    "tensorboard", "profile", "samples.jsonl", "attempt-*", "checkpoints", "failure",
 )  # fmt: skip
 
 
