@@ -78,6 +78,8 @@ def kill(folder: Path, options: argparse.Namespace) -> None:
         kills += 1
         found = ", ".join(sorted(path.name for path in (run_dir / "checkpoints").glob("step-*")))
         print(f"{kills:4}   {delay:22.3f}   {found:33}   {_newest(run_dir / 'checkpoints')}", flush=True)
+        if (run_dir / "summary.json").exists():  # killed behind its end: nothing is left to do
+            break
     _compare(folder / "whole", run_dir, kills)
 
 

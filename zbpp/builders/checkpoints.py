@@ -35,7 +35,7 @@ def build_saving(
         background=options.background,
         config={key: value for key, value in settings.items() if key != "run_dir"},
     )
-    source = broadcast(None if folder is None or folder.source is None else str(folder.source))
+    source, has_ended = broadcast(None if folder is None else (folder.source, folder.has_ended))
     if source is not None:
-        checkpoints.resume(trainer, Path(source), config.steps)
+        checkpoints.resume(trainer, source, config.steps, has_ended=has_ended)
     return [checkpoints, *([] if config.stop_after is None else [StopAfter(config.stop_after)])]

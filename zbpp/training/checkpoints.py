@@ -81,15 +81,17 @@ class Checkpoints(Callback):
         num_bytes = sum(each.numel() * each.element_size() for each in trainer.pipeline.parameters())
         return 2 * 3 * num_bytes / _BYTES_PER_SECOND  # weights, and two states of the optimizer
 
-    def resume(self, trainer: Trainer, source: Path, num_steps: int) -> None:
+    def resume(self, trainer: Trainer, source: Path, num_steps: int, *, has_ended: bool = True) -> None:
         """Let the trainer go on from the newest whole checkpoint in `source`, or from `source` itself.
 
+        has_ended: whether the run in the folder has written its summary. One that was killed between its last
+        checkpoint and the summary has no step left to do, but its end.
         Raises CheckpointError, on every process, for one that does not fit this run. Collective.
         """
         is_own = self._folder.resolve() in (source.resolve(), source.resolve().parent)
         found = opened(source, trainer.pipeline.place, is_own=is_own)
         _check_rows(found, trainer)
-        if found.step >= num_steps:
+        if found.step > num_steps or (found.step == num_steps and (has_ended or not is_own)):
             raise CheckpointError(
                 f"{found.path} has done {found.step} steps already: write steps={2 * found.step} to go on "
                 "with that run, another run_dir to begin a new one, or overwrite=true to replace it"

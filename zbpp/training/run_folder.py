@@ -46,12 +46,15 @@ class FolderError(ValueError):
 class RunFolder:
     """A folder that this process has claimed. Until `begin`, nothing in the folder changes.
 
-    source: the checkpoints to go on from, or one of them; None: the run begins anew.
+    source: the checkpoints to go on from, or one of them; None: the run begins anew. has_ended: whether the
+    run that is here did all of its steps and wrote its summary; False for a job that was started again, which
+    may repeat its end.
     """
 
     def __init__(self, path: Path, *, overwrite: bool, resume: str, job: str) -> None:
         self.path, self._job, self._resume = path, job, resume
         earlier = _read(path / "job.json")
+        self.has_ended = _is_finished(path) and not _is_restart()
         is_unfinished = "job" in earlier and not _is_finished(path)
         is_own = is_unfinished and earlier["job"] == job
         # Two commands may have one job's name (in one Slurm allocation): overwrite=true means what it says,
