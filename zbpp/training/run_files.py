@@ -33,9 +33,10 @@ def not_written(path: Path, error: BaseException) -> str:
 @contextmanager
 def named_in_errors(path: Path, *kinds: type[Exception]) -> Iterator[None]:
     """Turn an OSError, or an error of these kinds, into a FolderError that names the file."""
+    caught: tuple[type[Exception], ...] = (OSError, *kinds)
     try:
         yield
-    except (OSError, *kinds) as error:
+    except caught as error:
         again = "then start the same command again: the run goes on from its newest checkpoint"
         raise FolderError(f"{not_written(path, error)}; {again}") from error
 
