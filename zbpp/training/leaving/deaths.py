@@ -96,7 +96,7 @@ class Deaths:
         if is_ending or not set(dead) & set(gone(self._members)):
             text = f"{who} died{rest}"
         else:
-            text = f"{who} left with exit status 0{rest}"
+            text = f"{who} left with exit status 0 before the run's end{rest}"
         return RankDeath(text, gone=tuple(dead), rest=rest, is_told=not self._shows())
 
     def _cause(self, end: float) -> tuple[list[int], str]:
