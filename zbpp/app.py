@@ -34,6 +34,7 @@ from zbpp.training.leaving.deaths import Deaths
 from zbpp.training.leaving.signals import LeaveOnSignal
 from zbpp.training.loggers import Loggers
 from zbpp.training.loss_scale import LossScale
+from zbpp.training.lost_folder import LeaveLostFolder
 from zbpp.training.memory_report import MemoryReport
 from zbpp.training.precision import PRECISIONS, Precision
 from zbpp.training.progress import progress
@@ -75,21 +76,29 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         trainer.pipeline.leave_records_in(path / "failure")
         saving = build_saving(config, settings, path, trainer, folder)
         if folder is not None:
+<<<<<<< HEAD
             folder.begin(trainer.next_step, num_processes)
             (path / "config.yaml").write_text(resolved_yaml)
+=======
+            folder.begin(trainer.next_step)
+            folder.write("config.yaml", resolved_yaml)
+>>>>>>> main
             _print_facts(config, job)
             if change:
                 print(change, flush=True)
         made = build_loggers(config.logger, path, settings, trainer.next_step) if here.rank == 0 else []
         with Loggers(made) as loggers:
             watching = build_callbacks(config, job.data, here, path, loggers, begin=begin)
-            trainer.callbacks = [signals, *watching, *trainer.callbacks, *saving]
+            lost = [] if folder is None else [LeaveLostFolder(folder)]
+            trainer.callbacks = [*lost, signals, *watching, *trainer.callbacks, *saving]
             title, summary = _run(config, job, trainer, loggers, here)
             write_memory(path, config, trainer, measured)
             if config.save_weights:
                 write_weights(config, path, trainer)
             if here.rank == 0:
                 write_summary(path, title, summary, trainer, loggers)
+        for each in lost:
+            each.check(trainer)
         return summary.figures
 
 
