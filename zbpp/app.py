@@ -76,13 +76,8 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         trainer.pipeline.leave_records_in(path / "failure")
         saving = build_saving(config, settings, path, trainer, folder)
         if folder is not None:
-<<<<<<< HEAD
             folder.begin(trainer.next_step, num_processes)
-            (path / "config.yaml").write_text(resolved_yaml)
-=======
-            folder.begin(trainer.next_step)
             folder.write("config.yaml", resolved_yaml)
->>>>>>> main
             _print_facts(config, job)
             if change:
                 print(change, flush=True)
