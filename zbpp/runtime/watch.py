@@ -81,7 +81,7 @@ class Watch:
         return said
 
     def seen(self) -> dict[int, str]:
-        """After a failure: where each rank of the pipeline stood when it told last, by its number in there."""
+        """After a failure: where each rank of the pipeline stood when it told last."""
         if not self._shared.has_failed:
             self.failed()
         return {rank: each.place(each.told) for rank, each in self._shared.standings.items()}
