@@ -67,14 +67,14 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         with naming("model"):
             trainer = _build_trainer(config, job, precision, mesh)
         path = Path(broadcast(config.run_dir))
-        trainer.pipeline.leave_records_in(path / "failure")
+        trainer.pipeline.leave_records_in(path / "failure", ends_process=True)
         saving = build_saving(config, settings, path, trainer, folder)
         if folder is not None:
             folder.begin(trainer.next_step)
             (path / "config.yaml").write_text(resolved_yaml)
             _print_facts(config, job)
         made = build_loggers(config.logger, path, settings, trainer.next_step) if here.rank == 0 else []
-        with Loggers(made) as loggers:
+        with Loggers(made) as loggers, _explained(trainer):
             watching = build_callbacks(config, job.data, here, path, loggers, begin=begin)
             trainer.callbacks = [signals, *watching, *trainer.callbacks, *saving]
             title, summary = _run(config, job, trainer, loggers, here)
@@ -84,6 +84,16 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
             if here.rank == 0:
                 write_summary(path, title, summary, trainer, loggers)
         return summary.figures
+
+
+@contextmanager
+def _explained(trainer: Trainer) -> Iterator[None]:
+    """Tell the other ranks of an error that ends this one, and note on the error which rank is behind."""
+    try:
+        yield
+    except Exception as error:
+        trainer.pipeline.explain(error)
+        raise
 
 
 def check_before_start(config: TrainConfig, num_processes: int) -> None:
