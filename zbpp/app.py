@@ -29,9 +29,11 @@ from zbpp.results import write_memory, write_summary, write_weights
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.world import World, broadcast, world
 from zbpp.training.fine_tuned import check_fine_tuned
+from zbpp.training.leaving.deaths import Deaths
 from zbpp.training.leaving.signals import LeaveOnSignal
 from zbpp.training.loggers import Loggers
 from zbpp.training.loss_scale import LossScale
+from zbpp.training.lost_folder import LeaveLostFolder
 from zbpp.training.memory_report import MemoryReport
 from zbpp.training.precision import PRECISIONS, Precision
 from zbpp.training.progress import progress
@@ -59,6 +61,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         _run_folder(config, rank) as folder,
         world(device=config.parallel.device, timeout=config.parallel.timeout) as here,
         LeaveOnSignal(is_shown=rank == 0) as signals,
+        Deaths(signals) as deaths,
     ):
         mesh = build_mesh(config.parallel, here.device.type)
         job = agreed_job(config, settings, job, Place(mesh))
@@ -66,23 +69,27 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         prepare_stages(config, job, here.device, precision, mesh)
         with naming("model"):
             trainer = _build_trainer(config, job, precision, mesh)
+        deaths.trainer = trainer
         path = Path(broadcast(config.run_dir))
         trainer.pipeline.leave_records_in(path / "failure", ends_process=True)
         saving = build_saving(config, settings, path, trainer, folder)
         if folder is not None:
             folder.begin(trainer.next_step)
-            (path / "config.yaml").write_text(resolved_yaml)
+            folder.write("config.yaml", resolved_yaml)
             _print_facts(config, job)
         made = build_loggers(config.logger, path, settings, trainer.next_step) if here.rank == 0 else []
         with Loggers(made) as loggers, _explained(trainer):
             watching = build_callbacks(config, job.data, here, path, loggers, begin=begin)
-            trainer.callbacks = [signals, *watching, *trainer.callbacks, *saving]
+            lost = [] if folder is None else [LeaveLostFolder(folder)]
+            trainer.callbacks = [*lost, signals, *watching, *trainer.callbacks, *saving]
             title, summary = _run(config, job, trainer, loggers, here)
             write_memory(path, config, trainer, measured)
             if config.save_weights:
                 write_weights(config, path, trainer)
             if here.rank == 0:
                 write_summary(path, title, summary, trainer, loggers)
+        for each in lost:
+            each.check(trainer)
         return summary.figures
 
 

@@ -188,6 +188,10 @@ class Engine:
         if said and not is_own:
             error.add_note(said)
 
+    def seen(self) -> dict[int, str]:
+        """See Pipeline."""
+        return {} if self._parts.watch is None else self._parts.watch.seen()
+
     def receive_buffers(self) -> list[Tensor]:
         """The pool of `step`."""
         return self._executors["step"].receive_buffers()

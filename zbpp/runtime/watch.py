@@ -101,6 +101,13 @@ class Watch:
             said += f"\n`zbpp hang {shared.folder}` shows where each rank stood"
         return said
 
+    def seen(self) -> dict[int, str]:
+        """After a failure: where each rank of the pipeline stood when it told last, by its number in there."""
+        if not self._shared.has_failed:
+            self.failed()
+        own, everyone = self._shared.flight.pipeline, self._shared.standings.values()
+        return {each.rank: each.place(each.told) for each in everyone if each.pipeline == own}
+
     def close(self) -> None:
         """End the thread."""
         self._end()
