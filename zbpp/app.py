@@ -73,7 +73,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
             trainer = _build_trainer(config, job, precision, mesh)
         deaths.trainer = trainer
         path = Path(broadcast(config.run_dir))
-        trainer.pipeline.leave_records_in(path / "failure")
+        trainer.pipeline.leave_records_in(path / "failure", ends_process=True)
         saving = build_saving(config, settings, path, trainer, folder)
         if folder is not None:
             folder.begin(trainer.next_step, num_processes)
@@ -82,7 +82,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
             if change:
                 print(change, flush=True)
         made = build_loggers(config.logger, path, settings, trainer.next_step) if here.rank == 0 else []
-        with Loggers(made) as loggers:
+        with Loggers(made) as loggers, _explained(trainer):
             watching = build_callbacks(config, job.data, here, path, loggers, begin=begin)
             lost = [] if folder is None else [LeaveLostFolder(folder)]
             trainer.callbacks = [*lost, signals, *watching, *trainer.callbacks, *saving]
@@ -95,6 +95,16 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         for each in lost:
             each.check(trainer)
         return summary.figures
+
+
+@contextmanager
+def _explained(trainer: Trainer) -> Iterator[None]:
+    """Tell the other ranks of an error that ends this one, and note on the error which rank is behind."""
+    try:
+        yield
+    except Exception as error:
+        trainer.pipeline.explain(error)
+        raise
 
 
 def check_before_start(config: TrainConfig, num_processes: int) -> None:

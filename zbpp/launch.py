@@ -92,12 +92,14 @@ def on_ranks(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from zbpp.pass_signals import passing_signals
+    from zbpp.stop_ranks import killing_what_is_left
 
     start_method = prepare_ranks()
     signals = "SIGHUP,SIGQUIT" if passes_signals else "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
     with (
         TemporaryDirectory(prefix="zbpp-") as folder,
         _without_torchs_log(),
+        killing_what_is_left(Path(folder)),
         _same_package(),
         passing_signals(Path(folder) / _BEGUN) if passes_signals else nullcontext() as passed,
     ):
@@ -197,6 +199,10 @@ def _first_error(folder: Path, failures: Mapping[int, Any], stopped_by: str | No
     written = {
         int(path.name): json.loads(path.read_text()) for path in folder.iterdir() if path.name.isdigit()
     }
+    for rank, failure in failures.items():  # a rank that its watch thread has ended
+        if rank not in written and isinstance(failure.message, dict):
+            text = failure.message["message"]
+            written[rank] = {"time": failure.timestamp, "kind": "refusal", "text": text}
     for rank, failure in failures.items():
         if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # torch sends SIGTERM to the others
             name = signal.Signals(-failure.exitcode).name
