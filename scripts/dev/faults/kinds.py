@@ -16,8 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from faults.job import Job, lines_of
-
+from faults.job import Job
 from zbpp.checkpoints.folders import checkpoints_in
 
 
@@ -37,10 +36,10 @@ class Kind:
     """A kind of fault.
 
     inject: puts it into a running job. misbehave: what the job's own code does instead, see misbehave.py.
-    words: regular expressions that the job's output must match. before_next: what is done to the files before the
-    job is started again. ends: how the job must end: "fails", "leaves" (status 0, unfinished) or "goes on" (to
-    its end). can_restart: whether torchrun may start the ranks again; is_real: the launcher's processes must
-    be real ones, since who is whose child matters.
+    words: regular expressions that the job's output must match. before_next: what is done to the files
+    before the job is started again. ends: how the job must end: "fails", "leaves" (status 0, unfinished) or
+    "goes on" (to its end). hows: see Job; can_restart: whether torchrun may start the ranks again. is_real:
+    the processes of the launcher must be real ones, since it matters who is whose child.
     """
 
     inject: Inject
@@ -56,12 +55,13 @@ class Kind:
 
 
 def _kill(number: int, place: str) -> Inject:
-    """Send a signal to the first, a middle or the last rank, to all, to any, or to the job's first process."""
+    """Send a signal to the first, a middle or the last rank, to all, to any, or to the launcher."""
 
     def inject(job: Job, step: int, rng: Random) -> Injected:
         last = job.num_ranks - 1
-        ranks = {"first": [0], "middle": [rng.randrange(1, max(2, last))], "last": [last], "all": range(last + 1),
-                 "any": [rng.randrange(last + 1)], "job": []}[place]  # fmt: skip
+        middle, any_rank = rng.randrange(1, max(2, last)), rng.randrange(last + 1)
+        some = {"first": [0], "middle": [middle], "last": [last], "any": [any_rank], "job": []}
+        ranks = some.get(place, range(last + 1))
         job.wait_for_step(step)
         time.sleep(rng.uniform(0, 0.05))
         pids = [job.pid(rank) for rank in ranks] or [job.process.pid]
@@ -171,11 +171,6 @@ def small_disk(folder: Path) -> bool:
     return False
 
 
-def num_lines(job: Job) -> int:
-    """The steps that metrics.jsonl has."""
-    return len(lines_of(job.folder / "run"))
-
-
 def _own(do: str, where: str, *words: str, rank: str = "any", **options: Any) -> Kind:
     return Kind(
         inject=_misbehaves, misbehave={"do": do, "where": where, "rank": rank}, words=words, **options
@@ -191,9 +186,13 @@ KINDS: dict[str, Kind] = {
     "SIGKILL of the last rank": Kind(inject=_kill(signal.SIGKILL, "last"), words=("SIGKILL",), **_BOTH),
     "SIGKILL of all ranks": Kind(inject=_kill(signal.SIGKILL, "all"), words=("SIGKILL",), **_BOTH),
     "SIGKILL of zbpp train": Kind(inject=_kill(signal.SIGKILL, "job"), words=(), is_real=True),
-    "SIGKILL of torchrun": Kind(inject=_kill(signal.SIGKILL, "job"), words=(), hows=("torchrun",), is_real=True),
+    "SIGKILL of torchrun": Kind(
+        inject=_kill(signal.SIGKILL, "job"), words=(), hows=("torchrun",), is_real=True
+    ),
     "SIGSTOP of a rank": Kind(inject=_kill(signal.SIGSTOP, "any"), words=(r"rank \d is behind",)),
-    "SIGTERM of the job": Kind(inject=_kill(signal.SIGTERM, "job"), words=("left after step",), ends="leaves"),
+    "SIGTERM of the job": Kind(
+        inject=_kill(signal.SIGTERM, "job"), words=("left after step",), ends="leaves"
+    ),
     "SIGSEGV of a rank": _own("segfault", "F", "SIGSEGV", **_BOTH),
     "exception in F": _own("raise", "F", _PLANTED, **_BOTH),
     "exception in B": _own("raise", "B", _PLANTED, **_BOTH),
@@ -209,7 +208,9 @@ KINDS: dict[str, Kind] = {
         inject=_kill(signal.SIGKILL, "all"), words=("SIGKILL", "damaged|checksum"), before_next=_damage(_flip)
     ),
     "truncated checkpoint": Kind(
-        inject=_kill(signal.SIGKILL, "all"), words=("SIGKILL", "damaged|bytes"), before_next=_damage(_truncate)
+        inject=_kill(signal.SIGKILL, "all"),
+        words=("SIGKILL", "damaged|bytes"),
+        before_next=_damage(_truncate),
     ),
     "kill in a save": Kind(inject=_kill_in_a_save, words=("SIGKILL",)),
     "run_dir deleted": Kind(inject=_delete_run, words=("run_dir=.* was deleted", "resume=auto")),
