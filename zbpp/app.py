@@ -29,6 +29,7 @@ from zbpp.results import write_memory, write_summary, write_weights
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.world import World, broadcast, world
 from zbpp.training.fine_tuned import check_fine_tuned
+from zbpp.training.leaving.deaths import Deaths
 from zbpp.training.leaving.signals import LeaveOnSignal
 from zbpp.training.loggers import Loggers
 from zbpp.training.loss_scale import LossScale
@@ -60,6 +61,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         _run_folder(config, rank) as folder,
         world(device=config.parallel.device, timeout=config.parallel.timeout) as here,
         LeaveOnSignal(is_shown=rank == 0) as signals,
+        Deaths(signals) as deaths,
     ):
         mesh = build_mesh(config.parallel, here.device.type)
         job = agreed_job(config, settings, job, Place(mesh))
@@ -67,6 +69,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         prepare_stages(config, job, here.device, precision, mesh)
         with naming("model"):
             trainer = _build_trainer(config, job, precision, mesh)
+        deaths.trainer = trainer
         path = Path(broadcast(config.run_dir))
         trainer.pipeline.leave_records_in(path / "failure")
         saving = build_saving(config, settings, path, trainer, folder)

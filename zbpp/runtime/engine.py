@@ -176,6 +176,10 @@ class Engine:
             title = {"pipeline": self._parts.key, "timetable": to_csv(self._timetable)}
             self._parts.watch.leave_records_in(folder, title)
 
+    def seen(self) -> dict[int, str]:
+        """See Pipeline."""
+        return {} if self._parts.watch is None else self._parts.watch.seen()
+
     def receive_buffers(self) -> list[Tensor]:
         """The pool of `step`."""
         return self._executors["step"].receive_buffers()

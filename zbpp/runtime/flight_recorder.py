@@ -44,13 +44,14 @@ class Standing(NamedTuple):
         """`at 1B3 for 12.3 s, instruction 14 of 36 in step(), call 7`; and whether the rank is silent."""
         silent = now - self.told
         if silent <= _SILENT:
-            return self._place(now)
+            return self.place(now)
         return (
             f"silent for {silent:.1f} s (stopped, dead, or in code that holds Python's lock), before that "
-            f"{self._place(self.told)}"
+            f"{self.place(self.told)}"
         )
 
-    def _place(self, now: float) -> str:
+    def place(self, now: float) -> str:
+        """The same for a rank that tells it `now`."""
         seconds = f"for {now - self.since:.1f} s"
         if not self.call:
             return f"outside of the pipeline's calls {seconds}, after call {self.number}"

@@ -316,6 +316,11 @@ class Pipeline(PipelineState, PipelineGradientRelease, PipelineTimeline):
             following.release_gradients(**self._release_arguments)
         return following
 
+    def seen(self) -> dict[int, str]:
+        """After a failed call: where each rank stood when it told last, by its number in the job."""
+        numbers = dist.get_process_group_ranks(self.group or dist.group.WORLD) if dist.is_initialized() else []
+        return {numbers[rank]: place for rank, place in self._engine.seen().items()}
+
     def _seeds(self) -> dict[int, int]:
         """Per stage, the seed of its microbatch 0 in the next step."""
         # Processes that see different data draw different numbers.

@@ -80,6 +80,12 @@ class Watch:
             said += f"\n`zbpp hang {shared.folder}` shows where each rank stood"
         return said
 
+    def seen(self) -> dict[int, str]:
+        """After a failure: where each rank of the pipeline stood when it told last, by its number in there."""
+        if not self._shared.has_failed:
+            self.failed()
+        return {rank: each.place(each.told) for rank, each in self._shared.standings.items()}
+
     def close(self) -> None:
         """End the thread."""
         self._end()
