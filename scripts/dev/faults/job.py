@@ -70,7 +70,7 @@ class Job:
 
     def pid(self, rank: int) -> int:
         """The process of a rank; waits until it has built its model."""
-        path, end = self.folder / f"rank-{rank}.pid", time.monotonic() + 60
+        path, end = self.folder / f"rank-{rank}.pid", time.monotonic() + 120
         while not path.exists() and time.monotonic() < end and self.process.poll() is None:
             time.sleep(0.002)
         return int(path.read_text())
@@ -90,7 +90,7 @@ class Job:
         """What the job has said."""
         return self.log.read_text(errors="replace")
 
-    def wait_for_step(self, step: int, timeout: float = 60) -> None:
+    def wait_for_step(self, step: int, timeout: float = 120) -> None:
         """Wait until metrics.jsonl has the line of a step; TimeoutError, also if the job ends before."""
         end = time.monotonic() + timeout
         while self._num_lines() < step:

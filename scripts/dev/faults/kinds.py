@@ -77,9 +77,10 @@ def _kill(number: int, place: str) -> Inject:
 def _misbehaves(job: Job, step: int, rng: Random) -> Injected:
     """Wait until the job's own code has misbehaved."""
     fired = job.folder / "fired"
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while not fired.exists():
-        if time.monotonic() > end or job.process.poll() is not None:
+        has_ended = job.process.poll() is not None  # before the next look at the file
+        if not fired.exists() and (has_ended or time.monotonic() > end):
             raise TimeoutError(f"nothing misbehaved:\n{job.text()[-3000:]}")
         time.sleep(0.002)
     plan = json.loads(job.misbehave)
@@ -116,8 +117,8 @@ def _fill_disk(job: Job, step: int, rng: Random) -> Injected:
         _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, ((run / "metrics.jsonl").stat().st_size, hard))
         free = lambda: resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))  # noqa: E731
-    end = time.monotonic() + 10
-    while "could not be written" not in job.text() and time.monotonic() < end:
+    end = time.monotonic() + 20
+    while "metrics.jsonl could not be written" not in job.text() and time.monotonic() < end:
         time.sleep(0.005)
     job.noticed = time.time()
     time.sleep(0.1)
@@ -140,6 +141,16 @@ def _kill_in_a_save(job: Job, step: int, rng: Random) -> Injected:
         with suppress(ProcessLookupError):
             os.kill(job.pid(rank), signal.SIGKILL)
     return Injected(now, f"all, in a save behind step {step}")
+
+
+def _kill_behind_two_saves(job: Job, step: int, rng: Random) -> Injected:
+    """Kill all ranks when there are two checkpoints: one of them is to be damaged."""
+    job.wait_for_step(step)
+    while len(checkpoints_in(job.folder / "run" / "checkpoints")) < 2:
+        if job.process.poll() is not None:
+            raise TimeoutError(f"no two checkpoints:\n{job.text()[-3000:]}")
+        time.sleep(0.002)
+    return _kill(signal.SIGKILL, "all")(job, step, rng)
 
 
 def _damage(change: Callable[[Path, Random], None]) -> Callable[[Path, Random], None]:
@@ -205,10 +216,10 @@ KINDS: dict[str, Kind] = {
     "out of memory": _own("out of memory", "F", "memory"),
     "NaN in the data": Kind(inject=_nan, words=(), ends="goes on", nan_step=True),
     "flipped bit in the newest checkpoint": Kind(
-        inject=_kill(signal.SIGKILL, "all"), words=("SIGKILL", "damaged|checksum"), before_next=_damage(_flip)
+        inject=_kill_behind_two_saves, words=("SIGKILL", "damaged|checksum"), before_next=_damage(_flip)
     ),
     "truncated checkpoint": Kind(
-        inject=_kill(signal.SIGKILL, "all"),
+        inject=_kill_behind_two_saves,
         words=("SIGKILL", "damaged|bytes"),
         before_next=_damage(_truncate),
     ),
