@@ -44,7 +44,7 @@ def refusals() -> tuple[type[Exception], ...]:
     from zbpp.runtime import AgreementError, BoundaryError, DeviceError  # torch: a second to import
     from zbpp.training.leaving.early_stop import MetricError
     from zbpp.training.loss_scale import LossScaleError
-    from zbpp.training.run_folder import FolderError
+    from zbpp.training.run_files import FolderError
 
     training = FolderError, LossScaleError, MetricError
     return (
