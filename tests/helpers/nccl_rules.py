@@ -40,6 +40,8 @@ from torch._C._distributed_c10d import PrefixStore
 NAME = "strict"
 _LARGEST_DELAY = 0.002  # s
 _FORBIDDEN = {torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128}
+_INTERVAL = 0.05  # s
+_broken: list[Exception] = []  # the rules that this process has broken
 _POISON = 0x7F  # in every byte: NaN as bfloat16, a huge number as a float or an integer
 
 
@@ -66,7 +68,12 @@ class _Work(dist.Work):
         self._done.set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if not self._done.wait(self._timeout):
+        end = time.monotonic() + self._timeout
+        while not (self._done.wait(_INTERVAL) or _broken) and time.monotonic() < end:
+            pass
+        if _broken:  # what a program did wrong is told before what follows from it
+            raise RuntimeError(f"{_broken[0]}") from _broken[0]
+        if not self._done.is_set():
             raise RuntimeError(f"{self._name} did not end within {self._timeout} s: NCCL would hang here")
         if self._error is not None:
             raise RuntimeError(f"{self._name}: {self._error}") from self._error
@@ -112,6 +119,8 @@ class _Communicator:
                         results = operation()
                 except BaseException as raised:
                     error = raised
+                    if isinstance(raised, BufferError | TypeError):
+                        _broken.append(raised)
             work.finish(results, error)
 
 
@@ -284,7 +293,7 @@ class StrictGroup(dist.ProcessGroup):
         *,
         is_checked: bool = True,
     ) -> dist.Work:
-        """Start `run(gloo, found)`. found: tensors like the outputs, and equal to them if they are inputs too."""
+        """Start `run(gloo, found)`. found: tensors like the outputs, with their values if in place."""
         if self._all is None:
             self._all = _Communicator(self._store, "all", self._place, self._num_places, self._limit)
         communicator = self._all
