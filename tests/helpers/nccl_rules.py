@@ -329,7 +329,7 @@ class StrictGroup(dist.ProcessGroup):
                 )
         with torch.no_grad():
             for output in outputs:
-                if not any(output is each for each in inputs):
+                if not any(_share_memory(output, each) for each in inputs):
                     _bytes_of(output).fill_(_POISON)
         before = [(each, _bytes_of(each).clone()) for each in (*inputs, *outputs)]
 
@@ -356,6 +356,11 @@ class _All(dist.Work):
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    """FSDP2 gathers in place: each rank's part is a slice of the whole."""
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _facts(tensor: Tensor) -> Tensor:
