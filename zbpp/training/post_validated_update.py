@@ -8,7 +8,7 @@ F's before its gate (zbpp/schedule/gate.py) use the new weights; at the gate the
     rank 1      ... W  update  F  F  F  |gate  B  F  W ...
                        when all ranks have posted their shares, each rank knows the norm
 
-If the gradients should have been clipped, or some rank's gradients (in a Trainer, also a loss) are not finite,
+If the gradients should have been clipped, or some rank's gradients (in a Trainer: or losses) are not finite,
 each rank takes its update back, does what the synchronous run does (it scales the gradients and updates, or
 skips the update), and begins the step again. With the exact rollback, losses and weights equal those of the
 synchronous run to the last bit.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check_savable(trainer: Trainer) -> None:
-    """Raise CheckpointError, on all processes, if trained weights aren't finite or a state is NaN. Collective.
+    """Raise CheckpointError, on all processes, for weights that aren't finite or states with NaN. Collective.
 
     Frozen weights and buffers may hold infinities on purpose (masks), an optimizer's state too.
     """
