@@ -126,10 +126,8 @@ def test_skip_leaves_out_the_update_and_nothing_else(spoil, loss, validation, ca
     assert json.loads(json.dumps(finite(history[BAD]), allow_nan=False))["loss"] == loss
     assert (trainer.values.num_skipped, trainer.values.num_non_finite) == (1, 1)
     where = "the data: microbatch 1 of the input" if spoil == "nan" else "the loss of microbatch 1"
-    assert (
-        f"NOT FINITE: step {BAD + 1}: the loss is {loss}; its update is skipped. {loss} first appeared in {where}"
-        in (capsys.readouterr().out)
-    )
+    text = f"NOT FINITE: step {BAD + 1}: the loss is {loss}; its update is skipped. {loss} first appeared in "
+    assert text + where in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("validation", [None, Validation(after=0)])
@@ -151,7 +149,7 @@ def test_continue_clips_by_such_a_norm_as_torch_does(clip, value):
     """torch divides all gradients by the norm: by NaN they become NaN, by an infinity 0."""
 
     def spoiled(gradient):
-        return torch.cat([gradient[:1] * value, gradient[1:]])
+        return torch.cat([torch.full_like(gradient[:1], value), gradient[1:]])
 
     whole = nn.Sequential(*layers())
     whole[1][0].bias.register_hook(spoiled)

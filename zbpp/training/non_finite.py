@@ -105,14 +105,12 @@ class Values:
         self._in_a_row += 1
         why = self._why_to_stop()
         place = self._place(metrics["step"], find) if self._is_search_due(metrics["step"], why) else ""
-        text = f"step {metrics['step']}: {fault}{place and '. '}{place}"
+        text = f"step {metrics['step']}: {fault}"
         if why:
-            self.error = NonFiniteError(f"{text}. {why}")
+            self.error = NonFiniteError(". ".join(filter(None, [text, place, why])))
         elif self._is_shown and place:
-            what = (
-                "its update is skipped" if metrics["skipped"] else "non_finite=continue: it is updated with"
-            )
-            print(f"NOT FINITE: {text}; {what}", flush=True)
+            done = "its update is skipped" if metrics["skipped"] else "the weights are updated all the same"
+            print(f"NOT FINITE: {text}; {done}. {place}", flush=True)
 
     def _why_to_stop(self) -> str:
         """Why the run has to stop; "" if it goes on."""
@@ -142,9 +140,7 @@ class Values:
         if self._has_updated:
             return ""
         if self._policy.action == "continue":
-            return (
-                "The place is not searched, since the weights have changed: non_finite=skip or stop finds it"
-            )
+            return "Its place is not searched, since the weights have changed: non_finite=stop finds it"
         found = find()
         if found is not None:
             return str(found)
