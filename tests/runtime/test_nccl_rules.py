@@ -131,7 +131,8 @@ def test_every_schedule_mesh_and_switch_trains_under_nccls_rules():
         if on == "release":  # which can't clip
             assert mean[0].item() == pytest.approx(expected[False][0].item(), rel=1e-12), name
         else:
-            torch.testing.assert_close(mean, expected[on == "tied"], rtol=1e-10, atol=0.0, msg=name)
+            tolerance = 1e-8 if on == "validation" else 1e-12  # torch's clipping adds 1e-6 to the norm
+            torch.testing.assert_close(mean, expected[on == "tied"], rtol=tolerance, atol=0.0, msg=name)
 
 
 def small_pipeline(timeout=30.0):
