@@ -53,6 +53,7 @@ class RunFolder:
 
     def __init__(self, path: Path, *, overwrite: bool, resume: str, job: str) -> None:
         self.path, self._job, self._resume = path, job, resume
+        _refuse_links(path)
         earlier = _read(path / "job.json")
         self.has_ended = _is_finished(path) and not _is_restart()
         is_unfinished = "job" in earlier and not _is_finished(path)
@@ -130,6 +131,20 @@ class RunFolder:
 
     def _files(self) -> list[Path]:
         return sorted(path for pattern in OF_A_RUN for path in self.path.glob(pattern))
+
+
+def _refuse_links(path: Path) -> None:
+    """Raise FolderError for a link in place of a file that a run writes: another file would be written.
+
+    Somebody else's run may come with such links. Links to folders stay: a disk for checkpoints is one.
+    """
+    names = {pattern for pattern in OF_A_RUN if "." in pattern} | {f"{CHECKPOINTS}/latest*", ".lock", "*.tmp"}
+    for file in (each for pattern in sorted(names) for each in path.glob(pattern)):
+        if file.is_symlink() and not file.is_dir():
+            raise FolderError(
+                f"{file} is a link, and a run would write to {os.readlink(file)}: remove the link, or write "
+                "another run_dir"
+            )
 
 
 def _source(path: Path, resume: str, *, is_replaced: bool, has_begun: bool) -> Path | None:
