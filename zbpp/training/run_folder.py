@@ -53,7 +53,6 @@ class RunFolder:
 
     def __init__(self, path: Path, *, overwrite: bool, resume: str, job: str) -> None:
         self.path, self._job, self._resume = path, job, resume
-        _refuse_links(path)
         earlier = _read(path / "job.json")
         self.has_ended = _is_finished(path) and not _is_restart()
         is_unfinished = "job" in earlier and not _is_finished(path)
@@ -216,6 +215,7 @@ def claimed(
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _refuse_links(folder)
         lock = _lock(folder)
     except OSError as error:
         raise FolderError(f"run_dir={folder}: {error}; write another run_dir") from error
