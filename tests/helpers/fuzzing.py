@@ -126,7 +126,8 @@ PARSERS = {
 
 _PIECES = [
     b"", b"[" * 3000, b"{" * 3000, b'{"a":' * 1500, b"1e999", b"-1", b"NaN", b"Infinity", b"1" * 5000, b"null",
-    b"[]", b"{}", b'""', b"10000000000000000000", b"2147483647", b"\x00", b"\xff\xfe", b"\xed\xa0\x80", b"\n",
+    b"[]", b"{}", b'""', b"10000000000000000000", b"2147483647", b"\x00", b"\xff\xfe", b"\xed\xa0\x80",
+    b"\n",
     b"\r", b" ", b"- " * 500, b"&a", b"*a", b"? ", b": ", b"!!python/object/apply:os.system [x]", b"../../x",
     b"${a}", b"\x1b[2J", b"1e12", b"\x8c\xff\xff\xff\xff", b"\x8d" + b"\xff" * 8, b"0", b"2", b"2" * 40,
     b"\x85", b"\x94", b"s", b"u", b"R", b"}",

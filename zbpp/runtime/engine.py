@@ -170,11 +170,27 @@ class Engine:
         """See Pipeline."""
         return {} if self._activations is None else self._activations.nbytes(name)
 
-    def leave_records_in(self, folder: Path) -> None:
-        """See Pipeline."""
+    def leave_records_in(self, folder: Path, timeout: float | None) -> None:
+        """See Pipeline. timeout: of a wait, if the process is to be ended when another rank has failed."""
         if self._parts.watch is not None:
             title = {"pipeline": self._parts.key, "timetable": to_csv(self._timetable)}
             self._parts.watch.leave_records_in(folder, title)
+            if timeout is not None:
+                self._parts.watch.end_process(timeout)
+
+    def explain(self, error: BaseException) -> None:
+        """Tell the other ranks that this one has failed; note on the error which rank is behind."""
+        watch = self._parts.watch
+        if watch is None or watch.has_failed or self.over:
+            return
+        is_own = not isinstance(error, CommunicationError)
+        said = watch.failed(error_text(error) if is_own else "")
+        if said and not is_own:
+            error.add_note(said)
+
+    def seen(self) -> dict[int, str]:
+        """See Pipeline."""
+        return {} if self._parts.watch is None else self._parts.watch.seen()
 
     def receive_buffers(self) -> list[Tensor]:
         """The pool of `step`."""
@@ -281,11 +297,7 @@ class Engine:
 
     def _fail(self, error: BaseException, before: GradientsBefore | None) -> None:
         """Drop the microbatches of a failed call. A pipeline of several ranks or replicas ends here."""
-        if self._parts.watch is not None:
-            is_own = not isinstance(error, CommunicationError)
-            said = self._parts.watch.failed(error_text(error) if is_own else "")
-            if said and not is_own:
-                error.add_note(said)
+        self.explain(error)
         self._parts.abandon()
         left = "" if before is None else before.restore()
         if left:

@@ -142,6 +142,8 @@ class Pipeline(PipelineState, PipelineGradientRelease, PipelineTimeline):
         self._copies = set(map(id, reductions.copies))
         self._late, self._release_arguments = reductions.late, dict[str, Any]()
         self._records: Path | None = None
+        self._ends_process = False
+        key_of_all = place.broadcast(agreed.key)
         parts = RankParts(
             timetable,
             self.rank,
@@ -151,11 +153,12 @@ class Pipeline(PipelineState, PipelineGradientRelease, PipelineTimeline):
             reductions,
             group=given.pipeline,
             key=agreed.key,
+            key_of_all=key_of_all,
             timeout=timeout,
             dynamic_shapes=dynamic_shapes,
             make_offload=offload_maker(offload, timetable, self.device, place),
         )
-        copies = order_of_copies(place, place.broadcast(agreed.key), self.rank, self.device)
+        copies = order_of_copies(place, key_of_all, self.rank, self.device)
         self._engine = Engine(parts, copies)
         self.step_losses, self.evaluation_losses = NamedLosses(), NamedLosses()
         self._compares_losses = TENSOR in place.groups  # in the first step
@@ -311,10 +314,17 @@ class Pipeline(PipelineState, PipelineGradientRelease, PipelineTimeline):
         )
         following.num_steps, following.loss_scale = self.num_steps, self.loss_scale
         if self._records is not None:
-            following.leave_records_in(self._records)
+            following.leave_records_in(self._records, ends_process=self._ends_process)
         if self._release_arguments:
             following.release_gradients(**self._release_arguments)
         return following
+
+    def seen(self) -> dict[int, str]:
+        """After a failed call: where each rank stood when it told last, by its number in the job."""
+        numbers = (
+            dist.get_process_group_ranks(self.group or dist.group.WORLD) if dist.is_initialized() else []
+        )
+        return {numbers[rank]: place for rank, place in self._engine.seen().items()}
 
     def _seeds(self) -> dict[int, int]:
         """Per stage, the seed of its microbatch 0 in the next step."""

@@ -199,9 +199,8 @@ class PostValidatedUpdate(Update):
             with self._rollback.undone():
                 self._redo(pending, outcome)
         self._results.append(self._result(outcome, pending.loss_scale, pending.rate))
+        self._rollback.forget()  # their memory is free for the activations of this step
         self._switch.note(is_good=is_right)
-        if not self._switch.is_on:
-            self._rollback.forget()
         return is_right
 
     def zero_grad(self) -> None:
