@@ -3,9 +3,11 @@
 
     python scripts/dev/published_runs.py > scripts/results/published_runs.txt
 
-One number is fitted: the share of the peak that kernels achieve, on one row (1F1B of the 1.5B model). All other
-rows, those on H100s too, are predicted with it. Nothing is tuned for a row.
+One number is fitted: the share of the peak that kernels achieve, on one row (1F1B of the 1.5B model). All
+other rows, those on H100s too, are predicted with it. Nothing is tuned for a row.
 """
+
+# ruff: noqa: E501  # printed lines are wider
 
 from __future__ import annotations
 
@@ -13,8 +15,7 @@ import json
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from zbpp.cluster import Gpu, Hardware, Mesh, ModelSizes
 from zbpp.cluster.hardware import BetweenLink, InsideLink
@@ -22,6 +23,8 @@ from zbpp.cluster.layer_work import model_flops
 from zbpp.cluster.stage_costs import Run, costs_of
 from zbpp.planning import plan
 from zbpp.schedule import Costs, simulate
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 # arXiv:2401.10241, table 3: layers, heads, hidden size, GPUs, sequences in a microbatch; 1,024 tokens each.
 MODELS = {

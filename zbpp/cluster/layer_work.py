@@ -80,7 +80,7 @@ def attention_flops(sizes: ModelSizes, tokens: float, *, is_causal: bool) -> flo
 
 
 def model_flops(sizes: ModelSizes, tokens: float) -> float:
-    """The FLOPs of F, B and W of the whole model, as MFU counts them: nothing twice, causal attention half."""
+    """The FLOPs of F, B and W of the model, as MFU counts them: nothing twice, causal attention half."""
     products = 2.0 * (sizes.num_layers * sizes.layer_matrices + sizes.hidden * sizes.vocab) * tokens
     return 3.0 * (products + sizes.num_layers * attention_flops(sizes, tokens, is_causal=True))
 
@@ -112,8 +112,9 @@ def layer(sizes: ModelSizes, tokens: float, tensor: int, kernels: Kernels) -> Pa
 def _saved(sizes: ModelSizes, tensor: int, kernels: Kernels) -> float:
     """The numbers that F of a layer keeps for each token.
 
-    Whole on every rank, but for sequence parallelism: the inputs and outputs of both norms. In parts: queries, keys, values, attention's
-    output, and those of the MLP (gate, its activation, up, their product; or up and its activation).
+    Whole on every rank, but for sequence parallelism: the inputs and outputs of both norms. In parts:
+    queries, keys, values, attention's output, and those of the MLP (gate, its activation, up, their product;
+    or up and its activation).
     """
     mlp = (4 if sizes.is_gated else 2) * sizes.intermediate
     return 4 * sizes.hidden / kernels.norm_parts(tensor) + (2 * sizes.query + 2 * sizes.kv + mlp) / tensor

@@ -183,10 +183,10 @@ def _no_mesh(question: Question) -> str:
     degrees = ", ".join(f"{name}={size}" for name, size in question.degrees.items())
     given = f" with --degrees {degrees}" if degrees else ""
     return (
-        f"--batch {question.batch}: no mesh of {gpus} GPUs{given} can run it: the sequences must be divisible "
-        f"by replicate x shard x the microbatch's size, the layers ({question.sizes.num_layers}) by no fewer "
-        f"than the pipeline's ranks, and the heads ({question.sizes.heads}, {question.sizes.kv_heads} of keys) "
-        f"by tensor: write a larger batch, such as --batch {_fitting(question.batch, gpus)}"
+        f"--batch {question.batch}: no mesh of {gpus} GPUs{given} can run it: the sequences must be "
+        f"divisible by replicate x shard x the microbatch's size, the layers ({question.sizes.num_layers}) by no fewer "
+        f"than the pipeline's ranks, and the heads ({question.sizes.heads}, {question.sizes.kv_heads} of "
+        f"keys) by tensor: write a larger batch, such as --batch {_fitting(question.batch, gpus)}"
     )
 
 

@@ -166,7 +166,7 @@ def _time(gpu: Gpu, parts: Sequence[tuple[Work, float]]) -> float:
 
 
 def _weight_gradient(run: Run, largest: float) -> float:
-    """Temporary bytes of W: without shards, a mixed precision computes one matrix's gradient beside its sum."""
+    """Temporary bytes of W: a mixed precision without shards makes one matrix's gradient beside its sum."""
     precision = PRECISIONS[run.precision]
     return (precision.compute + 4) * largest if precision.masters and run.mesh.shard == 1 else 0.0
 
