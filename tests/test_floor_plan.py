@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 # data <- training: batches know no stage.
 # stage_api, seeding, ranges and partition know nobody.
 _PLANS = {"schedule", "families", "planning"}
-_LEAVES = {"stage_api", "seeding"}
+_LEAVES = {"stage_api", "seeding", "rank_death"}
 _RUNTIME = {"runtime", "schedule", "autograd"} | _LEAVES
 _TRAINING = {"training", "data", "planning", "checkpoints"} | _RUNTIME
 MAY_IMPORT = {
@@ -32,14 +32,18 @@ MAY_IMPORT = {
     },
     "zbpp/stage_api.py": set(),
     "zbpp/seeding.py": set(),
+    "zbpp/rank_death.py": set(),
     "zbpp/partition.py": set(),
     "zbpp/ranges.py": set(),
     "zbpp/config/": {"config", "ranges"},
-    "zbpp/launch.py": {"fork_server", "pass_signals", "ranges"} | _TRAINING,
-    "zbpp/fork_server.py": set(),
+    "zbpp/launch.py": {"fork_server", "pass_signals", "ranges", "rank_death", "stop_ranks"} | _TRAINING,
+    "zbpp/fork_server.py": {"end_with_launcher"},
+    "zbpp/end_with_launcher.py": set(),
     "zbpp/pass_signals.py": set(),
+    "zbpp/stop_ranks.py": set(),
     "zbpp/builders/": {"builders", "config"} | _TRAINING,
-    "zbpp/app.py": {"builders", "config", "job", "results"} | _TRAINING,
+    "zbpp/elastic.py": {"builders", "config"} | _PLANS,
+    "zbpp/app.py": {"builders", "config", "elastic", "job", "results"} | _TRAINING,
     "zbpp/job.py": {"builders", "config", "prediction"} | _TRAINING,
     "zbpp/results.py": {"config", "prediction", "render"} | _TRAINING,
     "zbpp/data/": {"data", "seeding"},
@@ -88,6 +92,7 @@ MAY_IMPORT = {
         "builders",
         "benchmark",
         "config",
+        "end_with_launcher",
         "launch",
     }
     | _TRAINING,
