@@ -18,6 +18,7 @@ from zbpp.config.instantiate import instantiate_node, naming, partial_of_node
 from zbpp.config.tree import (
     NUM_MICROBATCHES,
     BenchConfig,
+    DebugConfig,
     EarlyStopConfig,
     ExplainConfig,
     FinetuneConfig,
@@ -39,6 +40,7 @@ __all__ = [
     "BenchConfig",
     "Composed",
     "ConfigError",
+    "DebugConfig",
     "EarlyStopConfig",
     "ExplainConfig",
     "FinetuneConfig",

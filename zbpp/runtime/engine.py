@@ -35,10 +35,10 @@ from zbpp.runtime.measure import Recorder
 from zbpp.runtime.microbatch import Cutter
 from zbpp.runtime.named_losses import NamedLosses
 from zbpp.runtime.posts import Posts
-from zbpp.runtime.rank_parts import RankParts
+from zbpp.runtime.rank_parts import TRAINING, RankParts
 from zbpp.runtime.restored import Buffers, GradientsBefore, InPlaceChanges
-from zbpp.runtime.world import CommunicationError
-from zbpp.schedule import lower, to_csv
+from zbpp.runtime.world import CommunicationError, CorruptionError
+from zbpp.schedule import Timetable, lower, to_csv
 from zbpp.schedule.offload import RankOffload
 
 _HALF_UPDATED = "since gradients are released, some of its weights and optimizer states have been updated"
@@ -139,6 +139,24 @@ class Engine:
             self._executors["step"].resolve(lower(self._timetable, self._activations.plan)[self._parts.rank])
         return losses
 
+    def replay(self, call: Call, seeds: Mapping[int, int], timetable: Timetable) -> CallLosses:
+        """A step under another timetable, which places the stages as this pipeline does."""
+        self._executors["replay"] = executor = self._parts.replaying_executor(timetable)
+        try:
+            return self._run("replay", call, seeds, None, None)
+        finally:
+            del self._executors["replay"]
+            executor.close()
+
+    @property
+    def replay_refusal(self) -> str:
+        """Why no step can run again, or nothing."""
+        if self._gradient_release is not None:
+            return "replay doesn't go with gradient release, which has updated the weights by then"
+        if self._weights_on_host is not None or self._activations is not None:
+            return "replay doesn't go with offload, whose copies are planned for one timetable"
+        return ""
+
     def meet(self, name: str) -> None:
         """Before a collective call: raise AgreementError if a linked rank, or a copy, makes another one."""
         self._check_not_over()
@@ -200,13 +218,13 @@ class Engine:
             if self._order_of_copies is not None:
                 self._order_of_copies.begin(kind or name, cutter.rows, self._hash_of_trained(), self.loaded)
             release = self._gradient_release if name == "step" else None
-            if name == "step" and settle is None:
+            if name in TRAINING and settle is None:
                 self._before = GradientsBefore(self._trained())
             if release is not None:
                 release.begin(call.loss_scale, has_graph=cutter.has_graph)
             if self._weights_on_host is not None:
                 self._weights_on_host.begin()
-            with self._reductions.evaluating() if name != "step" else nullcontext():
+            with self._reductions.evaluating() if name not in TRAINING else nullcontext():
                 if settle is None:
                     executor.run(recorder)
                 else:
@@ -282,7 +300,7 @@ class Engine:
     def _fail(self, error: BaseException, before: GradientsBefore | None) -> None:
         """Drop the microbatches of a failed call. A pipeline of several ranks or replicas ends here."""
         if self._parts.watch is not None:
-            is_own = not isinstance(error, CommunicationError)
+            is_own = isinstance(error, CorruptionError) or not isinstance(error, CommunicationError)
             said = self._parts.watch.failed(error_text(error) if is_own else "")
             if said and not is_own:
                 error.add_note(said)

@@ -18,17 +18,20 @@ from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.watch import Watch
 from zbpp.runtime.weight_offload import offloaded_weights
-from zbpp.schedule import Op, Programs, Timetable, lower
+from zbpp.schedule import Op, Program, Programs, Timetable, lower
 
 MakeOffload = Callable[[Mapping[int, StageWorker]], Offloader]
 
+TRAINING = ("step", "replay")  # the calls that compute gradients
+
+_STEP: dict[Op, StageMethod] = {
+    Op.F: StageWorker.forward,
+    Op.B: StageWorker.backward_input,
+    Op.W: StageWorker.backward_weight,
+    Op.BW: StageWorker.backward,
+}
 _METHODS: dict[str, dict[Op, StageMethod]] = {
-    "step": {
-        Op.F: StageWorker.forward,
-        Op.B: StageWorker.backward_input,
-        Op.W: StageWorker.backward_weight,
-        Op.BW: StageWorker.backward,
-    },
+    **dict.fromkeys(TRAINING, _STEP),
     "evaluate": {Op.F: StageWorker.evaluate},
     "predict": {Op.F: StageWorker.evaluate},
 }
@@ -38,7 +41,8 @@ class RankParts:
     """The parts of one rank; they are made once.
 
     key: the prefix of this pipeline's names in the job's store. make_offload: makes the Offloader of these
-    stages; None: nothing leaves. The other arguments are Pipeline's.
+    stages; None: nothing leaves. check_messages: says how many steps are done, for errors about messages
+    whose checksum is wrong; None: no message has one. The other arguments are Pipeline's.
 
     modules: the stages and the loss, if that is a module. workers: by stage. executors: of the calls "step",
     "evaluate" and "predict". order_of_ranks: checks that all ranks make the same calls; None where no rank is
@@ -60,6 +64,7 @@ class RankParts:
         timeout: float,
         dynamic_shapes: bool,
         make_offload: MakeOffload | None,
+        check_messages: Callable[[], int] | None = None,
     ) -> None:
         self.timetable, self.rank, self.reductions, self.key = timetable, rank, reductions, key
         self.modules = [*stages.values(), *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
@@ -78,22 +83,38 @@ class RankParts:
             )
             self._links = link_groups(group, pairs, timeout, device)
             self.watch = Watch(self.flight, job_store(f"{key}/watch"), timetable.num_ranks)
-        self.executors = {
-            name: Executor(
-                program[rank],
-                self.workers,
-                _METHODS[name],
-                timetable.num_stages,
-                self._links,
-                device,
-                dynamic_shapes=dynamic_shapes,
-                reductions=reductions if name == "step" else None,
-                gate=lambda: lower(timetable).gate(rank),
-                offloads={} if self.activations is None else self.activations.offloads,
-                flight=self.flight,
-            )
-            for name, program in programs.items()
-        }
+        self._check_messages, self._device, self._dynamic_shapes = check_messages, device, dynamic_shapes
+        self.executors = {name: self._executor(name, program[rank]) for name, program in programs.items()}
+
+    def replaying_executor(self, timetable: Timetable) -> Executor:
+        """An executor of a step under another timetable, which must place the stages as this pipeline does.
+
+        So it needs the same links. Nothing leaves the device in such a step.
+        """
+        return self._executor("replay", lower(timetable)[self.rank])
+
+    def _executor(self, name: str, program: Program) -> Executor:
+        trains = name in TRAINING
+        return Executor(
+            program,
+            self.workers,
+            _METHODS[name],
+            self.timetable.num_stages,
+            self._links,
+            self._device,
+            dynamic_shapes=self._dynamic_shapes,
+            reductions=self.reductions if trains else None,
+            gate=lambda: lower(self.timetable).gate(self.rank),
+            offloads={} if self.activations is None else self.activations.offloads,
+            flight=self.flight,
+            check_messages=None if self._check_messages is None else self._when,
+        )
+
+    def _when(self) -> str:
+        """The call that runs, for the errors of checked messages."""
+        assert self._check_messages is not None
+        number, call = self._check_messages(), self.flight.call
+        return f"in {call} {number + 1}" if call in TRAINING else f"in {call}() after {number} steps"
 
     def _workers(
         self, stages: Mapping[int, nn.Module], loss_fn: Loss | None, device: torch.device
