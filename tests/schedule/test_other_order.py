@@ -6,6 +6,7 @@ import pytest
 
 from helpers.timetables import random_timetable
 from zbpp import plan, simulate
+from zbpp.schedule import Op
 from zbpp.schedule.other_order import most_held, other_order
 
 
@@ -19,6 +20,25 @@ def test_the_order_is_another_one_that_can_run_and_holds_no_more(schedule):
 @pytest.mark.parametrize("seed", range(20))
 def test_any_timetable_has_other_orders(seed):
     check(random_timetable(random.Random(seed)), is_small=True)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_stages_that_share_a_parameter_add_to_its_gradient_in_one_order(seed):
+    """Also where a stage then has to hold more between B and W."""
+    rng = random.Random(seed)
+    timetable = plan("zb_v", 3, 6) if seed < 5 else random_timetable(rng)
+    sharing = rng.sample(range(timetable.num_stages), rng.randint(0, timetable.num_stages))
+    other = other_order(timetable, seed, sharing)
+    simulate(other)
+    for row, others in zip(timetable.rows, other.rows, strict=True):
+        assert adding(row, sharing) == adding(others, sharing)
+        assert len([each for each in others if each.op != Op.W]) == len(
+            [each for each in row if each.op != Op.W]
+        )
+
+
+def adding(row, sharing):
+    return [(s, m) for s, op, m in row if s in sharing and op in (Op.W, Op.BW)]
 
 
 def check(timetable, *, is_small=False):

@@ -150,7 +150,7 @@ class CheckedInbox(Inbox):
 
     def _error(self, number: int) -> CorruptionError:
         return CorruptionError(
-            f"{self.names[number]} has changed on its way, {self.when()}: the receiver's checksum differs from "
-            "the sender's. Memory or network of one of the two machines is at fault, or a stage changed a "
-            "tensor in place that it had returned; the weights of before this step are good"
+            f"{self.names[number]} has changed on its way, {self.when()}: the receiver's checksum differs "
+            "from the sender's. Memory or network of one of the two machines is at fault, or a stage changed "
+            "a tensor in place that it had returned; the weights of before this step are good"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -37,6 +38,15 @@ def buffers_of(stages: Mapping[int, nn.Module], loss: object = None) -> Iterator
             if id(buffer) not in seen:
                 seen.add(id(buffer))
                 yield Named(name, index, buffer)
+
+
+def sharing_stages(stages: Mapping[int, nn.Module], loss: object, last: int) -> list[int]:
+    """The stages that share a parameter with another one. last: the pipeline's last stage, with the loss."""
+    own = {index: set(map(id, module.parameters())) for index, module in stages.items()}
+    if last in own and isinstance(loss, nn.Module):
+        own[last] |= set(map(id, loss.parameters()))
+    counts = Counter(each for ids in own.values() for each in ids)
+    return [index for index, ids in own.items() if any(counts[each] > 1 for each in ids)]
 
 
 def _roots(stages: Mapping[int, nn.Module], loss: object) -> Iterator[tuple[int | None, nn.Module]]:

@@ -24,7 +24,7 @@ from zbpp.runtime.engine import Engine
 from zbpp.runtime.feed import Call
 from zbpp.runtime.mesh import Place, local_of, planned_by_rank_0
 from zbpp.runtime.named_losses import NamedLosses
-from zbpp.runtime.named_tensors import Named, buffers_of, parameters_of
+from zbpp.runtime.named_tensors import Named, buffers_of, parameters_of, sharing_stages
 from zbpp.runtime.restored import Buffers, InPlaceChanges
 from zbpp.schedule import Timetable
 from zbpp.schedule.other_order import other_order
@@ -60,7 +60,9 @@ class Replay:
         self._refuse_everywhere(
             "replay doesn't go with inputs that require grad, whose gradient would come twice" if asks else ""
         )
-        self._timetable = planned_by_rank_0(lambda: other_order(timetable, number), place)
+        mine = sharing_stages(stages, loss, timetable.num_stages - 1)
+        sharing = {stage for some in place.gather(mine) for stage in some}
+        self._timetable = planned_by_rank_0(lambda: other_order(timetable, number, sharing), place)
         self._inputs = InPlaceChanges(given)
         self._buffers = Buffers([*stages.values(), *([loss] if isinstance(loss, nn.Module) else [])])
         self._buffers.keep()
@@ -69,7 +71,7 @@ class Replay:
     def run(self, seeds: Mapping[int, int], losses: Sequence[Tensor], named: NamedLosses) -> None:
         """Run the step again and compare. Raises ReplayError on all ranks if anything differs."""
         self._refuse_everywhere(
-            "replay: a stage changes the step's inputs in place, so the step can't run twice: let it copy them"
+            "replay: a stage changes the step's inputs in place, so the step can't run twice: copy them there"
             if self._inputs.are_found()
             else ""
         )
@@ -100,7 +102,8 @@ class Replay:
             if getattr(each.tensor, "main_grad", None) is None:
                 found[str(each)], each.tensor.grad = total, before
             else:  # others refer to this tensor
-                assert total is not None and before is not None
+                assert total is not None
+                assert before is not None
                 found[str(each)] = total.clone()
                 local_of(total).copy_(local_of(before))
         return found
@@ -118,9 +121,9 @@ class Replay:
         more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
         raise ReplayError(
             f"step {self._number + 1} gave other numbers when it ran again under another timetable: "
-            f"{'; '.join(texts[:_SHOWN])}{more}. A timetable can't change a number: memory or arithmetic of a "
-            "machine is at fault, a stage depends on the order of calls, or a kernel adds in an order of its "
-            "own (on CUDA: torch.use_deterministic_algorithms(True) names it)"
+            f"{'; '.join(texts[:_SHOWN])}{more}. A timetable can't change a number: memory or arithmetic of "
+            "a machine is at fault, a stage depends on the order of calls, or a kernel adds in an order of "
+            "its own (on CUDA: torch.use_deterministic_algorithms(True) names it)"
         )
 
 

@@ -118,7 +118,8 @@ def _who(groups: Iterable[list[int]]) -> str:
     total = sum(map(len, parts))
     if total > 2 and 2 * len(parts[0]) > total:
         others = sorted(rank for part in parts[1:] for rank in part)
-        return f"{_ranks(others)} {'differs' if len(others) == 1 else 'differ'} from the majority, {_ranks(parts[0])}"
+        verb = "differs" if len(others) == 1 else "differ"
+        return f"{_ranks(others)} {verb} from the majority, {_ranks(parts[0])}"
     return "different on " + " and on ".join(map(_ranks, parts))
 
 
