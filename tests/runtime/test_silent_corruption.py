@@ -29,7 +29,7 @@ CASES = {
     "mixed precision": ("interleaved_1f1b", {"replicate": 2}, "tied", {"is_mixed": True}),
     "shards": ("1f1b", {"shard": 2}, "tied", {}),
     "shards, gathered twice": ("zb_h1", {"shard": 2}, "dropout", {"reshard": "microbatch"}),
-    "tensor": ("zb_v", {"tensor": 2}, "llama", {}),
+    "tensor parallel": ("zb_v", {"tensor": 2}, "llama", {}),
 }
 
 
@@ -190,7 +190,7 @@ def everything(rank):
     found["state"] = perturbed(rank, two, "norm", state("embedding.weight"), 1)
     found["buffer"] = perturbed(rank, two, "norm", buffer, 0)
     found["tied"] = perturbed(rank, two, "tied", weight("head.weight"), 2)
-    found["tensor"] = perturbed(rank, {"tensor": 2}, "llama", weight("final_norm.weight"), 3)
+    found["tensor"] = perturbed(rank, {"tensor": 2}, "llama", weight("layer_2.mlp_norm.weight"), 3)
     found["majority"] = perturbed(rank, {"replicate": 4}, "norm", weight("head.weight"), 2)
     found["order"] = replayed(rank, depends_on_order, 1)
     found["skipped"] = replayed(rank, skips_w, 2)
@@ -217,7 +217,7 @@ def test_checks_change_nothing_and_find_nothing_where_nothing_is_wrong(everyone,
         ("state", "exp_avg of embedding.weight of stage 0: different on rank 0 and on rank 1"),
         ("buffer", "the buffer layer_0.1.running_var of stage 0: different on rank 0 and on rank 1"),
         ("tied", "weight of stage 0: rank 2 differs from the majority, ranks 0, 1, 3"),
-        ("tensor", "norm.weight of stage 1: different on rank 2 and on rank 3"),
+        ("tensor", "layer_2.mlp_norm.weight of stage 1: different on rank 2 and on rank 3"),
         ("majority", "head.weight of stage 0: rank 2 differs from the majority, ranks 0, 1, 3"),
     ],
 )
