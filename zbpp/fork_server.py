@@ -18,17 +18,16 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import forkserver, parent_process, resource_tracker
-from multiprocessing.connection import wait
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from threading import Thread
+
+from zbpp.end_with_launcher import end_with_launcher
 
 # The second one is what the first optimizer of a process would import.
 _IMPORTS = ["zbpp.app", "torch._dynamo"]
 _OF_THE_RANKS = {signal.SIGTERM, signal.SIGUSR1}
 _HOME = Path(__file__).parents[1]
 _PYTHONS_PATH = ("PYTHONPATH", "PYTHONSAFEPATH")
-_GONE = 1  # the exit status of a rank whose job is gone
 
 
 def start_method() -> str:
@@ -45,19 +44,12 @@ def start_method() -> str:
 
 
 def begin_as_a_rank() -> None:
-    """Undo in a rank what only the fork server needs; end the rank when the job's first process is gone."""
+    """Undo in a rank what only the fork server needs; end the rank with the process that started the job."""
     for name in _PYTHONS_PATH:
         if _SAVED + name in os.environ:
             _set(name, os.environ.pop(_SAVED + name) or None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_THE_RANKS)
-    parent = parent_process()
-    if parent is not None:
-        Thread(target=_end_after, args=(parent.sentinel,), daemon=True).start()
-
-
-def _end_after(sentinel: int) -> None:
-    wait([sentinel])
-    os._exit(_GONE)
+    end_with_launcher()
 
 
 _SAVED = "ZBPP_SAVED_"  # + a name: the value of this environment variable in the process that starts a job

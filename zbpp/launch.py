@@ -22,6 +22,7 @@ from typing import Any
 from uuid import uuid4
 
 from zbpp import fork_server
+from zbpp.rank_death import RankDeath
 from zbpp.ranges import ConfigError
 from zbpp.schedule import PlanError
 
@@ -43,9 +44,10 @@ def refusals() -> tuple[type[Exception], ...]:
     from zbpp.runtime import AgreementError, BoundaryError, DeviceError  # torch: a second to import
     from zbpp.training.leaving.early_stop import MetricError
     from zbpp.training.loss_scale import LossScaleError
-    from zbpp.training.run_folder import FolderError
+    from zbpp.training.non_finite import NonFiniteError
+    from zbpp.training.run_files import FolderError
 
-    training = FolderError, LossScaleError, MetricError
+    training = FolderError, LossScaleError, MetricError, NonFiniteError
     return (
         ConfigError,
         PlanError,
@@ -91,12 +93,14 @@ def on_ranks(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from zbpp.pass_signals import passing_signals
+    from zbpp.stop_ranks import killing_what_is_left
 
     start_method = prepare_ranks()
     signals = "SIGHUP,SIGQUIT" if passes_signals else "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
     with (
         TemporaryDirectory(prefix="zbpp-") as folder,
         _without_torchs_log(),
+        killing_what_is_left(Path(folder)),
         _same_package(),
         passing_signals(Path(folder) / _BEGUN) if passes_signals else nullcontext() as passed,
     ):
@@ -166,9 +170,13 @@ def _run_rank(function: Callable[[Any], Any], argument: Any, folder: str) -> Any
         if isinstance(error, BrokenPipeError):
             kind = "broken pipe"
             discard_output()
+        elif isinstance(error, RankDeath):
+            kind, text = "death", str(error)
         elif isinstance(error, refusals()) and not wants_traceback():
             kind, text = "refusal", str(error)
         failure = {"time": time.time(), "kind": kind, "text": text}
+        if isinstance(error, RankDeath):
+            failure |= {"gone": error.gone, "rest": error.rest}
         _write_at_once(Path(folder), os.environ["RANK"], json.dumps(failure))
         raise
 
@@ -189,17 +197,33 @@ def _first_error(folder: Path, failures: Mapping[int, Any], stopped_by: str | No
         number = signal.Signals[stopped_by]
         if any(failure.exitcode in (-number, 128 + number) for failure in failures.values()):
             return Refusal(f"stopped by {stopped_by}")
-    for rank, failure in failures.items():
-        if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # torch sends SIGTERM to the others
-            return Refusal(f"rank {rank} died of {signal.Signals(-failure.exitcode).name}")
     written = {
         int(path.name): json.loads(path.read_text()) for path in folder.iterdir() if path.name.isdigit()
     }
+    for rank, failure in failures.items():  # a rank that its watch thread has ended
+        if rank not in written and isinstance(failure.message, dict):
+            text = failure.message["message"]
+            written[rank] = {"time": failure.timestamp, "kind": "refusal", "text": text}
+    for rank, failure in failures.items():
+        if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # torch sends SIGTERM to the others
+            name = signal.Signals(-failure.exitcode).name
+            return Refusal(f"rank {rank} died of {name}{_seen_by_others(written, rank)}")
+    for rank, failure in failures.items():
+        if failure.exitcode > 0 and rank not in written:  # os._exit in code of the user's
+            rest = _seen_by_others(written, rank)
+            return Refusal(f"rank {rank} left with exit status {failure.exitcode} before the run's end{rest}")
     if not written:
         codes = {rank: failure.exitcode for rank, failure in failures.items()}
         return Refusal(f"ranks ended without a word; exit codes by rank: {codes}")
-    rank = min(written, key=lambda each: written[each]["time"])
+    # The others say that a rank is gone; a rank that failed says why.
+    rank = min(written, key=lambda each: (written[each]["kind"] == "death", written[each]["time"]))
     kind, text = written[rank]["kind"], written[rank]["text"]
     if kind == "broken pipe":
         return BrokenPipeError()
-    return Refusal(text) if kind == "refusal" else RankError(f"rank {rank} failed\n{text}")
+    return RankError(f"rank {rank} failed\n{text}") if kind == "bug" else Refusal(text)
+
+
+def _seen_by_others(written: Mapping[int, dict[str, Any]], rank: int) -> str:
+    """What the first rank that noticed says behind `rank 2 died`."""
+    said = [each for each in written.values() if rank in each.get("gone", ())]
+    return str(min(said, key=lambda each: each["time"])["rest"]) if said else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from zbpp.render import chrome_trace, render_memory_picture, render_picture, ren
 from zbpp.training.loggers import Loggers, finite
 from zbpp.training.lora import save_adapter
 from zbpp.training.memory_report import RankReport, figures
+from zbpp.training.run_files import FolderError, write_whole
 from zbpp.training.summary import Summary, Title
 from zbpp.training.trainer import Trainer
 from zbpp.training.weights import save_weights
@@ -50,28 +52,44 @@ def write_memory(path: Path, config: TrainConfig, trainer: Trainer, measured: Me
 
 def write_summary(path: Path, title: Title, summary: Summary, trainer: Trainer, loggers: Loggers) -> None:
     """Write summary.json and the pictures of a measured step, and print the summary. On rank 0."""
-    loggers.summary = summary.figures
-    _write_figures(path, title, summary)
-    if summary.measured is not None:
+    not_written = _write_pictures(path, title, summary)
+    if summary.measured is not None and not not_written:
         loggers.picture("timeline", path / "timeline.png", trainer.next_step)
+    if not_written:
+        summary.figures["not_written"] = not_written
+    if loggers.missing_steps:
+        summary.figures["steps_missing_in_metrics"] = loggers.missing_steps
+    loggers.summary = summary.figures
+    # The last file: with it the run has ended.
+    write_whole(path / "summary.json", json.dumps(finite(summary.figures), indent=2, allow_nan=False) + "\n")
     print(*summary.sentences, f"written to {path}", sep="\n", flush=True)
     if trainer.leaving is not None:
         print(f"left after step {trainer.next_step}: {trainer.leaving}; resume with resume=auto", flush=True)
 
 
-def _write_figures(folder: Path, title: Title, summary: Summary) -> None:
-    """Write summary.json; and timeline.png and trace.json if a step was measured."""
-    (folder / "summary.json").write_text(
-        json.dumps(finite(summary.figures), indent=2, allow_nan=False) + "\n"
-    )
+def _write_pictures(folder: Path, title: Title, summary: Summary) -> list[str]:
+    """Write timeline.png and trace.json if a step was measured; returns those that could not be written."""
     if summary.predicted is None or summary.measured is None:
-        return
+        return []
     panels = {
         f"{title}: predicted from measured costs": summary.predicted,
         f"{title}: measured": summary.measured,
     }
-    render_picture(panels, folder / "timeline.png")
-    (folder / "trace.json").write_text(json.dumps(chrome_trace(panels)))
+    picture = io.BytesIO()  # matplotlib's errors name no file
+    render_picture(panels, picture)
+    trace = json.dumps(chrome_trace(panels))
+    files: dict[str, str | bytes] = {"timeline.png": picture.getvalue(), "trace.json": trace}
+    return [name for name, content in files.items() if not _is_written(folder / name, content)]
+
+
+def _is_written(path: Path, content: str | bytes) -> bool:
+    """Write a file that a run can do without; says so if that is not possible."""
+    try:
+        write_whole(path, content)
+    except FolderError as error:
+        print(error, flush=True)
+        return False
+    return True
 
 
 def _write_report(
@@ -79,6 +97,8 @@ def _write_report(
 ) -> None:
     """Write memory.json and memory.png; print both peaks, and the tensors that outlive the step."""
     found = {**figures(predicted, reports), "not_predicted": not_predicted}
-    (folder / "memory.json").write_text(json.dumps(found, indent=2) + "\n")
-    render_memory_picture(found, folder / "memory.png")
+    picture = io.BytesIO()
+    render_memory_picture(found, picture)
+    _is_written(folder / "memory.json", json.dumps(found, indent=2) + "\n")
+    _is_written(folder / "memory.png", picture.getvalue())
     print(render_report(found), flush=True)

@@ -19,7 +19,7 @@ from helpers.processes import outcomes, run_ranks
 from helpers.tensors import drawn
 from helpers.timetables import random_timetable
 from zbpp import Pipeline, Timetable, plan, replicate
-from zbpp.runtime.rank_parts import _METHODS
+from zbpp.runtime.rank_parts import METHODS
 from zbpp.runtime.world import gather
 
 SIZE, ROWS, NUM_LAYERS = 6, 8, 4
@@ -174,8 +174,8 @@ def delayed(method, rng):
 
 def run_timetables(rank, texts, seed):
     rng = random.Random(100 * seed + rank)
-    methods = {op: delayed(method, rng) for op, method in _METHODS["step"].items()}
-    with mock.patch.dict(_METHODS, {"step": methods}):
+    methods = {op: delayed(method, rng) for op, method in METHODS["step"].items()}
+    with mock.patch.dict(METHODS, {"step": methods}):
         return [piped(rank, Timetable.parse(text)) for text in texts]
 
 

@@ -16,7 +16,7 @@ from zbpp import MasterWeights, Pipeline, make_mesh
 from zbpp.models.llama import Llama
 from zbpp.runtime import AgreementError, ReplayError
 from zbpp.runtime.mesh import local_of
-from zbpp.runtime.rank_parts import _METHODS
+from zbpp.runtime.rank_parts import METHODS
 from zbpp.schedule import Op
 
 pytestmark = pytest.mark.slow
@@ -174,13 +174,13 @@ def depends_on_order(stages):
 
 def skips_w(stages):
     """A BW leaves out its W; B's and W's are right."""
-    original = _METHODS["replay"][Op.BW]
+    original = METHODS["replay"][Op.BW]
 
     def backward(worker, microbatch, message):
         return worker._backward(microbatch, message)[0]
 
-    _METHODS["replay"][Op.BW] = backward
-    return lambda: _METHODS["replay"].update({Op.BW: original})
+    METHODS["replay"][Op.BW] = backward
+    return lambda: METHODS["replay"].update({Op.BW: original})
 
 
 def everything(rank):

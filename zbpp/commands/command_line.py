@@ -14,8 +14,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from zbpp.config import Composed, command, composition_error, config_folder
+from zbpp.end_with_launcher import end_with_launcher
 from zbpp.launch import RankError, Refusal, discard_output, refusals, wants_traceback
 from zbpp.planning import canonical_name
+from zbpp.rank_death import RankDeath
 from zbpp.schedule import PlanError
 
 GRACE = 3.0  # s in which the rank that has the cause of a failure can end the job first
@@ -39,6 +41,7 @@ def run(
     ends the process with one line, on standard error; with ZBPP_TRACEBACK=1 in the environment, its traceback
     is shown instead.
     """
+    end_with_launcher()
     sys.path.insert(0, os.getcwd())
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then lets its own errors through
     given = list(sys.argv[1:] if given is None else given)
@@ -64,6 +67,8 @@ def _ended_in_order() -> Iterator[None]:
             raise
         print("stopped by SIGINT", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
+    except RankDeath as death:
+        _end_with(str(death), is_settled=True, is_shown=not death.is_told)
     except Exception as error:
         mistake = composition_error(error) or error
         if wants_traceback() or not isinstance(mistake, (RankError, *refusals())):
@@ -256,14 +261,14 @@ def _config_dirs(given: Sequence[str]) -> Iterator[str]:
 # ---------------------------------------------------------------- mistakes
 
 
-def _end_with(mistake: str) -> None:
+def _end_with(mistake: str, *, is_settled: bool = False, is_shown: bool = True) -> None:
     """Print the mistake, once for all ranks, and end the process.
 
     torchrun prints a traceback of its own, about 35 lines, that includes the text which rank 0 leaves in its
     error file. The other ranks wait for GRACE seconds: if rank 0 refuses, too, torchrun ends them in that
-    time, in silence; else each prints its own line.
+    time, in silence; else each prints its own line. is_settled: ranks have agreed which one prints.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if os.environ.get("RANK", "0") != "0" and not is_settled:
         # torchrun sends SIGTERM once rank 0 has ended.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(GRACE)
@@ -271,4 +276,4 @@ def _end_with(mistake: str) -> None:
         message = {"message": f"error: {mistake}", "extraInfo": {"timestamp": str(int(time.time()))}}
         with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
             json.dump({"message": message}, file)
-    sys.exit(f"error: {mistake}")
+    sys.exit(f"error: {mistake}" if is_shown else 1)

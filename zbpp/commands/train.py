@@ -10,7 +10,6 @@ The first starts its ranks on this machine; torchrun also restarts ranks, and re
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 
 from zbpp.commands import command_line
@@ -41,10 +40,5 @@ def _train(config: Composed) -> None:
 def train_on_rank(config: Composed) -> None:
     """What each rank does; importable, since it is pickled."""
     from zbpp import app
-    from zbpp.runtime import CommunicationError
 
-    try:
-        app.train(config.tree, config.settings, config.yaml)
-    except CommunicationError:
-        time.sleep(command_line.GRACE)  # another rank died first: its traceback says why
-        raise
+    app.train(config.tree, config.settings, config.yaml)

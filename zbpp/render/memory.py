@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -108,7 +108,7 @@ def _peaks(rank: Mapping[str, Any]) -> tuple[str, ...]:
     return f"rank {rank['rank']}", in_bytes(predicted), in_bytes(measured), difference
 
 
-def render_memory_picture(found: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+def render_memory_picture(found: Mapping[str, Any], path: str | os.PathLike[str] | IO[bytes]) -> None:
     """Draw a panel per rank: the predicted components one upon the other, the measured level as a line."""
     from matplotlib.figure import Figure
 

@@ -6,7 +6,7 @@ import itertools
 import os
 from collections import defaultdict
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -45,8 +45,10 @@ _SMALLEST_FONT = 4.5  # points
 _MOST_NUMBERS = 3000  # with more actions no numbers are drawn: slow to draw, and too small to read
 
 
-def render_picture(timelines: Timelines, path: str | os.PathLike[str]) -> None:
+def render_picture(timelines: Timelines, path: str | os.PathLike[str] | IO[bytes]) -> None:
     """Write a picture of timelines, one above the other, in ms from 0: PNG, PDF or SVG by the suffix.
+
+    An open file gets a PNG.
 
     Grey is the bubble: idle time within a rank's span. A box that is wide enough has its microbatch's number.
     A thin bar below a rank's boxes is a reduction, or a copy of what leaves the device or comes back.

@@ -18,7 +18,7 @@ from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.watch import Watch
 from zbpp.runtime.weight_offload import offloaded_weights
-from zbpp.schedule import Op, Program, Programs, Timetable, lower
+from zbpp.schedule import Op, Programs, Timetable, lower
 
 MakeOffload = Callable[[Mapping[int, StageWorker]], Offloader]
 
@@ -30,7 +30,7 @@ _STEP: dict[Op, StageMethod] = {
     Op.W: StageWorker.backward_weight,
     Op.BW: StageWorker.backward,
 }
-_METHODS: dict[str, dict[Op, StageMethod]] = {
+METHODS: dict[str, dict[Op, StageMethod]] = {
     **dict.fromkeys(TRAINING, _STEP),
     "evaluate": {Op.F: StageWorker.evaluate},
     "predict": {Op.F: StageWorker.evaluate},
@@ -40,13 +40,15 @@ _METHODS: dict[str, dict[Op, StageMethod]] = {
 class RankParts:
     """The parts of one rank; they are made once.
 
-    key: the prefix of this pipeline's names in the job's store. make_offload: makes the Offloader of these
+    key: the prefix of this pipeline's names in the job's store; key_of_all: that of all pipelines of its
+    mesh, whose processes wait for each other. make_offload: makes the Offloader of these
     stages; None: nothing leaves. check_messages: says how many steps are done, for errors about messages
     whose checksum is wrong; None: no message has one. The other arguments are Pipeline's.
 
     modules: the stages and the loss, if that is a module. workers: by stage. executors: of the calls "step",
     "evaluate" and "predict". order_of_ranks: checks that all ranks make the same calls; None where no rank is
-    linked to another. flight: where this rank stands; watch: tells it to the other ranks, None as before.
+    linked to another. flight: where this rank stands; watch: tells it to the processes that wait for this one,
+    None where there are none.
     activations, weights_on_host: what leaves the device; None where nothing does.
     """
 
@@ -61,6 +63,7 @@ class RankParts:
         *,
         group: dist.ProcessGroup | None,
         key: str,
+        key_of_all: str,
         timeout: float,
         dynamic_shapes: bool,
         make_offload: MakeOffload | None,
@@ -73,7 +76,7 @@ class RankParts:
         self.activations = None if make_offload is None else make_offload(self.workers)
         programs = self._programs()
         pairs = programs["step"].links
-        self.flight = FlightRecorder(rank)
+        self.flight = FlightRecorder(rank, dist.get_rank() if dist.is_initialized() else 0, key)
         self.watch: Watch | None = None
         self.order_of_ranks: CallOrder | None = None
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
@@ -82,29 +85,27 @@ class RankParts:
                 job_store(key), rank, neighbours_of(rank, pairs, timetable), device
             )
             self._links = link_groups(group, pairs, timeout, device)
-            self.watch = Watch(self.flight, job_store(f"{key}/watch"), timetable.num_ranks)
+        if pairs or reductions.is_shared:
+            self.watch = Watch(self.flight, job_store(f"{key_of_all}/watch"))
         self._check_messages, self._device, self._dynamic_shapes = check_messages, device, dynamic_shapes
-        self.executors = {name: self._executor(name, program[rank]) for name, program in programs.items()}
+        self.executors = {
+            name: self.executor(name, program, METHODS[name]) for name, program in programs.items()
+        }
 
-    def replaying_executor(self, timetable: Timetable) -> Executor:
-        """An executor of a step under another timetable, which must place the stages as this pipeline does.
-
-        So it needs the same links. Nothing leaves the device in such a step.
-        """
-        return self._executor("replay", lower(timetable)[self.rank])
-
-    def _executor(self, name: str, program: Program) -> Executor:
+    def executor(self, name: str, program: Programs, methods: Mapping[Op, StageMethod]) -> Executor:
+        """An executor of this rank's program for the call `name`."""
+        timetable, rank = self.timetable, self.rank
         trains = name in TRAINING
         return Executor(
-            program,
+            program[rank],
             self.workers,
-            _METHODS[name],
-            self.timetable.num_stages,
+            methods,
+            timetable.num_stages,
             self._links,
             self._device,
             dynamic_shapes=self._dynamic_shapes,
             reductions=self.reductions if trains else None,
-            gate=lambda: lower(self.timetable).gate(self.rank),
+            gate=lambda: lower(timetable).gate(rank),
             offloads={} if self.activations is None else self.activations.offloads,
             flight=self.flight,
             check_messages=None if self._check_messages is None else self._when,

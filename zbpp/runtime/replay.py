@@ -78,7 +78,7 @@ class Replay:
         first = self._take_gradients()
         buffers = {str(each): each.tensor.clone() for each in buffers_of(self._stages, self._loss)}
         self._buffers.restore()
-        again = self._engine.replay(self._call, seeds, self._timetable)
+        again = self._engine.run_again(self._call, seeds, self._timetable)
         found = _compared_losses(losses, again.losses)
         if repr(named.means()) != repr(again.named.means()):
             found.append(f"auxiliary losses: {named.means()}, then {again.named.means()}")

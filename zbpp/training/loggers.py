@@ -9,11 +9,14 @@ import html
 import json
 import math
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
+
+from zbpp.training.non_finite import text_of
+from zbpp.training.run_files import FolderError, Record
 
 Metrics = Mapping[str, Any]
 
@@ -28,14 +31,18 @@ class Logger(Protocol):
 
 
 class JsonLines:
-    """One JSON object per line, flushed, so that a run can be watched and survives a crash."""
+    """One JSON object per line, written at once, so that a run can be watched and survives a crash."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a")  # a run that goes on has lines already
+        self._record = Record(path)  # a run that goes on has lines already
 
     def log(self, metrics: Metrics) -> None:
-        self._file.write(json.dumps(finite(metrics), allow_nan=False) + "\n")
-        self._file.flush()
+        self._record.add(json.dumps(finite(metrics), allow_nan=False))
+
+    @property
+    def missing_steps(self) -> list[int]:
+        """The steps that the file lacks, since the disk is full."""
+        return [json.loads(line)["step"] for line in self._record.missing]
 
     def picture(self, name: str, path: Path, step: int) -> None:
         """Pictures are files beside this one."""
@@ -44,7 +51,8 @@ class JsonLines:
         """Texts are files beside this one."""
 
     def close(self, summary: Metrics, *, failed: bool) -> None:
-        self._file.close()
+        with suppress(*[FolderError] * failed):  # another error ends the run
+            self._record.close()
 
 
 class Wandb:
@@ -153,23 +161,38 @@ def _in_netrc() -> bool:
 
 
 class Loggers:
-    """Several loggers as one, closed in every case."""
+    """Several loggers as one, closed in every case.
+
+    One that raises an OSError, as on a full disk, gets nothing more: a run does not end for a copy.
+    """
 
     def __init__(self, loggers: list[Logger]) -> None:
-        self._loggers = loggers
+        self._loggers, self._failed = loggers, set[int]()
         self.summary: dict[str, Any] = {}
 
     def log(self, metrics: Metrics) -> None:
-        for logger in self._loggers:
-            logger.log(metrics)
+        self._each(lambda logger: logger.log(metrics))
 
     def picture(self, name: str, path: Path, step: int) -> None:
-        for logger in self._loggers:
-            logger.picture(name, path, step)
+        self._each(lambda logger: logger.picture(name, path, step))
 
     def text(self, name: str, text: str, step: int) -> None:
+        self._each(lambda logger: logger.text(name, text, step))
+
+    @property
+    def missing_steps(self) -> list[int]:
+        """The steps that metrics.jsonl lacks."""
+        return [step for each in self._loggers if isinstance(each, JsonLines) for step in each.missing_steps]
+
+    def _each(self, do: Callable[[Logger], None]) -> None:
         for logger in self._loggers:
-            logger.text(name, text, step)
+            if id(logger) in self._failed:
+                continue
+            try:
+                do(logger)
+            except OSError as error:
+                self._failed.add(id(logger))
+                print(f"{type(logger).__name__} gets nothing more: {error}", flush=True)
 
     def __enter__(self) -> Self:
         return self
@@ -183,8 +206,11 @@ class Loggers:
 
 
 def finite(metrics: Metrics) -> dict[str, Any]:
-    """JSON has no NaN and no infinity: null stands for them."""
+    """JSON has no NaN and no infinity: "NaN", "Infinity" and "-Infinity" stand for them.
+
+    float() reads these texts, and so does JavaScript's Number().
+    """
     return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        key: text_of(value) if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in metrics.items()
     }

@@ -14,18 +14,17 @@ With resume=auto any unfinished run is taken up so. One with checkpoints goes on
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 import socket
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 from zbpp.checkpoints.folders import checkpoints_in, step_of
+from zbpp.training.folder_lock import FolderLock, this_process
+from zbpp.training.run_files import FolderError, named_in_errors, write_whole
 
 OF_A_RUN = (
     "job.json", "config.yaml", "metrics.jsonl", "summary.json", "timeline.png", "trace.json", "bench.json",
@@ -39,10 +38,6 @@ _BY_STEP = ("metrics.jsonl", "samples.jsonl")  # each line has its step
 _WEIGHTS = ("stage-*.safetensors", "adapter")  # of the step at which the run was left
 
 
-class FolderError(ValueError):
-    """A run folder that can't be used."""
-
-
 class RunFolder:
     """A folder that this process has claimed. Until `begin`, nothing in the folder changes.
 
@@ -51,14 +46,18 @@ class RunFolder:
     may repeat its end.
     """
 
-    def __init__(self, path: Path, *, overwrite: bool, resume: str, job: str) -> None:
+    def __init__(self, path: Path, lock: FolderLock, *, overwrite: bool, resume: str, job: str) -> None:
         self.path, self._job, self._resume = path, job, resume
+        self._lock = lock
+        self._written: dict[str, str] = {}
         earlier = _read(path / "job.json")
         self.has_ended = _is_finished(path) and not _is_restart()
         is_unfinished = "job" in earlier and not _is_finished(path)
         is_own = is_unfinished and earlier["job"] == job
         # Two commands may have one job's name (in one Slurm allocation): overwrite=true means what it says,
         # unless the command is the same one, started again.
+        # A user's new command may have another number.
+        self._num_processes = earlier.get("num_processes") if is_own and _is_restart() else None
         is_kept = not overwrite or (is_own and _is_restart())
         self._was_left = is_unfinished and is_kept and (is_own or resume == "auto")
         has_begun = is_own and is_kept and earlier.get("resume") == resume
@@ -69,20 +68,56 @@ class RunFolder:
                 f"run_dir={path} holds a run already: write another run_dir, or overwrite=true to replace it"
             )
 
-    def begin(self, step: int = 0) -> None:
+    def check_number(self, num_processes: int) -> None:
+        """Raise FolderError if this job was started again, without a user, with another number of processes."""
+        if self._num_processes not in (None, num_processes):
+            raise FolderError(
+                f"this job began with {self._num_processes} processes and was started again with "
+                f"{num_processes}: write parallel.elastic=true to go on so (losses then differ in their last "
+                "digits), or bring the missing ones back"
+            )
+
+    def begin(self, step: int = 0, num_processes: int | None = None) -> None:
         """Go on after a step of the run that is here, or make room for a new one.
 
         The files of this job's earlier attempt are moved aside; those of another run are deleted.
         """
-        if self._goes_on:
-            self._cut_back(step)
-        elif self._was_left:
-            self._keep_attempt()
-        else:
-            for path in self._files():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        record = {"job": self._job, "resume": self._resume, **_here()}
-        (self.path / "job.json").write_text(json.dumps(record) + "\n")
+        with named_in_errors(self.path):
+            if self._goes_on:
+                self._cut_back(step)
+            elif self._was_left:
+                self._keep_attempt()
+            else:
+                for path in self._files():
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+        record = {"job": self._job, "resume": self._resume, "num_processes": num_processes, **this_process()}
+        self.write("job.json", json.dumps(record) + "\n")
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file that stays as it is until the run ends. Raises FolderError."""
+        write_whole(self.path / name, text)
+        self._written[name] = text
+
+    def is_there(self) -> bool:
+        """Whether the folder is still the one that was claimed."""
+        return self._lock.is_there()
+
+    def make_again(self) -> bool:
+        """Claim the folder again, after it was deleted; False if only its lock was. Raises FolderError."""
+        with named_in_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock.take_again()
+        record = self.path / "job.json"
+        if record.exists():
+            if record.read_text() == self._written.get("job.json"):
+                return False
+            raise FolderError(
+                f"run_dir={self.path} was deleted while the run was training, and holds another run now: "
+                "this one ends"
+            )
+        for name, text in self._written.items():
+            write_whole(self.path / name, text)
+        return True
 
     def _cut_back(self, step: int) -> None:
         """Move aside what came after a step."""
@@ -201,58 +236,16 @@ def claimed(
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = _lock(folder)
+        lock = FolderLock(folder)
     except OSError as error:
         raise FolderError(f"run_dir={folder}: {error}; write another run_dir") from error
     try:
-        yield RunFolder(folder, overwrite=overwrite, resume=resume, job=_this_job())
+        yield RunFolder(folder, lock, overwrite=overwrite, resume=resume, job=_this_job())
     finally:
-        (folder / ".lock").unlink(missing_ok=True)
-        lock.close()
+        lock.release()
         with suppress(OSError):  # at the first folder that is not empty
             for each in made:
                 each.rmdir()
-
-
-def _lock(folder: Path) -> IO[str]:
-    """The lock file, locked and saying who holds it."""
-    path = folder / ".lock"
-    while True:
-        with ExitStack() as unless_kept:
-            file = unless_kept.enter_context(path.open("a+"))
-            _hold(file, folder)
-            with suppress(FileNotFoundError):  # the last holder removed the file after it was opened here
-                if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
-                    file.truncate(0)
-                    file.write(json.dumps(_here()))
-                    file.flush()
-                    unless_kept.pop_all()
-                    return file
-
-
-def _hold(file: IO[str], folder: Path) -> None:
-    """Lock the file or raise FolderError."""
-    try:
-        # A record lock: unlike flock's, it does not pass to forked helpers, which may outlive this process.
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        file.seek(0)
-        raise FolderError(_in_use(folder, file.read())) from None
-    except OSError as error:  # a file system without locks
-        print(f"{folder} can't be locked ({error}): no other job must use it meanwhile", flush=True)
-
-
-def _in_use(folder: Path, text: str) -> str:
-    with suppress(ValueError):
-        here = json.loads(text)
-        holder = f" by process {here['process']} on {here['host']} since {here['started']}"
-        return f"run_dir={folder} is in use{holder}: write another run_dir"
-    return f"run_dir={folder} is in use by another job: write another run_dir"
-
-
-def _here() -> dict[str, object]:
-    started = time.strftime("%Y-%m-%d %H:%M:%S")
-    return {"host": socket.gethostname(), "process": os.getpid(), "started": started}
 
 
 def _read(path: Path) -> dict[str, object]:

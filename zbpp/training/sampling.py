@@ -19,6 +19,7 @@ from zbpp.runtime import Pipeline
 from zbpp.runtime.mesh import TENSOR, whole_of
 from zbpp.seeding import seed_of
 from zbpp.training.callbacks import Callback
+from zbpp.training.run_files import Record
 from zbpp.training.update import Metrics
 
 if TYPE_CHECKING:
@@ -153,7 +154,8 @@ class Sampler(Callback):
             raise ValueError(f"prompt={prompt!r} has no token: write a longer text")
         self._max_tokens, self._temperature, self._seed, self._window = max_tokens, temperature, seed, window
         self._ends = ends
-        self._file, self._log = None if folder is None else folder / "samples.jsonl", log
+        self._path, self._log = None if folder is None else folder / "samples.jsonl", log
+        self._record: Record | None = None
         self._is_tried = False
 
     def needs_weights(self, step: int) -> bool:
@@ -171,11 +173,16 @@ class Sampler(Callback):
         if not self.needs_weights(step):
             return
         text = self._coder.decode(self._generate(trainer.pipeline, self._max_tokens, step + 1))
-        if self._file is not None:
-            line = {"step": step + 1, "prompt": self._prompt, "text": text}
-            with self._file.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+        if self._path is not None:
+            self._record = self._record or Record(self._path)
+            self._record.add(json.dumps({"step": step + 1, "prompt": self._prompt, "text": text}))
             self._log("sample", self._prompt + text, step + 1)
+
+    def finish(self, trainer: Trainer) -> None:
+        """Close the file."""
+        if self._record is not None:
+            self._record.close()
+            self._record = None
 
     def _generate(self, pipeline: Pipeline, max_tokens: int, step: int) -> list[int]:
         return generate(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from zbpp.runtime import Pipeline
 from zbpp.runtime.mesh import whole_of
 from zbpp.training.master_weights import MasterWeights
+from zbpp.training.run_files import named_in_errors
 
 
 def save_weights(folder: Path, pipeline: Pipeline, masters: MasterWeights | None = None) -> None:
@@ -19,9 +20,11 @@ def save_weights(folder: Path, pipeline: Pipeline, masters: MasterWeights | None
     the whole model. A parameter that has a master is written as its master, in float32. Of replicas and
     other copies the first writes, whole tensors. Collective.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    folder.mkdir(parents=True, exist_ok=True)  # another machine may not have the folder yet
+    with named_in_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)  # another machine may not have the folder yet
     num_stages = pipeline.timetable.num_stages
     for index in pipeline.stages:
         state = pipeline.state_dict(index, keep_vars=True)
@@ -34,8 +37,13 @@ def save_weights(folder: Path, pipeline: Pipeline, masters: MasterWeights | None
         copies = {name: _copied(each) for name, each in state.items() if isinstance(each, Tensor)}
         if pipeline.place.is_first:
             unfinished = path.with_suffix(".tmp")
-            save_file(copies, unfinished)
-            unfinished.replace(path)
+            with named_in_errors(path, SafetensorError):
+                try:
+                    save_file(copies, unfinished)
+                    unfinished.replace(path)
+                except (OSError, SafetensorError):
+                    unfinished.unlink(missing_ok=True)
+                    raise
 
 
 def _copied(tensor: Tensor) -> Tensor:

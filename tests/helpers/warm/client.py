@@ -33,7 +33,8 @@ def main() -> None:
             signal.signal(number, lambda number, _: os.kill(pid, number))
         status = os.waitstatus_to_exitcode(int(answers.readline()))
     if status < 0:
-        signal.signal(-status, signal.SIG_DFL)
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [-status])
         os.kill(os.getpid(), -status)
     os._exit(status)

@@ -1,0 +1,166 @@
+"""What a rank says when another one is gone: who, in which step and instruction, and what it waited for itself.
+
+The rank whose neighbour dies sees a broken connection. It looks which processes of its host are gone, and
+tells the ranks of other hosts through the job's store. A rank that fails or leaves by `sys.exit` tells the
+others why. The first one that tells also shows it to the user; the others end in silence.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch.distributed as dist
+
+from zbpp.rank_death import RankDeath
+from zbpp.runtime.groups import job_store
+from zbpp.runtime.roster import gone, roster
+from zbpp.runtime.world import CommunicationError
+from zbpp.training.leaving.signals import LeaveOnSignal
+
+if TYPE_CHECKING:
+    from zbpp.training.trainer import Trainer
+
+GRACE = 3.0  # s in which a launcher ends the job of a rank that failed; it does not if a rank left with 0
+_PATIENCE = 2.0  # s for an answer of the store
+_SOON = 1.0  # s: a process's connections close a little before its end
+_INTERVAL = 0.02  # s
+_REASON, _SHOWN = "reason", "shown"  # keys in the store
+
+
+class Deaths:
+    """A context: a CommunicationError inside becomes a RankDeath if its cause is found, and so does sys.exit.
+
+    signals: says whether the launcher is ending the job. trainer: as soon as there is one. Collective.
+    """
+
+    def __init__(self, signals: LeaveOnSignal) -> None:
+        self._signals = signals
+        self.trainer: Trainer | None = None
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._members = roster()
+        self._store: Any = job_store("zbpp/deaths") if dist.is_initialized() else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, CommunicationError):
+            death = self._explained(error)
+            if death is not None:
+                raise death from error
+        elif isinstance(error, SystemExit):
+            text = f"rank {self._rank} left with exit status {error.code or 0}{self._when()}, before the run's end"
+            text += f": sys.exit at {_place(error)}"
+            self._tell(text)
+            raise RankDeath(text) from error
+        elif isinstance(error, Exception):
+            first = str(error).partition("\n")[0]
+            self._tell(f"rank {self._rank} failed{self._when()}: {type(error).__name__}: {first}")
+
+    def _when(self) -> str:
+        return " at the start" if self.trainer is None else f" in step {self.trainer.next_step + 1}"
+
+    def _tell(self, reason: str) -> None:
+        """Let the other ranks know why this one ends; it shows the reason itself."""
+        self._ask(lambda store: (_put(store, _REASON, reason), _put(store, _SHOWN, str(self._rank))))
+
+    def _explained(self, error: CommunicationError) -> RankDeath | None:
+        """The cause of a broken connection, once the launcher had the time to notice; None: nothing is known."""
+        end = time.monotonic() + GRACE
+        last = self._last_seen()
+        dead, reason = self._cause(end)
+        waited = f"; {_without_torchs_advice(str(error))}"
+        while self._signals.reason is None and time.monotonic() < end:
+            time.sleep(_INTERVAL)
+        if reason:
+            return RankDeath(reason + waited, is_told=not self._shows())
+        if not dead:
+            return None
+        who = f"rank{'s' * (len(dead) > 1)} {', '.join(map(str, dead))}"
+        rest = f"{self._when()}{last(dead[0])}{waited}"
+        text = f"{who} {self._how(dead)}{rest}"
+        return RankDeath(text, gone=tuple(dead), rest=rest, is_told=not self._shows())
+
+    def _how(self, dead: list[int]) -> str:
+        """A launcher ends the job of a rank that died or failed: a rank whose job goes on left with 0."""
+        launchers = {self._members[rank].launcher for rank in dead}
+        has_launcher = "TORCHELASTIC_RUN_ID" in os.environ
+        if self._signals.reason is not None:
+            return "died"
+        if not has_launcher or launchers != {self._members[self._rank].launcher}:
+            return f"{'is' if len(dead) == 1 else 'are'} gone (killed, or left)"
+        return "left with exit status 0 before the run's end"
+
+    def _cause(self, end: float) -> tuple[list[int], str]:
+        """(the ranks that are gone, what a rank said before it ended), as soon as anything is known."""
+        soon = time.monotonic() + _SOON
+        while time.monotonic() < end:
+            found = gone(self._members) if time.monotonic() < soon else []
+            mine = json.dumps(found) if found else ""
+            # A reason comes first: the rank that told it ends right after.
+            told = self._ask(lambda store, mine=mine: _put(store, _REASON, mine) if mine else _known(store))
+            told = told or mine
+            if told:
+                return (json.loads(told), "") if told.startswith("[") else ([], told)
+            time.sleep(_INTERVAL)
+        return [], ""
+
+    def _last_seen(self) -> Callable[[int], str]:
+        """A function that says at which instruction a rank was seen last, if that is known."""
+        pipeline = None if self.trainer is None else self.trainer.pipeline
+        if pipeline is None:
+            return lambda _: ""
+        standings = pipeline.seen()
+        return lambda rank: f" (up to a second before, {standings[rank]})" if rank in standings else ""
+
+    def _shows(self) -> bool:
+        """Whether this rank is the one that shows the death; all do if the store is gone."""
+        winner = self._ask(lambda store: _put(store, _SHOWN, str(self._rank)))
+        return winner in (None, str(self._rank))
+
+    def _ask(self, call: Callable[[Any], Any]) -> Any:
+        """What a call of the store returns; None if it is gone, or does not answer: its process may be stopped."""
+        answers: list[Any] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                answers.append(call(self._store))
+
+        if self._store is not None:
+            thread = Thread(target=ask, daemon=True)
+            thread.start()
+            thread.join(_PATIENCE)
+            if not answers:
+                self._store = None  # later calls would wait again
+        return answers[0] if answers else None
+
+
+def _put(store: Any, key: str, value: str) -> str:
+    """Write a value unless there is one; returns what is there."""
+    return str(store.compare_set(key, "", value).decode())
+
+
+def _known(store: Any) -> str:
+    return str(store.get(_REASON).decode()) if store.check([_REASON]) else ""
+
+
+def _without_torchs_advice(text: str) -> str:
+    """gloo's message without its line of code, and without the remark that another process may have failed."""
+    return re.sub(r"\[/\S+\.cc:\d+\] ", "", text.partition(". This is typically")[0])
+
+
+def _place(error: BaseException) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno}"
