@@ -162,7 +162,13 @@ def test_a_rank_ends_with_torchrun(here):
 
 def test_the_launcher_names_the_rank_that_ended_first(tmp_path):
     """The one that others saw leave, with its exit status or signal, and what they waited for."""
-    seen = {"time": 1.0, "kind": "death", "text": "rank 1 died in step 5; x", "gone": [1], "rest": " in step 5; x"}
+    seen = {
+        "time": 1.0,
+        "kind": "death",
+        "text": "rank 1 died in step 5; x",
+        "gone": [1],
+        "rest": " in step 5; x",
+    }
     (tmp_path / "0").write_text(json.dumps(seen))
     for code, expected in (
         (-9, "rank 1 died of SIGKILL in step 5; x"),
@@ -223,5 +229,7 @@ def test_a_job_started_again_with_another_number_of_ranks_is_refused(tmp_path, m
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     with claimed(tmp_path / "run", resume="auto") as folder:
         folder.check_number(4)
-        with pytest.raises(FolderError, match="began with 4 processes .* with 3: write parallel.elastic=true"):
+        with pytest.raises(
+            FolderError, match="began with 4 processes .* with 3: write parallel.elastic=true"
+        ):
             folder.check_number(3)

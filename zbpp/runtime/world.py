@@ -45,6 +45,10 @@ class CommunicationError(RuntimeError):
         return cls(f"{where}: {first_line}")
 
 
+class CorruptionError(CommunicationError):
+    """A message arrived with other bits than it was sent with."""
+
+
 @dataclass(frozen=True)
 class World:
     """This process's place in the job."""
