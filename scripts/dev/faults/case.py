@@ -142,7 +142,8 @@ def _run(row: Row, kind: Kind, setting: Setting, whole: list[tuple[Any, ...]], f
     text = job.text()
     if not restarts and kind.ends != "goes on":
         text += _start_again(row, kind, setting, folder, rng)
-    row.problems += [f"it does not say {word!r}" for word in kind.words if not re.search(word, text)]
+    words = [word.replace("{last}", str(setting.num_ranks - 1)) for word in kind.words]
+    row.problems += [f"it does not say {word!r}" for word in words if not re.search(word, text)]
     _compare(row, kind, whole, folder / "run", step)
 
 
