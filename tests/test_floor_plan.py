@@ -69,7 +69,8 @@ MAY_IMPORT = {
     "zbpp/commands/plan/cluster.py": {"cluster", "commands", "config", "ranges"} | _PLANS,
     "zbpp/render/": {"render", "partition"} | _PLANS,
     "zbpp/commands/__init__.py": set(),
-    "zbpp/commands/plan/": {"commands", "models", "ranges", "render"} | _PLANS,  # models: what a head costs, from sizes
+    "zbpp/commands/plan/": {"commands", "models", "ranges", "render"}
+    | _PLANS,  # models: what a head costs, from sizes
     "zbpp/autograd/": {"autograd"},
     # Pipeline(stages, "zb_h1"): a schedule's name in place of a timetable. No other file of runtime plans.
     "zbpp/runtime/arguments.py": {"planning"} | _RUNTIME,
@@ -97,7 +98,8 @@ MAY_IMPORT = {
     | _TRAINING,
     "zbpp/__main__.py": {"__version__", "commands"},
     "zbpp/train.py": {"commands"},  # torchrun -m zbpp.train
-    "scripts/": {"cluster", "commands", "benchmark", "launch", "models", "families", "render", "partition"} | _TRAINING,
+    "scripts/": {"cluster", "commands", "benchmark", "launch", "models", "families", "render", "partition"}
+    | _TRAINING,
 }
 
 _PURE = ("torch", "hydra", "omegaconf", "rich")

@@ -36,6 +36,7 @@ from zbpp.training.loggers import Loggers
 from zbpp.training.loss_scale import LossScale
 from zbpp.training.lost_folder import LeaveLostFolder
 from zbpp.training.memory_report import MemoryReport
+from zbpp.training.non_finite import NonFinitePolicy
 from zbpp.training.precision import PRECISIONS, Precision
 from zbpp.training.progress import progress
 from zbpp.training.run_folder import RunFolder, check_free, claimed
@@ -160,6 +161,8 @@ def _build_trainer(config: TrainConfig, job: Job, precision: Precision, mesh: De
             loss_scale=LossScale() if precision.is_scaled else None,
             gradient_release=config.memory.gradient_release,
             post_validation=build_validation(config.optimizer),
+            non_finite=NonFinitePolicy(config.non_finite, config.max_skipped),
+            loss_spike=config.loss_spike,
             memory_report=MemoryReport(config.steps - 1) if config.memory.report else None,
         )
 

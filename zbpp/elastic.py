@@ -122,6 +122,4 @@ def _with_degrees(config: TrainConfig, degrees: Degrees, num_processes: int, row
         shard=degrees.shard,
         tensor=degrees.tensor,
     )
-    return replace(
-        config, parallel=parallel, num_microbatches=rows // (degrees.replicate * degrees.shard)
-    )
+    return replace(config, parallel=parallel, num_microbatches=rows // (degrees.replicate * degrees.shard))

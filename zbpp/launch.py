@@ -44,9 +44,10 @@ def refusals() -> tuple[type[Exception], ...]:
     from zbpp.runtime import AgreementError, BoundaryError, DeviceError  # torch: a second to import
     from zbpp.training.leaving.early_stop import MetricError
     from zbpp.training.loss_scale import LossScaleError
+    from zbpp.training.non_finite import NonFiniteError
     from zbpp.training.run_files import FolderError
 
-    training = FolderError, LossScaleError, MetricError
+    training = FolderError, LossScaleError, MetricError, NonFiniteError
     return (
         ConfigError,
         PlanError,

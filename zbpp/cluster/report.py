@@ -91,5 +91,8 @@ def _cells(step: Step) -> tuple[str, ...]:
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[at]) for row in [_COLUMNS, *rows]) for at in range(len(_COLUMNS))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [_COLUMNS, *rows]]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in [_COLUMNS, *rows]
+    ]
     return [line.rstrip() for line in lines]

@@ -139,7 +139,9 @@ def _candidates(question: Question, recompute: bool) -> Iterator[_Candidate]:
 def _refuses(sizes: ModelSizes, mesh: Mesh) -> bool:
     """Whether layers can't be cut into so many stages or parts."""
     parts = mesh.tensor
-    is_odd = sizes.kv_heads % parts or sizes.heads % parts or sizes.intermediate % parts or sizes.vocab % parts
+    is_odd = (
+        sizes.kv_heads % parts or sizes.heads % parts or sizes.intermediate % parts or sizes.vocab % parts
+    )
     return mesh.pipeline > sizes.num_layers or bool(is_odd)
 
 

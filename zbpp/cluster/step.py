@@ -116,9 +116,7 @@ def _work(work: StageWork, rank_of: tuple[int, ...]) -> tuple[float, float]:
 class _Timed:
     """Simulates a step. Of many microbatches it simulates 4p and 5p, and goes on with the steady state."""
 
-    def __init__(
-        self, schedule: str, ranks: int, num_microbatches: int, timetable: Timetable | None
-    ) -> None:
+    def __init__(self, schedule: str, ranks: int, num_microbatches: int, timetable: Timetable | None) -> None:
         self._num, self._ranks = num_microbatches, ranks
         if schedule in _EVERY_MICROBATCH_HELD and timetable is None:
             timetable = _planned(schedule, ranks, num_microbatches)

@@ -41,7 +41,12 @@ def _this_process() -> Member:
     namespace = 0
     with suppress(OSError):
         namespace = os.stat("/proc/self/ns/pid").st_ino
-    return Member(f"{socket.gethostname()} {namespace}", os.getpid(), _begun(os.getpid()), os.environ.get("GROUP_RANK", ""))
+    return Member(
+        f"{socket.gethostname()} {namespace}",
+        os.getpid(),
+        _begun(os.getpid()),
+        os.environ.get("GROUP_RANK", ""),
+    )
 
 
 def _begun(process: int) -> str:

@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "zbpp plan", scripts: st
     if options.cluster is not None and not any(wanted[1:]):
         wanted = (True,)  # the names are the schedules to try
     if sum(wanted) != 1:
-        parser.error("name at least one schedule, or give --timetable FILE (not both), --choose, --layers or --cluster")
+        parser.error(
+            "name at least one schedule, or give --timetable FILE (not both), --choose, --layers or --cluster"
+        )
     try:
         print(_answer(options, scripts), flush=True)
     except BrokenPipeError:  # `zbpp plan ... | head`: nobody reads on

@@ -77,7 +77,9 @@ def _file(given: str, folder: str) -> Path:
     if (known / f"{given}.yaml").is_file():
         return known / f"{given}.yaml"
     names = ", ".join(sorted(each.stem for each in known.glob("*.yaml")))
-    raise ConfigError(f"--{folder} {given}: there is no such file; write a path, or a name in configs: {names}")
+    raise ConfigError(
+        f"--{folder} {given}: there is no such file; write a path, or a name in configs: {names}"
+    )
 
 
 def _sizes(given: str, sequence: int | None) -> Any:

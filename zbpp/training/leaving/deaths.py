@@ -88,7 +88,7 @@ class Deaths:
             return RankDeath(reason + waited, is_told=not self._shows())
         if not dead:
             return None
-        who = f"rank {', '.join(map(str, dead))}"
+        who = f"rank{'s' * (len(dead) > 1)} {', '.join(map(str, dead))}"
         rest = f"{self._when()}{last(dead[0])}{waited}"
         text = f"{who} {self._how(dead)}{rest}"
         return RankDeath(text, gone=tuple(dead), rest=rest, is_told=not self._shows())
@@ -100,7 +100,7 @@ class Deaths:
         if self._signals.reason is not None:
             return "died"
         if not has_launcher or launchers != {self._members[self._rank].launcher}:
-            return "is gone (killed, or left)"
+            return f"{'is' if len(dead) == 1 else 'are'} gone (killed, or left)"
         return "left with exit status 0 before the run's end"
 
     def _cause(self, end: float) -> tuple[list[int], str]:
