@@ -36,10 +36,11 @@ MAY_IMPORT = {
     "zbpp/partition.py": set(),
     "zbpp/ranges.py": set(),
     "zbpp/config/": {"config", "ranges"},
-    "zbpp/launch.py": {"fork_server", "pass_signals", "ranges", "rank_death"} | _TRAINING,
+    "zbpp/launch.py": {"fork_server", "pass_signals", "ranges", "rank_death", "stop_ranks"} | _TRAINING,
     "zbpp/fork_server.py": {"end_with_launcher"},
     "zbpp/end_with_launcher.py": set(),
     "zbpp/pass_signals.py": set(),
+    "zbpp/stop_ranks.py": set(),
     "zbpp/builders/": {"builders", "config"} | _TRAINING,
     "zbpp/elastic.py": {"builders", "config"} | _PLANS,
     "zbpp/app.py": {"builders", "config", "elastic", "job", "results"} | _TRAINING,
@@ -79,7 +80,7 @@ MAY_IMPORT = {
     "zbpp/cutting/": {"autograd", "cutting", "partition"},
     "zbpp/models/": {"models", "partition"} | _LEAVES,
     # These two draw: how the losses of runs fell, what ranks waited for.
-    "zbpp/commands/compare.py": {"render"},
+    "zbpp/commands/compare.py": {"render", "schedule"},
     "zbpp/commands/hang.py": {"render", "schedule", "runtime"},
     # The command line: parses, calls one function, prints.
     "zbpp/commands/": {

@@ -36,6 +36,7 @@ from zbpp.training.loggers import Loggers
 from zbpp.training.loss_scale import LossScale
 from zbpp.training.lost_folder import LeaveLostFolder
 from zbpp.training.memory_report import MemoryReport
+from zbpp.training.non_finite import NonFinitePolicy
 from zbpp.training.precision import PRECISIONS, Precision
 from zbpp.training.progress import progress
 from zbpp.training.run_folder import RunFolder, check_free, claimed
@@ -73,7 +74,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
             trainer = _build_trainer(config, job, precision, mesh)
         deaths.trainer = trainer
         path = Path(broadcast(config.run_dir))
-        trainer.pipeline.leave_records_in(path / "failure")
+        trainer.pipeline.leave_records_in(path / "failure", ends_process=True)
         saving = build_saving(config, settings, path, trainer, folder)
         if folder is not None:
             folder.begin(trainer.next_step, num_processes)
@@ -82,7 +83,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
             if change:
                 print(change, flush=True)
         made = build_loggers(config.logger, path, settings, trainer.next_step) if here.rank == 0 else []
-        with Loggers(made) as loggers:
+        with Loggers(made) as loggers, _explained(trainer):
             watching = build_callbacks(config, job.data, here, path, loggers, begin=begin)
             lost = [] if folder is None else [LeaveLostFolder(folder)]
             trainer.callbacks = [*lost, signals, *watching, *trainer.callbacks, *saving]
@@ -95,6 +96,16 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         for each in lost:
             each.check(trainer)
         return summary.figures
+
+
+@contextmanager
+def _explained(trainer: Trainer) -> Iterator[None]:
+    """Tell the other ranks of an error that ends this one, and note on the error which rank is behind."""
+    try:
+        yield
+    except Exception as error:
+        trainer.pipeline.explain(error)
+        raise
 
 
 def check_before_start(config: TrainConfig, num_processes: int) -> None:
@@ -123,7 +134,7 @@ def _build_trainer(config: TrainConfig, job: Job, precision: Precision, mesh: De
     timetable, model, stages, data, _ = job
     loss_fn = precision.widened(model.loss)
     pipeline = build_pipeline(
-        stages, timetable, loss_fn, config.seed, config.parallel, precision, mesh, config.memory
+        stages, timetable, loss_fn, config.seed, config.parallel, precision, mesh, config.memory, config.debug
     )
     with naming("finetune"):
         check_fine_tuned(pipeline, model)
@@ -150,6 +161,8 @@ def _build_trainer(config: TrainConfig, job: Job, precision: Precision, mesh: De
             loss_scale=LossScale() if precision.is_scaled else None,
             gradient_release=config.memory.gradient_release,
             post_validation=build_validation(config.optimizer),
+            non_finite=NonFinitePolicy(config.non_finite, config.max_skipped),
+            loss_spike=config.loss_spike,
             memory_report=MemoryReport(config.steps - 1) if config.memory.report else None,
         )
 

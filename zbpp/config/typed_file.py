@@ -65,7 +65,9 @@ def _value(given: Any, kind: Any, key: str, declared: Field[Any]) -> Any:
         return str(given)
     is_number = isinstance(given, int if kind is int else int | float) and not isinstance(given, bool)
     if not is_number:
-        raise ConfigError(f"{key}={given!r} is no {'whole ' * (kind is int)}number: {_advice(declared, kind)}")
+        raise ConfigError(
+            f"{key}={given!r} is no {'whole ' * (kind is int)}number: {_advice(declared, kind)}"
+        )
     try:
         return kind(given)
     except OverflowError:

@@ -3,7 +3,8 @@
 From `Pipeline(...)` to the end of a step, in reading order:
 
     pipeline      Pipeline: what a user calls; its other methods are in pipeline_state,
-                  pipeline_gradient_release, pipeline_validation, pipeline_timeline and pipeline_end
+                  pipeline_gradient_release, pipeline_non_finite, pipeline_validation, pipeline_timeline and
+                  pipeline_end
     arguments     a schedule's name becomes a timetable, a model becomes stages
     checks        do the ranks of the pipeline fit together? What is wrong on one is raised on all
     engine        runs step and evaluate; WHEN A RANK FAILS or dies is explained here
@@ -47,6 +48,9 @@ What they use:
     weight_blocks   the blocks whose weights are offloaded, and what is refused
     weight_buffers  host memory or files, and the two buffers on the device
     saved_weights   what autograd has saved of a block's weights, packed
+    checked_links links whose messages carry checksums (checksums)
+    pipeline_checks  the other checks against silent corruption: of replicas (replicas), and of a step that
+                  runs twice (replay); named_tensors: names for their errors
     world         joining the job; gather, broadcast, agreement between ranks
     groups        process groups: one for each link, and for each kind of reduction
 
@@ -55,6 +59,7 @@ Beside the step:
     squares       squared norms of gradients
     norm          clip_grad_norm_ over all ranks
     measure       timelines and costs of measured steps
+    non_finite    WHERE NaN AND INFINITIES CAME FROM: a step replayed, every value looked at
     memory        bytes that one microbatch leaves on a stage
     live_tensors, microbatch_memory, memory_record
                   bytes of live tensors, fake ones too; what a microbatch needs; what a step held
@@ -68,18 +73,23 @@ from zbpp.runtime.boundary import BoundaryError
 from zbpp.runtime.measure import measured_costs, peak_memory_bytes
 from zbpp.runtime.mesh import make_mesh
 from zbpp.runtime.microbatch import per_microbatch, replicate
+from zbpp.runtime.non_finite import NonFinite
 from zbpp.runtime.norm import clip_grad_norm_
 from zbpp.runtime.pipeline import Pipeline
+from zbpp.runtime.replay import ReplayError
 from zbpp.runtime.stage import StageWorker
-from zbpp.runtime.world import AgreementError, CommunicationError, DeviceError
+from zbpp.runtime.world import AgreementError, CommunicationError, CorruptionError, DeviceError
 
 __all__ = [
     "ActivationOffload",
     "AgreementError",
     "BoundaryError",
     "CommunicationError",
+    "CorruptionError",
     "DeviceError",
+    "NonFinite",
     "Pipeline",
+    "ReplayError",
     "StageWorker",
     "clip_grad_norm_",
     "make_mesh",

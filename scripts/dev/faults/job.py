@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,12 @@ sys.path.insert(0, str(ROOT / "tests"))  # for the commands that start without i
 from helpers.warm import WarmPython  # noqa: E402
 
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MISBEHAVE")
+
+_BY_HAND = """
+for rank in $(seq 0 $NUM); do RANK=$rank LOCAL_RANK=$rank "$0" -m zbpp.train "$@" & all="$all $!"; done
+for each in $all; do wait $each || status=1; done
+exit $status
+"""
 
 
 def warm_python() -> WarmPython:
@@ -50,13 +57,29 @@ class Job:
         for path in folder.glob("rank-*.pid"):
             path.unlink()
         inherited = {key: value for key, value in os.environ.items() if key not in _OF_TORCHRUN}
+        self.begin, taken = time.time(), socket.socket()
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
         start = {
             "zbpp": [commands / "zbpp", "train", "-n", num_ranks],
             "torchrun": [
-                commands / "torchrun", "--standalone", "--nproc-per-node", num_ranks, "--max-restarts", restarts,
-                "--shutdown-timeout", 3, "--monitor-interval", 0.05, "-m", "zbpp.train",
+                commands / "torchrun", "--standalone", "--nproc-per-node", num_ranks, "--max-restarts",
+                restarts, "--shutdown-timeout", 3, "--monitor-interval", 0.05, "-m", "zbpp.train",
             ],
+            "torchrun, port in use": [
+                commands / "torchrun", "--master-addr", "127.0.0.1", "--master-port", port,
+                "--nproc-per-node", num_ranks, "-m", "zbpp.train",
+            ],
+            "without the last rank": ["sh", "-c", _BY_HAND, commands / "python"],
         }[how]  # fmt: skip
+        if how == "torchrun, port in use":
+            taken.listen()
+            self._taken = taken  # until this job is forgotten
+        else:
+            taken.close()
+        of_ranks = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        if how == "without the last rank":
+            inherited |= {**of_ranks, "NUM": str(num_ranks - 2), "LOCAL_WORLD_SIZE": str(num_ranks)}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [*map(str, start), *arguments],
@@ -69,8 +92,11 @@ class Job:
             )
 
     def pid(self, rank: int) -> int:
-        """The process of a rank, once it has built its model."""
-        return int((self.folder / f"rank-{rank}.pid").read_text())
+        """The process of a rank; waits until it has built its model."""
+        path, end = self.folder / f"rank-{rank}.pid", time.monotonic() + 120
+        while not path.exists() and time.monotonic() < end and self.process.poll() is None:
+            time.sleep(0.002)
+        return int(path.read_text())
 
     def alive(self) -> set[int]:
         """The processes of this job that have not ended: all whose output or error goes to its log."""
@@ -87,13 +113,18 @@ class Job:
         """What the job has said."""
         return self.log.read_text(errors="replace")
 
-    def wait_for_step(self, step: int, timeout: float = 60) -> None:
-        """Wait until metrics.jsonl has the line of a step. Raises TimeoutError, also if the job ends before."""
+    def wait_for_step(self, step: int, timeout: float = 120) -> None:
+        """Wait until metrics.jsonl has the line of a step; TimeoutError, also if the job ends before."""
         end = time.monotonic() + timeout
-        while len(lines_of(self.folder / "run")) < step:
+        while self._num_lines() < step:
             if self.process.poll() is not None or time.monotonic() > end:
                 raise TimeoutError(f"the job did not reach step {step}:\n{self.text()[-3000:]}")
             time.sleep(0.002)
+
+    def _num_lines(self) -> int:
+        with suppress(FileNotFoundError):
+            return (self.folder / "run" / "metrics.jsonl").read_bytes().count(b"\n")
+        return 0
 
     def wait(self, timeout: float) -> float | None:
         """Wait until no process of the job is left; returns the time at which this was so, else None."""

@@ -17,7 +17,9 @@ SEARCH_SECONDS, CHOICE_SECONDS = 10.0, 45.0  # of one search; of all searches of
 _MOST_LAYERS = 4096  # the split over stages makes a table of all pairs of layers
 
 _DESCRIPTION = "Choose, print, compare and draw timetables of pipeline schedules. Needs no torch and no GPU."
-_USAGE = "{prog} SCHEDULE [SCHEDULE ...] | --choose | --timetable FILE | --layers N | --cluster FILE   [options]"
+_USAGE = (
+    "{prog} SCHEDULE [SCHEDULE ...] | --choose | --timetable FILE | --layers N | --cluster FILE   [options]"
+)
 _EXAMPLES = """\
 schedules, in any case and in torch's spelling, too: {schedules}
 

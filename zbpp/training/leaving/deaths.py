@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
@@ -110,7 +111,7 @@ class Deaths:
             found = gone(self._members) if time.monotonic() < soon else []
             mine = json.dumps(found) if found else ""
             # A reason comes first: the rank that told it ends right after.
-            told = self._ask(lambda store, mine=mine: _put(store, _REASON, mine) if mine else _known(store))
+            told = self._ask(partial(_put, key=_REASON, value=mine) if mine else _known)
             told = told or mine
             if told:
                 return (json.loads(told), "") if told.startswith("[") else ([], told)
