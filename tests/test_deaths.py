@@ -175,11 +175,11 @@ def test_the_launcher_names_the_rank_that_ended_first(tmp_path):
         (-9, "rank 1 died of SIGKILL in step 5; x"),
         (3, "rank 1 left with exit status 3 before the run's end in step 5; x"),
     ):
-        failures = {0: SimpleNamespace(exitcode=1), 1: SimpleNamespace(exitcode=code)}
+        failures = {0: SimpleNamespace(exitcode=1, message=""), 1: SimpleNamespace(exitcode=code, message="")}
         error = launch._first_error(tmp_path, failures)
         assert (type(error), str(error)) == (Refusal, expected)
     (tmp_path / "2").write_text(json.dumps({"time": 2.0, "kind": "bug", "text": "Traceback"}))
-    failures = {0: SimpleNamespace(exitcode=1), 2: SimpleNamespace(exitcode=1)}
+    failures = {0: SimpleNamespace(exitcode=1, message=""), 2: SimpleNamespace(exitcode=1, message="")}
     assert str(launch._first_error(tmp_path, failures)) == "rank 2 failed\nTraceback"
 
 
