@@ -5,6 +5,10 @@
 
 One number is fitted: the share of the peak that kernels achieve, on one row (1F1B of the 1.5B model). All
 other rows, those on H100s too, are predicted with it. Nothing is tuned for a row.
+
+Assumed: the ZB models' attention is not fused (chosen after a look at F - W in the paper's table 9), their
+vocabulary and the link between nodes; Llama's sequence parallelism. The models' sizes in MODELS are quoted from
+memory of table 3, and wait for a check against the paper.
 """
 
 # ruff: noqa: E501  # printed lines are wider

@@ -185,8 +185,9 @@ def _no_mesh(question: Question) -> str:
     return (
         f"--batch {question.batch}: no mesh of {gpus} GPUs{given} can run it: the sequences must be "
         f"divisible by replicate x shard x the microbatch's size, the layers ({question.sizes.num_layers}) "
-        f"no fewer than the pipeline's ranks, and the heads ({question.sizes.heads}, {question.sizes.kv_heads} of "
-        f"keys) by tensor: write a larger batch, such as --batch {_fitting(question.batch, gpus)}"
+        "no fewer than the pipeline's ranks, and the heads "
+        f"({question.sizes.heads}, {question.sizes.kv_heads} of keys) divisible by tensor: write a larger "
+        f"batch, such as --batch {_fitting(question.batch, gpus)}"
     )
 
 
