@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Check everything: ruff check, ruff format, mypy, pytest. All four run, even if one of them fails.
+# Check everything: ruff check, ruff format, mypy, audit (packages, see scripts/dev/audit.py), pytest. All run, even if
+# one of them fails.
 #
 #   bash scripts/test.sh                arguments go to pytest:
 #   bash scripts/test.sh -k name        the tests with this name
@@ -31,6 +32,7 @@ failed=()
 "$VENV/bin/ruff" check || failed+=("ruff check")
 "$VENV/bin/ruff" format --check || failed+=("ruff format --check")
 "$VENV/bin/mypy" || failed+=("mypy")
+"$VENV/bin/python" scripts/dev/audit.py || failed+=("audit")
 
 marks=""
 if ! "$VENV/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then

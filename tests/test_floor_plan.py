@@ -80,7 +80,7 @@ MAY_IMPORT = {
     "zbpp/cutting/": {"autograd", "cutting", "partition"},
     "zbpp/models/": {"models", "partition"} | _LEAVES,
     # These two draw: how the losses of runs fell, what ranks waited for.
-    "zbpp/commands/compare.py": {"render"},
+    "zbpp/commands/compare.py": {"render", "schedule"},
     "zbpp/commands/hang.py": {"render", "schedule", "runtime"},
     # The command line: parses, calls one function, prints.
     "zbpp/commands/": {

@@ -22,8 +22,8 @@ from typing import Any
 from uuid import uuid4
 
 from zbpp import fork_server
-from zbpp.rank_death import RankDeath
 from zbpp.ranges import ConfigError
+from zbpp.rank_death import RankDeath
 from zbpp.schedule import PlanError
 
 _BEGUN = "begun"  # a file that exists when a rank has begun

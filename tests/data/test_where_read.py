@@ -1,5 +1,7 @@
 """Who reads what: the ranks of the first and of the last stage, a batch each per step; the others nothing."""
 
+import sys
+
 import pytest
 import torch
 
@@ -74,8 +76,8 @@ def test_a_users_dataset_is_not_even_tried_where_it_is_not_read(monkeypatch):
         def __getitem__(self, row):
             raise AssertionError("read")
 
-    monkeypatch.setattr(torch, "Untouchable", Untouchable, raising=False)
-    data = build_data({"_target_": "torch.Untouchable"}, 4, 0, is_read=False)
+    monkeypatch.setattr(sys.modules[__name__], "Untouchable", Untouchable, raising=False)
+    data = build_data({"_target_": f"{__name__}.Untouchable"}, 4, 0, is_read=False)
     assert data.fingerprint is None
     assert data.items_per_batch == 4
 

@@ -181,7 +181,7 @@ def manifest_of(path: Path) -> dict[str, Written]:
         files = {str(name): Written(*each) for name, each in manifest["files"].items()}
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{MANIFEST} is missing") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} can't be read ({error})") from error
     if type(version) is not int or version > FORMAT:
         raise CheckpointError(
@@ -192,7 +192,7 @@ def manifest_of(path: Path) -> dict[str, Written]:
     unlisted = {file.name for file in path.glob("*.distcp")} - files.keys()
     if missing or unlisted:
         raise ValueError(f"{MANIFEST} does not list {', '.join(sorted(missing | unlisted))}")
-    if any(name != Path(name).name for name in files):
+    if any(name != Path(name).name or name == ".." for name in files):
         raise ValueError(f"{MANIFEST} lists files of another folder")
     return files
 

@@ -1,36 +1,28 @@
 """A checkpoint on disk: verified, then read tensor by tensor through torch.distributed.checkpoint.
 
-Nothing that is read can run code. torch.distributed.checkpoint unpickles `.metadata`, which can: here only
-the classes that such a file consists of are let through. Tensors are read with weights_only=True, and
+Nothing that is read can run code. torch.distributed.checkpoint unpickles `.metadata`, which can: see
+metadata_file.py. Tensors are read with weights_only=True, and
 everything else is JSON (torch.distributed.checkpoint would unpickle it).
 """
 
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from zbpp.checkpoints.errors import CheckpointError
 from zbpp.checkpoints.folders import (
     MANIFEST,
+    METADATA,
     STATE,
     check_contents,
     check_sizes,
@@ -38,19 +30,8 @@ from zbpp.checkpoints.folders import (
     manifest_of,
     step_of,
 )
+from zbpp.checkpoints.metadata_file import read_metadata
 from zbpp.runtime.mesh import Place
-
-_METADATA = "torch.distributed.checkpoint.metadata"
-_ALLOWED = {
-    *((_METADATA, name) for name in (
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-    )),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-}  # fmt: skip
-
 
 _KEYS = {"step", "timetable", "model", "optimizer", "random", "states", "info"}
 
@@ -78,7 +59,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: {STATE} is not what zbpp writes")
         if not isinstance(self.facts["random"], list):
             raise CheckpointError(f"{self.path}: {STATE} has no random numbers")
-        if type(self.facts["step"]) is not int:
+        if type(self.facts["step"]) is not int or not 0 <= self.facts["step"] < 2**53:
             raise CheckpointError(f"{self.path}: {STATE} has step={self.facts['step']!r}, which is no step")
         files = manifest_of(self.path)
         for each in (self._metadata.storage_data or {}).values():
@@ -173,37 +154,4 @@ class _Planner(DefaultLoadPlanner):
 class _Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata, unpickled without a way to run code."""
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            found = _Unpickler(file).load()
-        if not isinstance(found, Metadata):
-            raise CheckpointError(f"{self.path}: .metadata holds a {type(found).__name__}")
-        return found
-
-
-_BUILT = (
-    BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties,
-    TensorStorageMetadata, _StorageInfo,
-)  # fmt: skip
-
-
-class _Unpickler(pickle._Unpickler):  # the one in C has no load_build
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
-    stack: list[Any]
-
-    def load_build(self) -> None:
-        """Set the attributes of an object of _BUILT; a class or function is refused: all code shares it."""
-        if type(self.stack[-2]) not in _BUILT:
-            raise CheckpointError(f".metadata changes a {type(self.stack[-2]).__name__}: it was not loaded")
-        super().load_build()  # type: ignore[misc]  # typeshed does not know it
-
-    dispatch[pickle.BUILD[0]] = load_build
-
-    def find_class(self, module: str, name: str) -> Any:
-        """The class or function, if `_ALLOWED` has it. Raises CheckpointError for any other."""
-        if (module, name) in _ALLOWED or (module == "torch" and _is_dtype(name)):
-            return super().find_class(module, name)
-        raise CheckpointError(f".metadata holds {module}.{name}, which it has no use for: it was not loaded")
-
-
-def _is_dtype(name: str) -> bool:
-    return isinstance(getattr(torch, name, None), torch.dtype)
+        return read_metadata(Path(self.path) / METADATA)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
-from zbpp.config import Composed, command, composition_error, config_folder
+from zbpp.config import Composed, Trust, add_current_folder, command, composition_error, config_folder
 from zbpp.end_with_launcher import end_with_launcher
 from zbpp.launch import RankError, Refusal, discard_output, refusals, wants_traceback
 from zbpp.planning import canonical_name
@@ -24,10 +24,11 @@ GRACE = 3.0  # s in which the rank that has the cause of a failure can end the j
 _BROKEN_PIPE = 128 + signal.SIGPIPE  # the exit status that shells show for it
 _NAMED_BY_TARGET = ("model", "data")  # groups whose node may be a class of the user's
 # Hydra's flags that stand alone, and those that a value follows.
+# Not --experimental-rerun: it unpickles a file.
 _SWITCHES = ("--resolve", "-r", "--run", "-m", "--multirun", "-sc", "--shell-completion", "--hydra-help")
 _WITH_VALUE = (
     "-c", "--cfg", "-p", "--package", "-i", "--info", "-cp", "--config-path", "-cn", "--config-name", "-cd",
-    "--config-dir", "--experimental-rerun",
+    "--config-dir",
 )  # fmt: skip
 _NUM_RANKS = {"train": "parallel.num_processes", "bench": "num_ranks", "measure": "num_ranks"}
 
@@ -37,12 +38,11 @@ def run(
 ) -> None:
     """Call `main` with the config that configs/NAME.yaml and a command line make.
 
-    given: the arguments; None: those of this process. Classes are found in the current folder, too. A mistake
-    ends the process with one line, on standard error; with ZBPP_TRACEBACK=1 in the environment, its traceback
-    is shown instead.
+    given: the arguments; None: those of this process. Classes that they name are found in the current
+    folder, too. A mistake ends the process with one line, on standard error; with ZBPP_TRACEBACK=1 in the
+    environment, its traceback is shown instead.
     """
     end_with_launcher()
-    sys.path.insert(0, os.getcwd())
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then lets its own errors through
     given = list(sys.argv[1:] if given is None else given)
     with _ended_in_order():
@@ -50,6 +50,7 @@ def run(
             print(help_text(name, str(description), given))
         else:
             sys.argv = [f"zbpp {name}", *arguments(given, name)]  # where Hydra looks
+            add_current_folder(Trust.typed(sys.argv[1:]), sys.path)
             command(main, name, guard=_ended_in_order)()
 
 

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from zbpp.schedule.timetable import printable
+
 _PICTURES = (".png", ".pdf", ".svg")
 
 
@@ -39,9 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
     if options.picture is not None and options.picture.suffix not in _PICTURES:
         parser.exit(1, f"error: --picture {options.picture}: end its name in {', '.join(_PICTURES)}\n")
-    losses = [list(_values(folder, "loss").values()) for folder in folders]
-    summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
-    print(_table(folders, summaries))
+    try:
+        losses = [list(_values(folder, "loss").values()) for folder in folders]
+        summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
+        print("\n".join(map(printable, _table(folders, summaries).splitlines())))
+    except (LookupError, AttributeError, TypeError, ValueError, OSError, RecursionError) as error:
+        parser.exit(1, f"error: these are no runs of zbpp train ({type(error).__name__}: {error!s:.200})\n")
     if options.picture is not None:
         _draw(folders, options.picture, has_tokens=summaries[0]["unigram_entropy"] is not None)
     are_equal = all(each == losses[0] for each in losses)

@@ -45,12 +45,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="merge the adapter of a LoRA run into its base model, which is then whole in memory",
     )
+    parser.add_argument(
+        "--trust-code",
+        action="store_true",
+        help="the run's config may name code of your own, which is then found in the current folder, too",
+    )
     given = parser.parse_args(arguments)
-    sys.path.insert(0, os.getcwd())  # the model may be a class of the user's
+    if given.trust_code:
+        sys.path.insert(0, os.getcwd())
     from zbpp.export import export  # torch: --help does without
 
     try:
         options = {"dtype": given.dtype, "bytes_per_file": given.file_size, "is_merged": given.merge}
+        options["trust_code"] = given.trust_code
         export(given.run, given.folder, **options)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         if os.environ.get("ZBPP_TRACEBACK"):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from zbpp.schedule import PlanError
+from zbpp.schedule.timetable import printable
 
 _RECORDS = "flight-rank-*.json"
 
@@ -36,8 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from zbpp.render import render_hang
 
     try:
-        print(render_hang(_of_one_pipeline([json.loads(path.read_text()) for path in found])))
-    except (KeyError, TypeError, ValueError, PlanError) as error:
+        text = render_hang(_of_one_pipeline([json.loads(path.read_text()) for path in found]))
+        print("\n".join(map(printable, text.splitlines())))  # a terminal would obey control characters
+    except (LookupError, AttributeError, TypeError, ValueError, RecursionError, PlanError) as error:
         parser.exit(1, f"error: {found[0].parent} holds files that are no records: {error}\n")
     return 0
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
@@ -22,6 +23,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from zbpp.config import tree
+from zbpp.config.hydra_files import foreign_files_checked
+from zbpp.config.trust import Trust
+from zbpp.config.yaml_files import check_yaml
 from zbpp.ranges import ConfigError
 
 _TYPES = {
@@ -51,16 +55,36 @@ def command(
     """A function that composes configs/NAME.yaml with sys.argv and calls `main` with the checked config.
 
     guard: a context around the check and the call of `main`. It is entered inside Hydra, which would announce
-    an error in a line of its own.
+    an error in a line of its own. Code that only a config file names is refused, see trust.py.
     """
     register()
 
-    def checked(config: DictConfig) -> None:
-        with guard():
-            main(Composed(typed(config), flat(config), as_yaml(config)))
+    def composed_and_checked() -> None:
+        trust = Trust.typed(sys.argv[1:])
+        trust.guard_environment()
 
-    decorated: Callable[[], None] = hydra.main(str(config_folder()), name, version_base="1.3")(checked)
-    return decorated
+        def checked(config: DictConfig) -> None:
+            with guard():
+                check_trusted(config, trust)
+                main(Composed(typed(config), flat(config), as_yaml(config)))
+
+        decorated: Callable[[], None] = hydra.main(str(config_folder()), name, version_base="1.3")(checked)
+        with (
+            nullcontext() if trust.everything else foreign_files_checked(name, config_folder(), sys.argv[1:])
+        ):
+            decorated()
+
+    return composed_and_checked
+
+
+def check_trusted(config: DictConfig, trust: Trust) -> None:
+    """Raise ConfigError for code that neither belongs to zbpp or torch nor was typed by the user."""
+    try:
+        plain = OmegaConf.to_container(config, resolve=True)
+    except Exception:  # a mistake in the config, which `typed` tells: nothing is made of it
+        typed(config)
+        raise
+    trust.check(plain)
 
 
 def register() -> None:
@@ -191,12 +215,20 @@ def composition_error(error: object) -> ConfigError | None:
     return ConfigError(" ".join(useful) + hint)
 
 
-def read_run_config(path: Path) -> dict[str, Any]:
-    """The config.yaml that a run has left in its folder, as plain values. Raises ConfigError."""
+def read_run_config(path: Path, *, trust_code: bool = False) -> dict[str, Any]:
+    """The config.yaml that a run has left in its folder, as plain values. Raises ConfigError.
+
+    trust_code: classes that the config names may be the user's own; else only those of zbpp and torch.
+    """
+    check_yaml(path)
     try:
-        found = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        # Resolved when it was written: what looks like an interpolation here is a text, or an attempt.
+        found = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except Exception as error:  # OmegaConf lets errors of YAML through
         raise ConfigError(f"{path} can't be read ({' '.join(str(error).split())})") from error
-    if not isinstance(found, dict) or "model" not in found:
+    if not isinstance(found, dict) or not isinstance(found.get("model"), dict):
         raise ConfigError(f"{path} is not the config.yaml of a run: it has no model")
-    return {str(name): value for name, value in found.items()}
+    plain = {str(name): value for name, value in found.items() if name != "trust_code"}
+    if not trust_code:
+        Trust().check_run(path, plain)
+    return plain

@@ -4,35 +4,64 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import pkgutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
-from hydra.errors import HydraException, InstantiationException
-from hydra.utils import instantiate
-
+from zbpp.config.known_code import resolved
 from zbpp.ranges import ConfigError
 
+_OWN_KEYS = (
+    "_target_",
+    "_args_",
+    "_partial_",
+    "_recursive_",
+    "_convert_",
+)  # as in Hydra; the last is ignored
 
-def instantiate_node(part: str, node: dict[str, Any], **extra: Any) -> Any:
-    """Call what the node's `_target_` names, with the node's other keys.
+
+def instantiate_node(part: str, node: Mapping[str, Any], **extra: Any) -> Any:
+    """Call what the node's `_target_` names, with the node's other keys; nodes inside it are made first.
 
     part: how errors call the node, "model" or "data". extra: further arguments; those that the target does
-    not take are left out. Raises ConfigError.
+    not take are left out. A text is never an interpolation here, unlike in Hydra's `instantiate`: a config
+    that was checked stays as it was. Raises ConfigError.
     """
     if "_target_" not in node:
         raise ConfigError(f"{part} names no _target_: write the class, such as _target_: my_package.MyModel")
+    target = node["_target_"]
+    if not isinstance(target, str):
+        raise ConfigError(f"{part}._target_={target!r}: write the name of a class, such as my_file.MyModel")
+    given = {str(name): value for name, value in node.items() if name not in _OWN_KEYS}
+    positional = list(node.get("_args_", ()))
+    if node.get("_recursive_", True):
+        given = {name: _made(f"{part}.{name}", value) for name, value in given.items()}
+        positional = _made(f"{part}._args_", positional)
     try:
-        return instantiate(node, **_accepted(node, extra), _convert_="all")
-    except InstantiationException as error:
-        cause = error.__cause__ or error
-        if not isinstance(cause, ValueError | OSError | TypeError | ImportError | HydraException):
+        found = resolved(target)
+        arguments = {**given, **_accepted(found, extra)}
+        if node.get("_partial_"):
+            return partial(found, *positional, **arguments)
+        return found(*positional, **arguments)
+    except (ValueError, OSError, TypeError, ImportError, AttributeError) as error:
+        message = _missing_name(target)
+        if isinstance(error, AttributeError) and not message:
             raise  # a bug in the class's own code: its traceback says where
-        message = _missing_name(str(node["_target_"])) or " ".join(str(cause).split())
-        raise ConfigError(f"{part} ({node['_target_']}): {message}") from cause
+        raise ConfigError(f"{part} ({target}): {message or ' '.join(str(error).split())}") from error
+
+
+def _made(part: str, value: Any) -> Any:
+    """The value with an object in place of each node that has a `_target_`."""
+    if isinstance(value, Mapping):
+        if "_target_" in value:
+            return instantiate_node(part, value)
+        return {name: _made(f"{part}.{name}", each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_made(f"{part}[{number}]", each) for number, each in enumerate(value)]
+    return value
 
 
 def partial_of_node(part: str, node: dict[str, Any]) -> Any:
@@ -75,11 +104,11 @@ def _is_from(module: ModuleType, value: Any) -> bool:
     return origin == module.__name__ and not hasattr(module, "__path__")
 
 
-def _accepted(node: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """The arguments in `extra` that the node's target takes: a torch Dataset takes no batch_size."""
+def _accepted(found: Any, extra: dict[str, Any]) -> dict[str, Any]:
+    """The arguments in `extra` that a class or function takes: a torch Dataset takes no batch_size."""
     try:
-        parameters = inspect.signature(pkgutil.resolve_name(node["_target_"])).parameters
-    except Exception:  # there is no such target, or its file can't be imported: instantiate says so
+        parameters = inspect.signature(found).parameters
+    except (ValueError, TypeError):  # no signature is known
         return extra
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: value for name, value in extra.items() if takes_any or name in parameters}

@@ -27,7 +27,7 @@ def load_tokenizer(tokenizer: str, chat_template: str | None = None) -> Any:
     if not where.exists():
         raise ValueError(f"tokenizer={tokenizer} does not exist: write a folder, or a tokenizer.json")
     if where.is_dir():
-        loaded: Any = AutoTokenizer.from_pretrained(where, local_files_only=True)
+        loaded: Any = AutoTokenizer.from_pretrained(where, local_files_only=True, trust_remote_code=False)
     else:
         special = _special_tokens(where.parent)
         loaded = PreTrainedTokenizerFast(tokenizer_file=str(where), **special)  # type: ignore[no-untyped-call]

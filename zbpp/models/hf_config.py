@@ -128,6 +128,9 @@ def _check_kind(given: Mapping[str, Any], where: str) -> None:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal
 
+    attention = given.get("attn_implementation") or given.get("_attn_implementation")
+    if "/" in str(attention):  # the library would download it, and run it
+        raise ValueError(f"{where}: attn_implementation={attention} is code from a hub: write sdpa or eager")
     kind = given.get("model_type")
     if kind is None:
         raise ValueError(f"{where} has no model_type: write one of Hugging Face's, such as llama")

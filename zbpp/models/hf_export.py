@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -86,12 +86,14 @@ def write_merged(
     import peft
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    # The run's config names the folder, and somebody else may have written that config.
+    own: Any = {"local_files_only": True, "trust_remote_code": False}
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, use_safetensors=True, **own)
         merged = peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
-        merged.to(dtype or AutoConfig.from_pretrained(base).dtype or torch.float32)
+        merged.to(dtype or AutoConfig.from_pretrained(base, **own).dtype or torch.float32)
         merged.save_pretrained(unfinished, max_shard_size=bytes_per_file)
         for path in unfinished.glob("generation_config.json"):
             path.unlink()

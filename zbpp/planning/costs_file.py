@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 from zbpp.partition import layers_of
 from zbpp.planning.rank_costs import RankCosts
 from zbpp.schedule.costs import ACTIVATIONS, BYTES, COST_NAMES, Costs
-from zbpp.schedule.interchange import naming
+from zbpp.schedule.interchange import naming, read_bytes
 from zbpp.schedule.timetable import Op, PlanError, printable, shown
 
 About = dict[str, Any]
 """What was measured, where and how. Any keys are allowed."""
 
 _UNITS = (ACTIVATIONS, BYTES)
+_LARGEST_FILE = 2**24  # bytes
 _LONGEST = 80  # characters of an entry of `about` that are shown
 
 
@@ -26,7 +26,7 @@ def read_costs(path: str | os.PathLike[str]) -> tuple[RankCosts, About]:
     Raises OSError, or PlanError that names the file.
     """
     with naming(path):
-        given = _read_json(Path(path).read_bytes())
+        given = _read_json(read_bytes(path, _LARGEST_FILE))
         if not isinstance(given, dict):
             raise PlanError(f"{shown(given)} is no object with any of {', '.join(COST_NAMES)}")
         about = given.pop("about", {})

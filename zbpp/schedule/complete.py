@@ -10,8 +10,10 @@ from zbpp.schedule.timetable import Op, PlanError, Row, Timetable
 
 def check_row(row: Row, num_microbatches: int) -> None:
     """A stage has per microbatch one F, one B or BW, one W or BW, or F alone; each kind ascends."""
-    for stage in np.unique(row.stages).tolist():
-        own = row.select(row.stages == stage)
+    by_stage = np.argsort(row.stages, kind="stable")
+    for positions in np.split(by_stage, np.flatnonzero(np.diff(row.stages[by_stage])) + 1):
+        own = row.select(positions)
+        stage = int(own.stages[0])
         if (own.ops == Op.F).all():
             checked: tuple[tuple[Op, ...], ...] = ((Op.F,),)
         else:

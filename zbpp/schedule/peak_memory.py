@@ -13,11 +13,12 @@ from zbpp.schedule.timetable import Row
 def peak_memory(row: Row, costs: StageCosts, offload: RankOffload = ()) -> float:
     """The most that the rank holds after any action of its row or any Fetch, and all the time."""
     change = np.zeros(len(row))
+    stages, place = np.unique(row.stages, return_inverse=True)
     for op, per_stage in costs.memory.items():
         chosen = row.ops == op
-        change[chosen] = np.asarray(per_stage)[row.stages[chosen]]
+        change[chosen] = np.array([per_stage[stage] for stage in stages.tolist()])[place[chosen]]
     if offload:
         places, amounts = zip(*changes_of(offload, costs), strict=True)
         change = np.insert(change, places, amounts)
-    static: float = sum(costs.static[stage] for stage in np.unique(row.stages).tolist())
+    static: float = sum(costs.static[stage] for stage in stages.tolist())
     return float(np.cumsum(change).max()) + static

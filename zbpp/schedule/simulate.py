@@ -161,6 +161,14 @@ def simulate(
     )
 
 
+class _OfStages(NamedTuple):
+    """Arrays over all stages, made once: a rank alone would take as long for them as there are stages."""
+
+    rank_of: npt.NDArray[np.int64]
+    durations: npt.NDArray[np.float64]  # by `kinds_of`
+    delays: npt.NDArray[np.float64]
+
+
 class _RankRun:
     """One rank's run through its row.
 
@@ -178,7 +186,7 @@ class _RankRun:
         timetable: Timetable,
         rank: int,
         values: Values,
-        costs: StageCosts,
+        stages: _OfStages,
         copies: RankCopies | None = None,
     ) -> None:
         row = timetable.rows[rank]
@@ -187,13 +195,13 @@ class _RankRun:
         _, in_made, in_used = np.intersect1d(made, used, assume_unique=True, return_indices=True)
         local_made_at, local_used_at = made_at[in_made], used_at[in_used]
         too_early = local_used_at[local_used_at <= local_made_at]
-        leaves = np.array(timetable.rank_of)[values.stages(made)] != rank
+        leaves = stages.rank_of[values.stages(made)] != rank
         self.rank, self.row, self.values, self.copies = rank, row, values, copies
         self.stops_at = int(too_early.min(initial=len(row)))
         self.awaited = _by_action(len(row), np.delete(used_at, in_used), np.delete(used, in_used))
         self.given = _by_action(len(row), made_at[leaves], made[leaves])
-        self.durations = np.array([costs.duration[op] for op in Op]).T.ravel()[kinds_of(row)]
-        self.delays = np.array(costs.comm)[row.stages]
+        self.durations = stages.durations[kinds_of(row)]
+        self.delays = stages.delays[row.stages]
         self.starts, self.ends = array("d"), array("d")
 
     def run(
@@ -248,7 +256,12 @@ def _by_action(length: int, positions: Numbers, numbers: Numbers) -> npt.NDArray
 def _run(timetable: Timetable, costs: StageCosts, copies: Sequence[RankCopies | None]) -> list[_RankRun]:
     """Run one step, which begins at 0 ms."""
     values = Values(timetable.num_stages, timetable.num_microbatches)
-    ranks = [_RankRun(timetable, rank, values, costs, copies[rank]) for rank in range(timetable.num_ranks)]
+    stages = _OfStages(
+        rank_of=np.array(timetable.rank_of),
+        durations=np.array([costs.duration[op] for op in Op]).T.ravel(),
+        delays=np.array(costs.comm),
+    )
+    ranks = [_RankRun(timetable, rank, values, stages, copies[rank]) for rank in range(timetable.num_ranks)]
     arrival = _run_step(ranks, [0.0] * len(ranks))
     stuck = [rank.complaint(arrival) for rank in ranks if len(rank.ends) < len(rank.row)]
     if stuck:

@@ -167,6 +167,20 @@ class RunFolder:
         return sorted(path for pattern in OF_A_RUN for path in self.path.glob(pattern))
 
 
+def _refuse_links(path: Path) -> None:
+    """Raise FolderError for a link in place of a file that a run writes: another file would be written.
+
+    Somebody else's run may come with such links. Links to folders stay: a disk for checkpoints is one.
+    """
+    names = {pattern for pattern in OF_A_RUN if "." in pattern} | {f"{CHECKPOINTS}/latest*", ".lock", "*.tmp"}
+    for file in (each for pattern in sorted(names) for each in path.glob(pattern)):
+        if file.is_symlink() and not file.is_dir():
+            raise FolderError(
+                f"{file} is a link, and a run would write to {os.readlink(file)}: remove the link, or write "
+                "another run_dir"
+            )
+
+
 def _source(path: Path, resume: str, *, is_replaced: bool, has_begun: bool) -> Path | None:
     """Where the checkpoints to go on from are, None if there are none. FolderError for a wrong path.
 
@@ -236,6 +250,7 @@ def claimed(
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _refuse_links(folder)
         lock = FolderLock(folder)
     except OSError as error:
         raise FolderError(f"run_dir={folder}: {error}; write another run_dir") from error

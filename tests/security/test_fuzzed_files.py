@@ -1,0 +1,132 @@
+"""Whatever bytes a file of a stranger holds: they are read, or refused by the documented error, and soon.
+
+scripts/dev/fuzz.py does the same for as long as one likes.
+"""
+
+import json
+import os
+import pickle
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import metadata
+
+from helpers.fuzzing import PARSERS, complaint, mutated
+from zbpp.checkpoints import CheckpointError
+from zbpp.checkpoints.folders import manifest_of
+from zbpp.checkpoints.metadata_file import read_metadata
+from zbpp.models.hf_config import read_config
+from zbpp.schedule import PlanError, Timetable, simulate
+from zbpp.schedule.interchange import read_bytes
+from zbpp.training.run_folder import FolderError, check_free
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_a_valid_file_is_read(name, tmp_path):
+    for sample in PARSERS[name].samples[:1]:
+        assert complaint(PARSERS[name], sample, tmp_path) == ""
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**32))
+def test_changed_files_are_read_or_refused_in_order(tmp_path_factory, name, seed):
+    rng, parser = random.Random(seed), PARSERS[name]
+    content = mutated(rng.choice(parser.samples), rng)
+    assert complaint(parser, content, tmp_path_factory.getbasetemp()) == "", content
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@settings(max_examples=20)
+@given(content=st.binary(max_size=200))
+def test_any_bytes_are_read_or_refused_in_order(tmp_path_factory, name, content):
+    assert complaint(PARSERS[name], content, tmp_path_factory.getbasetemp()) == ""
+
+
+def test_a_parser_that_hangs_or_fails_would_be_found(tmp_path):
+    def found(read, errors=()):
+        return complaint(PARSERS["plan"]._replace(read=read, errors=errors), b"", tmp_path)
+
+    assert found(lambda path: {}["x"]) == "KeyError: 'x'"
+    assert found(lambda path: bytes(2**40)) == "MemoryError"
+    assert found(lambda path: {}["x"], (KeyError,)) == ""
+
+
+def test_metadata_whose_hash_would_take_for_ever_is_refused(tmp_path):
+    """A tuple of a tuple of ... : 60 levels of pairs have 2**60 hashes; a key takes all."""
+    nested: object = ()
+    for _ in range(60):
+        nested = (nested, nested)
+    parts = pickle.dumps(nested, protocol=2)[2:-1]
+    index = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
+    enum = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+    layout = b"ctorch.serialization\n_get_layout\n"
+    for content in (
+        b"\x80\x02}" + parts + b"Ns.",
+        b"\x80\x02}(" + parts + b"Nu.",
+        b"\x80\x02}" + index + b"(V" + b"a\n" + parts + b"tRNs.",
+        b"\x80\x02" + enum + parts + b"\x85R.",
+        b"\x80\x02" + enum + parts + b"\x85\x81.",
+        b"\x80\x02" + layout + parts + b"\x85R.",
+        b"\x80\x04\x8f(" + parts + b"\x90.",
+        b"\x80\x04(" + parts + b"\x91.",
+    ):
+        (tmp_path / ".metadata").write_bytes(content)
+        with pytest.raises((CheckpointError, TypeError)):
+            read_metadata(tmp_path / ".metadata")
+
+
+def test_what_torch_writes_is_still_read(tmp_path):
+    written = metadata.Metadata(
+        {"a": metadata.BytesStorageMetadata()}, None, {metadata.MetadataIndex("a"): 1}
+    )
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(written))
+    assert read_metadata(tmp_path / ".metadata") == written
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "..", "a/b", "."])
+def test_a_manifest_names_no_file_outside_its_folder(tmp_path, name):
+    files = {".metadata": [1, "a"], "state.json": [1, "a"], name: [1, "a"]}
+    (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
+    with pytest.raises(ValueError, match="lists files of another folder"):
+        manifest_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "metrics.jsonl", ".lock", "job.json", "checkpoints/latest.tmp"]
+)
+def test_a_run_writes_through_no_link(tmp_path, name):
+    """Somebody's run, unpacked, may have a link in place of a file that the run would write."""
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / name).symlink_to(precious)
+    for options in ({"overwrite": True}, {"resume": "auto"}):
+        with pytest.raises(FolderError, match=r"is a link, and a run would write to .*precious: remove"):
+            check_free(tmp_path / "run", **options)
+    assert precious.read_text() == "mine"
+    os.unlink(tmp_path / "run" / name)
+    check_free(tmp_path / "run", overwrite=True)
+
+
+def test_a_file_without_end_is_not_read_to_its_end():
+    with pytest.raises(PlanError, match="more than 1,000 bytes"):
+        read_bytes("/dev/zero", 1000)
+
+
+def test_a_plan_of_many_ranks_or_stages_takes_seconds():
+    """Each rank made arrays over all stages: 20,000 ranks in a file of 300 kB took many minutes."""
+    rows = [Timetable.parse("\n".join(f"{i}F0 {i}BW0" for i in range(4000)))]
+    rows += [
+        Timetable.parse(" ".join([*(f"{i}F0" for i in range(9000)), *(f"{i}BW0" for i in range(9000)[::-1])]))
+    ]
+    assert [simulate(each).makespan for each in rows] == [12000, 27000]
+
+
+def test_an_attention_from_a_hub_is_refused():
+    with pytest.raises(
+        ValueError, match="attn_implementation=a/kernel is code from a hub: write sdpa or eager"
+    ):
+        read_config({"model_type": "llama", "attn_implementation": "a/kernel"}, {})

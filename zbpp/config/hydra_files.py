@@ -1,0 +1,93 @@
+"""Config files that are not zbpp's own: what they may say of Hydra itself, and how large they may be.
+
+Hydra obeys the node `hydra` of whatever it has composed: `hydra.job_logging` and `hydra.callbacks` call any
+function, `hydra.job.env_set` changes the environment. The command may set these, a file may not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import hydra._internal.hydra as hydra_internal
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from zbpp.config.yaml_files import check_yaml
+from zbpp.ranges import ConfigError
+
+_OF_HYDRA = re.compile(r"[+~]*hydra\b")
+# Hydra writes these itself while it composes.
+_WRITTEN = ("runtime", "overrides", "job", "mode")
+_OF_THE_JOB = ("env_set", "env_copy", "chdir")
+
+
+@contextmanager
+def foreign_files_checked(name: str, own: Path, arguments: Sequence[str]) -> Iterator[None]:
+    """Inside, Hydra refuses config files that set more of Hydra than configs/NAME.yaml in `own` does.
+
+    arguments: Hydra's. Raises ConfigError for YAML files that would need endless memory.
+    """
+    folders = _foreign_folders(arguments)
+    if not folders and not any("searchpath" in each for each in arguments):
+        yield
+        return
+    for folder in folders:
+        for path in sorted(folder.rglob("*.y*ml")):
+            check_yaml(path)
+
+    class Loader(ConfigLoaderImpl):
+        def load_configuration(self, *args: Any, **kwargs: Any) -> DictConfig:
+            found = super().load_configuration(*args, **kwargs)
+            _check_hydra(found, _own_hydra(name, own, arguments))
+            return found
+
+    kept = hydra_internal.ConfigLoaderImpl
+    hydra_internal.ConfigLoaderImpl = Loader  # type: ignore[misc]  # hydra.main takes no loader
+    try:
+        yield
+    finally:
+        hydra_internal.ConfigLoaderImpl = kept  # type: ignore[misc]
+
+
+def _foreign_folders(arguments: Sequence[str]) -> list[Path]:
+    """The folders that --config-dir and --config-path name."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--config-path", "-cp")
+    given, _ = parser.parse_known_args(list(arguments))
+    return [Path(each) for each in (given.config_dir, given.config_path) if each]
+
+
+def _own_hydra(name: str, own: Path, arguments: Sequence[str]) -> dict[str, Any]:
+    """The node `hydra` of zbpp's own files and of the command."""
+    path: ConfigSearchPath = ConfigSearchPathImpl()
+    path.append("hydra", "pkg://hydra.conf")
+    path.append("main", str(own))
+    path.append("schema", "structured://")
+    typed = [each for each in arguments if _OF_HYDRA.match(each) and "searchpath" not in each]
+    composed = ConfigLoaderImpl(config_search_path=path).load_configuration(name, typed, RunMode.RUN)
+    return _compared(composed)
+
+
+def _compared(config: DictConfig) -> dict[str, Any]:
+    found: Any = OmegaConf.to_container(config.hydra, resolve=False)
+    job = {f"job.{key}": found["job"].get(key) for key in _OF_THE_JOB}
+    return {key: value for key, value in found.items() if key not in _WRITTEN} | job
+
+
+def _check_hydra(config: DictConfig, own: dict[str, Any]) -> None:
+    found = _compared(config)
+    for key in sorted(found.keys() | own.keys()):
+        if key != "searchpath" and found.get(key) != own.get(key):
+            raise ConfigError(
+                f"a config file sets hydra.{key}, which can run code: leave it out of the file and write it "
+                "in the command, or trust_code=true if you trust all of the config"
+            )
