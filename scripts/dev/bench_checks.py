@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import torch
 import torch.distributed as dist
 
-from zbpp import Pipeline, make_mesh
 from zbpp.launch import on_ranks
 from zbpp.models.gpt import Gpt
+from zbpp.runtime import Pipeline, make_mesh
 from zbpp.runtime.world import world
 
 NUM_WARM_UPS, EVERY, VOCAB = 3, 100, 256

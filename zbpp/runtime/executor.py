@@ -202,16 +202,16 @@ class Executor:
         receives = [each for each in instructions if isinstance(each, Recv)]
         for peer in sorted({each.peer for each in receives}):
             mine = [each.value for each in receives if each.peer == peer]
-            names = [f"{value} from rank {peer} to rank {rank}" for value in mine]
-            self._inboxes[peer] = inbox(
+            self._inboxes[peer] = box = inbox(
                 int(peer > rank),  # a link's group has two ranks: 0 is the lower one
                 links[peer, rank],
                 self._pool,
                 list(map(_channel, mine)),
                 self._program.in_flight[peer],
                 dynamic_shapes,
-                **({} if when is None else {"names": names}),
             )
+            if isinstance(box, CheckedInbox):
+                box.names = [f"{value} from rank {peer} to rank {rank}" for value in mine]
         for peer in sorted({each.peer for each in instructions if isinstance(each, Send)}):
             self._outboxes[peer] = outbox(
                 int(peer > rank), links[rank, peer], self._pool.device, dynamic_shapes
