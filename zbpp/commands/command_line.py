@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
+from zbpp.commands.shadowed import check_no_library_is_hidden
 from zbpp.config import Composed, command, composition_error, config_folder
 from zbpp.end_with_launcher import end_with_launcher
 from zbpp.launch import RankError, Refusal, discard_output, refusals, wants_traceback
@@ -42,6 +43,8 @@ def run(
     is shown instead.
     """
     end_with_launcher()
+    with _ended_in_order():
+        check_no_library_is_hidden(Path.cwd())
     sys.path.insert(0, os.getcwd())
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then lets its own errors through
     given = list(sys.argv[1:] if given is None else given)
