@@ -53,13 +53,18 @@ def place_in_job(wanted: int | None) -> tuple[int, int]:
 
     Raises ConfigError if torchrun has started another number.
     """
-    started = int(os.environ.get("WORLD_SIZE", "1"))
+    started = processes_started()
     if wanted not in (None, started):
         raise ConfigError(
             f"parallel.num_processes={wanted}, but torchrun started {started}: write "
             f"torchrun --nproc-per-node {wanted} -m zbpp.train ..., or parallel.num_processes=null"
         )
     return int(os.environ.get("RANK", "0")), started
+
+
+def processes_started() -> int:
+    """How many processes torchrun has started; one without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def planned_job(config: TrainConfig, num_ranks: int) -> tuple[Job, MeasuredStages | None]:

@@ -44,9 +44,10 @@ def refusals() -> tuple[type[Exception], ...]:
     from zbpp.runtime import AgreementError, BoundaryError, DeviceError  # torch: a second to import
     from zbpp.training.leaving.early_stop import MetricError
     from zbpp.training.loss_scale import LossScaleError
-    from zbpp.training.run_folder import FolderError
+    from zbpp.training.non_finite import NonFiniteError
+    from zbpp.training.run_files import FolderError
 
-    training = FolderError, LossScaleError, MetricError
+    training = FolderError, LossScaleError, MetricError, NonFiniteError
     return (
         ConfigError,
         PlanError,
@@ -92,12 +93,14 @@ def on_ranks(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from zbpp.pass_signals import passing_signals
+    from zbpp.stop_ranks import killing_what_is_left
 
     start_method = prepare_ranks()
     signals = "SIGHUP,SIGQUIT" if passes_signals else "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
     with (
         TemporaryDirectory(prefix="zbpp-") as folder,
         _without_torchs_log(),
+        killing_what_is_left(Path(folder)),
         _same_package(),
         passing_signals(Path(folder) / _BEGUN) if passes_signals else nullcontext() as passed,
     ):
@@ -197,6 +200,10 @@ def _first_error(folder: Path, failures: Mapping[int, Any], stopped_by: str | No
     written = {
         int(path.name): json.loads(path.read_text()) for path in folder.iterdir() if path.name.isdigit()
     }
+    for rank, failure in failures.items():  # a rank that its watch thread has ended
+        if rank not in written and isinstance(failure.message, dict):
+            text = failure.message["message"]
+            written[rank] = {"time": failure.timestamp, "kind": "refusal", "text": text}
     for rank, failure in failures.items():
         if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # torch sends SIGTERM to the others
             name = signal.Signals(-failure.exitcode).name
@@ -204,7 +211,7 @@ def _first_error(folder: Path, failures: Mapping[int, Any], stopped_by: str | No
     for rank, failure in failures.items():
         if failure.exitcode > 0 and rank not in written:  # os._exit in code of the user's
             rest = _seen_by_others(written, rank)
-            return Refusal(f"rank {rank} left with exit status {failure.exitcode} before its end{rest}")
+            return Refusal(f"rank {rank} left with exit status {failure.exitcode} before the run's end{rest}")
     if not written:
         codes = {rank: failure.exitcode for rank, failure in failures.items()}
         return Refusal(f"ranks ended without a word; exit codes by rank: {codes}")

@@ -10,6 +10,8 @@ class RankDeath(RuntimeError):
     the same to the user.
     """
 
-    def __init__(self, text: str, *, gone: tuple[int, ...] = (), rest: str = "", is_told: bool = False) -> None:
+    def __init__(
+        self, text: str, *, gone: tuple[int, ...] = (), rest: str = "", is_told: bool = False
+    ) -> None:
         super().__init__(text)
         self.gone, self.rest, self.is_told = gone, rest, is_told

@@ -21,8 +21,8 @@ from zbpp.runtime.flight_recorder import Standing, behind
 M, SIZE, TIMEOUT = 4, 4, 8.0
 
 
-def standing(rank, awaits=None, instruction="1F0", *, call="step", number=3, position=5):
-    return Standing(rank, call, number, position, 2, 20, instruction, awaits, 0.0, 0.0)
+def standing(rank, awaits=None, instruction="1F0", *, call="step", number=3, position=5, gave_up=False):
+    return Standing(rank, call, number, position, 2, 20, instruction, awaits, 0.0, 0.0, rank, "", gave_up)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,10 @@ def standing(rank, awaits=None, instruction="1F0", *, call="step", number=3, pos
         ([standing(0, None, "", position=20), standing(1, 2), standing(2, number=2)], 2),
         ([standing(0, 1), standing(1, None, "", call="", number=2)], 1),
         ([standing(0, 1)], None),
+        # Between calls, in vain with others in a gather: for the rank that has not come to it.
+        ([standing(rank, None, "", call="", gave_up=rank != 2) for rank in range(4)], 2),
+        ([standing(0, None, "", call="", gave_up=True), standing(1, 2), standing(2, number=2)], 2),
+        ([standing(0, None, "", call="", gave_up=True), standing(1, 0)], None),
     ],
 )
 def test_waits_are_followed_to_the_rank_that_waits_for_nobody(standings, expected):

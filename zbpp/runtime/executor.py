@@ -313,9 +313,11 @@ class Executor:
         instructions = resolution.instructions
         instruction = instructions[position]
         speaks_for_itself = isinstance(error, CommunicationError | OffloadError | torch.OutOfMemoryError)
+        rank = self._program.rank
+        if isinstance(instruction, Action):
+            error.add_note(_where(instruction, rank))
         if isinstance(instruction, Action) or speaks_for_itself or position == resolution.gate:
             return
-        rank = self._program.rank
         if isinstance(error, RuntimeError):
             number = sum(each is not None for each in instructions[:position])
             if instruction is not None:
@@ -327,6 +329,20 @@ class Executor:
             raise ValueError(
                 f"{instruction.value} from rank {rank} to rank {instruction.peer}: {error}"
             ) from None
+
+
+_PARTS = {
+    Op.F: "F, the forward",
+    Op.B: "B, the backward",
+    Op.W: "W, the weights' gradients",
+    Op.BW: "the backward",
+}
+
+
+def _where(action: Action, rank: int) -> str:
+    """`in 1B3 (B, the backward, of stage 1, microbatch 3) on rank 1`."""
+    part = f"{_PARTS[action.op]}, of stage {action.stage}, microbatch {action.microbatch}"
+    return f"in {action} ({part}) on rank {rank}"
 
 
 def _is_always_valid() -> bool:

@@ -4,7 +4,8 @@ The executor notes one time per instruction, which takes about a ten-millionth o
 done until somebody asks: `standing` says where the rank is now, `last` what it did before.
 
 When a call fails because a message did not come, the rank that failed is rarely the one to blame: it waited
-for a rank that waited for another one. `behind` follows these waits to their end.
+for a rank that waited for another one. `behind` follows these waits to their end. A rank that waits for all
+others (at the end of a call, in a `gather` between calls) waits for one that does not wait itself.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Standing(NamedTuple):
     of the last one. position, actions: how many instructions, and how many actions, of the call were done.
     instruction: the one that runs, "" for what comes before the first and behind the last. awaits: the rank
     whose message, or whose receive, this instruction waits for. since: when it began, or the last call ended.
-    told: when this was known.
+    told: when this was known. process: the rank's number in the job; pipeline: which of the job's pipelines
+    the rank belongs to. gave_up: whether the rank has waited in vain, for a message or in a collective call.
     """
 
     rank: int
@@ -39,6 +41,9 @@ class Standing(NamedTuple):
     awaits: int | None
     since: float
     told: float
+    process: int = 0
+    pipeline: str = ""
+    gave_up: bool = False
 
     def text(self, now: float) -> str:
         """`at 1B3 for 12.3 s, instruction 14 of 36 in step(), call 7`; and whether the rank is silent."""
@@ -49,6 +54,16 @@ class Standing(NamedTuple):
             f"silent for {silent:.1f} s (stopped, dead, or in code that holds Python's lock), before that "
             f"{self.place(self.told)}"
         )
+
+    @property
+    def awaits_all(self) -> bool:
+        """Whether the rank waits for no rank in particular, but for all: it has done its part of a call."""
+        return self.gave_up or bool(self.call and not self.instruction and self.position)
+
+    @property
+    def progress(self) -> tuple[int, bool, int]:
+        """How far the rank is; ranks of one job are compared by it."""
+        return self.number, not self.call, self.position
 
     def place(self, now: float) -> str:
         """The same for a rank that tells it `now`."""
@@ -65,10 +80,14 @@ class Standing(NamedTuple):
 
 
 class FlightRecorder:
-    """The instructions of one rank's last two passes over a program, with the times at which they began."""
+    """The instructions of one rank's last two passes over a program, with the times at which they began.
 
-    def __init__(self, rank: int) -> None:
-        self.rank, self.number, self.call = rank, 0, ""
+    rank: in its pipeline. process, pipeline: see Standing.
+    """
+
+    def __init__(self, rank: int, process: int = 0, pipeline: str = "") -> None:
+        self.rank, self.process, self.pipeline = rank, process, pipeline
+        self.number, self.call, self.gave_up = 0, "", False
         self._since = time.monotonic()
         self._passes: list[tuple[int, str, Sequence[Instruction | None], list[float]]] = []
 
@@ -105,7 +124,8 @@ class FlightRecorder:
                 instruction, since = instructions[done], times[done]
         text = "" if instruction is None else str(instruction)
         awaits = instruction.peer if isinstance(instruction, Recv | Release) else None
-        return Standing(self.rank, call, number, position, actions, count, text, awaits, at + since, now)
+        of_this_pass = self.rank, call, number, position, actions, count, text, awaits
+        return Standing(*of_this_pass, at + since, now, self.process, self.pipeline, self.gave_up)
 
     def last(self) -> Iterator[tuple[int, str, str, float]]:
         """The recorded instructions: (number of the call, its name, instruction, s since the epoch)."""
@@ -120,23 +140,20 @@ class FlightRecorder:
         return {"standing": self.standing()._asdict(), "last": [list(each) for each in self.last()]}
 
 
-def behind(standings: Mapping[int, Standing], rank: int) -> Standing | None:
-    """The rank that the others wait for, found from `rank` on; None if nothing can be said.
+def behind(standings: Mapping[int, Standing], process: int) -> Standing | None:
+    """The rank that the others wait for, found from `process` on; None if nothing can be said.
 
-    Follows who awaits whom. A rank that waits at the end of a call awaits one that has done less.
+    standings: by process, each with its key as `process`. Follows who awaits whom.
     """
-    seen: set[int] = set()
-    while rank in standings and rank not in seen:
-        seen.add(rank)
-        here = standings[rank]
+    places = {(each.pipeline, each.rank): each for each in standings.values()}
+    here, seen = standings.get(process), set[int]()
+    while here is not None and here.process not in seen:
+        seen.add(here.process)
         if here.awaits is not None:
-            rank = here.awaits
-        elif here.call and not here.instruction and here.position:
-            rank = min(standings.values(), key=_progress).rank
+            here = places.get((here.pipeline, here.awaits))
+        elif here.awaits_all:
+            others = [each for each in standings.values() if not each.awaits_all and each.process not in seen]
+            here = min(others, key=lambda each: each.progress, default=None)
         else:
             return here
     return None  # ranks that await each other
-
-
-def _progress(standing: Standing) -> tuple[int, bool, int]:
-    return standing.number, not standing.call, standing.position

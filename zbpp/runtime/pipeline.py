@@ -8,6 +8,7 @@ by the Engine, which also says what happens when a rank fails. This file has con
 
     pipeline_state             parameters, their names, state_dict
     pipeline_gradient_release  weights that are updated inside the step
+    pipeline_non_finite        where NaN and infinities came from
     pipeline_validation        an update that the next step waits for
     pipeline_timeline          what is measured
     pipeline_end               close, and the end after an error
@@ -38,8 +39,7 @@ from zbpp.runtime.named_losses import NamedLosses, summed
 from zbpp.runtime.offloader import check_one_offload, offload_maker
 from zbpp.runtime.outputs import Metrics, Outputs
 from zbpp.runtime.parameters import StageParameters
-from zbpp.runtime.pipeline_gradient_release import PipelineGradientRelease
-from zbpp.runtime.pipeline_state import PipelineState
+from zbpp.runtime.pipeline_non_finite import PipelineNonFinite
 from zbpp.runtime.pipeline_timeline import PipelineTimeline
 from zbpp.runtime.rank_parts import RankParts
 from zbpp.runtime.reductions import Reductions
@@ -53,7 +53,7 @@ from zbpp.seeding import seed_of
 from zbpp.stage_api import PipelineModel
 
 
-class Pipeline(PipelineState, PipelineGradientRelease, PipelineTimeline):
+class Pipeline(PipelineNonFinite, PipelineTimeline):
     """One rank of a pipeline.
 
     stages: {stage index: module}, exactly those that `timetable` gives to this rank; or a model (see
@@ -142,6 +142,8 @@ class Pipeline(PipelineState, PipelineGradientRelease, PipelineTimeline):
         self._copies = set(map(id, reductions.copies))
         self._late, self._release_arguments = reductions.late, dict[str, Any]()
         self._records: Path | None = None
+        self._ends_process = False
+        key_of_all = place.broadcast(agreed.key)
         parts = RankParts(
             timetable,
             self.rank,
@@ -151,11 +153,12 @@ class Pipeline(PipelineState, PipelineGradientRelease, PipelineTimeline):
             reductions,
             group=given.pipeline,
             key=agreed.key,
+            key_of_all=key_of_all,
             timeout=timeout,
             dynamic_shapes=dynamic_shapes,
             make_offload=offload_maker(offload, timetable, self.device, place),
         )
-        copies = order_of_copies(place, place.broadcast(agreed.key), self.rank, self.device)
+        copies = order_of_copies(place, key_of_all, self.rank, self.device)
         self._engine = Engine(parts, copies)
         self.step_losses, self.evaluation_losses = NamedLosses(), NamedLosses()
         self._compares_losses = TENSOR in place.groups  # in the first step
@@ -311,18 +314,21 @@ class Pipeline(PipelineState, PipelineGradientRelease, PipelineTimeline):
         )
         following.num_steps, following.loss_scale = self.num_steps, self.loss_scale
         if self._records is not None:
-            following.leave_records_in(self._records)
+            following.leave_records_in(self._records, ends_process=self._ends_process)
         if self._release_arguments:
             following.release_gradients(**self._release_arguments)
         return following
 
     def seen(self) -> dict[int, str]:
         """After a failed call: where each rank stood when it told last, by its number in the job."""
-        numbers = dist.get_process_group_ranks(self.group or dist.group.WORLD) if dist.is_initialized() else []
+        numbers = (
+            dist.get_process_group_ranks(self.group or dist.group.WORLD) if dist.is_initialized() else []
+        )
         return {numbers[rank]: place for rank, place in self._engine.seen().items()}
 
-    def _seeds(self) -> dict[int, int]:
-        """Per stage, the seed of its microbatch 0 in the next step."""
+    def _seeds(self, step: int | None = None) -> dict[int, int]:
+        """Per stage, the seed of its microbatch 0 in a step; None: the next one."""
+        step = self.num_steps if step is None else step
         # Processes that see different data draw different numbers.
         part = [self.place.data_part] if self.place.data_part else []
-        return {stage: seed_of(self.seed, self.num_steps, stage, *part) for stage in self.stages}
+        return {stage: seed_of(self.seed, step, stage, *part) for stage in self.stages}

@@ -37,12 +37,14 @@ _METHODS: dict[str, dict[Op, StageMethod]] = {
 class RankParts:
     """The parts of one rank; they are made once.
 
-    key: the prefix of this pipeline's names in the job's store. make_offload: makes the Offloader of these
+    key: the prefix of this pipeline's names in the job's store; key_of_all: that of all pipelines of its
+    mesh, whose processes wait for each other. make_offload: makes the Offloader of these
     stages; None: nothing leaves. The other arguments are Pipeline's.
 
     modules: the stages and the loss, if that is a module. workers: by stage. executors: of the calls "step",
     "evaluate" and "predict". order_of_ranks: checks that all ranks make the same calls; None where no rank is
-    linked to another. flight: where this rank stands; watch: tells it to the other ranks, None as before.
+    linked to another. flight: where this rank stands; watch: tells it to the processes that wait for this one,
+    None where there are none.
     activations, weights_on_host: what leaves the device; None where nothing does.
     """
 
@@ -57,6 +59,7 @@ class RankParts:
         *,
         group: dist.ProcessGroup | None,
         key: str,
+        key_of_all: str,
         timeout: float,
         dynamic_shapes: bool,
         make_offload: MakeOffload | None,
@@ -68,7 +71,7 @@ class RankParts:
         self.activations = None if make_offload is None else make_offload(self.workers)
         programs = self._programs()
         pairs = programs["step"].links
-        self.flight = FlightRecorder(rank)
+        self.flight = FlightRecorder(rank, dist.get_rank() if dist.is_initialized() else 0, key)
         self.watch: Watch | None = None
         self.order_of_ranks: CallOrder | None = None
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
@@ -77,23 +80,30 @@ class RankParts:
                 job_store(key), rank, neighbours_of(rank, pairs, timetable), device
             )
             self._links = link_groups(group, pairs, timeout, device)
-            self.watch = Watch(self.flight, job_store(f"{key}/watch"), timetable.num_ranks)
+        if pairs or reductions.is_shared:
+            self.watch = Watch(self.flight, job_store(f"{key_of_all}/watch"))
+        self._device, self._dynamic_shapes = device, dynamic_shapes
         self.executors = {
-            name: Executor(
-                program[rank],
-                self.workers,
-                _METHODS[name],
-                timetable.num_stages,
-                self._links,
-                device,
-                dynamic_shapes=dynamic_shapes,
-                reductions=reductions if name == "step" else None,
-                gate=lambda: lower(timetable).gate(rank),
-                offloads={} if self.activations is None else self.activations.offloads,
-                flight=self.flight,
-            )
-            for name, program in programs.items()
+            name: self.executor(name, program, _METHODS[name]) for name, program in programs.items()
         }
+
+    def executor(self, name: str, program: Programs, methods: Mapping[Op, StageMethod]) -> Executor:
+        """An executor of this rank's program for the call `name`."""
+        timetable, rank = self.timetable, self.rank
+        trains = name in ("step", "replay")
+        return Executor(
+            program[rank],
+            self.workers,
+            methods,
+            timetable.num_stages,
+            self._links,
+            self._device,
+            dynamic_shapes=self._dynamic_shapes,
+            reductions=self.reductions if trains else None,
+            gate=lambda: lower(timetable).gate(rank),
+            offloads={} if self.activations is None else self.activations.offloads,
+            flight=self.flight,
+        )
 
     def _workers(
         self, stages: Mapping[int, nn.Module], loss_fn: Loss | None, device: torch.device

@@ -210,11 +210,7 @@ class StageWorker:
                 output_grads.append(grad)
         if not edges:
             return (None,) * len(inputs), None
-        try:
-            grads, deferred = split(edges, output_grads, inputs, None, is_hooked=may_have_hooks)
-        except RuntimeError as error:
-            error.add_note(f"in B of stage {self.index}, microbatch {microbatch}")
-            raise
+        grads, deferred = split(edges, output_grads, inputs, None, is_hooked=may_have_hooks)
         return tuple([detach_gradient(grad) for grad in grads]), WeightGrads(deferred)
 
     def _accumulate(self, microbatch: int, weight_grads: WeightGrads) -> None:
@@ -226,8 +222,8 @@ class StageWorker:
                     weight_grads.accumulate(self._leaf_done(microbatch))
         except ChangedInPlace as error:
             names = [name for name, each in self.module.named_parameters() if each is error.leaf]
-            weights = f", for {', '.join(names)}" if names else ""
-            error.add_note(f"in W of stage {self.index}, microbatch {microbatch}{weights}")
+            if names:
+                error.add_note(f"the weight is {', '.join(names)} of stage {self.index}")
             raise
 
     def deferred(self, microbatch: int) -> WeightGrads:
@@ -261,7 +257,7 @@ class StageWorker:
             return
         given = f"what stage {self.index - 1} returned, {describe(layout_of(inputs))}"
         if microbatch > 0:  # microbatch 0 has passed here, so the two stages fit each other
-            error.add_note(f"in the forward of stage {self.index}, microbatch {microbatch}, on {given}")
+            error.add_note(f"the forward was given {given}")
             return
         raise BoundaryError(
             f"stage {self.index} failed on {given}: {type(error).__name__}: {error}"
@@ -272,7 +268,11 @@ class StageWorker:
             raise BoundaryError(f"stage {self.index}, the last one, returned nothing: is a return missing?")
         if self.loss_fn is not None:
             assert self._feed.targets is not None  # `begin` refuses a step without a target
-            output = self.loss_fn(output, self._feed.targets[microbatch])
+            try:
+                output = self.loss_fn(output, self._feed.targets[microbatch])
+            except Exception as error:
+                error.add_note("in the loss function")
+                raise
         if isinstance(output, Mapping):
             return self._sum_of_losses(output)
         if not _is_scalar(output):

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from zbpp.runtime.roll_call import missing_in, ranks_text
+
 
 class AgreementError(ValueError):
     """Ranks of one job were given different things."""
@@ -140,7 +142,7 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
-    with communicating(f"rank {dist.get_rank(group)}, gathering from all ranks"):
+    with _meeting(f"rank {dist.get_rank(group)}, gathering from all ranks", group):
         dist.all_gather_object(values, value, group=group)
     return values
 
@@ -150,9 +152,22 @@ def broadcast(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     if not dist.is_initialized():
         return value
     values = [value]
-    with communicating(f"rank {dist.get_rank(group)}, broadcast from rank 0"):
+    with _meeting(f"rank {dist.get_rank(group)}, broadcast from rank 0", group):
         dist.broadcast_object_list(values, group=group, group_src=0)
     return values[0]
+
+
+@contextmanager
+def _meeting(where: str, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """As `communicating`, for a call that all ranks of a group make: the error names those that did not."""
+    try:
+        with communicating(where):
+            yield
+    except CommunicationError as error:
+        missing = missing_in(group)
+        if missing:
+            raise CommunicationError(f"{error}; no word from {ranks_text(missing)}") from error.__cause__
+        raise
 
 
 @contextmanager
