@@ -22,8 +22,8 @@ from typing import Any
 from uuid import uuid4
 
 from zbpp import fork_server
-from zbpp.rank_death import RankDeath
 from zbpp.ranges import ConfigError
+from zbpp.rank_death import RankDeath
 from zbpp.schedule import PlanError
 
 _BEGUN = "begun"  # a file that exists when a rank has begun
@@ -41,7 +41,12 @@ def refusals() -> tuple[type[Exception], ...]:
     """The errors that are mistakes of the user: one line each says what to write instead."""
     from zbpp.autograd.copies import OffloadError
     from zbpp.checkpoints import CheckpointError
-    from zbpp.runtime import AgreementError, BoundaryError, DeviceError  # torch: a second to import
+    from zbpp.runtime import (  # torch: a second to import
+        AgreementError,
+        BoundaryError,
+        DeviceError,
+        StartError,
+    )
     from zbpp.training.leaving.early_stop import MetricError
     from zbpp.training.loss_scale import LossScaleError
     from zbpp.training.run_folder import FolderError
@@ -56,6 +61,7 @@ def refusals() -> tuple[type[Exception], ...]:
         AgreementError,
         BoundaryError,
         DeviceError,
+        StartError,
         OffloadError,
     )
 

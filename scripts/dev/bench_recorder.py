@@ -4,8 +4,8 @@
     python scripts/dev/bench_recorder.py                     # four ranks, gloo
     python scripts/dev/bench_recorder.py --ranks 1 --repeats 400
 
-Every stage is one tiny linear layer, so that most of the time is the runtime's own. Two pipelines run the same
-timetable in turns of one step. From the second one the recorder is taken out: the line of Executor.run that
+Every stage is one tiny linear layer, so that most of the time is the runtime's own. Two pipelines run the
+same timetable in turns of one step. From the second one the recorder is taken out: the line of Executor.run that
 notes the times, and the thread that tells the job where the rank stands. Printed per rank: the medians over
 the repeats of a step's CPU time (in the thread that runs it) and of its time on the clock, and the median of
 the differences between neighbouring steps. The mark: less than 1 % of a step. A fourth figure is computed
@@ -46,7 +46,8 @@ def main() -> None:
     given = parser.parse_args()
     rows = on_ranks(given.ranks, measured, vars(given))
     print(
-        f"{given.schedule}, {given.ranks} ranks, {given.microbatches} microbatches, {given.repeats} steps each"
+        f"{given.schedule}, {given.ranks} ranks, {given.microbatches} microbatches, "
+        f"{given.repeats} steps each"
     )
     print("rank  clock  with us  without us  difference   computed")
     for rank, row in enumerate(rows):

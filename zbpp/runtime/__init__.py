@@ -65,6 +65,7 @@ WHERE A W GOES is decided by the timetable alone: a schedule (zbpp/families) or 
 
 from zbpp.runtime.activation_offload import ActivationOffload
 from zbpp.runtime.boundary import BoundaryError
+from zbpp.runtime.joining import StartError
 from zbpp.runtime.measure import measured_costs, peak_memory_bytes
 from zbpp.runtime.mesh import make_mesh
 from zbpp.runtime.microbatch import per_microbatch, replicate
@@ -81,6 +82,7 @@ __all__ = [
     "DeviceError",
     "Pipeline",
     "StageWorker",
+    "StartError",
     "clip_grad_norm_",
     "make_mesh",
     "measured_costs",

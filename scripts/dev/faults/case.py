@@ -14,7 +14,6 @@ from typing import Any
 
 from faults.job import ROOT, Job, curve_of, lines_of
 from faults.kinds import KINDS, Injected, Kind, small_disk
-
 from zbpp.checkpoints.folders import check_contents, check_sizes, checkpoints_in, step_of
 
 STEPS, EVERY = 40, 4  # steps of a run, and between its checkpoints

@@ -17,7 +17,6 @@ from random import Random
 from typing import Any
 
 from faults.job import Job, lines_of
-
 from zbpp.checkpoints.folders import checkpoints_in
 
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from faults.case import EVERY, GRACE, STEPS, Row
 
+from faults.case import EVERY, GRACE, STEPS, Row
 from zbpp.render.table import aligned
 
 
