@@ -42,7 +42,8 @@ MAY_IMPORT = {
     "zbpp/pass_signals.py": set(),
     "zbpp/stop_ranks.py": set(),
     "zbpp/builders/": {"builders", "config"} | _TRAINING,
-    "zbpp/app.py": {"builders", "config", "job", "results"} | _TRAINING,
+    "zbpp/elastic.py": {"builders", "config"} | _PLANS,
+    "zbpp/app.py": {"builders", "config", "elastic", "job", "results"} | _TRAINING,
     "zbpp/job.py": {"builders", "config", "prediction"} | _TRAINING,
     "zbpp/results.py": {"config", "prediction", "render"} | _TRAINING,
     "zbpp/data/": {"data", "seeding"},
@@ -62,9 +63,14 @@ MAY_IMPORT = {
     "zbpp/schedule/": {"schedule"},
     "zbpp/families/": {"families", "schedule"},
     "zbpp/planning/": {"partition"} | _PLANS,
+    # Scale on paper: hardware and a model's sizes become costs. Pure Python.
+    "zbpp/cluster/": {"cluster", "partition", "ranges"} | _PLANS,
+    # The one file of plan's that reads YAML.
+    "zbpp/commands/plan/cluster.py": {"cluster", "commands", "config", "ranges"} | _PLANS,
     "zbpp/render/": {"render", "partition"} | _PLANS,
     "zbpp/commands/__init__.py": set(),
-    "zbpp/commands/plan/": {"commands", "models", "render"} | _PLANS,  # models: what a head costs, from sizes
+    "zbpp/commands/plan/": {"commands", "models", "ranges", "render"}
+    | _PLANS,  # models: what a head costs, from sizes
     "zbpp/autograd/": {"autograd"},
     # Pipeline(stages, "zb_h1"): a schedule's name in place of a timetable. No other file of runtime plans.
     "zbpp/runtime/arguments.py": {"planning"} | _RUNTIME,
@@ -92,7 +98,8 @@ MAY_IMPORT = {
     | _TRAINING,
     "zbpp/__main__.py": {"__version__", "commands"},
     "zbpp/train.py": {"commands"},  # torchrun -m zbpp.train
-    "scripts/": {"commands", "benchmark", "launch", "models", "families", "render", "partition"} | _TRAINING,
+    "scripts/": {"cluster", "commands", "benchmark", "launch", "models", "families", "render", "partition"}
+    | _TRAINING,
 }
 
 _PURE = ("torch", "hydra", "omegaconf", "rich")
@@ -103,6 +110,7 @@ MUST_NOT_IMPORT = [
     ("zbpp/families/", _PURE, "plans are pure Python and numpy"),
     ("zbpp/planning/", _PURE, "plans are pure Python and numpy"),
     ("zbpp/render/", _PURE, "plans are pure Python and numpy"),
+    ("zbpp/cluster/", _PURE, "plans are pure Python and numpy"),
     ("zbpp/families/", ("zbpp.schedule.lower",), "families know no messages"),
     ("zbpp/autograd/", ("torch.distributed",), "the split is usable on its own"),
     ("zbpp/models/", ("torch.distributed",), "a model sees no rank and no group"),
@@ -112,7 +120,7 @@ MUST_NOT_IMPORT = [
 ]
 # A model may see the mesh that it is sharded over.
 EXCEPT = {"zbpp/models/": ("torch.distributed.tensor", "torch.distributed.device_mesh")}
-_SILENT = ("zbpp/schedule/", "zbpp/families/", "zbpp/planning/", "zbpp/render/")
+_SILENT = ("zbpp/schedule/", "zbpp/families/", "zbpp/planning/", "zbpp/render/", "zbpp/cluster/")
 CONFIGURED = ("hydra", "omegaconf")  # in zbpp/config/ only: commands get plain objects
 
 

@@ -24,7 +24,8 @@ from zbpp.builders.plan import check_layers, check_plan, title_of
 from zbpp.builders.stages import check_offload_folder
 from zbpp.builders.trainer import build_masters, build_pipeline, build_replan, build_validation
 from zbpp.config import TrainConfig, naming
-from zbpp.job import Job, agreed_job, place_in_job, planned_job, prepare_stages
+from zbpp.elastic import adapted
+from zbpp.job import Job, agreed_job, place_in_job, planned_job, prepare_stages, processes_started
 from zbpp.results import write_memory, write_summary, write_weights
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.world import World, broadcast, world
@@ -35,6 +36,7 @@ from zbpp.training.loggers import Loggers
 from zbpp.training.loss_scale import LossScale
 from zbpp.training.lost_folder import LeaveLostFolder
 from zbpp.training.memory_report import MemoryReport
+from zbpp.training.non_finite import NonFinitePolicy
 from zbpp.training.precision import PRECISIONS, Precision
 from zbpp.training.progress import progress
 from zbpp.training.run_folder import RunFolder, check_free, claimed
@@ -50,6 +52,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     ConfigError, PlanError, FolderError or AgreementError before any work starts.
     """
     begin = time.monotonic()
+    config, settings, change = adapted(config, settings, processes_started())
     rank, num_processes = place_in_job(config.parallel.num_processes)
     check_offload_folder(config.memory)
     # Rank 0 alone plans, before it joins the other ranks, which wait for its plan. So the ranks can't
@@ -58,7 +61,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     num_ranks = pipeline_ranks(config.parallel, num_processes)
     job, measured = planned_job(config, num_ranks) if rank == 0 else (None, None)
     with (
-        _run_folder(config, rank) as folder,
+        _run_folder(config, rank, num_processes) as folder,
         world(device=config.parallel.device, timeout=config.parallel.timeout) as here,
         LeaveOnSignal(is_shown=rank == 0) as signals,
         Deaths(signals) as deaths,
@@ -74,9 +77,11 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         trainer.pipeline.leave_records_in(path / "failure", ends_process=True)
         saving = build_saving(config, settings, path, trainer, folder)
         if folder is not None:
-            folder.begin(trainer.next_step)
+            folder.begin(trainer.next_step, num_processes)
             folder.write("config.yaml", resolved_yaml)
             _print_facts(config, job)
+            if change:
+                print(change, flush=True)
         made = build_loggers(config.logger, path, settings, trainer.next_step) if here.rank == 0 else []
         with Loggers(made) as loggers, _explained(trainer):
             watching = build_callbacks(config, job.data, here, path, loggers, begin=begin)
@@ -116,10 +121,12 @@ def check_before_start(config: TrainConfig, num_processes: int) -> None:
 
 
 @contextmanager
-def _run_folder(config: TrainConfig, rank: int) -> Iterator[RunFolder | None]:
+def _run_folder(config: TrainConfig, rank: int, num_processes: int) -> Iterator[RunFolder | None]:
     """The run's folder, claimed, on rank 0, which raises FolderError if it can't; None on other ranks."""
     options: Any = {"overwrite": config.overwrite, "resume": config.resume}
     with claimed(config.run_dir, **options) if rank == 0 else nullcontext() as folder:
+        if folder is not None and not config.parallel.elastic:
+            folder.check_number(num_processes)
         yield folder
 
 
@@ -154,6 +161,8 @@ def _build_trainer(config: TrainConfig, job: Job, precision: Precision, mesh: De
             loss_scale=LossScale() if precision.is_scaled else None,
             gradient_release=config.memory.gradient_release,
             post_validation=build_validation(config.optimizer),
+            non_finite=NonFinitePolicy(config.non_finite, config.max_skipped),
+            loss_spike=config.loss_spike,
             memory_report=MemoryReport(config.steps - 1) if config.memory.report else None,
         )
 

@@ -62,6 +62,11 @@ def place_in_job(wanted: int | None) -> tuple[int, int]:
     return number, started
 
 
+def processes_started() -> int:
+    """How many processes torchrun has started; one without torchrun."""
+    return rank_and_size()[1]
+
+
 def planned_job(config: TrainConfig, num_ranks: int) -> tuple[Job, MeasuredStages | None]:
     """(rank 0's job, with the timetable that it plans or reads; the bytes of all stages, if needed).
 

@@ -49,9 +49,10 @@ def refusals() -> tuple[type[Exception], ...]:
     )
     from zbpp.training.leaving.early_stop import MetricError
     from zbpp.training.loss_scale import LossScaleError
-    from zbpp.training.run_folder import FolderError
+    from zbpp.training.non_finite import NonFiniteError
+    from zbpp.training.run_files import FolderError
 
-    training = FolderError, LossScaleError, MetricError
+    training = FolderError, LossScaleError, MetricError, NonFiniteError
     return (
         ConfigError,
         PlanError,
@@ -216,7 +217,7 @@ def _first_error(folder: Path, failures: Mapping[int, Any], stopped_by: str | No
     for rank, failure in failures.items():
         if failure.exitcode > 0 and rank not in written:  # os._exit in code of the user's
             rest = _seen_by_others(written, rank)
-            return Refusal(f"rank {rank} left with exit status {failure.exitcode} before its end{rest}")
+            return Refusal(f"rank {rank} left with exit status {failure.exitcode} before the run's end{rest}")
     if not written:
         codes = {rank: failure.exitcode for rank, failure in failures.items()}
         return Refusal(f"ranks ended without a word; exit codes by rank: {codes}")

@@ -77,7 +77,8 @@ def _write_pictures(folder: Path, title: Title, summary: Summary) -> list[str]:
     }
     picture = io.BytesIO()  # matplotlib's errors name no file
     render_picture(panels, picture)
-    files = {"timeline.png": picture.getvalue(), "trace.json": json.dumps(chrome_trace(panels))}
+    trace = json.dumps(chrome_trace(panels))
+    files: dict[str, str | bytes] = {"timeline.png": picture.getvalue(), "trace.json": trace}
     return [name for name, content in files.items() if not _is_written(folder / name, content)]
 
 

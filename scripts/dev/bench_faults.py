@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Put faults into real training jobs; see when they are noticed, what is lost, and whether the curve is the same.
+"""Put faults into real training jobs; see when each is noticed, what is lost, and if the curve is the same.
 
     python scripts/dev/bench_faults.py                                    # all kinds of faults, 5 seeds each
     python scripts/dev/bench_faults.py --faults SIGKILL "exception in B" --seeds 1

@@ -93,8 +93,8 @@ def train(*overrides: str) -> Losses:
         run = Path(folder) / "run"
         history = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return Losses(
-        mean(each["loss"] for each in history[-LAST:]),
-        history[-1]["evaluation_loss"],
+        mean(float(each["loss"]) for each in history[-LAST:]),
+        float(history[-1]["evaluation_loss"]),
         sum(each["skipped"] for each in history),
     )
 

@@ -1,4 +1,7 @@
-"""Run a function on several real processes joined by gloo, and collect what each returns."""
+"""Run a function on several real processes joined by gloo, and collect what each returns.
+
+With ZBPP_TEST_BACKEND=strict in the environment a backend with NCCL's rules joins them, see nccl_rules.py.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from helpers import nccl_rules
+
+_BACKEND = os.environ.get("ZBPP_TEST_BACKEND", "gloo")
 _CONTEXT = multiprocessing.get_context("forkserver")
 # The server imports once what each rank needs, at last what the first optimizer of a process imports: six
 # seconds of a core. The test's own module, which a rank imports itself, takes a few hundredths then.
@@ -24,9 +30,11 @@ _CONTEXT.set_forkserver_preload(
 )
 
 
-def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 200.0) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 200.0, backend: str = _BACKEND
+) -> list[Any]:
     """[function(rank, *args) of each rank]; `function` must be importable. Raises what a rank raised."""
-    results = outcomes(function, num_ranks, *args, timeout=timeout)
+    results = outcomes(function, num_ranks, *args, timeout=timeout, backend=backend)
     for rank, (succeeded, result) in enumerate(results):
         if not succeeded:
             raise RuntimeError(f"rank {rank} failed:\n{result}")
@@ -34,14 +42,14 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout:
 
 
 def outcomes(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 200.0
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 200.0, backend: str = _BACKEND
 ) -> list[tuple[bool, Any]]:
     """Per rank (True, result) or (False, traceback): for tests of what happens when a rank fails."""
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(num_ranks):
             receiver, sender = _CONTEXT.Pipe(duplex=False)
-            arguments = (sender, function, rank, num_ranks, Path(folder) / "store", args)
+            arguments = (sender, function, rank, num_ranks, Path(folder) / "store", args, backend)
             process = _CONTEXT.Process(target=_main, args=arguments)
             process.start()
             sender.close()
@@ -73,13 +81,20 @@ def _receive(pipe: Any, timeout: float) -> tuple[bool, Any]:
 
 
 def _main(
-    pipe: Any, function: Callable[..., Any], rank: int, num_ranks: int, store: Path, args: tuple[Any, ...]
+    pipe: Any,
+    function: Callable[..., Any],
+    rank: int,
+    num_ranks: int,
+    store: Path,
+    args: tuple[Any, ...],
+    backend: str,
 ) -> None:
     torch.set_num_threads(1)
     try:
         if num_ranks > 1:
+            nccl_rules.register()
             dist.init_process_group(
-                "gloo", f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=100)
+                backend, f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=100)
             )
             dist.barrier()  # whoever leaves now breaks no connection that others are still making
         answer = (True, function(rank, *args))

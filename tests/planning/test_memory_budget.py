@@ -1,5 +1,7 @@
 """The predicted curve: against the simulator's peaks, and against a step that is counted by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from zbpp import Costs, PlanError, Timetable, plan, simulate
@@ -78,7 +80,11 @@ def test_post_validation_holds_copies_and_the_last_gradients_until_the_gate():
     timetable = Timetable.parse("0F0 0F1 0B0 0W0 0B1 0W1")
     (rank,) = predict_memory(timetable, [changed], is_validated_later=True)
     plain = predict_memory(timetable, [stage])[0].totals
-    assert list(rank.totals - plain) == [350, 350, 350, 300, 300, 300, 300]
+    assert list(rank.totals - plain) == [350, 350, 350, 0, 0, 0, 0]
+    assert rank.update == plain[-1] + 300  # the copies of the next update
+    (rank,) = predict_memory(timetable, [replace(changed, update=90)], is_validated_later=True)
+    assert rank.peak == rank.update == sum(rank.at_peak.values()) == plain[-1] + 300 + 90
+    assert (rank.peak_at, rank.at_peak["copies"], rank.at_peak["temporary"]) == ("the update", 300, 90)
     scaled = validated_later(stage, trained=100, is_exact=True, is_scaled=True)  # copies gradients, too
     assert scaled.copies == changed.copies + 50
 

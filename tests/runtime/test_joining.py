@@ -1,4 +1,4 @@
-"""What a job says that can't begin: a rank that never comes, other versions, a port that is taken, nonsense."""
+"""What a job says that can't begin: a rank never comes, versions differ, a port is taken, nonsense."""
 
 import socket
 from concurrent.futures import ThreadPoolExecutor

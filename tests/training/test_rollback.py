@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 from contextlib import suppress
+from weakref import ref
 
 import pytest
 import torch
@@ -115,22 +116,47 @@ def test_a_step_taken_back_and_done_otherwise_leaves_nothing(name, first):
         assert_same(validated, reference)
 
 
-def test_copies_use_their_memory_again():
+def test_copies_exist_from_keep_to_forget():
     ours = parameters()
     optimizer = torch.optim.AdamW(ours)
     rollback = ExactRollback(optimizer)
-    addresses = []
-    for step in range(4):
+    num_elements = sum(each.numel() for each in ours)
+    for step in range(3):
         set_gradients(ours, step)
         rollback.keep([])
-        addresses.append(sorted(each.data_ptr() for _, each in rollback._copies._copies.values()))
         optimizer.step()
         rollback.after_step(has_stepped=True)
-    num_elements = sum(each.numel() for each in ours)
-    assert addresses[2] == addresses[3]
-    assert rollback.num_bytes == 4 * (3 * num_elements + len(ours))  # weights, two states, the step's number
-    rollback.forget()
-    assert rollback.num_bytes == 0
+        held = [ref(each.untyped_storage()) for each in rollback.tensors()]
+        if step:  # the first step knows neither the states nor whether the step changes gradients
+            # weights, two states, the step's number
+            assert rollback.num_bytes == 4 * (3 * num_elements + len(ours))
+        rollback.forget()
+        assert rollback.num_bytes == 0
+        assert not any(each() for each in held)
+
+
+def test_a_step_that_is_not_made_is_not_copied():
+    """But a rate that is a tensor, which the caller may change before the step is made after all."""
+    ours = parameters()
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.AdamW(ours, lr=rate, foreach=False)
+    rollback = ExactRollback(optimizer)
+    set_gradients(ours, 0)
+    before = [each.detach().clone() for each in ours]
+    rollback.keep([], steps=False)
+    rollback.after_step(has_stepped=False)
+    assert rollback.num_bytes == rate.nbytes
+    rate.fill_(7.0)
+    with rollback.undone():
+        assert rate.item() == pytest.approx(0.1)
+        assert all(map(torch.equal, ours, before))
+        optimizer.step()
+    assert rate.item() == 7.0
+    expected = parameters()
+    reference = torch.optim.AdamW(expected, lr=torch.tensor(0.1), foreach=False)
+    set_gradients(expected, 0)
+    reference.step()
+    assert all(map(torch.equal, ours, expected))
 
 
 class KeepsAnObject(torch.optim.SGD):

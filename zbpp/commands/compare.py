@@ -69,8 +69,8 @@ def _row(folder: Path, summary: dict[str, Any]) -> tuple[str, ...]:
     return (
         str(folder),
         f"{summary['schedule']} (began as {first})" if first else summary["schedule"],
-        "-" if summary["loss"] is None else f"{summary['loss']:.16g}",  # None: the loss was not finite
-        "-" if held_out is None else f"{held_out:.4f}",
+        "-" if summary["loss"] is None else f"{float(summary['loss']):.16g}",
+        "-" if held_out is None else f"{float(held_out):.4f}",
         f"{summary[f'{unit}_per_second']:,.0f} {unit}/s",
         f"{summary['predicted_bubble_rate']:.3f}",
         f"{summary['measured_bubble_rate']:.3f}",
@@ -86,8 +86,11 @@ def _shares_cores(summary: dict[str, Any]) -> bool:
     return num_processes > int(cores[1])
 
 
-def _values(folder: Path, name: str) -> dict[int, float]:
-    """The values of a metric by step, where the run has it."""
+def _values(folder: Path, name: str) -> dict[int, Any]:
+    """The values of a metric by step, where the run has it.
+
+    One that was not finite is "NaN", "Infinity" or "-Infinity"; None in runs of before.
+    """
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {line.get("step", number): line[name] for number, line in enumerate(lines, 1) if name in line}
 
@@ -103,20 +106,21 @@ def _draw(folders: list[Path], path: Path, *, has_tokens: bool) -> None:
 
     def curve(folder: Path, name: str) -> dict[int, float]:
         values = _values(folder, name)
-        return {step: math.nan if value is None else value / scale for step, value in values.items()}
+        found = {step: math.nan if value is None else float(value) / scale for step, value in values.items()}
+        return {step: value if math.isfinite(value) else math.nan for step, value in found.items()}
 
     curves = [Curve(str(each), curve(each, "loss"), curve(each, "evaluation_loss")) for each in folders]
     path.parent.mkdir(parents=True, exist_ok=True)
     render_curves(curves, path, "bits per token" if has_tokens else "loss")
 
 
-def _difference(losses: list[list[float]]) -> str:
+def _difference(losses: list[list[Any]]) -> str:
     """Where the losses of runs differ first, and by how much at most; or that the runs have other lengths."""
     if len({len(each) for each in losses}) > 1:
         return f": the runs have {' and '.join(str(len(each)) for each in losses)} steps"
     steps = list(zip(*losses, strict=True))
     first = next(number for number, step in enumerate(steps, 1) if len(set(step)) > 1)
-    if any(loss is None or not math.isfinite(loss) for step in steps for loss in step):
+    if any(loss is None or not math.isfinite(float(loss)) for step in steps for loss in step):
         return f", first in step {first}"
     largest = max((max(step) - min(step)) / (abs(step[0]) or 1.0) for step in steps)
     rounding = ", as the rounding of sums in another order" if largest < 1e-6 else ""
@@ -128,7 +132,7 @@ def _check_learning(summary: dict[str, Any]) -> bool:
     entropy, loss = summary["unigram_entropy"], summary["loss"]
     if entropy is None:
         return True
-    if loss is None:
+    if loss is None or not math.isfinite(float(loss)):
         return False
     print(f"last loss {loss:.3f}, unigram entropy of the corpus {entropy:.3f} nats per token")
     return bool(loss < entropy)

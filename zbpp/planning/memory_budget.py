@@ -6,7 +6,7 @@
     saved       the tensors that F keeps for B, without messages
     deferred    the tensors that B keeps for W, without messages
     buffers     the batch, receive buffers, messages being sent, messages between two stages of one rank
-    copies      post-validation's copies of weights and states
+    copies      post-validation's copies of weights and states, from the update to the next step's gate
 
 `predict_memory` runs each rank's program without tensors, and adds and subtracts these components. A level is
 the bytes held after an action. `during` is the most from the begin of an action to the begin of the next: it
@@ -41,9 +41,9 @@ class RankMemory:
     """One rank's predicted step, in bytes.
 
     levels: [actions + 1, components]; row 0 is the level before the first action, row i + 1 the level after
-    action i. during: for each action, the most from its begin to the next action's begin. update: the most
-    while the optimizer runs at the end of the step. host: the most in host memory: offloaded weights,
-    gradients and states, and offloaded activations.
+    action i. during: for each action, the most from its begin to the next action's begin. at_update: the
+    level when the optimizer runs at the end of the step. update: the most meanwhile. host: the most in host
+    memory: offloaded weights, gradients and states, and offloaded activations.
     """
 
     rank: int
@@ -51,6 +51,7 @@ class RankMemory:
     actions: tuple[Action, ...]
     levels: Levels
     during: Levels
+    at_update: Levels
     update: float
     host: float = 0.0
 
@@ -78,7 +79,7 @@ class RankMemory:
         The components are those of the level before or after the action of the peak, whichever is higher.
         """
         if self.peak_at == "the update":
-            level, most = self.levels[-1], self.update
+            level, most = self.at_update, self.update
         else:
             at = int(self.during.argmax())
             before, after = self.levels[at], self.levels[at + 1]
@@ -101,7 +102,8 @@ def predict_memory(
 
     stages: the bytes of each stage. inputs, target: the bytes of the whole batch, which the rank with stage 0
     and the rank with the last stage hold. offload: for each rank, its round trips (`choose_offload`).
-    is_validated_later: with post-validation, the gradients of the previous step stay until the step's gate.
+    is_validated_later: with post-validation, the previous step's gradients, and the copies made before its
+    update, stay until the step's gate.
     ranks: the ranks to predict; None: all. Raises PlanError if `stages` and the timetable have different
     numbers of stages.
     """
@@ -149,6 +151,7 @@ class _RankRun:
             if isinstance(instruction, Action):
                 if len(actions) == self._gate:
                     self._level[_GRADIENTS] -= self._old_gradients
+                    self._level[_COPIES] = 0.0
                 before = self._level.sum()
                 self._run_action(instruction)
                 actions.append(instruction)
@@ -166,8 +169,9 @@ class _RankRun:
             if self._during:
                 self._during[-1] = max(self._during[-1], self._level.sum())
         self._level[_BUFFERS] -= sum(self._in_flight.values())
-        gathered = sum(self._stages[stage].gathered for stage in self._is_gathered)
-        update = self._level.sum() - gathered + self._updated_last()
+        self._level[_WEIGHTS] -= sum(self._stages[stage].gathered for stage in self._is_gathered)
+        self._level[_COPIES] = self._num_copied
+        update = self._level.sum() + self._updated_last()
         during = np.array(self._during)
         return RankMemory(
             self._program.rank,
@@ -175,6 +179,7 @@ class _RankRun:
             tuple(actions),
             np.array(levels),
             during,
+            self._level,
             update,
             self._most_on_host,
         )
@@ -185,13 +190,14 @@ class _RankRun:
         for each in own:
             self._level[_WEIGHTS] += each.weights
             self._level[_OPTIMIZER] += each.optimizer
-            self._level[_COPIES] += each.copies
             self._level[_GRADIENTS] += each.gradients if each.keeps_gradients else 0.0
             self._host += each.host
         self._level[_WEIGHTS] += num_buffers(own) * max(each.block for each in own)
         self._most_on_host = self._host
         self._old_gradients = 0.0
+        self._num_copied = sum(each.copies for each in own)
         if self._gate:
+            self._level[_COPIES] = self._num_copied
             self._old_gradients = sum(_left_gradients(each) for each in own)
             self._level[_GRADIENTS] += self._old_gradients
 

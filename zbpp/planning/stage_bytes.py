@@ -18,7 +18,8 @@ class StageBytes(MicrobatchBytes):
         all the time.
     gathered: the whole weights that are gathered from shards, held from the first F of a step; 0 without
         shards. reduced: the gradients' bytes after their reduction; None: no reduction changes them.
-    update: the optimizer's temporary bytes. copies: post-validation's copies, held all the time.
+    update: the optimizer's temporary bytes. copies: post-validation's copies, held from the update to the
+        next step's gate.
     releases: whether the stage releases its gradients: behind its last W, or if `reduced` is given, at the
         end of the step.
     block: with offloaded weights, the bytes of the largest block. A rank has two device buffers of the size

@@ -3,7 +3,8 @@
 From `Pipeline(...)` to the end of a step, in reading order:
 
     pipeline      Pipeline: what a user calls; its other methods are in pipeline_state,
-                  pipeline_gradient_release, pipeline_validation, pipeline_timeline and pipeline_end
+                  pipeline_gradient_release, pipeline_non_finite, pipeline_validation, pipeline_timeline and
+                  pipeline_end
     arguments     a schedule's name becomes a timetable, a model becomes stages
     checks        do the ranks of the pipeline fit together? What is wrong on one is raised on all
     engine        runs step and evaluate; WHEN A RANK FAILS or dies is explained here
@@ -55,6 +56,7 @@ Beside the step:
     squares       squared norms of gradients
     norm          clip_grad_norm_ over all ranks
     measure       timelines and costs of measured steps
+    non_finite    WHERE NaN AND INFINITIES CAME FROM: a step replayed, every value looked at
     memory        bytes that one microbatch leaves on a stage
     live_tensors, microbatch_memory, memory_record
                   bytes of live tensors, fake ones too; what a microbatch needs; what a step held
@@ -69,6 +71,7 @@ from zbpp.runtime.joining import StartError
 from zbpp.runtime.measure import measured_costs, peak_memory_bytes
 from zbpp.runtime.mesh import make_mesh
 from zbpp.runtime.microbatch import per_microbatch, replicate
+from zbpp.runtime.non_finite import NonFinite
 from zbpp.runtime.norm import clip_grad_norm_
 from zbpp.runtime.pipeline import Pipeline
 from zbpp.runtime.stage import StageWorker
@@ -80,6 +83,7 @@ __all__ = [
     "BoundaryError",
     "CommunicationError",
     "DeviceError",
+    "NonFinite",
     "Pipeline",
     "StageWorker",
     "StartError",

@@ -28,22 +28,24 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from zbpp.runtime.call_order import CallOrder
-from zbpp.runtime.executor import BeginAgain, Executor
+from zbpp.runtime.executor import BeginAgain, Executor, StageMethod
 from zbpp.runtime.feed import Call
 from zbpp.runtime.gradient_release import GradientRelease
 from zbpp.runtime.measure import Recorder
 from zbpp.runtime.microbatch import Cutter
 from zbpp.runtime.named_losses import NamedLosses
+from zbpp.runtime.non_finite import one_by_one
 from zbpp.runtime.posts import Posts
 from zbpp.runtime.rank_parts import RankParts
 from zbpp.runtime.restored import Buffers, GradientsBefore, InPlaceChanges
 from zbpp.runtime.world import CommunicationError
-from zbpp.schedule import lower, to_csv
+from zbpp.schedule import Op, lower, to_csv
 from zbpp.schedule.offload import RankOffload
 
 _HALF_UPDATED = "since gradients are released, some of its weights and optimizer states have been updated"
 _RELOAD = "load weights and optimizer states of an earlier step on every rank"
 
+_TRAINING = ("step", "replay")  # calls with a backward
 
 Settle = Callable[[], Call | None]
 """What a step does at its gate: it learns whether the weights are right, and makes them right.
@@ -139,6 +141,23 @@ class Engine:
             self._executors["step"].resolve(lower(self._timetable, self._activations.plan)[self._parts.rank])
         return losses
 
+    def replay(self, call: Call, seeds: Mapping[int, int], methods: Mapping[Op, StageMethod]) -> None:
+        """Run a step's batch one microbatch after the other, its F's and BW's done by `methods`.
+
+        Gradients are added as in `step`; buffers get back the values that they have now.
+        """
+        self._check_not_over()
+        self._executors["replay"] = executor = self._parts.executor(
+            "replay", lower(one_by_one(self._timetable)), methods
+        )
+        self._buffers.keep()
+        try:
+            self._run("replay", call, seeds, None, None, "find_non_finite")
+        finally:
+            self._buffers.restore()
+            if self._executors.pop("replay", None) is not None and not self.over:
+                executor.close()
+
     def meet(self, name: str) -> None:
         """Before a collective call: raise AgreementError if a linked rank, or a copy, makes another one."""
         self._check_not_over()
@@ -216,13 +235,13 @@ class Engine:
             if self._order_of_copies is not None:
                 self._order_of_copies.begin(kind or name, cutter.rows, self._hash_of_trained(), self.loaded)
             release = self._gradient_release if name == "step" else None
-            if name == "step" and settle is None:
+            if name in _TRAINING and settle is None:
                 self._before = GradientsBefore(self._trained())
             if release is not None:
                 release.begin(call.loss_scale, has_graph=cutter.has_graph)
             if self._weights_on_host is not None:
                 self._weights_on_host.begin()
-            with self._reductions.evaluating() if name != "step" else nullcontext():
+            with nullcontext() if name in _TRAINING else self._reductions.evaluating():
                 if settle is None:
                     executor.run(recorder)
                 else:

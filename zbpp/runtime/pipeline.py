@@ -8,6 +8,7 @@ by the Engine, which also says what happens when a rank fails. This file has con
 
     pipeline_state             parameters, their names, state_dict
     pipeline_gradient_release  weights that are updated inside the step
+    pipeline_non_finite        where NaN and infinities came from
     pipeline_validation        an update that the next step waits for
     pipeline_timeline          what is measured
     pipeline_end               close, and the end after an error
@@ -38,8 +39,7 @@ from zbpp.runtime.named_losses import NamedLosses, summed
 from zbpp.runtime.offloader import check_one_offload, offload_maker
 from zbpp.runtime.outputs import Metrics, Outputs
 from zbpp.runtime.parameters import StageParameters
-from zbpp.runtime.pipeline_gradient_release import PipelineGradientRelease
-from zbpp.runtime.pipeline_state import PipelineState
+from zbpp.runtime.pipeline_non_finite import PipelineNonFinite
 from zbpp.runtime.pipeline_timeline import PipelineTimeline
 from zbpp.runtime.rank_parts import RankParts
 from zbpp.runtime.reductions import Reductions
@@ -53,7 +53,7 @@ from zbpp.seeding import seed_of
 from zbpp.stage_api import PipelineModel
 
 
-class Pipeline(PipelineState, PipelineGradientRelease, PipelineTimeline):
+class Pipeline(PipelineNonFinite, PipelineTimeline):
     """One rank of a pipeline.
 
     stages: {stage index: module}, exactly those that `timetable` gives to this rank; or a model (see
@@ -326,8 +326,9 @@ class Pipeline(PipelineState, PipelineGradientRelease, PipelineTimeline):
         )
         return {numbers[rank]: place for rank, place in self._engine.seen().items()}
 
-    def _seeds(self) -> dict[int, int]:
-        """Per stage, the seed of its microbatch 0 in the next step."""
+    def _seeds(self, step: int | None = None) -> dict[int, int]:
+        """Per stage, the seed of its microbatch 0 in a step; None: the next one."""
+        step = self.num_steps if step is None else step
         # Processes that see different data draw different numbers.
         part = [self.place.data_part] if self.place.data_part else []
-        return {stage: seed_of(self.seed, self.num_steps, stage, *part) for stage in self.stages}
+        return {stage: seed_of(self.seed, step, stage, *part) for stage in self.stages}

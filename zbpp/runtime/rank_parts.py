@@ -82,22 +82,28 @@ class RankParts:
             self._links = link_groups(group, pairs, timeout, device)
         if pairs or reductions.is_shared:
             self.watch = Watch(self.flight, job_store(f"{key_of_all}/watch"))
+        self._device, self._dynamic_shapes = device, dynamic_shapes
         self.executors = {
-            name: Executor(
-                program[rank],
-                self.workers,
-                _METHODS[name],
-                timetable.num_stages,
-                self._links,
-                device,
-                dynamic_shapes=dynamic_shapes,
-                reductions=reductions if name == "step" else None,
-                gate=lambda: lower(timetable).gate(rank),
-                offloads={} if self.activations is None else self.activations.offloads,
-                flight=self.flight,
-            )
-            for name, program in programs.items()
+            name: self.executor(name, program, _METHODS[name]) for name, program in programs.items()
         }
+
+    def executor(self, name: str, program: Programs, methods: Mapping[Op, StageMethod]) -> Executor:
+        """An executor of this rank's program for the call `name`."""
+        timetable, rank = self.timetable, self.rank
+        trains = name in ("step", "replay")
+        return Executor(
+            program[rank],
+            self.workers,
+            methods,
+            timetable.num_stages,
+            self._links,
+            self._device,
+            dynamic_shapes=self._dynamic_shapes,
+            reductions=self.reductions if trains else None,
+            gate=lambda: lower(timetable).gate(rank),
+            offloads={} if self.activations is None else self.activations.offloads,
+            flight=self.flight,
+        )
 
     def _workers(
         self, stages: Mapping[int, nn.Module], loss_fn: Loss | None, device: torch.device

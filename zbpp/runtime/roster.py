@@ -12,11 +12,15 @@ from zbpp.runtime.world import gather
 
 
 class Member(NamedTuple):
-    """A rank's process. host: with the namespace of its number. begun: when, by the kernel's clock."""
+    """A rank's process. host: with the namespace of its number. begun: when, by the kernel's clock.
+
+    launcher: torchrun's number of the node; "" without torchrun.
+    """
 
     host: str
     process: int
     begun: str
+    launcher: str
 
 
 def roster() -> list[Member]:
@@ -37,7 +41,12 @@ def _this_process() -> Member:
     namespace = 0
     with suppress(OSError):
         namespace = os.stat("/proc/self/ns/pid").st_ino
-    return Member(f"{socket.gethostname()} {namespace}", os.getpid(), _begun(os.getpid()))
+    return Member(
+        f"{socket.gethostname()} {namespace}",
+        os.getpid(),
+        _begun(os.getpid()),
+        os.environ.get("GROUP_RANK", ""),
+    )
 
 
 def _begun(process: int) -> str:

@@ -2,6 +2,7 @@
 
     for each step:    before_step   the step   after_step
     at the end:       finish, also of a run that is left early, not of one that fails
+                      stopped, of a run that NaN or infinite values stop
 
 All ranks have the same callbacks in the same order, and call them at the same places: so a callback may
 communicate.
@@ -40,6 +41,9 @@ class Callback:
         known: the metrics of the steps whose outcome has become known, oldest first. Their dicts may be
         added to. Where `needs_weights(step)`, the last one is this step's.
         """
+
+    def stopped(self, trainer: Trainer) -> None:
+        """Called instead of `finish` on all ranks if values that are not finite stop the run."""
 
     def finish(self, trainer: Trainer) -> None:
         """Called once after the last step, whose number is `trainer.next_step - 1`."""

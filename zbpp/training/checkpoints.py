@@ -15,6 +15,7 @@ from zbpp.checkpoints import Checkpoint, CheckpointError, Saver, opened, prepare
 from zbpp.checkpoints.nest import decoded
 from zbpp.schedule import Timetable
 from zbpp.training.callbacks import Callback
+from zbpp.training.savable import check_savable
 from zbpp.training.trainer import Trainer
 from zbpp.training.update import Metrics
 
@@ -30,6 +31,7 @@ class Checkpoints(Callback):
     checkpoints stay. background: whether training goes on while a checkpoint is written; its state is copied
     first. config: the run's config by dotted key; it is saved in each checkpoint.
 
+    A checkpoint of weights that are not finite is not written: it would replace a good one.
     A checkpoint that can't be written is reported by the first process, and training goes on. If it was to
     be the last one of a run that is left early, CheckpointError is raised.
     """
@@ -73,6 +75,10 @@ class Checkpoints(Callback):
             error = self._save(trainer, step, in_background=False)
             if error and leaves:
                 raise CheckpointError(error)
+
+    def stopped(self, trainer: Trainer) -> None:
+        """Wait until the checkpoint under way is written. The weights of now are not saved."""
+        self._settle()
 
     def seconds_to_finish(self, trainer: Trainer) -> float:
         """The seconds for the checkpoint being written and one more; before the first, by their size."""
@@ -141,6 +147,7 @@ class Checkpoints(Callback):
         begin = time.perf_counter()
         try:
             self._settle()
+            check_savable(trainer)
             saving = prepared(
                 self._folder,
                 trainer.pipeline,

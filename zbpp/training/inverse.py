@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.runtime.mesh import local_of
-from zbpp.training.rollback import Options, refusal_of
+from zbpp.training.snapshot import Options
+from zbpp.training.trial_step import refusal_of
 
 Group = dict[str, Any]
 States = Mapping[Tensor, dict[str, Any]]

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from zbpp.training.non_finite import text_of
 from zbpp.training.run_files import FolderError, Record
 
 Metrics = Mapping[str, Any]
@@ -205,8 +206,11 @@ class Loggers:
 
 
 def finite(metrics: Metrics) -> dict[str, Any]:
-    """JSON has no NaN and no infinity: null stands for them."""
+    """JSON has no NaN and no infinity: "NaN", "Infinity" and "-Infinity" stand for them.
+
+    float() reads these texts, and so does JavaScript's Number().
+    """
     return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        key: text_of(value) if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in metrics.items()
     }

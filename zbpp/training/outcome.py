@@ -68,4 +68,6 @@ def outcome_of(shares: Sequence[Share], pipeline: Pipeline, loss_scale: float) -
     norm = norm_of(each.squares for each in shares[: pipeline.timetable.num_ranks]) / loss_scale
     named = summed([each.named for each in shares], pipeline.place.num_pipelines)
     wish = next((each.wish for each in shares if each.wish), None)
-    return Outcome(math.fsum(found) / len(found), norm, named, wish)
+    # math.fsum raises an error for inf - inf.
+    total = math.fsum(found) if math.isfinite(sum(found)) else sum(found)
+    return Outcome(total / len(found), norm, named, wish)

@@ -8,16 +8,16 @@ F's before its gate (zbpp/schedule/gate.py) use the new weights; at the gate the
     rank 1      ... W  update  F  F  F  |gate  B  F  W ...
                        when all ranks have posted their shares, each rank knows the norm
 
-If the gradients should have been clipped, or some rank's gradients are not finite, each rank takes its update
-back, does what the synchronous run does (it scales the gradients and updates, or skips the update), and
-begins the step again. With the exact rollback, losses and weights equal those of the synchronous run to the
-last bit.
+If the gradients should have been clipped, or some rank's gradients (in a Trainer: or losses) are not finite,
+each rank takes its update back, does what the synchronous run does (it scales the gradients and updates, or
+skips the update), and begins the step again. With the exact rollback, losses and weights equal those of the
+synchronous run to the last bit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ from zbpp.training.master_weights import MasterWeights
 from zbpp.training.outcome import Outcome, Share, outcome_of, share_of
 from zbpp.training.rollback import ExactRollback, Rollback
 from zbpp.training.unchanged import AfterUpdate
-from zbpp.training.update import Result, Update
+from zbpp.training.update import Result, Update, not_finite
 from zbpp.training.validation_switch import ValidationSwitch
 
 ROLLBACKS = ("exact", "inverse")
@@ -96,10 +96,11 @@ class PostValidatedUpdate(Update):
         masters: MasterWeights | None,
         loss_scale: LossScale | None,
         validation: Validation,
+        skips: Callable[[Outcome], bool] = not_finite,
     ) -> None:
         if clip_norm is not None and not 0 < clip_norm < math.inf:
             raise ValueError(f"clip_norm={clip_norm}: write a number above 0, or None for no clipping")
-        super().__init__(optimizer, clip_norm=clip_norm, masters=masters, loss_scale=loss_scale)
+        super().__init__(optimizer, clip_norm=clip_norm, masters=masters, loss_scale=loss_scale, skips=skips)
         pipeline.settle()  # another PostValidation may have used the pipeline before
         pipeline.meet("PostValidation")
         pipeline.posts()
@@ -129,7 +130,8 @@ class PostValidatedUpdate(Update):
         pipeline.step_kind = "step"
         if not self._switch.is_on:
             self._results += super().end(pipeline, losses)
-            self._switch.note(is_good=self._is_good(self._results[-1][0].norm))
+            outcome, _ = self._results[-1]
+            self._switch.note(is_good=self._is_good(outcome.norm) and not self._skips(outcome))
             return self._take_results()
         share, scale = share_of(pipeline, losses, self.wish), pipeline.loss_scale
         steps = self._is_good(norm_of([share.squares]) / scale)
@@ -192,6 +194,7 @@ class PostValidatedUpdate(Update):
         shares = [each.share for each in posted]
         outcome = outcome_of(shares, pending.pipeline, pending.loss_scale)
         is_right = self._is_good(outcome.norm) and all(each.has_stepped for each in posted)
+        is_right = is_right and not self._skips(outcome)
         pending.left.check(needs_gradients=not is_right)
         if not is_right:
             self.num_redone += 1
@@ -199,9 +202,8 @@ class PostValidatedUpdate(Update):
             with self._rollback.undone():
                 self._redo(pending, outcome)
         self._results.append(self._result(outcome, pending.loss_scale, pending.rate))
+        self._rollback.forget()  # their memory is free for the activations of this step
         self._switch.note(is_good=is_right)
-        if not self._switch.is_on:
-            self._rollback.forget()
         return is_right
 
     def zero_grad(self) -> None:
@@ -210,12 +212,12 @@ class PostValidatedUpdate(Update):
 
     def _redo(self, pending: _Pending, outcome: Outcome) -> None:
         """Do the update as the synchronous run does it."""
-        if outcome.is_finite:
+        if not self._skips(outcome):
             self._update(pending.gradients, self._factor(outcome.norm, pending.loss_scale))
             return
         if self._masters is not None:
             self._masters.update()  # casts again: the parameters were cast from the masters taken back
-        if self._loss_scale is not None and pending.scale_before is not None:
+        if self._loss_scale is not None and pending.scale_before is not None and not outcome.is_finite:
             self._loss_scale.load_state_dict(pending.scale_before)
             self._loss_scale.update(is_finite=False)
             pending.pipeline.loss_scale = self._loss_scale.value

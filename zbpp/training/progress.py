@@ -62,11 +62,14 @@ class _Line:
     def __init__(self, num_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._num_steps, self._clock = num_steps, clock
         self._measured: dict[str, Any] = {}
+        self._num_skipped = 0
         self._since: tuple[int, float] | None = None  # a step, and when it was done
 
     def of(self, metrics: Mapping[str, Any]) -> str:
         self._measured |= {key: metrics[key] for key in _OF_MEASURED_STEPS if key in metrics}
-        return "  ".join([brief({**self._measured, **metrics}), *self._remaining(metrics["step"])])
+        self._num_skipped += bool(metrics.get("skipped"))
+        skipped = [f"skipped {self._num_skipped}"] if self._num_skipped else []
+        return "  ".join([brief({**self._measured, **metrics}), *skipped, *self._remaining(metrics["step"])])
 
     def _remaining(self, step: int) -> list[str]:
         """The time that the remaining steps will take; unknown at the first one, which is slow."""

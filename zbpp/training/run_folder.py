@@ -56,6 +56,8 @@ class RunFolder:
         is_own = is_unfinished and earlier["job"] == job
         # Two commands may have one job's name (in one Slurm allocation): overwrite=true means what it says,
         # unless the command is the same one, started again.
+        # A user's new command may have another number.
+        self._num_processes = earlier.get("num_processes") if is_own and _is_restart() else None
         is_kept = not overwrite or (is_own and _is_restart())
         self._was_left = is_unfinished and is_kept and (is_own or resume == "auto")
         has_begun = is_own and is_kept and earlier.get("resume") == resume
@@ -66,7 +68,16 @@ class RunFolder:
                 f"run_dir={path} holds a run already: write another run_dir, or overwrite=true to replace it"
             )
 
-    def begin(self, step: int = 0) -> None:
+    def check_number(self, num_processes: int) -> None:
+        """Raise FolderError if this job was started again, without a user, with another number of processes."""
+        if self._num_processes not in (None, num_processes):
+            raise FolderError(
+                f"this job began with {self._num_processes} processes and was started again with "
+                f"{num_processes}: write parallel.elastic=true to go on so (losses then differ in their last "
+                "digits), or bring the missing ones back"
+            )
+
+    def begin(self, step: int = 0, num_processes: int | None = None) -> None:
         """Go on after a step of the run that is here, or make room for a new one.
 
         The files of this job's earlier attempt are moved aside; those of another run are deleted.
@@ -79,7 +90,7 @@ class RunFolder:
             else:
                 for path in self._files():
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
-        record = {"job": self._job, "resume": self._resume, **this_process()}
+        record = {"job": self._job, "resume": self._resume, "num_processes": num_processes, **this_process()}
         self.write("job.json", json.dumps(record) + "\n")
 
     def write(self, name: str, text: str) -> None:

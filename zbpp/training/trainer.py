@@ -10,8 +10,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,21 +22,36 @@ from zbpp.checkpoints import Stateful
 from zbpp.data import Data
 from zbpp.data.batch import Source
 from zbpp.data.read_ahead import ReadAhead, check_thread_may_read
-from zbpp.runtime import Pipeline
+from zbpp.runtime import NonFinite, Pipeline
 from zbpp.schedule import Timeline, Timetable
 from zbpp.training.batch import batch_for
 from zbpp.training.callbacks import Callback
 from zbpp.training.evaluation import Counted, Weighed, mean_of
 from zbpp.training.loss_scale import LossScale
+from zbpp.training.loss_spikes import LossSpikes
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.memory_report import MemoryReport
 from zbpp.training.named_losses import with_evaluation_losses, with_named_losses
+from zbpp.training.non_finite import NonFinitePolicy, Values
 from zbpp.training.post_validated_update import PostValidatedUpdate, Validation
 from zbpp.training.released_update import ReleasedUpdate
 from zbpp.training.replan import Replan
 from zbpp.training.update import Metrics, Result, Update
 
 _KEPT = 5  # measured steps, or as many as num_recorded
+
+
+class _Begun(NamedTuple):
+    """A step whose outcome is not known yet. step: from 1. number: of the pipeline's step, from 0.
+
+    args, target: its batch, for a run again.
+    """
+
+    step: int
+    times: Metrics
+    args: tuple[Any, ...]
+    target: Any
+    number: int
 
 
 @dataclass(kw_only=True)
@@ -57,6 +73,9 @@ class Trainer:
 
     post_validation: how the weights are updated before the norm is known; a step's metrics then come one step
     later. None: the update waits for the norm.
+
+    non_finite: what happens when a loss or the norm of the gradients is NaN or infinite, see non_finite.py.
+    loss_spike: the number of deviations that makes a loss a spike, see loss_spikes.py; None: none is flagged.
 
     callbacks: what else happens around the steps, see callbacks.py. read_ahead: how many batches a thread
     reads while others are trained on, see zbpp/data/read_ahead.py; 0: none.
@@ -80,34 +99,47 @@ class Trainer:
     memory_report: MemoryReport | None = None
     callbacks: Sequence[Callback] = ()
     read_ahead: int = 0
+    non_finite: NonFinitePolicy = field(default_factory=NonFinitePolicy)
+    loss_spike: float | None = 8.0
 
     def __post_init__(self) -> None:
         _check_gradients(self.pipeline, self.optimizer, self.masters)
         if (self.learning_rate is None) == (self.scheduler is None):
             raise ValueError("give the trainer one of learning_rate and scheduler: each sets the rate")
+        place = self.pipeline.place
+        self.values = Values(
+            self.non_finite,
+            None if self.loss_spike is None else LossSpikes(self.loss_spike),
+            is_scaled=self.loss_scale is not None,
+            has_updated=self.gradient_release != "off",
+            is_shown=place.is_first and place.rank == 0,
+        )
         self._update = self._make_update()
         self.timelines: list[Timeline] = []
         self.next_step = 0  # the step that `run` begins with
         self.leaving: str | None = None  # why the run ends early; the same on all ranks
         self.first_step = 0  # the first step of the last `run`
         self._agreed: str | None = None  # the reason that all ranks know
-        self._begun: deque[Metrics] = deque()  # of steps whose outcome is not known yet
+        self._begun: deque[_Begun] = deque()  # steps whose outcome is not known yet
         self._ahead = self._make_read_ahead()
 
     def run(self, num_steps: int) -> Iterator[Metrics]:
         """Train from `next_step` until `num_steps` steps are done, or until a callback wants to leave.
 
-        Yields each step's metrics when they are known. All but the times are equal on all ranks.
+        Yields each step's metrics when they are known. All but the times are equal on all ranks. Raises
+        NonFiniteError, on all ranks, where `non_finite` says that the run has to stop.
         """
         self.leaving = self._update.wish = self._agreed = None
         self.first_step = self.next_step
         try:
             while self.next_step < num_steps and self.leaving is None:
                 yield from self._run_step(self.next_step, num_steps=num_steps)
+                self._check_values()
         finally:
             if self._ahead is not None:
                 self._ahead.close()
         yield from self._settled()
+        self._check_values()
         for callback in self.callbacks:
             callback.finish(self)
 
@@ -124,7 +156,7 @@ class Trainer:
 
     def states(self) -> dict[str, Stateful]:
         """What a checkpoint has to hold beside the pipeline, the optimizer and the step."""
-        found: dict[str, Stateful] = {"update": self._update}
+        found: dict[str, Stateful] = {"update": self._update, "values": self.values}
         if self.loss_scale is not None:
             found["loss_scale"] = self.loss_scale
         if self.scheduler is not None:
@@ -231,7 +263,7 @@ class Trainer:
             torch.cuda.synchronize(self.pipeline.device)
         seconds = time.perf_counter() - begin
         times = {f"{self.data.unit}_per_second": self.items_per_step / seconds, "step_seconds": seconds}
-        self._begun.append({"step": step + 1, **times})
+        self._begun.append(_Begun(step + 1, times, args, target, self.pipeline.num_steps - 1))
         return self._finished(results)
 
     def _settled(self) -> list[Metrics]:
@@ -242,11 +274,22 @@ class Trainer:
         """The metrics of the oldest steps that were begun, with their results."""
         finished = []
         for outcome, figures in results:
-            times = self._begun.popleft()
+            begun = self._begun.popleft()
             self._agreed = self._agreed or outcome.wish
-            metrics = {"step": times.pop("step"), "loss": outcome.loss, **figures, **times}
+            metrics = {"step": begun.step, "loss": outcome.loss, **figures, **begun.times}
             finished.append(with_named_losses(metrics, outcome.named))
+            self.values.judge(outcome, finished[-1], partial(self._find_non_finite, begun))
         return finished
+
+    def _find_non_finite(self, begun: _Begun) -> NonFinite | None:
+        """Run a step again. With post-validation the weights may be those of the step behind it."""
+        return self.pipeline.find_non_finite(*begun.args, target=begun.target, step=begun.number)
+
+    def _check_values(self) -> None:
+        if self.values.error is not None:
+            for callback in self.callbacks:
+                callback.stopped(self)
+            raise self.values.error
 
     def _make_update(self) -> Update:
         options: Any = {
@@ -262,9 +305,13 @@ class Trainer:
             accumulate = self.gradient_release == "accumulate"
             return ReleasedUpdate(self.pipeline, self.optimizer, accumulate=accumulate, **options)
         if self.post_validation is None:
-            return Update(self.optimizer, **options)
+            return Update(self.optimizer, skips=self.values.skips, **options)
         return PostValidatedUpdate(
-            self.optimizer, pipeline=self.pipeline, validation=self.post_validation, **options
+            self.optimizer,
+            pipeline=self.pipeline,
+            validation=self.post_validation,
+            skips=self.values.skips,
+            **options,
         )
 
     def _training_batch(self, step: int) -> tuple[tuple[Any, ...], Any]:

@@ -6,7 +6,7 @@ end       after the pipeline's step: computes the outcome over all processes, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,11 +23,17 @@ Result = tuple[Outcome, Metrics]
 """The outcome of a step, and the metrics of its update."""
 
 
+def not_finite(outcome: Outcome) -> bool:
+    """Whether the norm of the gradients is not finite: what PostValidation skips."""
+    return not outcome.is_finite
+
+
 class Update:
     """The update of one rank's weights, which waits for the norm of all ranks' gradients.
 
     The arguments are those of Trainer. Collective: all ranks call `begin` and `end` for every step.
     wish: why this rank wants to end the run; None if it does not. All ranks learn it with the step's shares.
+    skips: whether the update of a step with this outcome is left out.
     """
 
     def __init__(
@@ -37,7 +43,9 @@ class Update:
         clip_norm: float | None,
         masters: MasterWeights | None,
         loss_scale: LossScale | None,
+        skips: Callable[[Outcome], bool] = not_finite,
     ) -> None:
+        self._skips = skips
         self._optimizer, self._clip_norm = optimizer, clip_norm
         self._masters, self._loss_scale = masters, loss_scale
         self._base_rates = [group["lr"] for group in optimizer.param_groups]
@@ -53,8 +61,8 @@ class Update:
         """Update the weights. Returns the results that are known by now, in the order of the steps."""
         scale, rate = pipeline.loss_scale, self._rate
         outcome = outcome_of(pipeline.place.gather(share_of(pipeline, losses, self.wish)), pipeline, scale)
-        # All ranks have the same norm: if it isn't finite, all of them skip the update.
-        if outcome.is_finite:
+        # All ranks have the same outcome, so all of them skip the update, or none.
+        if not self._skips(outcome):
             self._update(gradients_of(pipeline.parameters()), self._factor(outcome.norm, scale))
         if self._loss_scale is not None:
             self._loss_scale.update(is_finite=outcome.is_finite)
@@ -91,7 +99,7 @@ class Update:
     def _factor(self, norm: float, loss_scale: float) -> float:
         """The factor by which the gradients are multiplied, to divide out the loss scale and to clip."""
         factor = 1 / loss_scale
-        if self._clip_norm is not None and norm > self._clip_norm:
+        if self._clip_norm is not None and not norm <= self._clip_norm:  # also for NaN, as in torch
             factor *= self._clip_norm / norm
         return factor
 
@@ -112,7 +120,7 @@ class Update:
         metrics = {
             "grad_norm": outcome.norm,
             "learning_rate": rate,
-            "skipped": not outcome.is_finite,
+            "skipped": self._skips(outcome),
             **({} if self._loss_scale is None else {"loss_scale": loss_scale}),
         }
         return outcome, metrics

@@ -18,7 +18,7 @@ from zbpp.checkpoints.folders import check_contents, check_sizes, checkpoints_in
 
 STEPS, EVERY = 40, 4  # steps of a run, and between its checkpoints
 GRACE = 5.0  # s beside the timeout in which a fault must be noticed
-_NUM_MICROBATCHES = 4
+NUM_MICROBATCHES = 4
 
 
 @dataclass
@@ -47,21 +47,27 @@ class Setting:
     num_ranks: int
     timeout: float
     steps: int = STEPS
+    seconds: float = 0.002  # of each F
 
     @property
     def arguments(self) -> list[str]:
         """Of every run, in the folder of its case."""
         return [
             "model._target_=misbehave.Model", "data._target_=misbehave.data", "schedule=zb_h1",
-            f"num_microbatches={_NUM_MICROBATCHES}", "microbatch_size=2", f"steps={self.steps}", "run_dir=run",
-            f"checkpoint.every={EVERY}", "evaluate_every=0", "measure_every=0", "save_weights=false",
+            f"num_microbatches={NUM_MICROBATCHES}", "microbatch_size=2", f"steps={self.steps}",
+            "run_dir=run", f"checkpoint.every={EVERY}", "evaluate_every=0",
+            "measure_every=0", "save_weights=false",
             "print_every=1000", "parallel.device=cpu", f"parallel.timeout={self.timeout}", *_trusts_code(),
         ]  # fmt: skip
 
     def job(self, folder: Path, *, is_real: bool = False, nan: int | None = None, **options: Any) -> Job:
         """Start a run. nan: the step whose batch holds a NaN."""
         plan = json.dumps(options.pop("misbehave", {}))
-        environment = {"MISBEHAVE": plan, "MISBEHAVE_NAN": json.dumps([] if nan is None else [nan])}
+        environment = {
+            "MISBEHAVE": plan,
+            "MISBEHAVE_NAN": json.dumps([] if nan is None else [nan]),
+            "MISBEHAVE_SLEEP": str(self.seconds),
+        }
         commands = self.real if is_real else self.warm
         job = Job(folder, commands, self.num_ranks, self.arguments, environment=environment, **options)
         job.misbehave = plan
@@ -121,7 +127,7 @@ def _run(row: Row, kind: Kind, setting: Setting, whole: list[tuple[Any, ...]], f
     restarts = int(kind.can_restart and how == "torchrun")
     options: Any = {"how": how, "restarts": restarts, "is_real": kind.is_real}
     job = setting.job(
-        folder, misbehave=_plan(kind, step, setting, rng), nan=step if kind.nan_step else None, **options
+        folder, misbehave=plan_of(kind, step, setting, rng), nan=step if kind.nan_step else None, **options
     )
     try:
         injected = kind.inject(job, step, rng)
@@ -140,13 +146,14 @@ def _run(row: Row, kind: Kind, setting: Setting, whole: list[tuple[Any, ...]], f
     _compare(row, kind, whole, folder / "run", step)
 
 
-def _plan(kind: Kind, step: int, setting: Setting, rng: Random) -> dict[str, Any]:
+def plan_of(kind: Kind, step: int, setting: Setting, rng: Random) -> dict[str, Any]:
+    """How the job's own code misbehaves, so many steps after its start; {} if it does not."""
     if not kind.misbehave:
         return {}
     last = setting.num_ranks - 1
     place = kind.misbehave["rank"]
     rank = {"any": rng.randrange(last + 1), "first": 0, "last": last, "not last": rng.randrange(last)}[place]
-    per_step = 1 if kind.misbehave["where"] == "data" else _NUM_MICROBATCHES
+    per_step = 1 if kind.misbehave["where"] == "data" else NUM_MICROBATCHES
     return {**kind.misbehave, "rank": rank, "call": step * per_step + rng.randrange(per_step)}
 
 
@@ -188,9 +195,9 @@ def _goes_on(row: Row, kind: Kind, setting: Setting, job: Job, injected: Injecte
 
 def _start_again(row: Row, kind: Kind, setting: Setting, folder: Path, rng: Random) -> str:
     """Start the same command again without the fault; returns what it says."""
-    newest = _newest(folder / "run")
+    newest = newest_in(folder / "run")
     kind.before_next(folder / "run", rng)
-    expected = _newest(folder / "run")
+    expected = newest_in(folder / "run")
     job = setting.job(folder, name="again")
     gone = job.wait(60 + setting.steps)
     job.kill()
@@ -203,7 +210,7 @@ def _start_again(row: Row, kind: Kind, setting: Setting, folder: Path, rng: Rand
     return job.text()
 
 
-def _newest(run: Path) -> int:
+def newest_in(run: Path) -> int:
     """The step of the newest whole checkpoint; 0 without one."""
     for path in checkpoints_in(run / "checkpoints"):
         try:
@@ -221,7 +228,7 @@ def _lost(row: Row, run: Path) -> int:
     if kept:
         return len(kept)
     steps = [line["step"] for line in lines_of(run)]
-    return max(0, (steps[-1] if steps else 0) - _newest(run))
+    return max(0, (steps[-1] if steps else 0) - newest_in(run))
 
 
 def _compare(row: Row, kind: Kind, whole: list[tuple[Any, ...]], run: Path, step: int) -> None:

@@ -53,8 +53,8 @@ class Job:
         start = {
             "zbpp": [commands / "zbpp", "train", "-n", num_ranks],
             "torchrun": [
-                commands / "torchrun", "--standalone", "--nproc-per-node", num_ranks, "--max-restarts", restarts,
-                "--shutdown-timeout", 3, "--monitor-interval", 0.05, "-m", "zbpp.train",
+                commands / "torchrun", "--standalone", "--nproc-per-node", num_ranks, "--max-restarts",
+                restarts, "--shutdown-timeout", 3, "--monitor-interval", 0.05, "-m", "zbpp.train",
             ],
         }[how]  # fmt: skip
         with self.log.open("w") as log:
@@ -69,8 +69,11 @@ class Job:
             )
 
     def pid(self, rank: int) -> int:
-        """The process of a rank, once it has built its model."""
-        return int((self.folder / f"rank-{rank}.pid").read_text())
+        """The process of a rank; waits until it has built its model."""
+        path, end = self.folder / f"rank-{rank}.pid", time.monotonic() + 120
+        while not path.exists() and time.monotonic() < end and self.process.poll() is None:
+            time.sleep(0.002)
+        return int(path.read_text())
 
     def alive(self) -> set[int]:
         """The processes of this job that have not ended: all whose output or error goes to its log."""
@@ -87,13 +90,18 @@ class Job:
         """What the job has said."""
         return self.log.read_text(errors="replace")
 
-    def wait_for_step(self, step: int, timeout: float = 60) -> None:
-        """Wait until metrics.jsonl has the line of a step. Raises TimeoutError, also if the job ends before."""
+    def wait_for_step(self, step: int, timeout: float = 120) -> None:
+        """Wait until metrics.jsonl has the line of a step; TimeoutError, also if the job ends before."""
         end = time.monotonic() + timeout
-        while len(lines_of(self.folder / "run")) < step:
+        while self._num_lines() < step:
             if self.process.poll() is not None or time.monotonic() > end:
                 raise TimeoutError(f"the job did not reach step {step}:\n{self.text()[-3000:]}")
             time.sleep(0.002)
+
+    def _num_lines(self) -> int:
+        with suppress(FileNotFoundError):
+            return (self.folder / "run" / "metrics.jsonl").read_bytes().count(b"\n")
+        return 0
 
     def wait(self, timeout: float) -> float | None:
         """Wait until no process of the job is left; returns the time at which this was so, else None."""

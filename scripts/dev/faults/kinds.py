@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from faults.job import Job, lines_of
+from faults.job import Job
 from zbpp.checkpoints.folders import checkpoints_in
 
 
@@ -36,10 +36,10 @@ class Kind:
     """A kind of fault.
 
     inject: puts it into a running job. misbehave: what the job's own code does instead, see misbehave.py.
-    words: regular expressions that the job's output must match. before_next: what is done to the files before the
-    job is started again. ends: how the job must end: "fails", "leaves" (status 0, unfinished) or "goes on" (to
-    its end). can_restart: whether torchrun may start the ranks again; is_real: the launcher's processes must
-    be real ones, since who is whose child matters.
+    words: regular expressions that the job's output must match. before_next: what is done to the files
+    before the job is started again. ends: how the job must end: "fails", "leaves" (status 0, unfinished) or
+    "goes on" (to its end). hows: see Job; can_restart: whether torchrun may start the ranks again. is_real:
+    the processes of the launcher must be real ones, since it matters who is whose child.
     """
 
     inject: Inject
@@ -55,12 +55,13 @@ class Kind:
 
 
 def _kill(number: int, place: str) -> Inject:
-    """Send a signal to the first, a middle or the last rank, to all, to any, or to the job's first process."""
+    """Send a signal to the first, a middle or the last rank, to all, to any, or to the launcher."""
 
     def inject(job: Job, step: int, rng: Random) -> Injected:
         last = job.num_ranks - 1
-        ranks = {"first": [0], "middle": [rng.randrange(1, max(2, last))], "last": [last], "all": range(last + 1),
-                 "any": [rng.randrange(last + 1)], "job": []}[place]  # fmt: skip
+        middle, any_rank = rng.randrange(1, max(2, last)), rng.randrange(last + 1)
+        some = {"first": [0], "middle": [middle], "last": [last], "any": [any_rank], "job": []}
+        ranks = some.get(place, range(last + 1))
         job.wait_for_step(step)
         time.sleep(rng.uniform(0, 0.05))
         pids = [job.pid(rank) for rank in ranks] or [job.process.pid]
@@ -76,9 +77,10 @@ def _kill(number: int, place: str) -> Inject:
 def _misbehaves(job: Job, step: int, rng: Random) -> Injected:
     """Wait until the job's own code has misbehaved."""
     fired = job.folder / "fired"
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while not fired.exists():
-        if time.monotonic() > end or job.process.poll() is not None:
+        has_ended = job.process.poll() is not None  # before the next look at the file
+        if not fired.exists() and (has_ended or time.monotonic() > end):
             raise TimeoutError(f"nothing misbehaved:\n{job.text()[-3000:]}")
         time.sleep(0.002)
     plan = json.loads(job.misbehave)
@@ -115,8 +117,8 @@ def _fill_disk(job: Job, step: int, rng: Random) -> Injected:
         _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, ((run / "metrics.jsonl").stat().st_size, hard))
         free = lambda: resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))  # noqa: E731
-    end = time.monotonic() + 10
-    while "could not be written" not in job.text() and time.monotonic() < end:
+    end = time.monotonic() + 20
+    while "metrics.jsonl could not be written" not in job.text() and time.monotonic() < end:
         time.sleep(0.005)
     job.noticed = time.time()
     time.sleep(0.1)
@@ -139,6 +141,16 @@ def _kill_in_a_save(job: Job, step: int, rng: Random) -> Injected:
         with suppress(ProcessLookupError):
             os.kill(job.pid(rank), signal.SIGKILL)
     return Injected(now, f"all, in a save behind step {step}")
+
+
+def _kill_behind_two_saves(job: Job, step: int, rng: Random) -> Injected:
+    """Kill all ranks when there are two checkpoints: one of them is to be damaged."""
+    job.wait_for_step(step)
+    while len(checkpoints_in(job.folder / "run" / "checkpoints")) < 2:
+        if job.process.poll() is not None:
+            raise TimeoutError(f"no two checkpoints:\n{job.text()[-3000:]}")
+        time.sleep(0.002)
+    return _kill(signal.SIGKILL, "all")(job, step, rng)
 
 
 def _damage(change: Callable[[Path, Random], None]) -> Callable[[Path, Random], None]:
@@ -170,11 +182,6 @@ def small_disk(folder: Path) -> bool:
     return False
 
 
-def num_lines(job: Job) -> int:
-    """The steps that metrics.jsonl has."""
-    return len(lines_of(job.folder / "run"))
-
-
 def _own(do: str, where: str, *words: str, rank: str = "any", **options: Any) -> Kind:
     return Kind(
         inject=_misbehaves, misbehave={"do": do, "where": where, "rank": rank}, words=words, **options
@@ -190,9 +197,13 @@ KINDS: dict[str, Kind] = {
     "SIGKILL of the last rank": Kind(inject=_kill(signal.SIGKILL, "last"), words=("SIGKILL",), **_BOTH),
     "SIGKILL of all ranks": Kind(inject=_kill(signal.SIGKILL, "all"), words=("SIGKILL",), **_BOTH),
     "SIGKILL of zbpp train": Kind(inject=_kill(signal.SIGKILL, "job"), words=(), is_real=True),
-    "SIGKILL of torchrun": Kind(inject=_kill(signal.SIGKILL, "job"), words=(), hows=("torchrun",), is_real=True),
+    "SIGKILL of torchrun": Kind(
+        inject=_kill(signal.SIGKILL, "job"), words=(), hows=("torchrun",), is_real=True
+    ),
     "SIGSTOP of a rank": Kind(inject=_kill(signal.SIGSTOP, "any"), words=(r"rank \d is behind",)),
-    "SIGTERM of the job": Kind(inject=_kill(signal.SIGTERM, "job"), words=("left after step",), ends="leaves"),
+    "SIGTERM of the job": Kind(
+        inject=_kill(signal.SIGTERM, "job"), words=("left after step",), ends="leaves"
+    ),
     "SIGSEGV of a rank": _own("segfault", "F", "SIGSEGV", **_BOTH),
     "exception in F": _own("raise", "F", _PLANTED, **_BOTH),
     "exception in B": _own("raise", "B", _PLANTED, **_BOTH),
@@ -205,10 +216,12 @@ KINDS: dict[str, Kind] = {
     "out of memory": _own("out of memory", "F", "memory"),
     "NaN in the data": Kind(inject=_nan, words=(), ends="goes on", nan_step=True),
     "flipped bit in the newest checkpoint": Kind(
-        inject=_kill(signal.SIGKILL, "all"), words=("SIGKILL", "damaged|checksum"), before_next=_damage(_flip)
+        inject=_kill_behind_two_saves, words=("SIGKILL", "damaged|checksum"), before_next=_damage(_flip)
     ),
     "truncated checkpoint": Kind(
-        inject=_kill(signal.SIGKILL, "all"), words=("SIGKILL", "damaged|bytes"), before_next=_damage(_truncate)
+        inject=_kill_behind_two_saves,
+        words=("SIGKILL", "damaged|bytes"),
+        before_next=_damage(_truncate),
     ),
     "kill in a save": Kind(inject=_kill_in_a_save, words=("SIGKILL",)),
     "run_dir deleted": Kind(inject=_delete_run, words=("run_dir=.* was deleted", "resume=auto")),

@@ -1,6 +1,6 @@
 """A model and data that misbehave once: a job imports this file from its folder, as a user's own.
 
-The environment says how: MISBEHAVE = {"do": NAME, "where": "F" | "B" | "loss" | "data", "rank": R, "call": N}.
+The environment says how: MISBEHAVE = {"do": NAME, "where": F, B, loss or data, "rank": R, "call": N}.
 The N-th call there on that rank does it, and leaves the file `fired` with the time; where this file is,
 nothing misbehaves any more. The process ids of the ranks are in `rank-0.pid` and so on.
 """

@@ -37,8 +37,8 @@ def summary_of(rows: Sequence[Row], options: argparse.Namespace) -> str:
         )
     good = sum(not row.problems for row in rows)
     head = (
-        f"{len(names)} kinds of faults, {len(rows)} jobs of {options.ranks} ranks, {STEPS} steps, a checkpoint "
-        f"every {EVERY}; parallel.timeout={options.timeout:g}, to be detected within "
+        f"{len(names)} kinds of faults, {len(rows)} jobs of {options.ranks} ranks, {STEPS} steps, a "
+        f"checkpoint every {EVERY}; parallel.timeout={options.timeout:g}, to be detected within "
         f"{options.timeout + GRACE:g} s; {os.cpu_count()} cores, torch {torch.__version__}, Python "
         f"{platform.python_version()}, {time.strftime('%Y-%m-%d')}"
     )

@@ -4,6 +4,7 @@ arguments.py  the options, and the costs and the memory limit that they give
 schedules.py  named schedules, or a timetable from a file: staircase, table, text, program
 choice.py     --choose: which schedule to use, and the commands that train with it
 layers.py     --layers: which layers belong on which stage
+cluster.py    --cluster: what a model would take on a cluster
 drawing.py    --picture, --html and --trace
 progress.py   the bar that a long search shows
 """
@@ -17,8 +18,10 @@ from collections.abc import Sequence
 
 from zbpp.commands.plan.arguments import Inputs, make_parser
 from zbpp.commands.plan.choice import advice
+from zbpp.commands.plan.cluster import on_paper
 from zbpp.commands.plan.layers import cuts
 from zbpp.commands.plan.schedules import show
+from zbpp.ranges import ConfigError
 from zbpp.schedule import PlanError
 
 
@@ -32,19 +35,25 @@ def main(argv: Sequence[str] | None = None, prog: str = "zbpp plan", scripts: st
     options = parser.parse_args(argv)
     options.schedules += options.compare
     wanted = (bool(options.schedules), options.timetable is not None, options.choose, bool(options.layers))
+    if options.cluster is not None and not any(wanted[1:]):
+        wanted = (True,)  # the names are the schedules to try
     if sum(wanted) != 1:
-        parser.error("name at least one schedule, or give --timetable FILE (not both), --choose or --layers")
+        parser.error(
+            "name at least one schedule, or give --timetable FILE (not both), --choose, --layers or --cluster"
+        )
     try:
         print(_answer(options, scripts), flush=True)
     except BrokenPipeError:  # `zbpp plan ... | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (PlanError, OSError, UnicodeDecodeError, ModuleNotFoundError) as error:
+    except (PlanError, ConfigError, OSError, UnicodeDecodeError, ModuleNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
 def _answer(options: argparse.Namespace, scripts: str) -> str:
+    if options.cluster is not None:
+        return on_paper(options)
     if options.layers:
         return cuts(options)
     inputs = Inputs.read(options)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from zbpp.commands.plan import cluster
 from zbpp.planning import SCHEDULES, About, RankCosts, about_in_words, read_costs, read_memory_limit
 from zbpp.planning.variants import KEPT
 from zbpp.schedule import PlanError
@@ -16,7 +17,9 @@ SEARCH_SECONDS, CHOICE_SECONDS = 10.0, 45.0  # of one search; of all searches of
 _MOST_LAYERS = 4096  # the split over stages makes a table of all pairs of layers
 
 _DESCRIPTION = "Choose, print, compare and draw timetables of pipeline schedules. Needs no torch and no GPU."
-_USAGE = "{prog} SCHEDULE [SCHEDULE ...] | --choose | --timetable FILE | --layers N   [options]"
+_USAGE = (
+    "{prog} SCHEDULE [SCHEDULE ...] | --choose | --timetable FILE | --layers N | --cluster FILE   [options]"
+)
 _EXAMPLES = """\
 schedules, in any case and in torch's spelling, too: {schedules}
 
@@ -36,6 +39,7 @@ examples:
   {prog} zb_h1 --text > mine.txt                    as text: edit it, then check and time it with
   {prog} --timetable mine.txt                       (.csv: as torch writes it)
   {prog} --layers 16 --head 3.8 --ranks 4           which layers belong on which stage?
+  {prog} --cluster h100 --model llama_1b --batch 512               on which mesh, how fast?
   {prog} --layers 16 --hidden 2048 --vocab 128256 --sequence 4096  the head's cost from sizes
 """
 
@@ -111,6 +115,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     what = "costs (one number: for a rank's share of the model; N,N,...: one per stage)"
     _add_costs(parser.add_argument_group(what))
     _add_layers(parser.add_argument_group("cutting layers into stages"))
+    cluster.add_options(parser.add_argument_group("scale on paper (with names: the schedules to try)"))
     _add_outputs(parser.add_argument_group("output"))
     return parser
 

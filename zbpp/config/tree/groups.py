@@ -53,6 +53,8 @@ class ParallelConfig(Checked):
     device: str = one_of("auto", "cpu", "cuda")
     # The longest time that a rank waits for another one.
     timeout: float = ranged(600.0, above=0, most=LONGEST, unit="seconds")
+    # Whether a job that is started again may have another number of ranks: degrees and microbatches adapt.
+    elastic: bool = False
     dynamic_shapes: bool = False  # true: microbatches may differ in shape; every message has more latency
 
 

@@ -88,16 +88,20 @@ class Deaths:
             return RankDeath(reason + waited, is_told=not self._shows())
         if not dead:
             return None
-        who = f"rank {', '.join(map(str, dead))}"
+        who = f"rank{'s' * (len(dead) > 1)} {', '.join(map(str, dead))}"
         rest = f"{self._when()}{last(dead[0])}{waited}"
-        # A launcher ends the job of a rank that died or failed, and it has not.
-        has_launcher = "TORCHELASTIC_RUN_ID" in os.environ
-        is_ending = self._signals.reason is not None or not has_launcher
-        if is_ending or not set(dead) & set(gone(self._members)):
-            text = f"{who} died{rest}"
-        else:
-            text = f"{who} left with exit status 0{rest}"
+        text = f"{who} {self._how(dead)}{rest}"
         return RankDeath(text, gone=tuple(dead), rest=rest, is_told=not self._shows())
+
+    def _how(self, dead: list[int]) -> str:
+        """A launcher ends the job of a rank that died or failed: a rank whose job goes on left with 0."""
+        launchers = {self._members[rank].launcher for rank in dead}
+        has_launcher = "TORCHELASTIC_RUN_ID" in os.environ
+        if self._signals.reason is not None:
+            return "died"
+        if not has_launcher or launchers != {self._members[self._rank].launcher}:
+            return f"{'is' if len(dead) == 1 else 'are'} gone (killed, or left)"
+        return "left with exit status 0 before the run's end"
 
     def _cause(self, end: float) -> tuple[list[int], str]:
         """(the ranks that are gone, what a rank said before it ended), as soon as anything is known."""

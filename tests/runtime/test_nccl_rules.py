@@ -1,0 +1,242 @@
+"""Under NCCL's rules, which a backend of the tests keeps on the CPU, nothing deadlocks and no number changes.
+
+What the backend can't emulate is listed in helpers/nccl_rules.py.
+"""
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zbpp
+from helpers.processes import run_ranks
+from zbpp import ActivationOffload, Pipeline, PostValidation, clip_grad_norm_, make_mesh
+from zbpp.autograd import recompute
+from zbpp.families import FAMILIES
+from zbpp.models.llama import Llama
+from zbpp.runtime import groups, p2p
+from zbpp.runtime.weight_offload import OffloadedWeights
+
+VOCAB, TIME, ROWS, M, STEPS, CLIP = 17, 4, 16, 8, 3, 0.5
+SOME = ("1f1b", "zb_h1", "zb_v", "interleaved_zb")
+
+# (schedule, degrees of the mesh, what is on)
+CASES = [
+    *((schedule, (), "") for schedule in FAMILIES),
+    *((schedule, (degree,), "") for schedule in SOME for degree in ("replicate", "shard", "tensor")),
+    *(("zb_h1", pair, "") for pair in (("replicate", "shard"), ("replicate", "tensor"), ("shard", "tensor"))),
+    *(("zb_v", (), on) for on in ("offload", "offload_weights", "recompute", "release", "validation")),
+    *(("zb_h1", (), on) for on in ("dynamic_shapes", "evaluate", "tied", "validation")),
+    ("interleaved_zb", ("replicate",), "validation"),
+    ("zb_h1", ("shard",), "evaluate"),
+    ("1f1b", ("replicate",), "tied"),
+]  # fmt: skip
+
+
+class Model:
+    """A llama in float64, with recomputed layers or one weight for embedding and head if wanted."""
+
+    def __init__(self, on=""):
+        self._on = on
+        ties = {"tie_embeddings": True} if on == "tied" else {}
+        self._model = Llama(
+            vocab_size=VOCAB, num_layers=8, hidden_size=16, num_heads=4, num_kv_heads=2, intermediate_size=24,
+            sequence_length=TIME, **ties,
+        )  # fmt: skip
+        self.loss, self.parallelize = self._model.loss, self._model.parallelize
+        self.tied = getattr(self._model, "tied", dict)
+
+    def build_stage(self, index, num_stages):
+        stage = self._model.build_stage(index, num_stages).double()
+        if self._on == "recompute":
+            recompute(stage)
+        return stage
+
+
+def batch(step):
+    tokens = torch.randint(VOCAB, (ROWS, TIME + 1), generator=torch.Generator().manual_seed(step))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def alone(is_tied):
+    """The losses of one process and of torch's own backward, with a held-out one behind the last step."""
+    model = Model("tied" if is_tied else "")
+    whole = model.build_stage(0, 1)
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.3, momentum=0.5)
+    losses = []
+    for step in range(STEPS):
+        inputs, target = batch(step)
+        loss = model.loss(whole(inputs), target)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(whole.parameters(), CLIP)
+        optimizer.step()
+    return losses
+
+
+def trained(case):
+    """The losses of a few steps; [] where the last stage is not."""
+    schedule, degrees, on = case
+    mesh = make_mesh(**dict.fromkeys(degrees, 2)) if degrees else None
+    num_ranks = dist.get_world_size() // 2 ** len(degrees)
+    timetable = zbpp.plan(schedule, num_ranks, M // 2 ** sum(each != "tensor" for each in degrees))
+    model, options = Model(on), {"dynamic_shapes": on == "dynamic_shapes"}
+    stages = model
+    if on == "offload":
+        microbatches = range(timetable.num_microbatches)
+        options["offload"] = ActivationOffload(values=[(0, m) for m in microbatches], least_bytes=1)
+    if on == "offload_weights":
+        stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(dist.get_rank())}
+        OffloadedWeights(stages, "cpu")
+    pipeline = Pipeline(stages, timetable, model.loss, mesh=mesh, timeout=30.0, **options)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.3, momentum=0.5)
+    if on == "release":
+        pipeline.release_gradients(optimizer)
+    step = PostValidation(pipeline, optimizer, clip_norm=CLIP).step if on == "validation" else pipeline.step
+    losses = []
+    for number in range(STEPS):
+        size = ROWS // pipeline.place.num_data_parts
+        inputs, target = (each[pipeline.place.data_part * size :][:size] for each in batch(number))
+        if on == "evaluate":
+            pipeline.evaluate(
+                inputs[: timetable.num_microbatches], target=target[: timetable.num_microbatches]
+            )
+            pipeline.predict(inputs[:3])
+        found = step(inputs, target=target)
+        losses += [torch.stack(found).mean().item()] if found else []
+        if on not in ("release", "validation"):
+            clip_grad_norm_(pipeline, CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+    pipeline.close()
+    return losses
+
+
+def every_case(rank):
+    return [trained(case) for case in CASES]
+
+
+@pytest.mark.slow
+def test_every_schedule_mesh_and_switch_trains_under_nccls_rules():
+    everyone = run_ranks(every_case, 4, backend="strict")
+    expected = {is_tied: torch.tensor(alone(is_tied)) for is_tied in (False, True)}
+    for number, (schedule, degrees, on) in enumerate(CASES):
+        name = f"{schedule} {degrees} {on}"
+        found = [torch.tensor(each[number]) for each in everyone if each[number]]
+        assert found, name
+        mean = torch.stack(found).mean(0)  # of all parts of the data
+        if on == "release":  # which can't clip
+            assert mean[0].item() == pytest.approx(expected[False][0].item(), rel=1e-12), name
+        else:
+            torch.testing.assert_close(mean, expected[on == "tied"], rtol=1e-10, atol=0.0, msg=name)
+
+
+def small_pipeline(timeout=30.0):
+    """Two linear stages of two ranks, whose plan sends in both directions."""
+    timetable = zbpp.plan("zb_h1", 2, 4)
+    torch.manual_seed(0)
+    stages = [nn.Linear(3, 3, dtype=torch.float64) for _ in range(2)]
+    rank = dist.get_rank()
+    return Pipeline({rank: stages[rank]}, timetable, nn.functional.mse_loss, timeout=timeout)
+
+
+def losses_of_two_steps(timeout=30.0):
+    pipeline = small_pipeline(timeout)
+    x = torch.ones(4, 3, dtype=torch.float64)
+    found = [torch.stack(losses).sum().item() for _ in range(2) if (losses := pipeline.step(x, target=-x))]
+    return found, [parameter.grad.sum().item() for parameter in pipeline.parameters()]
+
+
+def with_one_group_for_both_directions(rank):
+    """What a rank says if x and g share a communicator."""
+    make, close = groups.link_groups, groups.close_groups
+
+    def make_one(*arguments):
+        made = make(*arguments)
+        return dict.fromkeys(made, next(iter(made.values())))
+
+    replace(make, make_one)
+    replace(close, lambda made: close(dict.fromkeys(made)))
+    return said(lambda: losses_of_two_steps(timeout=3.0))
+
+
+def replace(function, other):
+    """In all modules that have imported the function."""
+    for module in [each for name, each in sys.modules.items() if name.startswith("zbpp")]:
+        if vars(module).get(function.__name__) is function:
+            setattr(module, function.__name__, other)
+
+
+def with_a_sent_tensor_that_is_changed(rank):
+    send = p2p.Outbox.send
+
+    def send_and_change(outbox, channel, message):
+        send(outbox, channel, message)
+        message[0].detach().mul_(2)
+
+    p2p.Outbox.send = send_and_change
+    return said(losses_of_two_steps)
+
+
+def without_waits(rank):
+    """The loss of a step whose receives are not waited for, on the rank of the last stage."""
+    receive, leaves_out, kept = p2p.Inbox.receive, False, []
+
+    def receive_at_once(inbox):
+        if leaves_out:
+            kept.extend(inbox._posted[0].works)
+            inbox._posted[0] = inbox._posted[0]._replace(works=[])
+        return receive(inbox)
+
+    p2p.Inbox.receive = receive_at_once
+    pipeline = small_pipeline()
+    x = torch.ones(4, 3, dtype=torch.float64)
+    losses = []
+    for step in range(2):
+        leaves_out = step == 1  # the first messages have headers, which are read at once
+        losses += [float(sum(found)) for found in [pipeline.step(x, target=-x)] if found]
+    return losses
+
+
+def with_another_dtype(rank):
+    group = dist.new_group([0, 1])
+    tensor = torch.ones(2, dtype=torch.float64 if rank else torch.float32)
+    return said(lambda: (dist.recv if rank else dist.send)(tensor, 1 - rank, group=group))
+
+
+def with_16_bit_integers(rank):
+    return said(lambda: dist.all_reduce(torch.ones(2, dtype=torch.int16)))
+
+
+def said(call):
+    """What a call returns, or the error that it raises."""
+    try:
+        return call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.slow
+def test_one_group_for_both_directions_hangs():
+    found = run_ranks(with_one_group_for_both_directions, 2, backend="strict")
+    assert all("imed out" in each or "NCCL would hang" in each for each in found), found
+
+
+def test_a_buffer_that_is_used_too_early_is_noticed():
+    (first, _) = run_ranks(with_a_sent_tensor_that_is_changed, 2, backend="strict")
+    assert "the buffer of a send was changed before its wait()" in first
+
+
+def test_a_wait_that_is_left_out_gives_wrong_numbers():
+    right, wrong = run_ranks(without_waits, 2, backend="strict")[1]
+    assert right < 100 < wrong
+
+
+def test_messages_of_another_dtype_and_dtypes_that_nccl_lacks_are_refused():
+    _, second = run_ranks(with_another_dtype, 2, backend="strict")
+    assert "is received" in second
+    found = run_ranks(with_16_bit_integers, 2, backend="strict")
+    assert set(found) == {"TypeError: NCCL has no torch.int16"}

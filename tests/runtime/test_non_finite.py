@@ -1,0 +1,224 @@
+"""find_non_finite against forward hooks and anomaly mode of plain torch on the whole model."""
+
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import zbpp
+from zbpp import Pipeline, plan
+
+M, ROWS, WIDTH = 4, 8, 6
+
+
+class Spoil(nn.Module):
+    """The identity, but for rows that are marked by a 3 in the first column of the batch."""
+
+    def __init__(self, forward=None, backward=None):
+        super().__init__()
+        self.spoiled, self.spoils_gradient = forward, backward
+
+    def forward(self, x):
+        marked = (x.detach()[:, :1] == 3).expand_as(x)
+        if self.spoiled is not None:
+            x = x.masked_fill(marked, self.spoiled)
+        if self.spoils_gradient is not None and bool(marked.any()):
+            x.register_hook(lambda gradient: gradient.masked_fill(marked, math.nan))
+        return x
+
+
+class Keep(nn.Module):
+    """Linear, tanh and dropout that leave the first column alone, which marks rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.drop = nn.Linear(WIDTH, WIDTH - 1), nn.Dropout(0.3)
+
+    def forward(self, x):
+        return torch.cat([x[:, :1], self.drop(self.linear(x).tanh())], dim=1)
+
+
+class Model:
+    def __init__(self, spoils=None, place=0):
+        self.spoils, self.place = spoils, place
+
+    def layers(self):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(Keep(), Spoil()) for _ in range(4)]
+        layers[self.place][1] = Spoil(**(self.spoils or {}))
+        return layers
+
+    def build_stage(self, index, num_stages):
+        size = 4 // num_stages
+        mine = list(enumerate(self.layers()))[size * index : size * (index + 1)]
+        return nn.Sequential(*[]) if not mine else _named({f"layer{i}": layer for i, layer in mine})
+
+    def loss(self, output, target):
+        return F.mse_loss(output, target)
+
+
+def _named(modules):
+    stage = nn.Sequential()
+    for name, module in modules.items():
+        stage.add_module(name, module)
+    return stage
+
+
+def batch(marked=None):
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(2, ROWS, WIDTH, generator=generator)
+    if marked is not None:
+        x[marked, 0] = 3
+    return x, y
+
+
+def plain_first_output(model, x):
+    """The first module of the whole model whose output is not finite, by forward hooks of plain torch."""
+    whole, found = _named({f"layer{i}": layer for i, layer in enumerate(model.layers())}), []
+    for name, module in whole.named_modules():
+        module.register_forward_hook(
+            lambda module, args, output, name=name: None if output.isfinite().all() else found.append(name)
+        )
+    whole(x)
+    return found[0]
+
+
+def plain_gradients(model, x, y):
+    """Of the whole model in plain torch: the parameters whose gradient is not finite."""
+    whole = _named({f"layer{i}": layer for i, layer in enumerate(model.layers())})
+    model.loss(whole(x), y).backward()
+    return [name for name, each in whole.named_parameters() if not each.grad.isfinite().all()]
+
+
+def one_rank(model, schedule="zb_v", **options):
+    return Pipeline(model, plan(schedule, 1, M), **options)
+
+
+def test_a_steps_values_were_finite_or_the_step_is_left_as_it_was():
+    x, y = batch()
+    with one_rank(Model()) as pipeline:
+        before = {name: each.clone() for name, each in pipeline.state_dict().items()}
+        losses, state = pipeline.step(x, target=y), torch.get_rng_state()
+        assert pipeline.find_non_finite(x, target=y) is None
+        assert torch.equal(state, torch.get_rng_state())
+        assert all(torch.equal(before[name], each) for name, each in pipeline.state_dict().items())
+        assert pipeline.num_steps == 1
+        assert all(each.grad is None for each in pipeline.parameters())
+        following = pipeline.step(x, target=y)
+    with one_rank(Model()) as other:
+        assert [torch.stack(other.step(x, target=y)).tolist() for _ in range(2)] == [
+            torch.stack(each).tolist() for each in (losses, following)
+        ]
+
+
+@pytest.mark.parametrize("value, word", [(math.nan, "NaN"), (math.inf, "Infinity")])
+def test_the_first_output_is_that_of_forward_hooks_on_the_whole_model(value, word):
+    x, y = batch(marked=5)  # of microbatch 2
+    for place in (0, 2):
+        model = Model({"forward": value}, place)
+        expected = plain_first_output(model, x)
+        with one_rank(model) as pipeline:
+            pipeline.step(x, target=y)
+            found = pipeline.find_non_finite(x, target=y)
+        assert (found.kind, found.value, found.name) == ("output", word, expected) == (
+            "output", word, f"layer{place}.1",
+        )  # fmt: skip
+        assert (found.stage, found.microbatch) == (place // 2, 2)
+        assert str(found) == (
+            f"{word} first appeared in the output of stage {place // 2}'s F, microbatch 2, module "
+            f"layer{place}.1 (its input is finite)"
+        )
+
+
+def test_a_gradient_is_named_with_the_last_parameter_that_plain_torch_finds():
+    x, y = batch(marked=3)  # of microbatch 1
+    model = Model({"backward": math.nan}, 1)
+    expected = plain_gradients(model, x, y)
+    assert expected == ["layer0.0.linear.weight", "layer0.0.linear.bias", "layer1.0.linear.weight",
+                        "layer1.0.linear.bias"]  # fmt: skip
+    with one_rank(model) as pipeline:
+        pipeline.step(x, target=y)
+        found = pipeline.find_non_finite(x, target=y)
+    assert (found.kind, found.stage, found.microbatch) == ("gradient", 0, 1)
+    assert found.name.startswith("layer1.0.linear.")
+    assert re.fullmatch(
+        r"NaN first .* layer1\S+ in B of stage 0, microbatch 1 \(and of 3 other .*", str(found)
+    )
+
+
+@pytest.mark.parametrize("what", ["input", "target", "parameter", "loss", "auxiliary loss", "mask"])
+def test_the_other_places(what):
+    model, (x, y) = Model(), batch()
+    if what == "input":
+        x[3] = math.nan
+    elif what == "target":
+        y[3] = math.inf
+    elif what == "loss":
+        model.loss = lambda output, target: (
+            F.mse_loss(output, target) * (math.nan if bool((target == 7).any()) else 1)
+        )
+        y[3, 2] = 7
+    with one_rank(model) as pipeline:
+        if what == "parameter":
+            with torch.no_grad():
+                pipeline.stages[1].layer3[0].linear.bias[2] = math.nan
+        elif what == "auxiliary loss":
+            root = pipeline.stages[0].layer1[1]
+            root.forward = lambda x: (zbpp.auxiliary_loss("z", x.sum() * (math.inf)), x)[1]
+        elif what == "mask":  # -Infinity on purpose, and never a NaN
+            pipeline.stages[1].layer3[1] = Masked()
+        pipeline.step(x, target=y)
+        found = pipeline.find_non_finite(x, target=y)
+    if what == "mask":
+        assert found is None
+        return
+    texts = {
+        "input": "NaN first appeared in the data: microbatch 1 of the input",
+        "target": "Infinity first appeared in the data: microbatch 1 of the target",
+        "parameter": "NaN first appeared in parameter layer3.0.linear.bias of stage 1, before the step",
+        "loss": "NaN first appeared in the loss of microbatch 1",
+    }
+    assert found.kind == what
+    assert str(found) == texts.get(what, str(found))
+    if what == "auxiliary loss":
+        assert (found.name, found.stage, found.microbatch) == ("z", 0, 0)
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fill = Fill()
+
+    def forward(self, x):
+        return self.fill(x).nan_to_num(neginf=0.0)
+
+
+class Fill(nn.Module):
+    def forward(self, x):
+        filled = x.masked_fill(x.detach() > x.detach().median(), -math.inf)
+        assert filled.isneginf().any()
+        return filled
+
+
+class Dividing(nn.Module):
+    """Infinite where dropout has hit one element of ten: it depends on the random numbers of the step."""
+
+    def forward(self, x):
+        return x + 1 / F.dropout(torch.ones(1), 0.1, training=self.training).prod()
+
+
+def test_random_numbers_are_those_of_the_step():
+    x, y = batch()
+    model, seen = Model(), set()
+    model.layers = lambda: [Dividing() if i == 2 else nn.Sequential(Keep(), Spoil()) for i in range(4)]
+    with one_rank(model) as pipeline:
+        for step in range(12):
+            losses = torch.stack(pipeline.step(x, target=y))
+            expected = [i for i, loss in enumerate(losses.tolist()) if not math.isfinite(loss)]
+            found = pipeline.find_non_finite(x, target=y, step=step)
+            assert (found and found.microbatch) == (expected[0] if expected else None)
+            seen.add(found and found.microbatch)
+    assert len(seen) > 2  # some steps are finite, others are not, in different microbatches

@@ -1,0 +1,235 @@
+"""Ranks that die or leave: who is named, what the others say, and where the run goes on.
+
+The ranks kill themselves at a step of their own, so nothing here depends on time. torchrun's processes are
+forks of a Python that has imported torch, but for the test in which torchrun itself dies.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from zbpp import app, launch
+from zbpp import config as configs
+from zbpp.elastic import adapted
+from zbpp.launch import Refusal
+from zbpp.ranges import ConfigError
+from zbpp.rank_death import RankDeath
+from zbpp.training.run_folder import FolderError, claimed
+
+ROOT = Path(__file__).parent.parent
+RANKS, STEPS = 4, 24
+MODEL = '''
+import os, signal, sys
+from pathlib import Path
+from zbpp.models.mlp import Mlp
+
+WAYS = {
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "os._exit(0)": lambda: os._exit(0),
+    "sys.exit(0)": lambda: sys.exit(0),
+    "launcher": lambda: (Path("rank").write_text(str(os.getpid())), os.kill(os.getppid(), signal.SIGKILL)),
+}
+
+class Dies(Mlp):
+    """In the first start, the owner of the last stage dies in the third microbatch of a step."""
+
+    def __init__(self, *args, how="", step=0, **options):
+        super().__init__(*args, **options)
+        self.how, self.call, self.num_calls = how, 4 * (step - 1) + 3, 0
+
+    def build_stage(self, index, num_stages):
+        stage = super().build_stage(index, num_stages)
+        is_first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        if self.how and index == num_stages - 1 and is_first_start:
+            stage.register_forward_hook(lambda *_: self.count())
+        return stage
+
+    def count(self):
+        self.num_calls += 1
+        if self.num_calls == self.call:
+            WAYS[self.how]()
+'''  # fmt: skip
+RUN = [
+    "model=mlp", "model._target_=dies.Dies", "model.num_layers=4", "data=regression", "schedule=zb_h1",
+    "num_microbatches=4", "microbatch_size=2", f"steps={STEPS}", "checkpoint.every=8", "checkpoint.keep=9",
+    "evaluate_every=0", "save_weights=false", "measure_every=0", "parallel.device=cpu", "parallel.timeout=60",
+    "precision=float64",
+]  # fmt: skip
+TWO_REPLICAS = [f"parallel.num_processes={RANKS}", "parallel.replicate=2"]
+
+configs.register()
+
+
+def composed(overrides):
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        return compose("train", overrides=overrides)
+
+
+def curve(run):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with the model, from which this process imports it; this process is no rank of any job."""
+    (tmp_path / "dies.py").write_text(MODEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "dies", raising=False)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def train(overrides):
+    config = composed(overrides)
+    return app.train(configs.typed(config), configs.flat(config), configs.as_yaml(config))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_after_a_death_with_all_ranks_or_with_fewer(here, warm):
+    torchrun = [
+        str(warm.python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS),
+    ]  # fmt: skip
+    runs = {}
+    for name, more in (("whole", []), ("killed", ["++model.how=SIGKILL", "++model.step=11"])):
+        command = [*torchrun, "--max-restarts", "1", "-m", "zbpp.train", *RUN, *TWO_REPLICAS, *more]
+        done = warm.start(here, [*command, f"run_dir={name}"])
+        assert done.rc == 0, done.text
+        runs[name] = done.text
+    assert "error" not in runs["whole"]
+    # In the middle of a pipeline's two ranks the replicas' last stages are ranks 2 and 3: both die.
+    (told,) = [line for line in runs["killed"].splitlines() if line.startswith("error: ")]
+    assert told.startswith("error: rank")
+    assert " in step 11" in told
+    assert "died" in told
+    assert "Recv g(0," in told
+    assert "Connection" in told
+    assert "This is typically caused" not in told
+    assert "going on after step 8 of killed/checkpoints/step-8" in runs["killed"]
+    assert [step for step, *_ in curve(here / "whole")] == [*range(1, STEPS + 1)]
+    assert curve(here / "killed") == curve(here / "whole")
+
+    # One process is left of four.
+    os.chdir(here)
+    train([*RUN, *TWO_REPLICAS, "parallel.elastic=true", "resume=whole/checkpoints/step-8", "run_dir=fewer"])
+    after = curve(here / "whole")[8:]
+    for ours, theirs in zip(curve(here / "fewer"), after, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-12)
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_with_0_is_named(here, warm, monkeypatch):
+    leaves = ["++model.step=5", "run_dir=run", "resume=none"]
+    command = warm.zbpp("train", "-n", "2", *RUN, *leaves, "++model.how=os._exit(0)")
+    done = warm.start(here, command)
+    assert done.rc == 1
+    told = done.text.splitlines()[-1]
+    assert told.startswith("error: rank 1 left with exit status 0 before the run's end in step 5 (")
+    assert "; rank 0, instruction " in told
+    assert "Recv g(0," in told
+
+    monkeypatch.chdir(here)
+    with pytest.raises(RankDeath) as left:
+        train([*RUN, "++model.step=5", "run_dir=alone", "++model.how=sys.exit(0)"])
+    assert "rank 0 left with exit status 0 in step 5, before the run's end: sys.exit at dies.py:" in str(
+        left.value
+    )
+
+
+@pytest.mark.slow
+def test_a_rank_ends_with_torchrun(here):
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m",
+        "zbpp.train", *RUN, "run_dir=run", "++model.how=launcher", "++model.step=3", "steps=1000000",
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == -9, done.stderr
+    rank = Path("/proc") / (here / "rank").read_text()
+    deadline = time.monotonic() + 60
+    while rank.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not rank.exists()
+
+
+def test_the_launcher_names_the_rank_that_ended_first(tmp_path):
+    """The one that others saw leave, with its exit status or signal, and what they waited for."""
+    seen = {
+        "time": 1.0,
+        "kind": "death",
+        "text": "rank 1 died in step 5; x",
+        "gone": [1],
+        "rest": " in step 5; x",
+    }
+    (tmp_path / "0").write_text(json.dumps(seen))
+    for code, expected in (
+        (-9, "rank 1 died of SIGKILL in step 5; x"),
+        (3, "rank 1 left with exit status 3 before the run's end in step 5; x"),
+    ):
+        failures = {0: SimpleNamespace(exitcode=1), 1: SimpleNamespace(exitcode=code)}
+        error = launch._first_error(tmp_path, failures)
+        assert (type(error), str(error)) == (Refusal, expected)
+    (tmp_path / "2").write_text(json.dumps({"time": 2.0, "kind": "bug", "text": "Traceback"}))
+    failures = {0: SimpleNamespace(exitcode=1), 2: SimpleNamespace(exitcode=1)}
+    assert str(launch._first_error(tmp_path, failures)) == "rank 2 failed\nTraceback"
+
+
+@pytest.mark.parametrize(
+    ("left", "overrides", "change"),
+    [
+        (4, TWO_REPLICAS, ""),
+        (2, TWO_REPLICAS, "num_processes=2 (was 4), parallel.replicate=1 (was 2), num_microbatches=16 (was 8)"),
+        (3, TWO_REPLICAS, "3 pipeline ranks (were 2), parallel.replicate=1 (was 2), num_microbatches=16 (was 8)"),
+        (1, TWO_REPLICAS, "1 pipeline ranks (were 2), parallel.replicate=1 (was 2), num_microbatches=16 (was 8)"),
+        (6, ["parallel.num_processes=8", "parallel.replicate=2"], "3 pipeline ranks (were 4)"),
+        (3, ["parallel.num_processes=4"], "num_processes=3 (was 4), 3 pipeline ranks (were 4)"),
+        (3, ["parallel.replicate=2"], ": parallel.replicate=1 (was 2), num_microbatches=16 (was 8)"),
+        (2, ["parallel.replicate=2"], ""),
+        (5, ["parallel.num_processes=8"], "5 pipeline ranks: model: num_layers=4 is fewer than the 5 stages"),
+        (3, ["parallel.num_processes=4", "schedule.timetable=by_hand.csv"], "name a schedule instead"),
+    ],
+)  # fmt: skip
+def test_fewer_processes_get_other_degrees_and_the_same_batch(left, overrides, change):
+    config = composed(["model=mlp", "model.num_layers=4", "data=regression", *overrides])
+    config.parallel.elastic = True
+    before, settings = configs.typed(config), configs.flat(config)
+    try:
+        after, new, text = adapted(before, settings, left)
+    except ConfigError as error:
+        assert change
+        assert str(error).startswith("parallel.elastic=true: ")
+        assert change in str(error)
+        return
+    assert text.endswith(change)
+    assert bool(text) == bool(change)
+    parts = after.parallel.replicate * after.parallel.shard
+    assert after.batch_size * parts == before.batch_size * before.parallel.replicate
+    assert left % (parts * after.parallel.tensor) == 0
+    for key in ("replicate", "shard", "tensor"):
+        assert new[f"parallel.{key}"] == getattr(after.parallel, key)
+    assert adapted(configs.typed(composed(["model=mlp", "data=regression"])), settings, left)[2] == ""
+
+
+def test_a_job_started_again_with_another_number_of_ranks_is_refused(tmp_path, monkeypatch):
+    """Without parallel.elastic; a user's new command may have any number."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a-job")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    with claimed(tmp_path / "run") as folder:
+        folder.begin(0, 4)
+    with claimed(tmp_path / "run", resume="auto") as folder:
+        folder.check_number(3)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with claimed(tmp_path / "run", resume="auto") as folder:
+        folder.check_number(4)
+        with pytest.raises(
+            FolderError, match="began with 4 processes .* with 3: write parallel.elastic=true"
+        ):
+            folder.check_number(3)

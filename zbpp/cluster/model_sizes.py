@@ -1,0 +1,186 @@
+"""A transformer's sizes: from a node of configs/model, or from a Hugging Face config.json. No weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zbpp.ranges import ConfigError
+
+_MOST = 10**7
+_NODES = {"zbpp.models.gpt.Gpt": "gpt", "zbpp.models.llama.Llama": "llama"}
+_GATED = ("llama", "mistral", "qwen2", "qwen3")  # their layers are a Llama's, to a few small vectors
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """A causal transformer whose layers are alike.
+
+    is_gated: the MLP has three matrices (SwiGLU) instead of two. has_biases: of the linear layers; the norms
+    then have one, too. is_tied: the head has the embedding's weight. positions: learned positions.
+    layers_per_stage: how many layers each stage gets; None: as `zbpp train` would cut.
+    """
+
+    num_layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    intermediate: int
+    vocab: int
+    sequence: int
+    is_gated: bool = True
+    has_biases: bool = False
+    is_tied: bool = False
+    positions: int = 0
+
+    def __post_init__(self) -> None:
+        names = (
+            "num_layers",
+            "hidden",
+            "heads",
+            "kv_heads",
+            "head_size",
+            "intermediate",
+            "vocab",
+            "sequence",
+        )
+        for name in names:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST:
+                raise ConfigError(f"model: {name}={value!r}: write a whole number, 1 to {_MOST:,}")
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"model: {self.kv_heads} kv heads do not divide {self.heads} heads")
+
+    @property
+    def query(self) -> int:
+        """The numbers in all queries of a token."""
+        return self.heads * self.head_size
+
+    @property
+    def kv(self) -> int:
+        """The numbers in all keys of a token."""
+        return self.kv_heads * self.head_size
+
+    @property
+    def layer_matrices(self) -> int:
+        """The entries of a layer's matrices."""
+        attention = self.hidden * (2 * self.query + 2 * self.kv)
+        return attention + (3 if self.is_gated else 2) * self.hidden * self.intermediate
+
+    @property
+    def layer_vectors(self) -> int:
+        """The entries of a layer's norms and biases."""
+        if not self.has_biases:
+            return 2 * self.hidden
+        biases = self.query + 2 * self.kv + self.hidden + self.intermediate + self.hidden
+        return 4 * self.hidden + biases
+
+    @property
+    def parameters(self) -> int:
+        """All parameters."""
+        layers = self.num_layers * (self.layer_matrices + self.layer_vectors)
+        return layers + self.embedding + self.head
+
+    @property
+    def embedding(self) -> int:
+        """The embedding's parameters."""
+        return (self.vocab + self.positions) * self.hidden
+
+    @property
+    def head(self) -> int:
+        """The parameters of the last norm and of the head; a tied head is the embedding's."""
+        norm = self.hidden * (2 if self.has_biases else 1)
+        return norm + (0 if self.is_tied else self.vocab * self.hidden)
+
+
+def sizes_of_node(node: Mapping[str, Any]) -> ModelSizes:
+    """The sizes of a model node such as configs/model/llama_1b.yaml. Raises ConfigError."""
+    kind = _NODES.get(str(node.get("_target_")))
+    if kind is None:
+        raise ConfigError(
+            f"model: _target_={node.get('_target_')} has no sizes that --cluster knows: write one of "
+            f"{', '.join(_NODES)}, or --model FOLDER with a config.json"
+        )
+    _require(node, ("num_layers", "hidden_size", "num_heads", "sequence_length"), "model")
+    hidden, heads = _whole(node, "hidden_size"), _whole(node, "num_heads")
+    if hidden % heads:
+        raise ConfigError(f"model: num_heads={heads} does not divide hidden_size={hidden}")
+    is_gpt, sequence = kind == "gpt", node["sequence_length"]
+    given = node.get("intermediate_size")
+    intermediate = 4 * hidden if is_gpt else -(-8 * hidden // 192) * 64 if given is None else given
+    kv_heads = heads if is_gpt or node.get("num_kv_heads") is None else _whole(node, "num_kv_heads")
+    return ModelSizes(
+        num_layers=node["num_layers"],
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=hidden // heads,
+        intermediate=intermediate,
+        vocab=node.get("vocab_size", 256),
+        sequence=sequence,
+        is_gated=not is_gpt,
+        has_biases=is_gpt,
+        is_tied=bool(node.get("tie_embeddings")),
+        positions=sequence if is_gpt else 0,
+    )
+
+
+def sizes_of_huggingface(config: Mapping[str, Any], sequence: int | None = None) -> ModelSizes:
+    """The sizes in a config.json. sequence: tokens in a sequence; None: as many as the config allows."""
+    kind = config.get("model_type")
+    if kind == "gpt2":
+        return _gpt2(config, sequence)
+    if kind not in _GATED:
+        raise ConfigError(
+            f"config.json: model_type={kind} has layers that --cluster does not know: write one of "
+            f"{', '.join(_GATED)} or gpt2 (mixtures of experts are not counted)"
+        )
+    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+    _require(config, names, "config.json")
+    heads = _whole(config, "num_attention_heads")
+    return ModelSizes(
+        num_layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_size=config.get("head_dim") or _whole(config, "hidden_size") // heads,
+        intermediate=config["intermediate_size"],
+        vocab=config["vocab_size"],
+        sequence=sequence or _whole(config, "max_position_embeddings"),
+        is_tied=bool(config.get("tie_word_embeddings", False)),
+    )
+
+
+def _gpt2(config: Mapping[str, Any], sequence: int | None) -> ModelSizes:
+    _require(config, ("n_layer", "n_embd", "n_head", "vocab_size"), "config.json")
+    hidden, heads = _whole(config, "n_embd"), _whole(config, "n_head")
+    positions = config.get("n_positions", 1024)
+    return ModelSizes(
+        num_layers=config["n_layer"],
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_size=hidden // heads,
+        intermediate=config.get("n_inner") or 4 * hidden,
+        vocab=config["vocab_size"],
+        sequence=sequence or positions,
+        is_gated=False,
+        has_biases=True,
+        is_tied=bool(config.get("tie_word_embeddings", True)),
+        positions=positions,
+    )
+
+
+def _require(node: Mapping[str, Any], names: tuple[str, ...], where: str) -> None:
+    missing = [name for name in names if node.get(name) is None]
+    if missing:
+        raise ConfigError(f"{where}: {', '.join(missing)} is missing: write it")
+
+
+def _whole(node: Mapping[str, Any], name: str) -> int:
+    value = node.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}={value!r}: write a whole number, 1 or more")
+    return value

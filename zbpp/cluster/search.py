@@ -1,0 +1,196 @@
+"""The best meshes, schedules and microbatches for a model on a cluster.
+
+Candidates are sorted by a time that no schedule undercuts: the microbatches' work, shared evenly among the
+ranks. They are simulated in this order until that time is above the worst step of those to be shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from zbpp.cluster.hardware import Hardware
+from zbpp.cluster.mesh import NAMES, Mesh, meshes
+from zbpp.cluster.model_sizes import ModelSizes
+from zbpp.cluster.stage_costs import PRECISIONS, Run, costs_of, counts_of, parts_of, static_bytes
+from zbpp.cluster.step import Step, predicted_step, stage_ranks
+from zbpp.families import FAMILIES
+from zbpp.ranges import ConfigError
+from zbpp.schedule import Op, PlanError
+
+SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half")
+_MICROBATCHES = (1, 2, 4, 8)  # sequences in a microbatch
+_MOST_ACTIONS = 300_000  # of the largest timetable that is simulated
+Progress = Callable[[float, str], None]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be found. batch: sequences in a step. degrees: sizes of the mesh that are given.
+
+    microbatch_size: sequences; None: 1, 2, 4 and 8 are tried. recompute: None: layers compute their
+    activations again where nothing else fits.
+    """
+
+    sizes: ModelSizes
+    hardware: Hardware
+    batch: int
+    schedules: tuple[str, ...] = SCHEDULES
+    degrees: dict[str, int] = field(default_factory=dict)
+    microbatch_size: int | None = None
+    precision: str = "mixed_bfloat16"
+    recompute: bool | None = None
+    top: int = 5
+
+    def __post_init__(self) -> None:
+        for name, value in {"batch": self.batch, "top": self.top}.items():
+            if not 1 <= value <= 10**7:
+                raise ConfigError(f"--{name} {value}: write a whole number, 1 to 10,000,000")
+        if self.precision not in PRECISIONS:
+            raise ConfigError(f"--precision {self.precision}: write {', '.join(PRECISIONS)}")
+        for name in self.schedules:
+            if name not in FAMILIES:
+                raise ConfigError(f"--schedules {name}: write some of {', '.join(FAMILIES)}")
+        for name in self.degrees:
+            if name not in NAMES:
+                raise ConfigError(f"--degrees {name}=...: write {', '.join(NAMES)}")
+
+
+class Answer(NamedTuple):
+    """steps: the best, shortest first. tried, simulated: counts. why: why nothing fits, if nothing does."""
+
+    question: Question
+    steps: list[Step]
+    tried: int
+    simulated: int
+    why: str = ""
+
+
+class _Candidate(NamedTuple):
+    bound: float
+    order: int
+    run: Run
+    schedule: str
+    num_microbatches: int
+
+
+def search(question: Question, progress: Progress | None = None) -> Answer:
+    """The question's answer. Raises ConfigError where no mesh can run the batch at all."""
+    for recompute in [False, True] if question.recompute is None else [question.recompute]:
+        candidates = sorted(_candidates(question, recompute), key=lambda each: each[:2])
+        if not candidates:
+            raise ConfigError(_no_mesh(question))
+        steps, least, simulated = _simulated(question, candidates, progress)
+        if steps:
+            return Answer(question, steps, len(candidates), simulated)
+    return Answer(question, [], len(candidates), simulated, _too_little(question, least))
+
+
+def _simulated(
+    question: Question, candidates: list[_Candidate], progress: Progress | None
+) -> tuple[list[Step], float, int]:
+    """(the best steps that fit, the least memory that any candidate needs, how many were simulated)."""
+    best: list[Step] = []
+    limit, least, simulated = question.hardware.gpu.memory_bytes, float("inf"), 0
+    for number, each in enumerate(candidates):
+        if len(best) == question.top and each.bound >= best[-1].time:
+            break
+        if progress:
+            progress(number / len(candidates), f"{each.run.mesh} {each.schedule}")
+        lowest = _least_memory(each.run, each.schedule)
+        least = min(least, lowest)
+        if lowest > limit:
+            continue
+        try:
+            step = predicted_step(each.run, each.schedule, each.num_microbatches)
+        except (PlanError, ValueError):
+            continue  # a number of microbatches, or of stages, that this schedule can't run
+        simulated += 1
+        if step.memory <= limit:
+            best = sorted([*best, step], key=lambda found: found.time)[: question.top]
+    return best, least, simulated
+
+
+def _candidates(question: Question, recompute: bool) -> Iterator[_Candidate]:
+    order = 0
+    for mesh in meshes(question.hardware, question.degrees):
+        if _refuses(question.sizes, mesh):
+            continue
+        for sequences in [question.microbatch_size] if question.microbatch_size else _MICROBATCHES:
+            if question.batch % (mesh.data * sequences):
+                continue
+            num = question.batch // (mesh.data * sequences)
+            run = Run(
+                question.sizes,
+                question.hardware,
+                mesh,
+                sequences,
+                question.precision,
+                recompute,
+            )
+            bound = _bound(run, num)
+            for schedule in question.schedules if mesh.pipeline > 1 else question.schedules[:1]:
+                if 3 * mesh.pipeline * min(num, 6 * mesh.pipeline) <= _MOST_ACTIONS:
+                    order += 1
+                    yield _Candidate(bound, order, run, schedule, num)
+
+
+def _refuses(sizes: ModelSizes, mesh: Mesh) -> bool:
+    """Whether layers can't be cut into so many stages or parts."""
+    parts = mesh.tensor
+    is_odd = (
+        sizes.kv_heads % parts or sizes.heads % parts or sizes.intermediate % parts or sizes.vocab % parts
+    )
+    return mesh.pipeline > sizes.num_layers or bool(is_odd)
+
+
+def _bound(run: Run, num_microbatches: int) -> float:
+    """The work of all microbatches, shared evenly among the ranks (ms)."""
+    try:
+        work = costs_of(run, range(run.mesh.pipeline))
+    except ValueError:
+        return 0.0
+    stages = work.costs.per_stage(run.mesh.pipeline).duration
+    whole = sum(sum(stages[op]) for op in (Op.F, Op.B, Op.W))
+    return num_microbatches * whole / run.mesh.pipeline
+
+
+def _least_memory(run: Run, schedule: str) -> float:
+    """Weights, gradients and states of the heaviest rank, and one microbatch."""
+    del schedule
+    first, layer, last = parts_of(run)
+    stages = run.mesh.pipeline
+    counts = counts_of(run, stages)
+    parameters = [count * layer.parameters for count in counts]
+    parameters[0] += first.parameters
+    parameters[-1] += last.parameters
+    one = 0.0 if run.recompute else min(counts) * layer.saved
+    return max(static_bytes(run, each) for each in parameters) + one
+
+
+def _no_mesh(question: Question) -> str:
+    gpus = question.hardware.num_gpus
+    degrees = ", ".join(f"{name}={size}" for name, size in question.degrees.items())
+    given = f" with --degrees {degrees}" if degrees else ""
+    return (
+        f"--batch {question.batch}: no mesh of {gpus} GPUs{given} can run it: the sequences must be divisible "
+        f"by replicate x shard x the microbatch's size, the layers ({question.sizes.num_layers}) by no fewer "
+        f"than the pipeline's ranks, and the heads ({question.sizes.heads}, {question.sizes.kv_heads} of keys) "
+        f"by tensor: write a larger batch, such as --batch {_fitting(question.batch, gpus)}"
+    )
+
+
+def _fitting(batch: int, gpus: int) -> int:
+    return -(-batch // gpus) * gpus
+
+
+def _too_little(question: Question, least: float) -> str:
+    return (
+        f"nothing fits in {question.hardware.gpu.memory:g} GiB a GPU, with recompute neither: the weights, "
+        f"gradients and states of the lightest mesh, and one microbatch, take {least / 2**30:,.1f} GiB; take "
+        "more GPUs, or --precision bfloat16"
+    )
+
+
+__all__ = ["SCHEDULES", "Answer", "Question", "search", "stage_ranks"]

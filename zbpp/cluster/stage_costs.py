@@ -1,0 +1,217 @@
+"""The Costs of each stage, from a model's sizes, a cluster and a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+from zbpp.cluster import layer_work, transfers
+from zbpp.cluster.hardware import Gpu, Hardware
+from zbpp.cluster.layer_work import Kernels, Part, Work
+from zbpp.cluster.mesh import Mesh
+from zbpp.cluster.model_sizes import ModelSizes
+from zbpp.partition import partition
+from zbpp.schedule import Costs
+
+_STEP_TRAFFIC = 7  # the optimizer reads gradient, weight and two states, and writes all but the gradient
+
+
+class Precision(NamedTuple):
+    """Bytes of a number. compute: in F and B. gradient: of a gradient. stored: what the optimizer updates.
+
+    masters: of the stored weights where others are computed with; 0: the same weights.
+    """
+
+    compute: int
+    gradient: int
+    stored: int
+    masters: int
+
+
+PRECISIONS = {
+    "mixed_bfloat16": Precision(2, 4, 4, 4),
+    "bfloat16": Precision(2, 2, 2, 0),
+    "float32": Precision(4, 4, 4, 0),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run whose step is to be predicted, but for its schedule. sequences: in a microbatch.
+
+    recompute: layers compute their activations again in B. layers_per_stage: None: as `zbpp train` cuts.
+    """
+
+    sizes: ModelSizes
+    hardware: Hardware
+    mesh: Mesh
+    sequences: int = 1
+    precision: str = "mixed_bfloat16"
+    recompute: bool = False
+    is_fused: bool = True
+    layers_per_stage: tuple[int, ...] | None = field(default=None)
+
+    @property
+    def tokens(self) -> int:
+        """The tokens in a microbatch."""
+        return self.sequences * self.sizes.sequence
+
+    @property
+    def kernels(self) -> Kernels:
+        precision = PRECISIONS[self.precision]
+        return Kernels(precision.compute, precision.gradient, self.is_fused)
+
+
+class StageWork(NamedTuple):
+    """What `costs_of` finds, for each stage.
+
+    sums: the time of the all-reduces between the parts of layers in F, B and W of one microbatch (ms).
+    temporary: bytes beside those in Costs. update: the time of the optimizer's step (ms).
+    """
+
+    costs: Costs
+    sums: list[float]
+    temporary: list[float]
+    update: list[float]
+
+
+def parts_of(run: Run) -> tuple[Part, Part, Part]:
+    """(the embedding, a layer, the head) for one microbatch on one rank."""
+    known = run.sizes, run.tokens, run.mesh.tensor, run.kernels
+    return layer_work.embedding(*known), layer_work.layer(*known), layer_work.head(*known)
+
+
+def counts_of(run: Run, num_stages: int) -> tuple[int, ...]:
+    """How many layers each stage gets. Raises ValueError for too few layers."""
+    if run.layers_per_stage is not None:
+        return run.layers_per_stage
+    sizes = run.sizes
+    tokens = float(sizes.sequence)
+    product = 2.0 * sizes.layer_matrices * tokens
+    one = product + layer_work.attention_flops(sizes, tokens, is_causal=True)
+    return _cut(sizes.num_layers, num_stages, 2.0 * sizes.hidden * sizes.vocab * tokens / one)
+
+
+@lru_cache(maxsize=512)
+def _cut(num_layers: int, num_stages: int, head: float) -> tuple[int, ...]:
+    return tuple(partition([1.0] * num_layers, num_stages, last=head))
+
+
+def costs_of(run: Run, rank_of: Sequence[int]) -> StageWork:
+    """The costs of the stages; rank_of[stage]: the placement. Memory in bytes."""
+    num_stages = len(rank_of)
+    first, layer, last = parts_of(run)
+    stages = []
+    for stage, count in enumerate(counts_of(run, num_stages)):
+        parts = [(layer, float(count))]
+        parts += [(first, 1.0)] if stage == 0 else []
+        parts += [(last, 1.0)] if stage == num_stages - 1 else []
+        stages.append(_Stage(run, parts))
+    in_bytes = Costs(
+        f=[each.f for each in stages],
+        b=[each.b for each in stages],
+        w=[each.w for each in stages],
+        comm=_messages(run, rank_of),
+        reduce=[_reduction(run, each.parameters) for each in stages],
+    ).in_bytes(
+        [each.saved for each in stages],
+        [each.deferred for each in stages],
+        [static_bytes(run, each.parameters) + each.buffers for each in stages],
+    )
+    return StageWork(
+        in_bytes,
+        [each.sums for each in stages],
+        [each.temporary for each in stages],
+        [_update(run, each.parameters) for each in stages],
+    )
+
+
+class _Stage:
+    """The sums over a stage's parts."""
+
+    def __init__(self, run: Run, parts: Sequence[tuple[Part, float]]) -> None:
+        gpu, kernels = run.hardware.gpu, run.kernels
+        hidden = run.sizes.hidden * run.tokens * kernels.bytes_
+        link = run.hardware.link(run.mesh.crosses("tensor", run.hardware.gpus_per_node))
+        one_sum = transfers.all_reduce(link, hidden, run.mesh.tensor)
+        in_f, in_b = (one_sum * sum(part.sums[op] * times for part, times in parts) for op in (0, 1))
+        self.f = _time(gpu, [(part.f, times) for part, times in parts]) + in_f
+        self.b = _time(gpu, [(part.b, times) for part, times in parts]) + in_b
+        self.w = _time(gpu, [(part.w, times) for part, times in parts])
+        self.sums = in_f + in_b
+        self.parameters = sum(part.parameters * times for part, times in parts)
+        self.buffers = sum(part.buffers * times for part, times in parts)
+        self.deferred = sum(part.deferred * times for part, times in parts)
+        self.saved = sum(part.saved * times for part, times in parts)
+        self.temporary = max(part.temporary for part, _ in parts) + 4 * hidden
+        self.temporary += _weight_gradient(run, max(part.largest for part, _ in parts))
+        if run.recompute:
+            layer, count = parts[0]
+            self.b += _time(gpu, [(layer.f, count)]) + one_sum * layer.sums[0] * count
+            self.sums += one_sum * layer.sums[0] * count
+            self.saved -= count * (layer.saved - hidden)
+            self.temporary += layer.saved
+
+
+def _time(gpu: Gpu, parts: Sequence[tuple[Work, float]]) -> float:
+    """ms. Products take the longer of their FLOPs and their weights' traffic; other kernels come on top."""
+    return sum(
+        times * (max(work.products / gpu.flops, work.weights / gpu.traffic) + work.traffic / gpu.traffic)
+        for work, times in parts
+    )
+
+
+def _weight_gradient(run: Run, largest: float) -> float:
+    """Temporary bytes of W: without shards, a mixed precision computes one matrix's gradient beside its sum."""
+    precision = PRECISIONS[run.precision]
+    return (precision.compute + 4) * largest if precision.masters and run.mesh.shard == 1 else 0.0
+
+
+def static_bytes(run: Run, parameters: float) -> float:
+    """Weights, gradients and AdamW's states of a stage with so many parameters on a rank."""
+    precision, shard = PRECISIONS[run.precision], run.mesh.shard
+    states = 2 * precision.stored
+    if shard == 1:
+        return parameters * (precision.compute + precision.gradient + precision.masters + states)
+    # The gathered weights and the gradients that microbatches add to are whole; the rest is in shards.
+    whole = precision.compute + precision.gradient
+    return parameters * (whole + (precision.stored + states) / shard)
+
+
+def _messages(run: Run, rank_of: Sequence[int]) -> list[float]:
+    """For each stage, the time of a message that leaves it: the slower of its two directions."""
+    size = float(run.sizes.hidden * run.tokens * run.kernels.bytes_)
+    node = run.hardware.gpus_per_node
+
+    def between(stage: int) -> float:
+        """From a stage to the next one; 0 on the same rank."""
+        ends = sorted((rank_of[stage], rank_of[stage + 1]))
+        if ends[0] == ends[1]:
+            return 0.0
+        crosses = ends[1] - ends[0] > 1 or run.mesh.message_crosses(ends[0], node)
+        if ends[1] - ends[0] > 1:  # a loop's way back
+            crosses = run.mesh.num_gpus > node
+        return transfers.message(run.hardware.link(crosses), size)
+
+    hops = [between(stage) for stage in range(len(rank_of) - 1)]
+    return [max(hops[max(0, stage - 1) : stage + 1], default=0.0) for stage in range(len(rank_of))]
+
+
+def _reduction(run: Run, parameters: float) -> float:
+    """Sum a stage's gradients over replicas and shards, and gather the weights from shards again."""
+    precision, mesh, hardware = PRECISIONS[run.precision], run.mesh, run.hardware
+    size = parameters * precision.gradient
+    total = 0.0
+    if mesh.shard > 1:
+        link = hardware.link(mesh.crosses("shard", hardware.gpus_per_node))
+        total += transfers.gather(link, size, mesh.shard)
+        total += transfers.gather(link, parameters * precision.compute, mesh.shard)
+    link = hardware.link(mesh.crosses("replicate", hardware.gpus_per_node))
+    return total + transfers.all_reduce(link, size / mesh.shard, mesh.replicate)
+
+
+def _update(run: Run, parameters: float) -> float:
+    stored = PRECISIONS[run.precision].stored
+    return _STEP_TRAFFIC * stored * parameters / run.mesh.shard / run.hardware.gpu.traffic

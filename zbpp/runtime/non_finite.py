@@ -1,0 +1,286 @@
+"""Where values become NaN or infinite first: a step is replayed, and every value is looked at.
+
+The replay runs one microbatch after the other, so that it needs little memory; no schedule changes a number.
+Of what it sees, the first one in the order of data flow is reported:
+
+    parameters -> for each microbatch: input -> F of stage 0 -> message -> F of stage 1 ... -> loss
+                  -> B of the last stage ... -> B of stage 0
+               -> sums of gradients over replicas, shards and tied copies
+
+A module may return -Infinity on purpose (a mask). So a module's output with -Infinity alone is only
+mentioned, beside the first NaN or +Infinity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from zbpp.autograd.leaf_grad import total_of
+from zbpp.runtime.layout import Message
+from zbpp.runtime.mesh import local_of
+from zbpp.runtime.stage import StageWorker
+from zbpp.schedule import Action, Op, Timetable
+
+NAN, INFINITY, MINUS_INFINITY = "NaN", "Infinity", "-Infinity"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonFinite:
+    """The first value of a step that was not finite.
+
+    value: "NaN", "Infinity" or "-Infinity". kind: "parameter", "input", "target", "keyword", "message",
+    "output", "loss", "auxiliary loss", "gradient" or "reduced gradient". name: of the module, parameter or
+    auxiliary loss; "" where there is none. microbatch: None for a parameter and for a reduced gradient.
+    data_part: which replica or shard had it; None if there is one alone. note: what else is known.
+    """
+
+    value: str
+    kind: str
+    stage: int
+    microbatch: int | None = None
+    name: str = ""
+    data_part: int | None = None
+    note: str = ""
+
+    def __str__(self) -> str:
+        part = "" if self.data_part is None else f", data part {self.data_part}"
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.value} first appeared in {self._where()}{part}{note}"
+
+    def _where(self) -> str:
+        stage, microbatch, name = self.stage, self.microbatch, self.name
+        match self.kind:
+            case "parameter":
+                return f"parameter {name} of stage {stage}, before the step"
+            case "input" | "target":
+                return f"the data: microbatch {microbatch} of the {self.kind}"
+            case "keyword":
+                return f"the data: microbatch {microbatch} of the keyword {name} of stage {stage}"
+            case "message":
+                return f"the message that stage {stage} received, microbatch {microbatch}"
+            case "output":
+                module = f", module {name}" if name else ""
+                return f"the output of stage {stage}'s F, microbatch {microbatch}{module}"
+            case "loss":
+                return f"the loss of microbatch {microbatch}"
+            case "auxiliary loss":
+                return f"the auxiliary loss {name!r} of stage {stage}, microbatch {microbatch}"
+            case "gradient":
+                what = f"the gradient of {name}" if name else "the gradient of the input"
+                return f"{what} in B of stage {stage}, microbatch {microbatch}"
+        return f"the gradient of {name} of stage {stage}, summed over replicas, shards and tied copies"
+
+
+class _Seen(NamedTuple):
+    """A value that is not finite, and its place in the order of data flow."""
+
+    order: tuple[int, ...]
+    found: NonFinite
+    is_certain: bool  # False: it may be a mask
+
+
+def kind_of(values: Any) -> str:
+    """What the tensors of a nest hold beside numbers: "NaN", else "Infinity", else "-Infinity", else ""."""
+    kinds = [_kind_of(each) for each in tree_leaves(values) if isinstance(each, Tensor)]
+    return next((kind for kind in (NAN, INFINITY, MINUS_INFINITY) if kind in kinds), "")
+
+
+@torch.no_grad()
+def _kind_of(tensor: Tensor) -> str:
+    tensor = local_of(tensor.detach())
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.device.type == "meta":
+        return ""
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.element_size() == 1:  # float8 has no isfinite
+        tensor = tensor.float()
+    if bool(tensor.isfinite().all()):
+        return ""
+    if bool(tensor.isnan().any()):
+        return NAN
+    return INFINITY if bool(tensor.isposinf().any()) else MINUS_INFINITY
+
+
+def first_of(seen: Iterable[_Seen]) -> NonFinite | None:
+    """The first value, of what all processes have seen; None if there is none."""
+    ordered = sorted(seen, key=lambda each: (each.order, each.found.data_part or 0))
+    certain = next((each for each in ordered if each.is_certain), None)
+    if certain is None:
+        return None
+    place = certain.found.microbatch, certain.found.data_part
+    for each in ordered:
+        if each.order < certain.order and (each.found.microbatch, each.found.data_part) == place:
+            before = str(replace(each.found, data_part=None)).replace(" first appeared in ", " in ")
+            note = "; ".join(filter(None, [certain.found.note, f"before it, {before}"]))
+            return replace(certain.found, note=note)
+    return certain.found
+
+
+def one_by_one(timetable: Timetable) -> Timetable:
+    """A timetable of the same placement in which each rank works on one microbatch after the other."""
+    rows = []
+    for rank in range(timetable.num_ranks):
+        stages = timetable.stages_of(rank)
+        ops = [*((stage, Op.F) for stage in stages), *((stage, Op.BW) for stage in reversed(stages))]
+        rows.append(
+            [Action(*each, microbatch) for microbatch in range(timetable.num_microbatches) for each in ops]
+        )
+    return Timetable(rows)
+
+
+def parameters_seen(stages: Mapping[int, nn.Module]) -> list[_Seen]:
+    """The parameters that are not finite. A frozen one may hold infinities, such as a mask."""
+    seen = []
+    for stage, module in stages.items():
+        for place, (name, parameter) in enumerate(module.named_parameters()):
+            value = kind_of(parameter)
+            if value == NAN or (value and parameter.requires_grad):
+                found = NonFinite(value=value, kind="parameter", stage=stage, name=name)
+                seen.append(_Seen((-1, stage, place), found, is_certain=True))
+    return seen
+
+
+class Watcher:
+    """Does F and BW of the stages of one rank, and looks at every value.
+
+    data_part: as in NonFinite. seen: the first value of each kind of place that is not finite.
+    """
+
+    def __init__(self, stages: Mapping[int, nn.Module], num_stages: int, data_part: int | None) -> None:
+        self._stages, self._num_stages, self._data_part = stages, num_stages, data_part
+        self.seen: list[_Seen] = []
+        self._number = 0  # of what was seen, for the order within an action
+        self._forward: tuple[int, int] | None = None  # stage and microbatch of the F that runs
+        self._called: list[str] = []  # names of the modules in the order in which they returned in this F
+        self._bad: set[int] = set()  # ids of the parameters whose gradient was seen
+        self._orders: dict[int, list[str]] = {}  # stage -> its `_called`
+
+    @property
+    def methods(self) -> dict[Op, Callable[[StageWorker, int, Message], Message]]:
+        """What an Executor calls instead of the methods of StageWorker."""
+        return {Op.F: self.forward, Op.BW: self.backward}
+
+    @contextmanager
+    def watching(self) -> Any:
+        """Within it every submodule of the stages tells when it returns."""
+        handles = [
+            module.register_forward_hook(partial(self._returned, stage, name), with_kwargs=True)
+            for stage, root in self._stages.items()
+            for name, module in root.named_modules()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def forward(self, worker: StageWorker, microbatch: int, message: Message) -> Message:
+        """F, with a look at what it is given and what it gives."""
+        stage, is_last = worker.index, worker.index == self._num_stages - 1
+        note = partial(self._note, (microbatch, 0, stage), stage=stage, microbatch=microbatch)
+        args, keywords, target = worker.given(microbatch)
+        note(kind_of(args), "input", is_certain=False)
+        note(kind_of(message), "message", is_certain=False)
+        for name, value in keywords.items():
+            note(kind_of(value), "keyword", name=name, is_certain=False)
+        if is_last:
+            note(kind_of(target), "target", is_certain=False)
+        counts = {name: len(values) for name, values in worker.named.items()}
+        self._forward, self._called = (stage, microbatch), []
+        try:
+            result = worker.forward(microbatch, message)
+        finally:
+            self._forward, self._orders[stage] = None, self._called
+        for name, values in worker.named.items():
+            note(kind_of(values[counts.get(name, 0) :]), "auxiliary loss", name=name)
+        if is_last:
+            note(kind_of(worker.losses[-1]), "loss")
+        else:
+            note(kind_of(result), "output", is_certain=False)
+        return result
+
+    def backward(self, worker: StageWorker, microbatch: int, message: Message) -> Message:
+        """BW, with a look at the gradients that it is given and that it gives."""
+        stage = worker.index
+        note = partial(self._note, (microbatch, 1, -stage), stage=stage, microbatch=microbatch)
+        if stage < self._num_stages - 1:
+            note(kind_of(message), "message", note="a gradient")
+        result = worker.backward(microbatch, message)
+        bad = self._bad_gradients(worker.module)
+        if bad:
+            # Backward goes from the last module to the first: the last one's gradient was the first.
+            called = {name: place for place, name in enumerate(self._orders.get(stage, []))}
+            name, value = max(bad, key=lambda each: called.get(each[0].rpartition(".")[0], -1))
+            others = f"and of {len(bad) - 1} other parameters" if len(bad) > 1 else ""
+            note(value, "gradient", name=name, note=others)
+        note(kind_of(result), "gradient")
+        return result
+
+    def look_at_sums(self) -> None:
+        """Look at the gradients when all reductions have ended."""
+        for stage, module in self._stages.items():
+            for name, value in self._bad_gradients(module):
+                found = NonFinite(
+                    value=value, kind="reduced gradient", stage=stage, name=name, data_part=self._data_part
+                )
+                self.seen.append(_Seen((2**31, stage), found, is_certain=True))
+
+    def _bad_gradients(self, module: nn.Module) -> list[tuple[str, str]]:
+        """(name, value) of the parameters whose gradient is not finite and was finite before."""
+        bad = []
+        for name, parameter in module.named_parameters():
+            total = total_of(parameter)
+            value = "" if total is None or id(parameter) in self._bad else kind_of(total)
+            if value:
+                self._bad.add(id(parameter))
+                bad.append((name, value))
+        return bad
+
+    def _returned(
+        self, stage: int, name: str, module: nn.Module, args: Any, keywords: Any, output: Any
+    ) -> None:
+        """The hook behind each module's forward; a recompute in B is no news."""
+        if self._forward is None or self._forward[0] != stage:
+            return
+        self._called.append(name)
+        if stage == self._num_stages - 1 and not name and _is_loss(output):
+            return  # the module returns the loss: `forward` looks at it
+        value = kind_of(output)
+        if not value:
+            return
+        given = kind_of((args, keywords))
+        note = f"its input has {given}" if given else "its input is finite"
+        order = (self._forward[1], 0, stage)
+        self._note(
+            order, value, "output", stage=stage, microbatch=self._forward[1], name=name, note=note,
+            is_certain=False,
+        )  # fmt: skip
+
+    def _note(
+        self, order: Sequence[int], value: str, kind: str, *, is_certain: bool = True, **facts: Any
+    ) -> None:
+        """Note a value. is_certain: whether -Infinity, too, is a fault here; no mask has this place."""
+        if not value:
+            return
+        found = NonFinite(value=value, kind=kind, data_part=self._data_part, **facts)
+        certain = is_certain or value != MINUS_INFINITY
+        is_first = not any(
+            each.order[: len(order)] == tuple(order) and each.is_certain == certain for each in self.seen
+        )
+        if is_first:
+            self._number += 1
+            self.seen.append(_Seen((*order, self._number), found, certain))
+
+
+def _is_loss(output: Any) -> bool:
+    return isinstance(output, Mapping) or (isinstance(output, Tensor) and output.numel() == 1)

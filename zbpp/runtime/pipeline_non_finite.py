@@ -1,0 +1,81 @@
+"""The part of Pipeline that finds where a step's values became NaN or infinite (non_finite.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from zbpp.autograd.leaf_grad import total_of
+from zbpp.runtime.feed import Call
+from zbpp.runtime.non_finite import NonFinite, Watcher, first_of, parameters_seen
+from zbpp.runtime.pipeline_gradient_release import PipelineGradientRelease
+from zbpp.runtime.pipeline_state import PipelineState
+from zbpp.runtime.restored import restored_generators
+from zbpp.schedule import Timetable
+
+
+class PipelineNonFinite(PipelineState, PipelineGradientRelease):
+    """The part of Pipeline that looks for NaN and infinities."""
+
+    timetable: Timetable
+    stages: dict[int, nn.Module]
+    num_steps: int
+
+    def find_non_finite(
+        self, *args: Any, target: Any = None, step: int | None = None, **kwargs: Any
+    ) -> NonFinite | None:
+        """Run a step's batch again and look at every value: where was the first that is NaN or infinite?
+
+        args, target, kwargs: as given to `step`. step: the step whose random numbers are drawn, counted from
+        0; None: the last one. Call this before the weights are updated, or after an update was skipped. The
+        answer is the same on every process; None: all values were finite this time. str(answer) is a
+        sentence.
+
+        Nothing is trained: weights, buffers, num_steps and the caller's random numbers stay. GRADIENTS ARE
+        DROPPED, and a `main_grad` is set to zero. The microbatches run one after the other, with hooks on
+        all modules; modules inside a compiled stage have no hooks, so the stage alone is named. Raises
+        ValueError for a pipeline that releases gradients, whose weights have changed. Collective.
+        """
+        if self.releases_gradients:
+            raise ValueError(
+                "gradient release has updated the weights in the step, so it can't be run again: load the "
+                "weights of an earlier step, and run it without release_gradients"
+            )
+        self.settle()
+        self.meet("find_non_finite")
+        self._begins_again = False  # all ranks have settled
+        found = first_of(self._gathered(parameters_seen(self.stages)))
+        if found is not None:
+            return found
+        args, target, kwargs = tree_map(_detached, (args, target, kwargs))
+        part = self.place.data_part if self.place.num_data_parts > 1 else None
+        watcher = Watcher(self.stages, self.timetable.num_stages, part)
+        self._drop_gradients()
+        try:
+            with restored_generators(self.device), watcher.watching():
+                call = Call(args, target, kwargs, loss_scale=self.loss_scale)
+                seeds = self._seeds(self.num_steps - 1 if step is None else step)
+                self._engine.replay(call, seeds, watcher.methods)
+            watcher.look_at_sums()
+        finally:
+            self._drop_gradients()
+        return first_of(self._gathered(watcher.seen))
+
+    def _seeds(self, step: int | None = None) -> dict[int, int]:
+        raise NotImplementedError  # Pipeline has it
+
+    def _gathered(self, seen: list[Any]) -> list[Any]:
+        return [each for some in self.place.gather(seen) for each in some]
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.parameters():
+            total = total_of(parameter)
+            if total is not None and total is getattr(parameter, "main_grad", None):
+                total.zero_()
+            parameter.grad = None
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value

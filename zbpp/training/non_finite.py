@@ -1,0 +1,179 @@
+"""What happens when the loss, an auxiliary loss or the norm of the gradients of a step is NaN or infinite.
+
+All ranks judge the same Outcome, so they decide alike, without a message of their own.
+
+    skip       weights and optimizer states stay, as for a loss scale's overflow; after `max_skipped` such
+               steps in a row the run stops, since a parameter that is NaN never heals
+    stop       the run stops at once, before the update
+    continue   the update is made, as in a loop of plain torch
+
+With a loss scale (float16), gradients that overflow are ordinary: the scale skips them, whatever the policy,
+and they do not count. A loss that is not finite does count.
+
+To say where the first such value appeared, the step is run again (Pipeline.find_non_finite), which takes
+a few steps' time: at the first such step, then at one of a hundred at most, and when the run stops.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from zbpp.training.loss_spikes import LossSpikes
+from zbpp.training.outcome import Outcome
+from zbpp.training.update import Metrics
+
+POLICIES = ("skip", "stop", "continue")
+_BETWEEN_SEARCHES = 100  # steps
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradients are NaN or infinite, and the run's policy says to stop."""
+
+
+class NonFinitePolicy(NamedTuple):
+    """action: one of POLICIES. max_skipped: after so many skipped steps in a row "skip" stops the run."""
+
+    action: str = "skip"
+    max_skipped: int = 10
+
+
+def text_of(number: float) -> str:
+    """A number that is not finite, as JavaScript writes it."""
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+
+
+def fault_of(outcome: Outcome, *, is_scaled: bool) -> str:
+    """What is not finite in a step: `the loss is NaN`; "" if nothing is. is_scaled: with a loss scale."""
+    if not math.isfinite(outcome.loss):
+        return f"the loss is {text_of(outcome.loss)}"
+    for name, value in outcome.named.items():
+        if not math.isfinite(value):
+            return f"the loss {name!r} is {text_of(value)}"
+    if not math.isfinite(outcome.norm) and not is_scaled:
+        return f"the norm of the gradients is {text_of(outcome.norm)}"
+    return ""
+
+
+class Values:
+    """Judges the outcome of each step, by a NonFinitePolicy and, if there is one, a LossSpikes.
+
+    is_scaled: whether a loss scale skips overflows. has_updated: whether the step itself updates the weights
+    (gradient release), so that no update can be skipped. is_shown: whether this rank prints.
+    error: why the run has to stop; None while it may go on. num_skipped: steps without an update, those of a
+    loss scale included. num_non_finite: steps with a fault. num_spikes: steps whose loss was a spike.
+    """
+
+    def __init__(
+        self,
+        policy: NonFinitePolicy,
+        spikes: LossSpikes | None,
+        *,
+        is_scaled: bool,
+        has_updated: bool,
+        is_shown: bool,
+    ) -> None:
+        if policy.action not in POLICIES or policy.max_skipped < 1:
+            raise ValueError(f"{policy}: write one of {', '.join(POLICIES)}, and a max_skipped of 1 or more")
+        self._policy, self._spikes, self._is_scaled = policy, spikes, is_scaled
+        self._has_updated, self._is_shown = has_updated, is_shown
+        self.error: NonFiniteError | None = None
+        self.num_skipped = self.num_non_finite = self.num_spikes = 0
+        self._in_a_row = 0  # steps with a fault
+        self._searched: int | None = None  # the last step that was run again
+
+    def skips(self, outcome: Outcome) -> bool:
+        """Whether a step's update is left out."""
+        if self._is_scaled and not math.isfinite(outcome.norm):
+            return True
+        return self._policy.action != "continue" and bool(fault_of(outcome, is_scaled=self._is_scaled))
+
+    def judge(self, outcome: Outcome, metrics: Metrics, find: Callable[[], Any]) -> None:
+        """Count a step, note in its metrics if its loss is a spike, and set `error` if the run has to stop.
+
+        find: runs the step again, and says where a value was not finite first; None if all were finite.
+        """
+        self.num_skipped += bool(metrics["skipped"])
+        self._note_spike(outcome.loss, metrics)
+        fault = fault_of(outcome, is_scaled=self._is_scaled)
+        if not fault:
+            if math.isfinite(outcome.norm):  # a loss scale's overflow says nothing
+                self._in_a_row = 0
+            return
+        self.num_non_finite += 1
+        self._in_a_row += 1
+        why = self._why_to_stop()
+        place = self._place(metrics["step"], find) if self._is_search_due(metrics["step"], why) else ""
+        text = f"step {metrics['step']}: {fault}"
+        if why:
+            self.error = NonFiniteError(". ".join(filter(None, [text, place, why])))
+        elif self._is_shown and place:
+            done = "its update is skipped" if metrics["skipped"] else "the weights are updated all the same"
+            print(f"NOT FINITE: {text}; {done}. {place}", flush=True)
+
+    def _why_to_stop(self) -> str:
+        """Why the run has to stop; "" if it goes on."""
+        action, limit = self._policy
+        if action == "continue":
+            return ""
+        if self._has_updated:
+            return (
+                "memory.gradient_release has updated the weights with it, so the step can't be skipped: "
+                "resume=auto goes on from the last checkpoint; memory.gradient_release=off finds the place"
+            )
+        if action == "stop":
+            return "The run stops (non_finite=stop); resume=auto goes on from the last checkpoint"
+        if self._in_a_row >= limit:
+            return (
+                f"The run stops: {limit} steps in a row were skipped (max_skipped={limit}); resume=auto goes "
+                "on from the last checkpoint"
+            )
+        return ""
+
+    def _is_search_due(self, step: int, why: str) -> bool:
+        return bool(why) or self._searched is None or step - self._searched >= _BETWEEN_SEARCHES
+
+    def _place(self, step: int, find: Callable[[], Any]) -> str:
+        """A sentence about where the fault came from."""
+        self._searched = step
+        if self._has_updated:
+            return ""
+        if self._policy.action == "continue":
+            return "Its place is not searched, since the weights have changed: non_finite=stop finds it"
+        found = find()
+        if found is not None:
+            return str(found)
+        return (
+            "The step was run again, and every value was finite: a device or its memory may be faulty, or a "
+            "result depends on something beside weights, data and random numbers"
+        )
+
+    def _note_spike(self, loss: float, metrics: Metrics) -> None:
+        if self._spikes is None:
+            return
+        before = self._spikes.in_a_row
+        deviations = self._spikes.deviations(loss)
+        if deviations is None:
+            return
+        metrics["loss_spike"] = deviations
+        self.num_spikes += 1
+        if self._is_shown and not before:
+            print(
+                f"LOSS SPIKE: step {metrics['step']}: loss {loss:.4g}, {deviations:.1f} deviations above the "
+                f"median {self._spikes.median:.4g} of the last steps",
+                flush=True,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run goes on with."""
+        return {
+            "counts": [self.num_skipped, self.num_non_finite, self.num_spikes, self._in_a_row],
+            "losses": [] if self._spikes is None else self._spikes.state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        self.num_skipped, self.num_non_finite, self.num_spikes, self._in_a_row = map(int, state["counts"])
+        if self._spikes is not None:
+            self._spikes.load(state["losses"])
