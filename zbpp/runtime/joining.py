@@ -2,8 +2,8 @@
 
 All ranks meet in the job's store before any process group is made: a process group that waits for a
 missing rank only knows a key of the store. Each rank puts a question there, under a random name, with the
-versions of what it runs. Rank 0 answers the questions until every rank has confirmed, then says to all whether
-the job can begin.
+versions of what it runs. Rank 0 answers the questions until every rank has confirmed, then says to all
+whether the job can begin.
 
 A restarted job finds in the store what its predecessor wrote. So the answer is the name of this attempt,
 under which everything else is written. A dead rank's question is never confirmed; the new rank overwrites it.
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 import torch
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from zbpp.runtime.roll_call import ranks_text
 
@@ -149,7 +149,7 @@ def versions() -> dict[str, str]:
     return {
         "Python": platform.python_version(),
         "torch": str(torch.__version__),
-        "zbpp": str(package.__version__),  # type: ignore[attr-defined]
+        "zbpp": str(package.__version__),
     }
 
 
