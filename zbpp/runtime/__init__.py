@@ -70,6 +70,7 @@ WHERE A W GOES is decided by the timetable alone: a schedule (zbpp/families) or 
 
 from zbpp.runtime.activation_offload import ActivationOffload
 from zbpp.runtime.boundary import BoundaryError
+from zbpp.runtime.joining import StartError
 from zbpp.runtime.measure import measured_costs, peak_memory_bytes
 from zbpp.runtime.mesh import make_mesh
 from zbpp.runtime.microbatch import per_microbatch, replicate
@@ -91,6 +92,7 @@ __all__ = [
     "Pipeline",
     "ReplayError",
     "StageWorker",
+    "StartError",
     "clip_grad_norm_",
     "make_mesh",
     "measured_costs",

@@ -47,8 +47,8 @@ class RankParts:
 
     modules: the stages and the loss, if that is a module. workers: by stage. executors: of the calls "step",
     "evaluate" and "predict". order_of_ranks: checks that all ranks make the same calls; None where no rank is
-    linked to another. flight: where this rank stands; watch: tells it to the processes that wait for this one; None
-    where there are none.
+    linked to another. flight: where this rank stands; watch: tells it to the processes that wait for this
+    one, None where there are none.
     activations, weights_on_host: what leaves the device; None where nothing does.
     """
 
