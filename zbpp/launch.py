@@ -207,7 +207,7 @@ def _first_error(folder: Path, failures: Mapping[int, Any], stopped_by: str | No
         int(path.name): json.loads(path.read_text()) for path in folder.iterdir() if path.name.isdigit()
     }
     for rank, failure in failures.items():  # a rank that its watch thread has ended
-        if rank not in written and isinstance(failure.message, dict):
+        if rank not in written and isinstance(getattr(failure, "message", None), dict):
             text = failure.message["message"]
             written[rank] = {"time": failure.timestamp, "kind": "refusal", "text": text}
     for rank, failure in failures.items():

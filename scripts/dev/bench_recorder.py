@@ -4,13 +4,14 @@
     python scripts/dev/bench_recorder.py                     # four ranks, gloo
     python scripts/dev/bench_recorder.py --ranks 1 --repeats 400
 
-Every stage is one tiny linear layer, so that most of the time is the runtime's own. Two pipelines run the
-same timetable in turns of one step. From the second one the recorder is taken out: the line of Executor.run
-that notes the times, and the thread that tells the job where the rank stands. Printed per rank: the medians
-over the repeats of a step's CPU time (in the thread that runs it) and of its time on the clock, and the
-median of the differences between neighbouring steps. The mark: less than 1 % of a step. A fourth figure is
-computed instead of measured: the cost of a note by itself, times the instructions of a step. --control takes
-the recorder out of both: what is then left of the difference is noise.
+Every stage is one tiny linear layer, so that most of the time is the runtime's own. One pipeline runs steps
+in turns: with the recorder, and without the line of Executor.run that notes the times. (Of two pipelines the
+first-made one is slower, by more than the recorder costs.) Printed per rank: the medians over the
+repeats of a step's CPU time (in the thread that runs it) and of its time on the clock, and the median of the
+differences between neighbouring steps. The mark: less than 1 % of a step. A fourth figure is computed instead
+of measured: the cost of a note by itself, times the instructions of a step. --control takes the notes out of
+both: what is then left of the difference is noise. The thread that tells once a second where the rank stands
+runs in both kinds of steps.
 """
 
 from __future__ import annotations
@@ -67,20 +68,22 @@ def measured(given: dict[str, Any]) -> list[Any]:
     """Every rank's figures in us: {clock: (with, without, median difference, cost of the notes alone)}."""
     torch.set_num_threads(1)
     with world(device="cpu", timeout=100) as here:
-        pipelines = [_pipeline(here.rank, given) for _ in range(2)]
-        for pipeline in pipelines if given["control"] else pipelines[1:]:
-            _take_out_recorder(pipeline)
+        pipeline = _pipeline(here.rank, given)
+        part: Any = pipeline._engine._parts.executors["step"]
+        without = _without_notes(part)
+        runs = (without if given["control"] else part.run, without)
         batch = torch.randn(given["microbatches"], SIZE)
         times: dict[str, list[list[float]]] = {"cpu": [[], []], "wall": [[], []]}
         for number in range(NUM_WARM_UPS + given["repeats"]):
             order = (0, 1) if number % 2 else (1, 0)  # neither is always the first of a turn
             for each in order:
+                part.run = runs[each]
                 wall, cpu = time.perf_counter(), time.thread_time()
-                pipelines[each].step(batch, target=batch)
+                pipeline.step(batch, target=batch)
                 if number >= NUM_WARM_UPS:
                     times["cpu"][each].append(1e6 * (time.thread_time() - cpu))
                     times["wall"][each].append(1e6 * (time.perf_counter() - wall))
-        notes = 1e6 * _seconds_per_note() * _num_instructions(pipelines[0])
+        notes = 1e6 * _seconds_per_note() * _num_instructions(pipeline)
         row = {
             name: (median(a), median(b), median(x - y for x, y in zip(a, b, strict=True)), notes)
             for name, (a, b) in times.items()
@@ -94,17 +97,14 @@ def _pipeline(rank: int, given: dict[str, Any]) -> Pipeline:
     return Pipeline(stages, timetable, F.mse_loss)
 
 
-def _take_out_recorder(pipeline: Pipeline) -> None:
-    parts = pipeline._engine._parts
-    if parts.watch is not None:
-        parts.watch.close()
+def _without_notes(part: Any) -> Any:
+    """Executor.run of an executor, without the notes."""
     source = textwrap.dedent(inspect.getsource(executor.Executor.run))
     if _NOTE not in source:
         raise SystemExit(f"Executor.run has no {_NOTE} any more: tell this script what to take out")
     names: dict[str, Any] = {}
     exec(source.replace(_NOTE, "pass"), vars(executor), names)
-    part = parts.executors["step"]
-    part.run = names["run"].__get__(part)
+    return names["run"].__get__(part)
 
 
 def _num_instructions(pipeline: Pipeline) -> int:
