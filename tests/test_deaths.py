@@ -32,8 +32,8 @@ from zbpp.models.mlp import Mlp
 
 WAYS = {
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "os._exit(0)": lambda: os._exit(0),
-    "sys.exit(0)": lambda: sys.exit(0),
+    "os_exit_0": lambda: os._exit(0),
+    "sys_exit_0": lambda: sys.exit(0),
     "launcher": lambda: (Path("rank").write_text(str(os.getpid())), os.kill(os.getppid(), signal.SIGKILL)),
 }
 
@@ -62,6 +62,7 @@ RUN = [
     "evaluate_every=0", "save_weights=false", "measure_every=0", "parallel.device=cpu", "parallel.timeout=60",
     "precision=float64",
 ]  # fmt: skip
+ONE_REPLICA = "parallel.replicate=1 (was 2), num_microbatches=16 (was 8)"
 TWO_REPLICAS = [f"parallel.num_processes={RANKS}", "parallel.replicate=2"]
 
 configs.register()
@@ -94,7 +95,7 @@ def train(overrides):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_after_a_death_with_all_ranks_or_with_fewer(here, warm):
+def test_a_run_goes_on_after_a_death_with_all_ranks_or_with_fewer(here, warm, monkeypatch):
     torchrun = [
         str(warm.python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS),
     ]  # fmt: skip
@@ -105,7 +106,7 @@ def test_a_run_goes_on_after_a_death_with_all_ranks_or_with_fewer(here, warm):
         assert done.rc == 0, done.text
         runs[name] = done.text
     assert "error" not in runs["whole"]
-    # In the middle of a pipeline's two ranks the replicas' last stages are ranks 2 and 3: both die.
+    # Ranks 2 and 3 have the last stage of the two replicas: both die.
     (told,) = [line for line in runs["killed"].splitlines() if line.startswith("error: ")]
     assert told.startswith("error: rank")
     assert " in step 11" in told
@@ -118,7 +119,7 @@ def test_a_run_goes_on_after_a_death_with_all_ranks_or_with_fewer(here, warm):
     assert curve(here / "killed") == curve(here / "whole")
 
     # One process is left of four.
-    os.chdir(here)
+    monkeypatch.chdir(here)
     train([*RUN, *TWO_REPLICAS, "parallel.elastic=true", "resume=whole/checkpoints/step-8", "run_dir=fewer"])
     after = curve(here / "whole")[8:]
     for ours, theirs in zip(curve(here / "fewer"), after, strict=True):
@@ -128,7 +129,7 @@ def test_a_run_goes_on_after_a_death_with_all_ranks_or_with_fewer(here, warm):
 @pytest.mark.slow
 def test_a_rank_that_leaves_with_0_is_named(here, warm, monkeypatch):
     leaves = ["++model.step=5", "run_dir=run", "resume=none"]
-    command = warm.zbpp("train", "-n", "2", *RUN, *leaves, "++model.how=os._exit(0)")
+    command = warm.zbpp("train", "-n", "2", *RUN, *leaves, "++model.how=os_exit_0")
     done = warm.start(here, command)
     assert done.rc == 1
     told = done.text.splitlines()[-1]
@@ -138,7 +139,7 @@ def test_a_rank_that_leaves_with_0_is_named(here, warm, monkeypatch):
 
     monkeypatch.chdir(here)
     with pytest.raises(RankDeath) as left:
-        train([*RUN, "++model.step=5", "run_dir=alone", "++model.how=sys.exit(0)"])
+        train([*RUN, "++model.step=5", "run_dir=alone", "++model.how=sys_exit_0"])
     assert "rank 0 left with exit status 0 in step 5, before the run's end: sys.exit at dies.py:" in str(
         left.value
     )
@@ -162,17 +163,23 @@ def test_a_rank_ends_with_torchrun(here):
 
 def test_the_launcher_names_the_rank_that_ended_first(tmp_path):
     """The one that others saw leave, with its exit status or signal, and what they waited for."""
-    seen = {"time": 1.0, "kind": "death", "text": "rank 1 died in step 5; x", "gone": [1], "rest": " in step 5; x"}
+    seen = {
+        "time": 1.0,
+        "kind": "death",
+        "text": "rank 1 died in step 5; x",
+        "gone": [1],
+        "rest": " in step 5; x",
+    }
     (tmp_path / "0").write_text(json.dumps(seen))
     for code, expected in (
         (-9, "rank 1 died of SIGKILL in step 5; x"),
         (3, "rank 1 left with exit status 3 before the run's end in step 5; x"),
     ):
-        failures = {0: SimpleNamespace(exitcode=1), 1: SimpleNamespace(exitcode=code)}
+        failures = {0: SimpleNamespace(exitcode=1, message=""), 1: SimpleNamespace(exitcode=code, message="")}
         error = launch._first_error(tmp_path, failures)
         assert (type(error), str(error)) == (Refusal, expected)
     (tmp_path / "2").write_text(json.dumps({"time": 2.0, "kind": "bug", "text": "Traceback"}))
-    failures = {0: SimpleNamespace(exitcode=1), 2: SimpleNamespace(exitcode=1)}
+    failures = {0: SimpleNamespace(exitcode=1, message=""), 2: SimpleNamespace(exitcode=1, message="")}
     assert str(launch._first_error(tmp_path, failures)) == "rank 2 failed\nTraceback"
 
 
@@ -180,28 +187,20 @@ def test_the_launcher_names_the_rank_that_ended_first(tmp_path):
     ("left", "overrides", "change"),
     [
         (4, TWO_REPLICAS, ""),
-        (2, TWO_REPLICAS, "num_processes=2 (was 4), parallel.replicate=1 (was 2), num_microbatches=16 (was 8)"),
-        (3, TWO_REPLICAS, "3 pipeline ranks (were 2), parallel.replicate=1 (was 2), num_microbatches=16 (was 8)"),
-        (1, TWO_REPLICAS, "1 pipeline ranks (were 2), parallel.replicate=1 (was 2), num_microbatches=16 (was 8)"),
+        (2, TWO_REPLICAS, f"num_processes=2 (was 4), {ONE_REPLICA}"),
+        (3, TWO_REPLICAS, f"3 pipeline ranks (were 2), {ONE_REPLICA}"),
+        (1, TWO_REPLICAS, f"1 pipeline ranks (were 2), {ONE_REPLICA}"),
         (6, ["parallel.num_processes=8", "parallel.replicate=2"], "3 pipeline ranks (were 4)"),
         (3, ["parallel.num_processes=4"], "num_processes=3 (was 4), 3 pipeline ranks (were 4)"),
-        (3, ["parallel.replicate=2"], ": parallel.replicate=1 (was 2), num_microbatches=16 (was 8)"),
+        (3, ["parallel.replicate=2"], f": {ONE_REPLICA}"),
         (2, ["parallel.replicate=2"], ""),
-        (5, ["parallel.num_processes=8"], "5 pipeline ranks: model: num_layers=4 is fewer than the 5 stages"),
-        (3, ["parallel.num_processes=4", "schedule.timetable=by_hand.csv"], "name a schedule instead"),
     ],
 )  # fmt: skip
 def test_fewer_processes_get_other_degrees_and_the_same_batch(left, overrides, change):
     config = composed(["model=mlp", "model.num_layers=4", "data=regression", *overrides])
     config.parallel.elastic = True
     before, settings = configs.typed(config), configs.flat(config)
-    try:
-        after, new, text = adapted(before, settings, left)
-    except ConfigError as error:
-        assert change
-        assert str(error).startswith("parallel.elastic=true: ")
-        assert change in str(error)
-        return
+    after, new, text = adapted(before, settings, left)
     assert text.endswith(change)
     assert bool(text) == bool(change)
     parts = after.parallel.replicate * after.parallel.shard
@@ -210,6 +209,20 @@ def test_fewer_processes_get_other_degrees_and_the_same_batch(left, overrides, c
     for key in ("replicate", "shard", "tensor"):
         assert new[f"parallel.{key}"] == getattr(after.parallel, key)
     assert adapted(configs.typed(composed(["model=mlp", "data=regression"])), settings, left)[2] == ""
+
+
+@pytest.mark.parametrize(
+    ("left", "override", "why"),
+    [
+        (5, "steps=3", "5 pipeline ranks: model: num_layers=4 is fewer than the 5 stages"),
+        (3, "schedule.timetable=by_hand.csv", "name a schedule instead"),
+    ],
+)
+def test_a_number_of_processes_that_can_not_be_used_is_refused(left, override, why):
+    given = ["model.num_layers=4", "parallel.num_processes=8", "parallel.elastic=true", override]
+    config = composed(["model=mlp", "data=regression", *given])
+    with pytest.raises(ConfigError, match=f"^parallel.elastic=true: .*{why}"):
+        adapted(configs.typed(config), configs.flat(config), left)
 
 
 def test_a_job_started_again_with_another_number_of_ranks_is_refused(tmp_path, monkeypatch):
@@ -223,5 +236,7 @@ def test_a_job_started_again_with_another_number_of_ranks_is_refused(tmp_path, m
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     with claimed(tmp_path / "run", resume="auto") as folder:
         folder.check_number(4)
-        with pytest.raises(FolderError, match="began with 4 processes .* with 3: write parallel.elastic=true"):
+        with pytest.raises(
+            FolderError, match="began with 4 processes .* with 3: write parallel.elastic=true"
+        ):
             folder.check_number(3)

@@ -21,10 +21,9 @@ def test_after_faults_a_run_has_the_curve_of_the_run_without_them(warm, tmp_path
     # A generous timeout: how soon a fault is noticed is for the script to say, on a quiet machine.
     setting = Setting(bin, bin, num_ranks=2, timeout=60, steps=32)
     whole = reference(setting, tmp_path / "whole")
-    for number, name in enumerate(["SIGKILL of the last rank", "exception in B"]):
-        row = run_case(name, 0, setting, whole, tmp_path / str(number))
-        assert row.problems == []
-        assert row.recovered.startswith("started again: from step ")
+    row = run_case("exception in B", 0, setting, whole, tmp_path / "one")
+    assert row.problems == []
+    assert row.recovered.startswith("started again: from step ")
     faults = [(9, "flipped bit in the newest checkpoint"), (18, "run_dir deleted")]
     events = chaos(setting, faults, 0, tmp_path / "chaos", lambda event: None)
     run = tmp_path / "chaos" / "run"

@@ -134,7 +134,7 @@ def _build_trainer(config: TrainConfig, job: Job, precision: Precision, mesh: De
     timetable, model, stages, data, _ = job
     loss_fn = precision.widened(model.loss)
     pipeline = build_pipeline(
-        stages, timetable, loss_fn, config.seed, config.parallel, precision, mesh, config.memory
+        stages, timetable, loss_fn, config.seed, config.parallel, precision, mesh, config.memory, config.debug
     )
     with naming("finetune"):
         check_fine_tuned(pipeline, model)

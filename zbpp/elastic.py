@@ -1,8 +1,8 @@
 """Another number of processes than the config was written for: other degrees, the same batch.
 
 Chosen by the number of processes alone, so that all ranks choose alike. In this order: each process holds no
-larger part of the model than before, or one as little larger as possible; the degrees of tensor and shard
-stay; the pipeline keeps its length. So replicas are given up first, then stages. What the data parts lose, the
+larger part of the model than before, or as little more as possible; the degrees of tensor and shard stay;
+the pipeline keeps its length. So replicas are given up first, then stages. What the data parts lose, the
 number of microbatches gains: num_microbatches x replicate x shard, and with it the batch, stays.
 """
 
@@ -92,7 +92,8 @@ def _first_that_fits(
             return degrees
     raise ConfigError(
         f"parallel.elastic=true: no degrees up to replicate={before.replicate}, shard={before.shard}, "
-        f"tensor={before.tensor} divide {num_processes} processes and keep the batch{why}: start another number"
+        f"tensor={before.tensor} divide {num_processes} processes and keep the batch{why}: start "
+        "another number"
     )
 
 

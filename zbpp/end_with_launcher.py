@@ -1,4 +1,4 @@
-"""A rank ends with the process that started it: an orphan would train on, and write into its successor's files.
+"""A rank ends with the process that started it: an orphan would train on, into its successor's files.
 
 A thread waits for that process's end. This holds for torchrun's ranks and for those of `zbpp train -n`, which
 are forks of a server or, with CUDA, new processes. A process that somebody started by hand, with RANK in its

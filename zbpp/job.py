@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from zbpp.builders.stages import (
 from zbpp.config import ConfigError, TrainConfig, naming
 from zbpp.data import Data
 from zbpp.data.source import Unread
+from zbpp.runtime.joining import rank_and_size
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.microbatch import into_microbatches
 from zbpp.runtime.model_ties import declare_ties
@@ -53,18 +53,18 @@ def place_in_job(wanted: int | None) -> tuple[int, int]:
 
     Raises ConfigError if torchrun has started another number.
     """
-    started = processes_started()
+    number, started = rank_and_size()
     if wanted not in (None, started):
         raise ConfigError(
             f"parallel.num_processes={wanted}, but torchrun started {started}: write "
             f"torchrun --nproc-per-node {wanted} -m zbpp.train ..., or parallel.num_processes=null"
         )
-    return int(os.environ.get("RANK", "0")), started
+    return number, started
 
 
 def processes_started() -> int:
     """How many processes torchrun has started; one without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return rank_and_size()[1]
 
 
 def planned_job(config: TrainConfig, num_ranks: int) -> tuple[Job, MeasuredStages | None]:

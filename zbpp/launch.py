@@ -41,7 +41,12 @@ def refusals() -> tuple[type[Exception], ...]:
     """The errors that are mistakes of the user: one line each says what to write instead."""
     from zbpp.autograd.copies import OffloadError
     from zbpp.checkpoints import CheckpointError
-    from zbpp.runtime import AgreementError, BoundaryError, DeviceError  # torch: a second to import
+    from zbpp.runtime import (  # torch: a second to import
+        AgreementError,
+        BoundaryError,
+        DeviceError,
+        StartError,
+    )
     from zbpp.training.leaving.early_stop import MetricError
     from zbpp.training.loss_scale import LossScaleError
     from zbpp.training.non_finite import NonFiniteError
@@ -57,6 +62,7 @@ def refusals() -> tuple[type[Exception], ...]:
         AgreementError,
         BoundaryError,
         DeviceError,
+        StartError,
         OffloadError,
     )
 

@@ -4,12 +4,13 @@
     python scripts/dev/bench_recorder.py                     # four ranks, gloo
     python scripts/dev/bench_recorder.py --ranks 1 --repeats 400
 
-Every stage is one tiny linear layer, so that most of the time is the runtime's own. Two pipelines run the same
-timetable in turns of one step. From the second one the recorder is taken out: the line of Executor.run that
-notes the times, and the thread that tells the job where the rank stands. Printed per rank: the medians over
-the repeats of a step's CPU time (in the thread that runs it) and of its time on the clock, and the median of
-the differences between neighbouring steps. The mark: less than 1 % of a step. A fourth figure is computed
-instead of measured: the cost of a note by itself, times the instructions of a step.
+Every stage is one tiny linear layer, so that most of the time is the runtime's own. Two pipelines run the
+same timetable in turns of one step. From the second one the recorder is taken out: the line of Executor.run
+that notes the times, and the thread that tells the job where the rank stands. Printed per rank: the medians
+over the repeats of a step's CPU time (in the thread that runs it) and of its time on the clock, and the
+median of the differences between neighbouring steps. The mark: less than 1 % of a step. A fourth figure is
+computed instead of measured: the cost of a note by itself, times the instructions of a step. --control takes
+the recorder out of both: what is then left of the difference is noise.
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--schedule", default="zb_h1")
     parser.add_argument("--repeats", type=int, default=300)
+    parser.add_argument("--control", action="store_true")
     given = parser.parse_args()
     rows = on_ranks(given.ranks, measured, vars(given))
     print(
-        f"{given.schedule}, {given.ranks} ranks, {given.microbatches} microbatches, {given.repeats} steps each"
+        f"{given.schedule}, {given.ranks} ranks, {given.microbatches} microbatches, "
+        f"{given.repeats} steps each"
     )
     print("rank  clock  with us  without us  difference   computed")
     for rank, row in enumerate(rows):
@@ -65,7 +68,8 @@ def measured(given: dict[str, Any]) -> list[Any]:
     torch.set_num_threads(1)
     with world(device="cpu", timeout=100) as here:
         pipelines = [_pipeline(here.rank, given) for _ in range(2)]
-        _take_out_recorder(pipelines[1])
+        for pipeline in pipelines if given["control"] else pipelines[1:]:
+            _take_out_recorder(pipeline)
         batch = torch.randn(given["microbatches"], SIZE)
         times: dict[str, list[list[float]]] = {"cpu": [[], []], "wall": [[], []]}
         for number in range(NUM_WARM_UPS + given["repeats"]):

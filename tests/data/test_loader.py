@@ -360,6 +360,31 @@ def test_ranks_with_different_numbers_of_rows_or_batches_have_different_fingerpr
         assert prints[0] != prints[1]
 
 
+@pytest.mark.parametrize("changed", [(0,), (99,), range(50, 75)])
+def test_the_fingerprint_of_a_dataset_tells_changed_rows(changed):
+    """The last one, and a quarter of the rows, none of which is in the first batch."""
+    rows = [torch.full((2,), float(row)) for row in range(100)]
+    prints = [loaded_data(_Rows(rows), batch_size=BATCH, seed=7).fingerprint for _ in range(2)]
+    larger = loaded_data(_Rows(rows), batch_size=2 * BATCH, seed=7).fingerprint
+    others = [torch.zeros(2) - 1 if row in changed else each for row, each in enumerate(rows)]
+    state = torch.get_rng_state()
+    assert (
+        prints[0] == prints[1] == larger != loaded_data(_Rows(others), batch_size=BATCH, seed=7).fingerprint
+    )
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class _Rows(Dataset):
+    def __init__(self, rows):
+        self._rows = rows
+
+    def __len__(self):
+        return len(self._rows)
+
+    def __getitem__(self, row):
+        return self._rows[row], torch.rand(1)
+
+
 def test_an_iterable_dataset_may_be_held_out():
     class Endless(IterableDataset):
         def __iter__(self):

@@ -107,7 +107,7 @@ def test_jsonl_and_a_dataset_on_disk_give_the_documents_of_the_text(texts, tmp_p
         )
         found = documents_in(open_prepared(tmp_path / "out"), TRAIN)
         assert [bytes(each).decode() for each in found] == documents
-    with pytest.raises(ValueError, match=r"no split is named; write split as one of a"):
+    with pytest.raises(ValueError, match=r"no split is named; write --split with one of a"):
         prepare([tmp_path / "saved"], tmp_path / "other")
 
 
@@ -346,14 +346,14 @@ def test_a_flipped_bit_is_found_by_check(prepared):
     ("name", "content", "options", "message"),
     [
         ("a.jsonl", b'{"text": "x"}\n{"text": 1}\n', {}, r"line at byte 14: 'text' holds a int"),
-        ("a.jsonl", b'{"body": "x"}\n', {}, r"'text' is missing; fields with text: body; write field=NAME"),
+        ("a.jsonl", b'{"body": "x"}\n', {}, r"'text' is missing; fields with text: body; write --field NAME"),
         ("a.jsonl", b"text\n", {}, "line at byte 0, is no JSON"),
         ("a.jsonl", b"[1]\n", {}, "is a list: write one object a line"),
         ("a.txt", gzip.compress(b"x", mtime=0), {}, "is no text: it is a gzip file"),
         ("a.txt", b"", {}, "the sources hold no text"),
         ("a.txt", b"one document", {"held_out": 0.5}, "of 1 documents leaves none for"),
-        ("a.txt", b"x", {"held_out": 1.0}, "held_out=1.0 is a share"),
-        ("a.txt", b"x", {"end_token": "<end>"}, "end_token='<end>' needs a tokenizer"),
+        ("a.txt", b"x", {"held_out": 1.0}, "--held-out 1.0 is a share"),
+        ("a.txt", b"x", {"end_token": "<end>"}, "--end-token '<end>' needs --tokenizer"),
         ("a.txt", b"x", {"tokenizer": Path("nowhere.json")}, "tokenizer 'nowhere.json' is not a file"),
     ],
 )

@@ -122,16 +122,17 @@ def every_case(rank):
 @pytest.mark.slow
 def test_every_schedule_mesh_and_switch_trains_under_nccls_rules():
     everyone = run_ranks(every_case, 4, backend="strict")
-    expected = {is_tied: torch.tensor(alone(is_tied)) for is_tied in (False, True)}
+    expected = {is_tied: torch.tensor(alone(is_tied), dtype=torch.float64) for is_tied in (False, True)}
     for number, (schedule, degrees, on) in enumerate(CASES):
         name = f"{schedule} {degrees} {on}"
-        found = [torch.tensor(each[number]) for each in everyone if each[number]]
+        found = [torch.tensor(each[number], dtype=torch.float64) for each in everyone if each[number]]
         assert found, name
         mean = torch.stack(found).mean(0)  # of all parts of the data
         if on == "release":  # which can't clip
             assert mean[0].item() == pytest.approx(expected[False][0].item(), rel=1e-12), name
         else:
-            torch.testing.assert_close(mean, expected[on == "tied"], rtol=1e-10, atol=0.0, msg=name)
+            tolerance = 1e-8 if on == "validation" else 1e-12  # torch's clipping adds 1e-6 to the norm
+            torch.testing.assert_close(mean, expected[on == "tied"], rtol=tolerance, atol=0.0, msg=name)
 
 
 def small_pipeline(timeout=30.0):

@@ -7,6 +7,7 @@ module-level function, so that another process can import it.
 import random
 import re
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from helpers.processes import outcomes, run_ranks
 from helpers.tensors import drawn
 from helpers.timetables import random_timetable
 from zbpp import Pipeline, Timetable, plan, replicate
+from zbpp.runtime.rank_parts import METHODS
 from zbpp.runtime.world import gather
 
 SIZE, ROWS, NUM_LAYERS = 6, 8, 4
@@ -160,19 +162,35 @@ def test_two_stages_of_a_v_on_one_rank_are_the_whole_model():
     assert_close(piped(0, timetable)[1], plain())
 
 
-def run_timetables(rank, texts):
-    return [piped(rank, Timetable.parse(text)) for text in texts]
+def delayed(method, rng):
+    """A method of StageWorker that begins 0 to 3 ms late."""
+
+    def late(worker, microbatch, message=()):
+        time.sleep(rng.uniform(0, 0.003))
+        return method(worker, microbatch, message)
+
+    return late
+
+
+def run_timetables(rank, texts, seed):
+    rng = random.Random(100 * seed + rank)
+    methods = {op: delayed(method, rng) for op, method in METHODS["step"].items()}
+    with mock.patch.dict(METHODS, {"step": methods}):
+        return [piped(rank, Timetable.parse(text)) for text in texts]
 
 
 def test_any_timetable_and_placement_gives_the_same_bits(first_seed):
-    """Random ones, of 3 ranks and 4 or fewer stages (a stage has a layer), on real processes."""
+    """Random ones, of 3 ranks and 4 or fewer stages (a stage has a layer), on real processes.
+
+    Each action begins with a random delay, so messages arrive in other orders than without.
+    """
     rng, timetables = random.Random(first_seed), []
     while len(timetables) < 12:
         timetable = random_timetable(rng)
         fits = timetable.num_ranks == 3 and timetable.num_stages <= NUM_LAYERS
         if fits and timetable.num_microbatches in (1, 2, 4):
             timetables.append(timetable)
-    results = run_ranks(run_timetables, 3, [str(timetable) for timetable in timetables])
+    results = run_ranks(run_timetables, 3, [str(timetable) for timetable in timetables], first_seed)
     for number, timetable in enumerate(timetables):
         expected_losses, expected = piped(0, plan("gpipe", 1, timetable.num_microbatches))
         losses = [rank[number][0] for rank in results if rank[number][0] != [[]]]

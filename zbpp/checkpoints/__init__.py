@@ -8,6 +8,7 @@ optimizer_states  states and options of optimizers by the same names
 random_states     Python's, numpy's and torch's random numbers
 nest              everything that is no tensor, as JSON
 writing, reading  tensors through torch.distributed.checkpoint, without pickled objects
+held              a checkpoint that its run may remove meanwhile
 folders           names on disk, checksums, the rename that makes a checkpoint whole
 exchange          brings a value of each process to the first one while training goes on
 """

@@ -40,6 +40,7 @@ class Part(NamedTuple):
     saved, deferred: bytes held from F until B, and from B until W. kept: the bytes that a part keeps which
     recomputes in B. temporary: the most bytes that an action needs besides. parameters: on this rank.
     largest: the entries of its largest matrix. sums: the all-reduces of its output in F, and in B.
+    buffers: bytes held all the time. gathered: the bytes of its output that F gathers from all parts.
     """
 
     f: Work
@@ -52,18 +53,24 @@ class Part(NamedTuple):
     largest: float
     sums: tuple[int, int] = (0, 0)
     buffers: float = 0.0
+    gathered: float = 0.0
 
 
 @dataclass(frozen=True)
 class Kernels:
     """How a run computes. bytes_: of a number in F and B. gradient: of a gradient's number.
 
-    is_fused: fused attention.
+    is_fused: fused attention. is_sequence_parallel: each rank of a layer's parts norms a part of the tokens.
     """
 
     bytes_: int = 2
     gradient: int = 4
     is_fused: bool = True
+    is_sequence_parallel: bool = False
+
+    def norm_parts(self, tensor: int) -> int:
+        """Among how many ranks the tokens are divided between the products of a layer."""
+        return tensor if self.is_sequence_parallel else 1
 
 
 def attention_flops(sizes: ModelSizes, tokens: float, *, is_causal: bool) -> float:
@@ -73,7 +80,7 @@ def attention_flops(sizes: ModelSizes, tokens: float, *, is_causal: bool) -> flo
 
 
 def model_flops(sizes: ModelSizes, tokens: float) -> float:
-    """The FLOPs of F, B and W of the whole model, as MFU counts them: nothing twice, causal attention half."""
+    """The FLOPs of F, B and W of the model, as MFU counts them: nothing twice, causal attention half."""
     products = 2.0 * (sizes.num_layers * sizes.layer_matrices + sizes.hidden * sizes.vocab) * tokens
     return 3.0 * (products + sizes.num_layers * attention_flops(sizes, tokens, is_causal=True))
 
@@ -92,7 +99,7 @@ def layer(sizes: ModelSizes, tokens: float, tensor: int, kernels: Kernels) -> Pa
         f=Work(product + attention, forward * tokens, read),
         b=Work(product + (2 + again) * attention, backward * tokens, read),
         w=Work(product, weight * tokens, 2 * matrices * kernels.gradient),
-        saved=(_saved(sizes, tensor) * kernels.bytes_ + scores) * tokens,
+        saved=(_saved(sizes, tensor, kernels) * kernels.bytes_ + scores) * tokens,
         deferred=_deferred(sizes, tensor) * kernels.bytes_ * tokens,
         temporary=2 * wide * kernels.bytes_ * tokens,
         parameters=matrices + sizes.layer_vectors,
@@ -102,14 +109,15 @@ def layer(sizes: ModelSizes, tokens: float, tensor: int, kernels: Kernels) -> Pa
     )
 
 
-def _saved(sizes: ModelSizes, tensor: int) -> float:
+def _saved(sizes: ModelSizes, tensor: int, kernels: Kernels) -> float:
     """The numbers that F of a layer keeps for each token.
 
-    Whole on every rank: the inputs and outputs of both norms. In parts: queries, keys, values, attention's
-    output, and those of the MLP (gate, its activation, up, their product; or up and its activation).
+    Whole on every rank, but for sequence parallelism: the inputs and outputs of both norms. In parts:
+    queries, keys, values, attention's output, and those of the MLP (gate, its activation, up, their product;
+    or up and its activation).
     """
     mlp = (4 if sizes.is_gated else 2) * sizes.intermediate
-    return 4 * sizes.hidden + (2 * sizes.query + 2 * sizes.kv + mlp) / tensor
+    return 4 * sizes.hidden / kernels.norm_parts(tensor) + (2 * sizes.query + 2 * sizes.kv + mlp) / tensor
 
 
 def _deferred(sizes: ModelSizes, tensor: int) -> float:
@@ -123,7 +131,7 @@ def _deferred(sizes: ModelSizes, tensor: int) -> float:
 
 def _traffic(sizes: ModelSizes, tensor: int, kernels: Kernels) -> tuple[float, float, float]:
     """Bytes of traffic in F, B and W of a layer for each token."""
-    hidden, wide = sizes.hidden, sizes.intermediate / tensor
+    hidden, wide = sizes.hidden / kernels.norm_parts(tensor), sizes.intermediate / tensor
     heads = (sizes.query + sizes.kv) / tensor
     rotary = 2 * heads if sizes.is_gated else 0.0
     scores = sizes.heads * sizes.sequence / tensor
@@ -156,9 +164,12 @@ def embedding(sizes: ModelSizes, tokens: float, tensor: int, kernels: Kernels) -
 
 
 def head(sizes: ModelSizes, tokens: float, tensor: int, kernels: Kernels) -> Part:
-    """The last norm, the head and the loss. A tied head has a copy of the embedding's weight."""
+    """The last norm, the head and the loss, which every rank computes from all logits.
+
+    A tied head has a copy of the embedding's weight.
+    """
     entries = sizes.vocab * sizes.hidden / tensor
-    logits = sizes.vocab / tensor * tokens
+    logits = sizes.vocab * tokens
     product, read = 2.0 * entries * tokens, entries * kernels.bytes_
     normed = sizes.hidden * kernels.bytes_ * tokens
     return Part(
@@ -166,9 +177,10 @@ def head(sizes: ModelSizes, tokens: float, tensor: int, kernels: Kernels) -> Par
         b=Work(product, 3 * normed + _LOSS_IN_B * logits, read),
         w=Work(product, 0.0, 2 * entries * kernels.gradient),
         saved=2 * normed + 4 * logits,
-        deferred=normed + kernels.bytes_ * logits,
+        deferred=normed + kernels.bytes_ * logits / tensor,
         temporary=(kernels.bytes_ + 4) * logits,
         parameters=entries + sizes.hidden * (2 if sizes.has_biases else 1),
         largest=entries,
         sums=(0, 1),
+        gathered=kernels.bytes_ * logits,
     )

@@ -25,10 +25,10 @@ def as_text(answer: Answer) -> str:
     question, hardware = answer.question, answer.question.hardware
     sizes, gpu = question.sizes, hardware.gpu
     head = (
-        f"{sizes.parameters / 1e9:,.2f} B parameters, {question.batch:,} sequences of {sizes.sequence:,} tokens "
-        f"a step, {question.precision}\n"
-        f"{hardware.num_gpus:,} GPUs: {hardware.nodes} nodes of {hardware.gpus_per_node}, {gpu.memory:g} GiB, "
-        f"{gpu.peak_tflops:g} TFLOP/s of which kernels reach {gpu.achieved:.0%}"
+        f"{sizes.parameters / 1e9:,.2f} B parameters, {question.batch:,} sequences of {sizes.sequence:,} "
+        f"tokens a step, {question.precision}\n"
+        f"{hardware.num_gpus:,} GPUs: {hardware.nodes} nodes of {hardware.gpus_per_node}, {gpu.memory:g} GiB"
+        f", {gpu.peak_tflops:g} TFLOP/s of which kernels reach {gpu.achieved:.0%}"
     )
     counts = f"{answer.tried:,} ways, {answer.simulated:,} simulated"
     if not answer.steps:

@@ -6,6 +6,7 @@ ranks. They are simulated in this order until that time is above the worst step 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from zbpp.cluster.hardware import Hardware
 from zbpp.cluster.mesh import NAMES, Mesh, meshes
 from zbpp.cluster.model_sizes import ModelSizes
 from zbpp.cluster.stage_costs import PRECISIONS, Run, costs_of, counts_of, parts_of, static_bytes
-from zbpp.cluster.step import Step, predicted_step, stage_ranks
+from zbpp.cluster.step import Step, predicted_step, time_and_memory
 from zbpp.families import FAMILIES
 from zbpp.ranges import ConfigError
 from zbpp.schedule import Op, PlanError
@@ -30,7 +31,7 @@ class Question:
     """What is to be found. batch: sequences in a step. degrees: sizes of the mesh that are given.
 
     microbatch_size: sequences; None: 1, 2, 4 and 8 are tried. recompute: None: layers compute their
-    activations again where nothing else fits.
+    activations again only where fewer than `top` runs fit without.
     """
 
     sizes: ModelSizes
@@ -41,6 +42,7 @@ class Question:
     microbatch_size: int | None = None
     precision: str = "mixed_bfloat16"
     recompute: bool | None = None
+    sequence_parallel: bool = False
     top: int = 5
 
     def __post_init__(self) -> None:
@@ -77,39 +79,46 @@ class _Candidate(NamedTuple):
 
 def search(question: Question, progress: Progress | None = None) -> Answer:
     """The question's answer. Raises ConfigError where no mesh can run the batch at all."""
-    for recompute in [False, True] if question.recompute is None else [question.recompute]:
+    choices = [False, True] if question.recompute is None else [question.recompute]
+    steps: list[Step] = []
+    tried = simulated = 0
+    least = math.inf
+    for recompute in choices:
+        if len(steps) == question.top:
+            break
         candidates = sorted(_candidates(question, recompute), key=lambda each: each[:2])
         if not candidates:
             raise ConfigError(_no_mesh(question))
-        steps, least, simulated = _simulated(question, candidates, progress)
-        if steps:
-            return Answer(question, steps, len(candidates), simulated)
-    return Answer(question, [], len(candidates), simulated, _too_little(question, least))
+        found, lowest, number = _simulated(question, candidates, progress)
+        steps = sorted([*steps, *found], key=lambda each: each.time)[: question.top]
+        tried, simulated, least = tried + len(candidates), simulated + number, min(least, lowest)
+    return Answer(question, steps, tried, simulated, "" if steps else _too_little(question, least))
 
 
 def _simulated(
     question: Question, candidates: list[_Candidate], progress: Progress | None
 ) -> tuple[list[Step], float, int]:
     """(the best steps that fit, the least memory that any candidate needs, how many were simulated)."""
-    best: list[Step] = []
-    limit, least, simulated = question.hardware.gpu.memory_bytes, float("inf"), 0
+    best: list[tuple[float, int, _Candidate]] = []
+    limit, least, simulated = question.hardware.gpu.memory_bytes, math.inf, 0
     for number, each in enumerate(candidates):
-        if len(best) == question.top and each.bound >= best[-1].time:
+        if len(best) == question.top and each.bound >= best[-1][0]:
             break
         if progress:
             progress(number / len(candidates), f"{each.run.mesh} {each.schedule}")
-        lowest = _least_memory(each.run, each.schedule)
+        lowest = _least_memory(each.run)
         least = min(least, lowest)
         if lowest > limit:
             continue
         try:
-            step = predicted_step(each.run, each.schedule, each.num_microbatches)
+            time, memory = time_and_memory(each.run, each.schedule, each.num_microbatches)
         except (PlanError, ValueError):
             continue  # a number of microbatches, or of stages, that this schedule can't run
         simulated += 1
-        if step.memory <= limit:
-            best = sorted([*best, step], key=lambda found: found.time)[: question.top]
-    return best, least, simulated
+        if memory <= limit:
+            best = sorted([*best, (time, each.order, each)])[: question.top]
+    steps = [predicted_step(each.run, each.schedule, each.num_microbatches) for _, _, each in best]
+    return steps, least, simulated
 
 
 def _candidates(question: Question, recompute: bool) -> Iterator[_Candidate]:
@@ -128,6 +137,7 @@ def _candidates(question: Question, recompute: bool) -> Iterator[_Candidate]:
                 sequences,
                 question.precision,
                 recompute,
+                sequence_parallel=question.sequence_parallel,
             )
             bound = _bound(run, num)
             for schedule in question.schedules if mesh.pipeline > 1 else question.schedules[:1]:
@@ -156,9 +166,8 @@ def _bound(run: Run, num_microbatches: int) -> float:
     return num_microbatches * whole / run.mesh.pipeline
 
 
-def _least_memory(run: Run, schedule: str) -> float:
+def _least_memory(run: Run) -> float:
     """Weights, gradients and states of the heaviest rank, and one microbatch."""
-    del schedule
     first, layer, last = parts_of(run)
     stages = run.mesh.pipeline
     counts = counts_of(run, stages)
@@ -174,10 +183,11 @@ def _no_mesh(question: Question) -> str:
     degrees = ", ".join(f"{name}={size}" for name, size in question.degrees.items())
     given = f" with --degrees {degrees}" if degrees else ""
     return (
-        f"--batch {question.batch}: no mesh of {gpus} GPUs{given} can run it: the sequences must be divisible "
-        f"by replicate x shard x the microbatch's size, the layers ({question.sizes.num_layers}) by no fewer "
-        f"than the pipeline's ranks, and the heads ({question.sizes.heads}, {question.sizes.kv_heads} of keys) "
-        f"by tensor: write a larger batch, such as --batch {_fitting(question.batch, gpus)}"
+        f"--batch {question.batch}: no mesh of {gpus} GPUs{given} can run it: the sequences must be "
+        f"divisible by replicate x shard x the microbatch's size, the layers ({question.sizes.num_layers}) "
+        "no fewer than the pipeline's ranks, and the heads "
+        f"({question.sizes.heads}, {question.sizes.kv_heads} of keys) divisible by tensor: write a larger "
+        f"batch, such as --batch {_fitting(question.batch, gpus)}"
     )
 
 
@@ -191,6 +201,3 @@ def _too_little(question: Question, least: float) -> str:
         f"gradients and states of the lightest mesh, and one microbatch, take {least / 2**30:,.1f} GiB; take "
         "more GPUs, or --precision bfloat16"
     )
-
-
-__all__ = ["SCHEDULES", "Answer", "Question", "search", "stage_ranks"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -51,7 +51,8 @@ class Run:
     precision: str = "mixed_bfloat16"
     recompute: bool = False
     is_fused: bool = True
-    layers_per_stage: tuple[int, ...] | None = field(default=None)
+    sequence_parallel: bool = False
+    layers_per_stage: tuple[int, ...] | None = None
 
     @property
     def tokens(self) -> int:
@@ -61,7 +62,7 @@ class Run:
     @property
     def kernels(self) -> Kernels:
         precision = PRECISIONS[self.precision]
-        return Kernels(precision.compute, precision.gradient, self.is_fused)
+        return Kernels(precision.compute, precision.gradient, self.is_fused, self.sequence_parallel)
 
 
 class StageWork(NamedTuple):
@@ -137,6 +138,7 @@ class _Stage:
         link = run.hardware.link(run.mesh.crosses("tensor", run.hardware.gpus_per_node))
         one_sum = transfers.all_reduce(link, hidden, run.mesh.tensor)
         in_f, in_b = (one_sum * sum(part.sums[op] * times for part, times in parts) for op in (0, 1))
+        in_f += transfers.gather(link, sum(part.gathered for part, _ in parts), run.mesh.tensor)
         self.f = _time(gpu, [(part.f, times) for part, times in parts]) + in_f
         self.b = _time(gpu, [(part.b, times) for part, times in parts]) + in_b
         self.w = _time(gpu, [(part.w, times) for part, times in parts])
@@ -164,7 +166,7 @@ def _time(gpu: Gpu, parts: Sequence[tuple[Work, float]]) -> float:
 
 
 def _weight_gradient(run: Run, largest: float) -> float:
-    """Temporary bytes of W: without shards, a mixed precision computes one matrix's gradient beside its sum."""
+    """Temporary bytes of W: a mixed precision without shards makes one matrix's gradient beside its sum."""
     precision = PRECISIONS[run.precision]
     return (precision.compute + 4) * largest if precision.masters and run.mesh.shard == 1 else 0.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -65,43 +66,45 @@ def _planned(schedule: str, num_ranks: int, num_microbatches: int) -> Timetable:
     return plan(schedule, num_ranks, num_microbatches)
 
 
-def stage_ranks(schedule: str, num_ranks: int) -> tuple[int, ...]:
-    """rank_of[stage] under a schedule."""
-    return tuple(_planned(schedule, num_ranks, 2 * num_ranks).rank_of)
-
-
-def predicted_step(
-    run: Run, schedule: str, num_microbatches: int, *, timetable: Timetable | None = None
-) -> Step:
-    """The step of a run. timetable: instead of the one that the schedule's name stands for.
+def time_and_memory(run: Run, schedule: str, num_microbatches: int) -> tuple[float, float]:
+    """The time of a step and the memory, as in a Step; the time is infinite where memory is too small.
 
     Raises PlanError for a number of microbatches that the schedule can't run, ValueError for more stages than
     layers.
     """
-    ranks = run.mesh.pipeline
-    if timetable is None and num_microbatches <= 6 * ranks:
-        timetable = _planned(schedule, ranks, num_microbatches)
-    rank_of = stage_ranks(schedule, ranks) if timetable is None else timetable.rank_of
-    work = costs_of(run, rank_of)
-    update = max(
-        sum(each for each, owner in zip(work.update, rank_of, strict=True) if owner == rank)
-        for rank in range(ranks)
-    )
-    timed = _Timed(schedule, ranks, num_microbatches, timetable)
+    timed = _Timed(schedule, run.mesh.pipeline, num_microbatches)
+    work = costs_of(run, timed.rank_of)
+    limit = run.hardware.gpu.memory_bytes - max(work.temporary)
+    time, _, memory = timed.step(work.costs, limit)
+    return time + _update(work, timed.rank_of), memory + max(work.temporary)
+
+
+def predicted_step(run: Run, schedule: str, num_microbatches: int) -> Step:
+    """The step of a run. Raises as `time_and_memory` does."""
+    timed = _Timed(schedule, run.mesh.pipeline, num_microbatches)
+    work = costs_of(run, timed.rank_of)
+    update = _update(work, timed.rank_of)
     whole, tail, memory = timed.step(work.costs)
     free = type(work.costs)(**{**work.costs.numbers, "comm": 0.0, "reduce": 0.0})
     without_links, _, _ = timed.step(free)
-    busy, mean = _work(work, rank_of)
+    busy, mean = _work(work, timed.rank_of)
     losses = {
         "bubble": without_links - num_microbatches * busy,
         "uneven stages": num_microbatches * (busy - mean),
         "links": whole - tail - without_links,
-        "tensor all-reduces": num_microbatches * sum(work.sums) / ranks,
+        "tensor all-reduces": num_microbatches * sum(work.sums) / run.mesh.pipeline,
         "gradient reduction": tail,
         "optimizer": update,
     }
-    temporary = max(work.temporary)
-    return Step(run, schedule, num_microbatches, whole + update, memory + temporary, losses)
+    return Step(run, schedule, num_microbatches, whole + update, memory + max(work.temporary), losses)
+
+
+def _update(work: StageWork, rank_of: tuple[int, ...]) -> float:
+    """The optimizer's time on the rank where it takes longest (ms)."""
+    ranks = [0.0] * (max(rank_of) + 1)
+    for each, rank in zip(work.update, rank_of, strict=True):
+        ranks[rank] += each
+    return max(ranks)
 
 
 def _work(work: StageWork, rank_of: tuple[int, ...]) -> tuple[float, float]:
@@ -116,27 +119,25 @@ def _work(work: StageWork, rank_of: tuple[int, ...]) -> tuple[float, float]:
 class _Timed:
     """Simulates a step. Of many microbatches it simulates 4p and 5p, and goes on with the steady state."""
 
-    def __init__(self, schedule: str, ranks: int, num_microbatches: int, timetable: Timetable | None) -> None:
+    def __init__(self, schedule: str, ranks: int, num_microbatches: int) -> None:
         self._num, self._ranks = num_microbatches, ranks
-        if schedule in _EVERY_MICROBATCH_HELD and timetable is None:
-            timetable = _planned(schedule, ranks, num_microbatches)
-        if timetable is None:
-            _check_count(schedule, ranks, num_microbatches)
-            self._timetables = [_planned(schedule, ranks, times * ranks) for times in (4, 5)]
-        else:
-            self._timetables = [timetable]
+        counts = [num_microbatches]
+        if num_microbatches > 6 * ranks and schedule not in _EVERY_MICROBATCH_HELD:
+            counts = [4 * ranks, 5 * ranks]
+            if num_microbatches % ranks:  # raises PlanError for a schedule that refuses it
+                _planned(schedule, ranks, 2 * ranks + num_microbatches % ranks)
+        self._timetables = [_planned(schedule, ranks, count) for count in counts]
+        self.rank_of = tuple(self._timetables[0].rank_of)
 
-    def step(self, costs: Costs) -> tuple[float, float, float]:
-        """(makespan, tail of the last reduction, peak memory)."""
-        found = [simulate(each, costs) for each in self._timetables]
-        last = found[-1]
-        time = last.makespan
-        if len(found) > 1:
-            time += (last.makespan - found[0].makespan) / self._ranks * (self._num - 5 * self._ranks)
+    def step(self, costs: Costs, limit: float = math.inf) -> tuple[float, float, float]:
+        """(makespan, tail of the last reduction, peak memory). The makespan is infinite above the limit."""
+        first = simulate(self._timetables[0], costs)
+        memory = max(first.peak_memory)
+        if memory > limit:
+            return math.inf, 0.0, memory
+        if len(self._timetables) == 1:
+            return first.makespan, first.tail, memory
+        last = simulate(self._timetables[1], costs)
+        slope = (last.makespan - first.makespan) / self._ranks
+        time = last.makespan + slope * (self._num - 5 * self._ranks)
         return time, last.tail, max(last.peak_memory)
-
-
-def _check_count(schedule: str, ranks: int, num_microbatches: int) -> None:
-    """Raise PlanError for a number of microbatches that the schedule refuses."""
-    if num_microbatches % ranks:
-        _planned(schedule, ranks, 2 * ranks + num_microbatches % ranks)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
+from zbpp.commands.shadowed import check_no_library_is_hidden
 from zbpp.config import Composed, Trust, add_current_folder, command, composition_error, config_folder
 from zbpp.end_with_launcher import end_with_launcher
 from zbpp.launch import RankError, Refusal, discard_output, refusals, wants_traceback
@@ -50,7 +51,8 @@ def run(
             print(help_text(name, str(description), given))
         else:
             sys.argv = [f"zbpp {name}", *arguments(given, name)]  # where Hydra looks
-            add_current_folder(Trust.typed(sys.argv[1:]), sys.path)
+            if add_current_folder(Trust.typed(sys.argv[1:]), sys.path):
+                check_no_library_is_hidden(Path.cwd())
             command(main, name, guard=_ended_in_order)()
 
 

@@ -20,6 +20,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from zbpp.commands.shadowed import check_no_library_is_hidden
+
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -53,9 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.trust_code:
         sys.path.insert(0, os.getcwd())
-    from zbpp.export import export  # torch: --help does without
-
     try:
+        if given.trust_code:
+            check_no_library_is_hidden(Path.cwd())
+        from zbpp.export import export  # torch: --help does without
+
         options = {"dtype": given.dtype, "bytes_per_file": given.file_size, "is_merged": given.merge}
         options["trust_code"] = given.trust_code
         export(given.run, given.folder, **options)

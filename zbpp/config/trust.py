@@ -123,10 +123,11 @@ def _targets_in(key: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _targets_in(f"{key}.{number}", each)
 
 
-def add_current_folder(trust: Trust, path: list[str]) -> None:
-    """Let the user's classes be found in the current folder: only if the command names such code.
+def add_current_folder(trust: Trust, path: list[str]) -> bool:
+    """Let the user's classes be found in the current folder: only if the command names such code, returned.
 
     Else a file there, such as a `wandb.py` beside somebody's run, would be imported in place of a package.
     """
     if trust.names_own_code:
         path.insert(0, os.getcwd())
+    return trust.names_own_code

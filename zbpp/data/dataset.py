@@ -28,6 +28,9 @@ def is_map_style(given: Any) -> bool:
     return isinstance(given, Dataset) or hasattr(given, "__getitems__")
 
 
+_NUM_PROBED = 14  # rows between the first and the last one that a fingerprint covers
+
+
 class DatasetBatches:
     """Batches of a Dataset's rows, put together by torch's default_collate.
 
@@ -67,6 +70,13 @@ class DatasetBatches:
                 for sample, row in zip(samples, self._order(samples), strict=True)
             ]
             return default_collate(rows)
+
+    def probes(self) -> list[Any]:
+        """The first row, the last one and some between, each as a batch of one: changed data show in them."""
+        last = len(self._rows) - 1
+        between = np.random.default_rng(last).integers(0, last + 1, _NUM_PROBED)
+        with torch.random.fork_rng([]):
+            return [default_collate([self._row(row, row)]) for row in sorted({0, last, *map(int, between)})]
 
     def _row(self, sample: int, row: int) -> Any:
         torch.default_generator.manual_seed(seed_of(self._seed, "row", sample))

@@ -146,7 +146,7 @@ def _text_in(row: dict[str, Any], where: str, field: str) -> str:
     if not isinstance(text, str):
         held = f"holds a {type(text).__name__}" if field in row else "is missing"
         texts = ", ".join(name for name, value in row.items() if isinstance(value, str)) or "none"
-        raise ValueError(f"{where}: {field!r} {held}; fields with text: {texts}; write field=NAME")
+        raise ValueError(f"{where}: {field!r} {held}; fields with text: {texts}; write --field NAME")
     return text
 
 
@@ -169,11 +169,11 @@ def _dataset(folder: str, reading: Reading) -> Any:
     if isinstance(found, DatasetDict):
         if reading.split not in found:
             given = "no split is named" if reading.split is None else f"there is no split {reading.split!r}"
-            raise ValueError(f"{folder!r}: {given}; write split as one of {', '.join(found)}")
+            raise ValueError(f"{folder!r}: {given}; write --split with one of {', '.join(found)}")
         found = found[reading.split]
     columns = found.column_names
     if reading.field not in columns:
         raise ValueError(
-            f"{folder!r} has no column {reading.field!r}: write field as one of {', '.join(columns)}"
+            f"{folder!r} has no column {reading.field!r}: write --field with one of {', '.join(columns)}"
         )
     return found.select_columns([reading.field])

@@ -71,7 +71,7 @@ def make_encoder(tokenizer: Path | None, end_token: str | None) -> Encoder:
     """
     if tokenizer is None:
         if end_token:
-            raise ValueError(f"end_token={end_token!r} needs a tokenizer; of bytes it is ''")
+            raise ValueError(f"--end-token {end_token!r} needs --tokenizer; of bytes it is ''")
         has_end = end_token is not None
         return Encoder(None, 256 if has_end else None, 256 + has_end, BYTES)
     loaded = load_tokenizer(tokenizer)

@@ -273,15 +273,15 @@ def loaded_data(given: Any, *, batch_size: int, seed: int, is_read: bool = True)
 def _fingerprint(train: Loader) -> str:
     """The fingerprint of the first batch, whose parts are checked here, too, and of the number of batches.
 
-    A Dataset's fingerprint covers its first row and the number of rows, since a resumed run may have larger
-    batches.
+    A Dataset's fingerprint covers the first row that is trained on, 16 rows in all places of the Dataset, and
+    the number of rows; not the first batch, since a resumed run may have larger batches.
     """
     first = train.batch(0)
     parts_of(first)
     if not isinstance(train, DatasetBatches):
         return fingerprint_of((first, train.num_batches))
-    row = tree_map(lambda each: each[:1] if isinstance(each, Tensor) else None, first)
-    return fingerprint_of((row, train.num_rows))
+    rows = tree_map(lambda each: each[:1] if isinstance(each, Tensor) else None, (first, *train.probes()))
+    return fingerprint_of((rows, train.num_rows))
 
 
 def _loaded(given: Any, batch_size: int, seed: int, name: str, *, shuffle: bool) -> Loader:

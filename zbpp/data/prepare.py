@@ -73,13 +73,11 @@ def prepare(
     ValueError; `output` is not touched then, and the next call keeps the units that are finished.
     """
     if not 0 <= held_out < 1:
-        raise ValueError(f"held_out={held_out} is a share of the documents: write 0.0 to 0.99")
+        raise ValueError(f"--held-out {held_out} is a share of the documents: write 0.0 to 0.99")
     if processes < 1:
-        raise ValueError(f"processes={processes}: write 1 or more")
+        raise ValueError(f"--processes {processes}: write 1 or more")
     if output.exists() and not overwrite:
-        raise ValueError(
-            f"{str(output)!r} exists: name another folder, or say that it may be overwritten (overwrite)"
-        )
+        raise ValueError(f"{str(output)!r} exists: name another folder, or write --overwrite")
     reading = reading or Reading()
     encoder, units = make_encoder(tokenizer, end_token), units_of(sources, reading)
     work = partial_folder(output)
@@ -216,8 +214,8 @@ def _joined(task: Task, num_units: int) -> Header:
         if not found.num_documents and (part == TRAIN or task.held_out):
             documents = sum(each.num_documents for each in parts.values())
             raise ValueError(
-                f"held_out={task.held_out} of {documents} documents leaves none for {part}: hold out another "
-                "share (0: none), or cut the files into documents by a separator"
+                f"--held-out {task.held_out} of {documents} documents leaves none for {part}: hold out "
+                "another share (0: none), or cut the files into documents by a separator"
             )
     frequencies = counts[counts > 0] / total
     if task.encoder.tokenizer is not None:

@@ -48,6 +48,9 @@ What they use:
     weight_blocks   the blocks whose weights are offloaded, and what is refused
     weight_buffers  host memory or files, and the two buffers on the device
     saved_weights   what autograd has saved of a block's weights, packed
+    checked_links links whose messages carry checksums (checksums)
+    pipeline_checks  the other checks against silent corruption: of replicas (replicas), and of a step that
+                  runs twice (replay); named_tensors: names for their errors
     world         joining the job; gather, broadcast, agreement between ranks
     groups        process groups: one for each link, and for each kind of reduction
 
@@ -67,24 +70,29 @@ WHERE A W GOES is decided by the timetable alone: a schedule (zbpp/families) or 
 
 from zbpp.runtime.activation_offload import ActivationOffload
 from zbpp.runtime.boundary import BoundaryError
+from zbpp.runtime.joining import StartError
 from zbpp.runtime.measure import measured_costs, peak_memory_bytes
 from zbpp.runtime.mesh import make_mesh
 from zbpp.runtime.microbatch import per_microbatch, replicate
 from zbpp.runtime.non_finite import NonFinite
 from zbpp.runtime.norm import clip_grad_norm_
 from zbpp.runtime.pipeline import Pipeline
+from zbpp.runtime.replay import ReplayError
 from zbpp.runtime.stage import StageWorker
-from zbpp.runtime.world import AgreementError, CommunicationError, DeviceError
+from zbpp.runtime.world import AgreementError, CommunicationError, CorruptionError, DeviceError
 
 __all__ = [
     "ActivationOffload",
     "AgreementError",
     "BoundaryError",
     "CommunicationError",
+    "CorruptionError",
     "DeviceError",
     "NonFinite",
     "Pipeline",
+    "ReplayError",
     "StageWorker",
+    "StartError",
     "clip_grad_norm_",
     "make_mesh",
     "measured_costs",

@@ -67,12 +67,12 @@ class _Report:
     key: str = field(default_factory=unique_name)
 
 
-def check_ranks_agree(timetable: Timetable, dynamic_shapes: bool, place: Place) -> None:
-    """Raise AgreementError everywhere unless all processes have the same timetable and dynamic_shapes.
+def check_ranks_agree(timetable: Timetable, place: Place, **options: bool) -> None:
+    """Raise AgreementError everywhere unless all processes have the same timetable and options.
 
     The error calls processes by their ranks in the pipeline; in a mesh, where these come again, in the job.
     """
-    mine = {"dynamic_shapes": dynamic_shapes, "timetable (by hash)": _hash(str(timetable))}
+    mine = {**options, "timetable (by hash)": _hash(str(timetable))}
     number = place.rank if place.mesh is None else place.mesh.get_rank()
     numbers, given = zip(*place.gather((number, mine)), strict=True)
     check_equal("pipelines", given, numbers)

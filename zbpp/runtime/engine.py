@@ -36,16 +36,14 @@ from zbpp.runtime.microbatch import Cutter
 from zbpp.runtime.named_losses import NamedLosses
 from zbpp.runtime.non_finite import one_by_one
 from zbpp.runtime.posts import Posts
-from zbpp.runtime.rank_parts import RankParts
+from zbpp.runtime.rank_parts import METHODS, TRAINING, RankParts
 from zbpp.runtime.restored import Buffers, GradientsBefore, InPlaceChanges
-from zbpp.runtime.world import CommunicationError
-from zbpp.schedule import Op, lower, to_csv
+from zbpp.runtime.world import CommunicationError, CorruptionError
+from zbpp.schedule import Op, Timetable, lower, to_csv
 from zbpp.schedule.offload import RankOffload
 
 _HALF_UPDATED = "since gradients are released, some of its weights and optimizer states have been updated"
 _RELOAD = "load weights and optimizer states of an earlier step on every rank"
-
-_TRAINING = ("step", "replay")  # calls with a backward
 
 Settle = Callable[[], Call | None]
 """What a step does at its gate: it learns whether the weights are right, and makes them right.
@@ -141,6 +139,26 @@ class Engine:
             self._executors["step"].resolve(lower(self._timetable, self._activations.plan)[self._parts.rank])
         return losses
 
+    def run_again(self, call: Call, seeds: Mapping[int, int], timetable: Timetable) -> CallLosses:
+        """A step under another timetable, which places the stages as this pipeline does."""
+        self._executors["replay"] = executor = self._parts.executor(
+            "replay", lower(timetable), METHODS["replay"]
+        )
+        try:
+            return self._run("replay", call, seeds, None, None, "replay")
+        finally:
+            if self._executors.pop("replay", None) is not None and not self.over:
+                executor.close()
+
+    @property
+    def replay_refusal(self) -> str:
+        """Why no step can run again, or nothing."""
+        if self._gradient_release is not None:
+            return "replay doesn't go with gradient release, which has updated the weights by then"
+        if self._weights_on_host is not None or self._activations is not None:
+            return "replay doesn't go with offload, whose copies are planned for one timetable"
+        return ""
+
     def replay(self, call: Call, seeds: Mapping[int, int], methods: Mapping[Op, StageMethod]) -> None:
         """Run a step's batch one microbatch after the other, its F's and BW's done by `methods`.
 
@@ -202,7 +220,7 @@ class Engine:
         watch = self._parts.watch
         if watch is None or watch.has_failed or self.over:
             return
-        is_own = not isinstance(error, CommunicationError)
+        is_own = isinstance(error, CorruptionError) or not isinstance(error, CommunicationError)
         said = watch.failed(error_text(error) if is_own else "")
         if said and not is_own:
             error.add_note(said)
@@ -235,13 +253,13 @@ class Engine:
             if self._order_of_copies is not None:
                 self._order_of_copies.begin(kind or name, cutter.rows, self._hash_of_trained(), self.loaded)
             release = self._gradient_release if name == "step" else None
-            if name in _TRAINING and settle is None:
+            if name in TRAINING and settle is None:
                 self._before = GradientsBefore(self._trained())
             if release is not None:
                 release.begin(call.loss_scale, has_graph=cutter.has_graph)
             if self._weights_on_host is not None:
                 self._weights_on_host.begin()
-            with nullcontext() if name in _TRAINING else self._reductions.evaluating():
+            with nullcontext() if name in TRAINING else self._reductions.evaluating():
                 if settle is None:
                     executor.run(recorder)
                 else:

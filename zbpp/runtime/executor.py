@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from zbpp.autograd.copies import OffloadError
+from zbpp.runtime.checked_links import CheckedInbox, CheckedOutbox
 from zbpp.runtime.flight_recorder import FlightRecorder
 from zbpp.runtime.layout import Message
 from zbpp.runtime.measure import Recorder
@@ -82,7 +83,8 @@ class Executor:
 
     methods: {op: the method of StageWorker that does it}. reductions: of the stages' gradients; None where
     the program has none. gate: makes the program's gate, when it is needed first. offloads: what may leave,
-    by the value's name and the stage. flight: where to note when each instruction begins.
+    by the value's name and the stage. flight: where to note when each instruction begins. check_messages:
+    gives messages checksums, and says in which call a changed one is found; None: no checksums.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Executor:
         gate: Callable[[], Gate] | None = None,
         offloads: Mapping[tuple[str, int], StageOffload[Any]] = MappingProxyType({}),
         flight: FlightRecorder | None = None,
+        check_messages: Callable[[], str] | None = None,
     ) -> None:
         self._program, self._workers, self._methods = program, workers, methods
         self._reductions, self._offloads = reductions, offloads
@@ -108,7 +111,7 @@ class Executor:
         self._pool = FreshBuffers(device) if dynamic_shapes else BufferPool(device)
         self._inboxes: dict[int, Inbox] = {}
         self._outboxes: dict[int, Outbox] = {}
-        self._connect(links, dynamic_shapes)
+        self._connect(links, dynamic_shapes, check_messages)
         taken = [value for instruction in program.instructions for value in _taken(instruction)]
         self._slots = dict(zip(taken, count(_FIRST_SLOT)))  # where each value waits
         self._make_gate = gate
@@ -192,21 +195,25 @@ class Executor:
         yield from self._inboxes.values()
         yield from self._outboxes.values()
 
-    def _connect(self, links: Links, dynamic_shapes: bool) -> None:
+    def _connect(self, links: Links, dynamic_shapes: bool, when: Callable[[], str] | None) -> None:
         """Make an Inbox for each rank that sends here, and an Outbox for each rank that is sent to."""
         rank, instructions = self._program.rank, self._program.instructions
+        outbox, inbox = (Outbox, Inbox) if when is None else (CheckedOutbox, partial(CheckedInbox, when=when))
         receives = [each for each in instructions if isinstance(each, Recv)]
         for peer in sorted({each.peer for each in receives}):
-            self._inboxes[peer] = Inbox(
+            mine = [each.value for each in receives if each.peer == peer]
+            self._inboxes[peer] = box = inbox(
                 int(peer > rank),  # a link's group has two ranks: 0 is the lower one
                 links[peer, rank],
                 self._pool,
-                [_channel(each.value) for each in receives if each.peer == peer],
+                list(map(_channel, mine)),
                 self._program.in_flight[peer],
                 dynamic_shapes,
             )
+            if isinstance(box, CheckedInbox):
+                box.names = [f"{value} from rank {peer} to rank {rank}" for value in mine]
         for peer in sorted({each.peer for each in instructions if isinstance(each, Send)}):
-            self._outboxes[peer] = Outbox(
+            self._outboxes[peer] = outbox(
                 int(peer > rank), links[rank, peer], self._pool.device, dynamic_shapes
             )
 
@@ -218,6 +225,7 @@ class Executor:
             first.append(inbox.begin if gate is None else partial(inbox.begin, gate.sent[peer]))
         at_gate: list[Callable[[], Any]] = []
         last: list[Callable[[], Any]] = [outbox.finish for outbox in self._outboxes.values()]
+        last += [each.verify for each in self._inboxes.values() if isinstance(each, CheckedInbox)]
         if gate is not None:
             place = _place_of(gate, program)
             at_gate.append(self._pass_gate)

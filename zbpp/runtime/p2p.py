@@ -119,7 +119,7 @@ class Outbox:
         known = None if self.dynamic_shapes else self.layouts.get(channel)
         if known is None:
             self.layouts[channel] = layout
-            works.append(self._start(encode(layout).to(self.device)))
+            works.append(self._start(self._header(layout).to(self.device)))
         elif known != layout:
             raise ValueError(
                 f"{describe(layout)} is to be sent where {describe(known)} was sent before"
@@ -130,6 +130,9 @@ class Outbox:
             if tensor is not None:
                 works.append(self._start(_as_stored(tensor)))
         self._pending.append(works)
+
+    def _header(self, layout: Layout) -> Tensor:
+        return encode(layout)
 
     def _start(self, tensor: Tensor) -> tuple[dist.Work, Tensor]:
         if tensor.is_complex():  # NCCL has no complex dtypes
@@ -160,7 +163,7 @@ def _as_stored(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().resolve_conj().resolve_neg()
 
 
-class _Posted(NamedTuple):
+class Posted(NamedTuple):
     """A receive that has started: of a message, or of its header where the layout is None."""
 
     channel: Hashable
@@ -187,7 +190,7 @@ class Inbox:
     depth: int
     dynamic_shapes: bool = False
     layouts: dict[Hashable, Layout] = field(default_factory=dict)
-    _posted: deque[_Posted] = field(default_factory=deque)
+    _posted: deque[Posted] = field(default_factory=deque)
     _num_posted: int = 0
     _num_received: int = 0
     _last: int = 0  # no receive is posted of this message or a later one
@@ -230,7 +233,7 @@ class Inbox:
             layout = None if self.dynamic_shapes else self.layouts.get(channel)
             self._posted.append(self._post(channel, layout))
 
-    def _post(self, channel: Hashable, layout: Layout | None) -> _Posted:
+    def _post(self, channel: Hashable, layout: Layout | None) -> Posted:
         """Start to receive a message, or its header where its layout is not known."""
         tensors: Message
         if layout is None:
@@ -238,14 +241,17 @@ class Inbox:
         else:
             tensors = tuple([None if each is None else self.pool.take(each) for each in layout])
         works = [self._start(tensor) for tensor in tensors if tensor is not None]
-        return _Posted(channel, layout, works, tensors)
+        return Posted(channel, layout, works, tensors)
 
-    def _after_header(self, posted: _Posted) -> _Posted:
+    def _after_header(self, posted: Posted) -> Posted:
         """Wait for a header, then start to receive what it announces."""
         posted.works[0].wait()
         assert posted.tensors[0] is not None  # the header
-        layout = self.layouts[posted.channel] = decode(posted.tensors[0])
+        layout = self.layouts[posted.channel] = self._layout_in(posted.tensors[0])
         return self._post(posted.channel, layout)
+
+    def _layout_in(self, header: Tensor) -> Layout:
+        return decode(header)
 
     def _start(self, buffer: Tensor) -> dist.Work:
         if buffer.is_complex():  # NCCL has no complex dtypes

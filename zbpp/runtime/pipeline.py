@@ -11,6 +11,7 @@ by the Engine, which also says what happens when a rank fails. This file has con
     pipeline_non_finite        where NaN and infinities came from
     pipeline_validation        an update that the next step waits for
     pipeline_timeline          what is measured
+    pipeline_checks            replicas compared, a step that runs twice
     pipeline_end               close, and the end after an error
 """
 
@@ -39,6 +40,7 @@ from zbpp.runtime.named_losses import NamedLosses, summed
 from zbpp.runtime.offloader import check_one_offload, offload_maker
 from zbpp.runtime.outputs import Metrics, Outputs
 from zbpp.runtime.parameters import StageParameters
+from zbpp.runtime.pipeline_checks import PipelineChecks
 from zbpp.runtime.pipeline_non_finite import PipelineNonFinite
 from zbpp.runtime.pipeline_timeline import PipelineTimeline
 from zbpp.runtime.rank_parts import RankParts
@@ -53,7 +55,7 @@ from zbpp.seeding import seed_of
 from zbpp.stage_api import PipelineModel
 
 
-class Pipeline(PipelineNonFinite, PipelineTimeline):
+class Pipeline(PipelineChecks, PipelineNonFinite, PipelineTimeline):
     """One rank of a pipeline.
 
     stages: {stage index: module}, exactly those that `timetable` gives to this rank; or a model (see
@@ -75,6 +77,8 @@ class Pipeline(PipelineNonFinite, PipelineTimeline):
     mp_policy: the torch.distributed.fsdp.MixedPrecisionPolicy of the stages that the Pipeline shards.
     offload: which activations leave device memory between F and B, see ActivationOffload; None: none. Results
     are the same to the last bit. Without costs of its own it decides after the second step.
+    check_messages: whether messages between ranks carry checksums; a message that has changed on its way
+    raises CommunicationError. See pipeline_checks for the other checks.
     seed: of the random numbers drawn in forward. timeout: seconds that a wait for another rank may last.
     dynamic_shapes: whether messages between stages may differ from microbatch to microbatch (shapes, dtypes,
     which tensors there are); each message then says its layout, and takes one more latency.
@@ -111,6 +115,7 @@ class Pipeline(PipelineNonFinite, PipelineTimeline):
         reshard: Reshard = "step",
         mp_policy: Any = None,
         offload: ActivationOffload | None = None,
+        check_messages: bool = False,
     ) -> None:
         given = Place(mesh, group)
         for each in given.mesh_groups():
@@ -120,13 +125,13 @@ class Pipeline(PipelineNonFinite, PipelineTimeline):
         self.rank = rank_in(given.pipeline, timetable)
         self.seed, self.num_steps, self.loss_scale = seed, 0, 1.0
         self._timeout, self._dynamic_shapes, self._reshard = timeout, dynamic_shapes, reshard
-        self._offload = offload
+        self._offload, self._check_messages = offload, check_messages
         # One rank of a larger job needs a group, too, for what is collective; this pipeline closes it.
         is_alone = timetable.num_ranks == 1 and given.pipeline is None
         self._made_group = group_of_this_process() if is_alone else None
         self.place = place = given if self._made_group is None else Place(None, self._made_group)
         self.group = place.pipeline
-        check_ranks_agree(timetable, dynamic_shapes, place)
+        check_ranks_agree(timetable, place, dynamic_shapes=dynamic_shapes, check_messages=check_messages)
         agreed = agree_on_stages(stages, timetable, self.rank, device, place)
         model = model_of(stages)
         self._loss_fn = model.loss if loss_fn is None and model is not None else loss_fn
@@ -157,6 +162,7 @@ class Pipeline(PipelineNonFinite, PipelineTimeline):
             timeout=timeout,
             dynamic_shapes=dynamic_shapes,
             make_offload=offload_maker(offload, timetable, self.device, place),
+            check_messages=(lambda: self.num_steps) if check_messages else None,
         )
         copies = order_of_copies(place, key_of_all, self.rank, self.device)
         self._engine = Engine(parts, copies)
@@ -217,9 +223,12 @@ class Pipeline(PipelineNonFinite, PipelineTimeline):
             recorder = self._recording
             call = Call(args, target, kwargs, loss_scale=self.loss_scale)
             settle = self._settle_in_step(call)
+            replay = self._begin_replay(call) if self._is_replayed else None
             losses, self.step_losses = self._engine.step(
                 call, self._seeds(), recorder, settle, kind=self.step_kind
             )
+            if replay is not None:
+                replay.run(self._seeds(), losses, self.step_losses)
         if self._compares_losses:
             check_losses_alike(self.place, losses, self.step_losses.means())
             self._compares_losses = False
@@ -311,6 +320,7 @@ class Pipeline(PipelineNonFinite, PipelineTimeline):
             dynamic_shapes=self._dynamic_shapes,
             reshard=self._reshard,
             offload=self._offload,
+            check_messages=self._check_messages,
         )
         following.num_steps, following.loss_scale = self.num_steps, self.loss_scale
         if self._records is not None:

@@ -71,10 +71,10 @@ class PipelineNonFinite(PipelineState, PipelineGradientRelease):
 
     def _drop_gradients(self) -> None:
         for parameter in self.parameters():
-            total = total_of(parameter)
-            if total is not None and total is getattr(parameter, "main_grad", None):
-                total.zero_()
             parameter.grad = None
+            main_grad = total_of(parameter)
+            if main_grad is not None:
+                main_grad.zero_()
 
 
 def _detached(value: Any) -> Any:

@@ -22,13 +22,16 @@ from zbpp.schedule import Op, Programs, Timetable, lower
 
 MakeOffload = Callable[[Mapping[int, StageWorker]], Offloader]
 
-_METHODS: dict[str, dict[Op, StageMethod]] = {
-    "step": {
-        Op.F: StageWorker.forward,
-        Op.B: StageWorker.backward_input,
-        Op.W: StageWorker.backward_weight,
-        Op.BW: StageWorker.backward,
-    },
+TRAINING = ("step", "replay")  # the calls that compute gradients
+
+_STEP: dict[Op, StageMethod] = {
+    Op.F: StageWorker.forward,
+    Op.B: StageWorker.backward_input,
+    Op.W: StageWorker.backward_weight,
+    Op.BW: StageWorker.backward,
+}
+METHODS: dict[str, dict[Op, StageMethod]] = {
+    **dict.fromkeys(TRAINING, _STEP),
     "evaluate": {Op.F: StageWorker.evaluate},
     "predict": {Op.F: StageWorker.evaluate},
 }
@@ -39,12 +42,13 @@ class RankParts:
 
     key: the prefix of this pipeline's names in the job's store; key_of_all: that of all pipelines of its
     mesh, whose processes wait for each other. make_offload: makes the Offloader of these
-    stages; None: nothing leaves. The other arguments are Pipeline's.
+    stages; None: nothing leaves. check_messages: says how many steps are done, for errors about messages
+    whose checksum is wrong; None: no message has one. The other arguments are Pipeline's.
 
     modules: the stages and the loss, if that is a module. workers: by stage. executors: of the calls "step",
     "evaluate" and "predict". order_of_ranks: checks that all ranks make the same calls; None where no rank is
-    linked to another. flight: where this rank stands; watch: tells it to the processes that wait for this one,
-    None where there are none.
+    linked to another. flight: where this rank stands; watch: tells it to the processes that wait for this
+    one, None where there are none.
     activations, weights_on_host: what leaves the device; None where nothing does.
     """
 
@@ -63,6 +67,7 @@ class RankParts:
         timeout: float,
         dynamic_shapes: bool,
         make_offload: MakeOffload | None,
+        check_messages: Callable[[], int] | None = None,
     ) -> None:
         self.timetable, self.rank, self.reductions, self.key = timetable, rank, reductions, key
         self.modules = [*stages.values(), *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
@@ -82,15 +87,15 @@ class RankParts:
             self._links = link_groups(group, pairs, timeout, device)
         if pairs or reductions.is_shared:
             self.watch = Watch(self.flight, job_store(f"{key_of_all}/watch"))
-        self._device, self._dynamic_shapes = device, dynamic_shapes
+        self._check_messages, self._device, self._dynamic_shapes = check_messages, device, dynamic_shapes
         self.executors = {
-            name: self.executor(name, program, _METHODS[name]) for name, program in programs.items()
+            name: self.executor(name, program, METHODS[name]) for name, program in programs.items()
         }
 
     def executor(self, name: str, program: Programs, methods: Mapping[Op, StageMethod]) -> Executor:
         """An executor of this rank's program for the call `name`."""
         timetable, rank = self.timetable, self.rank
-        trains = name in ("step", "replay")
+        trains = name in TRAINING
         return Executor(
             program[rank],
             self.workers,
@@ -103,7 +108,14 @@ class RankParts:
             gate=lambda: lower(timetable).gate(rank),
             offloads={} if self.activations is None else self.activations.offloads,
             flight=self.flight,
+            check_messages=None if self._check_messages is None else self._when,
         )
+
+    def _when(self) -> str:
+        """The call that runs, for the errors of checked messages."""
+        assert self._check_messages is not None
+        number, call = self._check_messages(), self.flight.call
+        return f"in {call} {number + 1}" if call in TRAINING else f"in {call}() after {number} steps"
 
     def _workers(
         self, stages: Mapping[int, nn.Module], loss_fn: Loss | None, device: torch.device

@@ -102,7 +102,7 @@ class Watch:
         return said
 
     def seen(self) -> dict[int, str]:
-        """After a failure: where each rank of the pipeline stood when it told last, by its number in there."""
+        """After a failure: where each rank of the pipeline stood when it told last, by its rank there."""
         if not self._shared.has_failed:
             self.failed()
         own, everyone = self._shared.flight.pipeline, self._shared.standings.values()
@@ -153,7 +153,8 @@ def _run(shared: _Shared) -> None:
 def _set_alarm(seconds: float) -> None:
     """Unless this is called again in time, show what each thread does, and end the process."""
     with suppress(AttributeError, ValueError, OSError):  # where standard error is no file
-        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__.fileno())  # type: ignore[union-attr]
+        number = sys.__stderr__.fileno()  # type: ignore[union-attr]
+        faulthandler.dump_traceback_later(seconds, exit=True, file=number)
 
 
 def _tell(shared: _Shared) -> None:

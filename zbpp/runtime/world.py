@@ -1,7 +1,7 @@
 """Joining and leaving the job, and agreement between its ranks.
 
 The only caller of init_process_group. A restarted job finds the addresses of its predecessor's dead processes
-in the shared store, so every start writes there under a name of its own.
+in the shared store, so every start writes there under a name of its own: see joining.py.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from time import sleep
 from typing import Any, Self
-from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
+from zbpp.runtime.joining import Rendezvous, join, versions
 from zbpp.runtime.roll_call import missing_in, ranks_text
 
 
@@ -43,6 +41,10 @@ class CommunicationError(RuntimeError):
         """The error with torch's first line, and where it was raised."""
         first_line = str(error).partition("\n")[0]
         return cls(f"{where}: {first_line}")
+
+
+class CorruptionError(CommunicationError):
+    """A message arrived with other bits than it was sent with."""
 
 
 @dataclass(frozen=True)
@@ -73,22 +75,25 @@ def world(*, device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
 
     device: "cpu" (gloo), "cuda" (NCCL) or "auto". timeout: seconds that a wait for another rank may last.
     """
+    if "RANK" in os.environ:
+        Rendezvous.from_environment()
     chosen = _device(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if "RANK" not in os.environ:
         yield World(0, 1, chosen)
         return
-    limit = timedelta(seconds=timeout)
-    store, rank, size = next(rendezvous("env://", timeout=limit))
+    limit, here = timedelta(seconds=timeout), Rendezvous.from_environment()
+    store = here.store(timeout)
+    attempt = join(store, here, {**versions(), "device": chosen.type}, timeout)
     dist.init_process_group(
         "nccl" if chosen.type == "cuda" else "gloo",
-        store=PrefixStore(f"zbpp/{_attempt(store, rank, size)}", store),
-        rank=rank,
-        world_size=size,
+        store=PrefixStore(f"zbpp/{attempt}", store),
+        rank=here.rank,
+        world_size=here.size,
         timeout=limit,
     )
-    yield World(rank, size, chosen)
+    yield World(here.rank, here.size, chosen)
     # Not after an error: it would wait for receives that no rank will answer, and hide the error.
     dist.destroy_process_group()
 
@@ -104,37 +109,16 @@ def _device(name: str) -> torch.device:
     needed, found = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if name == "cuda" and found < needed:
         built = "" if torch.version.cuda else " and is built without CUDA"
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        limited = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
+        fewer = f"start {found} process(es), or " if found else ""
         raise DeviceError(
-            f"device=cuda: {needed} process(es) here, but torch sees {found} CUDA device(s){built}; "
-            "write device=cpu"
+            f"device=cuda: {needed} process(es) here, but torch sees {found} CUDA device(s){limited}{built}; "
+            f"{fewer}write device=cpu"
         )
     if name == "cpu" or found < needed:
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-
-
-def _attempt(store: Any, rank: int, size: int) -> str:
-    """A name for this start of the job: the same on all its ranks, and different from every earlier start's.
-
-    After a restart on several nodes the agents' restart counts may differ, and the store still holds what
-    earlier starts wrote. So each rank puts a question under a random name, and rank 0 answers the questions
-    until every rank has confirmed. A dead rank's question is never confirmed; the new rank overwrites it.
-    """
-    if rank > 0:
-        question = uuid4().hex
-        store.set(f"zbpp/ask/{rank}", question)
-        attempt = str(store.get(f"zbpp/answer/{question}").decode())
-        store.set(f"zbpp/confirm/{attempt}/{rank}", "1")
-        return attempt
-    attempt = uuid4().hex
-    waiting = list(range(1, size))
-    while waiting:
-        for other in waiting:
-            question = store.get(f"zbpp/ask/{other}").decode()
-            store.set(f"zbpp/answer/{question}", attempt)
-        sleep(0.01)
-        waiting = [other for other in waiting if not store.check([f"zbpp/confirm/{attempt}/{other}"])]
-    return attempt
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

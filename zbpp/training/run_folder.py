@@ -69,7 +69,7 @@ class RunFolder:
             )
 
     def check_number(self, num_processes: int) -> None:
-        """Raise FolderError if this job was started again, without a user, with another number of processes."""
+        """Raise FolderError if torchrun or Slurm started this job again with another number of processes."""
         if self._num_processes not in (None, num_processes):
             raise FolderError(
                 f"this job began with {self._num_processes} processes and was started again with "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zbpp.checkpoints import Checkpoint, CheckpointError
 from zbpp.checkpoints.folders import check_contents, check_sizes, checkpoints_in, step_of
+from zbpp.checkpoints.held import HeldCheckpoint
 
 _STAGE_FILE = re.compile(r"stage-(\d+)-of-(\d+)\.safetensors")
 
@@ -45,11 +46,13 @@ def weights_of_run(run: Path) -> SavedWeights:
         return CheckpointWeights(run)
     if any(_STAGE_FILE.fullmatch(path.name) for path in run.iterdir()):
         return StageFiles(run)
-    for path in checkpoints_in(run / "checkpoints"):
+    for path in _newest_first(run / "checkpoints"):
         try:
             return CheckpointWeights(path)
         except CheckpointError:
             raise  # not damaged: an older checkpoint would be another model than the user means
+        except FileNotFoundError:
+            print(f"passed over: the run has just removed {path}", flush=True)
         except ValueError as error:
             print(f"passed over: {error}", flush=True)
     raise ValueError(
@@ -58,20 +61,31 @@ def weights_of_run(run: Path) -> SavedWeights:
     )
 
 
-class CheckpointWeights:
-    """The model's tensors in a checkpoint, without optimizer states.
+def _newest_first(folder: Path) -> Iterator[Path]:
+    """The checkpoints in a folder. A run that trains may add some meanwhile, and remove others."""
+    seen = set[Path]()
+    while new := [path for path in checkpoints_in(folder) if path not in seen]:
+        seen.add(new[0])
+        yield new[0]
 
-    Raises ValueError for a checkpoint that is damaged, CheckpointError if a newer zbpp wrote it.
+
+class CheckpointWeights:
+    """The model's tensors in a checkpoint, without optimizer states. The run may remove it meanwhile.
+
+    Raises FileNotFoundError if it is gone; ValueError if it is damaged; CheckpointError if a newer zbpp wrote
+    it.
     """
 
     def __init__(self, path: Path) -> None:
+        self._held = HeldCheckpoint(path)
+        held = self._held.path
         try:
-            check_contents(path, files := check_sizes(path), files)
-        except CheckpointError:
-            raise
+            check_contents(held, files := check_sizes(held), files)
+            self._checkpoint = Checkpoint(held)
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(str(held), str(path))) from error
         except ValueError as error:
             raise ValueError(f"{path} is damaged: {error}") from error
-        self._checkpoint = Checkpoint(path)
         self._shapes = self._checkpoint.shapes()
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,12 @@ sys.path.insert(0, str(ROOT / "tests"))  # for the commands that start without i
 from helpers.warm import WarmPython  # noqa: E402
 
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MISBEHAVE")
+
+_BY_HAND = """
+for rank in $(seq 0 $NUM); do RANK=$rank LOCAL_RANK=$rank "$0" -m zbpp.train "$@" & all="$all $!"; done
+for each in $all; do wait $each || status=1; done
+exit $status
+"""
 
 
 def warm_python() -> WarmPython:
@@ -50,13 +57,29 @@ class Job:
         for path in folder.glob("rank-*.pid"):
             path.unlink()
         inherited = {key: value for key, value in os.environ.items() if key not in _OF_TORCHRUN}
+        self.begin, taken = time.time(), socket.socket()
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
         start = {
             "zbpp": [commands / "zbpp", "train", "-n", num_ranks],
             "torchrun": [
                 commands / "torchrun", "--standalone", "--nproc-per-node", num_ranks, "--max-restarts",
                 restarts, "--shutdown-timeout", 3, "--monitor-interval", 0.05, "-m", "zbpp.train",
             ],
+            "torchrun, port in use": [
+                commands / "torchrun", "--master-addr", "127.0.0.1", "--master-port", port,
+                "--nproc-per-node", num_ranks, "-m", "zbpp.train",
+            ],
+            "without the last rank": ["sh", "-c", _BY_HAND, commands / "python"],
         }[how]  # fmt: skip
+        if how == "torchrun, port in use":
+            taken.listen()
+            self._taken = taken  # until this job is forgotten
+        else:
+            taken.close()
+        of_ranks = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        if how == "without the last rank":
+            inherited |= {**of_ranks, "NUM": str(num_ranks - 2), "LOCAL_WORLD_SIZE": str(num_ranks)}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [*map(str, start), *arguments],

@@ -88,6 +88,11 @@ def _misbehaves(job: Job, step: int, rng: Random) -> Injected:
     return Injected(json.loads(fired.read_text())["time"], where)
 
 
+def _at_start(job: Job, step: int, rng: Random) -> Injected:
+    """The job's start is the fault."""
+    return Injected(job.begin, "start")
+
+
 def _nan(job: Job, step: int, rng: Random) -> Injected:
     job.wait_for_step(step)
     return Injected(time.time(), f"batch of step {step + 1}")
@@ -205,14 +210,18 @@ KINDS: dict[str, Kind] = {
         inject=_kill(signal.SIGTERM, "job"), words=("left after step",), ends="leaves"
     ),
     "SIGSEGV of a rank": _own("segfault", "F", "SIGSEGV", **_BOTH),
-    "exception in F": _own("raise", "F", _PLANTED, **_BOTH),
-    "exception in B": _own("raise", "B", _PLANTED, **_BOTH),
+    "exception in F": _own("raise", "F", _PLANTED, r"\dF\d", **_BOTH),
+    "exception in B": _own("raise", "B", _PLANTED, r"\dB\d", **_BOTH),
     "exception in the loss": _own("raise", "loss", _PLANTED, rank="last", **_BOTH),
     "exception in the data": _own("raise", "data", _PLANTED, rank="first", **_BOTH),
+    "a port in use at the start": Kind(
+        inject=_at_start, words=("in use|EADDRINUSE",), hows=("torchrun, port in use",)
+    ),
+    "a rank never comes": Kind(inject=_at_start, words=("rank {last} ",), hows=("without the last rank",)),
     "a rank leaves with 0": _own("leave", "F", r"rank \d"),
-    "endless loop in F": _own("loop", "F", r"rank \d is behind"),
-    "endless loop in B": _own("loop", "B", r"rank \d is behind"),
-    "a message is lost": _own("lose a message", "F", r"Recv|rank \d is behind", rank="not last"),
+    "endless loop in F": _own("loop", "F", r"rank \d .*its own code.* \dF\d"),
+    "endless loop in B": _own("loop", "B", r"rank \d .*its own code.* \dB\d"),
+    "a message is lost": _own("lose a message", "F", "a message is lost", rank="not last"),
     "out of memory": _own("out of memory", "F", "memory"),
     "NaN in the data": Kind(inject=_nan, words=(), ends="goes on", nan_step=True),
     "flipped bit in the newest checkpoint": Kind(

@@ -34,9 +34,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "zbpp plan", scripts: st
     parser = make_parser(prog)
     options = parser.parse_args(argv)
     options.schedules += options.compare
-    wanted = (bool(options.schedules), options.timetable is not None, options.choose, bool(options.layers))
-    if options.cluster is not None and not any(wanted[1:]):
-        wanted = (True,)  # the names are the schedules to try
+    on_cluster = options.cluster is not None
+    named = bool(options.schedules) and not on_cluster  # with --cluster: the schedules to try
+    wanted = (named, options.timetable is not None, options.choose, bool(options.layers), on_cluster)
     if sum(wanted) != 1:
         parser.error(
             "name at least one schedule, or give --timetable FILE (not both), --choose, --layers or --cluster"

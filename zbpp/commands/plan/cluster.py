@@ -27,6 +27,8 @@ def add_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--degrees", type=_degrees, metavar="NAME=N,...", help=fixed)
     again = "layers compute their activations again in B (default: only if nothing else fits)"
     group.add_argument("--recompute", action=argparse.BooleanOptionalAction, help=again)
+    tokens = "as model.sequence_parallel=true: with tensor > 1, norms are divided, too"
+    group.add_argument("--sequence-parallel", action="store_true", help=tokens)
     group.add_argument("--out", metavar="FILE", help="write the answer to FILE (.json, or else as text)")
 
 
@@ -49,6 +51,7 @@ def on_paper(options: argparse.Namespace) -> str:
         sizes=_sizes(options.model, options.sequence),
         hardware=_hardware(options.cluster),
         batch=options.batch,
+        sequence_parallel=options.sequence_parallel,
         schedules=tuple(options.schedules) or SCHEDULES,
         **given,
     )

@@ -4,6 +4,7 @@ Wrong types and unknown keys fail while Hydra composes; ranges (zbpp/ranges.py) 
 """
 
 from zbpp.config.tree.commands import BenchConfig, ExplainConfig, JobConfig, MeasureConfig
+from zbpp.config.tree.debug import DebugConfig
 from zbpp.config.tree.finetune import FinetuneConfig, LoraConfig
 from zbpp.config.tree.groups import (
     CheckpointConfig,
@@ -21,6 +22,7 @@ __all__ = [
     "NUM_MICROBATCHES",
     "BenchConfig",
     "CheckpointConfig",
+    "DebugConfig",
     "EarlyStopConfig",
     "ExplainConfig",
     "FinetuneConfig",

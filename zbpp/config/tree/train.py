@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from zbpp.config.tree.commands import COMPILE, PRECISIONS, RunConfig
+from zbpp.config.tree.debug import REPLAY, DebugConfig
 from zbpp.config.tree.finetune import FinetuneConfig
 from zbpp.config.tree.groups import (
     CheckpointConfig,
@@ -36,6 +37,7 @@ class TrainConfig(RunConfig):
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
     # auto: go on from the newest whole checkpoint of run_dir, if it has one; none; or a path.
     resume: str = filled("auto", "write auto, none, or a folder with checkpoints")
     stop_after: int | None = ranged(None, least=1)  # steps of this start; the run is saved and left then
@@ -78,11 +80,29 @@ class TrainConfig(RunConfig):
         self._check_recompute()
         if self.memory.offload_weights:
             self._check_offloaded_weights()
+        if REPLAY in self.debug.check:
+            self._check_replay()
         if self.finetune.lora.r is not None and self.parallel.tensor > 1:
             raise ConfigError(
                 f"finetune.lora doesn't go with parallel.tensor={self.parallel.tensor}, whose plan splits "
                 "the modules that LoRA wraps: write parallel.tensor=1, with more pipeline ranks or shards"
             )
+
+    def _check_replay(self) -> None:
+        """Refuse what a step can't run twice with."""
+        memory = self.memory
+        if memory.gradient_release != "off":
+            what, instead = f"memory.gradient_release={memory.gradient_release}", "gradient_release=off"
+            why = "which has updated the weights by then"
+        elif memory.offload_weights or memory.offload != "none":
+            key = "offload_weights" if memory.offload_weights else "offload"
+            what, instead = f"memory.{key}", "offload=none and offload_weights=false"
+            why = "whose copies are planned for one timetable"
+        else:
+            return
+        raise ConfigError(
+            f"debug.check=replay doesn't go with {what}, {why}: write memory.{instead}, or leave replay out"
+        )
 
     def _check_report(self) -> None:
         """Refuse memory.report where the last step is not yet like all later ones."""

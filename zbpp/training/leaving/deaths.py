@@ -1,4 +1,4 @@
-"""What a rank says when another one is gone: who, in which step and instruction, and what it waited for itself.
+"""What a rank says when another one is gone: who, in which step, and what it waited for itself.
 
 The rank whose neighbour dies sees a broken connection. It looks which processes of its host are gone, and
 tells the ranks of other hosts through the job's store. A rank that fails or leaves by `sys.exit` tells the
@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
@@ -61,8 +62,8 @@ class Deaths:
             if death is not None:
                 raise death from error
         elif isinstance(error, SystemExit):
-            text = f"rank {self._rank} left with exit status {error.code or 0}{self._when()}, before the run's end"
-            text += f": sys.exit at {_place(error)}"
+            left = f"rank {self._rank} left with exit status {error.code or 0}{self._when()}"
+            text = f"{left}, before the run's end: sys.exit at {_place(error)}"
             self._tell(text)
             raise RankDeath(text) from error
         elif isinstance(error, Exception):
@@ -77,7 +78,7 @@ class Deaths:
         self._ask(lambda store: (_put(store, _REASON, reason), _put(store, _SHOWN, str(self._rank))))
 
     def _explained(self, error: CommunicationError) -> RankDeath | None:
-        """The cause of a broken connection, once the launcher had the time to notice; None: nothing is known."""
+        """The cause of a broken connection, once the launcher had time to notice; None: nothing is known."""
         end = time.monotonic() + GRACE
         last = self._last_seen()
         dead, reason = self._cause(end)
@@ -110,7 +111,7 @@ class Deaths:
             found = gone(self._members) if time.monotonic() < soon else []
             mine = json.dumps(found) if found else ""
             # A reason comes first: the rank that told it ends right after.
-            told = self._ask(lambda store, mine=mine: _put(store, _REASON, mine) if mine else _known(store))
+            told = self._ask(partial(_put, key=_REASON, value=mine) if mine else _known)
             told = told or mine
             if told:
                 return (json.loads(told), "") if told.startswith("[") else ([], told)
@@ -131,7 +132,7 @@ class Deaths:
         return winner in (None, str(self._rank))
 
     def _ask(self, call: Callable[[Any], Any]) -> Any:
-        """What a call of the store returns; None if it is gone, or does not answer: its process may be stopped."""
+        """What a call of the store returns; None if it is gone or silent: its process may be stopped."""
         answers: list[Any] = []
 
         def ask() -> None:
@@ -157,7 +158,7 @@ def _known(store: Any) -> str:
 
 
 def _without_torchs_advice(text: str) -> str:
-    """gloo's message without its line of code, and without the remark that another process may have failed."""
+    """gloo's message without its line of code, and without the remark that another process failed."""
     return re.sub(r"\[/\S+\.cc:\d+\] ", "", text.partition(". This is typically")[0])
 
 

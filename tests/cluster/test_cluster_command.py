@@ -1,0 +1,112 @@
+"""`zbpp plan --cluster`: its table, its JSON, and what it says of files that won't do."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from zbpp.cluster import Hardware
+from zbpp.commands.plan import main
+from zbpp.config import config_folder
+from zbpp.config.typed_file import read_typed
+
+GOOD = (config_folder() / "cluster/a100.yaml").read_text()
+
+
+@pytest.mark.parametrize("name", ["a100", "h100"])
+def test_the_clusters_of_configs_are_read(name: str) -> None:
+    cluster = read_typed(config_folder() / f"cluster/{name}.yaml", Hardware)
+    assert cluster.gpus_per_node == 8
+    assert cluster.source
+
+
+def test_the_table_and_the_json_hold_the_same_steps(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out = tmp_path / "answer.json"
+    command = "zb_h1 1f1b --cluster a100 --model llama_1b --batch 64 --top 2 --degrees pipeline=4,tensor=2"
+    assert main([*command.split(), "--microbatch-size", "1", "--out", str(out)]) == 0
+    printed, answer = capsys.readouterr().out, json.loads(out.read_text())
+    assert len(answer["steps"]) == 2
+    for step in answer["steps"]:
+        assert (step["pipeline"], step["tensor"], step["replicate"] * step["shard"]) == (4, 2, 4)
+        assert f"{step['step_ms']:,.0f}" in printed
+        assert f"{step['mfu']:.1%}" in printed
+        assert step["memory_gib"] < 74.5
+    assert answer["steps"][0]["schedule"] == "zb_h1"
+
+
+def test_a_hugging_face_folder_is_a_model(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 8}
+    config |= {"intermediate_size": 1024, "vocab_size": 32000, "max_position_embeddings": 2048}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = (
+        f"zb_h1 --cluster a100 --model {tmp_path} --sequence 512 --batch 64 --degrees pipeline=4,tensor=1"
+    )
+    assert main(command.split()) == 0
+    assert "64 sequences of 512 tokens" in capsys.readouterr().out
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "mixtral"}))
+    assert main(command.split()) == 2
+    assert "mixtral has layers that --cluster does not know" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "old, new, complaint",
+    [
+        ("nodes: 4\n", "", "nodes is missing: write the number of nodes, 1 to 1e+06"),
+        ("nodes: 4", "nodes: 0", "nodes=0: write the number of nodes"),
+        ("nodes: 4", "nodes: -4", "nodes=-4: write the number of nodes"),
+        ("nodes: 4", "nodes: 2.5", "nodes=2.5 is no whole number"),
+        ("nodes: 4", "nodes: four", "nodes='four' is no whole number"),
+        ("nodes: 4", "nodes: true", "nodes=True is no whole number"),
+        ("nodes: 4", "nodes: 1" + "0" * 400, "nodes=1000"),
+        ("nodes: 4", "node: 4", "node: there is no such key; did you mean nodes?"),
+        ("memory: 74.5", "memory: 1e99", "gpu.memory=1e+99: write GiB, such as 80"),
+        ("memory: 74.5", "memory: .nan", "gpu.memory=nan: write GiB, such as 80"),
+        ("  peak_tflops: 312", "", "gpu.peak_tflops is missing: write dense TFLOP/s of the datasheet"),
+        ("achieved: 0.7", "achieved: 70", "gpu.achieved=70.0: write the share that kernels reach"),
+        ("latency: 10", "latency: -1", "between.latency=-1.0: write microseconds"),
+        ("bandwidth: 300", "bandwidth: 0", "inside.bandwidth=0.0: write GB/s in one direction"),
+        (
+            "bandwidth: 300",
+            "bandwith: 300",
+            "inside.bandwith: there is no such key; did you mean inside.bandw",
+        ),
+        (GOOD, "- 4", "has no keys"),
+        (GOOD, "nodes: [", "can't be read"),
+        (GOOD, "nodes: 4\ngpus_per_node: 8\ngpu: 3", "gpu=3: write the keys peak_tflops"),
+    ],
+)
+def test_an_absurd_value_is_refused_by_its_key(
+    old: str, new: str, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(GOOD.replace(old, new, 1))
+    assert main(["--cluster", str(path), "--model", "llama_1b", "--batch", "64"]) == 2
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert error.count("\n") == 1
+    assert len(error) < 700
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        ("--model llama_1b", "needs --batch"),
+        ("--batch 64", "needs --model"),
+        ("--model llama_1b --batch 0", "--batch 0: write a whole number"),
+        ("--model llama_1b --batch 64 --top 0", "--top 0: write a whole number"),
+        ("--model llama_1b --batch 64 --precision int8", "--precision int8: write mixed_bfloat16"),
+        ("--model llama_1b --batch 64 --degrees pipeline=3", "write divisors of 32"),
+        ("--model llama_1b --batch 64 --degrees expert=2", "--degrees expert=...: write pipeline"),
+        ("--model llama_1b --batch 3 --degrees shard=32", "write a larger batch, such as --batch 32"),
+        ("--model mlp --batch 64", "has no sizes that --cluster knows"),
+        ("--model nowhere --batch 64", "there is no such file; write a path, or a name in configs"),
+        ("zb_auto --model llama_1b --batch 64", "--schedules zb_auto: write some of gpipe"),
+    ],
+)
+def test_what_can_not_be_asked_is_refused(
+    arguments: str, complaint: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(["--cluster", "a100", *arguments.split()]) == 2
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert error.count("\n") == 1

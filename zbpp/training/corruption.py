@@ -1,0 +1,64 @@
+"""Checks against silent corruption, as callbacks of a run: see zbpp/runtime/pipeline_checks.py."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from zbpp.training.callbacks import Callback
+from zbpp.training.trainer import Trainer
+from zbpp.training.update import Metrics
+
+
+class CheckReplicas(Callback):
+    """Compares all copies of weights, buffers and optimizer states.
+
+    When: behind the first step of a start, behind one of `every` steps, and behind the last one.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._first: int | None = None
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        """See Callback."""
+        self._first = step if self._first is None else self._first
+
+    def needs_weights(self, step: int) -> bool:
+        """See Callback."""
+        return step == self._first or (step + 1) % self._every == 0
+
+    def after_step(self, trainer: Trainer, step: int, known: list[Metrics]) -> None:
+        """See Callback."""
+        if self.needs_weights(step):
+            self._check(trainer)
+
+    def finish(self, trainer: Trainer) -> None:
+        """See Callback."""
+        self._check(trainer)
+
+    def _check(self, trainer: Trainer) -> None:
+        trainer.pipeline.check_replicas(trainer.optimizer, masters=trainer.masters)
+
+
+class ReplaySteps(Callback):
+    """Runs the first step of a start, and one of `every` steps, twice; not one whose memory is reported."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._open = ExitStack()
+        self._is_first = True
+
+    def needs_weights(self, step: int) -> bool:
+        """Before a step that runs twice no update is left to be validated."""
+        return (step + 2) % self._every == 0
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        """See Callback."""
+        report = trainer.memory_report
+        if (self._is_first or (step + 1) % self._every == 0) and not (report and report.step == step):
+            self._open.enter_context(trainer.pipeline.replaying())
+        self._is_first = False
+
+    def after_step(self, trainer: Trainer, step: int, known: list[Metrics]) -> None:
+        """See Callback."""
+        self._open.close()
