@@ -125,7 +125,8 @@ PARSERS = {
 }  # fmt: skip
 
 _PIECES = [
-    b"", b"[" * 3000, b"{" * 3000, b'{"a":' * 1500, b"1e999", b"-1", b"NaN", b"Infinity", b"1" * 5000, b"null",
+    b"", b"[" * 3000, b"{" * 3000, b'{"a":' * 1500, b"1e999", b"-1", b"NaN", b"Infinity", b"1" * 5000,
+    b"null",
     b"[]", b"{}", b'""', b"10000000000000000000", b"2147483647", b"\x00", b"\xff\xfe", b"\xed\xa0\x80",
     b"\n",
     b"\r", b" ", b"- " * 500, b"&a", b"*a", b"? ", b": ", b"!!python/object/apply:os.system [x]", b"../../x",

@@ -46,7 +46,7 @@ _BUILT = (
 _NEVER = (
     pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.PERSID,
     pickle.BINPERSID, pickle.DICT, pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET, pickle.NEXT_BUFFER,
-    pickle.READONLY_BUFFER,
+    pickle.READONLY_BUFFER, pickle.BYTEARRAY8,
 )  # fmt: skip
 
 

@@ -42,13 +42,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.picture is not None and options.picture.suffix not in _PICTURES:
         parser.exit(1, f"error: --picture {options.picture}: end its name in {', '.join(_PICTURES)}\n")
     try:
-        losses = [list(_values(folder, "loss").values()) for folder in folders]
-        summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
-        print("\n".join(map(printable, _table(folders, summaries).splitlines())))
-    except (LookupError, AttributeError, TypeError, ValueError, OSError, RecursionError) as error:
-        parser.exit(1, f"error: these are no runs of zbpp train ({type(error).__name__}: {error!s:.200})\n")
-    if options.picture is not None:
-        _draw(folders, options.picture, has_tokens=summaries[0]["unigram_entropy"] is not None)
+        return _compare(folders, options.picture)
+    except (LookupError, AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        why = printable(f"{type(error).__name__}: {error}"[:200])
+        parser.exit(1, f"error: the files of these folders are not those of finished runs ({why})\n")
+
+
+def _compare(folders: list[Path], picture: Path | None) -> int:
+    losses = [list(_values(folder, "loss").values()) for folder in folders]
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
+    print("\n".join(map(printable, _table(folders, summaries).splitlines())))
+    if picture is not None:
+        _draw(folders, picture, has_tokens=summaries[0]["unigram_entropy"] is not None)
     are_equal = all(each == losses[0] for each in losses)
     outcome = "are equal to the last bit" if are_equal else f"DIFFER{_difference(losses)}"
     print(f"losses of all {len(losses[0])} steps {outcome}")

@@ -10,10 +10,10 @@ import argparse
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import hydra._internal.hydra as hydra_internal
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra.core.config_search_path import ConfigSearchPath
@@ -49,12 +49,12 @@ def foreign_files_checked(name: str, own: Path, arguments: Sequence[str]) -> Ite
             _check_hydra(found, _own_hydra(name, own, arguments))
             return found
 
-    kept = hydra_internal.ConfigLoaderImpl
-    hydra_internal.ConfigLoaderImpl = Loader  # type: ignore[misc]  # hydra.main takes no loader
+    maker: Any = import_module("hydra._internal.hydra")  # hydra.main takes no loader
+    kept, maker.ConfigLoaderImpl = maker.ConfigLoaderImpl, Loader
     try:
         yield
     finally:
-        hydra_internal.ConfigLoaderImpl = kept  # type: ignore[misc]
+        maker.ConfigLoaderImpl = kept
 
 
 def _foreign_folders(arguments: Sequence[str]) -> list[Path]:

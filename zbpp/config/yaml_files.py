@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
+import yaml  # type: ignore[import-untyped]  # its stubs are another package
 
 from zbpp.ranges import ConfigError
 

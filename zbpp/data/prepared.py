@@ -116,7 +116,7 @@ def open_prepared(path: str | Path) -> Prepared:
             )
         parts = {name: PartHeader(**part) for name, part in found.pop("parts").items()}
         header = Header(**found, parts=parts)
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
         raise ValueError(
             f"{str(file)!r} is no header of prepared tokens ({type(error).__name__}: {error}): prepare them "
             "again"
