@@ -539,7 +539,8 @@ def test_a_bug_on_one_rank_is_told_with_its_traceback_and_nothing_else(capfd):
         ({0: (1.0, "bug", "lost its peer")}, {0: 1, 1: -9}, Refusal, "^rank 1 died of SIGKILL$"),
         ({1: (1.0, "refusal", "refused")}, {0: -15, 1: 1}, Refusal, "^refused$"),
         ({0: (1.0, "broken pipe", ""), 1: (2.0, "bug", "lost its peer")}, {0: 1, 1: 1}, BrokenPipeError, ""),
-        ({}, {0: 3}, Refusal, "^ranks ended without a word; exit codes by rank: {0: 3}$"),
+        ({}, {0: 3, 1: -15}, Refusal, "^rank 0 left with exit status 3 before the run's end$"),
+        ({}, {0: -15}, Refusal, "^ranks ended without a word; exit codes by rank: {0: -15}$"),
     ],
 )
 def test_of_several_ranks_that_fail_the_first_by_the_clock_is_told_of(tmp_path, told, codes, kind, words):
