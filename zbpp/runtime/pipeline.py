@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -135,7 +136,8 @@ class Pipeline(PipelineChecks, PipelineNonFinite, PipelineTimeline):
         agreed = agree_on_stages(stages, timetable, self.rank, device, place)
         model = model_of(stages)
         self._loss_fn = model.loss if loss_fn is None and model is not None else loss_fn
-        self.stages = dict(sorted(agreed.stages.items()))
+        # Read-only: a module put there later would not be run.
+        self.stages = MappingProxyType(dict(sorted(agreed.stages.items())))
         computes_loss = timetable.rank_of[-1] == self.rank
         self._parameters = StageParameters(
             self.stages, agreed.names, agreed.ties, self.group, self._loss_fn if computes_loss else None

@@ -7,7 +7,7 @@ replaying()                     a step runs twice, under two timetables (replay.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -31,7 +31,7 @@ class Masters(Protocol):
 class PipelineChecks(PipelineState):
     """The part of Pipeline that checks a run against silent corruption."""
 
-    stages: dict[int, nn.Module]
+    stages: Mapping[int, nn.Module]
     num_steps: int
     _loss_fn: Any
     _is_replayed = False

@@ -17,7 +17,7 @@ from zbpp.runtime.stage import Loss
 class PipelineGradientRelease(PipelineEnd):
     """The part of Pipeline that releases gradients."""
 
-    stages: dict[int, nn.Module]
+    stages: Mapping[int, nn.Module]
     place: Place
     _loss_fn: Loss | None
     _late: list[nn.Parameter]  # parameters whose gradients are final only when all stages have run their W's

@@ -20,7 +20,7 @@ class PipelineNonFinite(PipelineState, PipelineGradientRelease):
     """The part of Pipeline that looks for NaN and infinities."""
 
     timetable: Timetable
-    stages: dict[int, nn.Module]
+    stages: Mapping[int, nn.Module]
     num_steps: int
 
     def find_non_finite(

@@ -27,6 +27,7 @@ from zbpp.schedule import Timeline, Timetable
 from zbpp.training.batch import batch_for
 from zbpp.training.callbacks import Callback
 from zbpp.training.evaluation import Counted, Weighed, mean_of
+from zbpp.training.known_parameters import KnownParameters
 from zbpp.training.loss_scale import LossScale
 from zbpp.training.loss_spikes import LossSpikes
 from zbpp.training.master_weights import MasterWeights
@@ -115,6 +116,7 @@ class Trainer:
             is_shown=place.is_first and place.rank == 0,
         )
         self._update = self._make_update()
+        self._parameters = KnownParameters(self.pipeline, self.optimizer, self.masters)
         self.timelines: list[Timeline] = []
         self.next_step = 0  # the step that `run` begins with
         self.leaving: str | None = None  # why the run ends early; the same on all ranks
@@ -249,6 +251,7 @@ class Trainer:
     def _step(self, step: int) -> list[Metrics]:
         """Train on one batch; returns the metrics of all steps whose outcome is known by now."""
         begin = time.perf_counter()
+        self._parameters.check(self.pipeline)
         self._update.begin(self.pipeline, None if self.learning_rate is None else self.learning_rate(step))
         args, target = self._training_batch(step)
         if self.memory_report is not None:
