@@ -37,6 +37,7 @@ from zbpp.training.loss_scale import LossScale
 from zbpp.training.lost_folder import LeaveLostFolder
 from zbpp.training.memory_report import MemoryReport
 from zbpp.training.non_finite import NonFinitePolicy
+from zbpp.training.out_of_memory import note_memory
 from zbpp.training.precision import PRECISIONS, Precision
 from zbpp.training.progress import progress
 from zbpp.training.run_folder import RunFolder, check_free, claimed
@@ -104,6 +105,7 @@ def _explained(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        note_memory(error, trainer.pipeline.rank, trainer.pipeline.device)
         trainer.pipeline.explain(error)
         raise
 
