@@ -379,7 +379,7 @@ def test_errors_are_one_line_and_no_traceback(tmp_path, arguments, message):
         (["zb_h1", "--colour"], "unrecognized arguments: --colour"),
         (
             ["--choose", "zb_h1"],
-            "name at least one schedule, or give --timetable FILE (not both), --choose, --layers or --cluster",
+            "name at least one schedule, or give --timetable FILE (not both), --choose, --layers or",
         ),
         (
             ["--layers", "2.5"],
