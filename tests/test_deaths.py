@@ -197,6 +197,7 @@ def test_the_launcher_names_the_rank_that_ended_first(tmp_path):
         (6, ["parallel.num_processes=8", "parallel.replicate=2"], "3 pipeline ranks (were 4)"),
         (3, ["parallel.num_processes=4"], "num_processes=3 (was 4), 3 pipeline ranks (were 4)"),
         (3, ["parallel.replicate=2"], f": {ONE_REPLICA}"),
+        (3, ["parallel.num_processes=3", "parallel.replicate=2"], f": {ONE_REPLICA}"),  # as -n 3 writes it
         (2, ["parallel.replicate=2"], ""),
     ],
 )  # fmt: skip
