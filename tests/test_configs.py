@@ -39,8 +39,8 @@ def choices(group):
 
 
 def all_choices():
-    groups = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
-    return [(group, name) for group in groups for name in choices(group)]
+    groups = {path.name for path in FOLDER.iterdir() if path.is_dir()} - {"cluster"}  # for `zbpp plan` alone
+    return [(group, name) for group in sorted(groups) for name in choices(group)]
 
 
 @pytest.mark.parametrize(("group", "name"), all_choices())

@@ -6,6 +6,7 @@ forks of a Python that has imported torch, but for the test in which torchrun it
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -152,13 +153,16 @@ def test_a_rank_ends_with_torchrun(here):
         "zbpp.train", *RUN, "run_dir=run", "++model.how=launcher", "++model.step=3", "steps=1000000",
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=150)
-    assert done.returncode == -9, done.stderr
-    rank = Path("/proc") / (here / "rank").read_text()
+    with (here / "log").open("w") as log:  # no pipe: an orphan would hold it
+        done = subprocess.run(command, cwd=here, env=environment, stdout=log, stderr=log, timeout=150)
+    assert done.returncode == -9, (here / "log").read_text()
+    number = (here / "rank").read_text()
     deadline = time.monotonic() + 60
-    while rank.exists() and time.monotonic() < deadline:
+    while Path("/proc", number).exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not rank.exists()
+    if Path("/proc", number).exists():
+        os.kill(int(number), signal.SIGKILL)
+        pytest.fail("the rank is an orphan")
 
 
 def test_the_launcher_names_the_rank_that_ended_first(tmp_path):
@@ -193,6 +197,7 @@ def test_the_launcher_names_the_rank_that_ended_first(tmp_path):
         (6, ["parallel.num_processes=8", "parallel.replicate=2"], "3 pipeline ranks (were 4)"),
         (3, ["parallel.num_processes=4"], "num_processes=3 (was 4), 3 pipeline ranks (were 4)"),
         (3, ["parallel.replicate=2"], f": {ONE_REPLICA}"),
+        (3, ["parallel.num_processes=3", "parallel.replicate=2"], f": {ONE_REPLICA}"),  # as -n 3 writes it
         (2, ["parallel.replicate=2"], ""),
     ],
 )  # fmt: skip

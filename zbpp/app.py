@@ -110,13 +110,14 @@ def _explained(trainer: Trainer) -> Iterator[None]:
         raise
 
 
-def check_before_start(config: TrainConfig, num_processes: int) -> None:
+def check_before_start(config: TrainConfig, settings: dict[str, Any], num_processes: int) -> None:
     """Raise the errors about folder, degrees, model or plan that rank 0 would raise, before ranks start.
 
     A schedule that is planned for costs is not planned here, see `check_plan`.
     """
     check_free(config.run_dir, overwrite=config.overwrite, resume=config.resume)
     check_offload_folder(config.memory)
+    config, _, _ = adapted(config, settings, num_processes)
     num_ranks = pipeline_ranks(config.parallel, num_processes)
     check_layers(build_model(config.model, config.seed, config.finetune), config.schedule, num_ranks)
     check_plan(config.schedule, num_ranks, config.num_microbatches)

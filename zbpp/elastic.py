@@ -39,12 +39,13 @@ def adapted(
 ) -> tuple[TrainConfig, dict[str, Any], str]:
     """(the config for so many processes, its values by dotted key, what has changed or nothing).
 
-    Without parallel.elastic nothing changes. Raises ConfigError if no degrees fit.
+    Without parallel.elastic nothing changes. With `-n` the number in the config is that of this start; then
+    the degrees alone say what was written for. Raises ConfigError if no degrees fit.
     """
     parallel = config.parallel
-    wanted = parallel.num_processes
+    wanted = None if parallel.num_processes == num_processes else parallel.num_processes
     product = parallel.replicate * parallel.shard * parallel.tensor
-    is_as_written = num_processes == wanted or (wanted is None and num_processes % product == 0)
+    is_as_written = wanted is None and num_processes % product == 0
     if not parallel.elastic or is_as_written:
         return config, settings, ""
     if wanted is not None:
@@ -59,7 +60,7 @@ def adapted(
     degrees = _first_that_fits(config, before, num_processes, num_microbatches)
     rows = num_microbatches * before.replicate * before.shard
     new: dict[str, Any] = {
-        "parallel.num_processes": wanted and num_processes,
+        "parallel.num_processes": parallel.num_processes and num_processes,
         "parallel.replicate": degrees.replicate,
         "parallel.shard": degrees.shard,
         "parallel.tensor": degrees.tensor,

@@ -178,6 +178,8 @@ def _run_rank(function: Callable[[Any], Any], argument: Any, folder: str) -> Any
             discard_output()
         elif isinstance(error, RankDeath):
             kind, text = "death", str(error)
+        elif _is_of_communication(error) and not wants_traceback():
+            kind, text = "lost", "\n".join([*getattr(error, "__notes__", ()), str(error)])  # the cause first
         elif isinstance(error, refusals()) and not wants_traceback():
             kind, text = "refusal", str(error)
         failure = {"time": time.time(), "kind": kind, "text": text}
@@ -185,6 +187,12 @@ def _run_rank(function: Callable[[Any], Any], argument: Any, folder: str) -> Any
             failure |= {"gone": error.gone, "rest": error.rest}
         _write_at_once(Path(folder), os.environ["RANK"], json.dumps(failure))
         raise
+
+
+def _is_of_communication(error: Exception) -> bool:
+    from zbpp.runtime import CommunicationError, CorruptionError
+
+    return isinstance(error, CommunicationError) and not isinstance(error, CorruptionError)
 
 
 def _write_at_once(folder: Path, name: str, text: str) -> None:
@@ -221,8 +229,8 @@ def _first_error(folder: Path, failures: Mapping[int, Any], stopped_by: str | No
     if not written:
         codes = {rank: failure.exitcode for rank, failure in failures.items()}
         return Refusal(f"ranks ended without a word; exit codes by rank: {codes}")
-    # The others say that a rank is gone; a rank that failed says why.
-    rank = min(written, key=lambda each: (written[each]["kind"] == "death", written[each]["time"]))
+    # The others say that a rank is gone or silent; a rank that failed says why.
+    rank = min(written, key=lambda each: (written[each]["kind"] in ("death", "lost"), written[each]["time"]))
     kind, text = written[rank]["kind"], written[rank]["text"]
     if kind == "broken pipe":
         return BrokenPipeError()

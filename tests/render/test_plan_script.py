@@ -379,7 +379,7 @@ def test_errors_are_one_line_and_no_traceback(tmp_path, arguments, message):
         (["zb_h1", "--colour"], "unrecognized arguments: --colour"),
         (
             ["--choose", "zb_h1"],
-            "name at least one schedule, or give --timetable FILE (not both), --choose or",
+            "name at least one schedule, or give --timetable FILE (not both), --choose, --layers or",
         ),
         (
             ["--layers", "2.5"],
@@ -400,7 +400,7 @@ def test_wrong_usage_says_how(arguments, message):
 def test_help_has_examples_that_run(main, capsys, tmp_path, monkeypatch):
     text = output("--help")
     examples = re.findall(r"^  plan\.py (.*?)(?: > mine\.txt)?(?:  .*)?$", text, re.MULTILINE)
-    assert len(examples) == text.count("  plan.py ") == 12
+    assert len(examples) == text.count("  plan.py ") == 13
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.txt").write_text(str(plan("zb_h1", 4, 8)))
     for example in examples:

@@ -64,13 +64,15 @@ def test_a_message_that_no_action_takes_is_an_error():
         run.run()
 
 
-def test_an_error_of_a_stage_is_raised_as_it_is():
+def test_an_error_of_a_stage_is_raised_as_it_is_with_a_note_of_its_place():
     def fail(worker, microbatch, message):
         raise RuntimeError("planted")
 
     run, _ = executor(plan("1f1b", 1, 2), {**METHODS, Op.BW: fail})
-    with pytest.raises(RuntimeError, match="^planted$"):
+    with pytest.raises(RuntimeError) as raised:
         run.run()
+    assert str(raised.value) == "planted"
+    assert raised.value.__notes__ == ["in 0BW0 (the backward, of stage 0, microbatch 0) on rank 0"]
 
 
 class Marks:

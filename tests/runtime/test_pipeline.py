@@ -470,7 +470,8 @@ def failures(function, num_ranks, *args):
     """The last line of each rank's error; all of them must fail."""
     results = outcomes(function, num_ranks, *args)
     assert [succeeded for succeeded, _ in results] == [False] * num_ranks
-    behind = re.compile(r"rank \d+ (is behind|failed): ")  # follows an error: what another rank did
+    # What follows an error: what another rank did, and where this one was.
+    behind = re.compile(r"rank \d+ (is behind|failed): |in \d+(F|B|W|BW)\d+ ")
     of_ranks = [text.strip().splitlines() for _, text in results]
     return [[line for line in lines if not behind.match(line)][-1] for lines in of_ranks]
 

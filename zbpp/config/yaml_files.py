@@ -30,7 +30,7 @@ def check_yaml(path: Path) -> None:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         size = 0 if root is None else _size(root, {})
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is no YAML ({' '.join(str(error).split())[:300]})") from None
+        raise ConfigError(f"{path} can't be read ({' '.join(str(error).split())[:300]})") from None
     except RecursionError:
         raise ConfigError(f"{path} is nested too deep, and {advice}") from None
     if size > _VALUES:

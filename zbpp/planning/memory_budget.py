@@ -103,7 +103,7 @@ def predict_memory(
     stages: the bytes of each stage. inputs, target: the bytes of the whole batch, which the rank with stage 0
     and the rank with the last stage hold. offload: for each rank, its round trips (`choose_offload`).
     is_validated_later: with post-validation, the previous step's gradients, and the copies made before its
-    update, stay until the step's gate.
+    update, stay until the step's gate; its batch stays until the step's end.
     ranks: the ranks to predict; None: all. Raises PlanError if `stages` and the timetable have different
     numbers of stages.
     """
@@ -142,7 +142,8 @@ class _RankRun:
         self._host = self._most_on_host = 0.0
         self._during: list[float] = []
         own_batch = sum(batch.get(stage, 0.0) for stage in self._own)
-        self._level[_BUFFERS] = pool_bytes(program, stages) + own_batch
+        num_batches = 2 if gate else 1  # that of the step before may have to run again
+        self._level[_BUFFERS] = pool_bytes(program, stages) + num_batches * own_batch
 
     def run(self) -> RankMemory:
         self._begin()

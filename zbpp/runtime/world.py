@@ -7,6 +7,7 @@ in the shared store, so every start writes there under a name of its own: see jo
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,9 +39,14 @@ class CommunicationError(RuntimeError):
 
     @classmethod
     def at(cls, where: str, error: RuntimeError) -> Self:
-        """The error with torch's first line, and where it was raised."""
+        """The error with torch's first line, and where it was raised; without gloo's line of code."""
         first_line = str(error).partition("\n")[0]
-        return cls(f"{where}: {first_line}")
+        return cls(f"{where}: " + re.sub(r"\[/\S+\.cc:\d+\] ", "", first_line))
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the wait lasted too long; the other end of a link that breaks is gone."""
+        return "imed out" in str(self)
 
 
 class CorruptionError(CommunicationError):

@@ -76,6 +76,7 @@ def _staying(trainer: Trainer) -> Iterator[Tensor]:
     weights = offloaded_weights(trainer.pipeline.stages.values())
     yield from trainer.pipeline.receive_buffers()
     yield from trainer.update_copies
+    yield from (each for each in tree_leaves(trainer.kept_batches) if isinstance(each, Tensor))
     yield from trainer.pipeline.released_squares.values()
     if weights is not None:
         yield from weights.on_device()

@@ -359,6 +359,11 @@ class Trainer:
         """What is kept to take the last update back; none if updates wait for the norm."""
         return self._update.copies()
 
+    @property
+    def kept_batches(self) -> list[Any]:
+        """The batches of the steps whose outcome is not known yet, which may be run again."""
+        return [(begun.args, begun.target) for begun in self._begun]
+
     def _is_before_report(self, step: int) -> bool:
         """Whether the next step's memory is reported, which begins before this step's update is validated."""
         report = self.memory_report if self.post_validation is not None else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 import traceback
 from collections.abc import Callable
@@ -79,6 +78,8 @@ class Deaths:
 
     def _explained(self, error: CommunicationError) -> RankDeath | None:
         """The cause of a broken connection, once the launcher had time to notice; None: nothing is known."""
+        if error.is_late:  # nobody is gone, the connection is there
+            return None
         end = time.monotonic() + GRACE
         last = self._last_seen()
         dead, reason = self._cause(end)
@@ -158,8 +159,8 @@ def _known(store: Any) -> str:
 
 
 def _without_torchs_advice(text: str) -> str:
-    """gloo's message without its line of code, and without the remark that another process failed."""
-    return re.sub(r"\[/\S+\.cc:\d+\] ", "", text.partition(". This is typically")[0])
+    """gloo's message without the remark that another process failed."""
+    return text.partition(". This is typically")[0]
 
 
 def _place(error: BaseException) -> str:
