@@ -24,6 +24,6 @@ def note_memory(error: BaseException, rank: int, device: torch.device) -> None:
     kind = "allocated on its device" if device.type == "cuda" else "resident in its process"
     error.add_note(
         f"rank {rank} is out of memory; its peak so far: {peak / 2**30:.3f} GiB {kind}. `zbpp memory`, with "
-        "the arguments of this run and memory.limit=GIB of a rank's device, predicts each rank's peak and lists "
-        "the switches that make it fit"
+        "the arguments of this run and memory.limit=GIB of a rank's device, predicts each rank's peak and "
+        "lists the switches that make it fit"
     )
