@@ -181,12 +181,17 @@ def _run_rank(function: Callable[[Any], Any], argument: Any, folder: str) -> Any
         elif _is_of_communication(error) and not wants_traceback():
             kind, text = "lost", "\n".join([*getattr(error, "__notes__", ()), str(error)])  # the cause first
         elif isinstance(error, refusals()) and not wants_traceback():
-            kind, text = "refusal", str(error)
+            kind, text = "refusal", with_notes(error)
         failure = {"time": time.time(), "kind": kind, "text": text}
         if isinstance(error, RankDeath):
             failure |= {"gone": error.gone, "rest": error.rest}
         _write_at_once(Path(folder), os.environ["RANK"], json.dumps(failure))
         raise
+
+
+def with_notes(error: Exception) -> str:
+    """The error's text; on the lines behind it, what was added on the way, such as the action's name."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def _is_of_communication(error: Exception) -> bool:

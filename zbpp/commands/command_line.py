@@ -16,7 +16,7 @@ from pathlib import Path
 from zbpp.commands.shadowed import check_no_library_is_hidden
 from zbpp.config import Composed, Trust, add_current_folder, command, composition_error, config_folder
 from zbpp.end_with_launcher import end_with_launcher
-from zbpp.launch import RankError, Refusal, discard_output, refusals, wants_traceback
+from zbpp.launch import RankError, Refusal, discard_output, refusals, wants_traceback, with_notes
 from zbpp.planning import canonical_name
 from zbpp.rank_death import RankDeath
 from zbpp.schedule import PlanError
@@ -76,7 +76,7 @@ def _ended_in_order() -> Iterator[None]:
         mistake = composition_error(error) or error
         if wants_traceback() or not isinstance(mistake, (RankError, *refusals())):
             raise
-        _end_with(str(mistake))
+        _end_with(with_notes(mistake))
 
 
 # ---------------------------------------------------------------- arguments

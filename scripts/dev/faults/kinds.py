@@ -194,13 +194,16 @@ def _own(do: str, where: str, *words: str, rank: str = "any", **options: Any) ->
 
 
 _BOTH: Any = {"hows": ("zbpp", "torchrun"), "can_restart": True}
+_DIED = r"rank \d died (of SIG\w+ )?in step \d"
 _PLANTED = "planted in user code"
 
 KINDS: dict[str, Kind] = {
-    "SIGKILL of the first rank": Kind(inject=_kill(signal.SIGKILL, "first"), words=("SIGKILL",), **_BOTH),
-    "SIGKILL of a middle rank": Kind(inject=_kill(signal.SIGKILL, "middle"), words=("SIGKILL",), **_BOTH),
-    "SIGKILL of the last rank": Kind(inject=_kill(signal.SIGKILL, "last"), words=("SIGKILL",), **_BOTH),
-    "SIGKILL of all ranks": Kind(inject=_kill(signal.SIGKILL, "all"), words=("SIGKILL",), **_BOTH),
+    "SIGKILL of the first rank": Kind(inject=_kill(signal.SIGKILL, "first"), words=(_DIED,), **_BOTH),
+    "SIGKILL of a middle rank": Kind(inject=_kill(signal.SIGKILL, "middle"), words=(_DIED,), **_BOTH),
+    "SIGKILL of the last rank": Kind(inject=_kill(signal.SIGKILL, "last"), words=(_DIED,), **_BOTH),
+    "SIGKILL of all ranks": Kind(
+        inject=_kill(signal.SIGKILL, "all"), words=("SIGKILL|exitcode: -9",), **_BOTH
+    ),
     "SIGKILL of zbpp train": Kind(inject=_kill(signal.SIGKILL, "job"), words=(), is_real=True),
     "SIGKILL of torchrun": Kind(
         inject=_kill(signal.SIGKILL, "job"), words=(), hows=("torchrun",), is_real=True
@@ -209,7 +212,7 @@ KINDS: dict[str, Kind] = {
     "SIGTERM of the job": Kind(
         inject=_kill(signal.SIGTERM, "job"), words=("left after step",), ends="leaves"
     ),
-    "SIGSEGV of a rank": _own("segfault", "F", "SIGSEGV", **_BOTH),
+    "SIGSEGV of a rank": _own("segfault", "F", _DIED, **_BOTH),
     "exception in F": _own("raise", "F", _PLANTED, r"\dF\d", **_BOTH),
     "exception in B": _own("raise", "B", _PLANTED, r"\dB\d", **_BOTH),
     "exception in the loss": _own("raise", "loss", _PLANTED, rank="last", **_BOTH),

@@ -78,14 +78,15 @@ class Deaths:
 
     def _explained(self, error: CommunicationError) -> RankDeath | None:
         """The cause of a broken connection, once the launcher had time to notice; None: nothing is known."""
-        if error.is_late:  # nobody is gone, the connection is there
-            return None
         end = time.monotonic() + GRACE
+        if error.is_late:  # nobody is gone, the connection is there
+            if _can_speak(error):
+                self._wait_for_the_end(end)
+            return None
         last = self._last_seen()
         dead, reason = self._cause(end)
         waited = f"; {_without_torchs_advice(str(error))}"
-        while self._signals.reason is None and time.monotonic() < end:
-            time.sleep(_INTERVAL)
+        self._wait_for_the_end(end)
         if reason:
             return RankDeath(reason + waited, is_told=not self._shows())
         if not dead:
@@ -94,6 +95,11 @@ class Deaths:
         rest = f"{self._when()}{last(dead[0])}{waited}"
         text = f"{who} {self._how(dead)}{rest}"
         return RankDeath(text, gone=tuple(dead), rest=rest, is_told=not self._shows())
+
+    def _wait_for_the_end(self, end: float) -> None:
+        """Wait until the launcher ends this rank, since another one was first to end, but not longer."""
+        while self._signals.reason is None and time.monotonic() < end:
+            time.sleep(_INTERVAL)
 
     def _how(self, dead: list[int]) -> str:
         """A launcher ends the job of a rank that died or failed: a rank whose job goes on left with 0."""
@@ -147,6 +153,12 @@ class Deaths:
             if not answers:
                 self._store = None  # later calls would wait again
         return answers[0] if answers else None
+
+
+def _can_speak(error: CommunicationError) -> bool:
+    """Whether the rank that is behind will end by itself, with the stack of the code in which it is."""
+    said = "".join(getattr(error, "__notes__", ()))
+    return " is behind: " in said and "silent" not in said
 
 
 def _put(store: Any, key: str, value: str) -> str:
