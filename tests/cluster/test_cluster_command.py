@@ -110,3 +110,26 @@ def test_what_can_not_be_asked_is_refused(
     error = capsys.readouterr().err
     assert complaint in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        (["--memory-limit", "3GiB"], "--memory-limit doesn't go with --cluster"),
+        (["--ranks", "8"], "--ranks doesn't go with --cluster"),
+    ],
+)
+def test_an_option_that_cluster_does_not_read_is_refused(
+    more: list[str], complaint: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*["--cluster", "a100", "--model", "llama_1b", "--batch", "64"], *more])
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_there_is_named_before_the_search(capsys: pytest.CaptureFixture) -> None:
+    assert (
+        main([*["--cluster", "a100", "--model", "llama_1b", "--batch", "64", "--out", "nowhere/answer.json"]])
+        == 2
+    )
+    assert "--out nowhere/answer.json: there is no folder nowhere" in capsys.readouterr().err

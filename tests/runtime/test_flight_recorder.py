@@ -137,3 +137,9 @@ def test_a_stopped_rank_and_one_in_an_endless_loop_are_named_with_what_they_did(
     program = [text for number, _, text, _ in records[1]["last"] if number == 1]
     assert len(program) == len(set(program)) > 3 * M
     assert [text for number, _, text, _ in records[1]["last"] if number == 2] == ["Recv x(1,0) from 0", "1F0"]
+
+
+def test_a_silent_rank_is_behind_whatever_it_awaited_when_it_spoke_last():
+    stopped, waiting = standing(1, awaits=0)._replace(told=1.0), standing(0, awaits=1)._replace(told=9.0)
+    assert behind({0: waiting, 1: stopped}, 0) is stopped
+    assert behind({0: waiting, 1: stopped._replace(told=8.5)}, 0) is None  # they await each other

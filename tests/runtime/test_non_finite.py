@@ -1,8 +1,10 @@
 """find_non_finite against forward hooks and anomaly mode of plain torch on the whole model."""
 
 import math
+import random
 import re
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -222,3 +224,53 @@ def test_random_numbers_are_those_of_the_step():
             assert (found and found.microbatch) == (expected[0] if expected else None)
             seen.add(found and found.microbatch)
     assert len(seen) > 2  # some steps are finite, others are not, in different microbatches
+
+
+class DropsItself(nn.Module):
+    """A layer that Python's random numbers leave out, with a table that its first forward makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.zeros(WIDTH))
+        is_kept = random.random() + numpy.random.random() > 1.0
+        return self.linear(x) * is_kept + self.table
+
+
+def test_looking_leaves_pythons_random_numbers_and_new_buffers_and_names_a_buffer():
+    layer, (x, y) = DropsItself(), batch()
+    pipeline = Pipeline({0: layer}, plan("zb_h1", 1, M), F.mse_loss)
+    states = random.getstate(), numpy.random.get_state()[1].tolist()
+    assert pipeline.find_non_finite(x, target=y, step=0) is None
+    assert (random.getstate(), numpy.random.get_state()[1].tolist()) == states
+    pipeline.step(x, target=y)
+    layer.table.fill_(math.nan)
+    found = pipeline.find_non_finite(x, target=y)
+    assert "the output of stage 0's F, microbatch 0" in str(found)
+    assert "(its input is finite; buffer table of stage 0 holds NaN)" in str(found)
+    assert layer.linear.weight.grad is None
+
+
+class Scaled(nn.Module):
+    """A module with a parameter of its own beside a part."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.ones(WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(x * self.scale)
+
+
+def test_the_gradient_that_became_nan_first_is_that_of_the_part():
+    stage = nn.Sequential(Scaled(), Spoil(backward=math.nan), nn.Linear(WIDTH, WIDTH))
+    x, y = batch()
+    x[5, 0] = 3
+    stage[0].linear.weight.data = torch.eye(WIDTH)
+    stage[0].linear.bias.data.zero_()
+    pipeline = Pipeline({0: stage}, plan("zb_h1", 1, M), F.mse_loss)
+    pipeline.step(x, target=y)
+    assert "the gradient of 0.linear" in str(pipeline.find_non_finite(x, target=y))

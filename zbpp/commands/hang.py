@@ -29,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="zbpp hang", description=__doc__, formatter_class=layout)
     parser.add_argument("folder", type=Path, help="a run's folder, or one with flight-rank-N.json files")
     folder = parser.parse_args(arguments).folder
+    if not folder.is_dir():
+        parser.exit(1, f"error: there is no folder {folder}\n")
     found = sorted((folder / "failure").glob(_RECORDS)) or sorted(folder.glob(_RECORDS))
     if not found:
         parser.exit(

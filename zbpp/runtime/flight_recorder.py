@@ -143,17 +143,26 @@ class FlightRecorder:
 def behind(standings: Mapping[int, Standing], process: int) -> Standing | None:
     """The rank that the others wait for, found from `process` on; None if nothing can be said.
 
-    standings: by process, each with its key as `process`. Follows who awaits whom.
+    standings: by process, each with its key as `process`. Follows who awaits whom, up to a rank that is
+    silent: what it awaited is long ago.
     """
+    newest = max((each.told for each in standings.values()), default=0.0)
+
+    def is_silent(each: Standing) -> bool:
+        return newest - each.told > _SILENT
+
     places = {(each.pipeline, each.rank): each for each in standings.values()}
     here, seen = standings.get(process), set[int]()
     while here is not None and here.process not in seen:
         seen.add(here.process)
+        if is_silent(here):
+            return here
         if here.awaits is not None:
             here = places.get((here.pipeline, here.awaits))
         elif here.awaits_all:
-            others = [each for each in standings.values() if not each.awaits_all and each.process not in seen]
-            here = min(others, key=lambda each: each.progress, default=None)
+            others = [each for each in standings.values() if each.process not in seen]
+            others = [each for each in others if is_silent(each) or not each.awaits_all]
+            here = min(others, key=lambda each: (not is_silent(each), each.progress), default=None)
         else:
             return here
     return None  # ranks that await each other

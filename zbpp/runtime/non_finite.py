@@ -37,8 +37,9 @@ class NonFinite:
     """The first value of a step that was not finite.
 
     value: "NaN", "Infinity" or "-Infinity". kind: "parameter", "input", "target", "keyword", "message",
-    "output", "loss", "auxiliary loss", "gradient" or "reduced gradient". name: of the module, parameter or
-    auxiliary loss; "" where there is none. microbatch: None for a parameter and for a reduced gradient.
+     "output", "loss", "auxiliary loss", "gradient" or "reduced gradient". name: of the module,
+    parameter or auxiliary loss; "" where there is none. microbatch: None for parameters and reduced
+    gradients.
     data_part: which replica or shard had it; None if there is one alone. note: what else is known.
     """
 
@@ -150,6 +151,16 @@ def parameters_seen(stages: Mapping[int, nn.Module]) -> list[_Seen]:
     return seen
 
 
+def buffers_seen(stages: Mapping[int, nn.Module]) -> list[str]:
+    """A text for each buffer that holds NaN. It may be unused, as BatchNorm's statistics in training."""
+    return [
+        f"buffer {name} of stage {stage} holds NaN"
+        for stage, module in stages.items()
+        for name, buffer in module.named_buffers()
+        if kind_of(buffer) == NAN
+    ]
+
+
 class Watcher:
     """Does F and BW of the stages of one rank, and looks at every value.
 
@@ -218,9 +229,16 @@ class Watcher:
         result = worker.backward(microbatch, message)
         bad = self._bad_gradients(worker.module)
         if bad:
-            # Backward goes from the last module to the first: the last one's gradient was the first.
+            # Backward goes from the last module to the first: the last one's gradient was the first. When a
+            # module with parts uses a parameter of its own is not known: so its parts come before it.
             called = {name: place for place, name in enumerate(self._orders.get(stage, []))}
-            name, value = max(bad, key=lambda each: called.get(each[0].rpartition(".")[0], -1))
+            whole = {name for name, module in worker.module.named_modules() if any(module.children())}
+
+            def place_of(each: tuple[str, str]) -> tuple[bool, int]:
+                owner = each[0].rpartition(".")[0]
+                return owner not in whole, called.get(owner, -1)
+
+            name, value = max(bad, key=place_of)
             others = f"and of {len(bad) - 1} other parameters" if len(bad) > 1 else ""
             note(value, "gradient", name=name, note=others)
         note(kind_of(result), "gradient")

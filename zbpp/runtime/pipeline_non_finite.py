@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,11 +11,13 @@ from torch.utils._pytree import tree_map
 
 from zbpp.autograd.leaf_grad import total_of
 from zbpp.runtime.feed import Call
-from zbpp.runtime.non_finite import NonFinite, Watcher, first_of, parameters_seen
+from zbpp.runtime.non_finite import NonFinite, Watcher, buffers_seen, first_of, parameters_seen
 from zbpp.runtime.pipeline_gradient_release import PipelineGradientRelease
 from zbpp.runtime.pipeline_state import PipelineState
-from zbpp.runtime.restored import restored_generators
+from zbpp.runtime.restored import restored_generators, restored_python_generators
 from zbpp.schedule import Timetable
+
+_SHOWN = 3  # buffers in a note
 
 
 class PipelineNonFinite(PipelineState, PipelineGradientRelease):
@@ -49,20 +52,30 @@ class PipelineNonFinite(PipelineState, PipelineGradientRelease):
         self._begins_again = False  # all ranks have settled
         found = first_of(self._gathered(parameters_seen(self.stages)))
         if found is not None:
+            self._drop_gradients()
             return found
+        held = buffers_seen(self.stages)  # before the step
         args, target, kwargs = tree_map(_detached, (args, target, kwargs))
         part = self.place.data_part if self.place.num_data_parts > 1 else None
         watcher = Watcher(self.stages, self.timetable.num_stages, part)
         self._drop_gradients()
         try:
-            with restored_generators(self.device), watcher.watching():
+            with (
+                restored_generators(self.device),
+                restored_python_generators(),
+                watcher.watching(),
+            ):
                 call = Call(args, target, kwargs, loss_scale=self.loss_scale)
                 seeds = self._seeds(self.num_steps - 1 if step is None else step)
                 self._engine.replay(call, seeds, watcher.methods)
             watcher.look_at_sums()
         finally:
             self._drop_gradients()
-        return first_of(self._gathered(watcher.seen))
+        found = first_of(self._gathered(watcher.seen))
+        buffers = dict.fromkeys(self._gathered(held))  # replicas say the same
+        if found is None or not buffers:
+            return found
+        return replace(found, note="; ".join(filter(None, [found.note, *list(buffers)[:_SHOWN]])))
 
     def _seeds(self, step: int | None = None) -> dict[int, int]:
         raise NotImplementedError  # Pipeline has it

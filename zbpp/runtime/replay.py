@@ -125,8 +125,9 @@ class Replay:
         raise ReplayError(
             f"step {self._number + 1} gave other numbers when it ran again under another timetable: "
             f"{'; '.join(texts[:_SHOWN])}{more}. A timetable can't change a number: memory or arithmetic of "
-            "a machine is at fault, a stage depends on the order of calls, or a kernel adds in an order of "
-            "its own (on CUDA: torch.use_deterministic_algorithms(True) names it)"
+            "a machine is at fault, a stage depends on the order of calls or draws random numbers of Python, "
+            "of numpy or of a generator of its own, or a kernel adds in an order of its own (on CUDA: "
+            "torch.use_deterministic_algorithms(True) names it)"
         )
 
 

@@ -5,9 +5,11 @@ The state is random numbers, training mode, gradients after a failed step, and m
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -84,9 +86,11 @@ class Buffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give the modules the buffers, with the values, that they had at the last `keep`, and no others."""
+        """Give the modules the buffers, with the values, that they had at the last `keep`.
+
+        A buffer that a forward has added since (a table of positions) stays: the module relies on it.
+        """
         for module, table in self._tables.items():
-            module._buffers.clear()
             module._buffers.update(table)
         for buffer, copy in self._kept.values():
             local_of(buffer).copy_(copy)
@@ -109,6 +113,17 @@ def restored_generators(device: torch.device) -> Iterator[None]:
     """Restore the caller's random number generators: a step seeds them for itself."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
+
+
+@contextmanager
+def restored_python_generators() -> Iterator[None]:
+    """Restore Python's and numpy's random numbers, which a stage may draw (to drop a layer)."""
+    states = random.getstate(), numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
 
 
 @contextmanager

@@ -39,8 +39,8 @@ class CommunicationError(RuntimeError):
 
     @classmethod
     def at(cls, where: str, error: RuntimeError) -> Self:
-        """The error with torch's first line, and where it was raised; without gloo's line of code."""
-        first_line = str(error).partition("\n")[0]
+        """torch's first line, without gloo's line of code and advice, behind where it was raised."""
+        first_line = str(error).partition("\n")[0].partition(". This is typically")[0]
         return cls(f"{where}: " + re.sub(r"\[/\S+\.cc:\d+\] ", "", first_line))
 
     @property

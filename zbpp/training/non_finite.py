@@ -25,6 +25,7 @@ from zbpp.training.outcome import Outcome
 from zbpp.training.update import Metrics
 
 POLICIES = ("skip", "stop", "continue")
+_GOES_ON = "resume=auto begins again after the newest checkpoint, if there is one, with the same data"
 _BETWEEN_SEARCHES = 100  # steps
 
 
@@ -120,15 +121,12 @@ class Values:
         if self._has_updated:
             return (
                 "memory.gradient_release has updated the weights with it, so the step can't be skipped: "
-                "resume=auto goes on from the last checkpoint; memory.gradient_release=off finds the place"
+                f"{_GOES_ON}; memory.gradient_release=off finds the place"
             )
         if action == "stop":
-            return "The run stops (non_finite=stop); resume=auto goes on from the last checkpoint"
+            return f"The run stops (non_finite=stop); {_GOES_ON}, and non_finite=skip leaves such a step out"
         if self._in_a_row >= limit:
-            return (
-                f"The run stops: {limit} steps in a row were skipped (max_skipped={limit}); resume=auto goes "
-                "on from the last checkpoint"
-            )
+            return f"The run stops: {limit} steps in a row were skipped (max_skipped={limit}); {_GOES_ON}"
         return ""
 
     def _is_search_due(self, step: int, why: str) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from zbpp.commands.plan.arguments import Inputs, make_parser
 from zbpp.commands.plan.choice import advice
-from zbpp.commands.plan.cluster import on_paper
+from zbpp.commands.plan.cluster import TAKEN, on_paper
 from zbpp.commands.plan.layers import cuts
 from zbpp.commands.plan.schedules import show
 from zbpp.ranges import ConfigError
@@ -41,6 +41,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "zbpp plan", scripts: st
         parser.error(
             "name at least one schedule, or give --timetable FILE (not both), --choose, --layers or --cluster"
         )
+    for name, value in vars(options).items() if on_cluster else ():
+        if name not in TAKEN and value != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')} doesn't go with --cluster, which plans whole runs")
     try:
         print(_answer(options, scripts), flush=True)
     except BrokenPipeError:  # `zbpp plan ... | head`: nobody reads on

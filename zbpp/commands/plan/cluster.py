@@ -10,6 +10,12 @@ from typing import Any
 from zbpp.commands.plan.progress import bar
 from zbpp.ranges import ConfigError
 
+TAKEN = {
+    "cluster", "model", "batch", "microbatch_size", "top", "precision", "degrees", "recompute",
+    "sequence_parallel", "sequence", "out", "schedules", "compare",
+}  # fmt: skip
+"""The options that `on_paper` reads, and those that name schedules."""
+
 
 def add_options(group: argparse._ArgumentGroup) -> None:
     """The options that go with --cluster, and --cluster itself."""
@@ -40,6 +46,8 @@ def on_paper(options: argparse.Namespace) -> str:
     for name in ("model", "batch"):
         if getattr(options, name) is None:
             raise ConfigError(f"--cluster needs --{name}: write --model llama_1b --batch 256")
+    if options.out and not Path(options.out).absolute().parent.is_dir():
+        raise ConfigError(f"--out {options.out}: there is no folder {Path(options.out).parent}")
     given = {
         name: getattr(options, name)
         for name in ("degrees", "microbatch_size", "precision", "recompute", "top")

@@ -85,7 +85,7 @@ class Deaths:
             return None
         last = self._last_seen()
         dead, reason = self._cause(end)
-        waited = f"; {_without_torchs_advice(str(error))}"
+        waited = f"; {error}"
         self._wait_for_the_end(end)
         if reason:
             return RankDeath(reason + waited, is_told=not self._shows())
@@ -168,11 +168,6 @@ def _put(store: Any, key: str, value: str) -> str:
 
 def _known(store: Any) -> str:
     return str(store.get(_REASON).decode()) if store.check([_REASON]) else ""
-
-
-def _without_torchs_advice(text: str) -> str:
-    """gloo's message without the remark that another process failed."""
-    return text.partition(". This is typically")[0]
 
 
 def _place(error: BaseException) -> str:

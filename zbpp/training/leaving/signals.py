@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from threading import Thread, current_thread, main_thread
+from threading import Thread, Timer, current_thread, main_thread
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -27,6 +27,7 @@ ENDING = (signal.SIGTERM, signal.SIGINT)  # of these, the second one ends the pr
 SIGNALS = (*ENDING, signal.SIGUSR1)
 # s: signals that come within this time are one: the terminal (or Slurm) and the launcher may both send it.
 SAME = 0.5
+_SOON = 1.0  # s after which a process that has not ended says that it got a signal
 
 
 class LeaveOnSignal(Callback):
@@ -106,10 +107,17 @@ class LeaveOnSignal(Callback):
         if self.reason is not None:
             return
         self.reason = received.name
-        if self._is_shown:
-            print(f"{received.name}: leaving after this step (a second time: at once)", file=sys.stderr)
         if self._trainer is not None:
             self._trainer.leave(received.name)
+        if self._is_shown:
+            announcement = Timer(_SOON, self._announce, [received.name])
+            announcement.daemon = True
+            announcement.start()
+
+    def _announce(self, name: str) -> None:
+        """Say it, unless the process ends already: a launcher sends SIGTERM when another rank has failed."""
+        if self._before:
+            print(f"{name}: leaving after this step (a second time: at once)", file=sys.stderr, flush=True)
 
 
 def _do_nothing(*_: object) -> None:
