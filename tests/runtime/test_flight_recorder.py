@@ -123,7 +123,8 @@ def test_a_stopped_rank_and_one_in_an_endless_loop_are_named_with_what_they_did(
         left["standing"]["told"] = 0
         (tmp_path / "loop" / f"flight-rank-{7 + len(stale)}.json").write_text(json.dumps(left))
     assert hang.main([str(tmp_path / "loop")]) == 0
-    said, _, shown = capsys.readouterr().out.partition("\n")
+    said, headline, _, shown = capsys.readouterr().out.split("\n", 3)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ranks waited in vain", headline)
     assert said == "left out: 2 records of another replica or an earlier failure"
     table = [line.split() for line in shown.splitlines()]
     assert [row[0] for row in table[:4]] == ["rank", "0", "1", "2"]

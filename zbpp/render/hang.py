@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,18 +16,21 @@ Record = Mapping[str, Any]  # what a flight-rank-N.json holds
 
 
 def render_hang(records: Mapping[int, Record]) -> str:
-    """A table of all ranks, then the plan around each rank's place, then what those did that awaited nobody.
+    """When it was, and who failed; all ranks in a table; the plan around each rank's place; stacks.
 
+    The stacks are of the ranks that awaited nobody.
     records: by rank. A rank that left no record is shown as the others knew it last. Raises KeyError or
     ValueError for what is no record.
     """
     standings = _standings(records)
     end = max(float(each["told"]) for each in standings.values())
     head = ("rank", "call", "at", "for", "awaits", "told")
-    rows = [head, *(_row(each, end) for each in standings.values())]
+    rows = [head, *(_row(each, end, has_record=rank in records) for rank, each in standings.items())]
     rows_of_plan = from_csv(next(iter(records.values()))["timetable"]).rows
     return "\n".join(
         [
+            _headline(records, end),
+            "",
             *(line.rstrip() for line in aligned(rows)),
             "",
             "the plan, and in brackets where each rank stood:",
@@ -51,8 +55,15 @@ def _standings(records: Mapping[int, Record]) -> dict[int, Record]:
     return dict(sorted(known.items()))
 
 
-def _row(standing: Record, end: float) -> tuple[str, ...]:
-    """end: when the last word of any rank was told."""
+def _headline(records: Mapping[int, Record], end: float) -> str:
+    """When it was, and which ranks failed by themselves."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(end))
+    why = [f"rank {rank} failed: {each['why']}" for rank, each in records.items() if each.get("why")]
+    return f"{when}  {'; '.join(why) or 'ranks waited in vain'}"
+
+
+def _row(standing: Record, end: float, *, has_record: bool) -> tuple[str, ...]:
+    """end: when the last word of any rank was told. has_record: whether the rank itself left a record."""
     silent = end - standing["told"]
     return (
         str(standing["rank"]),
@@ -60,7 +71,7 @@ def _row(standing: Record, end: float) -> tuple[str, ...]:
         standing["instruction"] or "-",
         f"{standing['told'] - standing['since']:.1f} s",
         "-" if standing["awaits"] is None else f"rank {standing['awaits']}",
-        "at the end" if silent < 1 else f"{silent:.1f} s before",
+        "at the end" if has_record and silent < 1 else f"{silent:.1f} s before",
     )
 
 

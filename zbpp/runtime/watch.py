@@ -250,6 +250,7 @@ def _write(shared: _Shared) -> None:
     record = {
         **shared.title,
         **flight.record(),
+        "why": shared.why,
         "others": [each._asdict() for each in standings if each.process != flight.process],
         "stack": _stack(shared),
     }
