@@ -3,6 +3,7 @@
 What the backend can't emulate is listed in helpers/nccl_rules.py.
 """
 
+import os
 import sys
 
 import pytest
@@ -23,7 +24,7 @@ VOCAB, TIME, ROWS, M, STEPS, CLIP = 17, 4, 16, 8, 3, 0.5
 SOME = ("1f1b", "zb_h1", "zb_v", "interleaved_zb")
 
 # (schedule, degrees of the mesh, what is on)
-CASES = [
+EVERY_CASE = [
     *((schedule, (), "") for schedule in FAMILIES),
     *((schedule, (degree,), "") for schedule in SOME for degree in ("replicate", "shard", "tensor")),
     *(("zb_h1", pair, "") for pair in (("replicate", "shard"), ("replicate", "tensor"), ("shard", "tensor"))),
@@ -32,7 +33,10 @@ CASES = [
     ("interleaved_zb", ("replicate",), "validation"),
     ("zb_h1", ("shard",), "evaluate"),
     ("1f1b", ("replicate",), "tied"),
-]  # fmt: skip
+]
+A_FEW = [("zb_v", (), ""), ("zb_h1", ("replicate",), ""), ("zb_h1", (), "validation")]
+# All of them take minutes: ZBPP_EVERY_CASE=1 pytest tests/runtime/test_nccl_rules.py --timeout 900
+CASES = EVERY_CASE if os.environ.get("ZBPP_EVERY_CASE") else A_FEW
 
 
 class Model:
@@ -121,7 +125,7 @@ def every_case(rank):
 
 @pytest.mark.slow
 def test_every_schedule_mesh_and_switch_trains_under_nccls_rules():
-    everyone = run_ranks(every_case, 4, backend="strict")
+    everyone = run_ranks(every_case, 4, timeout=900, backend="strict")
     expected = {is_tied: torch.tensor(alone(is_tied), dtype=torch.float64) for is_tied in (False, True)}
     for number, (schedule, degrees, on) in enumerate(CASES):
         name = f"{schedule} {degrees} {on}"
