@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from zbpp.config import TrainConfig, naming
 from zbpp.elastic import adapted
 from zbpp.job import Job, agreed_job, place_in_job, planned_job, prepare_stages, processes_started
 from zbpp.results import write_memory, write_summary, write_weights
+from zbpp.runtime.first_start import of_first_start
+from zbpp.runtime.joining import rank_and_size
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.world import World, broadcast, world
 from zbpp.training.fine_tuned import check_fine_tuned
@@ -53,6 +56,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     ConfigError, PlanError, FolderError or AgreementError before any work starts.
     """
     begin = time.monotonic()
+    config, resolved_yaml = _in_first_folder(config, resolved_yaml)
     config, settings, change = adapted(config, settings, processes_started())
     rank, num_processes = place_in_job(config.parallel.num_processes)
     check_offload_folder(config.memory)
@@ -121,6 +125,14 @@ def check_before_start(config: TrainConfig, settings: dict[str, Any], num_proces
     num_ranks = pipeline_ranks(config.parallel, num_processes)
     check_layers(build_model(config.model, config.seed, config.finetune), config.schedule, num_ranks)
     check_plan(config.schedule, num_ranks, config.num_microbatches)
+
+
+def _in_first_folder(config: TrainConfig, resolved_yaml: str) -> tuple[TrainConfig, str]:
+    """The config with the run_dir that the first start of this job had; its default has the time in it."""
+    if rank_and_size()[0] != 0:
+        return config, resolved_yaml
+    first = of_first_start("run_dir", config.run_dir, config.parallel.timeout)
+    return replace(config, run_dir=first), resolved_yaml.replace(config.run_dir, first)
 
 
 @contextmanager
