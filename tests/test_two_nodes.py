@@ -39,7 +39,8 @@ class Waits(Mlp):
 RUN = [
     "model=mlp", "model._target_=waits.Waits", "model.num_layers=4", "data=regression", "schedule=zb_h1",
     "num_microbatches=4", "microbatch_size=2", f"steps={STEPS}", "checkpoint.every=4", "evaluate_every=0",
-    "save_weights=false", "measure_every=0", "parallel.device=cpu", "parallel.timeout=60", "precision=float64",
+    "save_weights=false", "measure_every=0", "parallel.device=cpu", "parallel.timeout=60",
+    "precision=float64",
 ]  # fmt: skip
 
 
