@@ -44,7 +44,8 @@ class RankParts:
     key: the prefix of this pipeline's names in the job's store; key_of_all: that of all pipelines of its
     mesh, whose processes wait for each other. make_offload: makes the Offloader of these
     stages; None: nothing leaves. check_messages: says how many steps are done, for errors about messages
-    whose checksum is wrong; None: no message has one. counts: where checked messages are counted. The other arguments are Pipeline's.
+    whose checksum is wrong; None: no message has one. counts: where checked messages are counted.
+    The other arguments are Pipeline's.
 
     modules: the stages and the loss, if that is a module. workers: by stage. executors: of the calls "step",
     "evaluate" and "predict". order_of_ranks: checks that all ranks make the same calls; None where no rank is
