@@ -44,6 +44,7 @@ from zbpp.training.non_finite import NonFinitePolicy
 from zbpp.training.out_of_memory import note_memory
 from zbpp.training.precision import PRECISIONS, Precision
 from zbpp.training.progress import progress
+from zbpp.training.room_for_states import check_room
 from zbpp.training.run_folder import RunFolder, check_free, claimed
 from zbpp.training.summary import Summary, Title, summarise
 from zbpp.training.trainer import Trainer
@@ -79,6 +80,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         with naming("model"):
             trainer = _build_trainer(config, job, precision, mesh)
         deaths.trainer = trainer
+        check_room(trainer, weights_on_host=config.memory.offload_weights)
         path = Path(broadcast(config.run_dir))
         trainer.pipeline.leave_records_in(path / "failure", ends_process=True)
         saving = build_saving(config, settings, path, trainer, folder)
