@@ -56,6 +56,16 @@ MAY_IMPORT = {
     "zbpp/benchmark/jobs.py": {"builders", "benchmark", "config"} | _TRAINING,
     # The split is measured on a Llama's blocks, in one process: no schedule, no training.
     "zbpp/benchmark/split/": {"autograd", "benchmark", "models", "runtime"},
+    # One GPU: the split, copies and pipelines of one rank; no training, no config.
+    "zbpp/benchmark/gpu/": {
+        "__version__",
+        "autograd",
+        "benchmark",
+        "models",
+        "planning",
+        "runtime",
+        "schedule",
+    },
     # Switches are measured on EMULATED stages, in a job of their own.
     "zbpp/benchmark/memory/": {"benchmark", "launch", "models", "render"} | _TRAINING,
     # The data path beside a small GPT that trains.
