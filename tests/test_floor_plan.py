@@ -70,6 +70,8 @@ MAY_IMPORT = {
     "zbpp/benchmark/memory/": {"benchmark", "launch", "models", "render"} | _TRAINING,
     # The data path beside a small GPT that trains.
     "zbpp/benchmark/data_path.py": {"benchmark", "models"} | _TRAINING,
+    # A cluster is checked with a GPT, under torchrun.
+    "zbpp/benchmark/cluster/": {"benchmark", "models"} | _TRAINING,
     "zbpp/benchmark/": {"benchmark", "render"} | _TRAINING,
     "zbpp/schedule/": {"schedule"},
     "zbpp/families/": {"families", "schedule"},
