@@ -12,6 +12,7 @@ from torch import nn
 
 import zbpp
 from zbpp import Pipeline, plan
+from zbpp.autograd.compiled.compiled_forward import compile_stage
 
 M, ROWS, WIDTH = 4, 8, 6
 
@@ -342,7 +343,7 @@ def test_the_module_is_named_whose_backward_made_the_nan(how, stages):
 
     x, y = batch(marked=5)  # of microbatch 2
     with (
-        pytest.warns(UserWarning),
+        pytest.warns(UserWarning, match="Anomaly Detection"),
         pytest.raises(RuntimeError) as caught,
         torch.autograd.detect_anomaly(check_nan=True),
     ):
@@ -363,3 +364,17 @@ def test_the_module_is_named_whose_backward_made_the_nan(how, stages):
     assert (found.kind, found.value, found.name, found.stage) == ("backward", "NaN", name, stage)
     assert found.microbatch == 2
     assert found.note.startswith(f"{operation}: the gradient that came to it is finite")
+
+
+def test_a_compiled_stage_is_searched_eager_and_stays_compiled():
+    """It stayed eager for the rest of the run, since the search puts hooks on it."""
+    torch.manual_seed(0)
+    stage, (x, y) = nn.Sequential(Keep(), Root(), Keep()), batch(marked=5)
+    compile_stage(stage, backend="eager")
+    with Pipeline({0: stage}, plan("zb_h1", 1, M), F.mse_loss) as pipeline:
+        pipeline.step(x, target=y)
+        assert str(pipeline.find_non_finite(x, target=y)).startswith(
+            "NaN first appeared in the backward of module 1, in B of stage 0, microbatch 2 (SqrtBackward0: "
+        )
+        pipeline.step(x, target=y)
+    assert [len(each) for each in stage.forward.bound.values()] == [1]

@@ -14,7 +14,7 @@ mentioned, beside the first NaN or +Infinity.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -193,15 +193,19 @@ class Watcher:
     @contextmanager
     def watching(self) -> Any:
         """Within it every submodule of the stages tells when it returns."""
-        handles = []
+        handles, compiled = [], ExitStack()
         for stage, root in self._stages.items():
             for name, module in root.named_modules():
+                paused = getattr(vars(module).get("forward"), "paused", None)
+                if paused is not None:  # a CompiledForward: with hooks it would stay eager for good
+                    compiled.enter_context(paused())
                 # Not among the module's first hooks: what the caller's hooks make of the inputs counts.
                 handles.append(module.register_forward_pre_hook(self._called_with, with_kwargs=True))
                 returned = partial(self._returned, stage, name)
                 handles.append(module.register_forward_hook(returned, with_kwargs=True))
         try:
-            yield
+            with compiled:
+                yield
         finally:
             for handle in handles:
                 handle.remove()
