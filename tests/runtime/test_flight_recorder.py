@@ -142,7 +142,9 @@ def test_a_stopped_rank_and_one_in_an_endless_loop_are_named_with_what_they_did(
     assert "  rank 1 failed: BoundaryError: " in shown.partition("\n")[0]
     shown = shown.partition("\nrank 1 failed here:\n")[2]
     assert 'raise ValueError("planted")' in shown
-    assert shown.endswith("ValueError: planted\nin 1F0 (F, the forward, of stage 1, microbatch 0) on rank 1\n")
+    assert shown.endswith(
+        "ValueError: planted\nin 1F0 (F, the forward, of stage 1, microbatch 0) on rank 1\n"
+    )
     assert "watch.py" not in shown
     records = [json.loads((tmp_path / f"loop/flight-rank-{rank}.json").read_text()) for rank in range(3)]
     assert "endless_loop" in "".join(records[1]["stack"])

@@ -268,7 +268,7 @@ class Engine:
             if release is not None:
                 release.begin(call.loss_scale, has_graph=cutter.has_graph)
             if self._weights_on_host is not None:
-                self._weights_on_host.begin()
+                self._weights_on_host.begin(waits=kind == "find_non_finite")
             with nullcontext() if name in TRAINING else self._reductions.evaluating():
                 if settle is None:
                     executor.run(recorder)
