@@ -84,7 +84,7 @@ def _too_large(contestants: Mapping[str, Contestant], stage: nn.Module, x: Tenso
                 raise
             found.append(name)
     if found:
-        torch.cuda.empty_cache()  # type: ignore[no-untyped-call]  # in some versions of torch
+        torch.cuda.empty_cache()
     return found
 
 
