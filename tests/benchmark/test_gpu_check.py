@@ -214,6 +214,7 @@ def test_columns_that_no_row_shares_stand_in_tables_of_their_own():
 def test_the_files_with_gpu_tests_are_found():
     names = {path.name for path in gpu_tests.files_with_gpu_tests(ROOT / "tests")}
     assert {"test_cuda.py", "test_weight_offload.py", "test_offload.py"} <= names
+    assert "test_gpu_check.py" not in names
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

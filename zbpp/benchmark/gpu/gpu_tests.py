@@ -47,7 +47,7 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 def files_with_gpu_tests(folder: Path) -> list[Path]:
     """The test files that have tests marked gpu: to collect all files would take longer than these tests."""
-    return [path for path in sorted(folder.rglob("test_*.py")) if "mark.gpu" in path.read_text()]
+    return [path for path in sorted(folder.rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
 
 
 def _command(files: list[Path], report: Path) -> list[str]:
