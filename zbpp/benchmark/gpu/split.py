@@ -1,4 +1,4 @@
-"""Part split: zbpp's split beside plain backward and torch's, on one stage; eager first, then compiled."""
+"""Part split: zbpp's split beside plain backward and torch's, on one stage: eager, by graphs, compiled."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
+from zbpp.benchmark.gpu import stage_graphs
 from zbpp.benchmark.gpu.rows import Row
 from zbpp.benchmark.gpu.settings import Settings
 from zbpp.benchmark.interleaved_timing import without_garbage_collection
@@ -51,6 +52,7 @@ def rows(settings: Settings) -> Iterator[Row]:
     yield from _unmarked(_memory(contestants, stage, x, dy, settings), is_full)
     yield from _unmarked(_times(contestants, stage, x, dy, settings, 1 - _FOR_COMPILED), is_full)
     yield from _host(contestants, stage, x, dy, settings)
+    yield from stage_graphs.rows(stage, x, settings)
     yield from _compiled(contestants["zbpp"], stage, x, dy, settings)
 
 
