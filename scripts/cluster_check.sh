@@ -62,7 +62,7 @@ if [[ $parts ]]; then
 else
     "$python" -m zbpp.benchmark.cluster --out "$out" --check-arguments ${rest[@]+"${rest[@]}"}
     groups=(links schedules meshes speed hang)
-    [[ -z $small ]] || groups=(links,schedules,meshes,speed hang)
+    [[ -z $small ]] || groups=("links,schedules,meshes,speed" hang)
 fi
 mkdir -p -- "$out"
 rm -rf -- "$out"/rows-*.jsonl "$out/hang" "$out/first-node"

@@ -41,7 +41,7 @@ export NCCL_DEBUG=${NCCL_DEBUG:-WARN} # NCCL says why it fails; INFO: which netw
 # export NCCL_CROSS_NIC=1        # networks whose switches connect all cards with each other
 
 warned='' interrupted=''
-# shellcheck disable=SC2329  # the trap calls it
+# shellcheck disable=SC2317,SC2329  # the trap calls it
 warn() {
     warned=yes interrupted=yes
     echo "slurm: the time is nearly over: the ranks save and leave"
