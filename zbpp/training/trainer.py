@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from zbpp.checkpoints import Stateful
 from zbpp.data import Data
 from zbpp.runtime import NonFinite, Pipeline
+from zbpp.runtime.out_of_memory import is_out_of_memory
 from zbpp.schedule import Timeline, Timetable
 from zbpp.training.batches import Batches
 from zbpp.training.callbacks import Callback
@@ -33,6 +34,7 @@ from zbpp.training.master_weights import MasterWeights
 from zbpp.training.memory_report import MemoryReport
 from zbpp.training.named_losses import with_evaluation_losses, with_named_losses
 from zbpp.training.non_finite import NonFinitePolicy, Values
+from zbpp.training.out_of_memory import note_update
 from zbpp.training.post_validated_update import Validation
 from zbpp.training.replan import Replan
 from zbpp.training.update import Metrics, Result
@@ -265,7 +267,12 @@ class Trainer:
         if self.memory_report is not None:
             self.memory_report.count((args, target))
         losses = self.pipeline.step(*args, target=target)
-        results = self._update.end(self.pipeline, losses)
+        try:
+            results = self._update.end(self.pipeline, losses)
+        except Exception as error:
+            if is_out_of_memory(error):
+                note_update(error)
+            raise
         if self.scheduler is not None:
             # An update may have been skipped or may be later: torch's schedulers warn before the first one.
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # the schedulers' own
