@@ -153,7 +153,7 @@ def test_what_is_predicted_is_what_zbpp_memory_predicts_and_only_what_fits_is_li
         f"predicted for this rank: {in_bytes(mine.peak)} at most, in {mine.peak_at}, {in_bytes(there)} in 1F2"
     )
     assert head.endswith(f"as configured, would need at most {in_bytes(limit)} with:")
-    listed = dict(line.strip().rsplit(": ", 1) for line in rest if line.startswith("  "))
+    listed = dict(line[2:].rsplit(": ", 1) for line in rest if line.startswith("- "))
     for changes in (
         {"schedule.name": "1f1b"},
         {"schedule.name": "zb_h2"},

@@ -95,7 +95,7 @@ def _others(config: TrainConfig, own: Prediction, failed: Failed, predictor: Pre
             if not found:
                 yield f"the fullest rank, {in_bytes(most)} as configured, would need {limit} with:"
             found = True
-            yield f"  {title_of(changes)}: {in_bytes(peak)}"
+            yield f"- {title_of(changes)}: {in_bytes(peak)}"  # torchrun drops lines that begin with a space
     if not found:
         yield f"no switch by itself lets the fullest rank, {in_bytes(most)} as configured, need {limit}"
     yield from refused
