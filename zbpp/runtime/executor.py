@@ -336,7 +336,7 @@ class Executor:
                 place = f"instruction {number} of its program ({instruction})"
             else:
                 place = "its first receives" if number == 0 else "its last sends"
-            raise CommunicationError.at(f"rank {rank}, {place}", error) from error
+            raise CommunicationError.at(f"rank {rank}, {place}", error) from None
         if isinstance(error, ValueError) and isinstance(instruction, Send):
             raise ValueError(
                 f"{instruction.value} from rank {rank} to rank {instruction.peer}: {error}"

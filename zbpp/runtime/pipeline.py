@@ -126,7 +126,7 @@ class Pipeline(PipelineChecks, PipelineNonFinite, PipelineTimeline):
         self._given_group = group
         self.timetable = timetable = timetable_of(timetable, num_microbatches, given)
         self.rank = rank_in(given.pipeline, timetable)
-        self.seed, self.num_steps, self.loss_scale = seed, 0, 1.0
+        self.seed, self.loss_scale = seed, 1.0
         self._timeout, self._dynamic_shapes, self._reshard = timeout, dynamic_shapes, reshard
         self._offload, self._check_messages = offload, check_messages
         self.check_counts = CheckCounts()
@@ -167,7 +167,7 @@ class Pipeline(PipelineChecks, PipelineNonFinite, PipelineTimeline):
             timeout=timeout,
             dynamic_shapes=dynamic_shapes,
             make_offload=offload_maker(offload, timetable, self.device, place),
-            check_messages=(lambda: self.num_steps) if check_messages else None,
+            check_messages=check_messages,
             counts=self.check_counts,
         )
         copies = order_of_copies(place, key_of_all, self.rank, self.device)
@@ -338,7 +338,7 @@ class Pipeline(PipelineChecks, PipelineNonFinite, PipelineTimeline):
         return following
 
     def seen(self) -> dict[int, str]:
-        """After a failed call: where each rank stood when it told last, by its number in the job."""
+        """After a failed call: where each rank was seen last, by its number in the job."""
         numbers = (
             dist.get_process_group_ranks(self.group or dist.group.WORLD) if dist.is_initialized() else []
         )

@@ -33,7 +33,6 @@ class PipelineChecks(PipelineState):
     """The part of Pipeline that checks a run against silent corruption."""
 
     stages: Mapping[int, nn.Module]
-    num_steps: int
     check_counts: CheckCounts
     _loss_fn: Any
     _is_replayed = False

@@ -25,7 +25,6 @@ class PipelineNonFinite(PipelineState, PipelineGradientRelease):
 
     timetable: Timetable
     stages: Mapping[int, nn.Module]
-    num_steps: int
 
     def find_non_finite(
         self, *args: Any, target: Any = None, step: int | None = None, **kwargs: Any

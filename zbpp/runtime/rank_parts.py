@@ -43,9 +43,8 @@ class RankParts:
 
     key: the prefix of this pipeline's names in the job's store; key_of_all: that of all pipelines of its
     mesh, whose processes wait for each other. make_offload: makes the Offloader of these
-    stages; None: nothing leaves. check_messages: says how many steps are done, for errors about messages
-    whose checksum is wrong; None: no message has one. counts: where checked messages are counted.
-    The other arguments are Pipeline's.
+    stages; None: nothing leaves. counts: where checked messages are counted. The other arguments are
+    Pipeline's.
 
     modules: the stages and the loss, if that is a module. workers: by stage. executors: of the calls "step",
     "evaluate" and "predict". order_of_ranks: checks that all ranks make the same calls; None where no rank is
@@ -69,7 +68,7 @@ class RankParts:
         timeout: float,
         dynamic_shapes: bool,
         make_offload: MakeOffload | None,
-        check_messages: Callable[[], int] | None = None,
+        check_messages: bool = False,
         counts: CheckCounts,
     ) -> None:
         self.timetable, self.rank, self.reductions, self.key = timetable, rank, reductions, key
@@ -112,13 +111,12 @@ class RankParts:
             gate=lambda: lower(timetable).gate(rank),
             offloads={} if self.activations is None else self.activations.offloads,
             flight=self.flight,
-            check_messages=None if self._check_messages is None else MessageChecks(self._when, self._counts),
+            check_messages=MessageChecks(self._when, self._counts) if self._check_messages else None,
         )
 
     def _when(self) -> str:
         """The call that runs, for the errors of checked messages."""
-        assert self._check_messages is not None
-        number, call = self._check_messages(), self.flight.call
+        number, call = self.flight.num_steps, self.flight.call
         return f"in {call} {number + 1}" if call in TRAINING else f"in {call}() after {number} steps"
 
     def _workers(

@@ -170,19 +170,22 @@ def _meeting(where: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     except CommunicationError as error:
         missing = missing_in(group)
         if missing:
-            raise CommunicationError(f"{error}; no word from {ranks_text(missing)}") from error.__cause__
+            raise CommunicationError(f"{error}; no word from {ranks_text(missing)}") from None
         raise
 
 
 @contextmanager
 def communicating(where: str) -> Iterator[None]:
-    """Turn torch's RuntimeError for a broken connection or a timeout into a CommunicationError at `where`."""
+    """Turn torch's RuntimeError for a broken connection or a timeout into a CommunicationError at `where`.
+
+    torch's is not shown besides: its text is gloo's advice, its stack zbpp's own.
+    """
     try:
         yield
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        raise CommunicationError.at(where, error) from error
+        raise CommunicationError.at(where, error) from None
 
 
 def check_agreement(
