@@ -343,7 +343,7 @@ def test_the_module_is_named_whose_backward_made_the_nan(how, stages):
 
     x, y = batch(marked=5)  # of microbatch 2
     with (
-        pytest.warns(UserWarning, match="Anomaly Detection|Error detected"),
+        pytest.warns(UserWarning, match="Anomaly Detection|Error detected|Previous calculation"),
         pytest.raises(RuntimeError) as caught,
         torch.autograd.detect_anomaly(check_nan=True),
     ):
