@@ -181,8 +181,8 @@ def test_stop_ends_the_run_before_the_update_with_the_last_checkpoint_intact(tmp
     history, error = run(trainer)
     assert error == (
         "step 3: the loss is NaN. NaN first appeared in the data: microbatch 1 of the input, row 0 (entry "
-        "[0, 0]). The run stops (non_finite=stop); resume=auto begins again after the newest checkpoint, if there is one, with the "
-        "same data, and non_finite=skip leaves such a step out"
+        "[0, 0]). The run stops (non_finite=stop); resume=auto begins again after the newest checkpoint, if "
+        "there is one, with the same data, and non_finite=skip leaves such a step out"
     )
     assert [metrics["step"] for metrics in history] == [1, 2, 3]  # the last one, too, is logged
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-1", "step-2"]
