@@ -37,6 +37,7 @@ from zbpp.runtime.boundary import (
 from zbpp.runtime.feed import NO_FEED, Feed
 from zbpp.runtime.layout import Message, describe, layout_of
 from zbpp.runtime.named_losses import checked_losses
+from zbpp.runtime.out_of_memory import is_out_of_memory
 
 Loss = Callable[..., Tensor | Mapping[str, Tensor]]
 LeafDone = Callable[[int], Callable[[Tensor], None] | None]  # of a microbatch
@@ -261,7 +262,7 @@ class StageWorker:
 
     def _explain(self, microbatch: int, inputs: tuple[Any, ...], error: Exception) -> None:
         """Say what the module was given; raise BoundaryError where the stage before may be to blame."""
-        if self.index == 0 or isinstance(error, torch.OutOfMemoryError):
+        if self.index == 0 or is_out_of_memory(error):
             return
         given = f"what stage {self.index - 1} returned, {describe(layout_of(inputs))}"
         fits = self._has_fitted or microbatch > 0  # a microbatch has passed here before

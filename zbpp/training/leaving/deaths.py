@@ -24,9 +24,11 @@ import torch.distributed as dist
 from zbpp.error_text import error_text
 from zbpp.rank_death import RankDeath
 from zbpp.runtime.groups import job_store
+from zbpp.runtime.out_of_memory import tells_of_memory
 from zbpp.runtime.roster import gone, roster
 from zbpp.runtime.world import CommunicationError
 from zbpp.training.leaving.signals import LeaveOnSignal
+from zbpp.training.out_of_memory import SECONDS
 
 if TYPE_CHECKING:
     from zbpp.training.trainer import Trainer
@@ -89,6 +91,8 @@ class Deaths:
         waited = f"; {error}"
         self._wait_for_the_end(end)
         if reason:
+            if tells_of_memory(reason):
+                self._wait_for_the_end(time.monotonic() + SECONDS)  # it says first what would fit
             return RankDeath(reason + waited, is_told=not self._shows())
         if not dead:
             return None
