@@ -1,4 +1,4 @@
-"""Which operation of a backward made a gradient NaN or infinite: what came to it was finite, its result is not.
+"""Which operation of a backward made a gradient NaN or infinite: what came to it was finite, its result not.
 
 Each node of the graph belongs to the innermost module whose forward made it: the nodes between a module's
 outputs and its inputs are the module's, but for those of modules inside it, which return before it.
