@@ -9,6 +9,7 @@ from zbpp.cluster import Hardware
 from zbpp.commands.plan import main
 from zbpp.config import config_folder
 from zbpp.config.typed_file import read_typed
+from zbpp.ranges import ConfigError
 
 GOOD = (config_folder() / "cluster/a100.yaml").read_text()
 
@@ -85,6 +86,38 @@ def test_an_absurd_value_is_refused_by_its_key(
     assert complaint in error
     assert error.count("\n") == 1
     assert len(error) < 700
+
+
+BAD = [
+    ".nan",
+    ".inf",
+    "-.inf",
+    "-1",
+    "1e30",
+    "1" + "0" * 30,
+    "80GB",
+    "0x",
+    "null",
+    "[1, 2]",
+    "{a: 1}",
+    "true",
+]
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_every_number_of_a_cluster_refuses_what_is_no_number_of_its_kind(value: str, tmp_path: Path) -> None:
+    """One line, which names the key."""
+    path = tmp_path / "cluster.yaml"
+    lines = GOOD.splitlines()
+    numbers = [(at, line) for at, line in enumerate(lines) if line.split("#")[0].strip()[-1:].isdigit()]
+    assert len(numbers) == 10
+    for at, line in numbers:
+        changed = f"{line.split(':')[0]}: {value}"
+        path.write_text("\n".join([*lines[:at], changed, *lines[at + 1 :]]))
+        with pytest.raises(ConfigError) as error:
+            read_typed(path, Hardware)
+        assert line.split(":")[0].strip() in str(error.value)
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,16 @@ def _runnable(question: Question) -> list:
     return found
 
 
+def test_lean_layers_keep_the_inputs_of_norms_and_of_the_activation_only() -> None:
+    """Two norms' outputs fewer, and two of the gated MLP's four tensors; B moves more memory, F does not."""
+    sizes = sizes_of_node(LLAMA)
+    plain, lean = (layer(sizes, 64, 1, Kernels(is_lean=is_lean)) for is_lean in (False, True))
+    assert plain.saved - lean.saved == (2 * sizes.hidden + 2 * sizes.intermediate) * 2 * 64
+    assert lean.f == plain.f
+    assert lean.b.traffic > plain.b.traffic
+    assert lean.deferred == plain.deferred
+
+
 def test_where_nothing_fits_the_least_memory_is_named() -> None:
     sizes = ModelSizes(
         num_layers=80,

@@ -61,12 +61,14 @@ class Kernels:
     """How a run computes. bytes_: of a number in F and B. gradient: of a gradient's number.
 
     is_fused: fused attention. is_sequence_parallel: each rank of a layer's parts norms a part of the tokens.
+    is_lean: B computes the norms' outputs and the MLP's activation function again from their inputs.
     """
 
     bytes_: int = 2
     gradient: int = 4
     is_fused: bool = True
     is_sequence_parallel: bool = False
+    is_lean: bool = False
 
     def norm_parts(self, tensor: int) -> int:
         """Among how many ranks the tokens are divided between the products of a layer."""
@@ -114,10 +116,14 @@ def _saved(sizes: ModelSizes, tensor: int, kernels: Kernels) -> float:
 
     Whole on every rank, but for sequence parallelism: the inputs and outputs of both norms. In parts:
     queries, keys, values, attention's output, and those of the MLP (gate, its activation, up, their product;
-    or up and its activation).
+    or up and its activation). Lean kernels keep the inputs only: of the norms, gate and up, or up.
     """
-    mlp = (4 if sizes.is_gated else 2) * sizes.intermediate
-    return 4 * sizes.hidden / kernels.norm_parts(tensor) + (2 * sizes.query + 2 * sizes.kv + mlp) / tensor
+    share = 2 if kernels.is_lean else 1
+    mlp = (4 if sizes.is_gated else 2) // share * sizes.intermediate
+    return (
+        4 // share * sizes.hidden / kernels.norm_parts(tensor)
+        + (2 * sizes.query + 2 * sizes.kv + mlp) / tensor
+    )
 
 
 def _deferred(sizes: ModelSizes, tensor: int) -> float:
@@ -140,6 +146,8 @@ def _traffic(sizes: ModelSizes, tensor: int, kernels: Kernels) -> tuple[float, f
     attention_b = fused_b if kernels.is_fused else _PLAIN_IN_B * scores
     forward = 4 * hidden + 6 * hidden + (5 if sizes.is_gated else 2) * wide + rotary + attention_f
     backward = 6 * hidden + 6 * hidden + (8 if sizes.is_gated else 3) * wide + rotary + attention_b
+    if kernels.is_lean:  # two norms, and the MLP's activation function in one kernel
+        backward += 4 * hidden + (3 if sizes.is_gated else 2) * wide
     biases = (sizes.query + 2 * sizes.kv + sizes.intermediate) / tensor + 2 * hidden
     weight = biases if sizes.has_biases else 0.0
     bytes_ = kernels.bytes_

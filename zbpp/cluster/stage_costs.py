@@ -41,7 +41,8 @@ PRECISIONS = {
 class Run:
     """A run whose step is to be predicted, but for its schedule. sequences: in a microbatch.
 
-    recompute: layers compute their activations again in B. layers_per_stage: None: as `zbpp train` cuts.
+    recompute: layers compute their activations again in B. lean: only their norms and the MLP's activation
+    function; fused kernels do so, zbpp's own layers do not. layers_per_stage: None: as `zbpp train` cuts.
     """
 
     sizes: ModelSizes
@@ -52,6 +53,7 @@ class Run:
     recompute: bool = False
     is_fused: bool = True
     sequence_parallel: bool = False
+    lean: bool = False
     layers_per_stage: tuple[int, ...] | None = None
 
     @property
@@ -62,7 +64,9 @@ class Run:
     @property
     def kernels(self) -> Kernels:
         precision = PRECISIONS[self.precision]
-        return Kernels(precision.compute, precision.gradient, self.is_fused, self.sequence_parallel)
+        return Kernels(
+            precision.compute, precision.gradient, self.is_fused, self.sequence_parallel, self.lean
+        )
 
 
 class StageWork(NamedTuple):

@@ -89,7 +89,7 @@ def predicted_step(run: Run, schedule: str, num_microbatches: int) -> Step:
     without_links, _, _ = timed.step(free)
     busy, mean = _work(work, timed.rank_of)
     losses = {
-        "bubble": without_links - num_microbatches * busy,
+        "bubble": max(0.0, without_links - num_microbatches * busy),
         "uneven stages": num_microbatches * (busy - mean),
         "links": whole - tail - without_links,
         "tensor all-reduces": num_microbatches * sum(work.sums) / run.mesh.pipeline,
