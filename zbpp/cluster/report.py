@@ -28,7 +28,7 @@ def as_text(answer: Answer) -> str:
     head = (
         f"{sizes.parameters / 1e9:,.2f} B parameters, {question.batch:,} sequences of {sizes.sequence:,} "
         f"tokens a step, {question.precision}\n"
-        f"{hardware.num_gpus:,} GPUs: {hardware.nodes:,} {'node' if hardware.nodes == 1 else 'nodes'} of {hardware.gpus_per_node}, {gpu.memory:g} GiB"
+        f"{hardware.num_gpus:,} GPUs: {nodes} of {hardware.gpus_per_node}, {gpu.memory:g} GiB"
         f", {gpu.peak_tflops:g} TFLOP/s of which kernels reach {gpu.achieved:.0%}"
     )
     counts = f"{answer.tried:,} ways, {answer.simulated:,} simulated"
