@@ -201,7 +201,9 @@ class Executor:
         """Make an Inbox for each rank that sends here, and an Outbox for each rank that is sent to."""
         rank, instructions = self._program.rank, self._program.instructions
         outbox, inbox = (
-            (Outbox, Inbox) if checks is None else (CheckedOutbox, partial(CheckedInbox, **checks._asdict()))
+            (Outbox, Inbox)
+            if checks is None
+            else (CheckedOutbox, partial(CheckedInbox, when=checks.when, counts=checks.counts))
         )
         receives = [each for each in instructions if isinstance(each, Recv)]
         for peer in sorted({each.peer for each in receives}):
