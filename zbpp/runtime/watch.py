@@ -254,7 +254,7 @@ def _end_unless_noticed(shared: _Shared) -> None:
     The rank that ended the job is the one that torchrun hears of first.
     """
     # A rank that is out of memory lives on for a while, to say what would fit.
-    end = time.monotonic() + _GRACE + (SECONDS if tells_of_memory(shared.reason) else 0)
+    end = time.monotonic() + _GRACE + (SECONDS if tells_of_memory(shared.others.reason) else 0)
     while not shared.is_over and not shared.has_failed and time.monotonic() < end:
         time.sleep(0.05)
     if shared.is_over or shared.has_failed:
