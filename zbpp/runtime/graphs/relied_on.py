@@ -1,0 +1,68 @@
+"""What a capture relies on: where weights and buffers are, modes, hooks. A change makes a new capture.
+
+A replay reads weights and buffers at the addresses that they had in the capture, and runs no Python. What
+else forward reads from Python objects (a global variable, an attribute that counts calls) can't be seen:
+docs/compiled.md says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.runtime.graphs.maker import NotCapturable
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def relied_on(modules: Iterable[nn.Module], device: torch.device) -> tuple[Any, ...]:
+    """What must be as it was in the capture. Equal tuples: the graphs still fit."""
+    found: list[Any] = [torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)]
+    for module in modules:
+        for each in module.modules():
+            found += [id(each), each.training, sum(len(getattr(each, name)) for name in _HOOKS)]
+            for parameter in each._parameters.values():
+                if parameter is not None:
+                    found += _of_parameter(parameter)
+            found += [
+                (id(buffer), buffer.data_ptr()) for buffer in each._buffers.values() if buffer is not None
+            ]
+    return tuple(found)
+
+
+def _of_parameter(parameter: Tensor) -> Iterator[Any]:
+    main = getattr(parameter, "main_grad", None)
+    yield id(parameter)
+    yield parameter.data_ptr()
+    yield parameter.requires_grad
+    yield None if main is None else main.data_ptr()
+    yield len(parameter._backward_hooks or ())
+    yield len(parameter._post_accumulate_grad_hooks or ())  # type: ignore[attr-defined]  # torch's
+
+
+def refuse_parameters(modules: Iterable[nn.Module]) -> None:
+    """Raise NotCapturable for parameters whose gradients a replay would get wrong."""
+    for name, parameter in _named_parameters(modules):
+        if parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]  # torch's
+            raise NotCapturable(f"{name} has a post-accumulate-grad hook, which a replay would not run")
+        if type(parameter.data) is not Tensor:
+            raise NotCapturable(f"{name} is a {type(parameter.data).__name__}")
+
+
+def hooked(modules: Iterable[nn.Module]) -> list[str]:
+    """What has hooks that run in a capture only, for a warning."""
+    found = [
+        f"module {path or type(module).__name__}"
+        for root in modules
+        for path, module in root.named_modules()
+        if any(getattr(module, name) for name in _HOOKS)
+    ]
+    return found + [f"weight {name}" for name, each in _named_parameters(modules) if each._backward_hooks]
+
+
+def _named_parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    for module in modules:
+        yield from module.named_parameters()
