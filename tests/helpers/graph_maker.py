@@ -12,6 +12,7 @@ replay doesn't compute itself must lie outside.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -87,6 +88,9 @@ class _Recording(TorchDispatchMode):
                     place.copy_(result)
 
         self.operations.append(again)
+        for each in tree_leaves((args, kwargs, made)):
+            if isinstance(each, Tensor):
+                self._maker.records[_address(each)] += 1
 
     def undo(self) -> None:
         """Give all that the capture has changed its values back."""
@@ -99,6 +103,7 @@ class EmulatedGraphs:
 
     def __init__(self) -> None:
         self.pool: dict[int, Tensor] = {}  # the memory that captures have allocated, by address
+        self.records: Counter[int] = Counter()  # how many tensors the records have of each memory
         self.num_captures = 0
         self.num_operations = 0  # of all replays
         self._seeds: EmulatedSeeds | None = None
@@ -110,6 +115,7 @@ class EmulatedGraphs:
     @contextmanager
     def capturing(self) -> Iterator[None]:
         self.pool = {}
+        self.records.clear()
         with mock.patch("torch.get_rng_state", _refuse_state):
             yield
 
@@ -138,6 +144,14 @@ class EmulatedGraphs:
             for tensor in self.pool.values():
                 size = tensor.untyped_storage().nbytes() // tensor.itemsize
                 tensor.as_strided((size,), (1,), 0).fill_(_extreme(tensor.dtype))
+
+    def held(self) -> int:
+        """How many pieces of the pool's memory are in use by anything but the records."""
+        count = 0
+        for address, tensor in self.pool.items():
+            storage = tensor.untyped_storage()  # one reference itself
+            count += torch._C._storage_Use_Count(storage._cdata) > self.records[address] + 1
+        return count
 
     def _replay(self, operations: list[Callable[[], None]]) -> None:
         self.num_operations += len(operations)

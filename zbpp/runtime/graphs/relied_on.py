@@ -43,6 +43,41 @@ def _of_parameter(parameter: Tensor) -> Iterator[Any]:
     yield len(parameter._post_accumulate_grad_hooks or ())  # type: ignore[attr-defined]  # torch's
 
 
+class HeldTensors:
+    """The tensors that modules hold, as buffers or in other attributes, as they are now."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._tables: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        for root in modules:
+            for path, module in root.named_modules():
+                name = f"{path}{'.' if path else ''}{{}} of {type(root).__name__}"
+                self._tables += [
+                    (name, table, _tensors_in(table)) for table in (module._buffers, module.__dict__)
+                ]
+
+    def check(self) -> None:
+        """Raise NotCapturable if a tensor has come, or has taken another one's place."""
+        for name, table, before in self._tables:
+            for key, tensor in _tensors_in(table).items():
+                if before.get(key) is not tensor:
+                    raise NotCapturable(
+                        f"forward replaces {name.format(key)}, which a replay would not do: change it in "
+                        "place (copy_)"
+                    )
+
+    def restore(self) -> None:
+        """Give the modules their tensors again: those of a capture were never computed."""
+        for _, table, before in self._tables:
+            for key in _tensors_in(table):
+                if key not in before:
+                    del table[key]
+            table.update(before)
+
+
+def _tensors_in(table: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if isinstance(value, Tensor)}
+
+
 def refuse_parameters(modules: Iterable[nn.Module]) -> None:
     """Raise NotCapturable for parameters whose gradients a replay would get wrong."""
     for name, parameter in _named_parameters(modules):

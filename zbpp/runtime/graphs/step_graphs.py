@@ -31,7 +31,7 @@ from zbpp.runtime.graphs.gradients import StaticGradients
 from zbpp.runtime.graphs.losses import StaticLosses
 from zbpp.runtime.graphs.maker import GraphMaker, NotCapturable
 from zbpp.runtime.graphs.program import ProgramGraph
-from zbpp.runtime.graphs.relied_on import hooked, refuse_parameters, relied_on
+from zbpp.runtime.graphs.relied_on import HeldTensors, hooked, refuse_parameters, relied_on
 from zbpp.runtime.layout import Layout
 from zbpp.runtime.measure import Recorder
 from zbpp.runtime.microbatch import Cutter
@@ -170,7 +170,9 @@ class StepGraphs:
         if self._num_warm < _WARM_UP:
             self._num_missed += 1
             if self._num_missed == _MOST_MISSES:
-                self._say(f"{_MOST_MISSES} steps in a row were eager, since their inputs differ in layout")
+                self._say(
+                    f"{_MOST_MISSES} steps in a row were eager, since inputs or weights change their layout"
+                )
             return self._run_eager(recorder)
         self._layouts = {}
         self._executor.replace_actions(watched(self._rank, self._layouts), {})
@@ -186,19 +188,20 @@ class StepGraphs:
         """Capture the step. False: it can't be, and no later one will be tried."""
         self._use_eager()
         self._captured, gradients = None, StaticGradients(_parameters(self._modules))
+        held = HeldTensors(self._modules)
         try:
             refuse_parameters(self._modules)
             static = StaticCall(call, self._executor.device)
             static.load(call)
             gradients.attach()
-            buffers = _buffers(self._modules)
             self._begin(static.call, seeds)
             torch.clear_autocast_cache()
             graphs = self._graphs()
             gradients.captured()
-            _check_buffers(buffers, _buffers(self._modules))
+            held.check()
             self._captured = _Captured(self._key, static, gradients, self._losses, graphs)
         except Exception as error:
+            held.restore()
             self._stop(error)
         finally:
             gradients.detach()
@@ -267,18 +270,3 @@ def _is_equal(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     return [*dict.fromkeys(each for module in modules for each in module.parameters())]
-
-
-def _buffers(modules: Iterable[nn.Module]) -> dict[str, tuple[int, int]]:
-    return {
-        f"{name} of {type(module).__name__}": (id(each), each.data_ptr())
-        for module in modules
-        for name, each in module.named_buffers()
-    }
-
-
-def _check_buffers(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Raise NotCapturable if forward puts a new tensor in the place of a buffer."""
-    for name, place in after.items():
-        if before.get(name) != place:
-            raise NotCapturable(f"forward replaces the buffer {name}: change it in place (buffer.copy_(...))")
