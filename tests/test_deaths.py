@@ -101,9 +101,13 @@ def test_a_run_goes_on_after_a_death_with_all_ranks_or_with_fewer(here, warm, mo
         str(warm.python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS),
     ]  # fmt: skip
     runs = {}
-    for name, more in (("whole", []), ("killed", ["++model.how=SIGKILL", "++model.step=11"])):
+    # The second has the default run_dir, with the time in it: torchrun's restart goes on in the same folder.
+    for name, more in (
+        ("whole", ["run_dir=whole"]),
+        ("killed", ["++model.how=SIGKILL", "++model.step=11"]),
+    ):
         command = [*torchrun, "--max-restarts", "1", "-m", "zbpp.train", *RUN, *TWO_REPLICAS, *more]
-        done = warm.start(here, [*command, f"run_dir={name}"])
+        done = warm.start(here, command)
         assert done.rc == 0, done.text
         runs[name] = done.text
     assert "error" not in runs["whole"]
@@ -115,9 +119,11 @@ def test_a_run_goes_on_after_a_death_with_all_ranks_or_with_fewer(here, warm, mo
     assert "Recv g(0," in told
     assert "Connection" in told
     assert "This is typically caused" not in told
-    assert "going on after step 8 of killed/checkpoints/step-8" in runs["killed"]
+    (killed,) = here.glob("runs/*/*/metrics.jsonl")
+    assert f"going on after step 8 of {killed.parent.relative_to(here)}/checkpoints/step-8" in runs["killed"]
     assert [step for step, *_ in curve(here / "whole")] == [*range(1, STEPS + 1)]
-    assert curve(here / "killed") == curve(here / "whole")
+    assert curve(killed.parent) == curve(here / "whole")
+    assert str(killed.parent.relative_to(here)) in (killed.parent / "config.yaml").read_text()
 
     # One process is left of four.
     monkeypatch.chdir(here)

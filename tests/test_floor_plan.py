@@ -14,9 +14,9 @@ ROOT = Path(__file__).parent.parent
 # schedule <- families <- planning <- render; {schedule, autograd} <- runtime <- training;
 # these <- {app, benchmark} <- scripts;
 # data <- training: batches know no stage.
-# stage_api, seeding, ranges and partition know nobody.
+# stage_api, seeding, streams, ranges and partition know nobody.
 _PLANS = {"schedule", "families", "planning"}
-_LEAVES = {"stage_api", "seeding", "rank_death"}
+_LEAVES = {"stage_api", "seeding", "rank_death", "streams"}
 _RUNTIME = {"runtime", "schedule", "autograd"} | _LEAVES
 _TRAINING = {"training", "data", "planning", "checkpoints"} | _RUNTIME
 MAY_IMPORT = {
@@ -33,6 +33,7 @@ MAY_IMPORT = {
     "zbpp/stage_api.py": set(),
     "zbpp/seeding.py": set(),
     "zbpp/rank_death.py": set(),
+    "zbpp/streams.py": set(),
     "zbpp/partition.py": set(),
     "zbpp/ranges.py": set(),
     "zbpp/config/": {"config", "ranges"},
@@ -46,7 +47,7 @@ MAY_IMPORT = {
     "zbpp/app.py": {"builders", "config", "elastic", "job", "results"} | _TRAINING,
     "zbpp/job.py": {"builders", "config", "prediction"} | _TRAINING,
     "zbpp/results.py": {"config", "prediction", "render"} | _TRAINING,
-    "zbpp/data/": {"data", "seeding"},
+    "zbpp/data/": {"data", "seeding", "streams"},
     "zbpp/export.py": {"builders", "config", "export_adapter", "models", "training"},
     "zbpp/export_adapter.py": {"config", "models", "training"},
     "zbpp/explain_stage.py": {"builders", "config", "data", "training", "autograd"},
@@ -55,10 +56,22 @@ MAY_IMPORT = {
     "zbpp/benchmark/jobs.py": {"builders", "benchmark", "config"} | _TRAINING,
     # The split is measured on a Llama's blocks, in one process: no schedule, no training.
     "zbpp/benchmark/split/": {"autograd", "benchmark", "models", "runtime"},
+    # One GPU: the split, copies and pipelines of one rank; no training, no config.
+    "zbpp/benchmark/gpu/": {
+        "__version__",
+        "autograd",
+        "benchmark",
+        "models",
+        "planning",
+        "runtime",
+        "schedule",
+    },
     # Switches are measured on EMULATED stages, in a job of their own.
     "zbpp/benchmark/memory/": {"benchmark", "launch", "models", "render"} | _TRAINING,
     # The data path beside a small GPT that trains.
     "zbpp/benchmark/data_path.py": {"benchmark", "models"} | _TRAINING,
+    # A cluster is checked with a GPT, under torchrun.
+    "zbpp/benchmark/cluster/": {"benchmark", "models"} | _TRAINING,
     "zbpp/benchmark/": {"benchmark", "render"} | _TRAINING,
     "zbpp/schedule/": {"schedule"},
     "zbpp/families/": {"families", "schedule"},
@@ -71,7 +84,7 @@ MAY_IMPORT = {
     "zbpp/commands/__init__.py": set(),
     "zbpp/commands/plan/": {"commands", "models", "ranges", "render"}
     | _PLANS,  # models: what a head costs, from sizes
-    "zbpp/autograd/": {"autograd"},
+    "zbpp/autograd/": {"autograd", "streams"},
     # Pipeline(stages, "zb_h1"): a schedule's name in place of a timetable. No other file of runtime plans.
     "zbpp/runtime/arguments.py": {"planning"} | _RUNTIME,
     "zbpp/runtime/": _RUNTIME,

@@ -8,12 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from zbpp.builders.callbacks import build_callbacks, build_early_stop
+from zbpp.builders.callbacks import build_callbacks, build_early_stop, build_own_callbacks
 from zbpp.builders.checkpoints import build_saving
 from zbpp.builders.data import limit_evaluation
 from zbpp.builders.loggers import build_loggers
@@ -27,8 +28,11 @@ from zbpp.config import TrainConfig, naming
 from zbpp.elastic import adapted
 from zbpp.job import Job, agreed_job, place_in_job, planned_job, prepare_stages, processes_started
 from zbpp.results import write_memory, write_summary, write_weights
+from zbpp.runtime.first_start import of_first_start
+from zbpp.runtime.joining import rank_and_size
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.world import World, broadcast, world
+from zbpp.training.corruption import checks_done, sentence_of_checks
 from zbpp.training.fine_tuned import check_fine_tuned
 from zbpp.training.leaving.deaths import Deaths
 from zbpp.training.leaving.signals import LeaveOnSignal
@@ -40,6 +44,7 @@ from zbpp.training.non_finite import NonFinitePolicy
 from zbpp.training.out_of_memory import note_memory
 from zbpp.training.precision import PRECISIONS, Precision
 from zbpp.training.progress import progress
+from zbpp.training.room_for_states import check_room
 from zbpp.training.run_folder import RunFolder, check_free, claimed
 from zbpp.training.summary import Summary, Title, summarise
 from zbpp.training.trainer import Trainer
@@ -53,6 +58,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     ConfigError, PlanError, FolderError or AgreementError before any work starts.
     """
     begin = time.monotonic()
+    config, resolved_yaml = _in_first_folder(config, resolved_yaml)
     config, settings, change = adapted(config, settings, processes_started())
     rank, num_processes = place_in_job(config.parallel.num_processes)
     check_offload_folder(config.memory)
@@ -74,6 +80,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         with naming("model"):
             trainer = _build_trainer(config, job, precision, mesh)
         deaths.trainer = trainer
+        check_room(trainer, weights_on_host=config.memory.offload_weights)
         path = Path(broadcast(config.run_dir))
         trainer.pipeline.leave_records_in(path / "failure", ends_process=True)
         saving = build_saving(config, settings, path, trainer, folder)
@@ -123,6 +130,14 @@ def check_before_start(config: TrainConfig, settings: dict[str, Any], num_proces
     check_plan(config.schedule, num_ranks, config.num_microbatches)
 
 
+def _in_first_folder(config: TrainConfig, resolved_yaml: str) -> tuple[TrainConfig, str]:
+    """The config with the run_dir that the first start of this job had; its default has the time in it."""
+    if rank_and_size()[0] != 0:
+        return config, resolved_yaml
+    first = of_first_start("run_dir", config.run_dir, config.parallel.timeout)
+    return replace(config, run_dir=first), resolved_yaml.replace(config.run_dir, first)
+
+
 @contextmanager
 def _run_folder(config: TrainConfig, rank: int, num_processes: int) -> Iterator[RunFolder | None]:
     """The run's folder, claimed, on rank 0, which raises FolderError if it can't; None on other ranks."""
@@ -144,6 +159,7 @@ def _build_trainer(config: TrainConfig, job: Job, precision: Precision, mesh: De
     # After the pipeline, which gives all copies of a parameter the same float32 values.
     masters = build_masters(pipeline, precision)
     optimizer = optimizer_of(pipeline, config.optimizer, masters, config.memory.gradient_release)
+    own = build_own_callbacks(config)
     with naming("optimizer"):  # what an update does not go with
         return Trainer(
             pipeline=pipeline,
@@ -157,7 +173,7 @@ def _build_trainer(config: TrainConfig, job: Job, precision: Precision, mesh: De
             evaluate_every=config.evaluate_every,
             read_ahead=config.read_ahead,
             record_every=config.measure_every,
-            callbacks=build_early_stop(config),
+            callbacks=[*build_early_stop(config), *own],
             metrics=metrics_of(model, precision),
             replan=build_replan(config.schedule.replan, config.memory.limit, timetable, loss_fn, stages),
             masters=masters,
@@ -201,6 +217,9 @@ def _run(
         summary.figures["layers_per_stage"] = cut
     if config.memory.recompute == "auto":
         summary.figures["recomputed_stages"] = sorted(job.recomputed)
+    if config.debug.check:
+        summary.figures["checks"] = done = checks_done(config.debug.check, trainer)
+        summary.sentences.append(sentence_of_checks(done))
     return title, summary
 
 

@@ -289,6 +289,7 @@ def test_a_folder_that_does_not_exist_is_refused(tmp_path):
         copier_for(CPU, tmp_path / "missing")
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_gradients_are_equal_to_the_last_bit():
     """NOT RUN ON A GPU YET."""

@@ -109,6 +109,10 @@ def batch(step, rows=ROWS):
     return torch.randn(rows, SIZE, generator=generator), torch.randn(rows, SIZE, generator=generator)
 
 
+def num_receives(timetable, rank):
+    return sum(isinstance(each, Recv) for each in lower(timetable)[rank].instructions)
+
+
 def trained(rank, schedule, *, check_messages, dynamic_shapes=False):
     """Losses, weights and statistics after some steps, an evaluation and a prediction."""
     timetable = plan(schedule, 2, M)
@@ -124,6 +128,9 @@ def trained(rank, schedule, *, check_messages, dynamic_shapes=False):
         found += pipeline.evaluate(batch(9, 8)[0], target=batch(9, 8)[1])
         output = pipeline.predict(batch(9, 3)[0])
         found += [] if output is None else [output]
+        calls = [timetable] * 3 + [timetable.forward_only(), timetable.forward_of_one()]
+        received = sum(num_receives(each, rank) for each in calls)
+        assert pipeline.check_counts.messages == (received if check_messages else 0)
         return found + list(pipeline.state_dict().values())
 
 
@@ -166,7 +173,7 @@ def everything(rank):
         found[schedule] = [trained(rank, schedule, check_messages=on) for on in (False, True)]
         found[schedule] += [trained(rank, schedule, check_messages=True, dynamic_shapes=True)]
         found[schedule, "step"] = planted(rank, schedule, "step", 2)
-        in_step = sum(isinstance(each, Recv) for each in lower(plan(schedule, 2, M))[1].instructions)
+        in_step = num_receives(plan(schedule, 2, M), 1)
         found[schedule, "evaluate"] = planted(rank, schedule, "evaluate", in_step + 1)
     found["validated"] = [validated(rank, check_messages=on) for on in (False, True)]
     found["unequal"] = unequal(rank)

@@ -114,9 +114,12 @@ def test_a_stopped_rank_and_one_in_an_endless_loop_are_named_with_what_they_did(
         for rank in (0, 2):
             assert said[rank].startswith("rank 1 is behind: "), said
             place, how = said[rank].splitlines()
-            assert re.search(r"at 1F0 for \d+\.\d s, instruction 2 of \d+ in step\(\), call 2$", place)
+            assert re.search(r"at 1F0 for \d+\.\d s, instruction 2 of \d+ of step 2$", place)
             assert f"`zbpp hang {tmp_path}" in how
-        assert ("silent for " in said[0] + said[2]) == (number == 0), said
+        is_stopped = (
+            re.search(r"silent for \d+\.\d s \(its process is stopped", said[0] + said[2]) is not None
+        )
+        assert is_stopped == (number == 0), said
     for stale in ("stopped", "failed"):  # an earlier failure of more ranks left these in the same folder
         record = tmp_path / stale / "flight-rank-1.json"
         left = json.loads(record.read_text())
@@ -124,7 +127,7 @@ def test_a_stopped_rank_and_one_in_an_endless_loop_are_named_with_what_they_did(
         (tmp_path / "loop" / f"flight-rank-{7 + len(stale)}.json").write_text(json.dumps(left))
     assert hang.main([str(tmp_path / "loop")]) == 0
     said, headline, _, shown = capsys.readouterr().out.split("\n", 3)
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ranks waited in vain", headline)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  rank 1 is behind: at 1F0 .*", headline)
     assert said == "left out: 2 records of another replica or an earlier failure"
     table = [line.split() for line in shown.splitlines()]
     assert [row[0] for row in table[:4]] == ["rank", "0", "1", "2"]
@@ -132,6 +135,17 @@ def test_a_stopped_rank_and_one_in_an_endless_loop_are_named_with_what_they_did(
     assert "x(2,0) from 1" in " ".join(table[3])
     assert "rank 1  [1F0] 1F1 " in shown
     assert "in endless_loop" in shown.partition("rank 1, which awaited no other rank, was here:")[2]
+    assert hang.main([str(tmp_path / "stopped")]) == 0
+    assert "\nrank 1: its process was stopped (SIGSTOP, Ctrl-Z)\n" in capsys.readouterr().out
+    assert hang.main([str(tmp_path / "failed")]) == 0
+    shown = capsys.readouterr().out
+    assert "  rank 1 failed: BoundaryError: " in shown.partition("\n")[0]
+    shown = shown.partition("\nrank 1 failed here:\n")[2]
+    assert 'raise ValueError("planted")' in shown
+    assert shown.endswith(
+        "ValueError: planted\nin 1F0 (F, the forward, of stage 1, microbatch 0) on rank 1\n"
+    )
+    assert "watch.py" not in shown
     records = [json.loads((tmp_path / f"loop/flight-rank-{rank}.json").read_text()) for rank in range(3)]
     assert "endless_loop" in "".join(records[1]["stack"])
     assert [each["standing"]["call"] for each in records] == ["step"] * 3

@@ -12,6 +12,7 @@ from torch import nn
 
 import zbpp
 from zbpp import Pipeline, plan
+from zbpp.autograd.compiled.compiled_forward import compile_stage
 
 M, ROWS, WIDTH = 4, 8, 6
 
@@ -274,3 +275,106 @@ def test_the_gradient_that_became_nan_first_is_that_of_the_part():
     pipeline = Pipeline({0: stage}, plan("zb_h1", 1, M), F.mse_loss)
     pipeline.step(x, target=y)
     assert "the gradient of 0.linear" in str(pipeline.find_non_finite(x, target=y))
+
+
+def made_nan(x):
+    """The square root of zeros, times zero: 0 in the forward, 0 * Infinity = NaN in the backward."""
+    marked = x.detach()[:, :1] == 3
+    return (x - torch.where(marked, x.detach(), x.detach() - 1)).sqrt() * torch.where(marked, 0.0, 1.0)
+
+
+class Own(torch.autograd.Function):
+    """The identity, whose backward makes NaN where a row is marked."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.marked = x[:, :1] == 3
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.masked_fill(ctx.marked, math.nan)
+
+
+class Makes(nn.Module):
+    """A part of a block, or code of a block, whose backward makes NaN."""
+
+    def __init__(self, how="", inner=None):
+        super().__init__()
+        self.how, self.inner = how, inner
+        self.before, self.after = Keep(), Keep()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        if self.how == "checkpoint":
+            return zbpp.checkpoint(self.work, x)
+        return self.work(x)
+
+    def work(self, x):
+        kept = self.before(x * torch.cat([torch.ones(1), self.scale[1:]]))
+        match self.how:
+            case "inside":
+                kept = kept + self.inner(kept) * 0.1
+            case "own code" | "checkpoint":
+                kept = kept + made_nan(kept) * 0.1
+            case "in place":
+                kept = nn.functional.relu(kept + 0, inplace=True) + made_nan(kept)
+            case "function":
+                kept = Own.apply(kept)
+        return self.after(kept)
+
+
+class Root(nn.Module):
+    def forward(self, x):
+        return made_nan(x)
+
+
+@pytest.mark.parametrize("how", ["inside", "own code", "checkpoint", "in place", "function", "loss"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_module_is_named_whose_backward_made_the_nan(how, stages):
+    """The operation is that of torch's anomaly mode on the whole model; the parameters beside it are not."""
+
+    def layers():
+        torch.manual_seed(0)
+        return [Keep(), Makes(how, Root() if how == "inside" else None), Keep(), Keep()]
+
+    def loss(output, target):
+        return F.mse_loss(output, target) + (made_nan(output).mean() if how == "loss" else 0)
+
+    x, y = batch(marked=5)  # of microbatch 2
+    with (
+        pytest.warns(UserWarning, match="Anomaly Detection"),
+        pytest.raises(RuntimeError) as caught,
+        torch.autograd.detect_anomaly(check_nan=True),
+    ):
+        loss(nn.Sequential(*layers())(x), y).backward()
+    operation = re.match(r"Function '(\w+)' returned nan", str(caught.value))[1]
+    # The code between a checkpoint's modules is no module: the whole checkpoint is named.
+    operation = "_CheckpointBackward" if how == "checkpoint" else operation
+    size = 4 // stages
+    built = {
+        index: _named({str(i): each for i, each in enumerate(layers()) if i // size == index})
+        for index in range(stages)
+    }
+    with Pipeline(built, plan("zb_v" if stages == 2 else "zb_h1", 1, M), loss) as pipeline:
+        pipeline.step(x, target=y)
+        found = pipeline.find_non_finite(x, target=y)
+    name = {"inside": "1.inner", "loss": "the loss function"}.get(how, "1")
+    stage = stages - 1 if how == "loss" else 0
+    assert (found.kind, found.value, found.name, found.stage) == ("backward", "NaN", name, stage)
+    assert found.microbatch == 2
+    assert found.note.startswith(f"{operation}: the gradient that came to it is finite")
+
+
+def test_a_compiled_stage_is_searched_eager_and_stays_compiled():
+    """It stayed eager for the rest of the run, since the search puts hooks on it."""
+    torch.manual_seed(0)
+    stage, (x, y) = nn.Sequential(Keep(), Root(), Keep()), batch(marked=5)
+    compile_stage(stage, backend="eager")
+    with Pipeline({0: stage}, plan("zb_h1", 1, M), F.mse_loss) as pipeline:
+        pipeline.step(x, target=y)
+        assert str(pipeline.find_non_finite(x, target=y)).startswith(
+            "NaN first appeared in the backward of module 1, in B of stage 0, microbatch 2 (SqrtBackward0: "
+        )
+        pipeline.step(x, target=y)
+    assert [len(each) for each in stage.forward.bound.values()] == [1]

@@ -2,7 +2,10 @@
 
 import pytest
 
+from helpers.configs import composed
 from helpers.trainers import small_trainer
+from zbpp.builders.callbacks import build_own_callbacks
+from zbpp.config import ConfigError
 from zbpp.training.callbacks import Callback
 from zbpp.training.post_validated_update import Validation
 
@@ -58,3 +61,28 @@ def test_with_post_validation_only_a_callback_that_needs_the_weights_is_shown_it
     assert witness.shown[2][-1] == 3
     assert witness.shown[1] == [1]
     assert steps == list(range(1, len(steps) + 1)) == list(range(1, 7 if last_step is None else 5))
+
+
+class Foreign:
+    """No Callback."""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[{_target_: Wittness}]", r"callbacks\[0\] \(.*Wittness\): .* has no Wittness; it has Witness"),
+        ("[{_target_: Foreign}]", r"callbacks\[0\] .*: this makes a Foreign, not a .*Callback: derive"),
+        ("[{_target_: Witness, last: 3}]", r"callbacks\[0\] .* unexpected keyword argument 'last'"),
+        ("[3]", r"callbacks\[0\]=3: write a class of yours as \{_target_: my_file.MyCallback\}"),
+    ],
+)
+def test_the_config_names_callbacks_and_a_wrong_one_is_refused(text, words):
+    def built(text):
+        return build_own_callbacks(
+            composed("callbacks=" + text.replace("_target_: ", f"_target_: {__name__}."))
+        )
+
+    (witness, other) = built("[{_target_: Witness, last_step: 2}, {_target_: Witness}]")
+    assert (witness.last_step, other.last_step) == (2, None)
+    with pytest.raises(ConfigError, match=words):
+        built(text)

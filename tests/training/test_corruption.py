@@ -7,7 +7,7 @@ from helpers.trainers import small_trainer
 from zbpp.ranges import ConfigError
 from zbpp.runtime import Pipeline, ReplayError
 from zbpp.runtime.replay import Replay
-from zbpp.training.corruption import CheckReplicas, ReplaySteps
+from zbpp.training.corruption import CheckReplicas, ReplaySteps, checks_done, sentence_of_checks
 from zbpp.training.post_validated_update import Validation
 
 
@@ -33,9 +33,20 @@ def test_a_run_has_the_same_losses_and_checks_when_it_should(monkeypatch, valida
     options = {"clip_norm": 0.1, "post_validation": validation}
     plain = losses(**options)
     assert (replayed, compared) == ([], [])
-    assert losses(**options, callbacks=[CheckReplicas(4), ReplaySteps(4)]) == plain
+    trainer = small_trainer(**options, callbacks=[CheckReplicas(4), ReplaySteps(4)])
+    assert [metrics["loss"] for metrics in trainer.run(9)] == plain
     assert replayed == [1, 4, 8]
     assert compared == [1, 4, 8, 9]
+    assert checks_done(["replay", "replicas"], trainer) == {"replay": 3, "replicas": 4}
+
+
+def test_a_run_says_at_its_end_what_it_has_checked():
+    done = {"replay": 8, "replicas": 7, "messages": 1204}
+    assert sentence_of_checks(done) == "checks: replay 8 times, replicas 7, messages 1,204: equal"
+    assert sentence_of_checks({"messages": 3}) == "checks: messages 3 times: equal"
+    trainer = small_trainer(callbacks=[CheckReplicas(4)])
+    list(trainer.run(8))
+    assert checks_done(["replicas"], trainer) == {"replicas": 3}  # the last step is not compared twice
 
 
 def test_a_fault_in_a_replayed_step_ends_the_run():

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from zbpp.autograd.host_memory import refuse_more_than_available
+from zbpp.streams import Event, Streams, streams_of
 
 
 class OffloadError(RuntimeError):
@@ -251,14 +252,15 @@ class FileCopier(ThreadCopier):
             left, space = left[read:], space + read
 
 
-class _CudaCopy(NamedTuple):
-    event: torch.cuda.Event
+class _StreamCopy(NamedTuple):
+    streams: Streams
+    ended: Event
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
+        self.streams.current().wait_event(self.ended)
 
 
-class _CudaHostCopier(Copier):
+class StreamCopier(Copier):
     """Copies between a GPU and pinned memory on a CUDA stream of its own. NOT RUN ON A GPU YET.
 
     The caller allocates and frees storages on the current stream only, and makes that stream wait for a copy
@@ -268,9 +270,9 @@ class _CudaHostCopier(Copier):
 
     _where = "pinned host memory"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, streams: Streams) -> None:
         super().__init__(device)
-        self._stream = torch.cuda.Stream(device)
+        self._streams, self._stream = streams, streams.side("offload")
 
     def out(self, moves: Moves, watch: Watch | None = None) -> Copy:
         pairs = [(space[: storage.nbytes()], bytes_of(storage)) for storage, space in moves]
@@ -283,14 +285,14 @@ class _CudaHostCopier(Copier):
     def _start(self, pairs: Sequence[tuple[Tensor, Tensor]], moves: Moves, watch: Watch | None) -> Copy:
         # A copy out reads what the current stream has written. A copy back writes to memory whose previous
         # content the current stream may still read.
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(self._streams.current())
+        with self._streams.use(self._stream):
             ended = None if watch is None else watch()
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
             if ended is not None:
                 ended()
-            copy = _CudaCopy(self._stream.record_event())
+            copy = _StreamCopy(self._streams, self._stream.record_event())
         moves.clear()
         return copy
 
@@ -300,7 +302,7 @@ class _CudaHostCopier(Copier):
 
     def _make_space(self, nbytes: int) -> Tensor:
         refuse_more_than_available(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return self._streams.host_memory(nbytes)
 
 
 def copier_for(device: torch.device, to: str | Path = "host") -> Copier:
@@ -309,7 +311,8 @@ def copier_for(device: torch.device, to: str | Path = "host") -> Copier:
     Raises OffloadError if the folder can't be written to.
     """
     if to == "host":
-        return _CudaHostCopier(device) if device.type == "cuda" else HostCopier(device)
+        streams = streams_of(device)
+        return HostCopier(device) if streams is None else StreamCopier(device, streams)
     if device.type != "cpu":
         raise OffloadError(
             f'activations on {device} can be offloaded to host memory only, not to {to}: write "host"'

@@ -25,14 +25,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import CancelledError
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from zbpp.autograd.copies import Copier, Copy, Moves, Watch, bytes_of
+from zbpp.autograd.copies import Copier, Copy, Moves, OffloadError, Watch, bytes_of
 from zbpp.autograd.storages import storages_of
 
 LEAST_BYTES = 64 * 1024
@@ -43,20 +44,21 @@ class _Memory:
     """A storage that saved tensors are views of, on the device or away.
 
     content: a tensor over the whole storage on the device; None while it is away. space: the space outside
-    the device that holds the bytes, or that they are being copied to. arriving: the copy that is filling
-    `content`.
+    the device that holds the bytes, or that they are being copied to. leaving: the copy that reads `content`;
+    arriving: the copy that fills it.
 
     `content` is a tensor because users of a storage are counted: a BufferPool gives a buffer out again when
     nothing else uses its storage, and DeferredTensors empties only a storage that W alone uses. Each tensor
     counts. References to an UntypedStorage don't: all of them are references to one Python object.
     """
 
-    __slots__ = ("__weakref__", "arriving", "content", "copier", "nbytes", "space")
+    __slots__ = ("__weakref__", "arriving", "content", "copier", "leaving", "nbytes", "space")
 
     def __init__(self, content: UntypedStorage, copier: Copier) -> None:
         self.content: Tensor | None = bytes_of(content)
         self.nbytes, self.copier = content.nbytes(), copier
         self.space: Any = None
+        self.leaving: Copy | None = None
         self.arriving: Copy | None = None
 
     def present(self) -> UntypedStorage:
@@ -81,8 +83,10 @@ class _Memory:
             self.space = None
 
     def __del__(self) -> None:
-        if self.arriving is not None:  # the copy writes into memory that is about to be freed
-            self.arriving.wait()
+        for copy in (self.leaving, self.arriving):
+            if copy is not None:  # the copy reads or writes memory that is about to be freed
+                with suppress(OffloadError, CancelledError):
+                    copy.wait()
         self.free_space()
 
 
@@ -234,6 +238,8 @@ class SavedActivations:
             each.space = self._copier.space(each.nbytes)
         if leaving:
             self._leaving = self._copier.out(_moves(leaving), watch)
+            for each in leaving:
+                each.leaving = self._leaving
 
     def drop(self) -> None:
         """Wait until the copies out have ended; then free the device memory. Raises OffloadError."""
@@ -241,6 +247,7 @@ class SavedActivations:
             self._leaving.wait()
             self._leaving = None
             for each in self._living():
+                each.leaving = None
                 if each.space is not None:
                     each.content = None
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from zbpp.config import ConfigError, TrainConfig, naming
+from zbpp.config import ConfigError, TrainConfig, instantiate_node, naming
 from zbpp.data import Data
 from zbpp.data.corpus import load_tokenizer
 from zbpp.data.prepared import HEADER, TOKENIZER, open_prepared
@@ -47,6 +48,26 @@ def build_early_stop(config: TrainConfig) -> list[Callback]:
     if stop.metric is None:
         return []
     return [EarlyStop(stop.metric, patience=stop.patience, min_delta=stop.min_delta, mode=stop.mode)]
+
+
+def build_own_callbacks(config: TrainConfig) -> list[Callback]:
+    """The user's callbacks, which the config names by `_target_`. Raises ConfigError.
+
+    The trainer is made with them, since a checkpoint holds the states of those that have one.
+    """
+    return [_own_callback(f"callbacks[{number}]", node) for number, node in enumerate(config.callbacks)]
+
+
+def _own_callback(part: str, node: Any) -> Callback:
+    if not isinstance(node, Mapping):
+        raise ConfigError(f"{part}={node}: write a class of yours as {{_target_: my_file.MyCallback}}")
+    made = instantiate_node(part, node)
+    if not isinstance(made, Callback):
+        raise ConfigError(
+            f"{part} ({node['_target_']}): this makes a {type(made).__name__}, not a "
+            "zbpp.training.callbacks.Callback: derive the class from it"
+        )
+    return made
 
 
 def _profiled_ranks(config: TrainConfig, here: World) -> list[int]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import socket
+import sys
 from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.config import ParallelConfig, naming
 from zbpp.runtime.mesh import make_mesh, num_pipeline_ranks
+from zbpp.runtime.node_placement import placement_warning
 from zbpp.runtime.tensor_parallel import parallelize
+from zbpp.runtime.world import gather
 
 
 def pipeline_ranks(parallel: ParallelConfig, num_processes: int) -> int:
@@ -20,11 +25,18 @@ def pipeline_ranks(parallel: ParallelConfig, num_processes: int) -> int:
 
 
 def build_mesh(parallel: ParallelConfig, device_type: str) -> DeviceMesh | None:
-    """The mesh; None if all degrees are 1: then the pipeline stands alone. Collective."""
+    """The mesh; None if all degrees are 1: then the pipeline stands alone. Collective.
+
+    Rank 0 says in a line if groups that talk much span nodes.
+    """
     degrees = _degrees(parallel)
     if set(degrees.values()) == {1}:
         return None
-    return make_mesh(**degrees, device_type=device_type)
+    mesh = make_mesh(**degrees, device_type=device_type)
+    warning = placement_warning(gather(socket.gethostname()), degrees)
+    if warning and dist.get_rank() == 0:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
+    return mesh
 
 
 def split_stages(model: Any, stages: Mapping[int, nn.Module], mesh: DeviceMesh | None) -> None:

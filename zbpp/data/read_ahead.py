@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from zbpp.streams import Event as StreamEvent
+from zbpp.streams import Stream, Streams, streams_of
+
 
 class BatchError(RuntimeError):
     """A batch could not be read; its number is in the message, its cause in `__cause__`."""
@@ -27,7 +30,7 @@ class _Read(NamedTuple):
     number: int
     batch: Any
     error: BaseException | None = None
-    copied: torch.cuda.Event | None = None
+    copied: StreamEvent | None = None
 
 
 class ReadAhead:
@@ -40,6 +43,7 @@ class ReadAhead:
 
     def __init__(self, read: Callable[[int], Any], ahead: int, device: torch.device) -> None:
         self._read, self._ahead, self._device = read, ahead, device
+        self._streams = streams_of(device)
         self._thread: _Thread | None = None
         self._present = _Read(-1, None)
 
@@ -49,7 +53,7 @@ class ReadAhead:
             return self._present.batch
         if self._thread is None or number != self._present.number + 1:
             self.close()
-            self._thread = _Thread(self._read, number, self._ahead, self._device)
+            self._thread = _Thread(self._read, number, self._ahead, self._device, self._streams)
         found = self._thread.queue.get()
         if found.error is not None:
             self.close()
@@ -57,8 +61,8 @@ class ReadAhead:
             raise BatchError(
                 f"the batch of step {found.number} can't be read: {type(error).__name__}: {error}"
             ) from error
-        if found.copied is not None:
-            _hand_over(found.batch, found.copied, self._device)
+        if found.copied is not None and self._streams is not None:
+            _hand_over(found.batch, found.copied, self._streams)
         self._present = found
         return found.batch
 
@@ -80,10 +84,17 @@ def check_thread_may_read(source: object) -> None:
 
 
 class _Thread:
-    def __init__(self, read: Callable[[int], Any], first: int, ahead: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        read: Callable[[int], Any],
+        first: int,
+        ahead: int,
+        device: torch.device,
+        streams: Streams | None,
+    ) -> None:
         self.queue: Queue[_Read] = Queue(maxsize=ahead)
         self._ended = Event()
-        self._read, self._device = read, device
+        self._read, self._device, self._streams = read, device, streams
         # A daemon: a process that ends by an error must not wait for it.
         self._thread = Thread(target=self._work, args=(first,), name="zbpp-read-ahead", daemon=True)
         self._thread.start()
@@ -93,10 +104,9 @@ class _Thread:
         self._thread.join()
 
     def _work(self, first: int) -> None:
-        stream = None
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # for this thread; each has a device of its own
-            stream = torch.cuda.Stream(self._device)
+        stream = None if self._streams is None else self._streams.side("batches")
         for number in count(first):
             try:
                 found = self._moved(number, stream)
@@ -105,19 +115,13 @@ class _Thread:
             if not self._handed_over(found) or found.error is not None:
                 return
 
-    def _moved(self, number: int, stream: torch.cuda.Stream | None) -> _Read:
-        batch = self._read(number)
-        if stream is None:
+    def _moved(self, number: int, stream: Stream | None) -> _Read:
+        batch, streams = self._read(number), self._streams
+        if stream is None or streams is None:
             return _Read(number, batch)
-        with torch.cuda.stream(stream):
-            batch = tree_map(self._on_device, batch)
+        with streams.use(stream):
+            batch = tree_map(lambda each: streams.moved(each) if isinstance(each, Tensor) else each, batch)
             return _Read(number, batch, copied=stream.record_event())
-
-    def _on_device(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        pinned = value.pin_memory() if value.device.type == "cpu" else value
-        return pinned.to(self._device, non_blocking=True)
 
     def _handed_over(self, found: _Read) -> bool:
         """Wait for room in the queue; False if the end came first."""
@@ -130,10 +134,10 @@ class _Thread:
         return False
 
 
-def _hand_over(batch: Any, copied: torch.cuda.Event, device: torch.device) -> None:
+def _hand_over(batch: Any, copied: StreamEvent, streams: Streams) -> None:
     """Let the current stream wait for the copy, and keep the memory until that stream has used it."""
-    stream = torch.cuda.current_stream(device)
+    stream = streams.current()
     stream.wait_event(copied)
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor):
-            leaf.record_stream(stream)
+            streams.keep(leaf, stream)

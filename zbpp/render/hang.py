@@ -11,6 +11,7 @@ from zbpp.schedule import from_csv
 
 _BEFORE, _AFTER = 6, 6  # actions that are shown around the place where a rank stood
 _CALLS = 3  # of the Python stack, the innermost ones
+_TORCH = "/site-packages/torch/"  # in a call's line: it is none of the user's
 
 Record = Mapping[str, Any]  # what a flight-rank-N.json holds
 
@@ -18,7 +19,7 @@ Record = Mapping[str, Any]  # what a flight-rank-N.json holds
 def render_hang(records: Mapping[int, Record]) -> str:
     """When it was, and who failed; all ranks in a table; the plan around each rank's place; stacks.
 
-    The stacks are of the ranks that awaited nobody.
+    The stacks are of the ranks that failed, and of those that awaited nobody.
     records: by rank. A rank that left no record is shown as the others knew it last. Raises KeyError or
     ValueError for what is no record.
     """
@@ -30,6 +31,7 @@ def render_hang(records: Mapping[int, Record]) -> str:
     return "\n".join(
         [
             _headline(records, end),
+            *_stopped(records),
             "",
             *(line.rstrip() for line in aligned(rows)),
             "",
@@ -59,7 +61,15 @@ def _headline(records: Mapping[int, Record], end: float) -> str:
     """When it was, and which ranks failed by themselves."""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(end))
     why = [f"rank {rank} failed: {each['why']}" for rank, each in records.items() if each.get("why")]
-    return f"{when}  {'; '.join(why) or 'ranks waited in vain'}"
+    said = [each["said"] for each in records.values() if each.get("said")]
+    return f"{when}  {'; '.join(why) or next(iter(said), 'ranks waited in vain')}"
+
+
+def _stopped(records: Mapping[int, Record]) -> Iterable[str]:
+    """The ranks whose processes were stopped when another rank failed; they may have been let run since."""
+    others = [other for record in records.values() for other in record["others"]]
+    for rank in sorted({other["rank"] for other in others if other.get("state") == "stopped"}):
+        yield f"rank {rank}: its process was stopped (SIGSTOP, Ctrl-Z)"
 
 
 def _row(standing: Record, end: float, *, has_record: bool) -> tuple[str, ...]:
@@ -67,7 +77,7 @@ def _row(standing: Record, end: float, *, has_record: bool) -> tuple[str, ...]:
     silent = end - standing["told"]
     return (
         str(standing["rank"]),
-        f"{standing['call'] or 'after'} {standing['number']}",
+        _call(standing),
         standing["instruction"] or "-",
         f"{standing['told'] - standing['since']:.1f} s",
         "-" if standing["awaits"] is None else f"rank {standing['awaits']}",
@@ -75,10 +85,18 @@ def _row(standing: Record, end: float, *, has_record: bool) -> tuple[str, ...]:
     )
 
 
+def _call(standing: Record) -> str:
+    """`step 7`, `evaluate after step 7`, or `after step 7`."""
+    after = f"after step {standing['step']}" if standing["step"] else "before step 1"
+    if standing["call"] == "step":
+        return f"step {standing['step']}"
+    return f"{standing['call']} {after}" if standing["call"] else after
+
+
 def _place(actions: list[str], standing: Record) -> str:
     """`... 0F2 0F3 [Recv g(0,0) from 1] 0B0 ...`."""
     if not standing["call"]:
-        return f"[outside, after call {standing['number']}]"
+        return f"[outside, {_call(standing)}]"
     done = standing["actions"]
     here = standing["instruction"] or ("its end" if done else "its beginning")
     following = actions[done + 1 :] if actions[done : done + 1] == [here] else actions[done:]
@@ -96,6 +114,11 @@ def _place(actions: list[str], standing: Record) -> str:
 
 def _stacks(records: Mapping[int, Record], standings: Mapping[int, Record]) -> Iterable[str]:
     for rank, record in records.items():
-        if standings[rank]["awaits"] is None and record["stack"]:
+        if record.get("why"):
+            yield from ("", f"rank {rank} failed here:")
+        elif standings[rank]["awaits"] is None and record["stack"]:
             yield from ("", f"rank {rank}, which awaited no other rank, was here:")
-            yield "".join(record["stack"][-_CALLS:]).rstrip()
+        else:
+            continue
+        stack = [each for each in record["stack"] if _TORCH not in each]
+        yield "".join((stack or record["stack"])[-_CALLS:]).rstrip()

@@ -18,6 +18,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from zbpp.runtime.check_counts import CheckCounts
 from zbpp.runtime.checksums import checksum
 from zbpp.runtime.layout import HEADER_SIZE, Layout, Message, decode, encode, layout_of
 from zbpp.runtime.p2p import Inbox, Outbox, Posted
@@ -88,13 +89,15 @@ class CheckedInbox(Inbox):
     """An Inbox that compares the checksum of each message.
 
     names: of each message of a pass, such as `x(1,3) from rank 0 to rank 1`. when: the call that runs, such
-    as `in step 5`. is_late: compare on the device, and let `verify` look; None: on CUDA.
+    as `in step 5`. is_late: compare on the device, and let `verify` look; None: on CUDA. counts: where equal
+    messages are counted.
     Raises CorruptionError.
     """
 
     names: Sequence[str] = ()
     when: Callable[[], str] = str
     is_late: bool | None = None
+    counts: CheckCounts = field(default_factory=CheckCounts)
     _proofs: deque[Tensor] = field(default_factory=deque)  # of the messages that are posted
     _number: int = 0  # of the next message in this pass
     _differences: list[Tensor] = field(default_factory=list)  # of this pass's messages, on the device
@@ -119,6 +122,8 @@ class CheckedInbox(Inbox):
             self._differences.append(difference)
         elif difference.item():
             raise self._error(self._number - 1)
+        else:
+            self.counts.messages += 1
         return message
 
     def verify(self) -> None:
@@ -128,6 +133,7 @@ class CheckedInbox(Inbox):
             self._differences.clear()
             if any(found):
                 raise self._error(found.index(True))
+            self.counts.messages += len(found)
 
     def close(self) -> None:
         """See Inbox."""

@@ -112,6 +112,15 @@ class Engine:
             worker.release_leaves(None if release is None else partial(release.leaf_done, stage))
 
     @property
+    def num_steps(self) -> int:
+        """See Pipeline."""
+        return self._parts.flight.num_steps
+
+    @num_steps.setter
+    def num_steps(self, number: int) -> None:
+        self._parts.flight.num_steps = number
+
+    @property
     def gate_refusal(self) -> str:
         """Why no step can have a gate, or nothing."""
         if self._gradient_release is not None:
@@ -233,7 +242,8 @@ class Engine:
         if watch is None or watch.has_failed or self.over:
             return
         is_own = isinstance(error, CorruptionError) or not isinstance(error, CommunicationError)
-        said = watch.failed(error_text(error) if is_own else "")
+        is_broken = isinstance(error, CommunicationError) and not error.is_late
+        said = watch.failed(error, error_text(error) if is_own else "", is_broken=is_broken)
         if said and not is_own:
             error.add_note(said)
 
@@ -271,7 +281,7 @@ class Engine:
             if release is not None:
                 release.begin(call.loss_scale, has_graph=cutter.has_graph)
             if self._weights_on_host is not None:
-                self._weights_on_host.begin()
+                self._weights_on_host.begin(waits=kind == "find_non_finite")
             with nullcontext() if name in TRAINING else self._reductions.evaluating():
                 if graphs is not None:
                     graphs.run(call, seeds, recorder)

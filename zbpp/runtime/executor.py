@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from zbpp.autograd.copies import OffloadError
+from zbpp.runtime.check_counts import MessageChecks
 from zbpp.runtime.checked_links import CheckedInbox, CheckedOutbox
 from zbpp.runtime.flight_recorder import FlightRecorder
 from zbpp.runtime.layout import Message
@@ -84,7 +85,7 @@ class Executor:
     methods: {op: the method of StageWorker that does it}. reductions: of the stages' gradients; None where
     the program has none. gate: makes the program's gate, when it is needed first. offloads: what may leave,
     by the value's name and the stage. flight: where to note when each instruction begins. check_messages:
-    gives messages checksums, and says in which call a changed one is found; None: no checksums.
+    gives messages checksums; None: no checksums.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Executor:
         gate: Callable[[], Gate] | None = None,
         offloads: Mapping[tuple[str, int], StageOffload[Any]] = MappingProxyType({}),
         flight: FlightRecorder | None = None,
-        check_messages: Callable[[], str] | None = None,
+        check_messages: MessageChecks | None = None,
     ) -> None:
         self._program, self._workers, self._methods = program, workers, methods
         self._reductions, self._offloads = reductions, offloads
@@ -223,10 +224,12 @@ class Executor:
         yield from self._inboxes.values()
         yield from self._outboxes.values()
 
-    def _connect(self, links: Links, dynamic_shapes: bool, when: Callable[[], str] | None) -> None:
+    def _connect(self, links: Links, dynamic_shapes: bool, checks: MessageChecks | None) -> None:
         """Make an Inbox for each rank that sends here, and an Outbox for each rank that is sent to."""
         rank, instructions = self._program.rank, self._program.instructions
-        outbox, inbox = (Outbox, Inbox) if when is None else (CheckedOutbox, partial(CheckedInbox, when=when))
+        outbox, inbox = (
+            (Outbox, Inbox) if checks is None else (CheckedOutbox, partial(CheckedInbox, **checks._asdict()))
+        )
         receives = [each for each in instructions if isinstance(each, Recv)]
         for peer in sorted({each.peer for each in receives}):
             mine = [each.value for each in receives if each.peer == peer]
@@ -361,7 +364,7 @@ class Executor:
                 place = f"instruction {number} of its program ({instruction})"
             else:
                 place = "its first receives" if number == 0 else "its last sends"
-            raise CommunicationError.at(f"rank {rank}, {place}", error) from error
+            raise CommunicationError.at(f"rank {rank}, {place}", error) from None
         if isinstance(error, ValueError) and isinstance(instruction, Send):
             raise ValueError(
                 f"{instruction.value} from rank {rank} to rank {instruction.peer}: {error}"

@@ -20,13 +20,20 @@ from zbpp.schedule.lower import Instruction
 CAPTURED = ("the captured program",)
 """The instructions of a pass that runs as one CUDA graph."""
 _SILENT = 3.0  # s without a word, after which a process is said to be silent; it speaks once a second
+_WHY_SILENT = {
+    "": "stopped, dead, or in code that holds Python's lock",
+    "gone": "its process has ended",
+    "stopped": "its process is stopped, as by SIGSTOP",
+    "runs": "in code that holds Python's lock",
+}
 
 
 class Standing(NamedTuple):
     """Where a rank is. Times are seconds since the epoch.
 
     call: "step", "evaluate" or "predict"; "" between calls. number: of the call, from 1; between calls, that
-    of the last one. position, actions: how many instructions, and how many actions, of the call were done.
+    of the last one. step: the training step that runs; in and between other calls, the last one.
+    position, actions: how many instructions, and how many actions, of the call were done.
     instruction: the one that runs, "" for what comes before the first and behind the last. awaits: the rank
     whose message, or whose receive, this instruction waits for. since: when it began, or the last call ended.
     told: when this was known. process: the rank's number in the job; pipeline: which of the job's pipelines
@@ -46,16 +53,23 @@ class Standing(NamedTuple):
     process: int = 0
     pipeline: str = ""
     gave_up: bool = False
+    step: int = 0
 
-    def text(self, now: float) -> str:
-        """`at 1B3 for 12.3 s, instruction 14 of 36 in step(), call 7`; and whether the rank is silent."""
+    def text(self, now: float, state: str = "") -> str:
+        """`at 1B3 for 12.3 s, instruction 14 of 36 of step 7`; and whether the rank is silent.
+
+        state: of its process, a key of _WHY_SILENT.
+        """
         silent = now - self.told
         if silent <= _SILENT:
             return self.place(now)
-        return (
-            f"silent for {silent:.1f} s (stopped, dead, or in code that holds Python's lock), before that "
-            f"{self.place(self.told)}"
-        )
+        why = _WHY_SILENT.get(state, _WHY_SILENT[""])
+        return f"silent for {silent:.1f} s ({why}), before that {self.place(self.told)}"
+
+    @property
+    def last_seen(self) -> str:
+        """Where a rank was that is gone."""
+        return f"last seen, up to a second before, {self.place(self.told)}"
 
     @property
     def awaits_all(self) -> bool:
@@ -71,25 +85,29 @@ class Standing(NamedTuple):
         """The same for a rank that tells it `now`."""
         seconds = f"for {now - self.since:.1f} s"
         if not self.call:
-            return f"outside of the pipeline's calls {seconds}, after call {self.number}"
+            return f"outside of the pipeline's calls {seconds}, {self._after}"
+        call = f"step {self.step}" if self.call == "step" else f"{self.call}() {self._after}"
         if not self.instruction:
-            part = "end" if self.position else "beginning"
-            return f"at the {part} of {self.call}() {seconds}, call {self.number}"
+            return f"at the {'end' if self.position else 'beginning'} of {call} {seconds}"
         return (
-            f"at {self.instruction} {seconds}, instruction {self.position + 1} of {self.num_instructions} in "
-            f"{self.call}(), call {self.number}"
+            f"at {self.instruction} {seconds}, instruction {self.position + 1} of {self.num_instructions} of "
+            f"{call}"
         )
+
+    @property
+    def _after(self) -> str:
+        return f"after step {self.step}" if self.step else "before the first step"
 
 
 class FlightRecorder:
     """The instructions of one rank's last two passes over a program, with the times at which they began.
 
-    rank: in its pipeline. process, pipeline: see Standing.
+    rank: in its pipeline. process, pipeline: see Standing. num_steps: how many training steps are done.
     """
 
     def __init__(self, rank: int, process: int = 0, pipeline: str = "") -> None:
         self.rank, self.process, self.pipeline = rank, process, pipeline
-        self.number, self.call, self.gave_up = 0, "", False
+        self.number, self.call, self.gave_up, self.num_steps = 0, "", False, 0
         self._since = time.monotonic()
         self._passes: list[tuple[int, str, Sequence[Instruction | str | None], list[float]]] = []
 
@@ -131,7 +149,8 @@ class FlightRecorder:
         text = "" if instruction is None else str(instruction)
         awaits = instruction.peer if isinstance(instruction, Recv | Release) else None
         of_this_pass = self.rank, call, number, position, actions, count, text, awaits
-        return Standing(*of_this_pass, at + since, now, self.process, self.pipeline, self.gave_up)
+        step = self.num_steps + (call == "step")
+        return Standing(*of_this_pass, at + since, now, self.process, self.pipeline, self.gave_up, step)
 
     def last(self) -> Iterator[tuple[int, str, str, float]]:
         """The recorded instructions: (number of the call, its name, instruction, s since the epoch)."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from zbpp.autograd import WeightGrads
 from zbpp.runtime.mesh import SHARD, Place, is_fully_sharded, local_of
-from zbpp.runtime.reduce import Ended
+from zbpp.runtime.reduce import Ended, Flags
 from zbpp.runtime.world import communicating
 
 Reshard = Literal["never", "step", "microbatch"]
@@ -66,6 +66,7 @@ class FullyShardedStage:
         self._params = [each for group in self._groups for each in group.fsdp_params]
         for param in self._params:
             _check_names("parameter", param)
+        self._flags = Flags()
         self._trained: list[Any] = []
         self._before: list[Tensor | None] = []  # per trained parameter, its `.grad` before the reduction
         self._is_missing: list[bool] = []  # per trained parameter, whether this step gave no gradient here
@@ -102,8 +103,7 @@ class FullyShardedStage:
         """Wait. A parameter without a gradient on any process gets back the `.grad` from before the step."""
         with communicating(self._what):
             self._state._root_post_backward_final_callback()
-            counts = torch.tensor([not each for each in self._is_missing], dtype=torch.int32)
-            counts = counts.to(self._state._device)
+            counts = self._flags.on(self._state._device, [not each for each in self._is_missing])
             self._place.sum_over_data(counts)
         if any(self._is_missing):
             for param, before, count in zip(self._trained, self._before, counts.tolist(), strict=True):

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zbpp.autograd.copies import Watch
+from zbpp.runtime.clocks import clock_of
 from zbpp.runtime.world import gather
 from zbpp.schedule import Action, Costs, Op, Recv, Send, Timeline, Timetable, Value, consumes, produces
 from zbpp.schedule.copies import CopySpan
@@ -22,7 +24,7 @@ from zbpp.schedule.reductions import Reduction
 from zbpp.schedule.simulate import Transfer
 
 Times = npt.NDArray[np.float64]
-Mark = float | torch.cuda.Event
+Mark = Any  # of a Clock
 Messages = tuple[dict[Value, float], dict[Value, float]]  # sent by a rank, arrived there: ms
 Copies = list[tuple[Value, bool, float, float]]  # value, whether it leaves the device, start, end: ms
 Spans = list[tuple[int, float, float]]  # stage, start, end: ms
@@ -31,17 +33,16 @@ Spans = list[tuple[int, float, float]]  # stage, start, end: ms
 class Recorder:
     """When each instruction of a rank began and ended in its last recorded step, in ms.
 
-    Measured by CUDA events on a GPU; on the CPU by the machine's clock (CLOCK_MONOTONIC), which all its
-    processes share.
+    Measured by CUDA events on a GPU: a recorded step waits for nothing, and whoever reads the times first
+    waits for the device, once. On the CPU measured by the machine's clock, see clocks.py.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self._clock = device, clock_of(device)
         self._marks: list[Mark] = []
         self._instructions: Sequence[Instruction | None] = ()
         self._reduced: list[tuple[int, Mark, Mark]] = []  # stage, begin, end; in the order of the ends
         self._copied: list[tuple[Value, bool, Mark, Mark]] = []  # value, is_out, begin, end
-        self._origin: tuple[float, torch.cuda.Event | None] = (0.0, None)  # one moment, by both clocks
 
     @property
     def is_empty(self) -> bool:
@@ -56,11 +57,9 @@ class Recorder:
         """
         marks: list[Mark] = []
         self._instructions, self._marks, self._reduced, self._copied = instructions, marks, [], []
-        if self.device.type != "cuda":
-            return lambda: marks.append(_clock())
-        torch.cuda.synchronize(self.device)
-        self._origin = (_clock(), _event())
-        return lambda: marks.append(_event())
+        self._clock.begin()
+        mark = self._clock.mark
+        return lambda: marks.append(mark())
 
     def reduction(self, stage: int) -> Callable[[], None]:
         """Note that a stage's reduction starts; return a function to be called when it has ended.
@@ -68,14 +67,13 @@ class Recorder:
         The function may be called by another thread. On a GPU both calls belong into the stream whose work
         they mark. A reduction whose function is never called is not recorded.
         """
-        mark: Callable[[], Mark] = _event if self.device.type == "cuda" else _clock
+        mark = self._clock.mark
         reduced, begin = self._reduced, mark()
         return lambda: reduced.append((stage, begin, mark()))
 
     def copy(self, value: Value, *, is_out: bool) -> Watch:
         """What notes a copy of a value: see Watch; called by another thread, or in a CUDA stream."""
-        mark: Callable[[], Mark] = _event if self.device.type == "cuda" else _clock
-        copied = self._copied
+        mark, copied = self._clock.mark, self._copied
 
         def begin() -> Callable[[], None]:
             start = mark()
@@ -101,37 +99,19 @@ class Recorder:
     def reductions(self) -> Spans:
         """Each stage with the begin and end of its reduction in ms of the machine's clock, by their ends."""
         stages, begins, ends = zip(*self._reduced, strict=True) if self._reduced else ((), (), ())
-        spans = zip(stages, self._in_ms(begins), self._in_ms(ends), strict=True)
+        spans = zip(stages, self._clock.in_ms(begins), self._clock.in_ms(ends), strict=True)
         return sorted(spans, key=lambda span: span[2])
 
     def copies(self) -> Copies:
         """Each value that was copied, whether out of the device, with begin and end, in order."""
         values, are_out, begins, ends = zip(*self._copied, strict=True) if self._copied else ((),) * 4
-        return [*zip(values, are_out, self._in_ms(begins), self._in_ms(ends), strict=True)]
+        in_ms = self._clock.in_ms
+        return [*zip(values, are_out, in_ms(begins), in_ms(ends), strict=True)]
 
     def _spans(self) -> Iterator[tuple[Instruction | None, tuple[float, float]]]:
         """Each instruction with its begin and end."""
-        marks = self._in_ms(self._marks)
+        marks = self._clock.in_ms(self._marks)
         return zip(self._instructions, zip(marks[::2], marks[1::2], strict=True), strict=True)
-
-    def _in_ms(self, marks: Sequence[Mark]) -> list[float]:
-        """Marks in ms of the machine's clock."""
-        clock, origin = self._origin
-        if origin is None:  # on the CPU every mark is a float already
-            return [mark for mark in marks if isinstance(mark, float)]
-        torch.cuda.synchronize(self.device)
-        events = [mark for mark in marks if isinstance(mark, torch.cuda.Event)]
-        return [clock + origin.elapsed_time(event) for event in events]
-
-
-def _clock() -> float:
-    return time.perf_counter() * 1e3
-
-
-def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def measured_timeline(
@@ -200,7 +180,7 @@ def clock_offset(group: dist.ProcessGroup | None = None) -> float:
     if len(set(gather(socket.gethostname(), group))) == 1:
         return 0.0
     dist.barrier(group=group)
-    return _clock()
+    return time.perf_counter() * 1e3
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -14,21 +14,24 @@ mentioned, beside the first NaN or +Infinity.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 from zbpp.autograd.leaf_grad import total_of
+from zbpp.runtime.gradient_origin import GradientOrigins, nodes_of
 from zbpp.runtime.layout import Message
 from zbpp.runtime.mesh import local_of
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Action, Op, Timetable
 
+_OF_LOSS = "the loss function"
 NAN, INFINITY, MINUS_INFINITY = "NaN", "Infinity", "-Infinity"
 
 
@@ -37,8 +40,8 @@ class NonFinite:
     """The first value of a step that was not finite.
 
     value: "NaN", "Infinity" or "-Infinity". kind: "parameter", "input", "target", "keyword", "message",
-     "output", "loss", "auxiliary loss", "gradient" or "reduced gradient". name: of the module,
-    parameter or auxiliary loss; "" where there is none. microbatch: None for parameters and reduced
+     "output", "loss", "auxiliary loss", "backward", "gradient" or "reduced gradient". name: of the
+    module, parameter or auxiliary loss; "" where there is none. microbatch: None for parameters and reduced
     gradients.
     data_part: which replica or shard had it; None if there is one alone. note: what else is known.
     """
@@ -77,6 +80,9 @@ class NonFinite:
             case "gradient":
                 what = f"the gradient of {name}" if name else "the gradient of the input"
                 return f"{what} in B of stage {stage}, microbatch {microbatch}"
+            case "backward":
+                what = name if name == _OF_LOSS else f"module {name}" if name else "the stage's own code"
+                return f"the backward of {what}, in B of stage {stage}, microbatch {microbatch}"
         return f"the gradient of {name} of stage {stage}, summed over replicas, shards and tied copies"
 
 
@@ -171,8 +177,11 @@ class Watcher:
         self._stages, self._num_stages, self._data_part = stages, num_stages, data_part
         self.seen: list[_Seen] = []
         self._number = 0  # of what was seen, for the order within an action
+        self._stage: int | None = None  # of the F or BW that runs
         self._forward: tuple[int, int] | None = None  # stage and microbatch of the F that runs
         self._called: list[str] = []  # names of the modules in the order in which they returned in this F
+        self._inputs: list[list[Node]] = []  # of the modules that run: the nodes that made their inputs
+        self._origins = {stage: GradientOrigins(kind_of) for stage in stages}
         self._bad: set[int] = set()  # ids of the parameters whose gradient was seen
         self._orders: dict[int, list[str]] = {}  # stage -> its `_called`
 
@@ -184,13 +193,19 @@ class Watcher:
     @contextmanager
     def watching(self) -> Any:
         """Within it every submodule of the stages tells when it returns."""
-        handles = [
-            module.register_forward_hook(partial(self._returned, stage, name), with_kwargs=True)
-            for stage, root in self._stages.items()
-            for name, module in root.named_modules()
-        ]
+        handles, compiled = [], ExitStack()
+        for stage, root in self._stages.items():
+            for name, module in root.named_modules():
+                paused = getattr(vars(module).get("forward"), "paused", None)
+                if paused is not None:  # a CompiledForward: with hooks it would stay eager for good
+                    compiled.enter_context(paused())
+                # Not among the module's first hooks: what the caller's hooks make of the inputs counts.
+                handles.append(module.register_forward_pre_hook(self._called_with, with_kwargs=True))
+                returned = partial(self._returned, stage, name)
+                handles.append(module.register_forward_hook(returned, with_kwargs=True))
         try:
-            yield
+            with compiled:
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -207,11 +222,13 @@ class Watcher:
         if is_last:
             note(kind_of(target), "target", is_certain=False)
         counts = {name: len(values) for name, values in worker.named.items()}
-        self._forward, self._called = (stage, microbatch), []
+        self._stage, self._forward, self._called = stage, (stage, microbatch), []
         try:
             result = worker.forward(microbatch, message)
         finally:
-            self._forward, self._orders[stage] = None, self._called
+            self._stage, self._forward, self._orders[stage] = None, None, self._called
+        origins = self._origins[stage]
+        origins.own(_OF_LOSS if is_last and worker.loss_fn is not None else "", worker.roots(microbatch))
         for name, values in worker.named.items():
             note(kind_of(values[counts.get(name, 0) :]), "auxiliary loss", name=name)
         if is_last:
@@ -226,23 +243,36 @@ class Watcher:
         note = partial(self._note, (microbatch, 1, -stage), stage=stage, microbatch=microbatch)
         if stage < self._num_stages - 1:
             note(kind_of(message), "message", note="a gradient")
+        self._stage = stage
         result = worker.backward(microbatch, message)
+        self._stage = None
         bad = self._bad_gradients(worker.module)
-        if bad:
-            # Backward goes from the last module to the first: the last one's gradient was the first. When a
-            # module with parts uses a parameter of its own is not known: so its parts come before it.
-            called = {name: place for place, name in enumerate(self._orders.get(stage, []))}
-            whole = {name for name, module in worker.module.named_modules() if any(module.children())}
-
-            def place_of(each: tuple[str, str]) -> tuple[bool, int]:
-                owner = each[0].rpartition(".")[0]
-                return owner not in whole, called.get(owner, -1)
-
-            name, value = max(bad, key=place_of)
+        name, value = self._first_in_backward(stage, bad) if bad else ("", kind_of(result))
+        origin = self._origins[stage].taken()
+        if origin is not None and value:
+            shown = f", and the gradient of {name} shows it first" if bad else ""
+            made = f"{origin.operation}: the gradient that came to it is finite{shown}"
+            note(origin.value, "backward", name=origin.owner, note=made)
+        elif bad:
             others = f"and of {len(bad) - 1} other parameters" if len(bad) > 1 else ""
             note(value, "gradient", name=name, note=others)
         note(kind_of(result), "gradient")
         return result
+
+    def _first_in_backward(self, stage: int, bad: list[tuple[str, str]]) -> tuple[str, str]:
+        """The parameter whose gradient was the first, of those that are not finite.
+
+        Backward goes from the last module to the first. When a module with parts uses a parameter of its own
+        is not known: so its parts come before it.
+        """
+        called = {name: place for place, name in enumerate(self._orders.get(stage, []))}
+        whole = {name for name, module in self._stages[stage].named_modules() if any(module.children())}
+
+        def place_of(each: tuple[str, str]) -> tuple[bool, int]:
+            owner = each[0].rpartition(".")[0]
+            return owner not in whole, called.get(owner, -1)
+
+        return max(bad, key=place_of)
 
     def look_at_sums(self) -> None:
         """Look at the gradients when all reductions have ended."""
@@ -264,10 +294,17 @@ class Watcher:
                 bad.append((name, value))
         return bad
 
+    def _called_with(self, module: nn.Module, args: Any, keywords: Any) -> None:
+        """The hook before each module's forward, which may change its inputs in place."""
+        self._inputs.append(nodes_of((args, keywords)))
+
     def _returned(
         self, stage: int, name: str, module: nn.Module, args: Any, keywords: Any, output: Any
     ) -> None:
-        """The hook behind each module's forward; a recompute in B is no news."""
+        """The hook behind each module's forward. A recompute in B has no news, but a graph of its own."""
+        inputs = self._inputs.pop()
+        if self._stage == stage:
+            self._origins[stage].own(name, nodes_of(output), inputs)
         if self._forward is None or self._forward[0] != stage:
             return
         self._called.append(name)

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zbpp.runtime.activation_offload import ActivationOffload
 from zbpp.runtime.arguments import device_of, model_of, rank_in, timetable_of
 from zbpp.runtime.call_order import order_of_copies
+from zbpp.runtime.check_counts import CheckCounts
 from zbpp.runtime.checks import agree_on_stages, check_ranks_agree
 from zbpp.runtime.engine import Engine
 from zbpp.runtime.feed import Call
@@ -94,6 +95,7 @@ class Pipeline(PipelineChecks, PipelineNonFinite, PipelineTimeline):
     step_losses, evaluation_losses: this rank's part of the named losses of the last step and evaluation.
     loss_scale: a factor on all gradients that `step` computes, 1.0 until it is set; the losses that `step`
     returns don't have it. With float16 it keeps small gradients above zero; whoever sets it divides it out.
+    check_counts: how many checks against silent corruption found everything equal, see check_counts.py.
     pending_update: an update that the next call has to wait for: `step` before its first B, other methods at
     once; see zbpp.PostValidation, which sets it.
 
@@ -128,9 +130,10 @@ class Pipeline(PipelineChecks, PipelineNonFinite, PipelineTimeline):
         self._given_group = group
         self.timetable = timetable = timetable_of(timetable, num_microbatches, given)
         self.rank = rank_in(given.pipeline, timetable)
-        self.seed, self.num_steps, self.loss_scale = seed, 0, 1.0
+        self.seed, self.loss_scale = seed, 1.0
         self._timeout, self._dynamic_shapes, self._reshard = timeout, dynamic_shapes, reshard
         self._offload, self._check_messages, self._cuda_graphs = offload, check_messages, cuda_graphs
+        self.check_counts = CheckCounts()
         # One rank of a larger job needs a group, too, for what is collective; this pipeline closes it.
         is_alone = timetable.num_ranks == 1 and given.pipeline is None
         self._made_group = group_of_this_process() if is_alone else None
@@ -168,7 +171,8 @@ class Pipeline(PipelineChecks, PipelineNonFinite, PipelineTimeline):
             timeout=timeout,
             dynamic_shapes=dynamic_shapes,
             make_offload=offload_maker(offload, timetable, self.device, place),
-            check_messages=(lambda: self.num_steps) if check_messages else None,
+            check_messages=check_messages,
+            counts=self.check_counts,
         )
         check_graphs(
             cuda_graphs,
@@ -245,6 +249,7 @@ class Pipeline(PipelineChecks, PipelineNonFinite, PipelineTimeline):
             )
             if replay is not None:
                 replay.run(self._seeds(), losses, self.step_losses)
+                self.check_counts.replay += 1
         if self._compares_losses:
             check_losses_alike(self.place, losses, self.step_losses.means())
             self._compares_losses = False
@@ -340,6 +345,7 @@ class Pipeline(PipelineChecks, PipelineNonFinite, PipelineTimeline):
             cuda_graphs=self._cuda_graphs,
         )
         following.num_steps, following.loss_scale = self.num_steps, self.loss_scale
+        vars(following.check_counts).update(vars(self.check_counts))
         if self._records is not None:
             following.leave_records_in(self._records, ends_process=self._ends_process)
         if self._release_arguments:
@@ -347,7 +353,7 @@ class Pipeline(PipelineChecks, PipelineNonFinite, PipelineTimeline):
         return following
 
     def seen(self) -> dict[int, str]:
-        """After a failed call: where each rank stood when it told last, by its number in the job."""
+        """After a failed call: where each rank was seen last, by its number in the job."""
         numbers = (
             dist.get_process_group_ranks(self.group or dist.group.WORLD) if dist.is_initialized() else []
         )

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from zbpp.runtime.check_counts import CheckCounts
 from zbpp.runtime.feed import Call
 from zbpp.runtime.named_tensors import buffers_of, parameters_of
 from zbpp.runtime.pipeline_state import PipelineState
@@ -32,7 +33,7 @@ class PipelineChecks(PipelineState):
     """The part of Pipeline that checks a run against silent corruption."""
 
     stages: Mapping[int, nn.Module]
-    num_steps: int
+    check_counts: CheckCounts
     _loss_fn: Any
     _is_replayed = False
 
@@ -55,6 +56,7 @@ class PipelineChecks(PipelineState):
             *held_buffers(buffers, self.place),
         ]
         check_copies(held, self.place, self.num_steps)
+        self.check_counts.replicas += 1
 
     @contextmanager
     def replaying(self) -> Iterator[None]:

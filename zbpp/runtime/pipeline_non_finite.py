@@ -25,7 +25,6 @@ class PipelineNonFinite(PipelineState, PipelineGradientRelease):
 
     timetable: Timetable
     stages: Mapping[int, nn.Module]
-    num_steps: int
 
     def find_non_finite(
         self, *args: Any, target: Any = None, step: int | None = None, **kwargs: Any
@@ -39,7 +38,7 @@ class PipelineNonFinite(PipelineState, PipelineGradientRelease):
 
         Nothing is trained: weights, buffers, num_steps and the caller's random numbers stay. GRADIENTS ARE
         DROPPED, and a `main_grad` is set to zero. The microbatches run one after the other, with hooks on
-        all modules; modules inside a compiled stage have no hooks, so the stage alone is named. Raises
+        all modules; compiled stages run eager, and are compiled still when it ends. Raises
         ValueError for a pipeline that releases gradients, whose weights have changed. Collective.
         """
         if self.releases_gradients:

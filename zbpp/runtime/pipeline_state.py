@@ -1,4 +1,4 @@
-"""The parameters of a pipeline: their names, its state dict."""
+"""The state of a pipeline: its parameters and their names, its state dict, the number of its steps."""
 
 from __future__ import annotations
 
@@ -12,10 +12,19 @@ from zbpp.runtime.pipeline_validation import PipelineValidation
 
 
 class PipelineState(PipelineValidation):
-    """The part of Pipeline that gives access to parameters and buffers."""
+    """The part of Pipeline that gives access to parameters, buffers and the number of steps."""
 
     _parameters: StageParameters
     _copies: set[int]  # ids of the parameters whose first copy is elsewhere
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps are done; see Pipeline."""
+        return self._engine.num_steps
+
+    @num_steps.setter
+    def num_steps(self, number: int) -> None:
+        self._engine.num_steps = number
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages and of a loss that is a module, each once: for optimizers."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from zbpp.autograd import WeightGrads
 from zbpp.runtime.call_order import CallOrder, neighbours_of
+from zbpp.runtime.check_counts import CheckCounts, MessageChecks
 from zbpp.runtime.executor import Executor, StageMethod
 from zbpp.runtime.flight_recorder import FlightRecorder
 from zbpp.runtime.groups import close_groups, job_store, link_groups
@@ -42,8 +43,8 @@ class RankParts:
 
     key: the prefix of this pipeline's names in the job's store; key_of_all: that of all pipelines of its
     mesh, whose processes wait for each other. make_offload: makes the Offloader of these
-    stages; None: nothing leaves. check_messages: says how many steps are done, for errors about messages
-    whose checksum is wrong; None: no message has one. The other arguments are Pipeline's.
+    stages; None: nothing leaves. counts: where checked messages are counted. The other arguments are
+    Pipeline's.
 
     modules: the stages and the loss, if that is a module. workers: by stage. executors: of the calls "step",
     "evaluate" and "predict". order_of_ranks: checks that all ranks make the same calls; None where no rank is
@@ -67,7 +68,8 @@ class RankParts:
         timeout: float,
         dynamic_shapes: bool,
         make_offload: MakeOffload | None,
-        check_messages: Callable[[], int] | None = None,
+        check_messages: bool = False,
+        counts: CheckCounts,
     ) -> None:
         self.timetable, self.rank, self.reductions, self.key = timetable, rank, reductions, key
         self.modules = [*stages.values(), *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
@@ -87,7 +89,8 @@ class RankParts:
             self._links = link_groups(group, pairs, timeout, device)
         if pairs or reductions.is_shared:
             self.watch = Watch(self.flight, job_store(f"{key_of_all}/watch"))
-        self._check_messages, self._device, self._dynamic_shapes = check_messages, device, dynamic_shapes
+        self._check_messages, self._counts = check_messages, counts
+        self._device, self._dynamic_shapes = device, dynamic_shapes
         self.executors = {
             name: self.executor(name, program, METHODS[name]) for name, program in programs.items()
         }
@@ -108,13 +111,12 @@ class RankParts:
             gate=lambda: lower(timetable).gate(rank),
             offloads={} if self.activations is None else self.activations.offloads,
             flight=self.flight,
-            check_messages=None if self._check_messages is None else self._when,
+            check_messages=MessageChecks(self._when, self._counts) if self._check_messages else None,
         )
 
     def _when(self) -> str:
         """The call that runs, for the errors of checked messages."""
-        assert self._check_messages is not None
-        number, call = self._check_messages(), self.flight.call
+        number, call = self.flight.num_steps, self.flight.call
         return f"in {call} {number + 1}" if call in TRAINING else f"in {call}() after {number} steps"
 
     def _workers(

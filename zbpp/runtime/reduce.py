@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from zbpp.autograd.leaf_grad import grad_dtype, total_of
 from zbpp.runtime.mesh import like, local_of
 from zbpp.runtime.world import communicating
+from zbpp.streams import streams_of
 
 Ended = Callable[[], None]
 
@@ -71,6 +72,7 @@ class AllReduce:
         self._divisor = dist.get_world_size(group) if average else 1
         self._gradients: list[Tensor] = []  # one per parameter; zeros where it has no gradient here
         self._has_gradient: list[bool] = []
+        self._flags = Flags()
         self._counts: Tensor | None = None  # per parameter, on how many processes it has a gradient
         self._buckets: list[_Bucket] = []
         self._works: list[dist.Work] = []
@@ -89,7 +91,7 @@ class AllReduce:
             _zeros(parameter) if total is None else local_of(total)
             for parameter, total in zip(self._parameters, totals, strict=True)
         ]
-        self._counts = torch.tensor(self._has_gradient, dtype=torch.int32).to(self._gradients[0].device)
+        self._counts = self._flags.on(self._gradients[0].device, self._has_gradient)
         self._buckets = [_Bucket(together) for together in _in_buckets(self._gradients)]
         with communicating(self._what):
             for tensor in (self._counts, *(bucket.tensor for bucket in self._buckets)):
@@ -121,6 +123,23 @@ class AllReduce:
         for parameter, gradient, is_own, count in rows:
             if count and not is_own:
                 parameter.grad = like(parameter, gradient)
+
+
+class Flags:
+    """Booleans as a tensor on a device, to be summed over processes.
+
+    They are mostly the same in every step, so the last tensor is kept. The host waits for no copy.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[torch.device, list[bool], Tensor] | None = None
+
+    def on(self, device: torch.device, flags: Sequence[bool]) -> Tensor:
+        """int32 on the device, 1 for True; the caller may change it."""
+        if self._last is None or self._last[:2] != (device, [*flags]):
+            row, streams = torch.tensor(flags, dtype=torch.int32), streams_of(device)
+            self._last = device, [*flags], row.to(device) if streams is None else streams.moved(row)
+        return self._last[2].clone()
 
 
 class _Bucket:

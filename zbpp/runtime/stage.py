@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 from zbpp.autograd import WeightGrads, auxiliary_losses
 from zbpp.autograd.hooks import num_hooks_made
@@ -243,6 +243,12 @@ class StageWorker:
     def deferred(self, microbatch: int) -> WeightGrads:
         """What B of a microbatch has left for W; an empty one if B has left nothing."""
         return self._deferred.get(microbatch) or WeightGrads([])
+
+    def roots(self, microbatch: int) -> list[Node]:
+        """The nodes that B of a microbatch starts from."""
+        saved = self._saved[microbatch]
+        edges = [*saved.outputs, *(edge for edge, _ in saved.auxiliary)]
+        return [edge.node for edge in edges if edge is not None]
 
     def given(self, microbatch: int) -> tuple[Any, ...]:
         """What the caller gave for a microbatch."""

@@ -1,10 +1,10 @@
 """A thread per rank that tells the job, once a second, where the rank stands.
 
-So when a call fails on one rank, that rank can say which rank is behind, even if the other process is
-stopped or dead: what it told last is in the job's store. And a rank that hangs in its own code leaves its
-record, too: its thread sees that another rank has failed. If wanted, the thread then ends the process, which
-nothing else could do before torchrun's patience ends. All access to the store is the thread's, since a
-store whose process is stopped does not answer.
+So when a call fails on one rank, that rank can say which rank has died, or is behind, even if the other
+process is stopped or dead: what it told last is in the job's store. And a rank that hangs in its own code
+leaves its record, too: its thread sees that another rank has failed. If wanted, the thread then ends the
+process, which nothing else could do before torchrun's patience ends. All access to the store is the thread's,
+since a store whose process is stopped does not answer.
 
 Code that never gives up Python's lock keeps this thread from running. For that case the thread sets an alarm
 of Python's faulthandler anew each second: its C code needs no lock.
@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,13 @@ import torch.distributed as dist
 
 from zbpp.runtime.flight_recorder import FlightRecorder, Standing, behind
 from zbpp.runtime.groups import Store
-from zbpp.runtime.stopped import Address, address, let_run
+from zbpp.runtime.other_ranks import OtherRanks
 
 _INTERVAL = 1.0  # s
 _PATIENCE = 5.0  # s that a failed rank waits for its thread
 _GRACE = 1.0  # s after which a rank that does not notice another's failure is ended
-_ALARM = 4.0  # s after the timeout: by then the ranks that waited for this one have said so
-_FAILED = "failed"
+_ALARM = 2.5  # s after the timeout: by then the ranks that waited for this one have said so
+_LOST = "no rank is behind"
 _SHOWN = 4  # calls of a stack, the innermost ones
 _OF_TORCH = os.path.dirname(torch.__file__)
 
@@ -44,12 +45,13 @@ class _Shared:
     """What the thread has of a Watch: not the Watch itself, which ends the thread when it is deleted."""
 
     def __init__(self, flight: FlightRecorder, store: Store) -> None:
-        self.flight, self.store, self.num_processes = flight, store, dist.get_world_size()
+        self.flight, self.others = flight, OtherRanks(store, flight.process, dist.get_world_size())
         self.wake, self.answered = threading.Event(), threading.Event()
-        self.is_over, self.has_failed, self.why, self.reason = False, False, "", ""
+        self.is_over, self.has_failed, self.is_broken = False, False, False
+        self.why, self.said = "", ""  # this rank's own error; what it says of the others
+        self.stack: list[str] = []  # of this rank's error
         self.folder: Path | None = None
         self.title: dict[str, Any] = {}
-        self.standings: dict[int, Standing] = {}  # by process
         self.watched = threading.get_ident()
         self.timeout: float | None = None  # None: the process is not ended
 
@@ -86,27 +88,32 @@ class Watch:
         """
         self._shared.timeout = timeout
 
-    def failed(self, why: str = "") -> str:
+    def failed(self, error: BaseException | None = None, why: str = "", *, is_broken: bool = False) -> str:
         """Call it when a call has failed on this rank; says what the others did, or "" if nothing is known.
 
-        why: the error, if it is this rank's own, and no message that did not come. The answer is another
-        rank's error, else the rank that is behind, and where.
+        why: the error's text, if it is this rank's own, and no message that did not come. is_broken: whether
+        a connection has broken. The answer is another rank's error or death, else the rank that is behind,
+        and where.
         """
         shared = self._shared
-        shared.why, shared.has_failed, shared.flight.gave_up = why, True, not why
+        shared.stack = [] if error is None else _stack_of(error)
+        shared.why, shared.is_broken = why, is_broken
+        shared.has_failed, shared.flight.gave_up = True, not why
+        if shared.timeout is not None:  # the main thread runs: the time for the answer is its own
+            _set_alarm(_PATIENCE + _ALARM)
         shared.wake.set()
         shared.answered.wait(_PATIENCE)
-        said = shared.reason or _blame(shared)
+        said = shared.said or _blame(shared)
         if said and shared.folder is not None:
             said += f"\n`zbpp hang {shared.folder}` shows where each rank stood"
         return said
 
     def seen(self) -> dict[int, str]:
-        """After a failure: where each rank of the pipeline stood when it told last, by its rank there."""
+        """After a failure: where each rank of the pipeline was seen last, by its rank there."""
         if not self._shared.has_failed:
             self.failed()
-        own, everyone = self._shared.flight.pipeline, self._shared.standings.values()
-        return {each.rank: each.place(each.told) for each in everyone if each.pipeline == own}
+        own, everyone = self._shared.flight.pipeline, self._shared.others.standings.values()
+        return {each.rank: each.last_seen for each in everyone if each.pipeline == own}
 
     def close(self) -> None:
         """End the thread."""
@@ -121,28 +128,35 @@ def _stop(shared: _Shared, thread: threading.Thread) -> None:
 
 
 def _run(shared: _Shared) -> None:
-    has_written = False
+    others, has_told, has_noticed = shared.others, False, False
     try:
-        shared.store.set(f"{shared.flight.process}/address", json.dumps(address()))
+        others.introduce()
         while not shared.is_over:
             if shared.timeout is not None:
                 _set_alarm(shared.timeout + _ALARM)
-            _tell(shared)
-            if not has_written and (shared.has_failed or shared.store.check([_FAILED])):
-                has_written = True
-                shared.reason = _tell_failure(shared)
-                if shared.flight.gave_up and shared.flight.standing().awaits is None and not shared.reason:
-                    time.sleep(_INTERVAL)  # by then all who wait as this rank does have given up, too
-                shared.standings = _standings(shared)
-                _write(shared)
+            others.tell(shared.flight.standing())
+            if shared.has_failed and not has_told:
+                has_told = True
+                shared.said = _tell_failure(shared)
+                if shared.why or not has_noticed:  # the first record has where this rank hung
+                    _write(shared)
+                has_noticed = True
                 shared.answered.set()
+            elif not has_noticed and others.have_failed:
+                has_noticed = True
+                others.read()
+                _write(shared)
                 if shared.timeout is not None:
-                    _let_stopped_run(shared)
                     _end_unless_noticed(shared)
+            if has_told and shared.timeout is not None:
+                others.let_stopped_run()
             shared.wake.wait(_INTERVAL)
             shared.wake.clear()
+        if not shared.has_failed:
+            others.leave(_end_of_program(shared))
     except RuntimeError:  # the store is gone
-        if shared.has_failed and not has_written:
+        shared.said = shared.said or _without_store(shared)
+        if shared.has_failed and not has_told:
             _write(shared)
     finally:
         if shared.timeout is not None:
@@ -157,46 +171,73 @@ def _set_alarm(seconds: float) -> None:
         faulthandler.dump_traceback_later(seconds, exit=True, file=number)
 
 
-def _tell(shared: _Shared) -> None:
-    flight = shared.flight
-    shared.store.set(str(flight.process), json.dumps(flight.standing()))
-
-
 def _tell_failure(shared: _Shared) -> str:
-    """Let the other ranks know that a call has failed, and why; returns what is known of the reason."""
-    known = shared.store.get(_FAILED).decode() if shared.store.check([_FAILED]) else ""
-    if not known and shared.has_failed:
-        mine = _name(shared.flight.standing(), shared)
-        shared.store.set(_FAILED, f"{mine} failed: {shared.why}" if shared.why else "")
-    return known
+    """Tell the others that this rank has failed; returns why the job ends, if it is not this rank's error."""
+    others, mine = shared.others, shared.flight.standing()
+    others.leave("")
+    reason = f"{_name(mine, shared)} failed: {shared.why}" if shared.why else ""
+    told = others.tell_reason(reason)
+    others.read()
+    if reason and told == reason:
+        return ""
+    if not told and shared.is_broken:
+        dead, told = others.ended()
+        told = others.tell_reason(_dead(shared, dead)) if dead else told
+    elif not told and mine.awaits is None:
+        time.sleep(_INTERVAL)  # by then all who wait as this rank does have given up, too
+        others.read()
+    if not told:
+        told = _blame(shared)
+        if _is_clear(told):
+            others.tell_reason(told)  # so that others need not find it out
+    return told
 
 
-def _standings(shared: _Shared) -> dict[int, Standing]:
-    """What each process told last, as far as it told anything."""
-    known = [number for number in range(shared.num_processes) if shared.store.check([str(number)])]
-    return {number: Standing(*json.loads(shared.store.get(str(number)))) for number in known}
+def _is_clear(blame: str) -> bool:
+    return bool(blame) and not blame.startswith(_LOST)
 
 
-def _let_stopped_run(shared: _Shared) -> None:
-    for number in shared.standings:
-        key = f"{number}/address"
-        if shared.store.check([key]):
-            let_run(Address(*json.loads(shared.store.get(key))))
+def _dead(shared: _Shared, processes: Sequence[int]) -> str:
+    """`rank 1 died ...`; "" if none of these processes is a rank's."""
+    standings = shared.others.standings
+    found = [standings[each] for each in processes if each in standings]
+    ended = "its process was killed, or left by os._exit"
+    return "; ".join(f"{_name(each, shared)} died ({ended}), {each.last_seen}" for each in found)
+
+
+def _without_store(shared: _Shared) -> str:
+    """Who is gone, if the process that held the job's store may be among them."""
+    gone = [number for number in shared.others.members if shared.others.state(number) == "gone"]
+    return f"the processes of these ranks of the job have ended: {', '.join(map(str, gone))}" if gone else ""
+
+
+def _end_of_program(shared: _Shared) -> str:
+    """How the program of this process goes on without the pipeline, or ends."""
+    name = _name(shared.flight.standing(), shared)
+    error = getattr(sys, "last_value", None)  # what Python has shown before it ends
+    if error is not None:
+        return f"{name} failed: {type(error).__name__}: {error}"
+    return f"{name} left: its program has ended, or closed its pipeline"
 
 
 def _blame(shared: _Shared) -> str:
     """Who is behind, and where; or where the ranks are that await each other."""
     mine, now = shared.flight.standing(), time.time()
-    standings = {**shared.standings, mine.process: mine}
+    standings = {**shared.others.standings, mine.process: mine}
     found = behind(standings, mine.process)
     if found is not None:
-        return "" if found.process == mine.process else f"{_name(found, shared)} is behind: {found.text(now)}"
-    told = [
-        f"{_name(each, shared)} {each.text(now)}" for each in standings.values() if each.awaits is not None
-    ]
+        if found.process == mine.process:
+            return ""
+        place = found.text(now, shared.others.state(found.process))
+        return f"{_name(found, shared)} is behind: {place}"
+    told = [each for each in standings.values() if each.awaits is not None]
+    if shared.is_broken:  # what they told last is not where they were at the end
+        told = [each for each in told if each.process != mine.process]
+        return "; ".join(f"{_name(each, shared)} was {each.last_seen}" for each in told)
     if len(told) < 2:
         return ""
-    return f"no rank is behind: the ranks await each other, so a message is lost: {'; '.join(told)}"
+    text = "; ".join(f"{_name(each, shared)} {each.text(now)}" for each in told)
+    return f"{_LOST}: the ranks await each other, so a message is lost: {text}"
 
 
 def _name(standing: Standing, shared: _Shared) -> str:
@@ -215,8 +256,9 @@ def _end_unless_noticed(shared: _Shared) -> None:
         time.sleep(0.05)
     if shared.is_over or shared.has_failed:
         return
-    mine, stack = shared.flight.standing(), _stack(shared)
-    began = shared.reason or "other ranks waited for this one"
+    mine, stack, reason = shared.flight.standing(), _stack(shared), shared.others.reason
+    is_mine = not reason or reason.startswith(f"{_name(mine, shared)} is behind")
+    began = "other ranks waited for this one" if is_mine else reason
     shown = [each for each in stack if _OF_TORCH not in each] or stack
     text = (
         f"rank {mine.rank} was ended, since it did not come back from its own code: {began}. It stood "
@@ -237,8 +279,19 @@ def _write_for_torchrun(text: str, stack: list[str]) -> None:
 
 
 def _stack(shared: _Shared) -> list[str]:
+    """Where the main thread is, or was when its error was raised."""
+    if shared.stack:
+        return shared.stack
     frame = sys._current_frames().get(shared.watched)
     return [] if frame is None else traceback.format_stack(frame)
+
+
+def _stack_of(error: BaseException) -> list[str]:
+    """Where an error began, and the error."""
+    first = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    return [*traceback.format_tb(first.__traceback__), *traceback.format_exception_only(error)]
 
 
 def _write(shared: _Shared) -> None:
@@ -246,12 +299,17 @@ def _write(shared: _Shared) -> None:
     if shared.folder is None:
         return
     flight = shared.flight
-    standings = [each for each in shared.standings.values() if each.pipeline == flight.pipeline]
+    others = [
+        each
+        for each in shared.others.standings.values()
+        if each.pipeline == flight.pipeline and each.process != flight.process
+    ]
     record = {
         **shared.title,
         **flight.record(),
         "why": shared.why,
-        "others": [each._asdict() for each in standings if each.process != flight.process],
+        "said": shared.said,
+        "others": [{**each._asdict(), "state": shared.others.state(each.process)} for each in others],
         "stack": _stack(shared),
     }
     with suppress(OSError):  # another error ends the job, and must not be hidden by this one

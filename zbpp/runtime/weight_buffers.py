@@ -14,12 +14,13 @@ import mmap
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from zbpp.autograd.host_memory import refuse_more_than_available
+from zbpp.streams import Event, streams_of
 
 _ALIGNMENT = 256  # bytes; kernels may round differently for another alignment
 
@@ -36,7 +37,8 @@ class MemoryHost:
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
         refuse_more_than_available(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        streams = streams_of(device)
+        return torch.empty(nbytes, dtype=torch.uint8) if streams is None else streams.host_memory(nbytes)
 
 
 class FileHost:
@@ -97,24 +99,28 @@ class Content(Protocol):
 
 
 class _Buffer:
-    """A piece of device memory. content: what it holds; copied: on CUDA, the event at the end of the copy."""
+    """A piece of device memory. content: what it holds; copied: on a GPU, the event at the copy's end."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.content: Content | None = None
         self.version = 0
-        self.copied: Any = None
+        self.copied: Event | None = None
 
 
 class DeviceBuffers:
     """Buffers on the device; the least recently used one is filled next.
 
     number: at least two. num_copies: how many times a buffer has been filled.
+
+    On a GPU the copies run on a stream of their own, and read host memory after `load` and `prefetch` have
+    returned. `finish` waits for them: only then may host memory change.
     """
 
     def __init__(self, nbytes: int, device: torch.device, number: int = 2) -> None:
-        self._device, self.num_copies = device, 0
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.num_copies = 0
+        self._streams = streams_of(device)
+        self._stream = None if self._streams is None else self._streams.side("weights")
         self._buffers = [_Buffer(nbytes, device) for _ in range(number)]  # in the order of their last use
         self._in_use = self._buffers[0]
 
@@ -131,8 +137,8 @@ class DeviceBuffers:
         """The buffer with this content, filled if need be. The buffer is in use until the next `load`."""
         self._in_use = buffer = self._find(content) or self._fill(content)
         self._touch(buffer)
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_event(buffer.copied)
+        if self._streams is not None:
+            self._streams.current().wait_event(buffer.copied)
         return buffer.memory
 
     def prefetch(self, contents: Iterable[Content]) -> None:
@@ -165,14 +171,19 @@ class DeviceBuffers:
         target = buffer.memory[: content.host.nbytes]
         buffer.content, buffer.version = content, content.version()
         self.num_copies += 1
-        if self._stream is None:
+        if self._streams is None or self._stream is None:
             target.copy_(content.host)
             return buffer
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # it may read the old content
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(self._streams.current())  # it may read the old content
+        with self._streams.use(self._stream):
             target.copy_(content.host, non_blocking=True)
             buffer.copied = self._stream.record_event()
         return buffer
+
+    def finish(self) -> None:
+        """Let the host wait for all copies to the buffers."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 def num_buffers(budget: float | None, largest: int, num_blocks: int) -> int:

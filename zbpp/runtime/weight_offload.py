@@ -18,6 +18,9 @@ gives more buffers: with one per block, the weights are copied once a step.
 A parameter stays the same object: only `parameter.data` changes between host and device memory. Nothing may
 refer to a block's device memory after its forward. OffloadedWeights checks this by the number of references
 to the buffer's storage.
+
+On a GPU a call starts copies from and to host memory and goes on. The host waits for them once, at the end of
+the call: from there on the caller may read gradients and change weights.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ from zbpp.runtime.weight_blocks import (
     refuse_shared,
 )
 from zbpp.runtime.weight_buffers import DeviceBuffers, Host, MemoryHost, View, num_buffers
+from zbpp.streams import Event, streams_of
 
 
 class OffloadedWeights:
@@ -81,6 +85,8 @@ class OffloadedWeights:
         if self.device.type == "meta":
             raise ValueError("device=meta has no memory for weights: write cpu, or a GPU such as cuda:0")
         self._host, self._is_in_call = host or MemoryHost(), False
+        self._streams, self._waits = streams_of(self.device), True  # whether copies are waited for at once
+        self._gradients_home: Event | None = None  # behind the last copy of gradients to the host
         blocks = [find_blocks(index, stage) for index, stage in sorted(stages.items())]
         self._blocks = [block for some in blocks for block in some]
         refuse_shared(self._blocks)
@@ -140,12 +146,13 @@ class OffloadedWeights:
                 )
         return ""
 
-    def begin(self) -> None:
+    def begin(self, *, waits: bool = False) -> None:
         """Begin a step or an evaluation: take up what the caller has changed in the weights.
 
+        waits: whether the host waits in each W for its gradients, for a call that looks at them on the way.
         Raises RuntimeError for hooks on weights, and for a weight that got another shape or dtype.
         """
-        self._is_in_call = True
+        self._is_in_call, self._waits = True, waits
         self._buffers.forget()
         for block in self._blocks:
             refuse_hooks(block)
@@ -153,7 +160,23 @@ class OffloadedWeights:
 
     def end(self) -> None:
         """End a step or an evaluation: from here on the caller may change weights, also through `.data`."""
-        self._is_in_call = False
+        self._is_in_call, self._waits = False, True
+        self._finish()
+
+    def _finish(self) -> None:
+        """Let the host wait for the copies from and to host memory."""
+        self._buffers.finish()
+        if self._gradients_home is not None:
+            self._gradients_home.synchronize()
+            self._gradients_home = None
+
+    def _load(self, block: Block, direction: int) -> Tensor:
+        """The device memory with a block's weights; the copy of the next or previous block starts."""
+        memory = self._buffers.load(block)
+        self._buffers.prefetch(block.neighbours(direction))
+        if self._waits:  # outside of a call nobody says when the caller may change weights again
+            self._buffers.finish()
+        return memory
 
     def accumulate(self, weight_grads: WeightGrads) -> None:
         """Run W as `weight_grads.accumulate()` does, but block by block; the gradients end on the host."""
@@ -178,7 +201,8 @@ class OffloadedWeights:
             try:
                 for parameter, gradient in zip(block.parameters, before, strict=True):
                     if id(parameter) in trained and gradient is not None:
-                        parameter.grad = torch.empty_like(gradient, device=self.device).copy_(gradient)
+                        on_device = torch.empty_like(gradient, device=self.device)
+                        parameter.grad = on_device.copy_(gradient, non_blocking=True)
                 yield
             finally:
                 after = [_take_gradient(parameter) for parameter in block.parameters]
@@ -186,8 +210,15 @@ class OffloadedWeights:
                 for number, (home, found) in enumerate(zip(before, after, strict=True)):
                     if found is not None:
                         home = block.gradient_home(number, self._empty) if home is None else home
-                        home.copy_(found)
+                        # A copy to another layout has a temporary tensor, and can't be put off.
+                        home.copy_(found, non_blocking=found.stride() == home.stride())
                     block.parameters[number].grad = home
+                if self._streams is not None:
+                    # Not on a stream of their own: `found` is freed here, so that one block's gradients are
+                    # on the device.
+                    self._gradients_home = self._streams.current().record_event()
+                    if self._waits:
+                        self._finish()
 
     def run(self, block: Block, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block's forward with the block's weights on the device."""
@@ -207,8 +238,7 @@ class OffloadedWeights:
             self._buffers.forget()
             block.take_in()
         version = block.version()
-        memory = self._buffers.load(block)
-        self._buffers.prefetch(block.neighbours(1))
+        memory = self._load(block, 1)
         references = _references(memory)
         # Found before the forward, which may change its input in place.
         below = nodes_of(tree_leaves([args, kwargs]))
@@ -230,8 +260,7 @@ class OffloadedWeights:
 
     def _rerun(self, block: Block, forward: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         """Run a checkpoint inside a block's forward again, in B, with the block's weights on the device."""
-        memory = self._buffers.load(block)
-        self._buffers.prefetch(block.neighbours(-1))
+        memory = self._load(block, -1)
         with block.in_memory(memory), recomputing_by(partial(self._rerun, block)):
             outputs = forward()
             self._pack(block, memory, tree_leaves(outputs), [])
@@ -260,9 +289,7 @@ class OffloadedWeights:
                     f"a weight of {block.name} was changed in place between F and B, but B needs the values "
                     "that F used: let the optimizer step after the last backward"
                 )
-            memory = self._buffers.load(block)
-            self._buffers.prefetch(block.neighbours(-1))
-            return view.of(memory)
+            return view.of(self._load(block, -1))
 
         pack_views(outputs, below, memory, unpack)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from zbpp.runtime.devices import gpu_of, note_of_kinds, shared_gpu, told_by_all
 from zbpp.runtime.joining import Rendezvous, join, versions
 from zbpp.runtime.roll_call import missing_in, ranks_text
 
@@ -92,6 +94,8 @@ def world(*, device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
     limit, here = timedelta(seconds=timeout), Rendezvous.from_environment()
     store = here.store(timeout)
     attempt = join(store, here, {**versions(), "device": chosen.type}, timeout)
+    if chosen.type == "cuda":
+        _check_gpus(PrefixStore(f"zbpp/{attempt}", store), here, chosen, timeout)
     dist.init_process_group(
         "nccl" if chosen.type == "cuda" else "gloo",
         store=PrefixStore(f"zbpp/{attempt}", store),
@@ -102,6 +106,15 @@ def world(*, device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
     yield World(here.rank, here.size, chosen)
     # Not after an error: it would wait for receives that no rank will answer, and hide the error.
     dist.destroy_process_group()
+
+
+def _check_gpus(store: Any, here: Rendezvous, device: torch.device, timeout: float) -> None:
+    """Raise DeviceError on every rank if two have one GPU; say on rank 0 if the GPUs differ. Collective."""
+    gpus = told_by_all(store, here.rank, here.size, gpu_of(device), timeout)
+    if problem := shared_gpu(gpus):
+        raise DeviceError(problem)
+    if here.rank == 0 and (note := note_of_kinds(gpus)):
+        print(f"note: {note}", file=sys.stderr, flush=True)
 
 
 def _device(name: str) -> torch.device:
@@ -156,19 +169,22 @@ def _meeting(where: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     except CommunicationError as error:
         missing = missing_in(group)
         if missing:
-            raise CommunicationError(f"{error}; no word from {ranks_text(missing)}") from error.__cause__
+            raise CommunicationError(f"{error}; no word from {ranks_text(missing)}") from None
         raise
 
 
 @contextmanager
 def communicating(where: str) -> Iterator[None]:
-    """Turn torch's RuntimeError for a broken connection or a timeout into a CommunicationError at `where`."""
+    """Turn torch's RuntimeError for a broken connection or a timeout into a CommunicationError at `where`.
+
+    torch's is not shown besides: its text is gloo's advice, its stack zbpp's own.
+    """
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise CommunicationError.at(where, error) from error
+        raise CommunicationError.at(where, error) from None
 
 
 def check_agreement(

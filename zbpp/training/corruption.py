@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import ExitStack
 
+from zbpp.runtime.world import gather
 from zbpp.training.callbacks import Callback
 from zbpp.training.trainer import Trainer
 from zbpp.training.update import Metrics
@@ -18,6 +20,7 @@ class CheckReplicas(Callback):
     def __init__(self, every: int) -> None:
         self._every = every
         self._first: int | None = None
+        self._compared: int | None = None  # the number of steps that were done then
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         """See Callback."""
@@ -34,10 +37,12 @@ class CheckReplicas(Callback):
 
     def finish(self, trainer: Trainer) -> None:
         """See Callback."""
-        self._check(trainer)
+        if self._compared != trainer.next_step:
+            self._check(trainer)
 
     def _check(self, trainer: Trainer) -> None:
         trainer.pipeline.check_replicas(trainer.optimizer, masters=trainer.masters)
+        self._compared = trainer.next_step
 
 
 class ReplaySteps(Callback):
@@ -62,3 +67,19 @@ class ReplaySteps(Callback):
     def after_step(self, trainer: Trainer, step: int, known: list[Metrics]) -> None:
         """See Callback."""
         self._open.close()
+
+
+def checks_done(names: Collection[str], trainer: Trainer) -> dict[str, int]:
+    """How often each of these checks found everything equal in this start of a run. Collective over the job.
+
+    replay: steps; replicas: comparisons; messages: those of all ranks together.
+    """
+    counts = trainer.pipeline.check_counts
+    every = {"replay": counts.replay, "replicas": counts.replicas, "messages": sum(gather(counts.messages))}
+    return {name: number for name, number in every.items() if name in names}
+
+
+def sentence_of_checks(done: dict[str, int]) -> str:
+    """`checks: replay 8 times, replicas 8, messages 1,204: equal`."""
+    first, *others = (f"{name} {number:,}" for name, number in done.items())
+    return f"checks: {', '.join([f'{first} times', *others])}: equal"

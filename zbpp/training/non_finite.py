@@ -144,7 +144,8 @@ class Values:
             return str(found)
         return (
             "The step was run again, and every value was finite: a device or its memory may be faulty, or a "
-            "result depends on something beside weights, data and random numbers"
+            "result depends on something beside weights, data and random numbers, such as compilation, "
+            "without which the search runs"
         )
 
     def _note_spike(self, loss: float, metrics: Metrics) -> None:

@@ -20,24 +20,22 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zbpp.checkpoints import Stateful
 from zbpp.data import Data
-from zbpp.data.batch import Source
-from zbpp.data.read_ahead import ReadAhead, check_thread_may_read
 from zbpp.runtime import NonFinite, Pipeline
 from zbpp.schedule import Timeline, Timetable
-from zbpp.training.batch import batch_for
+from zbpp.training.batches import Batches
 from zbpp.training.callbacks import Callback
 from zbpp.training.evaluation import Counted, Weighed, mean_of
 from zbpp.training.known_parameters import KnownParameters
 from zbpp.training.loss_scale import LossScale
 from zbpp.training.loss_spikes import LossSpikes
+from zbpp.training.make_update import check_gradients, make_update
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.memory_report import MemoryReport
 from zbpp.training.named_losses import with_evaluation_losses, with_named_losses
 from zbpp.training.non_finite import NonFinitePolicy, Values
-from zbpp.training.post_validated_update import PostValidatedUpdate, Validation
-from zbpp.training.released_update import ReleasedUpdate
+from zbpp.training.post_validated_update import Validation
 from zbpp.training.replan import Replan
-from zbpp.training.update import Metrics, Result, Update
+from zbpp.training.update import Metrics, Result
 
 _KEPT = 5  # measured steps, or as many as num_recorded
 
@@ -104,7 +102,7 @@ class Trainer:
     loss_spike: float | None = 8.0
 
     def __post_init__(self) -> None:
-        _check_gradients(self.pipeline, self.optimizer, self.masters)
+        check_gradients(self.pipeline, self.optimizer, self.masters)
         if (self.learning_rate is None) == (self.scheduler is None):
             raise ValueError("give the trainer one of learning_rate and scheduler: each sets the rate")
         place = self.pipeline.place
@@ -115,7 +113,16 @@ class Trainer:
             has_updated=self.gradient_release != "off",
             is_shown=place.is_first and place.rank == 0,
         )
-        self._update = self._make_update()
+        self._update = make_update(
+            self.pipeline,
+            self.optimizer,
+            skips=self.values.skips,
+            gradient_release=self.gradient_release,
+            post_validation=self.post_validation,
+            clip_norm=self.clip_norm,
+            masters=self.masters,
+            loss_scale=self.loss_scale,
+        )
         self._parameters = KnownParameters(self.pipeline, self.optimizer, self.masters)
         self.timelines: list[Timeline] = []
         self.next_step = 0  # the step that `run` begins with
@@ -123,7 +130,8 @@ class Trainer:
         self.first_step = 0  # the first step of the last `run`
         self._agreed: str | None = None  # the reason that all ranks know
         self._begun: deque[_Begun] = deque()  # steps whose outcome is not known yet
-        self._ahead = self._make_read_ahead()
+        target_dtype = None if self.masters is None else torch.float32
+        self._batches = Batches(self.pipeline, self.data, self.read_ahead, target_dtype)
 
     def run(self, num_steps: int) -> Iterator[Metrics]:
         """Train from `next_step` until `num_steps` steps are done, or until a callback wants to leave.
@@ -138,8 +146,7 @@ class Trainer:
                 yield from self._run_step(self.next_step, num_steps=num_steps)
                 self._check_values()
         finally:
-            if self._ahead is not None:
-                self._ahead.close()
+            self._batches.close()
         yield from self._settled()
         self._check_values()
         for callback in self.callbacks:
@@ -184,6 +191,7 @@ class Trainer:
         if replanned.num_microbatches == old.num_microbatches:
             self.replan.skip()
             self.pipeline = self.pipeline.with_timetable(replanned)
+            self._batches.replace_pipeline(self.pipeline)
 
     def _run_step(self, step: int, *, num_steps: int) -> list[Metrics]:
         is_last = step + 1 == num_steps
@@ -241,7 +249,7 @@ class Trainer:
 
     def _evaluated(self, number: int) -> Weighed:
         """The means of loss and metrics of a held-out batch, where the last stage is; none on other ranks."""
-        args, target = self._batch(self.data.evaluation, self._own_number(number), self.pipeline.device)
+        args, target = self._batches.of_evaluation(number)
         counted = Counted(self.metrics)
         losses, _ = self.pipeline.evaluate(*args, target=target, metrics=counted)
         num_targets, means = counted.with_losses(losses)
@@ -253,7 +261,7 @@ class Trainer:
         begin = time.perf_counter()
         self._parameters.check(self.pipeline)
         self._update.begin(self.pipeline, None if self.learning_rate is None else self.learning_rate(step))
-        args, target = self._training_batch(step)
+        args, target = self._batches.of_step(step)
         if self.memory_report is not None:
             self.memory_report.count((args, target))
         losses = self.pipeline.step(*args, target=target)
@@ -294,66 +302,6 @@ class Trainer:
                 callback.stopped(self)
             raise self.values.error
 
-    def _make_update(self) -> Update:
-        options: Any = {
-            "clip_norm": self.clip_norm,
-            "masters": self.masters,
-            "loss_scale": self.loss_scale,
-        }
-        if self.gradient_release != "off":
-            if self.post_validation is not None:
-                raise ValueError(
-                    "gradient release drops the gradients that post-validation may need again: leave one out"
-                )
-            accumulate = self.gradient_release == "accumulate"
-            return ReleasedUpdate(self.pipeline, self.optimizer, accumulate=accumulate, **options)
-        if self.post_validation is None:
-            return Update(self.optimizer, skips=self.values.skips, **options)
-        return PostValidatedUpdate(
-            self.optimizer,
-            pipeline=self.pipeline,
-            validation=self.post_validation,
-            skips=self.values.skips,
-            **options,
-        )
-
-    def _training_batch(self, step: int) -> tuple[tuple[Any, ...], Any]:
-        """This process's part of a step's data: each replica and each shard reads a batch of its own."""
-        if self._ahead is not None:
-            found: tuple[tuple[Any, ...], Any] = self._ahead.batch(step)
-            return found
-        return self._read_training_batch(step, self.pipeline.device)
-
-    def _read_training_batch(self, step: int, device: torch.device) -> tuple[tuple[Any, ...], Any]:
-        return self._batch(self.data.train, self._own_number(step), device)
-
-    def _make_read_ahead(self) -> ReadAhead | None:
-        """None where nothing is to be read ahead: between the first and the last stage nothing is read."""
-        ends = {0, self.pipeline.timetable.num_stages - 1}
-        if not self.read_ahead or not ends & self.pipeline.stages.keys():
-            return None
-        check_thread_may_read(self.data.train)
-        host = torch.device("cpu")  # from there the thread moves batches by itself
-        return ReadAhead(
-            lambda step: self._read_training_batch(step, host), self.read_ahead, self.pipeline.device
-        )
-
-    def _own_number(self, number: int) -> int:
-        """The number of the batch that this process reads in step `number`, or in that evaluation batch."""
-        place = self.pipeline.place
-        return number * place.num_data_parts + place.data_part
-
-    def _batch(self, source: Source, number: int, device: torch.device) -> tuple[tuple[Any, ...], Any]:
-        pipeline = self.pipeline
-        return batch_for(
-            pipeline.stages,
-            pipeline.timetable.num_stages,
-            source,
-            number,
-            device,
-            target_dtype=None if self.masters is None else torch.float32,
-        )
-
     @property
     def update_copies(self) -> list[Tensor]:
         """What is kept to take the last update back; none if updates wait for the norm."""
@@ -381,31 +329,10 @@ class Trainer:
         """Let the replanner, if there is one, replace the pipeline; its metrics are added to the step's."""
         if self.replan is None:
             return
-        _, target = self._training_batch(step)
+        _, target = self._batches.of_step(step)
         following, metrics = self.replan.after(step, self.pipeline, self.timelines, target)
         if following is not self.pipeline:
-            if self._ahead is not None:
-                self._ahead.close()  # what was read is for the stages that this rank had
             self.pipeline = following
-            self._ahead = self._make_read_ahead()
+            self._batches.replace_pipeline(following)
             self.timelines.clear()
         known[-1].update(metrics)
-
-
-def _check_gradients(
-    pipeline: Pipeline, optimizer: torch.optim.Optimizer, masters: MasterWeights | None
-) -> None:
-    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name, parameter in pipeline.named_parameters():
-        if getattr(parameter, "main_grad", None) is None:
-            continue
-        if masters is None or masters.of(parameter) is parameter:
-            raise ValueError(
-                f"{name} has a main_grad, where W adds its gradient, but no master whose gradient it is: "
-                "give the trainer masters=MasterWeights(...) of all stages, or leave main_grad out"
-            )
-        if id(parameter) in optimized:
-            raise ValueError(
-                f"the optimizer updates {name}, whose gradient is its master's: make the optimizer over "
-                "masters.parameters()"
-            )

@@ -172,9 +172,10 @@ class CompiledForward:
         self.call: Call | None = None
         # A key: structure and signatures of the arguments. A value of None: such calls run eager.
         self.bound: dict[Hashable, list[_Bound] | None] = {}
+        self._is_paused = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if self._is_paused or not torch.is_grad_enabled():
             return self.eager(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         bound = self._bound((spec, *map(signature, leaves)), args, kwargs)
@@ -182,6 +183,15 @@ class CompiledForward:
             return self.eager(*args, **kwargs)
         outputs = run(bound.split, bound.tensors_of(self.module), leaves)
         return tree_unflatten(outputs, bound.split.f.structure)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, the module runs eager, with any hooks; afterwards it runs compiled again."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
         if self.before is not None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from zbpp.autograd import backward_input
 from zbpp.autograd.compiled import compile_stage
+from zbpp.autograd.compiled.inductor import Backend
 
 
 class Contestant(Protocol):
@@ -58,15 +59,16 @@ class Zbpp(_EagerForward):
 
 
 class Compiled(Zbpp):
-    """zbpp's split, compiled. The stage itself stays eager for the other contestants."""
+    """zbpp's split, compiled. The stage itself stays eager for the other contestants. backend: see there."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: Backend = "inductor") -> None:
         self.forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
+        self._backend = backend
 
     def f(self, stage: nn.Module, x: Tensor) -> Tensor:
         if stage in self.forwards:
             return self.forwards[stage](x)
-        compile_stage(stage)
+        compile_stage(stage, backend=self._backend)
         y: Tensor = stage(x)
         self.forwards[stage] = stage.forward
         del stage.forward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from zbpp.config.tree.commands import COMPILE, PRECISIONS, RunConfig
 from zbpp.config.tree.debug import REPLAY, DebugConfig
@@ -59,6 +60,8 @@ class TrainConfig(RunConfig):
     max_hours: float | None = ranged(None, above=0, unit="hours")  # the run leaves before they are over
     profile: str | None = None  # START:STOP, the steps that torch.profiler records, STOP excluded
     profile_ranks: list[int] | None = None  # null: all
+    # Nodes that name callbacks of the user's: {_target_: my_file.MyCallback, every: 5}
+    callbacks: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -131,7 +131,7 @@ class Deaths:
         if pipeline is None:
             return lambda _: ""
         standings = pipeline.seen()
-        return lambda rank: f" (up to a second before, {standings[rank]})" if rank in standings else ""
+        return lambda rank: f" ({standings[rank]})" if rank in standings else ""
 
     def _shows(self) -> bool:
         """Whether this rank is the one that shows the death; all do if the store is gone."""

@@ -1,0 +1,316 @@
+"""Which stream does what and waits for whom, recorded on the CPU; each rule is also seen to be broken.
+
+None of this has run on a GPU: helpers/recorded_streams.py says what is recorded and what is not.
+"""
+
+from collections import deque
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from helpers.recorded_streams import FakeStream, recorded
+from zbpp import ActivationOffload, Costs, Pipeline, Timetable, plan
+from zbpp.autograd.copies import StreamCopier, _StreamCopy
+from zbpp.autograd.offload import SavedActivations
+from zbpp.data import read_ahead
+from zbpp.data.read_ahead import ReadAhead
+from zbpp.runtime.groups import urgent_options
+from zbpp.runtime.measure import Recorder
+from zbpp.runtime.p2p import BufferPool, Inbox, Outbox
+from zbpp.runtime.reduce import AllReduce
+from zbpp.runtime.weight_buffers import DeviceBuffers
+from zbpp.runtime.weight_offload import OffloadedWeights
+from zbpp.runtime.world import fake_world
+
+M, SIZE, WIDE = 4, 16, 64
+CPU = torch.device("cpu")
+ALL_LATE = Timetable.parse(" ".join(f"0{op}{microbatch}" for op in "FBW" for microbatch in range(M)))
+EVERYTHING = ActivationOffload(costs=Costs(f=2, b=2, w=2, host=0.1), least_bytes=1)
+
+
+def stage():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(SIZE, WIDE), nn.GELU(), nn.Linear(WIDE, SIZE)) for _ in range(3)]
+    )
+
+
+def batch():
+    return torch.randn(2 * M, SIZE, generator=torch.Generator().manual_seed(0))
+
+
+def gradients(module):
+    return [parameter.grad.clone() for parameter in module.parameters()]
+
+
+def plain_gradients():
+    """Those of plain autograd, of two steps, whose loss is the mean over microbatches."""
+    module = stage()
+    for _ in range(2):
+        for x in batch().chunk(M):
+            (F.mse_loss(module(x), x) / M).backward()
+    return gradients(module)
+
+
+# ---- Activations
+
+
+def offloaded_steps():
+    """The device, the stage and how often the host waited in the second step."""
+    with recorded() as device:
+        module, x = stage(), batch()
+        with Pipeline({0: module}, ALL_LATE, F.mse_loss, offload=EVERYTHING) as pipeline:
+            pipeline.step(x, target=x)
+            before = device.num_waits
+            pipeline.step(x, target=x)
+            waits = device.num_waits - before
+            assert pipeline.offloaded_bytes()[0] > 0
+            assert pipeline.offloaded_bytes("deferred")[0] > 0
+    return device, module, waits
+
+
+def test_activations_leave_and_come_back_in_order_and_the_host_waits_for_nothing():
+    device, module, waits = offloaded_steps()
+    assert device.faults == []
+    assert waits == 0
+    assert [each.name for each in device.streams] == ["compute", "offload 1"]
+    torch.testing.assert_close(gradients(module), plain_gradients())
+
+
+def test_a_copy_that_nobody_waits_for_is_found(monkeypatch):
+    monkeypatch.setattr(_StreamCopy, "wait", lambda copy: None)
+    faults = set(offloaded_steps()[0].faults)
+    assert "addmm_ on compute reads memory that copy_ on offload 1 writes: no event orders them" in faults
+    assert "memory of compute is freed, and copy_ on offload 1 may still use it" in faults
+
+
+def test_a_copy_that_does_not_wait_for_what_it_reads_is_found(monkeypatch):
+    monkeypatch.setattr(FakeStream, "wait_stream", lambda stream, other: None)
+    faults = offloaded_steps()[0].faults
+    assert "copy_ on offload 1 reads memory that gelu on compute writes: no event orders them" in faults
+
+
+def abandoned():
+    """F has offloaded its tensors; before they are dropped the graph goes, as in a step that fails."""
+    with recorded() as device:
+        copier = StreamCopier(CPU, device)
+        activations = SavedActivations(copier, least_bytes=1)
+        with activations.saving():
+            y = stage()(batch().requires_grad_())
+        activations.offload()
+        del y
+        device.look()
+    return device
+
+
+def test_memory_that_a_copy_reads_is_not_freed_before_the_copy_has_ended(monkeypatch):
+    """It was: the copy read freed memory."""
+    assert abandoned().faults == []
+    monkeypatch.setattr(_StreamCopy, "wait", lambda copy: None)
+    assert set(abandoned().faults) == {"memory of compute is freed, and copy_ on offload 1 may still use it"}
+
+
+# ---- Weights
+
+
+def steps_with_weights_on_the_host():
+    """The device, the stage after two steps, and how often the host waited in a step and an evaluation."""
+    with recorded() as device:
+        module, x, waits = stage(), batch(), []
+        OffloadedWeights({0: module}, CPU)
+        with Pipeline({0: module}, "zb_h1", F.mse_loss, num_microbatches=M) as pipeline:
+            for call in (pipeline.step, pipeline.step, pipeline.evaluate):
+                before = device.num_waits
+                call(x, target=x)
+                waits.append(device.num_waits - before)
+            found = gradients(module)
+            with torch.no_grad():
+                for parameter in module.parameters():  # as an optimizer on the host, or a swap of weights
+                    parameter.mul_(2.0)
+    return device, found, waits
+
+
+def test_host_memory_of_weights_and_gradients_is_the_callers_when_a_call_returns():
+    device, found, waits = steps_with_weights_on_the_host()
+    assert device.faults == []
+    assert waits == [2, 2, 1]  # for copies of gradients and of weights, at the end; nothing on the way
+    torch.testing.assert_close(found, plain_gradients())
+
+
+@pytest.mark.parametrize(
+    "owner, method, fault",
+    [
+        # Before: an evaluation returned while its copies still read weights.
+        (DeviceBuffers, "finish", "mul_ on host writes memory that copy_ on weights 1 reads"),
+        (OffloadedWeights, "_finish", "clone on host reads memory that copy_ on compute writes"),
+    ],
+)
+def test_host_memory_that_a_copy_still_uses_is_found(monkeypatch, owner, method, fault):
+    monkeypatch.setattr(owner, method, lambda self: None)
+    device, *_ = steps_with_weights_on_the_host()
+    assert f"{fault}: no event orders them" in device.faults
+
+
+def test_outside_of_a_step_a_forward_and_its_backward_wait_for_their_copies():
+    with recorded() as device:
+        module, x = stage(), batch().requires_grad_()
+        OffloadedWeights({0: module}, CPU)
+        y = module(x)
+        torch.autograd.grad(y.sum(), x)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(2.0)
+    assert device.faults == []
+
+
+# ---- Messages
+
+
+class _Work:
+    def __init__(self, device, stream):
+        self.device, self.ended = device, stream.record_event()
+
+    def wait(self):
+        self.device.current().wait_event(self.ended)
+
+
+class _Link:
+    """A group of two ranks in one process: works as NCCL's streams do."""
+
+    def __init__(self, device):
+        self.device, self.stream, self.sent = device, device.side("messages"), deque()
+
+    def send(self, tensors, peer, tag):
+        return self._run(lambda: self.sent.append(tensors[0].clone()))
+
+    def recv(self, tensors, peer, tag):
+        return self._run(lambda: tensors[0].copy_(self.sent.popleft(), non_blocking=True))
+
+    def _run(self, work):
+        self.stream.wait_stream(self.device.main)
+        with self.device.use(self.stream), torch.no_grad():
+            work()
+        return _Work(self.device, self.stream)
+
+
+def exchanged(num_messages=6):
+    """Messages of one channel: computed, sent, two messages later released, received and used."""
+    with recorded() as device:
+        link, total = _Link(device), torch.zeros(SIZE)
+        outbox = Outbox(1, link, CPU)
+        inbox = Inbox(0, link, BufferPool(CPU), ["x"] * num_messages, depth=0)
+        for number in range(num_messages + 2):
+            if number < num_messages:
+                outbox.send("x", (torch.full((SIZE,), float(number)),))
+            if number == 1:
+                inbox.begin()
+            if number < 2:  # the inbox posts receives ahead
+                continue
+            outbox.release()
+            (received,) = inbox.receive()
+            total += received
+            del received
+        outbox.finish()
+    assert total.tolist() == [float(sum(range(num_messages)))] * SIZE
+    assert len(inbox.pool) <= 2
+    return device
+
+
+def test_messages_are_read_when_they_have_arrived_and_freed_when_they_are_sent(monkeypatch):
+    assert exchanged().faults == []
+    monkeypatch.setattr(_Work, "wait", lambda work: None)
+    faults = set(exchanged().faults)
+    assert "add_ on compute reads memory that copy_ on messages 1 writes: no event orders them" in faults
+    assert "memory of compute is freed, and clone on messages 1 may still use it" in faults
+
+
+def test_links_on_nccl_have_streams_of_high_priority(monkeypatch):
+    class Group:
+        class Options:
+            is_high_priority_stream, _timeout = False, None
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    limit = timedelta(seconds=5)
+    options = urgent_options("nccl", limit)
+    assert options.is_high_priority_stream is True
+    assert options._timeout == limit  # torch warns of another one
+    assert urgent_options("gloo", limit) is None
+
+
+# ---- Reductions
+
+
+def test_the_host_waits_for_no_flags_of_a_reduction():
+    """They were copied to the device from pageable memory, for which the host waited in every Reduce."""
+    module = stage()
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with fake_world(2), recorded() as device:
+        reducer = AllReduce(module.parameters(), dist.group.WORLD, average=True, what="test")
+        for _ in range(2):
+            reducer.start()
+            reducer.finish()
+    assert device.faults == []
+    assert device.num_waits == 0
+    assert device.num_moved == 1  # the second step has the same flags
+
+
+# ---- Batches
+
+
+def read(num_batches=3):
+    with recorded() as device:
+        batches = ReadAhead(lambda number: {"x": torch.full((SIZE,), float(number))}, 2, CPU)
+        for number in range(num_batches):
+            x = batches.batch(number)["x"]
+            assert (x * 2).tolist() == [2.0 * number] * SIZE
+            del x
+        batches.close()
+        device.look()
+    return device
+
+
+def test_batches_are_used_when_they_have_arrived_and_freed_when_they_are_used(monkeypatch):
+    device = read()
+    assert device.faults == []
+    assert not any("event" in wait for wait in device.waits)
+    monkeypatch.setattr(type(device), "keep", lambda *_: None)
+    assert set(read().faults) == {"memory of batches 1 is freed, and mul on compute may still use it"}
+    monkeypatch.setattr(read_ahead, "_hand_over", lambda *_: None)
+    faults = set(read().faults)
+    assert "mul on compute reads memory that copy_ on batches 1 writes: no event orders them" in faults
+
+
+# ---- Timelines
+
+
+def test_a_recorded_step_waits_for_nothing_and_its_times_are_read_after_one_wait():
+    with recorded() as device:
+        module, x = stage(), batch()
+        with Pipeline({0: module}, plan("zb_h1", 1, M), F.mse_loss) as pipeline:
+            pipeline.step(x, target=x)
+            before = device.num_waits
+            with pipeline.recording():
+                pipeline.step(x, target=x)
+            assert device.num_waits == before
+            timeline = pipeline.timeline()
+            assert device.waits[before:] == ["synchronize in MainThread", "event in MainThread"]
+            pipeline.timeline()
+            assert device.num_waits == before + 2
+    assert (timeline.ends[0] > timeline.starts[0]).all()
+    assert (timeline.starts[0][1:] >= timeline.ends[0][:-1]).all()
+
+
+def test_times_of_a_stream_are_those_of_its_events():
+    with recorded() as device:
+        recorder = Recorder(CPU)
+        mark = recorder.begin([])
+        mark()
+        next(device.ms)  # 1 ms passes
+        mark()
+        begin, end = recorder._clock.in_ms(recorder._marks)
+    assert end - begin == 2

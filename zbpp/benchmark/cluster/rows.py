@@ -1,0 +1,81 @@
+"""Rows of the table, and the journal on disk that a process leaves even if it is killed.
+
+Each node's first process writes a journal: a line when a row begins, a line when it has ended. A row that has
+begun and never ended is one in which the process died.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+OK, NOTE, SLOW, FAILED, NOT_RUN = "ok", "note", "SLOW", "FAILED", "not run"
+
+
+class Row(NamedTuple):
+    """One line of the table. found: in words. numbers: the figures in found, for the JSON."""
+
+    part: str
+    name: str
+    outcome: str
+    found: str
+    numbers: dict[str, Any]
+
+
+class Journal:
+    """Writes the rows of one part; only on the first process of each node."""
+
+    def __init__(self, folder: Path, part: str) -> None:
+        self._path: Path | None = None
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            folder.mkdir(parents=True, exist_ok=True)
+            self._path = folder / f"rows-{socket.gethostname()}-{part}.jsonl"
+            self._path.write_text("")
+
+    def begin(self, part: str, name: str) -> None:
+        """A row is about to be found."""
+        self._write({"begun": [part, name]})
+
+    def end(self, row: Row) -> None:
+        """The row has been found."""
+        self._write({"row": row._asdict()})
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+
+
+def rows_in(folder: Path) -> list[Row]:
+    """The rows of all journals, each once, in the order of the first journal that has it.
+
+    A row without an end is FAILED: its processes ended while it ran.
+    """
+    found: dict[tuple[str, str], Row | None] = {}
+    for path in sorted(folder.glob("rows-*.jsonl")):
+        for key, row in _entries(path.read_text().splitlines()):
+            if found.get(key) is None:
+                found[key] = row
+    return [row or _lost(*key) for key, row in found.items()]
+
+
+def _entries(lines: Iterable[str]) -> Iterable[tuple[tuple[str, str], Row | None]]:
+    for line in lines:
+        try:
+            entry = json.loads(line)
+        except ValueError:  # a process was killed while it wrote
+            continue
+        if "row" in entry:
+            row = Row(**entry["row"])
+            yield (row.part, row.name), row
+        else:
+            part, name = entry["begun"]
+            yield (part, name), None
+
+
+def _lost(part: str, name: str) -> Row:
+    return Row(part, name, FAILED, f"the processes ended while this ran: see {part}.log", {})

@@ -1,0 +1,71 @@
+"""The command line of scripts/gpu_check.sh."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+import zbpp.benchmark.gpu as about
+from zbpp.benchmark.gpu.check import Report, check
+from zbpp.benchmark.gpu.machine import name_of
+from zbpp.benchmark.gpu.marks import all_held
+from zbpp.benchmark.gpu.parts import NAMES
+from zbpp.benchmark.gpu.report import as_text, write
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status 0 if no mark was missed, 1 if one was, 2 for wrong arguments."""
+    options = parse(arguments)
+    report = _run(options)
+    paths = write(report, options.out, options.name or name_of(options.device))
+    print(as_text(report))
+    print("written:", *paths)
+    return int(not all_held(report.verdicts))
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options; ends the program where they are wrong, with what to write instead."""
+    parser = argparse.ArgumentParser(
+        prog="gpu_check.sh", description=about.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    known = ", ".join(NAMES)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{known}; by default all")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default cuda")
+    parser.add_argument("--small", action="store_true", help="small sizes, to try the check itself")
+    parser.add_argument("--minutes", type=float, default=8.0, help="the most it may take; default 8")
+    parser.add_argument("--name", help="of the files gpu_NAME.*; default: the GPU's name")
+    parser.add_argument("--out", type=Path, default=Path("scripts/results"), help="folder of the files")
+    options = parser.parse_args(arguments)
+    for each in options.parts:
+        if each not in NAMES:
+            parser.error(f"part {each!r} does not exist: write some of {known}")
+    options.parts = options.parts or [*NAMES]
+    if not 0.5 <= options.minutes <= 120:
+        parser.error(f"--minutes {options.minutes:g}: write 0.5 to 120")
+    if options.device == "cpu" and not options.small:
+        parser.error("--device cpu is for trying the check itself: write --device cpu --small")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        built = "" if torch.version.cuda else ", which is built without CUDA,"
+        parser.error(
+            f"torch {torch.__version__}{built} sees no GPU: --device cpu --small tries the check itself"
+        )
+    return options
+
+
+def _run(options: argparse.Namespace) -> Report:
+    # Where nobody looks on, rich writes nothing: the report follows.
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.fields[found]}"))
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=None, found="")
+
+        def say(title: str, found: str) -> None:
+            progress.update(task, description=title, found=found[:80])
+
+        return check(
+            options.parts, device=options.device, is_small=options.small, minutes=options.minutes, say=say
+        )

@@ -1,0 +1,126 @@
+"""The streams of a GPU: made here and nowhere else.
+
+A call of a Pipeline runs on the caller's current stream. Beside it run
+
+    stream       what runs there                             made by      priority
+    messages     sends and receives, one stream per link     NCCL         high
+    reductions   gradients over replicas, shards and ties    NCCL, FSDP2  normal
+    offload      activations to host memory and back         `side`       normal
+    weights      offloaded weights to the device             `side`       normal
+    batches      the next batches to the device              `side`       normal
+
+Messages are urgent: another rank waits for them. A stream waits for another one by events, and the host waits
+for none of them within a step. docs/pipeline.md ("Streams") says who waits for whom.
+
+The caching allocator gives freed memory out again to the stream that it was allocated on. So memory that
+another stream reads or writes may be freed once its own stream has waited for that stream's event. Or the
+other stream is named by `keep` (Tensor.record_stream).
+
+`streams_of` is the only way to a device's streams. A test puts recorded ones in their place, by MAKERS.
+NOT RUN ON A GPU YET.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Event(Protocol):
+    """A place in a stream's work. As torch.cuda.Event."""
+
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, end_event: Any, /) -> float: ...
+
+
+class Stream(Protocol):
+    """Work that a device does in order. As torch.cuda.Stream."""
+
+    def wait_event(self, event: Any, /) -> None: ...
+    def wait_stream(self, stream: Any, /) -> None: ...
+    def record_event(self) -> Any: ...
+    def synchronize(self) -> None: ...
+
+
+class Streams(Protocol):
+    """The streams of one device."""
+
+    def current(self) -> Stream:
+        """The stream on which the calling thread starts work."""
+
+    def side(self, what: str) -> Stream:
+        """A new stream beside the computation. what: its name in the table above."""
+
+    def use(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Within it the calling thread starts its work on this stream."""
+
+    def mark(self) -> Event:
+        """An event in the current stream whose time can be read."""
+
+    def keep(self, tensor: Tensor, stream: Stream) -> None:
+        """Let the tensor's memory, once freed, be given out only behind what `stream` has begun by then."""
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        """Bytes of host memory that the device copies from and to while the host goes on."""
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """The tensor on the device, copied by the current stream."""
+
+    def synchronize(self) -> None:
+        """Let the host wait for all streams of the device."""
+
+
+class CudaStreams:
+    """The streams of one GPU. Its own current stream counts, also where another GPU is the current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def current(self) -> Stream:
+        """See Streams."""
+        return torch.cuda.current_stream(self._device)
+
+    def side(self, what: str) -> Stream:
+        """See Streams."""
+        return torch.cuda.Stream(self._device)
+
+    def use(self, stream: Any) -> AbstractContextManager[Any]:
+        """See Streams."""
+        return torch.cuda.stream(stream)
+
+    def mark(self) -> Event:
+        """See Streams."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def keep(self, tensor: Tensor, stream: Any) -> None:
+        """See Streams."""
+        tensor.record_stream(stream)
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        """See Streams. Pinned; when freed, its allocator waits for the copies that use it."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """See Streams."""
+        pinned = tensor.pin_memory() if tensor.device.type == "cpu" else tensor
+        return pinned.to(self._device, non_blocking=True)
+
+    def synchronize(self) -> None:
+        """See Streams."""
+        torch.cuda.synchronize(self._device)
+
+
+MAKERS: dict[str, Callable[[torch.device], Streams]] = {"cuda": CudaStreams}
+"""{type of a device: makes the streams of such a device}."""
+
+
+def streams_of(device: torch.device) -> Streams | None:
+    """The streams of a device; None for one without streams, such as the CPU."""
+    make = MAKERS.get(device.type)
+    return None if make is None else make(device)
