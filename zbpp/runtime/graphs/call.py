@@ -93,7 +93,13 @@ class StaticCall:
         self.call = call._replace(args=args, target=target, kwargs=kwargs)
 
     def _buffer(self, tensor: Tensor) -> Tensor:
-        self._buffers.append(torch.empty_like(tensor))
+        is_expanded = any(
+            step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+        )
+        stride = tensor.contiguous().stride() if is_expanded else tensor.stride()
+        self._buffers.append(
+            torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+        )
         return self._buffers[-1]
 
     @torch.no_grad()

@@ -10,13 +10,17 @@ from typing import Any
 
 import torch
 
+from zbpp.streams import streams_of
+
 
 class CudaGraphs:
     """Captures on one stream of its own, which the last warm-up uses, too, as torch asks."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        streams = streams_of(device)
+        assert streams is not None  # a GPU has streams
+        self._streams, self._stream = streams, streams.side("graphs")
         self._pool: Any = None
         self._seeds: CudaSeeds | None = None  # of the next graph
 
@@ -29,7 +33,7 @@ class CudaGraphs:
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Begin a pool. Garbage is not collected meanwhile: to free an old graph would end the capture."""
-        torch.cuda.synchronize(self._device)
+        self._streams.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
         self._pool = torch.cuda.graph_pool_handle()
@@ -69,9 +73,9 @@ class CudaGraphs:
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        current = torch.cuda.current_stream(self._device)
+        current = self._streams.current()
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        with self._streams.use(self._stream):
             yield
         current.wait_stream(self._stream)
 
