@@ -32,10 +32,10 @@ class Block(nn.Module):
         self.first, self.second = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE, bias=False)
         self.norm = nn.BatchNorm1d(SIZE)
         self.frozen = nn.Parameter(torch.randn(SIZE), requires_grad=False)
-        self.unused = nn.Parameter(torch.randn(SIZE))
+        self.unused, self.rate = nn.Parameter(torch.randn(SIZE)), 0.5
 
     def forward(self, x, **_):
-        hidden = F.dropout(F.gelu(self.first(x)), 0.5, self.training)
+        hidden = F.dropout(F.gelu(self.first(x)), self.rate, self.training)
         return x + self.norm(self.second(self.second(hidden))) * self.frozen
 
 
@@ -197,7 +197,7 @@ def test_mixed_precision_sums_in_the_main_grad():
 
 
 def changing(number, pipeline):
-    """What a capture relies on changes: a weight is frozen, then a mode, then where a weight is."""
+    """What a capture relies on changes: a weight is frozen, a mode, where a weight is, a rate."""
     stage = pipeline.stages[0]
     if number == 3:
         stage.first.weight.requires_grad_(False)
@@ -206,13 +206,15 @@ def changing(number, pipeline):
         stage.norm.eval()
     if number == 11:
         stage.second.weight.data = stage.second.weight.data.clone()
+    if number == 14:
+        stage.rate = 0.25
     if number == 12:  # nothing that a capture relies on: evaluation, a step that is measured
         pipeline.evaluate(batch(7)[0], target=batch(7)[1])
 
 
 def test_what_a_capture_relies_on_is_captured_anew_when_it_changes():
-    found = captured(steps={"numbers": range(14), "before": changing})
-    assert (found.graphs.num_captures, found.graphs.num_replays) == (4, 6)
+    found = captured(steps={"numbers": range(17), "before": changing})
+    assert (found.graphs.num_captures, found.graphs.num_replays) == (5, 7)
 
 
 def other_rows(number):
@@ -360,6 +362,18 @@ def test_switches_that_come_later_are_refused_too():
     run.pipeline.close()
 
 
+def test_a_search_for_non_finite_values_runs_between_replays():
+    """It runs the batch eagerly, with the gradients at the graphs' addresses."""
+    found = captured(steps={"before": searched})
+    assert found.graphs.num_replays == STEPS - 2
+
+
+def searched(number, pipeline):
+    if number == 4:
+        x, y = batch(number)
+        assert pipeline.find_non_finite(x, target=y) is None
+
+
 # ------------------------------------------------------------------------------- several ranks
 
 
@@ -376,6 +390,12 @@ def on_two_ranks(rank):
             Run(mode, schedule, num_ranks=2, rank=rank, **options).steps() for mode in ("none", "actions")
         ]
         found[schedule] = *(each.found for each in runs), runs[1].graphs.num_replays, runs[1].graphs.stopped
+    # A rank whose stages can't be captured is eager, the other one replays.
+    makes = [Block, Reads]
+    runs = [
+        Run(mode, "zb_h1", num_ranks=2, rank=rank, make=makes[rank]).steps() for mode in ("none", "actions")
+    ]
+    found["half"] = *(each.found for each in runs), runs[1].graphs.num_replays, runs[1].graphs.stopped
     mesh = make_mesh(replicate=2)
     runs = [Run(mode, "zb_h1", mesh=mesh).steps() for mode in ("none", "actions")]
     found["replicas"] = *(each.found for each in runs), runs[1].graphs.num_replays, runs[1].graphs.stopped
@@ -385,7 +405,9 @@ def on_two_ranks(rank):
 
 @pytest.mark.slow
 def test_ranks_replay_between_messages_and_reductions():
-    for found in run_ranks(on_two_ranks, 2):
-        for eager, replayed, num_replays, stopped in found.values():
-            assert (num_replays, stopped) == (STEPS - 2, "")
+    for rank, found in enumerate(run_ranks(on_two_ranks, 2)):
+        for case, (eager, replayed, num_replays, stopped) in found.items():
+            is_eager = (case, rank) == ("half", 1)
+            assert num_replays == (0 if is_eager else STEPS - 2)
+            assert ("1F0 can't be captured" in stopped) == is_eager
             assert_same(eager, replayed)

@@ -292,6 +292,7 @@ class Executor:
                 takes = [self._slots[value] for value in _taken(instruction)]
                 made = produces(instruction, self._num_stages)
                 gives = [self._slots[value] for value in made if value in self._slots]
+                function: Callable[[Message], Any]
                 function = partial(self._methods[op], self._workers[stage], microbatch)
                 if any(value in self._leaving for value in made):
                     function = partial(self._saved(stage).forward, microbatch)

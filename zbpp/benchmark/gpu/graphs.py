@@ -140,7 +140,7 @@ def _host_us(pipeline: Pipeline, x: Tensor, target: Tensor, settings: Settings) 
     with pipeline.recording(recorder):
         pipeline.step(x, target=target)
     settings.synchronize()
-    return 1e3 * mean((recorder.times()[:, 1] - recorder.times()[:, 0]).tolist())
+    return 1e3 * float(mean((recorder.times()[:, 1] - recorder.times()[:, 0]).tolist()))
 
 
 def _num_allocations(settings: Settings) -> int:

@@ -148,7 +148,7 @@ def seeded_outside(workers: Iterable[StageWorker]) -> Iterator[None]:
             worker.seed_generator = seed
 
 
-def _no_seed(_device: torch.device, _seed: int) -> None:
+def _no_seed(device: torch.device, seed: int) -> None:
     pass
 
 

@@ -14,7 +14,11 @@ from zbpp.streams import streams_of
 
 
 class CudaGraphs:
-    """Captures on one stream of its own, which the last warm-up uses, too, as torch asks."""
+    """Captures on one stream of its own, which the eager steps before a capture use, too, as torch asks.
+
+    Old graphs must be gone before a new capture: when one is freed, torch drops the workspaces of the matrix
+    products that were captured on its stream (pytorch issue 193402).
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -26,7 +30,7 @@ class CudaGraphs:
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
-        """On the stream of the captures: nothing is initialised in a capture."""
+        """On the stream of the captures: nothing is initialised in a capture, or is of another stream."""
         with self._on_stream():
             yield
 

@@ -15,7 +15,7 @@ class GraphMaker(Protocol):
     """Captures functions into graphs that share one memory pool, and are replayed in the order of capture."""
 
     def warming_up(self) -> AbstractContextManager[None]:
-        """Around the last eager step before a capture."""
+        """Around each eager step before a capture."""
 
     def capturing(self) -> AbstractContextManager[None]:
         """Around the captures of one step, which begin a new pool."""

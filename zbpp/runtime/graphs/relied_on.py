@@ -1,7 +1,7 @@
 """What a capture relies on: where weights and buffers are, modes, hooks. A change makes a new capture.
 
 A replay reads weights and buffers at the addresses that they had in the capture, and runs no Python. What
-else forward reads from Python objects (a global variable, an attribute that counts calls) can't be seen:
+else forward reads from Python objects (a global variable, a list in an attribute) is not looked at:
 docs/compiled.md says so.
 """
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from zbpp.runtime.graphs.maker import NotCapturable
 
+_NUMBERS = frozenset({bool, int, float, str, type(None)})
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -40,7 +41,21 @@ def _of_parameter(parameter: Tensor) -> Iterator[Any]:
     yield parameter.requires_grad
     yield None if main is None else main.data_ptr()
     yield len(parameter._backward_hooks or ())
-    yield len(parameter._post_accumulate_grad_hooks or ())  # type: ignore[attr-defined]  # torch's
+    yield len(parameter._post_accumulate_grad_hooks or ())
+
+
+def numbers(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
+    """The numbers and texts among the modules' attributes, such as a Dropout's p: a replay uses the old ones.
+
+    Forward may change them itself (a counter), so they are compared from the end of a capture on.
+    """
+    return tuple(
+        value
+        for root in modules
+        for module in root.modules()
+        for value in module.__dict__.values()
+        if type(value) in _NUMBERS
+    )
 
 
 class HeldTensors:
@@ -81,7 +96,7 @@ def _tensors_in(table: dict[str, Any]) -> dict[str, Any]:
 def refuse_parameters(modules: Iterable[nn.Module]) -> None:
     """Raise NotCapturable for parameters whose gradients a replay would get wrong."""
     for name, parameter in _named_parameters(modules):
-        if parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]  # torch's
+        if parameter._post_accumulate_grad_hooks:
             raise NotCapturable(f"{name} has a post-accumulate-grad hook, which a replay would not run")
         if type(parameter.data) is not Tensor:
             raise NotCapturable(f"{name} is a {type(parameter.data).__name__}")

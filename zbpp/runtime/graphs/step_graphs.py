@@ -31,7 +31,7 @@ from zbpp.runtime.graphs.gradients import StaticGradients
 from zbpp.runtime.graphs.losses import StaticLosses
 from zbpp.runtime.graphs.maker import GraphMaker, NotCapturable
 from zbpp.runtime.graphs.program import ProgramGraph
-from zbpp.runtime.graphs.relied_on import HeldTensors, hooked, refuse_parameters, relied_on
+from zbpp.runtime.graphs.relied_on import HeldTensors, hooked, numbers, refuse_parameters, relied_on
 from zbpp.runtime.layout import Layout
 from zbpp.runtime.measure import Recorder
 from zbpp.runtime.microbatch import Cutter
@@ -47,7 +47,7 @@ Seeds = Mapping[int, int]
 
 
 class _Captured:
-    """The graphs of one layout, with what they read and write. key: what they rely on."""
+    """The graphs of one layout, with what they read and write. key, numbers: what they rely on."""
 
     def __init__(
         self,
@@ -56,9 +56,14 @@ class _Captured:
         gradients: StaticGradients,
         losses: Mapping[int, StaticLosses],
         graphs: ActionGraphs | ProgramGraph,
+        numbers: tuple[Any, ...],
     ) -> None:
-        self.key, self._call, self._gradients, self.graphs = key, call, gradients, graphs
-        self._losses = losses
+        self._key, self._call, self._gradients, self.graphs = key, call, gradients, graphs
+        self._losses, self._numbers = losses, numbers
+
+    def fits(self, key: tuple[Any, ...], modules: Iterable[nn.Module]) -> bool:
+        """Whether a replay does what an eager step with this key would do."""
+        return _is_equal(key, self._key) and _is_equal(numbers(modules), self._numbers)
 
     def begin(self, call: Call) -> None:
         """Load a call. Raises NotCapturable, and changes nothing, where a `.grad` is of another kind."""
@@ -128,7 +133,7 @@ class StepGraphs:
             key = (layout_of_call(call, device), *relied_on(self._modules, device))
         except NotCapturable as error:
             return self._miss(str(error), recorder)
-        if self._captured is not None and _is_equal(key, self._captured.key):
+        if self._captured is not None and self._captured.fits(key, self._modules):
             return self._replay(call, recorder)
         if self._num_warm and not _is_equal(key, self._key):
             self._num_warm = 0
@@ -165,24 +170,26 @@ class StepGraphs:
         self._run_eager(recorder)
 
     def _warm_up(self, recorder: Recorder | None) -> None:
-        """Run a step eagerly. The last one before the capture notes layouts and losses."""
+        """Run a step eagerly, where captures run. The last one notes the layouts of messages and losses."""
         self._num_warm += 1
-        if self._num_warm < _WARM_UP:
-            self._num_missed += 1
-            if self._num_missed == _MOST_MISSES:
-                self._say(
-                    f"{_MOST_MISSES} steps in a row were eager, since inputs or weights change their layout"
-                )
-            return self._run_eager(recorder)
-        self._layouts = {}
-        self._executor.replace_actions(watched(self._rank, self._layouts), {})
-        self._is_replaying = True
+        self._num_missed += 1
+        if self._num_missed == _MOST_MISSES:
+            self._say(
+                f"{_MOST_MISSES} steps in a row were eager, since inputs or weights change their layout"
+            )
+        is_last = self._num_warm == _WARM_UP
+        self._use_eager()
+        if is_last:
+            self._layouts = {}
+            self._executor.replace_actions(watched(self._rank, self._layouts), {})
         try:
             with self._maker.warming_up():
                 self._executor.run(recorder)
         finally:
-            self._use_eager()
-        self._losses = {stage: StaticLosses(worker) for stage, worker in self._rank.workers.items()}
+            if is_last:
+                self._executor.replace_actions({}, {})
+        if is_last:
+            self._losses = {stage: StaticLosses(worker) for stage, worker in self._rank.workers.items()}
 
     def _capture(self, call: Call, seeds: Seeds) -> bool:
         """Capture the step. False: it can't be, and no later one will be tried."""
@@ -199,7 +206,9 @@ class StepGraphs:
             graphs = self._graphs()
             gradients.captured()
             held.check()
-            self._captured = _Captured(self._key, static, gradients, self._losses, graphs)
+            self._captured = _Captured(
+                self._key, static, gradients, self._losses, graphs, numbers(self._modules)
+            )
         except Exception as error:
             held.restore()
             self._stop(error)
