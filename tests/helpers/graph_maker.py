@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -107,6 +108,7 @@ class EmulatedGraphs:
         self.num_captures = 0
         self.num_operations = 0  # of all replays
         self._seeds: EmulatedSeeds | None = None
+        self.recording: _Recording | None = None  # the capture that runs
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
@@ -122,13 +124,14 @@ class EmulatedGraphs:
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         self.num_captures += 1
         state = torch.default_generator.get_state()
-        recording = _Recording(self)
+        self.recording = recording = _Recording(self)
         if self._seeds is not None:
             self._seeds.recording = recording
         try:
             with recording:
                 function()
         finally:
+            self.recording = None
             with torch.no_grad():
                 recording.undo()
             torch.default_generator.set_state(state)
@@ -176,6 +179,36 @@ class EmulatedSeeds:
 
     def set(self, seeds: list[int]) -> None:
         self._seeds = seeds
+
+
+class RecordedLink:
+    """A process group of two ranks whose sends and receives become part of a capture, as NCCL's do.
+
+    Outside of captures it is the group itself. Inside, nothing is sent; each replay sends and receives.
+    """
+
+    def __init__(self, group: Any, maker: EmulatedGraphs) -> None:
+        self._group, self._maker = group, maker
+
+    def send(self, *arguments: Any) -> Any:
+        return self._start(self._group.send, *arguments)
+
+    def recv(self, *arguments: Any) -> Any:
+        return self._start(self._group.recv, *arguments)
+
+    def _start(self, call: Callable[..., Any], tensors: list[Tensor], peer: int, tag: int) -> Any:
+        recording = self._maker.recording
+        if recording is None:
+            return call(tensors, peer, tag)
+        works: list[Any] = []
+        recording.operations.append(lambda: works.append(call([_alias(each) for each in tensors], peer, tag)))
+        return SimpleNamespace(wait=lambda: recording.operations.append(lambda: works.pop().wait()))
+
+
+def record_links(executor: Any, maker: EmulatedGraphs) -> None:
+    """Let the executor's links take part in captures."""
+    for box in executor._boxes():
+        box.group = RecordedLink(box.group, maker)
 
 
 def _refuse_state(*_: Any) -> Any:

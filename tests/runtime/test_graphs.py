@@ -14,11 +14,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from helpers.graph_maker import EmulatedGraphs
+from helpers.graph_maker import EmulatedGraphs, record_links
 from helpers.processes import run_ranks
 from zbpp import ActivationOffload, Pipeline, PostValidation, make_mesh, per_microbatch, plan, replicate
 from zbpp.autograd import auxiliary_loss, recompute
 from zbpp.families import FAMILIES
+from zbpp.runtime import ReplayError
 
 SIZE, M, STEPS = 8, 4, 6  # two eager steps, one that is captured and replayed, three more replays
 
@@ -68,6 +69,8 @@ class Run:
         self.pipeline = Pipeline(self.stages, self.timetable, loss_fn, seed=3, **options)
         self.maker = EmulatedGraphs()
         self.pipeline._engine.use_graphs(mode, self.maker)
+        if mode == "program":
+            record_links(self.pipeline._engine._executors["step"], self.maker)
         self.graphs = self.pipeline._engine.graphs
         self.optimizer = torch.optim.SGD(self.pipeline.parameters(), lr=0.1, momentum=0.9)
 
@@ -374,6 +377,31 @@ def searched(number, pipeline):
         assert pipeline.find_non_finite(x, target=y) is None
 
 
+SCALE = [1.0]
+
+
+class ReadsGlobal(Block):
+    def forward(self, x):
+        return super().forward(x) * SCALE[0]
+
+
+def test_a_step_that_runs_twice_compares_its_replay_with_an_eager_step():
+    """What a replay can't see, a change of an object that forward reads, this check finds."""
+    run = Run("actions", "zb_h1", make=ReadsGlobal)
+    for number in range(3):
+        run.step(*arguments(number))
+    with run.pipeline.replaying():
+        run.step(*arguments(3))
+    SCALE[0] = 2.0
+    try:
+        with run.pipeline.replaying(), pytest.raises(ReplayError):
+            run.step(*arguments(4))
+    finally:
+        SCALE[0] = 1.0
+    assert run.graphs.num_replays == 3
+    run.pipeline.close()
+
+
 # ------------------------------------------------------------------------------- several ranks
 
 
@@ -390,6 +418,13 @@ def on_two_ranks(rank):
             Run(mode, schedule, num_ranks=2, rank=rank, **options).steps() for mode in ("none", "actions")
         ]
         found[schedule] = *(each.found for each in runs), runs[1].graphs.num_replays, runs[1].graphs.stopped
+    for schedule in ("zb_v", "1f1b"):
+        runs = [Run(mode, schedule, num_ranks=2, rank=rank).steps() for mode in ("none", "program")]
+        found["program", schedule] = (
+            *(each.found for each in runs),
+            runs[1].graphs.num_replays,
+            runs[1].graphs.stopped,
+        )
     # A rank whose stages can't be captured is eager, the other one replays.
     makes = [Block, Reads]
     runs = [
