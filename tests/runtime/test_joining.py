@@ -2,10 +2,12 @@
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
 
 import pytest
 from torch.distributed import HashStore
 
+from zbpp.runtime import joining
 from zbpp.runtime.joining import Rendezvous, StartError, join, versions
 
 TIMEOUT = 0.5  # s
@@ -89,10 +91,24 @@ def test_a_port_that_another_process_holds_is_named(monkeypatch):
             Rendezvous(0, 2, "127.0.0.1", port).store(TIMEOUT)
 
 
+def test_a_listener_that_never_answers_is_named(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr(joining, "_ANSWER", TIMEOUT)
+    monkeypatch.setattr(joining.atexit, "register", lambda _: None)  # it would end this process
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        port = silent.getsockname()[1]
+        with pytest.raises(StartError, match=f"what listens at 127.0.0.1:{port} does not answer as a job's"):
+            Rendezvous(1, 2, "127.0.0.1", port).store(TIMEOUT)
+
+
 def test_nobody_at_the_address_is_told_with_the_address(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]  # bound, and nobody listens
+        begin = monotonic()
         with pytest.raises(StartError, match=rf"rank 1 of 2 reached nobody at 127.0.0.1:{port} within 0.5 s"):
             Rendezvous(1, 2, "127.0.0.1", port).store(TIMEOUT)
+        assert monotonic() - begin >= TIMEOUT  # rank 0 may come a little later

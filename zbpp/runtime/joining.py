@@ -15,6 +15,7 @@ import atexit
 import json
 import os
 import platform
+import socket
 import sys
 from datetime import timedelta
 from threading import Thread
@@ -28,7 +29,8 @@ from torch._C._distributed_c10d import TCPStore
 from zbpp.runtime.roll_call import ranks_text
 
 _POLL = 0.01  # s
-_ANSWER = 5.0  # s beyond the timeout, after which a store is one that never answers
+_RETRY = 0.1  # s
+_ANSWER = 2.0  # s that a store has for its answer, at least, if it listened late
 _LINGER = 0.5  # s in which the others can read why the job does not begin: rank 0 may hold the store
 _FINE = "fine"
 
@@ -60,6 +62,9 @@ class Rendezvous(NamedTuple):
         """The job's store; rank 0's process holds it, or torchrun's. Raises StartError if nobody does."""
         is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         is_holder = self.rank == 0 and not is_torchruns
+        end = monotonic() + timeout
+        if not is_holder:
+            self._await_listener(end, timeout)
         found: list[Any] = []
         failures: list[Exception] = []
 
@@ -74,12 +79,27 @@ class Rendezvous(NamedTuple):
 
         thread = Thread(target=connect, daemon=True)  # a foreign process may accept, and never answer
         thread.start()
-        thread.join(timeout + _ANSWER)
+        thread.join(max(end - monotonic(), _ANSWER))
         if thread.is_alive():
             atexit.register(_exit_at_once)
         if not found:
-            raise StartError(self._refusal(timeout, *failures)) from next(iter(failures), None)
+            told = failures if is_holder else []  # somebody listens there
+            raise StartError(self._refusal(timeout, *told)) from next(iter(failures), None)
         return found[0]
+
+    def _await_listener(self, end: float, timeout: float) -> None:
+        """Wait until somebody listens at the address: torch would try for twice its timeout, and show C++.
+
+        Raises StartError if nobody does in time.
+        """
+        while True:
+            try:
+                socket.create_connection((self.address, self.port), max(end - monotonic(), _POLL)).close()
+                return
+            except OSError as error:
+                if monotonic() >= end:
+                    raise StartError(self._refusal(timeout, error)) from None
+            sleep(_RETRY)
 
     def _refusal(self, timeout: float, failure: Exception | None = None) -> str:
         where = f"{self.address}:{self.port}"

@@ -87,6 +87,7 @@ class Watch:
         process is ended, too.
         """
         self._shared.timeout = timeout
+        _set_alarm(timeout + _ALARM)  # the thread's next one may come too late
 
     def failed(self, error: BaseException | None = None, why: str = "", *, is_broken: bool = False) -> str:
         """Call it when a call has failed on this rank; says what the others did, or "" if nothing is known.
