@@ -118,7 +118,8 @@ class EmulatedGraphs:
     def capturing(self) -> Iterator[None]:
         self.pool = {}
         self.records.clear()
-        with mock.patch("torch.get_rng_state", _refuse_state):
+        capturing = mock.patch("torch.cuda.is_current_stream_capturing", return_value=True)
+        with mock.patch("torch.get_rng_state", _refuse_state), capturing:
             yield
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
