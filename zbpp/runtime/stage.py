@@ -89,9 +89,10 @@ class StageWorker:
         self.index, self.module, self._device = index, module, device or torch.device("cpu")
         self._is_last, self.loss_fn = is_last, loss_fn
         self._feed, self._has_fitted = NO_FEED, False  # whether a call has passed here
+        self.seed_generator = _seed_generator  # a captured F is seeded from outside instead
         self._saved: dict[int, _Saved] = {}  # microbatch -> what its B needs
         self._deferred: dict[int, WeightGrads] = {}  # microbatch -> what its W needs
-        self._loss_grads: dict[Any, Tensor] = {}  # the gradient of every loss, by kind of tensor
+        self.loss_grads: dict[Any, Tensor] = {}  # the gradient of every loss, by its kind
         self.losses: list[Tensor] = []
         self.named: dict[str, list[Tensor]] = {}
 
@@ -124,7 +125,7 @@ class StageWorker:
     def _take_losses(self) -> StageLosses:
         """Return the call's losses; drop them, the batch and the gradient of losses."""
         taken = StageLosses(self.losses, self.named)
-        self._feed, self._loss_grads, self.losses, self.named = NO_FEED, {}, [], {}
+        self._feed, self.loss_grads, self.losses, self.named = NO_FEED, {}, [], {}
         return taken
 
     def forward(self, microbatch: int, message: Message) -> Message:
@@ -229,6 +230,19 @@ class StageWorker:
                 error.add_note(f"the weight is {', '.join(names)} of stage {self.index}")
             raise
 
+    @property
+    def loss_grad(self) -> float:
+        """The gradient of each microbatch's loss in this call."""
+        return self._feed.loss_grad
+
+    def seed_of(self, microbatch: int) -> int:
+        """The seed of what an F draws in this call."""
+        return self._feed.seeds[microbatch]
+
+    def seed(self, microbatch: int) -> None:
+        """Seed the generators for an F that does not do so itself."""
+        _seed_generator(self._device, self._feed.seeds[microbatch])
+
     def deferred(self, microbatch: int) -> WeightGrads:
         """What B of a microbatch has left for W; an empty one if B has left nothing."""
         return self._deferred.get(microbatch) or WeightGrads([])
@@ -253,7 +267,7 @@ class StageWorker:
         return (self._loss(microbatch, output),) if self._is_last else checked_outputs(self.index, output)
 
     def _run_module(self, microbatch: int, inputs: tuple[Any, ...]) -> Any:
-        _seed_generator(self._device, self._feed.seeds[microbatch])
+        self.seed_generator(self._device, self._feed.seeds[microbatch])
         try:
             return self.module(*inputs, **self._feed.kwargs[microbatch])
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -300,9 +314,9 @@ class StageWorker:
     def _gradient_of(self, loss: Tensor) -> Tensor:
         """The gradient that B starts from at a microbatch's loss, or at an auxiliary loss of it."""
         kind = type(loss), loss.dtype, loss.device
-        if kind not in self._loss_grads:
-            self._loss_grads[kind] = torch.full_like(loss, self._feed.loss_grad, requires_grad=False)
-        return self._loss_grads[kind]
+        if kind not in self.loss_grads:
+            self.loss_grads[kind] = torch.full_like(loss, self._feed.loss_grad, requires_grad=False)
+        return self.loss_grads[kind]
 
     def _keep_loss(self, loss: Tensor) -> None:
         # A copy: the storage of mse_loss's scalar is as large as the whole output.
