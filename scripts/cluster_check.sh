@@ -8,8 +8,7 @@
 #   srun --nodes=4 --ntasks-per-node=1 bash scripts/cluster_check.sh      under Slurm: nodes and head are known
 #   bash scripts/cluster_check.sh --small --device cpu --nproc 2          a trial on CPUs, with gloo
 #
-# With the environment of zbpp active ($PYTHON names another python). In a PyTorchJob torchrun's variables (PET_*)
-# are set already: give no --nnodes.
+# With the environment of zbpp active ($PYTHON names another python). In a PyTorchJob nodes and head are known, too.
 #
 #   --nnodes N        nodes; 1 unless Slurm says more
 #   --head HOST       the node where all meet, the same on each node
@@ -29,7 +28,9 @@ fail() {
     exit 2
 }
 python=${PYTHON:-python}
-nnodes=${SLURM_JOB_NUM_NODES:-1} head='' port=29600 nproc='' out=cluster_check parts='' device=auto small=''
+nnodes=${SLURM_JOB_NUM_NODES:-${PET_NNODES:-1}} head=${PET_RDZV_ENDPOINT:-} port=29600 nproc='' out=cluster_check parts='' device=auto small=''
+nnodes=${nnodes##*:} head=${head%:*} # a PyTorchJob says 4:4, and host:port
+unset "${!PET_@}"                    # torchrun would read them beside its arguments
 rest=()
 while (($#)); do
     case $1 in
@@ -51,7 +52,7 @@ fi
 if [[ -z $head && -n ${SLURM_JOB_NODELIST:-} ]]; then
     head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 fi
-((nnodes == 1)) || [[ $head || ${PET_NNODES:-} ]] || fail "--nnodes $nnodes needs --head, a node that all reach"
+((nnodes == 1)) || [[ $head ]] || fail "--nnodes $nnodes needs --head, a node that all reach"
 "$python" -c 'import zbpp' || fail "zbpp is not installed for '$python': activate its environment or set PYTHON"
 
 # A wrong argument is told once, before anything starts; groups: the parts that share a job.
@@ -61,19 +62,17 @@ if [[ $parts ]]; then
 else
     "$python" -m zbpp.benchmark.cluster --out "$out" --check-arguments ${rest[@]+"${rest[@]}"}
     groups=(links schedules meshes speed hang)
-    [[ -z $small ]] || groups=(links,schedules,meshes,speed hang)
+    [[ -z $small ]] || groups=("links,schedules,meshes,speed" hang)
 fi
 mkdir -p -- "$out"
-rm -rf -- "$out"/rows-*.jsonl "$out/hang"
+rm -rf -- "$out"/rows-*.jsonl "$out/hang" "$out/first-node"
 printf '%s\n' "${groups[@]//,/ }" >"$out/parts"
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
 number=0
 for group in "${groups[@]}"; do
     place=(--rdzv-backend=c10d --rdzv-id="cluster-check-${SLURM_JOB_ID:-0}-$number")
-    if [[ ${PET_NNODES:-} ]]; then
-        place=() # torchrun reads PET_*
-    elif ((nnodes > 1)); then
+    if ((nnodes > 1)); then
         place+=(--nnodes="$nnodes" --rdzv-endpoint="$head:$((port + number))")
     else
         place=(--standalone)
@@ -85,7 +84,11 @@ for group in "${groups[@]}"; do
     number=$((number + 1))
 done
 
-[[ ${SLURM_NODEID:-0} == 0 ]] || exit 0 # the first node prints the table
+# The node of rank 0 prints the table: the others have only a part of it, unless all see one folder.
+if [[ ! -e $out/first-node || ${SLURM_NODEID:-0} != 0 ]] && compgen -G "$out/rows-*.jsonl" >/dev/null; then
+    echo "cluster_check: the table is on the node of rank 0" >&2
+    exit 0
+fi
 status=0
 "$python" -m zbpp.benchmark.cluster --out "$out" --report ${rest[@]+"${rest[@]}"} || status=$?
 echo "cluster_check: please send $out/cluster.txt and $out/cluster.json" >&2

@@ -34,15 +34,14 @@ port=$((15000 + SLURM_JOB_ID % 15000))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # eight ranks share a node's cores
 export PYTHONUNBUFFERED=1                    # the last lines before a crash reach the log
 
-# Settings of NCCL that some networks need:
-# export NCCL_DEBUG=INFO                  # which network does NCCL take? ("NET/IB" or "NET/Socket")
-# export NCCL_SOCKET_IFNAME=ib0           # the interface for its bootstrap, if it picks the wrong one; gloo: GLOO_SOCKET_IFNAME
-# export NCCL_IB_HCA=mlx5                 # which InfiniBand cards
-# export NCCL_CROSS_NIC=1                 # networks without rail-wise switches
-# export TORCH_NCCL_TRACE_BUFFER_SIZE=2000  # the flight recorder: what each rank waited for when it hung
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN} # NCCL says why it fails; INFO: which network it takes
+# Settings that some networks need: docs/launch.md has the reasons.
+# export NCCL_SOCKET_IFNAME=ib0  # the interface by which ranks find each other; for gloo: GLOO_SOCKET_IFNAME
+# export NCCL_IB_HCA=mlx5        # which InfiniBand cards
+# export NCCL_CROSS_NIC=1        # networks whose switches connect all cards with each other
 
 warned='' interrupted=''
-# shellcheck disable=SC2329  # the trap calls it
+# shellcheck disable=SC2317,SC2329  # the trap calls it
 warn() {
     warned=yes interrupted=yes
     echo "slurm: the time is nearly over: the ranks save and leave"

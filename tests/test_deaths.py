@@ -188,7 +188,13 @@ def test_the_launcher_names_the_rank_that_ended_first(tmp_path):
         failures = {0: SimpleNamespace(exitcode=1, message=""), 1: SimpleNamespace(exitcode=code, message="")}
         error = launch._first_error(tmp_path, failures)
         assert (type(error), str(error)) == (Refusal, expected)
+    # Rank 0 can't end in time, and the launcher kills it: rank 2 was the cause.
+    (tmp_path / "0").unlink()
+    (tmp_path / "killed").touch()
     (tmp_path / "2").write_text(json.dumps({"time": 2.0, "kind": "bug", "text": "Traceback"}))
+    failures = {0: SimpleNamespace(exitcode=-9, message=""), 2: SimpleNamespace(exitcode=1, message="")}
+    assert str(launch._first_error(tmp_path, failures)) == "rank 2 failed\nTraceback"
+    (tmp_path / "0").write_text(json.dumps(seen))
     failures = {0: SimpleNamespace(exitcode=1, message=""), 2: SimpleNamespace(exitcode=1, message="")}
     assert str(launch._first_error(tmp_path, failures)) == "rank 2 failed\nTraceback"
 

@@ -18,6 +18,7 @@
 
     partition    which layers go to which stage
     stage_api    the contract between zbpp and a user's model
+    streams      the streams of a GPU
     prediction   what each rank will hold, and what each switch would save
     app          puts a training run together and runs it; job: what a rank trains;
                  results: what the run leaves in its folder

@@ -27,6 +27,7 @@ from zbpp.builders.trainer import build_masters, build_pipeline, build_replan, b
 from zbpp.config import TrainConfig, naming
 from zbpp.elastic import adapted
 from zbpp.job import Job, agreed_job, place_in_job, planned_job, prepare_stages, processes_started
+from zbpp.memory_failure import MemoryFailure
 from zbpp.results import write_memory, write_summary, write_weights
 from zbpp.runtime.first_start import of_first_start
 from zbpp.runtime.joining import rank_and_size
@@ -41,7 +42,6 @@ from zbpp.training.loss_scale import LossScale
 from zbpp.training.lost_folder import LeaveLostFolder
 from zbpp.training.memory_report import MemoryReport
 from zbpp.training.non_finite import NonFinitePolicy
-from zbpp.training.out_of_memory import note_memory
 from zbpp.training.precision import PRECISIONS, Precision
 from zbpp.training.progress import progress
 from zbpp.training.room_for_states import check_room
@@ -66,20 +66,25 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     # disagree, and a mistake in the config is reported once. Measuring parts of layers needs a fake process
     # group, which has to be gone before the real one is made.
     num_ranks = pipeline_ranks(config.parallel, num_processes)
-    job, measured = planned_job(config, num_ranks) if rank == 0 else (None, None)
+    memory = MemoryFailure(config, rank, num_processes)
+    with memory.explained():
+        job, measured = planned_job(config, num_ranks) if rank == 0 else (None, None)
     with (
         _run_folder(config, rank, num_processes) as folder,
         world(device=config.parallel.device, timeout=config.parallel.timeout) as here,
         LeaveOnSignal(is_shown=rank == 0) as signals,
+        memory.explained(),  # after Deaths has told the other ranks
         Deaths(signals) as deaths,
     ):
         mesh = build_mesh(config.parallel, here.device.type)
         job = agreed_job(config, settings, job, Place(mesh))
         precision = PRECISIONS[config.precision]
+        memory.prepares(job.timetable, here.device)
         prepare_stages(config, job, here.device, precision, mesh)
         with naming("model"):
             trainer = _build_trainer(config, job, precision, mesh)
         deaths.trainer = trainer
+        memory.doing = "between the steps"
         check_room(trainer, weights_on_host=config.memory.offload_weights)
         path = Path(broadcast(config.run_dir))
         trainer.pipeline.leave_records_in(path / "failure", ends_process=True)
@@ -112,7 +117,6 @@ def _explained(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        note_memory(error, trainer.pipeline.rank, trainer.pipeline.device)
         trainer.pipeline.explain(error)
         raise
 

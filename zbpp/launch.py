@@ -25,6 +25,7 @@ from zbpp import fork_server
 from zbpp.ranges import ConfigError
 from zbpp.rank_death import RankDeath
 from zbpp.schedule import PlanError
+from zbpp.stop_ranks import KILLED, killing_what_is_left
 
 _BEGUN = "begun"  # a file that exists when a rank has begun
 
@@ -99,7 +100,6 @@ def on_ranks(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from zbpp.pass_signals import passing_signals
-    from zbpp.stop_ranks import killing_what_is_left
 
     start_method = prepare_ranks()
     signals = "SIGHUP,SIGQUIT" if passes_signals else "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
@@ -224,7 +224,7 @@ def _first_error(folder: Path, failures: Mapping[int, Any], stopped_by: str | No
             text = failure.message["message"]
             written[rank] = {"time": failure.timestamp, "kind": "refusal", "text": text}
     for rank, failure in failures.items():
-        if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # torch sends SIGTERM to the others
+        if failure.exitcode < 0 and not _is_ours(folder, rank, -failure.exitcode, written):
             name = signal.Signals(-failure.exitcode).name
             return Refusal(f"rank {rank} died of {name}{_seen_by_others(written, rank)}")
     for rank, failure in failures.items():
@@ -240,6 +240,17 @@ def _first_error(folder: Path, failures: Mapping[int, Any], stopped_by: str | No
     if kind == "broken pipe":
         return BrokenPipeError()
     return RankError(f"rank {rank} failed\n{text}") if kind == "bug" else Refusal(text)
+
+
+def _is_ours(folder: Path, rank: int, number: int, written: Mapping[int, dict[str, Any]]) -> bool:
+    """Whether a signal ended a rank because another one had failed: SIGTERM by torch, SIGKILL by stop_ranks.
+
+    It did not if another rank has seen that this one was gone before.
+    """
+    if number == signal.SIGTERM:
+        return True
+    is_seen = any(rank in each.get("gone", ()) for each in written.values())
+    return number == signal.SIGKILL and (folder / KILLED).exists() and not is_seen
 
 
 def _seen_by_others(written: Mapping[int, dict[str, Any]], rank: int) -> str:

@@ -13,6 +13,7 @@ from multiprocessing import active_children
 from pathlib import Path
 from threading import Event, Thread
 
+KILLED = "killed"  # a file that says that the ranks which were left have been killed
 _POLL, _GRACE = 0.2, 4.0  # s
 
 
@@ -36,6 +37,7 @@ def _watch(folder: Path, is_over: Event) -> None:
     while not is_over.wait(_POLL):
         if any(path.name.isdigit() for path in folder.iterdir()):
             if not is_over.wait(_GRACE):
+                (folder / KILLED).touch()
                 for child in active_children():
                     with suppress(ProcessLookupError):
                         os.kill(child.pid or 0, signal.SIGKILL)

@@ -100,6 +100,18 @@ def test_a_value_within_its_noise_of_the_limit_is_held():
     assert told.verdict == "held"
 
 
+def test_of_several_rows_of_a_mark_the_worst_counts():
+    def told(*values):
+        rows = [Row("", {"graphs": value}, mark="graphs_equal") for value in values]
+        return {each.mark.name: each for each in verdicts([outcome("graphs", *rows)], is_real=True)}[
+            "graphs_equal"
+        ]
+
+    assert (told(0.0, 3.0, 1.0).verdict, told(0.0, 3.0, 1.0).value) == ("not held", 3.0)
+    assert told(0.0, 0.0).verdict == "held"
+    assert told(float("nan"), 0.0).verdict == "not held"
+
+
 def test_each_mark_belongs_to_a_part():
     assert {mark.part for mark in MARKS} <= set(NAMES)
     assert sum(part.share for part in PARTS) <= TOTAL
@@ -214,6 +226,7 @@ def test_columns_that_no_row_shares_stand_in_tables_of_their_own():
 def test_the_files_with_gpu_tests_are_found():
     names = {path.name for path in gpu_tests.files_with_gpu_tests(ROOT / "tests")}
     assert {"test_cuda.py", "test_weight_offload.py", "test_offload.py"} <= names
+    assert "test_gpu_check.py" not in names
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

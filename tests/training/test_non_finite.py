@@ -2,16 +2,19 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import default_collate
 
 from helpers.processes import run_ranks
 from zbpp import LossScale, Pipeline, make_mesh, plan
 from zbpp.checkpoints import CheckpointError
-from zbpp.data import Data
+from zbpp.data import Data, loaded_data
+from zbpp.runtime.bad_rows import bad_rows
 from zbpp.training.checkpoints import Checkpoints
 from zbpp.training.loggers import finite
 from zbpp.training.non_finite import NonFiniteError, NonFinitePolicy
@@ -177,9 +180,9 @@ def test_stop_ends_the_run_before_the_update_with_the_last_checkpoint_intact(tmp
     trainer.callbacks = [Checkpoints(tmp_path, every=1, keep=2, background=True, config={})]
     history, error = run(trainer)
     assert error == (
-        "step 3: the loss is NaN. NaN first appeared in the data: microbatch 1 of the input. The run stops "
-        "(non_finite=stop); resume=auto begins again after the newest checkpoint, if there is one, with the "
-        "same data, and non_finite=skip leaves such a step out"
+        "step 3: the loss is NaN. NaN first appeared in the data: microbatch 1 of the input, row 0 (entry "
+        "[0, 0]). The run stops (non_finite=stop); resume=auto begins again after the newest checkpoint, if "
+        "there is one, with the same data, and non_finite=skip leaves such a step out"
     )
     assert [metrics["step"] for metrics in history] == [1, 2, 3]  # the last one, too, is logged
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-1", "step-2"]
@@ -305,3 +308,83 @@ def test_all_ranks_and_replicas_decide_alike():
             "step 3: the loss is Infinity. Infinity first appeared in the loss of microbatch 1, data part 1."
         )
     assert everyone[0]["stop"] == everyone[1]["stop"]
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows by number, of which some hold NaN in their input."""
+
+    def __init__(self, *bad, in_target=False):
+        self.bad, self.in_target = bad, in_target
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, row):
+        generator = torch.Generator().manual_seed(row)
+        x, y = torch.randn(2, WIDTH, generator=generator, dtype=torch.float64)
+        if row in self.bad:
+            (y if self.in_target else x)[3] = math.nan
+        return x, y
+
+
+def on_data(given, **options):
+    trainer = trainer_of(Batches(), **options)
+    data = loaded_data(given, batch_size=ROWS, seed=0)
+    return Trainer(
+        pipeline=trainer.pipeline,
+        optimizer=trainer.optimizer,
+        data=data,
+        learning_rate=lambda step: 1.0,
+        num_recorded=0,
+        evaluate_every=2 if data.num_evaluation_batches else 0,
+    )
+
+
+@pytest.mark.parametrize("in_target", [False, True])
+def test_the_row_of_the_users_data_is_named(in_target, capsys):
+    """In shuffled data nobody finds a microbatch's row: the Dataset's own row is named, too."""
+    trainer = on_data(Rows(17, in_target=in_target))
+    list(trainer.run(6))  # an epoch
+    (line,) = [each for each in capsys.readouterr().out.splitlines() if "NOT FINITE" in each]
+    found = re.search(
+        r"step (\d): .* the data: microbatch (\d) of the (\w+), row (\d) \(entry \[(\d), 3\]\) \((.*)\)$",
+        line,
+    )
+    step, microbatch, row, other = (int(found[number]) for number in (1, 2, 4, 5))
+    assert row == other
+    assert found[3] == ("target" if in_target else "input")
+    assert found[6] == "row 17 of the training Dataset"
+    batch = trainer.data.train.batch(step - 1)[in_target]
+    assert batch[microbatch * ROWS // M + row, 3].isnan()
+
+
+def test_the_rows_of_other_data_are_named_as_far_as_they_are_known(capsys):
+    batches = [default_collate([Rows(9, 13)[row] for row in range(8 * n, 8 * n + 8)]) for n in range(3)]
+    loader = torch.utils.data.DataLoader(Rows(9, 13), batch_size=ROWS)
+    for given, what in (
+        (batches, "row 1 of batch 1 of the list of training batches"),
+        (loader, "row 1 of batch 1 of epoch 0 of the training data"),
+    ):
+        list(on_data(given).run(2))
+        assert f"microbatch 0 of the input, row 1 (entry [1, 3]) ({what})" in capsys.readouterr().out
+    assert str(bad_rows({"a": torch.ones(3), "b": torch.tensor([math.inf] * 5 + [1.0])})) == (
+        "rows 0, 1, 2, 3 and 1 more (the first entry: [0] of ['b'])"
+    )
+
+
+def test_an_evaluation_that_is_nan_prints_a_line(capsys):
+    """It passed in silence: `held-out nan`, with exit status 0."""
+    history = list(on_data((Rows(), Rows(19))).run(2))
+    assert math.isnan(history[-1]["evaluation_loss"])
+    assert capsys.readouterr().out == (
+        "NOT FINITE: evaluation after step 2: evaluation_loss is NaN, first in held-out batch 2; NaN in the "
+        "input, row 3 (entry [3, 3]): row 19 of the held-out Dataset\n"
+    )
+    trainer = on_data((Rows(), Rows()))
+    trainer.pipeline.stages[1].register_forward_hook(
+        lambda module, args, output: output * (1 if module.training else math.inf)
+    )
+    list(trainer.run(2))
+    assert "evaluation_loss is Infinity, first in held-out batch 0; its data are finite" in (
+        capsys.readouterr().out
+    )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.config import ConfigError, FinetuneConfig, instantiate_node, naming
+from zbpp.runtime.out_of_memory import is_out_of_memory
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel
 from zbpp.training.precision import Precision
@@ -108,9 +109,9 @@ def explained_as_data(where: str) -> Iterator[None]:
     """Turn an error that a forward raises, as for inputs of a wrong type or shape, into a ConfigError."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        if is_out_of_memory(error):
+            raise
         first_line = str(error).partition("\n")[0]
         raise ConfigError(
             f"the data do not fit the model: {where}: {first_line}; write another data=, or see its keys "

@@ -53,9 +53,11 @@ class Prediction(NamedTuple):
 class Predictor:
     """Predicts runs of one model whose configs differ in schedule, recompute, reshard and the like.
 
-    It measures stages once for all configs under which the stages are alike.
+    It measures stages once for all configs under which the stages are alike. fake_only: never on the CPU,
+    where a stage takes memory: raise ConfigError instead.
     """
 
+    fake_only: bool = False
     _known: dict[tuple[Any, ...], MeasuredStages] = field(default_factory=dict)
 
     def predict(self, config: TrainConfig, timetable: Timetable | None = None) -> Prediction:
@@ -95,7 +97,7 @@ class Predictor:
         optimizer = str(replace(config.optimizer, validation="before", clip_norm=None))
         key = *sizes, *mesh, accumulates, memory.recompute, config.precision, optimizer
         if key not in self._known:
-            self._known[key] = measure_stages(config, timetable)
+            self._known[key] = measure_stages(config, timetable, fake_only=self.fake_only)
         return self._known[key]
 
 

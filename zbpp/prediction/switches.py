@@ -44,8 +44,7 @@ class Row:
     @property
     def title(self) -> str:
         """The changes as one types them on the command line."""
-        typed = (f"{key}={_typed(value)}" for key, value in self.changes.items())
-        return " ".join(typed).replace("schedule.name=", "schedule=") or "as configured"
+        return title_of(self.changes)
 
     @property
     def peak(self) -> float:
@@ -57,6 +56,12 @@ class Row:
         """Whether every rank stays within the limit."""
         ranks = self.prediction.ranks if self.prediction else []
         return bool(ranks) and not excess(ranks, [limit] * len(ranks))
+
+
+def title_of(changes: Changes) -> str:
+    """The changes as one types them on the command line."""
+    typed = (f"{key}={_typed(value)}" for key, value in changes.items())
+    return " ".join(typed).replace("schedule.name=", "schedule=") or "as configured"
 
 
 def _typed(value: Any) -> str:
@@ -128,13 +133,19 @@ def _merged(changes: Sequence[Changes]) -> Changes:
 def changed(config: TrainConfig, changes: Changes) -> TrainConfig:
     """The config with other values. Raises ConfigError for values that don't go together."""
     groups: dict[str, dict[str, Any]] = {}
+    plain: dict[str, Any] = {}
     for key, value in changes.items():
         group, _, name = key.partition(".")
-        groups.setdefault(group, {})[name] = value
-    made = {group: replace(getattr(config, group), **values) for group, values in groups.items()}
+        if name:
+            groups.setdefault(group, {})[name] = value
+        else:
+            plain[key] = value
+    made: dict[str, Any] = {
+        group: replace(getattr(config, group), **values) for group, values in groups.items()
+    }
     if "schedule" in made:
         made["schedule"] = replace(made["schedule"], placement=None, stages_per_rank=None)
-    return replace(config, **made)
+    return replace(config, **made, **plain)
 
 
 def _timetable(config: TrainConfig) -> Timetable:

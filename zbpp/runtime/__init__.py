@@ -58,7 +58,7 @@ Beside the step:
 
     squares       squared norms of gradients
     norm          clip_grad_norm_ over all ranks
-    measure       timelines and costs of measured steps
+    measure       timelines and costs of measured steps; clocks: when something ran
     non_finite    WHERE NaN AND INFINITIES CAME FROM: a step replayed, every value looked at
     memory        bytes that one microbatch leaves on a stage
     live_tensors, microbatch_memory, memory_record

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from zbpp.error_text import error_text
 from zbpp.runtime.call_order import CallOrder
 from zbpp.runtime.executor import BeginAgain, Executor, StageMethod
 from zbpp.runtime.feed import Call
@@ -372,8 +373,3 @@ class Engine:
             with suppress(RuntimeError):  # the store may be gone, too
                 self.posts.give_up(why)
         self._parts.close()
-
-
-def error_text(error: BaseException) -> str:
-    """`ValueError: what is wrong`."""
-    return f"{type(error).__name__}: {error}"

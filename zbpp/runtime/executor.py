@@ -41,6 +41,7 @@ from zbpp.runtime.flight_recorder import FlightRecorder
 from zbpp.runtime.layout import Message
 from zbpp.runtime.measure import Recorder
 from zbpp.runtime.offload import SavedOffload, StageOffload
+from zbpp.runtime.out_of_memory import is_out_of_memory
 from zbpp.runtime.p2p import BufferPool, FreshBuffers, Inbox, Outbox
 from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.stage import StageWorker
@@ -200,7 +201,9 @@ class Executor:
         """Make an Inbox for each rank that sends here, and an Outbox for each rank that is sent to."""
         rank, instructions = self._program.rank, self._program.instructions
         outbox, inbox = (
-            (Outbox, Inbox) if checks is None else (CheckedOutbox, partial(CheckedInbox, **checks._asdict()))
+            (Outbox, Inbox)
+            if checks is None
+            else (CheckedOutbox, partial(CheckedInbox, when=checks.when, counts=checks.counts))
         )
         receives = [each for each in instructions if isinstance(each, Recv)]
         for peer in sorted({each.peer for each in receives}):
@@ -323,10 +326,10 @@ class Executor:
         """Raise an error that says which message failed; actions and reductions say that themselves."""
         instructions = resolution.instructions
         instruction = instructions[position]
-        speaks_for_itself = isinstance(error, CommunicationError | OffloadError | torch.OutOfMemoryError)
+        speaks_for_itself = is_out_of_memory(error) or isinstance(error, CommunicationError | OffloadError)
         rank = self._program.rank
         if isinstance(instruction, Action):
-            error.add_note(_where(instruction, rank))
+            error.add_note(_where(instruction, rank, self._flight.process))
         if isinstance(instruction, Action) or speaks_for_itself or position == resolution.gate:
             return
         if isinstance(error, RuntimeError):
@@ -350,10 +353,11 @@ _PARTS = {
 }
 
 
-def _where(action: Action, rank: int) -> str:
-    """`in 1B3 (B, the backward, of stage 1, microbatch 3) on rank 1`."""
+def _where(action: Action, rank: int, process: int) -> str:
+    """`in 1B3 (B, the backward, of stage 1, microbatch 3) on rank 1`. process: its number in the job."""
     part = f"{_PARTS[action.op]}, of stage {action.stage}, microbatch {action.microbatch}"
-    return f"in {action} ({part}) on rank {rank}"
+    of_job = "" if process == rank else f" of its pipeline, rank {process} of the job"
+    return f"in {action} ({part}) on rank {rank}{of_job}"
 
 
 def _is_always_valid() -> bool:

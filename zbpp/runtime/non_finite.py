@@ -25,6 +25,7 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 from zbpp.autograd.leaf_grad import total_of
+from zbpp.runtime.bad_rows import BadRows, bad_rows
 from zbpp.runtime.gradient_origin import GradientOrigins, nodes_of
 from zbpp.runtime.layout import Message
 from zbpp.runtime.mesh import local_of
@@ -44,6 +45,7 @@ class NonFinite:
     module, parameter or auxiliary loss; "" where there is none. microbatch: None for parameters and reduced
     gradients.
     data_part: which replica or shard had it; None if there is one alone. note: what else is known.
+    rows: of the microbatch, for the kinds "input", "target" and "keyword".
     """
 
     value: str
@@ -53,6 +55,7 @@ class NonFinite:
     name: str = ""
     data_part: int | None = None
     note: str = ""
+    rows: BadRows | None = None
 
     def __str__(self) -> str:
         part = "" if self.data_part is None else f", data part {self.data_part}"
@@ -61,13 +64,14 @@ class NonFinite:
 
     def _where(self) -> str:
         stage, microbatch, name = self.stage, self.microbatch, self.name
+        rows = "" if self.rows is None else f", {self.rows}"
         match self.kind:
             case "parameter":
                 return f"parameter {name} of stage {stage}, before the step"
             case "input" | "target":
-                return f"the data: microbatch {microbatch} of the {self.kind}"
+                return f"the data: microbatch {microbatch} of the {self.kind}{rows}"
             case "keyword":
-                return f"the data: microbatch {microbatch} of the keyword {name} of stage {stage}"
+                return f"the data: microbatch {microbatch} of the keyword {name} of stage {stage}{rows}"
             case "message":
                 return f"the message that stage {stage} received, microbatch {microbatch}"
             case "output":
@@ -215,12 +219,12 @@ class Watcher:
         stage, is_last = worker.index, worker.index == self._num_stages - 1
         note = partial(self._note, (microbatch, 0, stage), stage=stage, microbatch=microbatch)
         args, keywords, target = worker.given(microbatch)
-        note(kind_of(args), "input", is_certain=False)
+        note(kind_of(args), "input", is_certain=False, given=args)
         note(kind_of(message), "message", is_certain=False)
         for name, value in keywords.items():
-            note(kind_of(value), "keyword", name=name, is_certain=False)
+            note(kind_of(value), "keyword", name=name, is_certain=False, given=value)
         if is_last:
-            note(kind_of(target), "target", is_certain=False)
+            note(kind_of(target), "target", is_certain=False, given=target)
         counts = {name: len(values) for name, values in worker.named.items()}
         self._stage, self._forward, self._called = stage, (stage, microbatch), []
         try:
@@ -322,12 +326,23 @@ class Watcher:
         )  # fmt: skip
 
     def _note(
-        self, order: Sequence[int], value: str, kind: str, *, is_certain: bool = True, **facts: Any
+        self,
+        order: Sequence[int],
+        value: str,
+        kind: str,
+        *,
+        is_certain: bool = True,
+        given: Any = None,
+        **facts: Any,
     ) -> None:
-        """Note a value. is_certain: whether -Infinity, too, is a fault here; no mask has this place."""
+        """Note a value. is_certain: whether -Infinity, too, is a fault here; no mask has this place.
+
+        given: the data that hold it.
+        """
         if not value:
             return
-        found = NonFinite(value=value, kind=kind, data_part=self._data_part, **facts)
+        rows = None if given is None else bad_rows(given)
+        found = NonFinite(value=value, kind=kind, data_part=self._data_part, rows=rows, **facts)
         certain = is_certain or value != MINUS_INFINITY
         is_first = not any(
             each.order[: len(order)] == tuple(order) and each.is_certain == certain for each in self.seen

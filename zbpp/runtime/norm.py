@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,11 @@ from zbpp.runtime.mesh import local_of
 from zbpp.runtime.pipeline import Pipeline
 from zbpp.runtime.squares import square_of
 from zbpp.runtime.world import gather
+
+
+def is_bound(value: Any) -> bool:
+    """Whether a norm can be limited to this: a number, 0 or more. A negative one would reverse gradients."""
+    return hasattr(value, "__float__") and not isinstance(value, bool) and float(value) >= 0
 
 
 def clip_grad_norm_(
@@ -37,8 +43,11 @@ def clip_grad_norm_(
     The result is that of `torch.nn.utils.clip_grad_norm_` over the whole model in one process. A parameter
     that several stages share counts once; a parameter with a `main_grad` counts with its `main_grad`. If the
     norm is infinite or NaN and `error_if_nonfinite` is set, RuntimeError is raised on every rank and nothing
-    is scaled. It is raised, too, for a pipeline that releases gradients.
+    is scaled. It is raised, too, for a pipeline that releases gradients. ValueError for a max_norm that is
+    negative or no number.
     """
+    if not is_bound(max_norm):
+        raise ValueError(f"max_norm={max_norm!r}: write a number, 0 or more")
     if isinstance(parameters, Pipeline):
         if parameters.releases_gradients:
             raise RuntimeError(

@@ -40,6 +40,7 @@ from zbpp.runtime.measure import Recorder
 from zbpp.runtime.mesh import TENSOR, Place
 from zbpp.runtime.named_losses import NamedLosses, summed
 from zbpp.runtime.offloader import check_one_offload, offload_maker
+from zbpp.runtime.one_call import OneCall
 from zbpp.runtime.outputs import Metrics, Outputs
 from zbpp.runtime.parameters import StageParameters
 from zbpp.runtime.pipeline_checks import PipelineChecks
@@ -176,6 +177,7 @@ class Pipeline(PipelineChecks, PipelineNonFinite, PipelineTimeline):
         self._compares_losses = TENSOR in place.groups  # in the first step
         self._recorder = Recorder(self.device)
         self._recording: Recorder | None = None
+        self._one_call = OneCall()
 
     def _reductions(self, ties: Sequence[Tie], mp_policy: Any) -> Reductions:
         """What sums this rank's gradients; with shards, the stages are sharded here. Collective.
@@ -225,7 +227,7 @@ class Pipeline(PipelineChecks, PipelineNonFinite, PipelineTimeline):
         the failed step: the error says so, and step refuses until that gradient is zeroed or dropped. Changes
         that forward made to buffers (BatchNorm's statistics), and all changes by hooks, are not undone.
         """
-        with restored_generators(self.device):
+        with self._one_call, restored_generators(self.device):
             recorder = self._recording
             call = Call(args, target, kwargs, loss_scale=self.loss_scale)
             settle = self._settle_in_step(call)
@@ -270,6 +272,7 @@ class Pipeline(PipelineChecks, PipelineNonFinite, PipelineTimeline):
         self.settle()
         seen = Outputs(is_kept=return_outputs, metrics=metrics) if return_outputs or metrics else None
         with (
+            self._one_call,
             restored_generators(self.device),
             eval_mode([*self.stages.values(), self._loss_fn]),
             torch.no_grad(),
@@ -294,6 +297,7 @@ class Pipeline(PipelineChecks, PipelineNonFinite, PipelineTimeline):
         self.settle()
         seen = Outputs(is_kept=True, metrics=None)
         with (
+            self._one_call,
             restored_generators(self.device),
             eval_mode([*self.stages.values(), self._loss_fn]),
             torch.no_grad(),

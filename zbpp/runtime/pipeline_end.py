@@ -8,7 +8,8 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from zbpp.runtime.engine import Engine, error_text
+from zbpp.error_text import error_text
+from zbpp.runtime.engine import Engine
 from zbpp.runtime.groups import close_groups
 from zbpp.runtime.world import gather
 from zbpp.schedule import Timetable

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 from zbpp.autograd.leaf_grad import total_of
 from zbpp.runtime.feed import Call
 from zbpp.runtime.non_finite import NonFinite, Watcher, buffers_seen, first_of, parameters_seen
+from zbpp.runtime.one_call import OneCall
 from zbpp.runtime.pipeline_gradient_release import PipelineGradientRelease
 from zbpp.runtime.pipeline_state import PipelineState
 from zbpp.runtime.restored import restored_generators, restored_python_generators
@@ -25,6 +26,7 @@ class PipelineNonFinite(PipelineState, PipelineGradientRelease):
 
     timetable: Timetable
     stages: Mapping[int, nn.Module]
+    _one_call: OneCall
 
     def find_non_finite(
         self, *args: Any, target: Any = None, step: int | None = None, **kwargs: Any
@@ -60,6 +62,7 @@ class PipelineNonFinite(PipelineState, PipelineGradientRelease):
         self._drop_gradients()
         try:
             with (
+                self._one_call,
                 restored_generators(self.device),
                 restored_python_generators(),
                 watcher.watching(),

@@ -8,7 +8,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Protocol
 
-from zbpp.runtime.engine import Settle, error_text
+from zbpp.error_text import error_text
+from zbpp.runtime.engine import Settle
 from zbpp.runtime.feed import Call
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.pipeline_end import PipelineEnd

@@ -32,10 +32,12 @@ from zbpp.runtime.boundary import (
     detach_outputs,
     gradient_edge,
     graph_input,
+    told,
 )
 from zbpp.runtime.feed import NO_FEED, Feed
 from zbpp.runtime.layout import Message, describe, layout_of
 from zbpp.runtime.named_losses import checked_losses
+from zbpp.runtime.out_of_memory import is_out_of_memory
 from zbpp.runtime.untouched_gradients import called
 
 Loss = Callable[..., Tensor | Mapping[str, Tensor]]
@@ -89,7 +91,7 @@ class StageWorker:
         self._called: Callable[..., Any] = module
         self._is_trained = False  # whether a step has ended
         self._is_last, self.loss_fn = is_last, loss_fn
-        self._feed = NO_FEED
+        self._feed, self._has_fitted = NO_FEED, False  # whether a call has passed here
         self._saved: dict[int, _Saved] = {}  # microbatch -> what its B needs
         self._deferred: dict[int, WeightGrads] = {}  # microbatch -> what its W needs
         self._loss_grads: dict[Any, Tensor] = {}  # the gradient of every loss, by kind of tensor
@@ -122,6 +124,7 @@ class StageWorker:
         if left:
             raise RuntimeError(f"a call ended with work left over: {', '.join(left)}")
         self._is_trained = self._is_trained or torch.is_grad_enabled()
+        self._has_fitted = True
         return losses
 
     def _take_losses(self) -> StageLosses:
@@ -265,15 +268,14 @@ class StageWorker:
 
     def _explain(self, microbatch: int, inputs: tuple[Any, ...], error: Exception) -> None:
         """Say what the module was given; raise BoundaryError where the stage before may be to blame."""
-        if self.index == 0 or isinstance(error, torch.OutOfMemoryError):
+        if self.index == 0 or is_out_of_memory(error):
             return
         given = f"what stage {self.index - 1} returned, {describe(layout_of(inputs))}"
-        if microbatch > 0:  # microbatch 0 has passed here, so the two stages fit each other
+        fits = self._has_fitted or microbatch > 0  # a microbatch has passed here before
+        if fits or isinstance(error, RecursionError):
             error.add_note(f"the forward was given {given}")
             return
-        raise BoundaryError(
-            f"stage {self.index} failed on {given}: {type(error).__name__}: {error}"
-        ) from error
+        raise BoundaryError(f"stage {self.index} failed on {given}: {told(error)}") from error
 
     def _loss(self, microbatch: int, output: Any) -> Tensor:
         if output is None:
@@ -290,6 +292,8 @@ class StageWorker:
         if not _is_scalar(output):
             found = describe(layout_of((output,))) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(f"the loss must be a scalar tensor, not {found}; reduce it, or pass loss_fn")
+        if output.is_complex():
+            raise ValueError("the loss is complex: return a real number, such as loss.real or loss.abs()")
         return output.reshape(()) if output.dim() else output
 
     def _sum_of_losses(self, losses: Mapping[str, Tensor]) -> Tensor:

@@ -211,7 +211,8 @@ class OffloadedWeights:
                     if found is not None:
                         home = block.gradient_home(number, self._empty) if home is None else home
                         # A copy to another layout has a temporary tensor, and can't be put off.
-                        home.copy_(found, non_blocking=found.stride() == home.stride())
+                        is_alike = (found.dtype, found.stride()) == (home.dtype, home.stride())
+                        home.copy_(found, non_blocking=is_alike)
                     block.parameters[number].grad = home
                 if self._streams is not None:
                     # Not on a stream of their own: `found` is freed here, so that one block's gradients are

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from zbpp.runtime.devices import gpu_of, note_of_kinds, shared_gpu, told_by_all
 from zbpp.runtime.joining import Rendezvous, join, versions
+from zbpp.runtime.out_of_memory import is_out_of_memory
 from zbpp.runtime.roll_call import missing_in, ranks_text
 
 
@@ -181,9 +182,9 @@ def communicating(where: str) -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         raise CommunicationError.at(where, error) from None
 
 

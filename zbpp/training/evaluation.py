@@ -7,7 +7,7 @@ targets, as conversations and padded rows do, the mean over all targets is not t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from zbpp.data.chat import IGNORED
+from zbpp.training.non_finite import text_of
 
 MetricsOf = Callable[[Any, Any], Mapping[str, float | Tensor]]
 
@@ -85,3 +86,20 @@ def _is_whole(target: Tensor) -> bool:
 def _sum(numbers: list[float]) -> float:
     """The sum, rounded once; inf or NaN if it is not finite, where math.fsum raises an error."""
     return math.fsum(numbers) if math.isfinite(sum(numbers)) else sum(numbers)
+
+
+def fault_of_evaluation(means: Mapping[str, float]) -> str:
+    """`evaluation_loss is NaN` for the first mean that is not finite; "" if all are."""
+    bad = ((name, mean) for name, mean in means.items() if not math.isfinite(mean))
+    return next((f"{name} is {text_of(mean)}" for name, mean in bad), "")
+
+
+def first_bad_batch(everyone: Iterable[Sequence[Weighed]]) -> int:
+    """The number of the first held-out batch with a mean that is not finite. everyone: each process's."""
+    numbers = (
+        number
+        for some in everyone
+        for number, each in enumerate(some)
+        if not all(map(math.isfinite, each.means.values()))
+    )
+    return min(numbers, default=0)

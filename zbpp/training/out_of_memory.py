@@ -1,29 +1,41 @@
-"""What an error about memory is told besides: the rank, what it had allocated, and where to look next."""
+"""What an error about memory is told besides: which rank, doing what, and what it had allocated."""
 
 from __future__ import annotations
+
+import re
 
 import torch
 
 from zbpp.runtime.measure import peak_memory_bytes
 
-_OF_CPU = "DefaultCPUAllocator"  # torch raises a plain RuntimeError on the CPU
+SECONDS = 15.0  # that a rank which is out of memory may take to say what would fit; the others wait for it
+_ACTION = re.compile(r"in (\d+(?:F|BW|B|W)\d+) ")  # a note of the Executor
+_UPDATE = "the update"
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the host had no memory left."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and _OF_CPU in str(error)
+def note_update(error: BaseException) -> None:
+    """Note on an error about memory that the optimizer's step raised it."""
+    error.add_note(f"in {_UPDATE}: the norm of the gradients and the optimizer's step")
 
 
-def note_memory(error: BaseException, rank: int, device: torch.device) -> None:
-    """Note on an error about memory what this rank measured. The error keeps its type; others stay alone."""
-    if not is_out_of_memory(error):
-        return
+def failed_at(error: BaseException) -> str:
+    """The action whose error this is, such as 0F3, or `the update`; "" if it is neither."""
+    for note in getattr(error, "__notes__", ()):
+        found = _ACTION.match(note)
+        if found:
+            return found[1]
+        if note.startswith(f"in {_UPDATE}"):
+            return _UPDATE
+    return ""
+
+
+def measured(rank: int, num_processes: int, doing: str, device: torch.device) -> str:
+    """A line about the rank of the job that is out of memory. doing: `in 0F3`, `while it ...`."""
     peak = peak_memory_bytes(device)
-    kind = "allocated on its device" if device.type == "cuda" else "resident in its process"
-    error.add_note(
-        f"rank {rank} is out of memory; its peak so far: {peak / 2**30:.3f} GiB {kind}. `zbpp memory`, with "
-        "the arguments of this run and memory.limit=GIB of a rank's device, predicts each rank's peak and "
-        "lists the switches that make it fit"
-    )
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        kind = f"allocated on its device, which has {total / 2**30:.3f} GiB"
+    else:
+        kind = "resident in its process"
+    of = f" of {num_processes}" if num_processes > 1 else ""
+    return f"rank {rank}{of} is out of memory {doing}; its peak so far: {peak / 2**30:.3f} GiB {kind}"

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime import Pipeline
-from zbpp.runtime.norm import gradients_of, norm_of
+from zbpp.runtime.norm import gradients_of, is_bound, norm_of
 from zbpp.runtime.posts import Ticket
 from zbpp.runtime.sparse_gradients import refusal_of_dense
 from zbpp.runtime.world import check_equal
@@ -98,8 +98,8 @@ class PostValidatedUpdate(Update):
         validation: Validation,
         skips: Callable[[Outcome], bool] = not_finite,
     ) -> None:
-        if clip_norm is not None and not 0 < clip_norm < math.inf:
-            raise ValueError(f"clip_norm={clip_norm}: write a number above 0, or None for no clipping")
+        if clip_norm is not None and not (is_bound(clip_norm) and 0 < clip_norm < math.inf):
+            raise ValueError(f"clip_norm={clip_norm!r}: write a number above 0, or None for no clipping")
         super().__init__(optimizer, clip_norm=clip_norm, masters=masters, loss_scale=loss_scale, skips=skips)
         pipeline.settle()  # another PostValidation may have used the pipeline before
         pipeline.meet("PostValidation")

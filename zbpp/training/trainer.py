@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,10 +21,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from zbpp.checkpoints import Stateful
 from zbpp.data import Data
 from zbpp.runtime import NonFinite, Pipeline
+from zbpp.runtime.out_of_memory import is_out_of_memory
 from zbpp.schedule import Timeline, Timetable
 from zbpp.training.batches import Batches
 from zbpp.training.callbacks import Callback
-from zbpp.training.evaluation import Counted, Weighed, mean_of
+from zbpp.training.evaluation import Counted, Weighed, fault_of_evaluation, first_bad_batch, mean_of
 from zbpp.training.known_parameters import KnownParameters
 from zbpp.training.loss_scale import LossScale
 from zbpp.training.loss_spikes import LossSpikes
@@ -33,6 +34,7 @@ from zbpp.training.master_weights import MasterWeights
 from zbpp.training.memory_report import MemoryReport
 from zbpp.training.named_losses import with_evaluation_losses, with_named_losses
 from zbpp.training.non_finite import NonFinitePolicy, Values
+from zbpp.training.out_of_memory import note_update
 from zbpp.training.post_validated_update import Validation
 from zbpp.training.replan import Replan
 from zbpp.training.update import Metrics, Result
@@ -244,8 +246,26 @@ class Trainer:
         """
         mine = [self._evaluated(number) for number in range(self.data.num_evaluation_batches)]
         # Only the owners of the last stage have numbers.
-        found = mean_of(each for some in self.pipeline.place.gather(mine) for each in some if each.means)
-        return {f"evaluation_{name}": mean for name, mean in found.means.items()}
+        everyone = self.pipeline.place.gather(mine)
+        found = mean_of(each for some in everyone for each in some if each.means)
+        means = {f"evaluation_{name}": mean for name, mean in found.means.items()}
+        self._say_of_evaluation(means, everyone)
+        return means
+
+    def _say_of_evaluation(self, means: Metrics, everyone: Sequence[Sequence[Weighed]]) -> None:
+        """Print a line if a mean is not finite. everyone: each process's means of each held-out batch."""
+        fault = fault_of_evaluation(means)
+        if fault:
+            number = first_bad_batch(everyone)
+            told = self.pipeline.place.gather(self._batches.fault_in_evaluation(number))
+            place = self.pipeline.place
+            if place.is_first and place.rank == 0:
+                where = next(filter(None, told), "its data are finite")
+                print(
+                    f"NOT FINITE: evaluation after step {self.next_step}: {fault}, first in held-out batch "
+                    f"{number}; {where}",
+                    flush=True,
+                )
 
     def _evaluated(self, number: int) -> Weighed:
         """The means of loss and metrics of a held-out batch, where the last stage is; none on other ranks."""
@@ -265,7 +285,12 @@ class Trainer:
         if self.memory_report is not None:
             self.memory_report.count((args, target))
         losses = self.pipeline.step(*args, target=target)
-        results = self._update.end(self.pipeline, losses)
+        try:
+            results = self._update.end(self.pipeline, losses)
+        except Exception as error:
+            if is_out_of_memory(error):
+                note_update(error)
+            raise
         if self.scheduler is not None:
             # An update may have been skipped or may be later: torch's schedulers warn before the first one.
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # the schedulers' own
@@ -294,7 +319,14 @@ class Trainer:
 
     def _find_non_finite(self, begun: _Begun) -> NonFinite | None:
         """Run a step again. With post-validation the weights may be those of the step behind it."""
-        return self.pipeline.find_non_finite(*begun.args, target=begun.target, step=begun.number)
+        found = self.pipeline.find_non_finite(*begun.args, target=begun.target, step=begun.number)
+        if found is None:
+            return None
+        told = self.pipeline.place.gather(
+            self._batches.origin_of(begun.step - 1, found)
+        )  # who reads it knows
+        origin = next(filter(None, told), "")
+        return replace(found, note="; ".join(filter(None, [found.note, origin])))
 
     def _check_values(self) -> None:
         if self.values.error is not None:

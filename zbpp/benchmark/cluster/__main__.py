@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from zbpp.benchmark.cluster.settings import PARTS, Settings
+from zbpp.benchmark.cluster.settings import FIRST_NODE, PARTS, Settings
 
 _COUNTS = {
     "message_mib": "MiB of a large message",
@@ -51,6 +51,9 @@ def _run(parts: Sequence[str], settings: Settings) -> None:
     from zbpp.runtime.world import world
 
     with world(device=settings.device, timeout=settings.timeout) as here:
+        if here.rank == 0:  # this node prints the table
+            settings.out.mkdir(parents=True, exist_ok=True)
+            (settings.out / FIRST_NODE).touch()
         for part in parts:
             if part == "hang":
                 hang.run(settings, here)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,6 +27,7 @@ def attempt(part: str, name: str, step: Callable[[], Found]) -> Row:
 
     After a failure on one rank the others stop waiting, since its links close; on NCCL torch may end them.
     """
+    begin = time.perf_counter()
     problem: str | None = None
     found: Found = (OK, "", {})
     try:
@@ -36,7 +38,8 @@ def attempt(part: str, name: str, step: Callable[[], Found]) -> Row:
     for rank, (each, _) in enumerate(everyone):
         if each is not None:
             return Row(part, name, FAILED, f"rank {rank}: {each}", {})
-    return Row(part, name, *everyone[0][1])
+    outcome, text, numbers = everyone[0][1]
+    return Row(part, name, outcome, text, numbers | {"seconds": round(time.perf_counter() - begin, 2)})
 
 
 def _steps(part: str, settings: Settings, here: World) -> Iterable[Step]:

@@ -17,7 +17,7 @@ from zbpp.runtime.tensor_parallel import parallelize
 from zbpp.runtime.world import broadcast
 from zbpp.schedule import Timetable
 
-STEPS, RATE, TOLERANCE = 2, 0.5, 1e-9
+STEPS, RATE, TOLERANCE = 2, 0.5, 1e-11
 _HIDDEN, _HEADS, _SEQUENCE, _VOCAB = 32, 8, 8, 64
 _LARGEST_PART = 4  # into how many parts a step's rows can be divided among replicas and shards
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 PARTS = ("links", "schedules", "meshes", "speed", "hang")
+FIRST_NODE = "first-node"  # a file that rank 0 leaves: scripts/cluster_check.sh looks for it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,17 +21,17 @@ from zbpp.runtime import Pipeline
 from zbpp.runtime.measure import Recorder
 from zbpp.runtime.memory import _silence
 
-_NUM_MICROBATCHES, _NUM_LAYERS = 8, 4
+_NUM_MICROBATCHES = 4
 _ACTION = re.compile(r"\d+(F|BW|B|W)\d+")
 
 
 def rows(settings: Settings) -> Iterator[Row]:
     """Per kind of action, the medians over microbatches."""
-    hidden = 32 if settings.is_small else 1024
+    hidden, num_layers = (32, 1) if settings.is_small else (1024, 4)
     launches = "kernels" if settings.is_cuda else "operators"
-    yield Row(f"a stage of {_NUM_LAYERS} Llama layers of hidden {hidden}, {settings.dtype}, eager")
+    yield Row(f"a stage of {num_layers} Llama layers of hidden {hidden}, {settings.dtype}, eager")
     for schedule in ("zb_h1", "gpipe"):
-        pipeline, x, target = _pipeline(schedule, hidden, settings)
+        pipeline, x, target = _pipeline(schedule, hidden, num_layers, settings)
         with pipeline:
             for _ in range(3):
                 pipeline.step(x, target=target)
@@ -45,11 +45,13 @@ def rows(settings: Settings) -> Iterator[Row]:
             )
 
 
-def _pipeline(schedule: str, hidden: int, settings: Settings) -> tuple[Pipeline, Tensor, Tensor]:
+def _pipeline(
+    schedule: str, hidden: int, num_layers: int, settings: Settings
+) -> tuple[Pipeline, Tensor, Tensor]:
     length = 16 if settings.is_small else 512
     model = Llama(
         vocab_size=256,
-        num_layers=_NUM_LAYERS,
+        num_layers=num_layers,
         hidden_size=hidden,
         num_heads=max(1, hidden // 64),
         sequence_length=length,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -52,12 +53,22 @@ class Verdict:
 
 def verdicts(outcomes: Sequence[Outcome], *, is_real: bool) -> list[Verdict]:
     """A verdict for each mark. is_real: whether sizes and device are those that the marks are for."""
-    found = {row.mark: row for outcome in outcomes for row in outcome.rows if row.mark and row.values}
+    found: dict[str, Row] = {}
+    for row in (row for outcome in outcomes for row in outcome.rows if row.mark and row.values):
+        assert row.mark is not None
+        if row.mark not in found or _least(row) > _least(found[row.mark]):  # of several, the worst
+            found[row.mark] = row
     whys = {outcome.name: outcome.why for outcome in outcomes}
     return [
         _verdict(mark, found.get(mark.name), whys.get(mark.part, "not asked for"), is_real=is_real)
         for mark in MARKS
     ]
+
+
+def _least(row: Row) -> float:
+    """The least that the row's first value may be; NaN is worse than any."""
+    value = next(iter(row.values.values())) - row.noise
+    return math.inf if math.isnan(value) else value
 
 
 def _verdict(mark: Mark, row: Row | None, why: str, *, is_real: bool) -> Verdict:
@@ -66,7 +77,7 @@ def _verdict(mark: Mark, row: Row | None, why: str, *, is_real: bool) -> Verdict
     value = next(iter(row.values.values()))
     if not is_real:
         return Verdict(mark, NOT_MEASURED, value, row.noise, "of the small form, for which the mark is not")
-    return Verdict(mark, HELD if value - row.noise <= mark.limit else NOT_HELD, value, row.noise)
+    return Verdict(mark, HELD if _least(row) <= mark.limit else NOT_HELD, value, row.noise)
 
 
 def all_held(found: Iterable[Verdict]) -> bool:

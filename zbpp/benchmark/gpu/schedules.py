@@ -16,7 +16,7 @@ from zbpp.planning import SCHEDULES, plan
 from zbpp.runtime import Pipeline
 from zbpp.schedule import PlanError
 
-_NUM_MICROBATCHES, _NUM_LAYERS, _NUM_STEPS = 4, 8, 3
+_NUM_MICROBATCHES, _NUM_LAYERS = 4, 4
 
 
 class _Run(NamedTuple):
@@ -83,7 +83,7 @@ def _plain(settings: Settings) -> _Run:
     module = model.build_stage(0, 1).to(settings.torch_device, settings.dtype)
     x, target = _batch(settings)
     losses, ms = [], 0.0
-    for _ in range(_NUM_STEPS):
+    for _ in range(2 if settings.is_small else 5):
         begin = time.perf_counter()
         for inputs, wanted in zip(x.chunk(_NUM_MICROBATCHES), target.chunk(_NUM_MICROBATCHES), strict=True):
             loss = model.loss(module(inputs), wanted)
@@ -104,7 +104,7 @@ def _under(name: str, settings: Settings) -> _Run:
     x, target = _batch(settings)
     losses, ms = [], 0.0
     with Pipeline(stages, timetable, model.loss) as pipeline:
-        for _ in range(_NUM_STEPS):
+        for _ in range(2 if settings.is_small else 5):
             begin = time.perf_counter()
             losses += pipeline.step(x, target=target)
             settings.synchronize()

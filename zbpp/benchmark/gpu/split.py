@@ -1,4 +1,4 @@
-"""Part split: zbpp's split beside plain backward and torch's, on one stage; eager first, then compiled."""
+"""Part split: zbpp's split beside plain backward and torch's, on one stage: eager, by graphs, compiled."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
+from zbpp.benchmark.gpu import stage_graphs
 from zbpp.benchmark.gpu.rows import Row
 from zbpp.benchmark.gpu.settings import Settings
 from zbpp.benchmark.interleaved_timing import without_garbage_collection
@@ -20,6 +21,7 @@ from zbpp.benchmark.split.sections import available_contestants
 from zbpp.benchmark.split.stages import Microbatch, llama_stage, step, x_and_dy
 from zbpp.benchmark.split.stages import Settings as Sizes
 from zbpp.benchmark.split.timing import Rounds, Times, interleaved, milliseconds, ratios
+from zbpp.runtime.memory import Level
 
 _MIB = 2**20
 _BYTES_PER_VALUE = 70.0  # that a block's F holds and B needs on top, per token and hidden unit, roughly
@@ -50,6 +52,7 @@ def rows(settings: Settings) -> Iterator[Row]:
     yield from _unmarked(_memory(contestants, stage, x, dy, settings), is_full)
     yield from _unmarked(_times(contestants, stage, x, dy, settings, 1 - _FOR_COMPILED), is_full)
     yield from _host(contestants, stage, x, dy, settings)
+    yield from stage_graphs.rows(stage, x, settings)
     yield from _compiled(contestants["zbpp"], stage, x, dy, settings)
 
 
@@ -84,7 +87,7 @@ def _too_large(contestants: Mapping[str, Contestant], stage: nn.Module, x: Tenso
                 raise
             found.append(name)
     if found:
-        torch.cuda.empty_cache()  # type: ignore[no-untyped-call]  # in some versions of torch
+        torch.cuda.empty_cache()
     return found
 
 
@@ -100,13 +103,14 @@ def _memory(
     for name, contestant in contestants.items():
         step(contestant, stage, x, dy)  # makes what is made only once
         found[name] = levels(Microbatch(contestant, stage, x, dy).phases, settings.device)
-    for text, value in (
-        ("live after F, MiB", lambda each: each["F"].after / _MIB),
-        ("highest in B, MiB", lambda each: each["B"].highest / _MIB),
-        ("live after B, MiB", lambda each: each["B"].after / _MIB),
-        ("left after W, MiB", lambda each: each["W"].after / _MIB),
-    ):
-        yield Row(text, {name: value(each) for name, each in found.items()}, ".1f")
+    figures: dict[str, Callable[[dict[str, Level]], int]] = {
+        "live after F, MiB": lambda each: each["F"].after,
+        "highest in B, MiB": lambda each: each["B"].highest,
+        "live after B, MiB": lambda each: each["B"].after,
+        "left after W, MiB": lambda each: each["W"].after,
+    }
+    for text, figure in figures.items():
+        yield Row(text, {name: figure(each) / _MIB for name, each in found.items()}, ".1f")
     after = {name: each["B"].after / each["F"].after for name, each in found.items()}
     yield Row("live bytes after B / after F", after, mark="after_b")
 
@@ -159,6 +163,8 @@ def _rounds(
     part: float,
 ) -> int:
     """As many rounds as fit: 3 to 15."""
+    if settings.is_small:
+        return 3
     begin = time.perf_counter()
     for contestant in contestants.values():
         step(contestant, stage, x, dy)
@@ -174,7 +180,7 @@ def _host(
     """Until the host is free again; the device has nothing to do when a phase begins."""
     found: dict[str, list[list[float]]] = {name: [] for name in contestants}
     with without_garbage_collection():
-        for _ in range(3 if settings.is_small else 5):
+        for _ in range(2 if settings.is_small else 5):
             for name, contestant in contestants.items():
                 found[name].append(_host_times(Microbatch(contestant, stage, x, dy).phases, settings))
     for place, phase in enumerate("FBW"):

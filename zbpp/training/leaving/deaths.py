@@ -21,11 +21,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch.distributed as dist
 
+from zbpp.error_text import error_text
 from zbpp.rank_death import RankDeath
 from zbpp.runtime.groups import job_store
+from zbpp.runtime.out_of_memory import tells_of_memory
 from zbpp.runtime.roster import gone, roster
 from zbpp.runtime.world import CommunicationError
 from zbpp.training.leaving.signals import LeaveOnSignal
+from zbpp.training.out_of_memory import SECONDS
 
 if TYPE_CHECKING:
     from zbpp.training.trainer import Trainer
@@ -66,8 +69,8 @@ class Deaths:
             self._tell(text)
             raise RankDeath(text) from error
         elif isinstance(error, Exception):
-            first = str(error).partition("\n")[0]
-            self._tell(f"rank {self._rank} failed{self._when()}: {type(error).__name__}: {first}")
+            first = error_text(error).partition("\n")[0]
+            self._tell(f"rank {self._rank} failed{self._when()}: {first}")
 
     def _when(self) -> str:
         return " at the start" if self.trainer is None else f" in step {self.trainer.next_step + 1}"
@@ -88,6 +91,8 @@ class Deaths:
         waited = f"; {error}"
         self._wait_for_the_end(end)
         if reason:
+            if tells_of_memory(reason):
+                self._wait_for_the_end(time.monotonic() + SECONDS)  # it says first what would fit
             return RankDeath(reason + waited, is_told=not self._shows())
         if not dead:
             return None
@@ -148,8 +153,9 @@ class Deaths:
 
         if self._store is not None:
             thread = Thread(target=ask, daemon=True)
-            thread.start()
-            thread.join(_PATIENCE)
+            with suppress(RuntimeError):  # there may be no memory for a thread
+                thread.start()
+                thread.join(_PATIENCE)
             if not answers:
                 self._store = None  # later calls would wait again
         return answers[0] if answers else None

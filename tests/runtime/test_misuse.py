@@ -1,0 +1,135 @@
+"""Calls of the Python API that no training loop should make: an error, and the pipeline as it was."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import zbpp
+from zbpp.error_text import error_text
+from zbpp.runtime import BoundaryError, StageWorker
+from zbpp.runtime.feed import Feed
+
+X = torch.arange(16.0).reshape(4, 4) / 7
+
+
+def pipeline(loss=F.mse_loss):
+    torch.manual_seed(0)
+    return zbpp.Pipeline({0: nn.Linear(4, 4)}, zbpp.plan("zb_h1", 1, 2), loss)
+
+
+def gradients(made):
+    return [parameter.grad for parameter in made.parameters()]
+
+
+def test_a_call_inside_a_call_is_refused():
+    """From the loss of a step, in this thread or in another one; a later step is as if nothing had been."""
+    found = []
+
+    def loss(output, target):
+        for call in (made.step, made.evaluate):
+            for run in (in_thread, lambda function: function()):
+                with pytest.raises(RuntimeError, match="is in a call already"):
+                    run(lambda call=call: call(X, target=X))
+                found.append(call)
+        return F.mse_loss(output, target)
+
+    made, alone = pipeline(loss), pipeline()
+    assert made.step(X, target=X) == alone.step(X, target=X)
+    assert len(found) == 8  # two microbatches
+    assert made.num_steps == 1
+    assert all(module.training for module in made.stages.values())
+    assert all(map(torch.equal, gradients(made), gradients(alone)))
+
+
+def in_thread(function):
+    errors = []
+
+    def run():
+        try:
+            function()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    raise errors[0]
+
+
+def test_gradients_of_a_step_between_validated_steps_are_not_dropped_in_silence():
+    made = pipeline()
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
+    validated = zbpp.PostValidation(made, optimizer, clip_norm=100.0)
+    validated.step(X, target=X)
+    made.step(X, target=X)
+    with pytest.raises(ValueError, match=r"pipeline.step was called 1 time\(s\) since the last"):
+        validated.step(X, target=X)
+    validated.settle()
+    optimizer.step()
+    optimizer.zero_grad()
+    validated.step(X, target=X)
+
+
+@pytest.mark.parametrize("bound", [-1, float("nan"), "1", None, True])
+def test_a_bound_of_a_norm_is_a_number_that_is_not_negative(bound):
+    made = pipeline()
+    made.step(X, target=X)
+    before = [each.clone() for each in gradients(made)]
+    with pytest.raises(ValueError, match="max_norm=.*: write a number"):
+        zbpp.clip_grad_norm_(made, bound)
+    assert all(map(torch.equal, gradients(made), before))
+    if bound is not None:
+        with pytest.raises(ValueError, match="clip_norm=.*: write a number above 0"):
+            zbpp.PostValidation(made, torch.optim.AdamW(made.parameters()), clip_norm=bound)
+
+
+def test_a_complex_loss_is_refused():
+    with pytest.raises(ValueError, match="the loss is complex"):
+        pipeline(lambda output, _: output.sum() * 1j).step(X, target=X)
+
+
+class Fails(nn.Module):
+    error: Exception | None = None
+
+    def forward(self, x):
+        if self.error is not None:
+            raise self.error
+        return x * 1.0
+
+
+def test_the_stage_before_is_blamed_only_until_a_call_has_passed():
+    module = Fails()
+    worker = StageWorker(1, module, is_last=False)
+    feed = Feed((), [{}], None, [0])
+    module.error = ValueError("bad")
+    worker.begin(feed)
+    with pytest.raises(BoundaryError, match=r"stage 1 failed on .*: ValueError: bad \(test_misuse.py:\d+\)"):
+        worker.forward(0, (X,))
+    module.error = None
+    worker.abandon()
+    worker.begin(feed)
+    (y,) = worker.forward(0, (X,))
+    worker.backward_input(0, (y,))
+    worker.backward_weight(0, ())
+    worker.end()
+    worker.begin(feed)
+    module.error = ValueError("bad")
+    with pytest.raises(ValueError, match="^bad") as caught:
+        worker.forward(0, (X,))
+    assert type(caught.value) is ValueError
+    assert "the forward was given what stage 0 returned" in caught.value.__notes__[0]
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+def test_errors_become_texts_that_can_be_sent():
+    assert error_text(ValueError("x")) == "ValueError: x"
+    assert error_text(Mute()) == "Mute: (its text can't be made: ValueError in __str__)"
+    assert error_text(OSError("a\udcff")) == "OSError: a\\udcff"
+    assert len(error_text(ValueError("x" * 10**7))) < 11_000

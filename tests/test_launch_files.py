@@ -1,0 +1,155 @@
+"""Manifests of Kubernetes, images and docs/launch.md: the fields that have to fit each other do."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from torch.distributed.run import parse_args
+
+from zbpp import config as configs
+from zbpp.planning import plan
+
+ROOT = Path(__file__).parent.parent
+MANIFESTS = ROOT / "docker/kubernetes"
+GPUS, USER = 8, 10001
+
+configs.register()
+
+
+def pod_of(name):
+    """(how many pods, the pod's template, the whole manifest)."""
+    manifest = yaml.safe_load((MANIFESTS / name).read_text())
+    spec = manifest["spec"]
+    if manifest["kind"] == "PyTorchJob":
+        worker = spec["pytorchReplicaSpecs"]["Worker"]
+        return worker["replicas"], worker["template"]["spec"], manifest
+    (jobs,) = spec["replicatedJobs"]
+    job = jobs["template"]["spec"]
+    return job["parallelism"], job["template"]["spec"], manifest
+
+
+@pytest.mark.parametrize("name", ["pytorchjob.yaml", "jobset.yaml"])
+def test_a_manifest_starts_one_torchrun_per_node_with_a_config_that_composes(name):
+    num_pods, pod, _ = pod_of(name)
+    (container,) = pod["containers"]
+    assert container["command"] == ["torchrun"]
+    arguments = parse_args(container["args"])
+    assert arguments.nproc_per_node == str(container["resources"]["limits"]["nvidia.com/gpu"]) == str(GPUS)
+    assert (arguments.training_script, arguments.module) == ("zbpp.train", True)
+    assert arguments.shutdown_timeout < pod["terminationGracePeriodSeconds"]
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        config = configs.typed(compose("train", overrides=arguments.training_script_args))
+    assert GPUS % config.parallel.tensor == 0  # a tensor group stays on a node
+    num_ranks = num_pods * GPUS // config.parallel.tensor
+    plan(config.schedule.name, num_ranks, config.num_microbatches)
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert set(mounts) == {volume["name"] for volume in pod["volumes"]}
+    assert Path(config.run_dir).is_relative_to(mounts["runs"])
+    assert mounts["shm"] == "/dev/shm"
+
+
+@pytest.mark.parametrize("name", ["pytorchjob.yaml", "jobset.yaml"])
+def test_a_manifests_pod_has_no_rights_beyond_its_users(name):
+    _, pod, _ = pod_of(name)
+    assert pod["securityContext"] == {
+        "runAsNonRoot": True,
+        **dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), USER),
+    }
+    (container,) = pod["containers"]
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert re.search(r":\d+\.\d+\.\d+$", container["image"])  # no image that changes under its name
+
+
+def test_the_pytorchjob_is_one_that_the_operator_takes():
+    num_pods, pod, manifest = pod_of("pytorchjob.yaml")
+    assert (manifest["apiVersion"], manifest["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    policy = manifest["spec"]["elasticPolicy"]
+    assert policy["minReplicas"] == policy["maxReplicas"] == num_pods
+    assert policy["rdzvBackend"] == "c10d"
+    assert manifest["spec"]["nprocPerNode"] == str(GPUS)  # a string there
+    assert [container["name"] for container in pod["containers"]] == ["pytorch"]
+
+
+def test_the_jobset_meets_at_its_first_pod():
+    num_pods, pod, manifest = pod_of("jobset.yaml")
+    assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    (job,) = manifest["spec"]["replicatedJobs"]
+    assert job["template"]["spec"]["completions"] == num_pods
+    assert job["template"]["spec"]["completionMode"] == "Indexed"
+    (container,) = pod["containers"]
+    arguments = parse_args(container["args"])
+    assert arguments.nnodes == str(num_pods)
+    name, port = manifest["metadata"]["name"], container["ports"][0]["containerPort"]
+    assert arguments.rdzv_endpoint == f"{name}-{job['name']}-0-0.{name}:{port}"
+    assert manifest["spec"]["network"]["enableDNSHostnames"] is True
+
+
+# ---------------------------------------------------------------- images
+
+
+def instructions(name):
+    """[(instruction, its text)] of a Dockerfile, continued lines joined."""
+    text = re.sub(r"^#.*\n", "", (ROOT / "docker" / name).read_text(), flags=re.MULTILINE)
+    lines = text.replace("\\\n", " ").splitlines()
+    return [(line.partition(" ")[0], line.partition(" ")[2]) for line in lines if line.strip()]
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
+def test_an_image_is_pinned_ends_as_a_plain_user_and_tries_what_it_made(name):
+    steps = instructions(name)
+    kinds = [kind for kind, _ in steps]
+    base = next(text for kind, text in steps if kind == "ARG" and text.startswith("BASE="))
+    assert re.search(r":[^:]*\d+\.\d+", base)
+    assert "latest" not in base
+    user = kinds.index("USER")
+    assert steps[user][1] == str(USER)
+    assert kinds.count("USER") == 1
+    assert [kind for kind, text in steps[user:] if "pip install" in text] == []
+    assert any(kind == "RUN" and "zbpp plan" in text for kind, text in steps[user:])
+    installed = [text for kind, text in steps if kind == "RUN" and "pip install" in text]
+    assert all(" -c " in text for text in installed)  # constraints: pinned versions
+    assert not any("apt-get" in text for _, text in steps)  # no build tools come in
+    assert any("PIP_NO_CACHE_DIR=1" in text for kind, text in steps if kind == "ENV")
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
+def test_what_an_image_copies_is_there(name):
+    copied = [text for kind, text in instructions(name) if kind == "COPY"]
+    for text in copied:
+        for source in [part for part in text.split() if not part.startswith("--")][:-1]:
+            assert (ROOT / source).exists(), source
+
+
+# ---------------------------------------------------------------- the page
+
+
+def test_the_page_names_what_zbpp_sets_itself_and_files_that_exist():
+    page = (ROOT / "docs/launch.md").read_text()
+    of_zbpp = {
+        name
+        for path in (ROOT / "zbpp").rglob("*.py")
+        for name in re.findall(r'os\.environ\.setdefault\("([A-Z_]+)"', path.read_text())
+    }
+    assert of_zbpp  # a change of spelling would leave this test empty
+    table = page.partition("zbpp sets these")[2]
+    assert {name for name in of_zbpp if f"`{name}=" not in table} == set()
+    for target in re.findall(r"\]\(([^)#]+)\)", page):
+        assert (ROOT / "docs" / target).exists(), target
+
+
+def test_the_drawing_of_placement_is_torchs_numbering():
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from zbpp.runtime.mesh import DIMENSIONS
+    from zbpp.runtime.world import fake_world
+
+    page = (ROOT / "docs/launch.md").read_text()
+    with fake_world(8):
+        mesh = init_device_mesh("cpu", (2, 2, 1, 2), mesh_dim_names=DIMENSIONS).mesh
+    tensor = ["-".join(map(str, group)) for group in mesh.reshape(-1, 2).tolist()]
+    pipelines = ["-".join(map(str, group)) for group in mesh.reshape(2, -1).T.tolist()]
+    assert f"tensor groups {', '.join(tensor)}: inside a node" in page
+    assert f"pipelines {', '.join(pipelines)}: across nodes" in page

@@ -1,0 +1,21 @@
+"""An error as text that can be printed, stored and sent, whatever the code that raised it put into it."""
+
+from __future__ import annotations
+
+_LIMIT = 10_000  # characters: a store refuses messages of some MiB
+
+
+def error_text(error: BaseException) -> str:
+    """`ValueError: what is wrong`; long texts are cut. Never raises."""
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
+def text_of(error: BaseException) -> str:
+    """What the error says, as UTF-8 can hold it."""
+    try:
+        text = str(error)
+    except Exception as failure:
+        text = f"(its text can't be made: {type(failure).__name__} in __str__)"
+    if len(text) > _LIMIT:
+        text = f"{text[:_LIMIT]} ... ({len(text):,} characters)"
+    return text.encode(errors="backslashreplace").decode()

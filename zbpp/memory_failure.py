@@ -1,0 +1,68 @@
+"""A run that ends out of memory says where, what it held, what was predicted, and what would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from zbpp.config import TrainConfig
+from zbpp.runtime.out_of_memory import is_out_of_memory
+from zbpp.schedule import Timetable
+from zbpp.training.out_of_memory import SECONDS, failed_at, measured
+
+
+class MemoryFailure:
+    """Notes on errors about memory. The error keeps its type; other errors stay as they are.
+
+    rank, num_processes: of the job. doing: what runs outside of the steps, for the text. timetable: as soon
+    as it is known. device: this rank's.
+    """
+
+    def __init__(self, config: TrainConfig, rank: int, num_processes: int) -> None:
+        self._config, self._rank, self._num_processes = config, rank, num_processes
+        self.doing = "while the plan, the model and the data are made"
+        self.timetable: Timetable | None = None
+        self.device = torch.device("cpu")
+        self._noted: BaseException | None = None
+
+    def prepares(self, timetable: Timetable, device: torch.device) -> None:
+        """From now on the stages go to their device."""
+        self.timetable, self.device = timetable, device
+        self.doing = f"while the stages go to {device}, with their optimizer"
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Note on an error about memory that leaves this context what is known; once."""
+        try:
+            yield
+        except Exception as error:
+            if is_out_of_memory(error) and error is not self._noted:
+                self._noted = error
+                for line in self._lines(failed_at(error)):
+                    error.add_note(line)
+            raise
+
+    def _lines(self, at: str) -> Iterator[str]:
+        yield measured(self._rank, self._num_processes, f"in {at}" if at else self.doing, self.device)
+        try:
+            yield from self._predicted(at)
+        except Exception as error:  # the run's own error must not be hidden
+            yield f"not predicted: {type(error).__name__}: {error}"
+
+    def _predicted(self, at: str) -> list[str]:
+        from zbpp.prediction.what_fits import Failed, lines_in_time, with_processes  # fake tensors: seconds
+
+        config, parallel = with_processes(self._config, self._num_processes), self._config.parallel
+        # The pipeline is the first dimension of the mesh.
+        rank = self._rank // (parallel.replicate * parallel.shard * parallel.tensor)
+        return lines_in_time(config, self.timetable, Failed(rank, at, self._limit()), SECONDS)
+
+    def _limit(self) -> float | None:
+        limit = self._config.memory.limit
+        if limit is not None:
+            return limit * 2**30
+        if self.device.type == "cuda":
+            return float(torch.cuda.get_device_properties(self.device).total_memory)
+        return None

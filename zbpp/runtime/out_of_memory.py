@@ -1,0 +1,19 @@
+"""Is an error one about memory?"""
+
+from __future__ import annotations
+
+import torch
+
+_OF_CPU = "DefaultCPUAllocator"  # torch raises a plain RuntimeError on the CPU
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host had no memory left."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _OF_CPU in str(error)
+
+
+def tells_of_memory(text: str) -> bool:
+    """Whether the text `OutOfMemoryError: ...` of an error is that of one about memory."""
+    return any(word in text for word in ("OutOfMemoryError", "MemoryError", _OF_CPU))
