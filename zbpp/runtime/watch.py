@@ -294,7 +294,8 @@ def _stack_of(error: BaseException) -> list[str]:
     first = error
     while first.__cause__ is not None:
         first = first.__cause__
-    return [*traceback.format_tb(first.__traceback__), *traceback.format_exception_only(error)]
+    text = "".join(traceback.format_exception_only(error))  # with the notes, on lines of their own
+    return [*traceback.format_tb(first.__traceback__), text]
 
 
 def _write(shared: _Shared) -> None:
