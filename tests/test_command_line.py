@@ -210,7 +210,7 @@ def test_a_flag_that_is_not_known_is_refused_in_a_line(given, name, message):
 def test_data_that_need_a_key_which_the_model_has_not_are_refused_with_what_to_write():
     """It was `Interpolation key 'model.vocab_size' not found: write it`."""
     with pytest.raises(configs.ConfigError) as caught:
-        configs.typed(composed("model._target_=my_file.Tower"))
+        configs.typed(composed(f"model._target_={__name__}.Tower"))
     assert str(caught.value).endswith(
         ": the model has no vocab_size, so this choice of data does not fit it: write data.vocab_size=..., "
         "choose another data=, or name data of yours, data._target_=my_file.my_data"
@@ -298,3 +298,21 @@ def test_a_mistyped_class_of_a_package_is_answered_with_its_classes_the_nearest_
     with pytest.raises(ConfigError, match=r"torch\.optim has no Adm; it has Adam,.* SGD") as caught:
         instantiate_node("optimizer", {"_target_": "torch.optim.Adm"})
     assert "swap_in" not in str(caught.value)
+
+
+def test_a_misspelt_module_is_named_before_the_keys_that_its_model_lacks():
+    with pytest.raises(ConfigError, match=r"^model\._target_=nigth\.Net: there is no module nigth$"):
+        configs.typed(composed("model._target_=nigth.Net"))
+
+
+def test_an_argument_that_a_data_function_passes_on_is_explained():
+    with pytest.raises(ConfigError, match="'batch_size': zbpp gives batch_size to what names it"):
+        instantiate_node("data", {"_target_": f"{__name__}.passes_on"}, batch_size=3)
+
+
+def passes_on(**options):
+    return composed_nothing(**options)
+
+
+def composed_nothing():
+    return None

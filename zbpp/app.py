@@ -156,7 +156,16 @@ def _build_trainer(config: TrainConfig, job: Job, precision: Precision, mesh: De
     timetable, model, stages, data, _ = job
     loss_fn = precision.widened(model.loss)
     pipeline = build_pipeline(
-        stages, timetable, loss_fn, config.seed, config.parallel, precision, mesh, config.memory, config.debug
+        stages,
+        timetable,
+        loss_fn,
+        config.seed,
+        config.parallel,
+        precision,
+        mesh,
+        config.memory,
+        config.debug,
+        config.cuda_graphs,
     )
     with naming("finetune"):
         check_fine_tuned(pipeline, model)

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 
 from zbpp.config import TrainConfig
-from zbpp.runtime.out_of_memory import is_out_of_memory
+from zbpp.runtime.out_of_memory import SECONDS, is_out_of_memory
 from zbpp.schedule import Timetable
-from zbpp.training.out_of_memory import SECONDS, failed_at, measured
+from zbpp.training.out_of_memory import failed_at, measured
 
 
 class MemoryFailure:

@@ -8,7 +8,8 @@ A call of a Pipeline runs on the caller's current stream. Beside it run
     offload      activations to host memory and back         `side`       normal
     weights      offloaded weights to the device             `side`       normal
     batches      the next batches to the device              `side`       normal
-    graphs       capture and replay of CUDA graphs           `side`       normal
+    graphs       captures of CUDA graphs (replays run on the `side`       normal
+                 caller's stream)
 
 Messages are urgent: another rank waits for them. A stream waits for another one by events, and the host waits
 for none of them within a step. docs/pipeline.md ("Streams") says who waits for whom.

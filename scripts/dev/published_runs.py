@@ -192,7 +192,7 @@ def show_llama(achieved: float) -> None:
     print(
         "is assumed. Layers are not recomputed. GiB, to be compared with the 74.5 GiB (80 GB) of an H100: as\n"
         "PyTorch's autograd keeps activations; lean: B computes the norms and the gated activation again from\n"
-        "their inputs. The paper frees tensors early but does not say which ones: lean is a guess, not its method."
+        "their inputs. That is a guess: the paper says that tensors are freed early, not that these are made again."
     )
     print(
         "Both hold the gathered weights (bfloat16) and whole gradients (float32); the states are in shards.\n"

@@ -105,8 +105,9 @@ def test_a_row_during_which_the_processes_died_and_a_part_that_never_began_are_f
     assert not is_fine
     assert rows["schedules", "zb_h1"].outcome == OK
     assert "ended while this ran: see schedules.log" in rows["schedules", "zb_v"].found
+    assert rows["schedules", "(the rest)"].outcome == NOT_RUN
     assert "never began: see links.log" in rows["links", "(start)"].found
-    assert text.splitlines()[-1].startswith("3 rows: 2 FAILED (links (start); schedules zb_v)")
+    assert text.splitlines()[-1].startswith("4 rows: 2 FAILED (links (start); schedules zb_v)")
 
 
 @pytest.mark.parametrize(
@@ -248,6 +249,5 @@ def test_help_names_the_script_and_the_parts():
     done = subprocess.run(["bash", str(SCRIPT), "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     assert "--nnodes 4 --head node-1" in done.stdout
-    assert NOT_RUN == "not run"
     code = [sys.executable, "-m", "zbpp.benchmark.cluster", "--help"]
     assert "links,schedules,meshes,speed,hang" in subprocess.run(code, capture_output=True, text=True).stdout

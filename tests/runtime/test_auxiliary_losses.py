@@ -205,7 +205,7 @@ def test_nothing_is_left_of_a_call():
     worker.forward(0, (x.requires_grad_(),))
     assert worker.named.keys() == {"z", "size"}
     worker.abandon()
-    assert (worker.named, worker.losses, worker._saved, worker._loss_grads) == ({}, [], {}, {})
+    assert (worker.named, worker.losses, worker._saved, worker.loss_grads) == ({}, [], {}, {})
     assert auxiliary_loss("z", torch.tensor(1.0)) is None
 
 
@@ -224,7 +224,7 @@ def test_a_stage_without_auxiliary_losses_keeps_nothing_for_them():
 
     worker = worker_for(Plain(), "between")
     worker.forward(0, (next(data(0)).requires_grad_(),))
-    assert (worker.named, worker._saved[0].auxiliary, worker._loss_grads) == ({}, [], {})
+    assert (worker.named, worker._saved[0].auxiliary, worker.loss_grads) == ({}, [], {})
 
 
 # ---------------------------------------------------------------- losses that are dicts

@@ -13,6 +13,8 @@ from torch import nn
 import zbpp
 from zbpp import Pipeline, plan
 from zbpp.autograd.compiled.compiled_forward import compile_stage
+from zbpp.builders.stages import offload_weights, recompute_stages
+from zbpp.config import MemoryConfig
 
 M, ROWS, WIDTH = 4, 8, 6
 
@@ -378,3 +380,22 @@ def test_a_compiled_stage_is_searched_eager_and_stays_compiled():
         )
         pipeline.step(x, target=y)
     assert [len(each) for each in stage.forward.bound.values()] == [1]
+
+
+@pytest.mark.parametrize("switch", ["block", "stage", "offload", "offload_weights", "lora"])
+def test_the_place_is_the_same_under_each_switch_of_a_stage(switch):
+    torch.manual_seed(0)
+    stage, (x, y) = nn.Sequential(Keep(), Makes("inside", Root()), Keep()), batch(marked=5)
+    if switch in ("block", "stage"):
+        recompute_stages({0: stage}, switch)
+    elif switch == "offload_weights":
+        offload_weights({0: stage}, torch.device("cpu"), MemoryConfig(offload_weights=True))
+    elif switch == "lora":
+        peft = pytest.importorskip("peft")
+        stage = peft.get_peft_model(stage, peft.LoraConfig(r=2, target_modules=["linear"])).base_model.model
+    options = {"offload": zbpp.ActivationOffload()} if switch == "offload" else {}
+    with Pipeline({0: stage}, plan("zb_h1", 1, M), F.mse_loss, **options) as pipeline:
+        pipeline.step(x, target=y)
+        found = pipeline.find_non_finite(x, target=y)
+    assert (found.kind, found.name, found.microbatch) == ("backward", "1.inner", 2)
+    assert found.note.startswith("SqrtBackward0: ")

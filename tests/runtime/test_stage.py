@@ -525,7 +525,7 @@ def test_the_backward_starts_from_one_tensor_for_all_microbatches():
     assert first is second
     assert (first.item(), first.requires_grad) == (1 / M, False)
     worker.abandon()
-    assert worker._loss_grads == {}
+    assert worker.loss_grads == {}
 
 
 def test_the_last_stages_f_returns_the_gradient_of_the_mean_loss():

@@ -1,14 +1,17 @@
-"""What a user changes between steps gives plain autograd's gradients, or is refused; it is never ignored."""
+"""What a user changes between or in steps gives plain autograd's gradients, or is refused; never ignored."""
 
 import copy
+import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from zbpp import Pipeline, plan
+from helpers.processes import run_ranks
+from zbpp import Pipeline, make_mesh, plan
 from zbpp.data import regression_data
+from zbpp.runtime import CommunicationError
 from zbpp.training.trainer import Trainer
 
 M, SIZE = 4, 5
@@ -137,3 +140,199 @@ def test_a_new_parameter_that_the_optimizer_was_given_is_trained():
     before = weight.detach().clone()
     list(made.run(2))
     assert not torch.equal(weight, before)
+
+
+# ---------------------------------------------------------------- changes inside a step
+
+
+class Net(nn.Module):
+    """Two layers, with a buffer between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.register_buffer("scale", torch.full((SIZE,), 2.0))
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)) * self.scale)
+
+
+def doubled(state_dict):
+    return {name: each * 2 for name, each in state_dict.items()}
+
+
+def in_thread(function):
+    thread = threading.Thread(target=torch.no_grad()(function))
+    thread.start()
+    thread.join()
+
+
+def halves():
+    return torch.full((SIZE, SIZE), 0.5)
+
+
+ROUTES = {
+    "written through data": lambda net: net.last.weight.data.mul_(2),
+    "data replaced": lambda net: setattr(net.last.weight, "data", halves()),
+    "in place": lambda net: net.last.weight.mul_(2),
+    "through detach": lambda net: net.last.weight.detach().mul_(2),
+    "in another thread": lambda net: in_thread(lambda: net.last.weight.copy_(halves())),
+    "set_": lambda net: net.last.weight.set_(halves()),
+    "set_ of data": lambda net: net.last.weight.data.set_(halves()),
+    "load_state_dict": lambda net: net.load_state_dict(doubled(net.state_dict())),
+    "load_state_dict, assigned": lambda net: net.load_state_dict(doubled(net.state_dict()), assign=True),
+    "storage grown": lambda net: net.last.weight.untyped_storage().resize_(2000),
+    "storage gone": lambda net: net.last.weight.untyped_storage().resize_(0),
+    "replaced": lambda net: setattr(net.last, "weight", nn.Parameter(halves())),
+    "frozen": lambda net: net.last.weight.requires_grad_(False),
+    "module removed": lambda net: setattr(net, "last", nn.Identity()),
+    "buffer written": lambda net: net.scale.mul_(2),
+    "buffer resized": lambda net: net.scale.resize_(SIZE + 3),
+    "buffer replaced": lambda net: setattr(net, "scale", torch.full((SIZE,), 7.0)),
+}
+
+
+def in_f(net, change, loss):
+    net.first.register_forward_pre_hook(lambda *_: change())
+    return loss
+
+
+def between_f_and_b(net, change, loss):
+    return lambda *given: (change(), loss(*given))[1]
+
+
+def between_b_and_w(net, change, loss):
+    """In the backward of the layer below the weight."""
+    net.first.register_forward_hook(lambda *given: given[2].register_hook(lambda _: change()) and None)
+    return loss
+
+
+def outcome(route, moment, is_pipelined):
+    """The gradients of a step in which a weight or buffer changes; or the error, without shapes' places."""
+    torch.manual_seed(0)
+    nets, made = {s: Net() for s in range(2)}, []
+
+    def change():
+        if not made:
+            made.append(route)
+            with torch.no_grad():
+                ROUTES[route](nets[0])
+
+    loss = moment(nets[0], change, F.mse_loss)
+    names = {(s, name): each for s, net in nets.items() for name, each in net.named_parameters()}
+    x, y = batch()
+    try:
+        if is_pipelined:
+            Pipeline(nets, plan("zb_v", 1, 1), loss).step(x, target=y)
+        else:
+            loss(nets[1](nets[0](x)), y).backward()
+    except RuntimeError as error:
+        return str(error)[:60]
+    finally:
+        assert made
+    return {name: each.grad for name, each in names.items()}
+
+
+@pytest.mark.parametrize("moment", [in_f, between_f_and_b, between_b_and_w])
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_change_inside_a_step_has_the_outcome_of_plain_autograd(route, moment):
+    """The same gradients, also where they are of no use to anybody, or the same error."""
+    mine, plain = (outcome(route, moment, is_pipelined) for is_pipelined in (True, False))
+    if isinstance(plain, str):
+        assert mine == plain
+    else:
+        assert mine.keys() == plain.keys()
+        for name, expected in plain.items():
+            torch.testing.assert_close(mine[name], expected, rtol=1e-10, atol=1e-13)
+
+
+GRADIENT_CHANGES = {
+    "dropped": lambda weight: setattr(weight, "grad", None),
+    "replaced": lambda weight: setattr(weight, "grad", halves()),
+    "written": lambda weight: weight.grad.add_(1),
+}
+
+
+@pytest.mark.parametrize("how", GRADIENT_CHANGES)
+def test_a_gradient_that_forward_changes_is_refused(how):
+    """What microbatches of the schedule had added was lost."""
+    modules = stages()
+    modules[0][0].weight.grad = torch.ones(SIZE, SIZE)
+    modules[0].register_forward_hook(lambda *_: GRADIENT_CHANGES[how](modules[0][0].weight))
+    pipeline = Pipeline(modules, plan("zb_v", 1, M), F.mse_loss)
+    with pytest.raises(RuntimeError, match=r"the forward of stage 0 changes the gradient of 0\.weight,"):
+        pipeline_step(modules, pipeline)
+
+
+@pytest.mark.parametrize("how", GRADIENT_CHANGES)
+def test_a_gradient_that_changes_in_b_before_its_w_is_refused(how):
+    """Plain autograd has added the weight's gradient by then; W adds later."""
+    modules = stages()
+    modules[0][2].weight.grad = torch.ones(SIZE, SIZE)
+
+    def in_b(_):
+        GRADIENT_CHANGES[how](modules[0][2].weight)
+
+    modules[0][1].register_forward_hook(lambda *given: given[2].register_hook(in_b) and None)
+    pipeline = Pipeline(modules, plan("zb_v", 1, M), F.mse_loss)
+    with pytest.raises(RuntimeError, match=r"changes `\.grad` of a weight of shape \(5, 5\) in B"):
+        pipeline_step(modules, pipeline)
+
+
+# ---------------------------------------------------------------- on two ranks
+
+
+def on_two_ranks(rank):
+    """What is said when a parameter is unfrozen with shards, and when a tied one is frozen on one rank."""
+    torch.set_default_dtype(torch.float64)
+    said = []
+    for reshard in ("step", "never"):
+        modules = stages()
+        modules[0][2].bias.requires_grad_(False)
+        pipeline = Pipeline(
+            modules, plan("zb_v", 1, M), F.mse_loss, mesh=make_mesh(shard=2), reshard=reshard, timeout=60.0
+        )
+        trained = [each for each in pipeline.parameters() if each.requires_grad]
+        made = Trainer(
+            pipeline=pipeline,
+            optimizer=torch.optim.SGD(trained, lr=0.1),
+            data=regression_data(in_features=SIZE, out_features=SIZE, batch_size=M, seed=0),
+            learning_rate=lambda step: 1.0,
+        )
+        said.append(len(list(made.run(3))))
+        modules[0][2].bias.requires_grad_(True)
+        try:
+            list(made.run(4))
+        except (RuntimeError, ValueError) as error:
+            said.append(str(error))
+    stage = nn.Linear(SIZE, SIZE)
+    if rank == 1:
+        stage.tied_parameters = {"weight": "weight_of_0"}
+    else:
+        stage.weight_of_0 = stage.weight
+        del stage.weight
+        stage.forward = lambda x: F.linear(x, stage.weight_of_0, stage.bias)
+    x, y = batch()
+    try:
+        with Pipeline({rank: stage}, plan("zb_h1", 2, M), F.mse_loss, timeout=60.0) as pipeline:
+            pipeline.step(x, target=y)
+            if rank == 1:
+                stage.weight.requires_grad_(False)
+            pipeline.step(x, target=y)
+    except (ValueError, CommunicationError) as error:
+        said.append("\n".join([str(error), *getattr(error, "__notes__", ())]))
+    return said
+
+
+def test_what_is_frozen_or_unfrozen_on_ranks_after_the_first_step_is_refused():
+    """With shards nobody looked; of a tied parameter one copy was trained without the other's gradient."""
+    everyone = run_ranks(on_two_ranks, 2)
+    for said in everyone:
+        assert said[:4:2] == [3, 3]
+        for each in said[1:4:2]:
+            assert "2.bias was replaced, added or made trainable" in each
+        assert (
+            "a copy of this tied parameter was frozen or unfrozen after the pipeline's first step" in said[4]
+        )
+    assert everyone[1][4].startswith("weight_of_0 of stage 0 and weight of stage 1: ")
+    assert "rank 1 failed: ValueError: " in everyone[0][4]

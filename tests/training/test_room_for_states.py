@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.configs import composed
 from helpers.processes import run_ranks
 from helpers.trainers import small_trainer
 from zbpp.runtime import DeviceError
@@ -69,3 +70,13 @@ def test_cpus_and_weights_on_the_host_are_not_checked():
     check_room(trainer, weights_on_host=True, free=lambda device: 0)
     with pytest.raises(DeviceError, match="too little memory on 1 of 1 ranks"):
         check_room(trainer, free=lambda device: 0)
+
+
+def test_a_run_is_refused_before_its_first_step_and_says_so_to_the_config(tmp_path, monkeypatch):
+    from zbpp import app
+
+    config = composed("model=mlp", "data=regression", f"run_dir={tmp_path / 'run'}", "steps=1")
+    monkeypatch.setattr(room_for_states, "free_bytes", lambda device: 0)
+    with pytest.raises(DeviceError, match="parallel.shard.*memory.gradient_release=step"):
+        app.train(config, {}, "")
+    assert not (tmp_path / "run" / "summary.json").exists()

@@ -146,7 +146,7 @@ def _captured(
         function.zbpp_collector = collector
     # Functions and hooks are the only Python code in the pass: nothing else can change a captured gradient.
     runs_python = found.functions or is_hooked
-    guard = GradientGuard(found.sites, found.computed_in_b.values()) if runs_python else None
+    guard = _guard(found) if runs_python else None
     try:
         captured = _run(roots, root_grads, targets, keep)
     finally:
@@ -155,8 +155,25 @@ def _captured(
         changed = guard.end() if guard else []
     _refuse_changed(changed, found.functions)
     if guard:
+        _refuse_changed_total(guard.changed_total())
+    if guard:
         captured = [guard.dys.get(number, grad) for number, grad in enumerate(captured, -len(edges))]
     return captured
+
+
+def _guard(found: Survey) -> GradientGuard:
+    return GradientGuard(found.sites, found.computed_in_b.values(), (use.leaf for use in found.uses))
+
+
+def _refuse_changed_total(leaf: Tensor | None) -> None:
+    """Raise ChangedInPlace for a leaf whose `.grad` was changed in B's pass."""
+    if leaf is not None:
+        raise ChangedInPlace(
+            f"a hook, or the backward of a Function, changes `.grad` of a weight of shape "
+            f"{tuple(leaf.shape)} in B, to which W adds later: change gradients after the last W, or in a "
+            "hook of the parameter (register_hook)",
+            leaf,
+        )
 
 
 def _refuse_changed(changed: list[Tensor], functions: list[Any]) -> None:

@@ -33,6 +33,7 @@ def build_pipeline(
     mesh: DeviceMesh | None,
     memory: MemoryConfig,
     debug: DebugConfig | None = None,
+    cuda_graphs: str = "none",
 ) -> Pipeline:
     """This rank's part of the pipeline. Collective.
 
@@ -53,6 +54,7 @@ def build_pipeline(
         dynamic_shapes=parallel.dynamic_shapes,
         offload=build_offload(memory),
         check_messages=debug is not None and "messages" in debug.check,
+        cuda_graphs=cuda_graphs,
     )
 
 

@@ -32,6 +32,11 @@ def as_text(answer: Answer) -> str:
         f", {gpu.peak_tflops:g} TFLOP/s of which kernels reach {gpu.achieved:.0%}"
     )
     counts = f"{answer.tried:,} ways, {answer.simulated:,} simulated"
+    if answer.unknown:
+        counts += (
+            f"; {answer.unknown:,} more were too many to simulate: none is faster than {answer.bound:,.0f} "
+            "ms (--degrees or names of schedules narrow the search)"
+        )
     if not answer.steps:
         return f"{head}\n\n{answer.why}\n{counts}"
     return "\n".join([head, "", *_table([_cells(each) for each in answer.steps]), "", counts, _NOTE])
@@ -53,6 +58,8 @@ def as_json(answer: Answer) -> str:
             "batch": question.batch,
             "tried": answer.tried,
             "simulated": answer.simulated,
+            "not_simulated": answer.unknown,
+            "bound_of_those_ms": answer.bound,
             "why": answer.why,
             "steps": [_values(each) for each in answer.steps],
         },

@@ -15,7 +15,7 @@ from zbpp.cluster.hardware import Hardware
 from zbpp.cluster.mesh import NAMES, Mesh, meshes
 from zbpp.cluster.model_sizes import ModelSizes
 from zbpp.cluster.stage_costs import PRECISIONS, Run, costs_of, counts_of, parts_of, static_bytes
-from zbpp.cluster.step import Step, predicted_step, time_and_memory
+from zbpp.cluster.step import Step, most_in_flight, predicted_step, time_and_memory
 from zbpp.families import FAMILIES
 from zbpp.ranges import ConfigError
 from zbpp.schedule import Op, PlanError
@@ -23,6 +23,7 @@ from zbpp.schedule import Op, PlanError
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half")
 _MICROBATCHES = (1, 2, 4, 8)  # sequences in a microbatch
 _MOST_ACTIONS = 300_000  # of the largest timetable that is simulated
+_MOST_SIMULATED = 6_000_000  # actions, with recompute and again without: about half a minute each
 Progress = Callable[[float, str], None]
 
 
@@ -60,13 +61,28 @@ class Question:
 
 
 class Answer(NamedTuple):
-    """steps: the best, shortest first. tried, simulated: counts. why: why nothing fits, if nothing does."""
+    """steps: the best, shortest first. tried, simulated: counts. why: why nothing fits, if nothing does.
+
+    unknown: how many ways were left when the search had simulated as much as it may; none of them can be
+    faster than `bound` ms.
+    """
 
     question: Question
     steps: list[Step]
     tried: int
     simulated: int
     why: str = ""
+    unknown: int = 0
+    bound: float = 0.0
+
+
+class _Found(NamedTuple):
+    """least: the lowest memory that a candidate needs. left: the candidates that were not simulated."""
+
+    steps: list[Step]
+    least: float
+    simulated: int
+    left: list[_Candidate]
 
 
 class _Candidate(NamedTuple):
@@ -76,11 +92,18 @@ class _Candidate(NamedTuple):
     schedule: str
     num_microbatches: int
 
+    @property
+    def num_actions(self) -> int:
+        """Of its simulations, roughly: see step.py."""
+        ranks = self.run.mesh.pipeline
+        return 3 * ranks * min(self.num_microbatches, 9 * ranks)
+
 
 def search(question: Question, progress: Progress | None = None) -> Answer:
     """The question's answer. Raises ConfigError where no mesh can run the batch at all."""
     choices = [False, True] if question.recompute is None else [question.recompute]
     steps: list[Step] = []
+    left: list[_Candidate] = []
     tried = simulated = 0
     least = math.inf
     for recompute in choices:
@@ -89,18 +112,24 @@ def search(question: Question, progress: Progress | None = None) -> Answer:
         candidates = sorted(_candidates(question, recompute), key=lambda each: each[:2])
         if not candidates:
             raise ConfigError(_no_mesh(question))
-        found, lowest, number = _simulated(question, candidates, progress)
-        steps = sorted([*steps, *found], key=lambda each: each.time)[: question.top]
-        tried, simulated, least = tried + len(candidates), simulated + number, min(least, lowest)
-    return Answer(question, steps, tried, simulated, "" if steps else _too_little(question, least))
+        found = _simulated(question, candidates, progress)
+        steps = sorted([*steps, *found.steps], key=lambda each: each.time)[: question.top]
+        tried, simulated, least = (
+            tried + len(candidates),
+            simulated + found.simulated,
+            min(least, found.least),
+        )
+        left += found.left
+    why = "" if steps else _left_out(left) if left else _too_little(question, least)
+    bound = min((each.bound for each in left), default=0.0)
+    return Answer(question, steps, tried, simulated, why, len(left), bound)
 
 
-def _simulated(
-    question: Question, candidates: list[_Candidate], progress: Progress | None
-) -> tuple[list[Step], float, int]:
-    """(the best steps that fit, the least memory that any candidate needs, how many were simulated)."""
+def _simulated(question: Question, candidates: list[_Candidate], progress: Progress | None) -> _Found:
+    """The best steps that fit, of candidates that are sorted by their bounds."""
     best: list[tuple[float, int, _Candidate]] = []
-    limit, least, simulated = question.hardware.gpu.memory_bytes, math.inf, 0
+    left: list[_Candidate] = []
+    limit, least, simulated, actions = question.hardware.gpu.memory_bytes, math.inf, 0, 0
     for number, each in enumerate(candidates):
         if len(best) == question.top and each.bound >= best[-1][0]:
             break
@@ -110,7 +139,13 @@ def _simulated(
         least = min(least, lowest)
         if lowest > limit:
             continue
+        if actions > _MOST_SIMULATED:
+            left.append(each)
+            continue
         try:
+            if _held_memory(each) > limit:
+                continue
+            actions += each.num_actions
             time, memory = time_and_memory(each.run, each.schedule, each.num_microbatches)
         except (PlanError, ValueError):
             continue  # a number of microbatches, or of stages, that this schedule can't run
@@ -118,7 +153,7 @@ def _simulated(
         if memory <= limit:
             best = sorted([*best, (time, each.order, each)])[: question.top]
     steps = [predicted_step(each.run, each.schedule, each.num_microbatches) for _, _, each in best]
-    return steps, least, simulated
+    return _Found(steps, least, simulated, left)
 
 
 def _candidates(question: Question, recompute: bool) -> Iterator[_Candidate]:
@@ -174,8 +209,25 @@ def _least_memory(run: Run) -> float:
     parameters = [count * layer.parameters for count in counts]
     parameters[0] += first.parameters
     parameters[-1] += last.parameters
-    one = 0.0 if run.recompute else min(counts) * layer.saved
+    one = min(counts) * _kept(run, layer.saved)
     return max(static_bytes(run, each) for each in parameters) + one
+
+
+def _kept(run: Run, saved: float) -> float:
+    """What a layer keeps of a microbatch; under recompute at least nothing."""
+    return 0.0 if run.recompute else saved
+
+
+def _held_memory(candidate: _Candidate) -> float:
+    """Weights, gradients and states of the lightest rank, and what microbatches hold at the schedule's peak.
+
+    No candidate needs less. Raises PlanError or ValueError for a schedule that can't run it.
+    """
+    run = candidate.run
+    stages, held = most_in_flight(candidate.schedule, run.mesh.pipeline, candidate.num_microbatches)
+    _, layer, _ = parts_of(run)
+    lightest = min(counts_of(run, run.mesh.pipeline)) * layer.parameters
+    return static_bytes(run, lightest) + held * min(counts_of(run, stages)) * _kept(run, layer.saved)
 
 
 def _no_mesh(question: Question) -> str:
@@ -193,6 +245,13 @@ def _no_mesh(question: Question) -> str:
 
 def _fitting(batch: int, gpus: int) -> int:
     return -(-batch // gpus) * gpus
+
+
+def _left_out(left: list[_Candidate]) -> str:
+    return (
+        f"nothing that was simulated fits, and {len(left):,} ways were not simulated: name schedules, or fix "
+        "degrees, such as --degrees pipeline=16,tensor=8"
+    )
 
 
 def _too_little(question: Question, least: float) -> str:

@@ -6,6 +6,8 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from zbpp.cluster.layer_work import model_flops
 from zbpp.cluster.mesh import Mesh
 from zbpp.cluster.stage_costs import Run, StageWork, costs_of
@@ -66,6 +68,24 @@ def _planned(schedule: str, num_ranks: int, num_microbatches: int) -> Timetable:
     return plan(schedule, num_ranks, num_microbatches)
 
 
+@lru_cache(maxsize=4096)
+def most_in_flight(schedule: str, num_ranks: int, num_microbatches: int) -> tuple[int, int]:
+    """(the number of stages, how many microbatches of its stages a rank holds between F and B at the most).
+
+    Costs don't change it: a rank's order is given. Raises PlanError as `time_and_memory` does.
+    """
+    timetable = _planned(schedule, num_ranks, _simulated_counts(schedule, num_ranks, num_microbatches)[0])
+    changes = [(row.ops == Op.F).astype(int) - np.isin(row.ops, (Op.B, Op.BW)) for row in timetable.rows]
+    return timetable.num_stages, max(int(np.cumsum(each).max()) for each in changes)
+
+
+def _simulated_counts(schedule: str, num_ranks: int, num_microbatches: int) -> list[int]:
+    """With how many microbatches a step of so many is simulated: see `_Timed`."""
+    if num_microbatches > 6 * num_ranks and schedule not in _EVERY_MICROBATCH_HELD:
+        return [4 * num_ranks, 5 * num_ranks]
+    return [num_microbatches]
+
+
 def time_and_memory(run: Run, schedule: str, num_microbatches: int) -> tuple[float, float]:
     """The time of a step and the memory, as in a Step; the time is infinite where memory is too small.
 
@@ -121,11 +141,9 @@ class _Timed:
 
     def __init__(self, schedule: str, ranks: int, num_microbatches: int) -> None:
         self._num, self._ranks = num_microbatches, ranks
-        counts = [num_microbatches]
-        if num_microbatches > 6 * ranks and schedule not in _EVERY_MICROBATCH_HELD:
-            counts = [4 * ranks, 5 * ranks]
-            if num_microbatches % ranks:  # raises PlanError for a schedule that refuses it
-                _planned(schedule, ranks, 2 * ranks + num_microbatches % ranks)
+        counts = _simulated_counts(schedule, ranks, num_microbatches)
+        if len(counts) > 1 and num_microbatches % ranks:  # raises PlanError for a schedule that refuses it
+            _planned(schedule, ranks, 2 * ranks + num_microbatches % ranks)
         self._timetables = [_planned(schedule, ranks, count) for count in counts]
         self.rank_of = tuple(self._timetables[0].rank_of)
 

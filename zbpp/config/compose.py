@@ -6,6 +6,7 @@ A YAML file under configs/ is one choice. What Hydra or OmegaConf says of a mist
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -121,8 +122,19 @@ def typed(config: DictConfig) -> Any:
     except Exception as error:  # OmegaConf wraps what __post_init__ raises in types of its own
         key, text = getattr(error, "full_key", None), str(error).partition("\n")[0]
         if isinstance(error, InterpolationKeyError):
+            if missing := _missing_module(config):
+                raise ConfigError(missing) from error
             text += _remedy(str(key), text)
         raise ConfigError(f"{key}: {text}" if key else text) from error
+
+
+def _missing_module(config: DictConfig) -> str:
+    """Says so if the model's class is in no module that exists: its keys are missing for that reason."""
+    target = OmegaConf.select(config, "model._target_", default=None)
+    first = target.partition(".")[0] if isinstance(target, str) else ""
+    if not first or first in sys.modules or importlib.util.find_spec(first) is not None:
+        return ""
+    return f"model._target_={target}: there is no module {first}"
 
 
 def _remedy(key: str, text: str) -> str:

@@ -46,7 +46,7 @@ def foreign_files_checked(name: str, own: Path, arguments: Sequence[str]) -> Ite
     class Loader(ConfigLoaderImpl):
         def load_configuration(self, *args: Any, **kwargs: Any) -> DictConfig:
             found = super().load_configuration(*args, **kwargs)
-            _check_hydra(found, _own_hydra(name, own, arguments))
+            _check_hydra(found, _own_hydra(name, own, arguments), _hint(name, arguments))
             return found
 
     maker: Any = import_module("hydra._internal.hydra")  # hydra.main takes no loader
@@ -83,11 +83,18 @@ def _compared(config: DictConfig) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key not in _WRITTEN} | job
 
 
-def _check_hydra(config: DictConfig, own: dict[str, Any]) -> None:
+def _hint(name: str, arguments: Sequence[str]) -> str:
+    """For a file that takes the place of configs/NAME.yaml."""
+    if not any(each.partition("=")[0] in ("--config-name", "-cn") for each in arguments):
+        return ""
+    return f". A file that --config-name names needs the line `defaults: [{name}, _self_]`"
+
+
+def _check_hydra(config: DictConfig, own: dict[str, Any], hint: str) -> None:
     found = _compared(config)
     for key in sorted(found.keys() | own.keys()):
         if key != "searchpath" and found.get(key) != own.get(key):
             raise ConfigError(
                 f"a config file sets hydra.{key}, which can run code: leave it out of the file and write it "
-                "in the command, or trust_code=true if you trust all of the config"
+                f"in the command, or trust_code=true if you trust all of the config{hint}"
             )

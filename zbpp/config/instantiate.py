@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -50,7 +51,16 @@ def instantiate_node(part: str, node: Mapping[str, Any], **extra: Any) -> Any:
         message = _missing_name(target)
         if isinstance(error, AttributeError) and not message:
             raise  # a bug in the class's own code: its traceback says where
-        raise ConfigError(f"{part} ({target}): {message or ' '.join(str(error).split())}") from error
+        message = message or " ".join(str(error).split()) + _passed_on(error, extra)
+        raise ConfigError(f"{part} ({target}): {message}") from error
+
+
+def _passed_on(error: Exception, extra: Mapping[str, Any]) -> str:
+    """Where an argument came from that a class inside the target does not take."""
+    refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    if refused is None or refused[1] not in extra:
+        return ""
+    return f": zbpp gives {refused[1]} to what names it or has **kwargs; name it, or pass on the others only"
 
 
 def _made(part: str, value: Any) -> Any:

@@ -32,6 +32,7 @@ from zbpp.runtime.call_order import CallOrder
 from zbpp.runtime.executor import BeginAgain, Executor, StageMethod
 from zbpp.runtime.feed import Call
 from zbpp.runtime.gradient_release import GradientRelease
+from zbpp.runtime.graphs import RELEASED, VALIDATED, GraphMaker, RankActions, StepGraphs, step_graphs
 from zbpp.runtime.measure import Recorder
 from zbpp.runtime.microbatch import Cutter
 from zbpp.runtime.named_losses import NamedLosses
@@ -85,6 +86,13 @@ class Engine:
         self._buffers = Buffers(parts.modules)
         self._before: GradientsBefore | None = None  # the gradients of the step that runs
         self._inputs = InPlaceChanges(())
+        self.graphs: StepGraphs | None = None
+
+    def use_graphs(self, mode: str, maker: GraphMaker | None = None) -> None:
+        """From the next step on, capture and replay steps; see zbpp/runtime/graphs. maker: None: CUDA's."""
+        executor, parts = self._executors["step"], self._parts
+        rank = RankActions(executor.program, parts.workers, METHODS["step"], parts.timetable.num_stages)
+        self.graphs = step_graphs(mode, rank, parts.modules, executor, maker)
 
     def release_gradients(self, release: GradientRelease | None) -> None:
         """From the next step on, let `release` have the gradients; None: they stay.
@@ -98,6 +106,8 @@ class Engine:
             )
         if release is not None and self.posts is not None:
             raise ValueError(_RELEASED)
+        if release is not None and self.graphs is not None:
+            raise ValueError(RELEASED)
         self._gradient_release = self._reductions.gradient_release = release
         for stage, worker in self._workers.items():
             worker.release_leaves(None if release is None else partial(release.leaf_done, stage))
@@ -116,6 +126,8 @@ class Engine:
         """Why no step can have a gate, or nothing."""
         if self._gradient_release is not None:
             return _RELEASED
+        if self.graphs is not None:
+            return VALIDATED
         if self._weights_on_host is not None:
             return (
                 "post-validation doesn't go with offloaded weights, whose copies on the device it would not "
@@ -264,6 +276,7 @@ class Engine:
             if self._order_of_copies is not None:
                 self._order_of_copies.begin(kind or name, cutter.rows, self._hash_of_trained(), self.loaded)
             release = self._gradient_release if name == "step" else None
+            graphs = self.graphs if name == "step" and settle is None else None
             if name in TRAINING and settle is None:
                 self._before = GradientsBefore(self._trained())
             if release is not None:
@@ -271,7 +284,9 @@ class Engine:
             if self._weights_on_host is not None:
                 self._weights_on_host.begin(waits=kind == "find_non_finite")
             with nullcontext() if name in TRAINING else self._reductions.evaluating():
-                if settle is None:
+                if graphs is not None:
+                    graphs.run(call, seeds, recorder)
+                elif settle is None:
                     executor.run(recorder)
                 else:
                     cutter = self._run_with_gate(executor, seeds, recorder, settle) or cutter
@@ -372,4 +387,6 @@ class Engine:
         if self.posts is not None:
             with suppress(RuntimeError):  # the store may be gone, too
                 self.posts.give_up(why)
+        if self.graphs is not None:
+            self.graphs.close()
         self._parts.close()

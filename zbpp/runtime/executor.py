@@ -119,6 +119,7 @@ class Executor:
         self._make_gate = gate
         self._is_valid: Callable[[], bool] = _is_always_valid
         self._is_named = False
+        self._replaced: Mapping[Action, Callable[[Message], Any]] = {}
         self.resolve(program)
 
     def resolve(self, program: Program) -> None:
@@ -128,6 +129,33 @@ class Executor:
         self._leaving = {value for value in leaving if value.name == SavedOffload.name}
         self._plain = self._resolution()
         self._gate, self._gated = Gate(0, {}, ()), _Resolution([], [])  # made when they are needed first
+
+    def replace_actions(
+        self, functions: Mapping[Action, Callable[[Message], Any]], pools: Mapping[int, BufferPool]
+    ) -> None:
+        """From now on run these functions in the place of actions; {}: the actions again.
+
+        pools: by sender, where messages are received; without one, in the executor's own pool. Not to be
+        called during a run.
+        """
+        self._replaced = functions
+        for peer, inbox in self._inboxes.items():
+            inbox.pool = pools.get(peer, self._pool)
+        self.resolve(self._program)
+
+    @property
+    def program(self) -> Program:
+        """What `run` runs."""
+        return self._program
+
+    @property
+    def device(self) -> torch.device:
+        """Where messages are."""
+        return self._pool.device
+
+    def note_captured(self) -> None:
+        """Note that the program runs as one graph: where it stands inside can't be known."""
+        self._flight.begin_captured()
 
     def name_actions(self, is_named: bool) -> None:
         """From now on, let torch's profiler see each instruction by its text (`2F5`), or no longer."""
@@ -267,9 +295,11 @@ class Executor:
                 takes = [self._slots[value] for value in _taken(instruction)]
                 made = produces(instruction, self._num_stages)
                 gives = [self._slots[value] for value in made if value in self._slots]
+                function: Callable[[Message], Any]
                 function = partial(self._methods[op], self._workers[stage], microbatch)
                 if any(value in self._leaving for value in made):
                     function = partial(self._saved(stage).forward, microbatch)
+                function = self._replaced.get(instruction, function)
                 return _Resolved(function, *(takes or [_EMPTY_SLOT]), *(gives or [_UNREAD_SLOT]))
             case Recv(value, peer):
                 return _Resolved(_without_message(self._inboxes[peer].receive), gives=self._slots[value])

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 from zbpp.schedule import Action, Recv, Release
 from zbpp.schedule.lower import Instruction
 
+CAPTURED = ("the captured program",)
+"""The instructions of a pass that runs as one CUDA graph."""
 _SILENT = 3.0  # s without a word, after which a process is said to be silent; it speaks once a second
 _WHY_SILENT = {
     "": "stopped, dead, or in code that holds Python's lock",
@@ -107,7 +109,7 @@ class FlightRecorder:
         self.rank, self.process, self.pipeline = rank, process, pipeline
         self.number, self.call, self.gave_up, self.num_steps = 0, "", False, 0
         self._since = time.monotonic()
-        self._passes: list[tuple[int, str, Sequence[Instruction | None], list[float]]] = []
+        self._passes: list[tuple[int, str, Sequence[Instruction | str | None], list[float]]] = []
 
     def enter(self, call: str) -> None:
         """A call begins."""
@@ -126,13 +128,17 @@ class FlightRecorder:
         self._passes = [*self._passes[-1:], (self.number, self.call, instructions, times)]
         return times.append
 
+    def begin_captured(self) -> None:
+        """A pass begins whose instructions can't be told apart: they run as one graph."""
+        self._passes = [*self._passes[-1:], (self.number, self.call, CAPTURED, [time.monotonic()])]
+
     def standing(self) -> Standing:
         """Where the rank is now; may be called by another thread."""
         now = time.time()
         at = now - time.monotonic()
         call, number, since = self.call, self.number, self._since
         position, actions, count = 0, 0, 0
-        instruction: Instruction | None = None
+        instruction: Instruction | str | None = None
         for its_number, its_call, instructions, times in self._passes[-1:]:
             if (its_number, its_call) == (number, call) and times:
                 done = len(times) - 1

@@ -186,6 +186,7 @@ class Watcher:
         self._called: list[str] = []  # names of the modules in the order in which they returned in this F
         self._inputs: list[list[Node]] = []  # of the modules that run: the nodes that made their inputs
         self._origins = {stage: GradientOrigins(kind_of) for stage in stages}
+        self._unconfirmed: list[Callable[[], None]] = []
         self._bad: set[int] = set()  # ids of the parameters whose gradient was seen
         self._orders: dict[int, list[str]] = {}  # stage -> its `_called`
 
@@ -253,10 +254,14 @@ class Watcher:
         bad = self._bad_gradients(worker.module)
         name, value = self._first_in_backward(stage, bad) if bad else ("", kind_of(result))
         origin = self._origins[stage].taken()
-        if origin is not None and value:
+        if origin is not None:
             shown = f", and the gradient of {name} shows it first" if bad else ""
             made = f"{origin.operation}: the gradient that came to it is finite{shown}"
-            note(origin.value, "backward", name=origin.owner, note=made)
+            told = partial(note, origin.value, "backward", name=origin.owner, note=made)
+            if value:
+                told()
+            else:  # masked since, or in the gradients of shards, which are seen at the end
+                self._unconfirmed.append(told)
         elif bad:
             others = f"and of {len(bad) - 1} other parameters" if len(bad) > 1 else ""
             note(value, "gradient", name=name, note=others)
@@ -282,6 +287,8 @@ class Watcher:
         """Look at the gradients when all reductions have ended."""
         for stage, module in self._stages.items():
             for name, value in self._bad_gradients(module):
+                while self._unconfirmed:
+                    self._unconfirmed.pop(0)()
                 found = NonFinite(
                     value=value, kind="reduced gradient", stage=stage, name=name, data_part=self._data_part
                 )

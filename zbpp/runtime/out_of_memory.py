@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+SECONDS = 15.0  # that a rank which is out of memory may take to say what would fit; the others wait for it
 _OF_CPU = "DefaultCPUAllocator"  # torch raises a plain RuntimeError on the CPU
 
 

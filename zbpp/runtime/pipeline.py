@@ -35,9 +35,10 @@ from zbpp.runtime.checks import agree_on_stages, check_ranks_agree
 from zbpp.runtime.engine import Engine
 from zbpp.runtime.feed import Call
 from zbpp.runtime.fully_shard import Reshard
+from zbpp.runtime.graphs import check_graphs
 from zbpp.runtime.groups import group_of_this_process, set_timeout
 from zbpp.runtime.measure import Recorder
-from zbpp.runtime.mesh import TENSOR, Place
+from zbpp.runtime.mesh import SHARD, TENSOR, Place
 from zbpp.runtime.named_losses import NamedLosses, summed
 from zbpp.runtime.offloader import check_one_offload, offload_maker
 from zbpp.runtime.one_call import OneCall
@@ -82,6 +83,8 @@ class Pipeline(PipelineChecks, PipelineNonFinite, PipelineTimeline):
     are the same to the last bit. Without costs of its own it decides after the second step.
     check_messages: whether messages between ranks carry checksums; a message that has changed on its way
     raises CommunicationError. See pipeline_checks for the other checks.
+    cuda_graphs: "actions" captures each F, B and W as a CUDA graph and replays it; "program" the whole step;
+    "none". Results are the same to the last bit; see docs/compiled.md.
     seed: of the random numbers drawn in forward. timeout: seconds that a wait for another rank may last.
     dynamic_shapes: whether messages between stages may differ from microbatch to microbatch (shapes, dtypes,
     which tensors there are); each message then says its layout, and takes one more latency.
@@ -120,6 +123,7 @@ class Pipeline(PipelineChecks, PipelineNonFinite, PipelineTimeline):
         mp_policy: Any = None,
         offload: ActivationOffload | None = None,
         check_messages: bool = False,
+        cuda_graphs: str = "none",
     ) -> None:
         given = Place(mesh, group)
         for each in given.mesh_groups():
@@ -129,7 +133,7 @@ class Pipeline(PipelineChecks, PipelineNonFinite, PipelineTimeline):
         self.rank = rank_in(given.pipeline, timetable)
         self.seed, self.loss_scale = seed, 1.0
         self._timeout, self._dynamic_shapes, self._reshard = timeout, dynamic_shapes, reshard
-        self._offload, self._check_messages = offload, check_messages
+        self._offload, self._check_messages, self._cuda_graphs = offload, check_messages, cuda_graphs
         self.check_counts = CheckCounts()
         # One rank of a larger job needs a group, too, for what is collective; this pipeline closes it.
         is_alone = timetable.num_ranks == 1 and given.pipeline is None
@@ -171,8 +175,18 @@ class Pipeline(PipelineChecks, PipelineNonFinite, PipelineTimeline):
             check_messages=check_messages,
             counts=self.check_counts,
         )
+        check_graphs(
+            cuda_graphs,
+            dynamic_shapes=dynamic_shapes,
+            check_messages=check_messages,
+            offloads=offload is not None or parts.weights_on_host is not None,
+            shards=SHARD in place.groups,
+            tensor=TENSOR in place.groups,
+            reduces=reductions.is_shared,
+        )
         copies = order_of_copies(place, key_of_all, self.rank, self.device)
         self._engine = Engine(parts, copies)
+        self._engine.use_graphs(cuda_graphs)
         self.step_losses, self.evaluation_losses = NamedLosses(), NamedLosses()
         self._compares_losses = TENSOR in place.groups  # in the first step
         self._recorder = Recorder(self.device)
@@ -332,6 +346,7 @@ class Pipeline(PipelineChecks, PipelineNonFinite, PipelineTimeline):
             reshard=self._reshard,
             offload=self._offload,
             check_messages=self._check_messages,
+            cuda_graphs=self._cuda_graphs,
         )
         following.num_steps, following.loss_scale = self.num_steps, self.loss_scale
         vars(following.check_counts).update(vars(self.check_counts))

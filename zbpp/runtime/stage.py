@@ -38,6 +38,7 @@ from zbpp.runtime.feed import NO_FEED, Feed
 from zbpp.runtime.layout import Message, describe, layout_of
 from zbpp.runtime.named_losses import checked_losses
 from zbpp.runtime.out_of_memory import is_out_of_memory
+from zbpp.runtime.untouched_gradients import called
 
 Loss = Callable[..., Tensor | Mapping[str, Tensor]]
 LeafDone = Callable[[int], Callable[[Tensor], None] | None]  # of a microbatch
@@ -87,11 +88,14 @@ class StageWorker:
         self._around_w, self._run_w = around_w, run_w
         self._leaf_done: LeafDone | None = None
         self.index, self.module, self._device = index, module, device or torch.device("cpu")
+        self._called: Callable[..., Any] = module
+        self._is_trained = False  # whether a step has ended
         self._is_last, self.loss_fn = is_last, loss_fn
         self._feed, self._has_fitted = NO_FEED, False  # whether a call has passed here
+        self.seed_generator = _seed_generator  # a captured F is seeded from outside instead
         self._saved: dict[int, _Saved] = {}  # microbatch -> what its B needs
         self._deferred: dict[int, WeightGrads] = {}  # microbatch -> what its W needs
-        self._loss_grads: dict[Any, Tensor] = {}  # the gradient of every loss, by kind of tensor
+        self.loss_grads: dict[Any, Tensor] = {}  # the gradient of every loss, by its kind
         self.losses: list[Tensor] = []
         self.named: dict[str, list[Tensor]] = {}
 
@@ -104,6 +108,8 @@ class StageWorker:
         if feed.targets is None and self._is_last and self.loss_fn is not None and feed.observe is None:
             raise ValueError("the last stage needs target=...: there is a loss_fn")
         self._feed = feed
+        is_first = torch.is_grad_enabled() and not self._is_trained
+        self._called = called(self.index, self.module, is_first=is_first, num_microbatches=len(feed.kwargs))
 
     def abandon(self) -> None:
         """Drop the inputs, outputs and saved tensors of a call that failed."""
@@ -118,13 +124,14 @@ class StageWorker:
         left += [f"deferred({self.index},{microbatch})" for microbatch in self._deferred]
         if left:
             raise RuntimeError(f"a call ended with work left over: {', '.join(left)}")
+        self._is_trained = self._is_trained or torch.is_grad_enabled()
         self._has_fitted = True
         return losses
 
     def _take_losses(self) -> StageLosses:
         """Return the call's losses; drop them, the batch and the gradient of losses."""
         taken = StageLosses(self.losses, self.named)
-        self._feed, self._loss_grads, self.losses, self.named = NO_FEED, {}, [], {}
+        self._feed, self.loss_grads, self.losses, self.named = NO_FEED, {}, [], {}
         return taken
 
     def forward(self, microbatch: int, message: Message) -> Message:
@@ -229,6 +236,19 @@ class StageWorker:
                 error.add_note(f"the weight is {', '.join(names)} of stage {self.index}")
             raise
 
+    @property
+    def loss_grad(self) -> float:
+        """The gradient of each microbatch's loss in this call."""
+        return self._feed.loss_grad
+
+    def seed_of(self, microbatch: int) -> int:
+        """The seed of what an F draws in this call."""
+        return self._feed.seeds[microbatch]
+
+    def seed(self, microbatch: int) -> None:
+        """Seed the generators for an F that does not do so itself."""
+        _seed_generator(self._device, self._feed.seeds[microbatch])
+
     def deferred(self, microbatch: int) -> WeightGrads:
         """What B of a microbatch has left for W; an empty one if B has left nothing."""
         return self._deferred.get(microbatch) or WeightGrads([])
@@ -253,9 +273,9 @@ class StageWorker:
         return (self._loss(microbatch, output),) if self._is_last else checked_outputs(self.index, output)
 
     def _run_module(self, microbatch: int, inputs: tuple[Any, ...]) -> Any:
-        _seed_generator(self._device, self._feed.seeds[microbatch])
+        self.seed_generator(self._device, self._feed.seeds[microbatch])
         try:
-            return self.module(*inputs, **self._feed.kwargs[microbatch])
+            return self._called(*inputs, **self._feed.kwargs[microbatch])
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             self._explain(microbatch, inputs, error)
             raise
@@ -300,9 +320,9 @@ class StageWorker:
     def _gradient_of(self, loss: Tensor) -> Tensor:
         """The gradient that B starts from at a microbatch's loss, or at an auxiliary loss of it."""
         kind = type(loss), loss.dtype, loss.device
-        if kind not in self._loss_grads:
-            self._loss_grads[kind] = torch.full_like(loss, self._feed.loss_grad, requires_grad=False)
-        return self._loss_grads[kind]
+        if kind not in self.loss_grads:
+            self.loss_grads[kind] = torch.full_like(loss, self._feed.loss_grad, requires_grad=False)
+        return self.loss_grads[kind]
 
     def _keep_loss(self, loss: Tensor) -> None:
         # A copy: the storage of mse_loss's scalar is as large as the whole output.

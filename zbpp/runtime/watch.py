@@ -31,6 +31,7 @@ import torch.distributed as dist
 from zbpp.runtime.flight_recorder import FlightRecorder, Standing, behind
 from zbpp.runtime.groups import Store
 from zbpp.runtime.other_ranks import OtherRanks
+from zbpp.runtime.out_of_memory import SECONDS, tells_of_memory
 
 _INTERVAL = 1.0  # s
 _PATIENCE = 5.0  # s that a failed rank waits for its thread
@@ -252,7 +253,8 @@ def _end_unless_noticed(shared: _Shared) -> None:
 
     The rank that ended the job is the one that torchrun hears of first.
     """
-    end = time.monotonic() + _GRACE
+    # A rank that is out of memory lives on for a while, to say what would fit.
+    end = time.monotonic() + _GRACE + (SECONDS if tells_of_memory(shared.others.reason) else 0)
     while not shared.is_over and not shared.has_failed and time.monotonic() < end:
         time.sleep(0.05)
     if shared.is_over or shared.has_failed:
@@ -292,7 +294,8 @@ def _stack_of(error: BaseException) -> list[str]:
     first = error
     while first.__cause__ is not None:
         first = first.__cause__
-    return [*traceback.format_tb(first.__traceback__), *traceback.format_exception_only(error)]
+    text = "".join(traceback.format_exception_only(error))  # with the notes, on lines of their own
+    return [*traceback.format_tb(first.__traceback__), text]
 
 
 def _write(shared: _Shared) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from zbpp.runtime import Pipeline
-from zbpp.runtime.mesh import SHARD
 from zbpp.training.master_weights import MasterWeights
 
 
@@ -21,12 +20,9 @@ class KnownParameters:
         self._optimizer, self._masters = optimizer, masters
         # The parameters themselves: an id alone may be that of a later parameter.
         self._known = {id(each): each for each in pipeline.parameters() if each.requires_grad}
-        self._is_sharded = SHARD in pipeline.place.groups  # fully_shard exchanges whole parameters and parts
 
     def check(self, pipeline: Pipeline) -> None:
         """Raise RuntimeError for a trainable parameter that the optimizer does not have."""
-        if self._is_sharded:
-            return
         for name, parameter in pipeline.named_parameters():
             if not parameter.requires_grad or id(parameter) in self._known:
                 continue

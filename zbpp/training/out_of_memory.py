@@ -8,7 +8,6 @@ import torch
 
 from zbpp.runtime.measure import peak_memory_bytes
 
-SECONDS = 15.0  # that a rank which is out of memory may take to say what would fit; the others wait for it
 _ACTION = re.compile(r"in (\d+(?:F|BW|B|W)\d+) ")  # a note of the Executor
 _UPDATE = "the update"
 

@@ -51,15 +51,16 @@ def check_room(
     trainer: Trainer,
     *,
     weights_on_host: bool = False,
-    free: Callable[[torch.device], int | None] = free_bytes,
+    free: Callable[[torch.device], int | None] | None = None,
 ) -> None:
     """Raise DeviceError on every rank, with a line for each, if gradients and states can't fit. Collective.
 
-    weights_on_host: then gradients and states are there, too, and nothing is checked.
+    weights_on_host: then gradients and states are there, too, and nothing is checked. free: what a device has
+    free; None: `free_bytes`.
     """
     if weights_on_host:
         return
-    rooms = trainer.pipeline.place.gather(_room(trainer, free))
+    rooms = trainer.pipeline.place.gather(_room(trainer, free or free_bytes))
     if any(room.missing for room in rooms):
         raise DeviceError(_report(rooms))
 

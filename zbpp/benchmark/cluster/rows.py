@@ -53,14 +53,15 @@ class Journal:
 def rows_in(folder: Path) -> list[Row]:
     """The rows of all journals, each once, in the order of the first journal that has it.
 
-    A row without an end is FAILED: its processes ended while it ran.
+    A row without an end is FAILED: its processes ended while it ran; the row after it says that the rest
+    did not run.
     """
     found: dict[tuple[str, str], Row | None] = {}
     for path in sorted(folder.glob("rows-*.jsonl")):
         for key, row in _entries(path.read_text().splitlines()):
             if found.get(key) is None:
                 found[key] = row
-    return [row or _lost(*key) for key, row in found.items()]
+    return [each for key, row in found.items() for each in ([row] if row is not None else _lost(*key))]
 
 
 def _entries(lines: Iterable[str]) -> Iterable[tuple[tuple[str, str], Row | None]]:
@@ -77,5 +78,8 @@ def _entries(lines: Iterable[str]) -> Iterable[tuple[tuple[str, str], Row | None
             yield (part, name), None
 
 
-def _lost(part: str, name: str) -> Row:
-    return Row(part, name, FAILED, f"the processes ended while this ran: see {part}.log", {})
+def _lost(part: str, name: str) -> list[Row]:
+    return [
+        Row(part, name, FAILED, f"the processes ended while this ran: see {part}.log", {}),
+        Row(part, "(the rest)", NOT_RUN, f"what comes after {name}", {}),
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from zbpp.config.tree import graphs
 from zbpp.config.tree.commands import COMPILE, PRECISIONS, RunConfig
 from zbpp.config.tree.debug import REPLAY, DebugConfig
 from zbpp.config.tree.finetune import FinetuneConfig
@@ -46,6 +47,7 @@ class TrainConfig(RunConfig):
     steps: int = ranged(100, least=1)
     num_microbatches: int | None = ranged(None, least=1)  # null: as many as schedule.timetable has, or 8
     compile: str = one_of(*COMPILE)  # F, B, W of: no stage, each stage as a whole, each layer
+    cuda_graphs: str = one_of(*graphs.MODES)  # captured and replayed: nothing, each action, the whole step
     evaluate_every: int = ranged(50)  # steps; 0: never
     evaluation_batches: int = ranged(2, least=1)
     # A step whose loss or gradients are NaN or infinite: no update; the run stops; an update all the same.
@@ -66,6 +68,7 @@ class TrainConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_early_stop()
+        graphs.check_graphs(self)
         if self.profile is not None:
             self.profiled_steps  # noqa: B018  # refuses what is no START:STOP
         if self.optimizer.kahan_sum and self.precision != "bfloat16":
@@ -238,7 +241,8 @@ class TrainConfig(RunConfig):
     @property
     def not_predicted(self) -> list[str]:
         """The switches that are on and whose change of memory `zbpp memory` does not know, as `key=value`."""
-        return [] if self.compile == "none" else [f"compile={self.compile}"]
+        switches = {"compile": self.compile, "cuda_graphs": self.cuda_graphs}
+        return [f"{key}={value}" for key, value in switches.items() if value != "none"]
 
     @property
     def batch_size(self) -> int:

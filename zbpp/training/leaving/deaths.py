@@ -24,11 +24,10 @@ import torch.distributed as dist
 from zbpp.error_text import error_text
 from zbpp.rank_death import RankDeath
 from zbpp.runtime.groups import job_store
-from zbpp.runtime.out_of_memory import tells_of_memory
+from zbpp.runtime.out_of_memory import SECONDS, tells_of_memory
 from zbpp.runtime.roster import gone, roster
 from zbpp.runtime.world import CommunicationError
 from zbpp.training.leaving.signals import LeaveOnSignal
-from zbpp.training.out_of_memory import SECONDS
 
 if TYPE_CHECKING:
     from zbpp.training.trainer import Trainer

@@ -1,0 +1,147 @@
+"""Part graphs: steps that are replayed by CUDA graphs, beside eager ones. NOT RUN ON A GPU YET."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from statistics import mean, median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zbpp.benchmark.gpu.rows import Row
+from zbpp.benchmark.gpu.settings import Settings
+from zbpp.models.llama import Llama
+from zbpp.planning import plan
+from zbpp.runtime import Pipeline
+from zbpp.runtime.measure import Recorder
+
+_NUM_MICROBATCHES, _NUM_LAYERS, _ROWS = 8, 4, 1
+_NUM_STEPS = 6  # the third one is captured
+
+
+class _Run(NamedTuple):
+    """losses: of all steps. gradients: of the last step. why: why no step was replayed, or nothing."""
+
+    losses: Tensor
+    gradients: list[Tensor]
+    host_us: float  # of an action; nan where a replay has no actions
+    host_ms: float  # until step() returns
+    step_ms: float  # until the device has done the step
+    peak_bytes: float
+    num_allocations: int  # of device memory in a step
+    why: str
+
+
+def rows(settings: Settings) -> Iterator[Row]:
+    """Host time of an action and of a step, and whether losses and gradients are equal."""
+    hidden = 32 if settings.is_small else 1024
+    yield Row(
+        f"{_NUM_LAYERS} Llama layers of hidden {hidden}, {_NUM_MICROBATCHES} microbatches of {_ROWS} row"
+    )
+    for schedule in ("zb_h1", "zb_v"):
+        eager = _run("none", schedule, hidden, settings)
+        found = {"eager": eager}
+        for mode in ("actions", "program"):
+            if settings.left < 10:
+                yield Row(f"{mode} under {schedule}: no time left")
+                continue
+            captured = _run(mode, schedule, hidden, settings)
+            if captured.why:
+                yield Row(f"{mode} under {schedule}: eager, since {captured.why}")
+                continue
+            found[mode] = captured
+            yield from _compared(mode, schedule, captured, eager)
+        yield from _figures(schedule, found)
+
+
+def _compared(mode: str, schedule: str, captured: _Run, eager: _Run) -> Iterator[Row]:
+    differ = int((captured.losses != eager.losses).sum())
+    yield Row(
+        f"losses under {mode} unlike eager's, {schedule}, of {len(eager.losses)}",
+        {"graphs": float(differ)},
+        ".0f",
+        mark="graphs_equal",
+    )
+    pairs = zip(captured.gradients, eager.gradients, strict=True)
+    unlike = sum(not torch.equal(one, other) for one, other in pairs)
+    yield Row(f"gradients unlike eager's, of {len(eager.gradients)}", {"graphs": float(unlike)}, ".0f")
+    if mode == "actions":
+        share = captured.host_us / eager.host_us
+        yield Row(f"host time per action, {schedule}, graphs / eager", {"graphs": share}, mark="graphs_host")
+
+
+def _figures(schedule: str, found: dict[str, _Run]) -> Iterator[Row]:
+    for what, form, values in (
+        ("host time per action, us", ".1f", {mode: each.host_us for mode, each in found.items()}),
+        ("step() returns after, ms", ".2f", {mode: each.host_ms for mode, each in found.items()}),
+        ("a step takes, ms", ".2f", {mode: each.step_ms for mode, each in found.items()}),
+        ("peak memory, MiB", ".0f", {mode: each.peak_bytes / 2**20 for mode, each in found.items()}),
+        ("allocations in a step", ".0f", {mode: float(each.num_allocations) for mode, each in found.items()}),
+    ):
+        yield Row(
+            f"{what}, {schedule}", {key: value for key, value in values.items() if value == value}, form
+        )
+
+
+def _run(mode: str, schedule: str, hidden: int, settings: Settings) -> _Run:
+    torch.manual_seed(0)
+    timetable = plan(schedule, 1, _NUM_MICROBATCHES)
+    length = 16 if settings.is_small else 512
+    model = Llama(
+        vocab_size=256,
+        num_layers=_NUM_LAYERS,
+        hidden_size=hidden,
+        num_heads=max(1, hidden // 64),
+        sequence_length=length,
+    )
+    stages = {
+        index: model.build_stage(index, timetable.num_stages).to(settings.torch_device, settings.dtype)
+        for index in range(timetable.num_stages)
+    }
+    shape = _NUM_MICROBATCHES * _ROWS, length + 1
+    tokens = torch.randint(256, shape, generator=torch.Generator().manual_seed(0))
+    x, target = (each.contiguous().to(settings.torch_device) for each in (tokens[:, :-1], tokens[:, 1:]))
+    if settings.is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    with Pipeline(stages, timetable, model.loss, cuda_graphs=mode) as pipeline:
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=1e-3)
+        losses: list[Tensor] = []
+        times: list[tuple[float, float]] = []
+        for _ in range(_NUM_STEPS):
+            optimizer.zero_grad()
+            settings.synchronize()
+            before, begin = _num_allocations(settings), time.perf_counter()
+            losses += pipeline.step(x, target=target)
+            returned, num_allocations = time.perf_counter(), _num_allocations(settings) - before
+            settings.synchronize()
+            times.append((returned - begin, time.perf_counter() - begin))
+            optimizer.step()
+        gradients = [each.grad.clone() for each in pipeline.parameters() if each.grad is not None]
+        why = "" if mode == "none" else _why_eager(pipeline)
+        host_us = float("nan") if mode == "program" else _host_us(pipeline, x, target, settings)
+    peak = float(torch.cuda.max_memory_allocated()) if settings.is_cuda else float("nan")
+    host_ms, step_ms = (1e3 * median(each) for each in zip(*times[3:], strict=True))
+    return _Run(torch.stack(losses), gradients, host_us, host_ms, step_ms, peak, num_allocations, why)
+
+
+def _why_eager(pipeline: Pipeline) -> str:
+    graphs = pipeline._engine.graphs
+    if graphs is None:
+        return "CUDA graphs need a GPU"
+    return graphs.stopped or ("" if graphs.num_replays else "its steps were not captured")
+
+
+def _host_us(pipeline: Pipeline, x: Tensor, target: Tensor, settings: Settings) -> float:
+    """The mean time of the host for an action, by the host's clock."""
+    recorder = Recorder(torch.device("cpu"))
+    settings.synchronize()
+    with pipeline.recording(recorder):
+        pipeline.step(x, target=target)
+    settings.synchronize()
+    return 1e3 * float(mean((recorder.times()[:, 1] - recorder.times()[:, 0]).tolist()))
+
+
+def _num_allocations(settings: Settings) -> int:
+    return int(torch.cuda.memory_stats()["allocation.all.allocated"]) if settings.is_cuda else 0

@@ -1,0 +1,281 @@
+"""When a step is eager, when it is captured, when it is replayed.
+
+call                                        done
+the first two of a layout, one by one       eager; the second one notes the layouts of messages and losses
+the next one                                captured, then replayed
+every later one of the same layout          replayed
+one of another layout                       eager; the third in a row is captured in place of the old graphs
+after a change of what the capture relies   eager, then captured anew
+on (relied_on.py)
+
+After so many captures (_MOST_CAPTURES) the last graphs stay, and all other calls are eager. A step that can't
+be captured makes all later ones eager, and one line says why.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from zbpp.runtime.executor import Executor
+from zbpp.runtime.feed import Call
+from zbpp.runtime.graphs.actions import ActionGraphs, RankActions, reason_of, watched
+from zbpp.runtime.graphs.call import StaticCall, layout_of_call
+from zbpp.runtime.graphs.cuda import CudaGraphs
+from zbpp.runtime.graphs.gradients import StaticGradients
+from zbpp.runtime.graphs.losses import StaticLosses
+from zbpp.runtime.graphs.maker import GraphMaker, NotCapturable
+from zbpp.runtime.graphs.program import ProgramGraph
+from zbpp.runtime.graphs.relied_on import HeldTensors, hooked, numbers, refuse_parameters, relied_on
+from zbpp.runtime.layout import Layout
+from zbpp.runtime.measure import Recorder
+from zbpp.runtime.microbatch import Cutter
+from zbpp.schedule import Value
+
+_log = logging.getLogger(__name__)
+
+_WARM_UP = 2  # eager calls before a capture
+_MOST_CAPTURES = 8
+_MOST_MISSES = 8  # calls in a row that are neither captured nor replayed, before a line says so
+
+Seeds = Mapping[int, int]
+
+
+class _Captured:
+    """The graphs of one layout, with what they read and write. key, numbers: what they rely on."""
+
+    def __init__(
+        self,
+        key: tuple[Any, ...],
+        call: StaticCall,
+        gradients: StaticGradients,
+        losses: Mapping[int, StaticLosses],
+        graphs: ActionGraphs | ProgramGraph,
+        numbers: tuple[Any, ...],
+    ) -> None:
+        self._key, self._call, self._gradients, self.graphs = key, call, gradients, graphs
+        self._losses, self._numbers = losses, numbers
+
+    def fits(self, key: tuple[Any, ...], modules: Iterable[nn.Module]) -> bool:
+        """Whether a replay does what an eager step with this key would do."""
+        return _is_equal(key, self._key) and _is_equal(numbers(modules), self._numbers)
+
+    def begin(self, call: Call) -> None:
+        """Load a call. Raises NotCapturable, and changes nothing, where a `.grad` is of another kind."""
+        self._gradients.begin()
+        self._call.load(call)
+        for each in self._losses.values():
+            each.begin()
+
+    def end(self) -> None:
+        """The step has run: give the workers its losses."""
+        for each in self._losses.values():
+            each.give()
+
+
+def step_graphs(
+    mode: str,
+    rank: RankActions,
+    modules: Iterable[nn.Module],
+    executor: Executor,
+    maker: GraphMaker | None = None,
+) -> StepGraphs | None:
+    """The graphs of one rank's steps; None for mode "none", and on a device without graphs.
+
+    maker: captures the graphs; None: what the executor's device has.
+    """
+    if mode == "none":
+        return None
+    if maker is None:
+        if executor.device.type != "cuda":
+            _log.warning("cuda_graphs=%s: CUDA graphs need a GPU: running eagerly", mode)
+            return None
+        maker = CudaGraphs(executor.device)
+    return StepGraphs(mode, maker, rank, modules, executor)
+
+
+class StepGraphs:
+    """Runs the steps of one rank, by graphs where it can.
+
+    mode: "actions" or "program". modules: the stages and the loss. executor: of the rank's step.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        maker: GraphMaker,
+        rank: RankActions,
+        modules: Iterable[nn.Module],
+        executor: Executor,
+    ) -> None:
+        self.mode, self._maker, self._rank, self._executor = mode, maker, rank, executor
+        self._modules = [*modules]
+        self.stopped = ""  # why no step is captured any more
+        self.num_captures = self.num_replays = 0
+        self._captured: _Captured | None = None
+        self._key: tuple[Any, ...] = ()  # of the eager calls that came last
+        self._num_warm = self._num_missed = 0
+        self._is_replaying = False  # whether the executor has the graphs
+        self._layouts: dict[Value, Layout] = {}
+        self._losses: dict[int, StaticLosses] = {}
+
+    def run(self, call: Call, seeds: Seeds, recorder: Recorder | None) -> None:
+        """Run a step whose call the workers have begun."""
+        if self.stopped or (recorder is not None and self.mode == "program"):
+            return self._run_eager(recorder)
+        try:
+            device = self._executor.device
+            key = (layout_of_call(call, device), *relied_on(self._modules, device))
+        except NotCapturable as error:
+            return self._miss(str(error), recorder)
+        if self._captured is not None and self._captured.fits(key, self._modules):
+            return self._replay(call, recorder)
+        if self._num_warm and not _is_equal(key, self._key):
+            self._num_warm = 0
+        self._key = key
+        if self.num_captures >= _MOST_CAPTURES:
+            return self._miss(f"it was captured {_MOST_CAPTURES} times, for as many layouts", recorder)
+        if self._num_warm < _WARM_UP:
+            return self._warm_up(recorder)
+        if self._capture(call, seeds):
+            return self._replay(call, recorder)
+        return self._run_eager(recorder)
+
+    def close(self) -> None:
+        """Drop the graphs and their memory."""
+        if self._captured is not None:
+            self._use_eager()
+        self._captured = None
+
+    def _run_eager(self, recorder: Recorder | None) -> None:
+        self._use_eager()
+        self._executor.run(recorder)
+
+    def _use_eager(self) -> None:
+        if self._is_replaying:
+            self._executor.replace_actions({}, {})
+            self._is_replaying = False
+
+    def _miss(self, why: str, recorder: Recorder | None) -> None:
+        """Run a call eagerly that is not even captured later; say so if that is the rule."""
+        self._num_missed += 1
+        if self._num_missed == _MOST_MISSES:
+            self._say(f"{_MOST_MISSES} steps in a row were eager, the last one since {why}")
+        self._num_warm = 0
+        self._run_eager(recorder)
+
+    def _warm_up(self, recorder: Recorder | None) -> None:
+        """Run a step eagerly, where captures run. The last one notes the layouts of messages and losses."""
+        self._num_warm += 1
+        self._num_missed += 1
+        if self._num_missed == _MOST_MISSES:
+            self._say(
+                f"{_MOST_MISSES} steps in a row were eager, since inputs or weights change their layout"
+            )
+        is_last = self._num_warm == _WARM_UP
+        self._use_eager()
+        if is_last:
+            self._layouts = {}
+            self._executor.replace_actions(watched(self._rank, self._layouts), {})
+        try:
+            with self._maker.warming_up():
+                self._executor.run(recorder)
+        finally:
+            if is_last:
+                self._executor.replace_actions({}, {})
+        if is_last:
+            self._losses = {stage: StaticLosses(worker) for stage, worker in self._rank.workers.items()}
+
+    def _capture(self, call: Call, seeds: Seeds) -> bool:
+        """Capture the step. False: it can't be, and no later one will be tried."""
+        self._use_eager()
+        self._captured, gradients = None, StaticGradients(_parameters(self._modules))
+        held = HeldTensors(self._modules)
+        try:
+            refuse_parameters(self._modules)
+            static = StaticCall(call, self._executor.device)
+            static.load(call)
+            gradients.attach()
+            self._begin(static.call, seeds)
+            torch.clear_autocast_cache()
+            graphs = self._graphs()
+            gradients.captured()
+            held.check()
+            self._captured = _Captured(
+                self._key, static, gradients, self._losses, graphs, numbers(self._modules)
+            )
+        except Exception as error:
+            held.restore()
+            self._stop(error)
+        finally:
+            gradients.detach()
+            for worker in self._rank.workers.values():
+                worker.abandon()
+            self._begin(call, seeds)
+            self._layouts, self._losses = {}, {}
+        self.num_captures += 1
+        self._num_warm = 0
+        return self._captured is not None
+
+    def _graphs(self) -> ActionGraphs | ProgramGraph:
+        for each in self._losses.values():
+            each.attach()
+        if self.mode == "program":
+            return ProgramGraph(self._rank, self._maker, self._losses, self._executor)
+        return ActionGraphs(self._rank, self._maker, self._layouts, self._losses, self._executor)
+
+    def _stop(self, error: Exception) -> None:
+        """Nothing is captured from now on; say why."""
+        self._captured, self.stopped = None, reason_of(error)
+        self._say(self.stopped)
+
+    def _say(self, why: str) -> None:
+        rank = self._rank.program.rank
+        _log.warning("cuda_graphs=%s on rank %d: %s: running eagerly", self.mode, rank, why)
+
+    def _begin(self, call: Call, seeds: Seeds) -> None:
+        """Give the stages their parts of a call."""
+        cutter = Cutter(self._num_microbatches())
+        feeds = call.feeds(cutter, seeds, last_stage=self._rank.num_stages - 1)
+        for stage, worker in self._rank.workers.items():
+            worker.begin(feeds[stage])
+
+    def _num_microbatches(self) -> int:
+        return 1 + max(action.microbatch for action in self._rank.actions())
+
+    def _replay(self, call: Call, recorder: Recorder | None) -> None:
+        captured = self._captured
+        assert captured is not None
+        try:
+            captured.begin(call)
+        except NotCapturable as error:
+            return self._miss(str(error), recorder)
+        if self.num_replays == 0 and (names := hooked(self._modules)):
+            _log.warning(
+                "cuda_graphs=%s: hooks of %s run when a step is captured, not when it is replayed",
+                self.mode,
+                ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
+            )
+        if not self._is_replaying:
+            captured.graphs.use(self._executor)
+            self._is_replaying = True
+        captured.graphs.begin()
+        captured.graphs.run(self._executor, recorder)
+        captured.end()
+        self.num_replays += 1
+        self._num_missed = self._num_warm = 0
+
+
+def _is_equal(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    with suppress(Exception):  # a comparison of a user's values may raise
+        return bool(one == other)
+    return False
+
+
+def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    return [*dict.fromkeys(each for module in modules for each in module.parameters())]
