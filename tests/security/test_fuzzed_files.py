@@ -95,13 +95,17 @@ def test_a_manifest_names_no_file_outside_its_folder(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["config.yaml", "metrics.jsonl", ".lock", "job.json", "checkpoints/latest.tmp"]
+    "name",
+    [
+        "config.yaml", "metrics.jsonl", ".lock", "job.json", "checkpoints/latest.tmp",
+        "failure/flight-rank-0.json", "profile/rank-0.json.tmp", "adapter/adapter_model.tmp",
+    ],  # fmt: skip
 )
 def test_a_run_writes_through_no_link(tmp_path, name):
     """Somebody's run, unpacked, may have a link in place of a file that the run would write."""
     precious = tmp_path / "precious"
     precious.write_text("mine")
-    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / name).parent.mkdir(parents=True)
     (tmp_path / "run" / name).symlink_to(precious)
     for options in ({"overwrite": True}, {"resume": "auto"}):
         with pytest.raises(FolderError, match=r"is a link, and a run would write to .*precious: remove"):
@@ -109,6 +113,15 @@ def test_a_run_writes_through_no_link(tmp_path, name):
     assert precious.read_text() == "mine"
     os.unlink(tmp_path / "run" / name)
     check_free(tmp_path / "run", overwrite=True)
+
+
+def test_deep_json_in_a_run_folder_is_no_run(tmp_path):
+    deep = "[" * 200_000
+    for name in ("job.json", "summary.json", "metrics.jsonl", ".lock"):
+        (tmp_path / name).write_text(deep)
+    with pytest.raises(FolderError, match="holds a run already"):
+        check_free(tmp_path)
+    check_free(tmp_path, overwrite=True)
 
 
 def test_a_file_without_end_is_not_read_to_its_end():

@@ -179,6 +179,40 @@ def test_a_folder_of_configs_runs_no_code(monkeypatch, tmp_path, capsys, attack,
     assert "the secret" not in capsys.readouterr().out
 
 
+PLACES = {  # of a config that --config-name names: what the refusal says
+    "hydra:\n  searchpath: [pkg://evil_configs]\n": "sets hydra.searchpath, which can run code",
+    "hydra:\n  searchpath: ${.more}\n  more: [pkg://evil_configs]\n": "sets hydra.searchpath",
+    "defaults: [explain, model: circle, _self_]\n": "the defaults of config files lead .* in a circle",
+    "defaults: [explain, model: linked/bomb, _self_]\n": "aliases .* stand for too many values",
+}
+
+
+@pytest.mark.parametrize("config", PLACES)
+def test_a_config_leads_to_no_package_no_circle_and_no_bomb(monkeypatch, tmp_path, config):
+    """Hydra imports a package of its search path while it composes: before anything can be checked."""
+    reached = tmp_path / "reached"
+    for name in ("conf/model", "hidden", "evil_configs"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "evil_configs/__init__.py").write_text(MARK.format(reached))
+    (tmp_path / "conf/mine.yaml").write_text(config)
+    (tmp_path / "conf/model/circle.yaml").write_text("defaults: [back]\n")
+    (tmp_path / "conf/model/back.yaml").write_text("defaults: [circle]\n")
+    if "linked" in config:
+        (tmp_path / "hidden/bomb.yaml").write_text(ATTACKS["aliases"])
+        (tmp_path / "hidden/around").symlink_to(tmp_path / "conf")
+        (tmp_path / "conf/model/linked").symlink_to(tmp_path / "hidden")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    ran = []
+    given = ["--config-path", str(tmp_path / "conf"), "--config-name", "mine", "data=regression"]
+    with pytest.raises(SystemExit, match=PLACES[config]):
+        command_line.run(ran.append, "explain", "", given)
+    assert not ran
+    assert not reached.exists()
+    assert "evil_configs" not in sys.modules
+
+
 def test_trust_code_lets_a_folder_of_configs_name_code(monkeypatch, tmp_path):
     reached = tmp_path / "reached"
     (tmp_path / "friend.py").write_text(MARK.format(reached) + "class Model: ...\n")

@@ -28,8 +28,8 @@ def check_arguments(pipeline: Pipeline, optimizer: object, step: object, keep: o
     a save before the `wait` of the one before.
     """
     refusal, last = "", last_of.get(pipeline)
-    if type(step) is not int or step < 0:
-        refusal = f"step={step!r}: write how many steps are done, a whole number from 0"
+    if type(step) is not int or not 0 <= step < 2**53:
+        refusal = f"step={step!r}: write how many steps are done, a whole number from 0 to 2^53"
     elif keep is not None and (type(keep) is not int or keep < 1):
         refusal = f"keep={keep!r}: write how many checkpoints stay, 1 or more"
     elif last is not None and last.is_open:

@@ -7,9 +7,11 @@ function, `hydra.job.env_set` changes the environment. The command may set these
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -35,19 +37,29 @@ def foreign_files_checked(name: str, own: Path, arguments: Sequence[str]) -> Ite
 
     arguments: Hydra's. Raises ConfigError for YAML files that would need endless memory.
     """
+    is_typed = any("searchpath" in each for each in arguments)
     folders = _foreign_folders(arguments)
-    if not folders and not any("searchpath" in each for each in arguments):
+    if not folders and not is_typed:
         yield
         return
     for folder in folders:
-        for path in sorted(folder.rglob("*.y*ml")):
+        for path in _yaml_files(folder):
             check_yaml(path)
 
     class Loader(ConfigLoaderImpl):
         def load_configuration(self, *args: Any, **kwargs: Any) -> DictConfig:
-            found = super().load_configuration(*args, **kwargs)
+            try:
+                found = super().load_configuration(*args, **kwargs)
+            except RecursionError:
+                raise ConfigError("the defaults of config files lead to each other in a circle") from None
             _check_hydra(found, _own_hydra(name, own, arguments), _hint(name, arguments))
             return found
+
+        def _process_config_searchpath(self, config_name: Any, overrides: Any, repo: Any) -> None:
+            # Before Hydra looks into the path: a package in it is imported.
+            if not is_typed:
+                _refuse_searchpath(repo.load_config(config_path=config_name))
+            super()._process_config_searchpath(config_name, overrides, repo)
 
     maker: Any = import_module("hydra._internal.hydra")  # hydra.main takes no loader
     kept, maker.ConfigLoaderImpl = maker.ConfigLoaderImpl, Loader
@@ -57,13 +69,38 @@ def foreign_files_checked(name: str, own: Path, arguments: Sequence[str]) -> Ite
         maker.ConfigLoaderImpl = kept
 
 
+def _refuse_searchpath(loaded: Any) -> None:
+    """Raise ConfigError for a config file that names further places for configs."""
+    config = None if loaded is None else loaded.config
+    if OmegaConf.is_dict(config) and OmegaConf.select(config, "hydra.searchpath") is not None:
+        raise ConfigError(
+            "a config file sets hydra.searchpath, which can run code: leave it out of the file and write it in "
+            "the command, or trust_code=true if you trust all of the config"
+        )
+
+
 def _foreign_folders(arguments: Sequence[str]) -> list[Path]:
-    """The folders that --config-dir and --config-path name."""
+    """The folders that --config-dir, --config-path and hydra.searchpath name."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--config-path", "-cp")
-    given, _ = parser.parse_known_args(list(arguments))
-    return [Path(each) for each in (given.config_dir, given.config_path) if each]
+    given, others = parser.parse_known_args(list(arguments))
+    typed = [each.partition("=")[2] for each in others if "hydra.searchpath" in each]
+    searched = [each.strip(" '\"") for text in typed for each in text.strip("[]").split(",")]
+    paths = [each.removeprefix("file://") for each in searched if not each.startswith("pkg:")]
+    return [Path(each) for each in (given.config_dir, given.config_path, *paths) if each]
+
+
+def _yaml_files(folder: Path) -> Iterator[Path]:
+    """All YAML files below a folder, also behind links to folders, as Hydra finds them."""
+    seen: set[Path] = set()
+    for place, folders, files in os.walk(folder, followlinks=True):
+        folders.sort()
+        if Path(place).resolve() in seen:  # a link to a folder above
+            folders.clear()
+            continue
+        seen.add(Path(place).resolve())
+        yield from (Path(place, name) for name in sorted(files) if fnmatch(name, "*.y*ml"))
 
 
 def _own_hydra(name: str, own: Path, arguments: Sequence[str]) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def _hold(file: IO[str], folder: Path) -> None:
 
 
 def _in_use(folder: Path, text: str) -> str:
-    with suppress(ValueError):
+    with suppress(ValueError, LookupError, TypeError, RecursionError):
         here = json.loads(text)
         holder = f" by process {here['process']} on {here['host']} since {here['started']}"
         return f"run_dir={folder} is in use{holder}: write another run_dir"

@@ -168,17 +168,29 @@ class RunFolder:
 
 
 def _refuse_links(path: Path) -> None:
-    """Raise FolderError for a link in place of a file that a run writes: another file would be written.
+    """Raise FolderError for a link in place of a file that a run may write: another file would be written.
 
-    Somebody else's run may come with such links. Links to folders stay: a disk for checkpoints is one.
+    Somebody else's run may come with such links. Links to folders stay: a disk for checkpoints is one. The
+    folders of finished checkpoints are only read.
     """
-    names = {pattern for pattern in OF_A_RUN if "." in pattern} | {f"{CHECKPOINTS}/latest*", ".lock", "*.tmp"}
-    for file in (each for pattern in sorted(names) for each in path.glob(pattern)):
-        if file.is_symlink() and not file.is_dir():
+    for file in _places_of_writing(path):
+        if file.is_symlink():
             raise FolderError(
                 f"{file} is a link, and a run would write to {os.readlink(file)}: remove the link, or write "
                 "another run_dir"
             )
+
+
+def _places_of_writing(path: Path) -> Iterator[Path]:
+    """The files below a run's folder, but those of finished checkpoints."""
+    seen: set[Path] = set()
+    for place, folders, files in os.walk(path, followlinks=True):
+        if Path(place).resolve() in seen:  # a link to a folder above
+            folders.clear()
+            continue
+        seen.add(Path(place).resolve())
+        folders[:] = sorted(each for each in folders if step_of(Path(each)) is None)
+        yield from (Path(place, each) for each in sorted(files))
 
 
 def _source(path: Path, resume: str, *, is_replaced: bool, has_begun: bool) -> Path | None:
@@ -217,7 +229,7 @@ def _split(path: Path, step: int) -> tuple[list[str], list[str]]:
     # A character may be cut off, too.
     text = path.read_text(errors="replace") if path.exists() else ""
     for line in text.split("\n"):
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
             number = json.loads(line)["step"]
             (kept if number <= step else lost).append(f"{line}\n")
     return kept, lost
@@ -264,7 +276,7 @@ def claimed(
 
 
 def _read(path: Path) -> dict[str, object]:
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         found = json.loads(path.read_text())
         return found if isinstance(found, dict) else {}
     return {}
