@@ -94,12 +94,11 @@ def test_a_manifest_names_no_file_outside_its_folder(tmp_path, name):
         manifest_of(tmp_path)
 
 
+IN_FOLDERS = ["failure/flight-rank-0.json", "profile/rank-0.json.tmp", "adapter/adapter_model.tmp"]
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "config.yaml", "metrics.jsonl", ".lock", "job.json", "checkpoints/latest.tmp",
-        "failure/flight-rank-0.json", "profile/rank-0.json.tmp", "adapter/adapter_model.tmp",
-    ],  # fmt: skip
+    "name", ["config.yaml", "metrics.jsonl", ".lock", "job.json", "checkpoints/latest.tmp", *IN_FOLDERS]
 )
 def test_a_run_writes_through_no_link(tmp_path, name):
     """Somebody's run, unpacked, may have a link in place of a file that the run would write."""

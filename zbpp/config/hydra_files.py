@@ -74,8 +74,8 @@ def _refuse_searchpath(loaded: Any) -> None:
     config = None if loaded is None else loaded.config
     if OmegaConf.is_dict(config) and OmegaConf.select(config, "hydra.searchpath") is not None:
         raise ConfigError(
-            "a config file sets hydra.searchpath, which can run code: leave it out of the file and write it in "
-            "the command, or trust_code=true if you trust all of the config"
+            "a config file sets hydra.searchpath, which can run code: leave it out of the file and write it "
+            "in the command, or trust_code=true if you trust all of the config"
         )
 
 
