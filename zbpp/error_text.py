@@ -19,3 +19,11 @@ def text_of(error: BaseException) -> str:
     if len(text) > _LIMIT:
         text = f"{text[:_LIMIT]} ... ({len(text):,} characters)"
     return text.encode(errors="backslashreplace").decode()
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The error at the end of the chain of causes. The chain may be a circle: autograd makes such errors."""
+    chain = [error]
+    while chain[-1].__cause__ is not None and chain[-1].__cause__ not in chain:
+        chain.append(chain[-1].__cause__)
+    return chain[-1]

@@ -23,6 +23,12 @@ from zbpp.schedule.interchange import read_bytes
 from zbpp.training.run_folder import FolderError, check_free
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of the files of this module alone: other tests look for a config.yaml above their folder."""
+    return tmp_path_factory.mktemp("fuzz")
+
+
 @pytest.mark.parametrize("name", PARSERS)
 def test_a_valid_file_is_read(name, tmp_path):
     for sample in PARSERS[name].samples[:1]:
@@ -32,17 +38,17 @@ def test_a_valid_file_is_read(name, tmp_path):
 @pytest.mark.parametrize("name", PARSERS)
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32))
-def test_changed_files_are_read_or_refused_in_order(tmp_path_factory, name, seed):
+def test_changed_files_are_read_or_refused_in_order(folder, name, seed):
     rng, parser = random.Random(seed), PARSERS[name]
     content = mutated(rng.choice(parser.samples), rng)
-    assert complaint(parser, content, tmp_path_factory.getbasetemp()) == "", content
+    assert complaint(parser, content, folder) == "", content
 
 
 @pytest.mark.parametrize("name", PARSERS)
 @settings(max_examples=20)
 @given(content=st.binary(max_size=200))
-def test_any_bytes_are_read_or_refused_in_order(tmp_path_factory, name, content):
-    assert complaint(PARSERS[name], content, tmp_path_factory.getbasetemp()) == ""
+def test_any_bytes_are_read_or_refused_in_order(folder, name, content):
+    assert complaint(PARSERS[name], content, folder) == ""
 
 
 def test_a_parser_that_hangs_or_fails_would_be_found(tmp_path):

@@ -11,6 +11,7 @@ from statistics import median
 
 from zbpp.benchmark.runner import Runner, ZbppRunner
 from zbpp.benchmark.workload import Workload
+from zbpp.error_text import first_cause
 from zbpp.runtime.measure import clock_offset, measured_costs
 from zbpp.runtime.memory import live_bytes
 from zbpp.runtime.world import gather
@@ -94,8 +95,7 @@ def try_to_start(timed: TimedRunner, workload: Workload, make: Callable[[], Runn
 
 def _first_line(error: BaseException) -> str:
     """The first line of the error's original cause."""
-    while error.__cause__ is not None:
-        error = error.__cause__
+    error = first_cause(error)
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 

@@ -297,10 +297,12 @@ def _merged(parts: list[dict[str, Any]], pipeline: Pipeline, step: int) -> dict[
 
 def _named(error: BaseException) -> str:
     """What went wrong in a line. torch's zip writer hides a full disk behind an error of its own."""
-    known: BaseException | None = error
-    while known is not None and not isinstance(known, OSError):
-        known = known.__cause__ or known.__context__
-    known = known or error
+    chain: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in chain:  # a chain may be a circle
+        chain.append(following)
+        following = following.__cause__ or following.__context__
+    known = next((each for each in chain if isinstance(each, OSError)), error)
     return f"{type(known).__name__}: {_line(known)}"
 
 

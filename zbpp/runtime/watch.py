@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zbpp.error_text import first_cause
 from zbpp.runtime.flight_recorder import FlightRecorder, Standing, behind
 from zbpp.runtime.groups import Store
 from zbpp.runtime.other_ranks import OtherRanks
@@ -291,9 +292,7 @@ def _stack(shared: _Shared) -> list[str]:
 
 def _stack_of(error: BaseException) -> list[str]:
     """Where an error began, and the error."""
-    first = error
-    while first.__cause__ is not None:
-        first = first.__cause__
+    first = first_cause(error)
     text = "".join(traceback.format_exception_only(error))  # with the notes, on lines of their own
     return [*traceback.format_tb(first.__traceback__), text]
 
