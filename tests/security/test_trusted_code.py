@@ -194,7 +194,8 @@ def test_a_config_leads_to_no_package_no_circle_and_no_bomb(monkeypatch, tmp_pat
     for name in ("conf/model", "hidden", "evil_configs"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "evil_configs/__init__.py").write_text(MARK.format(reached))
-    (tmp_path / "conf/mine.yaml").write_text(config)
+    # A name that looks like the key allows nothing.
+    (tmp_path / "conf/my_hydra.searchpath.yaml").write_text(config)
     (tmp_path / "conf/model/circle.yaml").write_text("defaults: [back]\n")
     (tmp_path / "conf/model/back.yaml").write_text("defaults: [circle]\n")
     if "linked" in config:
@@ -205,7 +206,13 @@ def test_a_config_leads_to_no_package_no_circle_and_no_bomb(monkeypatch, tmp_pat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", sys.argv)
     ran = []
-    given = ["--config-path", str(tmp_path / "conf"), "--config-name", "mine", "data=regression"]
+    given = [
+        "--config-path",
+        str(tmp_path / "conf"),
+        "--config-name",
+        "my_hydra.searchpath",
+        "data=regression",
+    ]
     with pytest.raises(SystemExit, match=PLACES[config]):
         command_line.run(ran.append, "explain", "", given)
     assert not ran

@@ -37,9 +37,8 @@ def foreign_files_checked(name: str, own: Path, arguments: Sequence[str]) -> Ite
 
     arguments: Hydra's. Raises ConfigError for YAML files that would need endless memory.
     """
-    is_typed = any("searchpath" in each for each in arguments)
     folders = _foreign_folders(arguments)
-    if not folders and not is_typed:
+    if not folders and not any("hydra.searchpath" in each for each in arguments):
         yield
         return
     for folder in folders:
@@ -57,7 +56,7 @@ def foreign_files_checked(name: str, own: Path, arguments: Sequence[str]) -> Ite
 
         def _process_config_searchpath(self, config_name: Any, overrides: Any, repo: Any) -> None:
             # Before Hydra looks into the path: a package in it is imported.
-            if not is_typed:
+            if not any(each.get_key_element() == "hydra.searchpath" for each in overrides):
                 _refuse_searchpath(repo.load_config(config_path=config_name))
             super()._process_config_searchpath(config_name, overrides, repo)
 
