@@ -65,7 +65,8 @@ else
     [[ -z $small ]] || groups=("links,schedules,meshes,speed" hang)
 fi
 mkdir -p -- "$out"
-rm -rf -- "$out"/rows-*.jsonl "$out/hang" "$out/first-node"
+# Only files that this script writes: the folder may be the user's own.
+rm -f -- "$out"/rows-*.jsonl "$out"/hang/{begin,said-*,flight-rank-*}.json "$out/first-node"
 printf '%s\n' "${groups[@]//,/ }" >"$out/parts"
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
