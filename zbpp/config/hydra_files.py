@@ -70,7 +70,7 @@ def foreign_files_checked(name: str, own: Path, arguments: Sequence[str]) -> Ite
 
 def _refuse_searchpath(loaded: Any) -> None:
     """Raise ConfigError for a config file that names further places for configs."""
-    config = None if loaded is None else loaded.config
+    config: Any = None if loaded is None else loaded.config
     if OmegaConf.is_dict(config) and OmegaConf.select(config, "hydra.searchpath") is not None:
         raise ConfigError(
             "a config file sets hydra.searchpath, which can run code: leave it out of the file and write it "
