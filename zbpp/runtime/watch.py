@@ -22,6 +22,7 @@ import traceback
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,8 @@ class Watch:
         timeout: how long ranks wait for each other, in seconds. If Python's lock is held for longer, the
         process is ended, too.
         """
+        if self._shared.timeout is None:
+            Finalize(None, _wake, (self._shared,), exitpriority=0)
         self._shared.timeout = timeout
         _set_alarm(timeout + _ALARM)  # the thread's next one may come too late
 
@@ -153,8 +156,6 @@ def _run(shared: _Shared) -> None:
                 _write(shared)
                 if shared.timeout is not None:
                     _end_unless_noticed(shared, shared.timeout)
-            if has_told and shared.timeout is not None:
-                others.let_stopped_run()
             shared.wake.wait(_INTERVAL)
             shared.wake.clear()
         if not shared.has_failed:
@@ -167,6 +168,15 @@ def _run(shared: _Shared) -> None:
         if shared.timeout is not None:
             faulthandler.cancel_dump_traceback_later()
         shared.answered.set()
+
+
+def _wake(shared: _Shared) -> None:
+    """If this rank has failed, let stopped processes run, so that they end, too.
+
+    Called when this process ends, behind its own report: in a process that runs again the alarm is long due.
+    """
+    if shared.has_failed:
+        shared.others.let_stopped_run()
 
 
 def _set_alarm(seconds: float) -> None:
@@ -275,6 +285,7 @@ def _end_unless_noticed(shared: _Shared, timeout: float) -> None:
         _write_for_torchrun(text, stack)
     except (OSError, KeyError):
         print(text, file=sys.stderr, flush=True)
+    shared.others.let_stopped_run()
     os._exit(1)
 
 
