@@ -3,8 +3,8 @@
 So when a call fails on one rank, that rank can say which rank has died, or is behind, even if the other
 process is stopped or dead: what it told last is in the job's store. And a rank that hangs in its own code
 leaves its record, too: its thread sees that another rank has failed. If wanted, the thread then ends the
-process, which nothing else could do before torchrun's patience ends. All access to the store is the thread's,
-since a store whose process is stopped does not answer.
+process, which nothing else could do before torchrun's patience ends. From the first step on, all access to
+the store is the thread's, since a store whose process is stopped does not answer.
 
 Code that never gives up Python's lock keeps this thread from running. For that case the thread sets an alarm
 of Python's faulthandler anew each second: its C code needs no lock.
@@ -32,7 +32,7 @@ from zbpp.error_text import first_cause
 from zbpp.runtime.flight_recorder import FlightRecorder, Standing, behind
 from zbpp.runtime.groups import Store
 from zbpp.runtime.other_ranks import OtherRanks
-from zbpp.runtime.out_of_memory import SECONDS, tells_of_memory
+from zbpp.runtime.out_of_memory import seconds_to_explain, tells_of_memory
 
 _INTERVAL = 1.0  # s
 _PATIENCE = 5.0  # s that a failed rank waits for its thread
@@ -66,6 +66,9 @@ class Watch:
 
     def __init__(self, flight: FlightRecorder, store: Store) -> None:
         self._shared = shared = _Shared(flight, store)
+        with suppress(RuntimeError):  # the store is gone: what waits for a message next says who is
+            shared.others.introduce()  # before the first step, in which this process may die
+            shared.others.tell(flight.standing())
         self._thread = threading.Thread(target=_run, args=(shared,), name="zbpp-watch", daemon=True)
         self._thread.start()
         self._end = weakref.finalize(self, _stop, shared, self._thread)  # at the latest when Python ends
@@ -133,7 +136,6 @@ def _stop(shared: _Shared, thread: threading.Thread) -> None:
 def _run(shared: _Shared) -> None:
     others, has_told, has_noticed = shared.others, False, False
     try:
-        others.introduce()
         while not shared.is_over:
             if shared.timeout is not None:
                 _set_alarm(shared.timeout + _ALARM)
@@ -150,7 +152,7 @@ def _run(shared: _Shared) -> None:
                 others.read()
                 _write(shared)
                 if shared.timeout is not None:
-                    _end_unless_noticed(shared)
+                    _end_unless_noticed(shared, shared.timeout)
             if has_told and shared.timeout is not None:
                 others.let_stopped_run()
             shared.wake.wait(_INTERVAL)
@@ -249,13 +251,14 @@ def _name(standing: Standing, shared: _Shared) -> str:
     return f"rank {standing.rank}" + (f" of another copy (process {standing.process})" if of_another else "")
 
 
-def _end_unless_noticed(shared: _Shared) -> None:
+def _end_unless_noticed(shared: _Shared, timeout: float) -> None:
     """End the process, after some time in which its main thread may notice the failure of another rank.
 
     The rank that ended the job is the one that torchrun hears of first.
     """
     # A rank that is out of memory lives on for a while, to say what would fit.
-    end = time.monotonic() + _GRACE + (SECONDS if tells_of_memory(shared.others.reason) else 0)
+    explains = seconds_to_explain(timeout) if tells_of_memory(shared.others.reason) else 0
+    end = time.monotonic() + _GRACE + explains
     while not shared.is_over and not shared.has_failed and time.monotonic() < end:
         time.sleep(0.05)
     if shared.is_over or shared.has_failed:
