@@ -13,7 +13,7 @@
 #   --nnodes N        nodes; 1 unless Slurm says more
 #   --head HOST       the node where all meet, the same on each node
 #   --port P          the first of the ports there (29600; each part takes the next one)
-#   --join-timeout S  seconds that a node waits for the others (300); longer than --timeout
+#   --join-timeout S  seconds that a node waits for the others (300; after the first part --timeout more)
 #   --nproc N         processes on each node; default: one per GPU, or 2 with --device cpu
 #   --out DIR         results: cluster.txt, cluster.json, a log of each part (cluster_check)
 #   --parts A,B       of links,schedules,meshes,speed,hang; default: all

@@ -246,9 +246,10 @@ def test_several_nodes_meet_at_the_head_on_a_port_for_each_part(started, capsys,
     assert len(started.commands) == 2
     for number, line in enumerate(started.commands):
         assert f"--nnodes=2 --rdzv-endpoint=node-1:{29600 + number} " in line
-        assert "--rdzv-conf=join_timeout=300,read_timeout=300 --nproc-per-node=gpu" in line
+        wait = 300 + 180 * number  # the nodes of a failed job end up to --timeout apart
+        assert f"--rdzv-conf=join_timeout={wait},read_timeout={wait} --nproc-per-node=gpu" in line
         assert "--steps 3" in line
-    assert "waits for 2 nodes at node-1:29601, up to 300 s" in capsys.readouterr().err
+    assert "waits for 2 nodes at node-1:29601, up to 480 s" in capsys.readouterr().err
 
 
 def test_nodes_that_do_not_come_end_the_check_with_what_to_look_at(started, capsys):

@@ -9,14 +9,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from zbpp.benchmark.cluster.__main__ import make_parser
 from zbpp.benchmark.cluster.nodes import Nodes, OneLineParser, await_name, parse_nodes, refuse
 from zbpp.benchmark.cluster.report import report
 from zbpp.benchmark.cluster.rows import FAILED, NOT_RUN, Row
-from zbpp.benchmark.cluster.settings import FIRST_NODE, PARTS, WANTED
+from zbpp.benchmark.cluster.settings import FIRST_NODE, PARTS, WANTED, Settings
 from zbpp.benchmark.interruption import Interrupted, Interruption, interruption
 from zbpp.benchmark.process_tree import end_tree
 
@@ -40,38 +42,48 @@ def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] 
 def _check(arguments: Sequence[str], environment: Mapping[str, str], signals: Interruption) -> int:
     nodes, rest = parse_nodes(arguments, environment)
     options = make_parser(OneLineParser(prog="cluster_check"), out="cluster_check").parse_args(rest)
-    nodes = _with_processes(nodes, options.device)
+    nodes = replace(nodes, processes=_processes(nodes, options.device), rank_timeout=_rank_timeout(options))
     groups: list[tuple[str, ...]] = [(part,) for part in options.parts]
     if options.small and options.parts == PARTS:  # one job starts faster than four
         groups = [PARTS[:-1], PARTS[-1:]]
     _begin(options.out, groups)
     await_name(nodes, say)
-    early: dict[str, Row] = {}  # rows of the parts that did not run
+    early: dict[str, Row] = {}
     try:
-        for job, group in enumerate(groups):
-            command = _command(
-                nodes, job, environment, [*rest, "--out", str(options.out), "--parts", ",".join(group)]
-            )
-            log = options.out / f"{group[0]}.log"
-            waits = (
-                f", waits for {nodes.place(job)}, up to {nodes.join_timeout:.0f} s"
-                if nodes.number > 1
-                else ""
-            )
-            say(f"{','.join(group)} (log: {log}){waits} ...")
-            status = run_job(command, log, environment, signals)
-            if status and nodes.did_not_meet(log):
-                early = _unmet(nodes, job, groups)
-                break
+        early = _run(groups, nodes, [*rest, "--out", str(options.out)], options.out, environment, signals)
     except Interrupted as signal:
         say(f"ended by {signal}: what was measured until then follows")
     return _report(options.out, early, environment, signals)
 
 
-def _with_processes(nodes: Nodes, device: str | None) -> Nodes:
-    """The same with a number of processes. Ends the program where torch does not load or has no GPU."""
-    from dataclasses import replace
+def _run(
+    groups: Sequence[tuple[str, ...]],
+    nodes: Nodes,
+    rest: Sequence[str],
+    out: Path,
+    environment: Mapping[str, str],
+    signals: Interruption,
+) -> dict[str, Row]:
+    """Run each group in a job; returns rows of the parts that did not run since the nodes did not meet."""
+    for job, group in enumerate(groups):
+        command = _command(nodes, job, environment, [*rest, "--parts", ",".join(group)])
+        log = out / f"{group[0]}.log"
+        waits = f", waits for {nodes.place(job)}, up to {nodes.patience(job):.0f} s"
+        say(f"{','.join(group)} (log: {log}){waits if nodes.number > 1 else ''} ...")
+        status = run_job(command, log, environment, signals)
+        if status and nodes.did_not_meet(log):
+            return _unmet(nodes, job, groups)
+    return {}
 
+
+def _rank_timeout(options: Namespace) -> float:
+    """How long a rank waits for another, in seconds."""
+    settings = Settings(out=options.out)
+    return float(options.timeout or (settings.small() if options.small else settings).timeout)
+
+
+def _processes(nodes: Nodes, device: str | None) -> str:
+    """How many on each node, as torchrun takes it. Ends the program if torch does not load, or has no GPU."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -81,7 +93,7 @@ def _with_processes(nodes: Nodes, device: str | None) -> Nodes:
     processes = nodes.processes or ("2" if device == "cpu" else "gpu")
     if (processes == "gpu" or device == "cuda") and not torch.cuda.is_available():
         refuse(f"torch {torch.__version__} sees no GPU here; --device cpu --small tries the check on CPUs")
-    return replace(nodes, processes=processes)
+    return processes
 
 
 def _begin(out: Path, groups: Sequence[Sequence[str]]) -> None:
@@ -124,7 +136,7 @@ def run_job(command: Sequence[str], log: Path, environment: Mapping[str, str], s
 
 def _unmet(nodes: Nodes, job: int, groups: Sequence[Sequence[str]]) -> dict[str, Row]:
     """The rows if not all nodes came; says what to check."""
-    text = f"{nodes.place(job)} did not meet within {nodes.join_timeout:.0f} s"
+    text = f"{nodes.place(job)} did not meet within {nodes.patience(job):.0f} s"
     say(f"{text}: {nodes.advice(job)}")
     first, *following = [part for group in groups[job:] for part in group]
     rows = {part: Row(part, "(start)", NOT_RUN, "the nodes did not meet", {}) for part in following}

@@ -42,8 +42,10 @@ def refuse(message: str) -> NoReturn:
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """number: of nodes. head, port: where all meet; each job takes the next port. processes: on each node, as
-    torchrun takes it. join_timeout: seconds that a node waits for the others.
+    """number: of nodes. head, port: where all meet; each job takes the next port.
+
+    processes: on each node, as torchrun takes it. join_timeout: seconds that a node waits for the others.
+    rank_timeout: seconds that a rank waits for another; the nodes of a failed job end that far apart.
     """
 
     number: int
@@ -51,17 +53,22 @@ class Nodes:
     port: int
     processes: str
     join_timeout: float
+    rank_timeout: float = 0.0
 
     def place(self, job: int) -> str:
         """`2 nodes at node-1:29600`."""
         return f"{self.number} nodes at {self.head}:{self.port + job}"
+
+    def patience(self, job: int) -> float:
+        """Seconds that a node waits for the others before this job."""
+        return self.join_timeout + (self.rank_timeout if job else 0.0)
 
     def torchrun(self, job: int, name: str) -> list[str]:
         """torchrun's arguments for a job of all nodes. job: 0, 1, ...; name: of all jobs of this check."""
         processes = f"--nproc-per-node={self.processes}"
         if self.number == 1:
             return ["--standalone", processes]
-        wait = f"join_timeout={self.join_timeout:.0f},read_timeout={self.join_timeout:.0f}"
+        wait = f"join_timeout={self.patience(job):.0f},read_timeout={self.patience(job):.0f}"
         return [
             "--rdzv-backend=c10d",
             f"--rdzv-id={name}-{job}",
