@@ -25,7 +25,7 @@ from zbpp.benchmark.cluster.placement import tensor_degrees
 from zbpp.benchmark.cluster.report import collected, report
 from zbpp.benchmark.cluster.rows import FAILED, NOT_RUN, OK, SLOW, Journal, Row
 from zbpp.benchmark.cluster.settings import PARTS, Settings
-from zbpp.benchmark.interruption import interruption
+from zbpp.benchmark.interruption import Interrupted, Interruption, interruption
 from zbpp.planning import SCHEDULES, plan
 from zbpp.runtime.world import World
 
@@ -365,6 +365,20 @@ def test_a_signal_ends_the_ranks_and_the_table_has_what_was_measured(
     assert said.out == (tmp_path / "out/cluster.txt").read_text()
     assert "none failed, 0 SLOW, 3 not run" in said.out
     assert f"ended by SIG{name}: what was measured until then follows" in said.err
+
+
+def test_a_signal_that_comes_while_a_job_starts_ends_the_job(tmp_path, monkeypatch):
+    signals, started, popen = Interruption(), [], subprocess.Popen
+
+    def start(*arguments, **options):
+        started.append(popen(*arguments, **options))
+        signals.take(signal.SIGTERM, None)
+        return started[0]
+
+    monkeypatch.setattr(launch.subprocess, "Popen", start)
+    with pytest.raises(Interrupted):
+        launch.run_job(["sleep", "100"], tmp_path / "log", os.environ, signals)
+    assert started[0].returncode == -signal.SIGTERM
 
 
 def test_an_end_before_the_stopped_rank_was_named_is_no_failure(tmp_path):

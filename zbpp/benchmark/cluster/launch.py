@@ -116,22 +116,22 @@ def run_job(command: Sequence[str], log: Path, environment: Mapping[str, str], s
     # torchrun would read PET_... beside its arguments.
     own = {name: value for name, value in environment.items() if not name.startswith("PET_")}
     own = {"OMP_NUM_THREADS": "1", **own, "PYTHONUNBUFFERED": "1"}
-    with log.open("wb") as output:
-        with signals.held():
+    process: subprocess.Popen[bytes] | None = None
+    try:
+        with log.open("wb") as output, signals.held():
             process = subprocess.Popen(
                 command,
                 env=own,
                 stdout=output,
                 stderr=output,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,
+                start_new_session=True,  # a terminal's Ctrl-C is for this process alone
             )
-        try:
-            return process.wait()
-        finally:
-            if process.returncode is None:
-                say("ends the processes of this job ...")
-                end_tree(process)
+        return process.wait()
+    finally:
+        if process is not None and process.returncode is None:
+            say("ends the processes of this job ...")
+            end_tree(process)
 
 
 def _unmet(nodes: Nodes, job: int, groups: Sequence[Sequence[str]]) -> dict[str, Row]:
