@@ -7,12 +7,15 @@
 #   bash scripts/gpu_check.sh --device cpu --small    tries the check itself, in less than a minute
 #
 # It installs nothing, and runs with the Python that has torch: $PYTHON, else the active environment's python, else
-# python3. Exit status: 0 if no mark was missed, 1 if one was, 2 if it could not run.
+# python3. --out DIR writes elsewhere. Exit status: 0 if no mark was missed, 1 if one was, 2 if it could not run.
+# SIGINT (Ctrl-C) or SIGTERM ends it within seconds: it writes what was measured until then, with status 130 or 143.
 set -euo pipefail
-cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+clone=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null && pwd)
+export PYTHONSAFEPATH=1 # else Python would look for modules in the caller's folder first
 
 python=${PYTHON:-$(command -v python || command -v python3 || true)}
 [[ -n $python ]] || { echo "gpu_check: there is no python here; set PYTHON=/path/to/python" >&2; exit 2; }
+command -v -- "$python" >/dev/null || { echo "gpu_check: PYTHON=$python is no program" >&2; exit 2; }
 
 # Before anything of zbpp is imported: say at once all that is missing.
 "$python" - <<'EOF' || exit 2
@@ -34,5 +37,5 @@ if importlib.util.find_spec("pytest") is None:
     print("gpu_check: without pytest the part `tests` is left out", file=sys.stderr)
 EOF
 
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-exec "$python" -m zbpp.benchmark.gpu "$@"
+export PYTHONPATH=$clone${PYTHONPATH:+:$PYTHONPATH}
+exec "$python" -m zbpp.benchmark.gpu --out "$clone/scripts/results" "$@"

@@ -73,7 +73,7 @@ MAY_IMPORT = {
     # The data path beside a small GPT that trains.
     "zbpp/benchmark/data_path.py": {"benchmark", "models"} | _TRAINING,
     # A cluster is checked with a GPT, under torchrun.
-    "zbpp/benchmark/cluster/": {"benchmark", "models"} | _TRAINING,
+    "zbpp/benchmark/cluster/": {"benchmark", "models", "end_with_launcher"} | _TRAINING,
     "zbpp/benchmark/": {"benchmark", "render"} | _TRAINING,
     "zbpp/schedule/": {"schedule"},
     "zbpp/families/": {"families", "schedule"},

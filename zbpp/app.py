@@ -74,7 +74,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         world(device=config.parallel.device, timeout=config.parallel.timeout) as here,
         LeaveOnSignal(is_shown=rank == 0) as signals,
         memory.explained(),  # after Deaths has told the other ranks
-        Deaths(signals) as deaths,
+        Deaths(signals, config.parallel.timeout) as deaths,
     ):
         mesh = build_mesh(config.parallel, here.device.type)
         job = agreed_job(config, settings, job, Place(mesh))

@@ -228,7 +228,8 @@ def _first_error(folder: Path, failures: Mapping[int, Any], stopped_by: str | No
             name = signal.Signals(-failure.exitcode).name
             return Refusal(f"rank {rank} died of {name}{_seen_by_others(written, rank)}")
     for rank, failure in failures.items():
-        if failure.exitcode > 0 and rank not in written:  # os._exit in code of the user's
+        if failure.exitcode > 0 and rank not in written and not _is_behind(written):
+            # os._exit in code of the user's
             rest = _seen_by_others(written, rank)
             return Refusal(f"rank {rank} left with exit status {failure.exitcode} before the run's end{rest}")
     if not written:
@@ -251,6 +252,11 @@ def _is_ours(folder: Path, rank: int, number: int, written: Mapping[int, dict[st
         return True
     is_seen = any(rank in each.get("gone", ()) for each in written.values())
     return number == signal.SIGKILL and (folder / KILLED).exists() and not is_seen
+
+
+def _is_behind(written: Mapping[int, dict[str, Any]]) -> bool:
+    """Whether a rank said that it waited in vain. Then a silent one was stopped, was woken, and has ended."""
+    return any(each["kind"] == "lost" and " is behind: " in each["text"] for each in written.values())
 
 
 def _seen_by_others(written: Mapping[int, dict[str, Any]], rank: int) -> str:

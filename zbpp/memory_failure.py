@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from zbpp.config import TrainConfig
-from zbpp.runtime.out_of_memory import SECONDS, is_out_of_memory
+from zbpp.runtime.out_of_memory import is_out_of_memory, seconds_to_explain
 from zbpp.schedule import Timetable
 from zbpp.training.out_of_memory import failed_at, measured
 
@@ -57,7 +57,8 @@ class MemoryFailure:
         config, parallel = with_processes(self._config, self._num_processes), self._config.parallel
         # The pipeline is the first dimension of the mesh.
         rank = self._rank // (parallel.replicate * parallel.shard * parallel.tensor)
-        return lines_in_time(config, self.timetable, Failed(rank, at, self._limit()), SECONDS)
+        seconds = seconds_to_explain(parallel.timeout)
+        return lines_in_time(config, self.timetable, Failed(rank, at, self._limit()), seconds)
 
     def _limit(self) -> float | None:
         limit = self._config.memory.limit

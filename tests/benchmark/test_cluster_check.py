@@ -1,7 +1,9 @@
 """scripts/cluster_check.sh: what the parts find on two ranks, what failures leave, how it starts."""
 
+import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +14,8 @@ import pytest
 import torch
 
 from helpers.processes import outcomes, run_ranks
-from zbpp.benchmark.cluster import hang, reference
+from zbpp.benchmark import process_tree
+from zbpp.benchmark.cluster import hang, launch, nodes, reference
 from zbpp.benchmark.cluster.__main__ import main
 from zbpp.benchmark.cluster.hang_verdict import verdict
 from zbpp.benchmark.cluster.links import Link, all_pairs, judged, neighbours, shown
@@ -22,6 +25,7 @@ from zbpp.benchmark.cluster.placement import tensor_degrees
 from zbpp.benchmark.cluster.report import collected, report
 from zbpp.benchmark.cluster.rows import FAILED, NOT_RUN, OK, SLOW, Journal, Row
 from zbpp.benchmark.cluster.settings import PARTS, Settings
+from zbpp.benchmark.interruption import Interrupted, Interruption, interruption
 from zbpp.planning import SCHEDULES, plan
 from zbpp.runtime.world import World
 
@@ -100,7 +104,7 @@ def test_a_row_during_which_the_processes_died_and_a_part_that_never_began_are_f
     (path,) = tmp_path.glob("rows-*.jsonl")
     path.write_text(path.read_text() + '{"begun": ["sched')  # killed while it wrote
     (tmp_path / "parts").write_text("links\nschedules\n")
-    text, is_fine = report(tmp_path)
+    text, is_fine, _ = report(tmp_path)
     rows = {(row.part, row.name): row for row in collected(tmp_path)}
     assert not is_fine
     assert rows["schedules", "zb_h1"].outcome == OK
@@ -165,39 +169,68 @@ def test_tensor_degrees_that_leave_a_node_are_told():
     assert tensor_degrees(["a"] * 2)[0] == OK
 
 
-# ---------------------------------------------------------------- the script
-
-PYTHON = """#!/usr/bin/env bash
-echo "$* PET=${PET_NNODES:-}" >> "$CALLS"
-[[ $1 == -c || $* == *--report* || $* == *--check-arguments* ]] && exit 0
-[[ $* == *"--parts links"* ]] && touch "$OUT/first-node"
-exit 1
-"""
+# ---------------------------------------------------------------- how it starts
 
 
-def run_script(tmp_path, *arguments, **environment):
-    """(the finished script, the calls of python that torchrun would get); each part fails."""
-    stub, calls, out = tmp_path / "python", tmp_path / "calls", tmp_path / "out"
-    stub.write_text(PYTHON)
-    stub.chmod(0o755)
+@pytest.fixture
+def started(tmp_path, monkeypatch):
+    """A function that runs the check; its jobs fail at once, and their commands are kept in `commands`."""
+    commands = []
+
+    def job(command, log, environment, signals):
+        commands.append(" ".join(command))
+        log.write_text(start.log)
+        return 1
+
+    def start(*arguments, **environment):
+        return launch.main(["--out", str(tmp_path / "out"), *arguments], environment)
+
+    start.commands, start.log, start.out = commands, "", tmp_path / "out"
     scontrol = tmp_path / "scontrol"
     scontrol.write_text("#!/bin/sh\necho node-1\necho node-2\n")
     scontrol.chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    more = {"PATH": path, "PYTHON": str(stub), "CALLS": str(calls), "OUT": str(out), **environment}
-    command = ["bash", str(SCRIPT), "--out", str(out), *arguments]
-    done = subprocess.run(command, env={**os.environ, **more}, capture_output=True, text=True)
-    lines = calls.read_text().splitlines() if calls.exists() else []
-    return done, [line for line in lines if "torch.distributed.run" in line], lines
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(launch, "run_job", job)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_: [])
+    return start
 
 
-def test_parts_that_fail_do_not_keep_the_others_from_running(tmp_path):
-    done, launches, lines = run_script(tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert [line.partition("--parts ")[2].split()[0] for line in launches] == list(PARTS)
-    assert all("--standalone --nproc-per-node=gpu" in line for line in launches)
-    assert "--report" in lines[-1]
-    assert (tmp_path / "out/parts").read_text().split() == list(PARTS)
+def table_in(out):
+    rows = json.loads((out / "cluster.json").read_text())["rows"]
+    return {row["part"]: (row["outcome"], row["found"]) for row in rows}
+
+
+def test_parts_that_fail_do_not_keep_the_others_from_running(started):
+    assert started() == 1
+    assert [line.partition("--parts ")[2].split()[0] for line in started.commands] == list(PARTS)
+    assert all("--standalone --nproc-per-node=gpu" in line for line in started.commands)
+    assert table_in(started.out)["speed"] == (FAILED, "the job of this part never began: see speed.log")
+
+
+def test_parts_of_the_small_form_share_a_job_and_its_log(started):
+    assert started("--small", "--device", "cpu") == 1
+    assert len(started.commands) == 2
+    assert "--nproc-per-node=2" in started.commands[0]
+    assert "--parts links,schedules,meshes,speed" in started.commands[0]
+    assert table_in(started.out)["speed"] == (FAILED, "the job ended before this part: see links.log")
+
+
+def test_files_of_the_user_in_the_folder_stay(started):
+    (started.out / "hang").mkdir(parents=True)
+    (started.out / "rows-old-links.jsonl").write_text("")
+    for name in ("hang/notes.txt", "mine.txt"):
+        (started.out / name).write_text("mine")
+    started("--parts", "links")
+    left = {str(path.relative_to(started.out)) for path in started.out.rglob("*") if path.is_file()}
+    assert left == {
+        "hang/notes.txt",
+        "mine.txt",
+        "parts",
+        "links.log",
+        "cluster.txt",
+        "cluster.json",
+    }
 
 
 @pytest.mark.parametrize(
@@ -208,12 +241,53 @@ def test_parts_that_fail_do_not_keep_the_others_from_running(tmp_path):
         ((), {"PET_NNODES": "2:2", "PET_RDZV_ENDPOINT": "node-1:29400"}),
     ],
 )
-def test_several_nodes_meet_at_the_head_on_a_port_for_each_part(tmp_path, arguments, environment):
-    _, launches, _ = run_script(tmp_path, *arguments, "--parts", "links,hang", "--steps", "3", **environment)
-    assert len(launches) == 2
-    for number, line in enumerate(launches):
-        assert f"--nnodes=2 --rdzv-endpoint=node-1:{29600 + number} --nproc-per-node=gpu" in line
-        assert line.endswith("--steps 3 PET=")  # torchrun finds no second opinion in its environment
+def test_several_nodes_meet_at_the_head_on_a_port_for_each_part(started, capsys, arguments, environment):
+    started(*arguments, "--parts", "links,hang", "--steps", "3", **environment)
+    assert len(started.commands) == 2
+    for number, line in enumerate(started.commands):
+        assert f"--nnodes=2 --rdzv-endpoint=node-1:{29600 + number} " in line
+        wait = 300 + 180 * number  # the nodes of a failed job end up to --timeout apart
+        assert f"--rdzv-conf=join_timeout={wait},read_timeout={wait} --nproc-per-node=gpu" in line
+        assert "--steps 3" in line
+    assert "waits for 2 nodes at node-1:29601, up to 480 s" in capsys.readouterr().err
+
+
+def test_nodes_that_do_not_come_end_the_check_with_what_to_look_at(started, capsys):
+    """Not one wait for each part."""
+    started.log = "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError\n"
+    assert started("--nnodes", "2", "--head", "node-1", "--join-timeout", "7") == 1
+    assert len(started.commands) == 1
+    said = capsys.readouterr().err
+    assert "2 nodes at node-1:29600 did not meet within 7 s: check on each node: does this script run" in said
+    rows = table_in(started.out)
+    assert rows.pop("links") == (FAILED, "2 nodes at node-1:29600 did not meet within 7 s")
+    assert set(rows.values()) == {(NOT_RUN, "the nodes did not meet")}
+    assert len(rows) == len(PARTS) - 1
+
+
+def test_a_head_whose_name_is_unknown_is_told(started, capsys, monkeypatch):
+    unknown = OSError("Name or service not known")
+    answers = [unknown, unknown, [], unknown, unknown]
+
+    def look_up(*_):
+        answer = answers.pop(0)
+        if answer:
+            raise answer
+        return answer
+
+    clock = itertools.count()
+    monkeypatch.setattr("socket.getaddrinfo", look_up)
+    monkeypatch.setattr(nodes.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(nodes.time, "monotonic", lambda: next(clock))
+    several = ("--nnodes", "2", "--head", "node-1", "--parts", "links")
+    assert started(*several) == 1  # known at last
+    assert len(started.commands) == 1
+    assert "the name node-1 is unknown here; asks again for up to 300 s" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        started(*several, "--join-timeout", "1")
+    assert (ended.value.code, len(started.commands)) == (2, 1)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "after 1 s: write a name or an address that each node knows" in said
 
 
 @pytest.mark.parametrize(
@@ -221,13 +295,116 @@ def test_several_nodes_meet_at_the_head_on_a_port_for_each_part(tmp_path, argume
     [
         (("--nnodes", "2"), "needs --head"),
         (("--nnodes", "x"), "write a number"),
-        (("--out",), "needs a value"),
+        (("--nproc", "zero"), "--nproc zero: write a number of processes, 1 or more, or gpu"),
+        (("--nproc", "0"), "--nproc 0: write a number of processes, 1 or more"),
+        (("--port", "70000"), "--port 70000: write a port, 1 to 65531"),
+        (("--port", "http"), "--port http: write a port"),
+        (("--join-timeout", "nan"), "--join-timeout nan: write seconds"),
+        (("--parts", "lniks"), "'lniks' is no part: write some of links,"),
+        (("--out",), "--out: expected one argument"),
     ],
 )
-def test_the_script_refuses_what_it_cannot_start(tmp_path, arguments, words):
-    done, launches, _ = run_script(tmp_path, *arguments)
-    assert (done.returncode, launches) == (2, [])
-    assert words in done.stderr
+def test_a_check_that_can_not_start_is_refused_in_one_line(started, capsys, arguments, words):
+    with pytest.raises(SystemExit) as ended:
+        started(*arguments)
+    assert (ended.value.code, started.commands) == (2, [])
+    (said,) = capsys.readouterr().err.splitlines()
+    assert words in said
+    assert not started.out.exists()
+
+
+def test_a_machine_without_gpus_is_told_before_any_job(started, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        started()
+    assert "sees no GPU here; --device cpu --small tries" in capsys.readouterr().err
+
+
+def test_a_folder_that_can_not_be_made_is_told(started, capsys, tmp_path):
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(SystemExit) as ended:
+        started()
+    assert (ended.value.code, started.commands) == (2, [])
+    assert "File exists" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- how it ends
+
+# The job that is told to end: torchrun, and a rank in a session of its own that heeds no SIGTERM.
+STUBBORN = """
+setsid bash -c 'trap "" TERM; echo $$ > rank; sleep 100' &
+until [[ -s rank ]]; do sleep 0.01; done
+kill -{signal} $PPID
+wait
+"""
+
+
+@pytest.mark.parametrize(("name", "status"), [("TERM", 143), ("INT", 130)])
+def test_a_signal_ends_the_ranks_and_the_table_has_what_was_measured(
+    tmp_path, monkeypatch, capsys, name, status
+):
+    journal = Journal(tmp_path / "measured", "links")
+    journal.end(Row("links", "a", OK, "fine", {}))
+    journal.begin("links", "b")
+    (rows,) = (tmp_path / "measured").iterdir()
+    command = f"cp {rows} {tmp_path}/out; touch {tmp_path}/out/first-node; cd {tmp_path}"
+    command += STUBBORN.format(signal=name)
+    monkeypatch.setattr(launch, "_command", lambda *_: ["bash", "-c", command])
+    monkeypatch.setattr(launch, "end_tree", lambda process: process_tree.end_tree(process, grace=0.2))
+    before = signal.getsignal(signal.SIGTERM)
+    arguments = ["--out", str(tmp_path / "out"), "--parts", "links,hang", "--device", "cpu"]
+    assert launch.main(arguments, os.environ) == status
+    assert signal.getsignal(signal.SIGTERM) == before
+    rank = int((tmp_path / "rank").read_text())
+    assert process_tree.tree_of(rank) == {}
+    found = {(row.part, row.name): row for row in collected(tmp_path / "out", interrupted=f"SIG{name}")}
+    assert found["links", "a"].outcome == OK
+    assert found["links", "b"][2:4] == (NOT_RUN, f"ended by SIG{name} while this ran")
+    assert found["hang", "(start)"][2:4] == (NOT_RUN, f"ended by SIG{name} before this part")
+    said = capsys.readouterr()
+    assert said.out == (tmp_path / "out/cluster.txt").read_text()
+    assert "none failed, 0 SLOW, 3 not run" in said.out
+    assert f"ended by SIG{name}: what was measured until then follows" in said.err
+
+
+def test_a_signal_that_comes_while_a_job_starts_ends_the_job(tmp_path, monkeypatch):
+    signals, started, popen = Interruption(), [], subprocess.Popen
+
+    def start(*arguments, **options):
+        started.append(popen(*arguments, **options))
+        signals.take(signal.SIGTERM, None)
+        return started[0]
+
+    monkeypatch.setattr(launch.subprocess, "Popen", start)
+    with pytest.raises(Interrupted):
+        launch.run_job(["sleep", "100"], tmp_path / "log", os.environ, signals)
+    assert started[0].returncode == -signal.SIGTERM
+
+
+def test_an_end_before_the_stopped_rank_was_named_is_no_failure(tmp_path):
+    (tmp_path / "hang").mkdir()
+    (tmp_path / "hang/begin.json").write_text(json.dumps({"victim": 1, "begin": 0.0, "timeout": 4.0}))
+    assert verdict(tmp_path).outcome == FAILED
+    assert verdict(tmp_path, interrupted="SIGTERM").outcome == NOT_RUN
+
+
+def test_torchrun_finds_no_second_opinion_in_its_environment(tmp_path):
+    with interruption() as signals:
+        given = {**os.environ, "PET_NNODES": "4:4"}
+        code = ["bash", "-c", "echo ${PET_NNODES:-none} $PYTHONUNBUFFERED; exit 3"]
+        assert launch.run_job(code, tmp_path / "log", given, signals) == 3
+    assert (tmp_path / "log").read_text() == "none 1\n"
+
+
+def test_a_table_that_can_not_be_written_is_printed(tmp_path):
+    (tmp_path / "parts").write_text("links\n")
+    (tmp_path / "cluster.json").mkdir()
+    text, _, problem = report(tmp_path)
+    assert "never began" in text
+    assert "could not be written: [Errno 21] Is a directory" in problem
+
+
+# ---------------------------------------------------------------- the script
 
 
 @pytest.mark.parametrize(
@@ -243,6 +420,21 @@ def test_wrong_arguments_are_told_with_what_to_write(tmp_path, arguments, words,
         main(["--out", str(tmp_path), *arguments])
     assert stopped.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_python_without_torch_is_told_in_one_line(tmp_path):
+    """-S and -E leave out the installed packages, and zbpp."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
+    python.chmod(0o755)
+    for name, words in (("python", "has no torch and no zbpp: activate"), ("nowhere", "is no program")):
+        environment = {**os.environ, "PYTHON": str(tmp_path / name)}
+        done = subprocess.run(
+            ["bash", str(SCRIPT)], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 2
+        assert words in done.stderr
+        assert done.stderr.count("\n") == 1
 
 
 def test_help_names_the_script_and_the_parts():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from zbpp.benchmark.gpu.parts import NAMES, PARTS, TOTAL, PartPlan
 from zbpp.benchmark.gpu.report import as_page, as_text
 from zbpp.benchmark.gpu.rows import Outcome, Row
 from zbpp.benchmark.gpu.settings import Settings
+from zbpp.benchmark.interruption import Interrupted, Interruption
 
 ROOT = Path(__file__).parents[2]
 SMALL = Settings(device="cpu", is_small=True, seconds=60)
@@ -161,6 +163,64 @@ def test_a_process_of_its_own_tells_its_rows_and_is_ended_in_time():
     assert (stopped.rows, stopped.why) == ([], "stopped after its 0 s")
 
 
+def test_a_signal_ends_the_process_of_a_part(monkeypatch):
+    signals, started = Interruption(), []
+
+    def signal_comes(process, *_):
+        started.append(process)
+        signals.take(signal.SIGTERM, None)
+
+    monkeypatch.setattr(run, "_command", lambda *_: ["sleep", "100"])
+    monkeypatch.setattr(run, "_wait", signal_comes)
+    ended = run.run_apart(part_named("split"), SMALL, lambda text: None, signals)
+    assert (ended.rows, ended.why) == ([], "ended by SIGTERM")
+    assert started[0].returncode == -signal.SIGKILL
+
+
+def test_a_signal_that_comes_while_a_process_starts_is_raised_once_it_is_known():
+    signals, known = Interruption(), []
+
+    def start():
+        with signals.held():
+            signals.take(signal.SIGINT, None)
+            known.append("a process")
+
+    with pytest.raises(Interrupted, match="SIGINT"):
+        start()
+    assert known
+    signals.take(signal.SIGTERM, None)  # ignored: the check is ending
+    assert signals.exit_status == 130
+
+
+def test_after_a_signal_what_was_measured_is_written(tmp_path, monkeypatch, capsys):
+    signals = Interruption()
+
+    def rows(part, settings):
+        yield Row("found in time", {"x": 1.0})
+        signals.take(signal.SIGTERM, None)
+
+    monkeypatch.setattr(run, "rows_of", rows)
+    arguments = ["--device", "cpu", "--small", "--out", str(tmp_path / "out"), "split", "offload", "kernels"]
+    assert command_line.main(arguments, signals) == 143
+    parts = json.loads((tmp_path / "out/gpu_cpu.json").read_text())["parts"]
+    assert [(each["name"], len(each["rows"]), each["why"]) for each in parts] == [
+        ("split", 1, "ended by SIGTERM"),
+        ("offload", 0, "skipped: SIGTERM ended the check"),
+        ("kernels", 0, "skipped: SIGTERM ended the check"),
+    ]
+    assert "NOT COMPLETE: ended by SIGTERM" in capsys.readouterr().out
+
+
+def test_the_text_is_printed_where_no_file_can_be_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "rows_of", lambda part, settings: [Row("found")])
+    (tmp_path / "gpu_here.json").mkdir()
+    arguments = ["--device", "cpu", "--small", "--name", "here", "--out", str(tmp_path), "split"]
+    assert command_line.main(arguments) == 1
+    said = capsys.readouterr().out
+    assert "found\n" in said
+    assert "the files could not be written: [Errno 21] Is a directory" in said
+
+
 def test_an_error_ends_its_part_only():
     def rows(settings):
         yield Row("before")
@@ -237,6 +297,11 @@ def test_the_files_with_gpu_tests_are_found():
         (["--device", "cpu"], "write --device cpu --small"),
         (["speed"], "part 'speed' does not exist: write some of split, graphs"),
         (["--small", "--device", "cpu", "--minutes", "0"], "--minutes 0: write 0.5 to 120"),
+        (["--small", "--device", "cpu", "--name", "a/b"], "--name a/b: write a name for files, without a"),
+        (
+            ["--small", "--device", "cpu", "--out", f"{__file__}/a"],
+            "no file can be written there: [Errno 20]",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(arguments, message, capsys):
@@ -259,3 +324,19 @@ def test_the_script_says_what_is_missing_before_it_imports_zbpp(tmp_path):
     )
     assert done.returncode == 2
     assert "has no torch, numpy, rich: install these packages, or set PYTHON=" in done.stderr
+
+
+def test_the_script_keeps_the_callers_folder(tmp_path):
+    """So that --out DIR lies there; without --out the files go into the clone."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$1" = - ] || echo "$PWD: $*"\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts/gpu_check.sh"), "--out", "here"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHON": "./python"},
+        capture_output=True,
+        text=True,
+    )
+    arguments = f"-m zbpp.benchmark.gpu --out {ROOT}/scripts/results --out here"  # the last one counts
+    assert done.stdout == f"{tmp_path}: {arguments}\n"

@@ -150,6 +150,11 @@ def test_what_can_not_be_asked_is_refused(
     [
         (["--memory-limit", "3GiB"], "--memory-limit doesn't go with --cluster"),
         (["--ranks", "8"], "--ranks doesn't go with --cluster"),
+        (["-n", "4"], "whole runs: leave it out, or write --degrees pipeline=N"),  # the default's value
+        (
+            ["--text"],
+            "--text doesn't go with --cluster, which plans whole runs: leave it out, or write --out",
+        ),
     ],
 )
 def test_an_option_that_cluster_does_not_read_is_refused(

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import zbpp.commands.plan
+from zbpp.commands.plan.reads import READ
 from zbpp.planning import SCHEDULES, RankCosts, canonical_name, plan
 from zbpp.planning.answer import Candidate
 from zbpp.render import render_cuts, render_text
@@ -397,6 +398,42 @@ def test_wrong_usage_says_how(arguments, message):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("zb_h1 --out foo.json", "--out doesn't go with SCHEDULE: leave it out; it goes with --cluster"),
+        ("zb_h1 --model llama_1b", "--model doesn't go with SCHEDULE: leave it out; it goes with --cluster"),
+        ("--choose --top 5", "--top doesn't go with --choose: leave it out; it goes with --cluster"),
+        ("--layers 8 --no-recompute", "--no-recompute doesn't go with --layers: leave it out; it goes with"),
+        ("zb_h1 --kept 0.05", "--kept doesn't go with SCHEDULE: leave it out; it goes with --choose"),
+        (
+            "--choose --placement v",
+            "--placement doesn't go with --choose: leave it out; it goes with SCHEDULE",
+        ),
+        (
+            "--timetable x --ranks 4",
+            "--ranks doesn't go with --timetable: leave it out; it goes with SCHEDULE",
+        ),
+        ("--layers 8 --f 3", "--f doesn't go with --layers: leave it out; it goes with SCHEDULE and with"),
+        (
+            "--layers 8 --costs x --head 3",
+            "--head doesn't go with --layers --costs: leave it out; it goes with",
+        ),
+    ],
+)
+def test_an_option_without_effect_is_refused(main, capsys, arguments, message):
+    """Also with its default value, and without a look at files that the command names."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments.split())
+    assert ended.value.code == 2
+    assert f"error: {message}" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_every_option_is_read_by_some_form():
+    names = vars(zbpp.commands.plan.make_parser("").parse_args([])).keys()
+    assert set().union(*READ.values()) == names
+
+
 def test_help_has_examples_that_run(main, capsys, tmp_path, monkeypatch):
     text = output("--help")
     examples = re.findall(r"^  plan\.py (.*?)(?: > mine\.txt)?(?:  .*)?$", text, re.MULTILINE)
@@ -404,7 +441,8 @@ def test_help_has_examples_that_run(main, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.txt").write_text(str(plan("zb_h1", 4, 8)))
     for example in examples:
-        limit = "" if "--cluster" in example else " --time-limit 0.2"
+        searches = not re.search("--(cluster|timetable|layers)", example)
+        limit = " --time-limit 0.2" if searches else ""
         short = re.sub(r"--time-limit \S+", "", example) + limit
         assert main(short.split()) == 0
         assert capsys.readouterr().out

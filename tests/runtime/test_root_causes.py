@@ -102,8 +102,8 @@ def test_an_error_names_its_action_on_its_rank_and_the_other_names_that_rank(tol
 
 def test_a_killed_rank_died_and_is_not_behind(told):
     shown, *notes = told[0]["killed"]
-    place = r"(at .*|outside of the pipeline's calls for .*)"
-    assert re.fullmatch(rf"rank 1 died \(.*\), last seen, up to a second before, {place}", notes[-1])
+    place = r"last heard of up to a second before, then (at .*|outside of the pipeline's calls for .*)"
+    assert re.fullmatch(rf"rank 1 died \(.*\), {place}", notes[-1])
     assert "CommunicationError: rank 0, instruction " in shown
     assert "GLHF" not in shown
     assert ".cc:" not in shown

@@ -112,6 +112,7 @@ def perturbed(rank, degrees, kind, plant, wrong_rank, schedule="zb_h1"):
         pipeline.step(inputs, target=target)
         optimizer.step()
         pipeline.check_replicas(optimizer)
+        assert pipeline.check_counts.replicas == 1
         if rank == wrong_rank:
             plant(pipeline, optimizer)
         return error_of(lambda: pipeline.check_replicas(optimizer))

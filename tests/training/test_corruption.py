@@ -37,16 +37,24 @@ def test_a_run_has_the_same_losses_and_checks_when_it_should(monkeypatch, valida
     assert [metrics["loss"] for metrics in trainer.run(9)] == plain
     assert replayed == [1, 4, 8]
     assert compared == [1, 4, 8, 9]
-    assert checks_done(["replay", "replicas"], trainer) == {"replay": 3, "replicas": 4}
+    assert checks_done(["replay", "replicas"], trainer) == {"replay": 3, "replicas": 0}
 
 
 def test_a_run_says_at_its_end_what_it_has_checked():
-    done = {"replay": 8, "replicas": 7, "messages": 1204}
-    assert sentence_of_checks(done) == "checks: replay 8 times, replicas 7, messages 1,204: equal"
-    assert sentence_of_checks({"messages": 3}) == "checks: messages 3 times: equal"
-    trainer = small_trainer(callbacks=[CheckReplicas(4)])
-    list(trainer.run(8))
-    assert checks_done(["replicas"], trainer) == {"replicas": 3}  # the last step is not compared twice
+    done = {"replay": 1, "replicas": 7, "messages": 1204}
+    assert sentence_of_checks(done) == "checks: replay once, replicas 7 times, messages 1,204 times: equal"
+    alone = "checks: messages 3 times: equal; replicas: nothing to compare"
+    assert sentence_of_checks({"replicas": 0, "messages": 3}) == alone
+    assert sentence_of_checks({"replicas": 0}) == "checks: replicas: nothing to compare"
+
+
+def test_the_last_step_is_not_compared_twice(monkeypatch):
+    compared = []
+    monkeypatch.setattr(
+        Pipeline, "check_replicas", lambda pipeline, *_, **__: compared.append(pipeline.num_steps)
+    )
+    list(small_trainer(callbacks=[CheckReplicas(4)]).run(8))
+    assert compared == [1, 4, 8]
 
 
 def test_a_fault_in_a_replayed_step_ends_the_run():

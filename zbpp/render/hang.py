@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Container, Iterable, Mapping
 
+from zbpp.render.hang_stopped import Record, before_it_ran_on, notes, stopped_ranks
 from zbpp.render.table import aligned
 from zbpp.schedule import from_csv
 
 _BEFORE, _AFTER = 6, 6  # actions that are shown around the place where a rank stood
 _CALLS = 3  # of the Python stack, the innermost ones
 _TORCH = "/site-packages/torch/"  # in a call's line: it is none of the user's
-
-Record = Mapping[str, Any]  # what a flight-rank-N.json holds
 
 
 def render_hang(records: Mapping[int, Record]) -> str:
@@ -23,15 +21,17 @@ def render_hang(records: Mapping[int, Record]) -> str:
     records: by rank. A rank that left no record is shown as the others knew it last. Raises KeyError or
     ValueError for what is no record.
     """
-    standings = _standings(records)
+    standings, stopped = _standings(records), stopped_ranks(records)
     end = max(float(each["told"]) for each in standings.values())
+    for rank in stopped.keys() & records.keys():
+        standings[rank] = before_it_ran_on(records[rank], stopped[rank])
     head = ("rank", "call", "at", "for", "awaits", "told")
     rows = [head, *(_row(each, end, has_record=rank in records) for rank, each in standings.items())]
     rows_of_plan = from_csv(next(iter(records.values()))["timetable"]).rows
     return "\n".join(
         [
             _headline(records, end),
-            *_stopped(records),
+            *notes(stopped, standings, records),
             "",
             *(line.rstrip() for line in aligned(rows)),
             "",
@@ -40,7 +40,7 @@ def render_hang(records: Mapping[int, Record]) -> str:
                 f"rank {rank}  {_place([str(action) for action in rows_of_plan[rank]], standing)}"
                 for rank, standing in standings.items()
             ),
-            *_stacks(records, standings),
+            *_stacks(records, standings, stopped),
         ]
     )
 
@@ -63,13 +63,6 @@ def _headline(records: Mapping[int, Record], end: float) -> str:
     why = [f"rank {rank} failed: {each['why']}" for rank, each in records.items() if each.get("why")]
     said = [each["said"] for each in records.values() if each.get("said")]
     return f"{when}  {'; '.join(why) or next(iter(said), 'ranks waited in vain')}"
-
-
-def _stopped(records: Mapping[int, Record]) -> Iterable[str]:
-    """The ranks whose processes were stopped when another rank failed; they may have been let run since."""
-    others = [other for record in records.values() for other in record["others"]]
-    for rank in sorted({other["rank"] for other in others if other.get("state") == "stopped"}):
-        yield f"rank {rank}: its process was stopped (SIGSTOP, Ctrl-Z)"
 
 
 def _row(standing: Record, end: float, *, has_record: bool) -> tuple[str, ...]:
@@ -112,10 +105,14 @@ def _place(actions: list[str], standing: Record) -> str:
     )
 
 
-def _stacks(records: Mapping[int, Record], standings: Mapping[int, Record]) -> Iterable[str]:
+def _stacks(
+    records: Mapping[int, Record], standings: Mapping[int, Record], stopped: Container[int]
+) -> Iterable[str]:
     for rank, record in records.items():
         if record.get("why"):
             yield from ("", f"rank {rank} failed here:")
+        elif rank in stopped and record["stack"]:
+            yield from ("", f"rank {rank}, once it was let run, came here:")
         elif standings[rank]["awaits"] is None and record["stack"]:
             yield from ("", f"rank {rank}, which awaited no other rank, was here:")
         else:

@@ -9,7 +9,11 @@ from typing import NamedTuple
 
 @dataclass
 class CheckCounts:
-    """replay: steps that ran twice. replicas: calls of check_replicas. messages: those that came here."""
+    """What was compared.
+
+    replay: steps that ran twice. replicas: calls of check_replicas in which a tensor had a copy.
+    messages: those that came to this rank.
+    """
 
     replay: int = 0
     replicas: int = 0

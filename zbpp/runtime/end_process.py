@@ -1,4 +1,4 @@
-"""Ends a process from outside of its program's thread, and leaves its error where a launcher looks for it."""
+"""Ends a process whose program does not come back: an alarm, and an error where a launcher looks for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
@@ -30,15 +29,14 @@ def cancel_alarm() -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-def end_process(why: str, stack: Sequence[str]) -> NoReturn:
-    """End this process at once, with an error for the launcher. stack: where the program's thread is."""
+def report_end(why: str, stack: Sequence[str]) -> None:
+    """Tell the launcher, or else the user, why this process ends. stack: where the program's thread is."""
     shown = [each for each in stack if _OF_TORCH not in each] or stack
     text = f"{why}:\n{''.join(shown[-_SHOWN:])}"
     try:
         _write_for_torchrun(text, stack)
     except (OSError, KeyError):
         print(text, file=sys.stderr, flush=True)
-    os._exit(1)
 
 
 def _write_for_torchrun(text: str, stack: Sequence[str]) -> None:

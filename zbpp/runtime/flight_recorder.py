@@ -68,8 +68,8 @@ class Standing(NamedTuple):
 
     @property
     def last_seen(self) -> str:
-        """Where a rank was that is gone."""
-        return f"last seen, up to a second before, {self.place(self.told)}"
+        """Where a rank was that is gone: a rank tells its place once a second, and may have moved since."""
+        return f"last heard of up to a second before, then {self.place(self.told)}"
 
     @property
     def awaits_all(self) -> bool:
@@ -110,6 +110,7 @@ class FlightRecorder:
         self.number, self.call, self.gave_up, self.num_steps = 0, "", False, 0
         self._since = time.monotonic()
         self._passes: list[tuple[int, str, Sequence[Instruction | str | None], list[float]]] = []
+        self._steps: list[tuple[int, int]] = []  # number of the call, training step: one for each pass
 
     def enter(self, call: str) -> None:
         """A call begins."""
@@ -125,12 +126,16 @@ class FlightRecorder:
         None stands for work that is no instruction. The times are those of time.monotonic.
         """
         times: list[float] = []
-        self._passes = [*self._passes[-1:], (self.number, self.call, instructions, times)]
+        self._add(instructions, times)
         return times.append
 
     def begin_captured(self) -> None:
         """A pass begins whose instructions can't be told apart: they run as one graph."""
-        self._passes = [*self._passes[-1:], (self.number, self.call, CAPTURED, [time.monotonic()])]
+        self._add(CAPTURED, [time.monotonic()])
+
+    def _add(self, instructions: Sequence[Instruction | str | None], times: list[float]) -> None:
+        self._steps = [*self._steps[-1:], (self.number, self.num_steps + (self.call == "step"))]
+        self._passes = [*self._passes[-1:], (self.number, self.call, instructions, times)]
 
     def standing(self) -> Standing:
         """Where the rank is now; may be called by another thread."""
@@ -161,8 +166,9 @@ class FlightRecorder:
                     yield number, call, str(instruction), at + began
 
     def record(self) -> dict[str, Any]:
-        """All of it, for a JSON file."""
-        return {"standing": self.standing()._asdict(), "last": [list(each) for each in self.last()]}
+        """All of it, for a JSON file. steps: the training step of each call, by the call's number."""
+        last = [list(each) for each in self.last()]
+        return {"standing": self.standing()._asdict(), "last": last, "steps": dict(self._steps)}
 
 
 def behind(standings: Mapping[int, Standing], process: int) -> Standing | None:

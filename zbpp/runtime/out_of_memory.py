@@ -1,10 +1,10 @@
-"""Is an error one about memory?"""
+"""Is an error one about memory, and how long may a rank take to explain it?"""
 
 from __future__ import annotations
 
 import torch
 
-SECONDS = 15.0  # that a rank which is out of memory may take to say what would fit; the others wait for it
+_LONGEST = 15.0  # s
 _OF_CPU = "DefaultCPUAllocator"  # torch raises a plain RuntimeError on the CPU
 
 
@@ -18,3 +18,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 def tells_of_memory(text: str) -> bool:
     """Whether the text `OutOfMemoryError: ...` of an error is that of one about memory."""
     return any(word in text for word in ("OutOfMemoryError", "MemoryError", _OF_CPU))
+
+
+def seconds_to_explain(timeout: float) -> float:
+    """How long a rank that is out of memory may take to say what would fit; the other ranks wait for it.
+
+    timeout: how long ranks wait for each other, in seconds.
+    """
+    return min(_LONGEST, timeout)

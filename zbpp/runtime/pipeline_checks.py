@@ -55,8 +55,7 @@ class PipelineChecks(PipelineState):
             *held_parameters(self.parameter_names(), texts, self.place, optimizer, own),
             *held_buffers(buffers, self.place),
         ]
-        check_copies(held, self.place, self.num_steps)
-        self.check_counts.replicas += 1
+        self.check_counts.replicas += check_copies(held, self.place, self.num_steps)
 
     @contextmanager
     def replaying(self) -> Iterator[None]:

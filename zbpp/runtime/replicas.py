@@ -67,8 +67,11 @@ def held_buffers(buffers: Iterable[tuple[str, Tensor]], place: Place) -> Iterato
         yield Held(seed_of("buffer", text, place.coordinate(TENSOR)), f"the buffer {text}", buffer)
 
 
-def check_copies(held: Iterable[Held], place: Place, num_steps: int) -> None:
-    """Raise AgreementError, on all processes of the mesh, if copies of a tensor differ. Collective."""
+def check_copies(held: Iterable[Held], place: Place, num_steps: int) -> bool:
+    """Whether any tensor has a copy; all processes of the mesh get the same answer. Collective.
+
+    Raises AgreementError, on all processes, if copies of a tensor differ.
+    """
     mine = list(held)
     rank = dist.get_rank() if dist.is_initialized() else 0
     sums = _values([local_of(each.tensor) for each in mine])
@@ -78,7 +81,7 @@ def check_copies(held: Iterable[Held], place: Place, num_steps: int) -> None:
             found.setdefault(key, {}).setdefault(value, []).append(other)
     different = {key: by_value for key, by_value in found.items() if len(by_value) > 1}
     if not different:
-        return
+        return any(len(ranks) > 1 for by_value in found.values() for ranks in by_value.values())
     texts: dict[int, str] = {}
     for told in place.gather({each.key: each.text for each in mine if each.key in different}):
         texts = told | texts

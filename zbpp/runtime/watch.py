@@ -3,8 +3,8 @@
 So when a call fails on one rank, that rank can say which rank has died, or is behind, even if the other
 process is stopped or dead: what it told last is in the job's store. And a rank that hangs in its own code
 leaves its record, too: its thread sees that another rank has failed. If wanted, the thread then ends the
-process, which nothing else could do before torchrun's patience ends. All access to the store is the thread's,
-since a store whose process is stopped does not answer.
+process, which nothing else could do before torchrun's patience ends. From the first step on, all access to
+the store is the thread's, since a store whose process is stopped does not answer.
 
 Code that never gives up Python's lock keeps this thread from running. For that case the thread sets an alarm
 of Python's faulthandler anew each second: its C code needs no lock.
@@ -12,10 +12,13 @@ of Python's faulthandler anew each second: its C code needs no lock.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 import weakref
+from contextlib import suppress
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +26,12 @@ import torch.distributed as dist
 
 from zbpp.error_text import error_text
 from zbpp.runtime.blame import Blame, is_clear
-from zbpp.runtime.end_process import cancel_alarm, end_process, set_alarm
+from zbpp.runtime.end_process import cancel_alarm, report_end, set_alarm
 from zbpp.runtime.failure_record import FailureRecord
 from zbpp.runtime.flight_recorder import FlightRecorder
 from zbpp.runtime.groups import Store
 from zbpp.runtime.other_ranks import OtherRanks
-from zbpp.runtime.out_of_memory import SECONDS, tells_of_memory
+from zbpp.runtime.out_of_memory import seconds_to_explain, tells_of_memory
 
 _INTERVAL = 1.0  # s
 _PATIENCE = 5.0  # s that a failed rank waits for its thread
@@ -56,6 +59,9 @@ class Watch:
 
     def __init__(self, flight: FlightRecorder, store: Store) -> None:
         self._shared = shared = _Shared(flight, store)
+        with suppress(RuntimeError):  # the store is gone: what waits for a message next says who is
+            shared.others.introduce()  # before the first step, in which this process may die
+            shared.others.tell(flight.standing())
         self._thread = threading.Thread(target=_run, args=(shared,), name="zbpp-watch", daemon=True)
         self._thread.start()
         self._end = weakref.finalize(self, _stop, shared, self._thread)  # at the latest when Python ends
@@ -78,6 +84,8 @@ class Watch:
         timeout: how long ranks wait for each other, in seconds. If Python's lock is held for longer, the
         process is ended, too.
         """
+        if self._shared.timeout is None:
+            Finalize(None, _wake, (self._shared,), exitpriority=0)
         self._shared.timeout = timeout
         set_alarm(timeout + _ALARM)  # the thread's next one may come too late
 
@@ -123,7 +131,6 @@ def _stop(shared: _Shared, thread: threading.Thread) -> None:
 def _run(shared: _Shared) -> None:
     others, has_told, has_noticed = shared.others, False, False
     try:
-        others.introduce()
         while not shared.is_over:
             if shared.timeout is not None:
                 set_alarm(shared.timeout + _ALARM)
@@ -140,9 +147,7 @@ def _run(shared: _Shared) -> None:
                 others.read()
                 shared.record.write(shared.why, shared.said)
                 if shared.timeout is not None:
-                    _end_unless_noticed(shared)
-            if has_told and shared.timeout is not None:
-                others.let_stopped_run()
+                    _end_unless_noticed(shared, shared.timeout)
             shared.wake.wait(_INTERVAL)
             shared.wake.clear()
         if not shared.has_failed:
@@ -155,6 +160,15 @@ def _run(shared: _Shared) -> None:
         if shared.timeout is not None:
             cancel_alarm()
         shared.answered.set()
+
+
+def _wake(shared: _Shared) -> None:
+    """If this rank has failed, let stopped processes run, so that they end, too.
+
+    Called when this process ends, behind its own report: in a process that runs again the alarm is long due.
+    """
+    if shared.has_failed:
+        shared.others.let_stopped_run()
 
 
 def _tell_failure(shared: _Shared) -> str:
@@ -187,13 +201,14 @@ def _end_of_program(shared: _Shared) -> str:
     return f"{shared.blame.own_name} left: its program has ended, or closed its pipeline"
 
 
-def _end_unless_noticed(shared: _Shared) -> None:
+def _end_unless_noticed(shared: _Shared, timeout: float) -> None:
     """End the process, after some time in which its main thread may notice the failure of another rank.
 
     The rank that ended the job is the one that torchrun hears of first.
     """
     # A rank that is out of memory lives on for a while, to say what would fit.
-    end = time.monotonic() + _GRACE + (SECONDS if tells_of_memory(shared.others.reason) else 0)
+    explains = seconds_to_explain(timeout) if tells_of_memory(shared.others.reason) else 0
+    end = time.monotonic() + _GRACE + explains
     while not shared.is_over and not shared.has_failed and time.monotonic() < end:
         time.sleep(0.05)
     if shared.is_over or shared.has_failed:
@@ -201,8 +216,10 @@ def _end_unless_noticed(shared: _Shared) -> None:
     mine, stack, reason = shared.flight.standing(), shared.record.stack(), shared.others.reason
     is_other = bool(reason) and not shared.blame.is_own(reason)
     began = reason if is_other else "other ranks waited for this one"
-    end_process(
+    report_end(
         f"rank {mine.rank} was ended, since it did not come back from its own code: {began}. It stood "
         f"{mine.text(time.time())}",
         stack,
     )
+    shared.others.let_stopped_run()
+    os._exit(1)

@@ -72,7 +72,7 @@ class ReplaySteps(Callback):
 def checks_done(names: Collection[str], trainer: Trainer) -> dict[str, int]:
     """How often each of these checks found everything equal in this start of a run. Collective over the job.
 
-    replay: steps; replicas: comparisons; messages: those of all ranks together.
+    replay: steps; replicas: comparisons of copies; messages: those of all ranks together.
     """
     counts = trainer.pipeline.check_counts
     every = {"replay": counts.replay, "replicas": counts.replicas, "messages": sum(gather(counts.messages))}
@@ -80,6 +80,9 @@ def checks_done(names: Collection[str], trainer: Trainer) -> dict[str, int]:
 
 
 def sentence_of_checks(done: dict[str, int]) -> str:
-    """`checks: replay 8 times, replicas 8, messages 1,204: equal`."""
-    first, *others = (f"{name} {number:,}" for name, number in done.items())
-    return f"checks: {', '.join([f'{first} times', *others])}: equal"
+    """`checks: replay once, messages 1,204 times: equal; replicas: nothing to compare`."""
+    equal = [
+        f"{name} {'once' if number == 1 else f'{number:,} times'}" for name, number in done.items() if number
+    ]
+    idle = [f"{name}: nothing to compare" for name, number in done.items() if not number]
+    return f"checks: {'; '.join([*([', '.join(equal) + ': equal'] if equal else []), *idle])}"

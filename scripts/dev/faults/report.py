@@ -51,6 +51,7 @@ def summary_of(rows: Sequence[Row], options: argparse.Namespace) -> str:
 
 def write(folder: Path, rows: Sequence[Row], options: argparse.Namespace) -> None:
     """Write faults_cpu.txt and faults_cpu.json."""
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "faults_cpu.txt").write_text(summary_of(rows, options) + "\n")
     found = {"timeout": options.timeout, "ranks": options.ranks, "cases": [row.as_dict() for row in rows]}
     (folder / "faults_cpu.json").write_text(json.dumps(found, indent=1) + "\n")

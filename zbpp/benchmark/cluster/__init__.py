@@ -4,6 +4,8 @@
 processes costs only its own rows. In reading order:
 
 settings   sizes and limits of the check
+launch     what the script runs on each node: a job for each group of parts, signals, the table at the end
+nodes      where the nodes meet, and how many processes each has
 rows       a row of the table; the journal, which holds what a dead process had found
 __main__   the entry of each process, and of the report
 parts      which part runs what; a step that fails is a row

@@ -1,7 +1,7 @@
 """Entry of each process: torchrun ... -m zbpp.benchmark.cluster --out DIR --parts links,schedules
 
-scripts/cluster_check.sh calls this: use it. `--report` needs no torchrun: it prints the table of what the
-parts have left in DIR, and ends with status 1 if anything failed.
+scripts/cluster_check.sh starts the jobs, see launch.py: use the script. `--report` needs no torchrun: it
+prints the table of what the parts have left in DIR, and ends with status 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -28,19 +28,23 @@ _COUNTS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status."""
-    given = vars(_parser().parse_args(arguments))
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m zbpp.benchmark.cluster", description=__doc__, formatter_class=layout
+    )
+    parser.add_argument("--report", action="store_true", help="print the table of what is in the folder")
+    given = vars(make_parser(parser).parse_args(arguments))
     parts, is_report, is_small = given.pop("parts"), given.pop("report"), given.pop("small")
-    if given.pop("check_arguments"):
-        return 0
     settings = Settings(out=given.pop("out"))
     settings = settings.small() if is_small else settings
     settings = replace(settings, **{name: value for name, value in given.items() if value is not None})
     if is_report:
         from zbpp.benchmark.cluster.report import report
 
-        text, is_fine = report(settings.out)
+        text, is_fine, problem = report(settings.out)
         print(text)
-        return 0 if is_fine else 1
+        print(problem, file=sys.stderr, end="\n" * bool(problem))
+        return int(not is_fine or bool(problem))
     _run(parts, settings)
     return 0
 
@@ -48,8 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(parts: Sequence[str], settings: Settings) -> None:
     from zbpp.benchmark.cluster import hang
     from zbpp.benchmark.cluster.parts import run_part
+    from zbpp.end_with_launcher import end_with_launcher
     from zbpp.runtime.world import world
 
+    end_with_launcher()
     with world(device=settings.device, timeout=settings.timeout) as here:
         if here.rank == 0:  # this node prints the table
             settings.out.mkdir(parents=True, exist_ok=True)
@@ -61,15 +67,13 @@ def _run(parts: Sequence[str], settings: Settings) -> None:
                 run_part(part, settings, here)
 
 
-def _parser() -> argparse.ArgumentParser:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m zbpp.benchmark.cluster", description=__doc__, formatter_class=layout
+def make_parser(parser: argparse.ArgumentParser, out: str | None = None) -> argparse.ArgumentParser:
+    """The parser with the options of a check. out: the default of --out, which else is required."""
+    default = None if out is None else Path(out)
+    parser.add_argument(
+        "--out", type=Path, required=out is None, default=default, help="folder of the results"
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--parts", type=_parts, default=PARTS, help=f"of {','.join(PARTS)}")
-    parser.add_argument("--report", action="store_true", help="print the table of what is in the folder")
-    parser.add_argument("--check-arguments", action="store_true", help="only say whether they are right")
     parser.add_argument("--small", action="store_true", help="small sizes, for a trial on CPUs")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"))
     parser.add_argument("--timeout", type=_positive(float), help="seconds that a rank waits for another")
@@ -77,8 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--timed", type=_names, help="schedules that are timed: 1f1b,zb_h1,...")
     defaults = {field.name: field.default for field in fields(Settings)}
     for name, text in _COUNTS.items():
-        default = f"{text} (default {defaults[name]})"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=_positive(int), help=default)
+        shown = f"{text} (default {defaults[name]})"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=_positive(int), help=shown)
     return parser
 
 

@@ -6,14 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zbpp.benchmark.cluster.rows import FAILED, OK, Row
+from zbpp.benchmark.cluster.rows import FAILED, NOT_RUN, OK, Row
 
 BEGIN = "begin.json"
 _SPARE = 15.0  # s beyond the timeout in which the ranks have to have said so
 
 
-def verdict(out: Path) -> Row | None:
-    """The row of the hang test, from what the ranks left; None if the test was never begun."""
+def verdict(out: Path, interrupted: str = "") -> Row | None:
+    """The row of the hang test, from what the ranks left; None if the test was never begun.
+
+    interrupted: the signal that ended the check, maybe before any rank could name the one that stopped.
+    """
     folder = out / "hang"
     if not (folder / BEGIN).is_file():
         return None
@@ -24,6 +27,8 @@ def verdict(out: Path) -> Row | None:
     naming = [each for each in answers if f"{victim} is behind" in each["said"]]
     numbers: dict[str, Any] = {**facts, "answers": answers}
     limit = facts["timeout"] + _SPARE
+    if not naming and interrupted:
+        return Row("hang", name, NOT_RUN, f"ended by {interrupted} while this ran", numbers)
     if not naming:
         heard = answers[0]["said"] if answers else "no rank left a word: see hang.log"
         return Row("hang", name, FAILED, f"nobody named it; {heard.partition(chr(10))[0]}", numbers)

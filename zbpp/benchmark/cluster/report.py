@@ -4,45 +4,62 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
 
 from zbpp.benchmark.cluster.hang_verdict import verdict
 from zbpp.benchmark.cluster.rows import FAILED, NOT_RUN, SLOW, Row, rows_in
-from zbpp.benchmark.cluster.settings import PARTS
+from zbpp.benchmark.cluster.settings import PARTS, WANTED
 
 TEXT, JSON = "cluster.txt", "cluster.json"
 _WIDEST = 220  # characters of what was found; the JSON has all of it
 
 
-def report(out: Path) -> tuple[str, bool]:
-    """(the table, whether nothing failed); writes both files into the folder."""
-    rows = collected(out)
+def report(out: Path, early: Mapping[str, Row] | None = None, interrupted: str = "") -> tuple[str, bool, str]:
+    """(the table, whether nothing failed, why the files could not be written or ""); writes both files.
+
+    early: rows of parts that did not run, by part. interrupted: the signal that ended the check, or "".
+    """
+    rows = collected(out, early or {}, interrupted)
     text = table(rows)
-    (out / TEXT).write_text(text + "\n")
     when = time.strftime("%Y-%m-%d %H:%M:%S")
-    (out / JSON).write_text(
-        json.dumps({"when": when, "rows": [row._asdict() for row in rows]}, indent=2) + "\n"
-    )
-    return text, all(row.outcome != FAILED for row in rows)
+    found = json.dumps({"when": when, "rows": [row._asdict() for row in rows]}, indent=2)
+    problem = ""
+    try:
+        (out / TEXT).write_text(text + "\n")
+        (out / JSON).write_text(found + "\n")
+    except OSError as error:  # the table is printed in any case
+        problem = f"the files of the table could not be written: {error}"
+    return text, all(row.outcome != FAILED for row in rows), problem
 
 
-def collected(out: Path) -> list[Row]:
-    """The rows in the order of the parts; a part without any gets one that says so."""
-    rows = rows_in(out)
-    hang = verdict(out)
+def collected(out: Path, early: Mapping[str, Row] | None = None, interrupted: str = "") -> list[Row]:
+    """The rows in the order of the parts; a part without any gets one that says so. See `report`."""
+    jobs = _jobs(out)
+    logs = {part: f"{job[0]}.log" for job in jobs for part in job}
+    rows = rows_in(out, logs, interrupted)
+    hang = verdict(out, interrupted)
     rows += [hang] if hang is not None else []
-    wanted = _wanted(out)
-    for part in wanted:
+    for part in logs:
         if not any(row.part == part for row in rows):
-            rows.append(Row(part, "(start)", FAILED, f"the job of this part never began: see {part}.log", {}))
+            rows.append((early or {}).get(part) or _without_rows(part, logs[part], interrupted))
     return sorted(rows, key=lambda row: PARTS.index(row.part))
 
 
-def _wanted(out: Path) -> list[str]:
-    path = out / "parts"
-    return [each for each in path.read_text().split() if each in PARTS] if path.is_file() else []
+def _jobs(out: Path) -> list[list[str]]:
+    """The parts that were asked for, those of one job together."""
+    path = out / WANTED
+    lines = path.read_text().splitlines() if path.is_file() else []
+    jobs = [[part for part in line.split() if part in PARTS] for line in lines]
+    return [job for job in jobs if job]
+
+
+def _without_rows(part: str, log: str, interrupted: str) -> Row:
+    if interrupted:
+        return Row(part, "(start)", NOT_RUN, f"ended by {interrupted} before this part", {})
+    began = "the job of this part never began" if log == f"{part}.log" else "the job ended before this part"
+    return Row(part, "(start)", FAILED, f"{began}: see {log}", {})
 
 
 def table(rows: Sequence[Row]) -> str:

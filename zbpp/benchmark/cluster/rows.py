@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,18 +50,27 @@ class Journal:
                 file.write(json.dumps(entry) + "\n")
 
 
-def rows_in(folder: Path) -> list[Row]:
+def rows_in(folder: Path, logs: Mapping[str, str] | None = None, interrupted: str = "") -> list[Row]:
     """The rows of all journals, each once, in the order of the first journal that has it.
 
     A row without an end is FAILED: its processes ended while it ran; the row after it says that the rest
-    did not run.
+    did not run. logs: the log of a part, where it is not PART.log. interrupted: the signal that ended the
+    check: then nothing failed.
     """
     found: dict[tuple[str, str], Row | None] = {}
     for path in sorted(folder.glob("rows-*.jsonl")):
         for key, row in _entries(path.read_text().splitlines()):
             if found.get(key) is None:
                 found[key] = row
-    return [each for key, row in found.items() for each in ([row] if row is not None else _lost(*key))]
+
+    def lost(part: str, name: str) -> list[Row]:
+        log = (logs or {}).get(part, f"{part}.log")
+        failed = Row(part, name, FAILED, f"the processes ended while this ran: see {log}", {})
+        ended = Row(part, name, NOT_RUN, f"ended by {interrupted} while this ran", {})
+        rest = Row(part, "(the rest)", NOT_RUN, f"what comes after {name}", {})
+        return [ended if interrupted else failed, rest]
+
+    return [each for key, row in found.items() for each in ([row] if row is not None else lost(*key))]
 
 
 def _entries(lines: Iterable[str]) -> Iterable[tuple[tuple[str, str], Row | None]]:
@@ -76,10 +85,3 @@ def _entries(lines: Iterable[str]) -> Iterable[tuple[tuple[str, str], Row | None
         else:
             part, name = entry["begun"]
             yield (part, name), None
-
-
-def _lost(part: str, name: str) -> list[Row]:
-    return [
-        Row(part, name, FAILED, f"the processes ended while this ran: see {part}.log", {}),
-        Row(part, "(the rest)", NOT_RUN, f"what comes after {name}", {}),
-    ]

@@ -14,6 +14,7 @@ from zbpp.benchmark.gpu.parts import PARTS
 from zbpp.benchmark.gpu.rows import Outcome
 from zbpp.benchmark.gpu.run import run_apart, run_here
 from zbpp.benchmark.gpu.settings import Settings
+from zbpp.benchmark.interruption import Interruption
 
 Say = Callable[[str, str], None]  # (the part's title, what it has just found)
 
@@ -29,22 +30,33 @@ class Report:
 
 
 def check(
-    names: Sequence[str], *, device: str, is_small: bool, minutes: float, say: Say = lambda title, text: None
+    names: Sequence[str],
+    *,
+    device: str,
+    is_small: bool,
+    minutes: float,
+    say: Say = lambda title, text: None,
+    signals: Interruption | None = None,
 ) -> Report:
-    """Run these parts, in the order of parts.py."""
+    """Run these parts, in the order of parts.py. After a signal the rest of them does not run."""
+    signals = signals or Interruption()
     chosen = [part for part in PARTS if part.name in names]
     budget, outcomes = Budget(60 * minutes, chosen), []
     while not budget.is_over:
         part, seconds = budget.next()
-        say(part.title, "")
         why = "" if importlib.util.find_spec(part.module) else "this version of zbpp does not have the part"
         why = why or ("" if seconds else "skipped: no time was left")
+        why = f"skipped: {signals} ended the check" if signals.signal else why
         if why:
             outcomes.append(Outcome(part.name, part.title, why=why))
             continue
         settings = Settings(device=device, is_small=is_small, seconds=seconds)
         run = run_here if is_small and device == "cpu" else run_apart
-        outcomes.append(run(part, settings, lambda text, title=part.title: say(title, text)))  # type: ignore[misc]
+
+        def tell(text: str, title: str = part.title) -> None:
+            say(title, text)
+
+        outcomes.append(run(part, settings, tell, signals))
     about = {"device": device, "small": is_small, "minutes": minutes, "parts": [each.name for each in chosen]}
     is_real = device == "cuda" and not is_small
     return Report(machine(device), about, outcomes, verdicts(outcomes, is_real=is_real))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,16 +17,25 @@ from zbpp.benchmark.gpu.machine import name_of
 from zbpp.benchmark.gpu.marks import all_held
 from zbpp.benchmark.gpu.parts import NAMES
 from zbpp.benchmark.gpu.report import as_text, write
+from zbpp.benchmark.interruption import Interruption
+
+_PROBE = 2**17  # bytes; the files are smaller
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 0 if no mark was missed, 1 if one was, 2 for wrong arguments."""
-    options = parse(arguments)
-    report = _run(options)
-    paths = write(report, options.out, options.name or name_of(options.device))
+def main(arguments: Sequence[str] | None = None, signals: Interruption | None = None) -> int:
+    """Exit status 0 if no mark was missed, 1 if one was or no file could be written, 2 for wrong arguments.
+
+    signals: those that end the check; then 128 + the signal's number.
+    """
+    options, signals = parse(arguments), signals or Interruption()
+    report = _run(options, signals)
+    try:
+        paths, problem = write(report, options.out, options.name or name_of(options.device)), ""
+    except OSError as error:  # the text is printed in any case
+        paths, problem = [], f"gpu_check: the files could not be written: {error}"
     print(as_text(report))
-    print("written:", *paths)
-    return int(not all_held(report.verdicts))
+    print(problem or " ".join(["written:", *map(str, paths)]))
+    return signals.exit_status or int(bool(problem) or not all_held(report.verdicts))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -54,10 +64,26 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             f"torch {torch.__version__}{built} sees no GPU: --device cpu --small tries the check itself"
         )
+    if options.name and Path(options.name).name != options.name:
+        parser.error(
+            f"--name {options.name}: write a name for files, without a folder; --out DIR is the folder"
+        )
+    try:
+        _check_folder(options.out)
+    except OSError as error:
+        parser.error(f"--out {options.out}: no file can be written there: {error}")
     return options
 
 
-def _run(options: argparse.Namespace) -> Report:
+def _check_folder(folder: Path) -> None:
+    """Raises OSError if it can't hold the files. Better now than after eight minutes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(_PROBE))
+        file.flush()
+
+
+def _run(options: argparse.Namespace, signals: Interruption) -> Report:
     # Where nobody looks on, rich writes nothing: the report follows.
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.fields[found]}"))
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
@@ -67,5 +93,10 @@ def _run(options: argparse.Namespace) -> Report:
             progress.update(task, description=title, found=found[:80])
 
         return check(
-            options.parts, device=options.device, is_small=options.small, minutes=options.minutes, say=say
+            options.parts,
+            device=options.device,
+            is_small=options.small,
+            minutes=options.minutes,
+            say=say,
+            signals=signals,
         )

@@ -23,47 +23,56 @@ from pathlib import Path
 from zbpp.benchmark.gpu.parts import PARTS, PartPlan
 from zbpp.benchmark.gpu.rows import Outcome, Row
 from zbpp.benchmark.gpu.settings import Settings
+from zbpp.benchmark.interruption import Interrupted, Interruption
 
 Say = Callable[[str], None]
 _INTERVAL = 0.2  # s
 
 
-def run_here(part: PartPlan, settings: Settings, say: Say) -> Outcome:
-    """Run the part in this process. An error ends it, and is told."""
+def run_here(part: PartPlan, settings: Settings, say: Say, signals: Interruption | None = None) -> Outcome:
+    """Run the part in this process. An error or a signal ends it, and is told."""
     outcome, begin = Outcome(part.name, part.title), time.monotonic()
     try:
+        say("")
         for row in rows_of(part, settings):
             outcome.rows.append(row)
             say(row.what)
     except Exception as error:  # whatever a device or a compiler may raise
         outcome.why = first_line(error)
+    except Interrupted as signal:
+        outcome.why = f"ended by {signal}"
     outcome.seconds = time.monotonic() - begin
     return outcome
 
 
-def run_apart(part: PartPlan, settings: Settings, say: Say) -> Outcome:
-    """Run the part in a process of its own, which is ended after settings.seconds."""
+def run_apart(part: PartPlan, settings: Settings, say: Say, signals: Interruption | None = None) -> Outcome:
+    """Run the part in a process of its own, which is ended after settings.seconds, or by a signal."""
     outcome, begin = Outcome(part.name, part.title), time.monotonic()
+    process: subprocess.Popen[bytes] | None = None
     with tempfile.TemporaryDirectory() as folder:
         path, log = Path(folder) / "rows", Path(folder) / "log"
         path.touch()
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                _command(part, path, settings),
-                stdout=output,
-                stderr=output,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # so that what the part starts ends with it
-            )
         try:
+            say("")
+            with log.open("wb") as output, (signals or Interruption()).held():
+                process = subprocess.Popen(
+                    _command(part, path, settings),
+                    stdout=output,
+                    stderr=output,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,  # so that what the part starts ends with it
+                )
             status = _wait(process, path, begin + settings.seconds, say)
+            if status is None:
+                outcome.why = f"stopped after its {settings.seconds:.0f} s"
+            elif status:
+                outcome.why = f"ended with status {status}: {_last_line(log)}"
+        except Interrupted as signal:
+            outcome.why = f"ended by {signal}"
         finally:
-            _end(process)
+            if process is not None:
+                _end(process)
         outcome.rows = _read(path)
-        if status is None:
-            outcome.why = f"stopped after its {settings.seconds:.0f} s"
-        elif status:
-            outcome.why = f"ended with status {status}: {_last_line(log)}"
     outcome.seconds = time.monotonic() - begin
     return outcome
 

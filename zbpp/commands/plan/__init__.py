@@ -1,6 +1,7 @@
 """`zbpp plan`: choose, print, compare and draw timetables. Needs numpy (matplotlib for --picture), no torch.
 
 arguments.py  the options, and the costs and the memory limit that they give
+reads.py      which options each form of the command reads; others are refused
 schedules.py  named schedules, or a timetable from a file: staircase, table, text, program
 choice.py     --choose: which schedule to use, and the commands that train with it
 layers.py     --layers: which layers belong on which stage
@@ -18,8 +19,9 @@ from collections.abc import Sequence
 
 from zbpp.commands.plan.arguments import Inputs, make_parser
 from zbpp.commands.plan.choice import advice
-from zbpp.commands.plan.cluster import TAKEN, on_paper
+from zbpp.commands.plan.cluster import on_paper
 from zbpp.commands.plan.layers import cuts
+from zbpp.commands.plan.reads import form_of, given_options, refusal
 from zbpp.commands.plan.schedules import show
 from zbpp.ranges import ConfigError
 from zbpp.schedule import PlanError
@@ -34,16 +36,13 @@ def main(argv: Sequence[str] | None = None, prog: str = "zbpp plan", scripts: st
     parser = make_parser(prog)
     options = parser.parse_args(argv)
     options.schedules += options.compare
-    on_cluster = options.cluster is not None
-    named = bool(options.schedules) and not on_cluster  # with --cluster: the schedules to try
-    wanted = (named, options.timetable is not None, options.choose, bool(options.layers), on_cluster)
-    if sum(wanted) != 1:
-        parser.error(
-            "name at least one schedule, or give --timetable FILE (not both), --choose, --layers or --cluster"
-        )
-    for name, value in vars(options).items() if on_cluster else ():
-        if name not in TAKEN and value != parser.get_default(name):
-            parser.error(f"--{name.replace('_', '-')} doesn't go with --cluster, which plans whole runs")
+    try:
+        form = form_of(options)
+    except ValueError as error:
+        parser.error(str(error))
+    refused = refusal(form, given_options(parser, argv))
+    if refused:
+        parser.error(refused)
     try:
         print(_answer(options, scripts), flush=True)
     except BrokenPipeError:  # `zbpp plan ... | head`: nobody reads on

@@ -10,12 +10,6 @@ from typing import Any
 from zbpp.commands.plan.progress import bar
 from zbpp.ranges import ConfigError
 
-TAKEN = {
-    "cluster", "model", "batch", "microbatch_size", "top", "precision", "degrees", "recompute",
-    "sequence_parallel", "sequence", "out", "schedules", "compare",
-}  # fmt: skip
-"""The options that `on_paper` reads, and those that name schedules."""
-
 
 def add_options(group: argparse._ArgumentGroup) -> None:
     """The options that go with --cluster, and --cluster itself."""

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from zbpp.error_text import error_text
 from zbpp.rank_death import RankDeath
 from zbpp.runtime.groups import job_store
-from zbpp.runtime.out_of_memory import SECONDS, tells_of_memory
+from zbpp.runtime.out_of_memory import seconds_to_explain, tells_of_memory
 from zbpp.runtime.roster import gone, roster
 from zbpp.runtime.world import CommunicationError
 from zbpp.training.leaving.signals import LeaveOnSignal
@@ -42,11 +42,12 @@ _REASON, _SHOWN = "reason", "shown"  # keys in the store
 class Deaths:
     """A context: a CommunicationError inside becomes a RankDeath if its cause is found, and so does sys.exit.
 
-    signals: says whether the launcher is ending the job. trainer: as soon as there is one. Collective.
+    signals: says whether the launcher is ending the job. timeout: how long ranks wait for each other, in
+    seconds. trainer: as soon as there is one. Collective.
     """
 
-    def __init__(self, signals: LeaveOnSignal) -> None:
-        self._signals = signals
+    def __init__(self, signals: LeaveOnSignal, timeout: float) -> None:
+        self._signals, self._timeout = signals, timeout
         self.trainer: Trainer | None = None
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._members = roster()
@@ -91,7 +92,9 @@ class Deaths:
         self._wait_for_the_end(end)
         if reason:
             if tells_of_memory(reason):
-                self._wait_for_the_end(time.monotonic() + SECONDS)  # it says first what would fit
+                self._wait_for_the_end(
+                    time.monotonic() + seconds_to_explain(self._timeout)
+                )  # it says first what would fit
             return RankDeath(reason + waited, is_told=not self._shows())
         if not dead:
             return None
