@@ -136,7 +136,7 @@ def test_a_stopped_rank_and_one_in_an_endless_loop_are_named_with_what_they_did(
     assert "rank 1  [1F0] 1F1 " in shown
     assert "in endless_loop" in shown.partition("rank 1, which awaited no other rank, was here:")[2]
     assert hang.main([str(tmp_path / "stopped")]) == 0
-    assert "\nrank 1: its process was stopped (SIGSTOP, Ctrl-Z)\n" in capsys.readouterr().out
+    assert "\nrank 1: its process was stopped (SIGSTOP, Ctrl-Z) at 1F0 of step 2" in capsys.readouterr().out
     assert hang.main([str(tmp_path / "failed")]) == 0
     shown = capsys.readouterr().out
     assert "  rank 1 failed: ValueError: planted" in shown.partition("\n")[0]
