@@ -21,6 +21,12 @@ def text_of(error: BaseException) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+def kind_of(value: object) -> str:
+    """`an int`, `a Tensor`: the class of a value, for a sentence."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
 def first_cause(error: BaseException) -> BaseException:
     """The error at the end of the chain of causes. The chain may be a circle: autograd makes such errors."""
     chain = [error]

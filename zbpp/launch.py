@@ -48,12 +48,13 @@ def refusals() -> tuple[type[Exception], ...]:
         DeviceError,
         StartError,
     )
+    from zbpp.training.called_callbacks import CallbackError
     from zbpp.training.leaving.early_stop import MetricError
     from zbpp.training.loss_scale import LossScaleError
     from zbpp.training.non_finite import NonFiniteError
     from zbpp.training.run_files import FolderError
 
-    training = FolderError, LossScaleError, MetricError, NonFiniteError
+    training = CallbackError, FolderError, LossScaleError, MetricError, NonFiniteError
     return (
         ConfigError,
         PlanError,

@@ -25,6 +25,7 @@ from zbpp.runtime.out_of_memory import is_out_of_memory
 from zbpp.schedule import Timeline, Timetable
 from zbpp.training.batches import Batches
 from zbpp.training.callbacks import Callback
+from zbpp.training.called_callbacks import after_step, call_each
 from zbpp.training.evaluation import Counted, Weighed, fault_of_evaluation, first_bad_batch, mean_of
 from zbpp.training.known_parameters import KnownParameters
 from zbpp.training.loss_scale import LossScale
@@ -151,8 +152,7 @@ class Trainer:
             self._batches.close()
         yield from self._settled()
         self._check_values()
-        for callback in self.callbacks:
-            callback.finish(self)
+        call_each(self, "finish")
 
     def leave(self, reason: str, *, agreed: bool = False) -> None:
         """End the run early, on all ranks. One rank may call this, at any time and from any thread.
@@ -202,8 +202,7 @@ class Trainer:
         recorded = self._is_recorded(step, num_steps=num_steps) and not is_reported
         recorded = recorded and not self._is_before_report(step)
         evaluated = self.evaluate_every and ((step + 1) % self.evaluate_every == 0 or is_last)
-        for callback in self.callbacks:
-            callback.before_step(self, step)
+        call_each(self, "before_step", step)
         known = self._settled() if recorded else []
         with self._watching(recorded=recorded, is_reported=is_reported):
             known += self._step(step)
@@ -216,8 +215,7 @@ class Trainer:
         if recorded:
             self.timelines.append(self.pipeline.timeline())
             del self.timelines[: -max(self.num_recorded, _KEPT)]
-        for callback in self.callbacks:
-            callback.after_step(self, step, known)
+        after_step(self, step, known)
         self.leaving = None if is_last else self._agreed  # behind the last step nothing is left undone
         if not is_last:
             self._replan(step, known)
@@ -330,8 +328,7 @@ class Trainer:
 
     def _check_values(self) -> None:
         if self.values.error is not None:
-            for callback in self.callbacks:
-                callback.stopped(self)
+            call_each(self, "stopped")
             raise self.values.error
 
     @property
