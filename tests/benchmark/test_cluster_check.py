@@ -24,7 +24,7 @@ from zbpp.benchmark.cluster.parts import attempt, run_part
 from zbpp.benchmark.cluster.placement import tensor_degrees
 from zbpp.benchmark.cluster.report import collected, report
 from zbpp.benchmark.cluster.rows import FAILED, NOT_RUN, OK, SLOW, Journal, Row
-from zbpp.benchmark.cluster.settings import PARTS, Settings
+from zbpp.benchmark.cluster.settings import BEGUN, PARTS, Settings
 from zbpp.benchmark.interruption import Interrupted, Interruption, interruption
 from zbpp.planning import SCHEDULES, plan
 from zbpp.runtime.world import World
@@ -263,6 +263,20 @@ def test_nodes_that_do_not_come_end_the_check_with_what_to_look_at(started, caps
     assert rows.pop("links") == (FAILED, "2 nodes at node-1:29600 did not meet within 7 s")
     assert set(rows.values()) == {(NOT_RUN, "the nodes did not meet")}
     assert len(rows) == len(PARTS) - 1
+
+
+def test_a_node_that_loses_the_head_at_the_end_of_a_job_has_met_it(started, monkeypatch):
+    """Its torchrun says the same as one that never found the head: the head's store is gone."""
+    job = launch.run_job
+
+    def ranks_begin(command, log, *more):
+        (log.parent / BEGUN).touch()
+        return job(command, log, *more)
+
+    monkeypatch.setattr(launch, "run_job", ranks_begin)
+    started.log = "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError\n"
+    assert started("--nnodes", "2", "--head", "node-1", "--parts", "links,hang") == 1
+    assert len(started.commands) == 2
 
 
 def test_a_head_whose_name_is_unknown_is_told(started, capsys, monkeypatch):
