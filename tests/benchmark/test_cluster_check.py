@@ -364,13 +364,13 @@ def test_a_signal_ends_the_ranks_and_the_table_has_what_was_measured(
     command = f"cp {rows} {tmp_path}/out; touch {tmp_path}/out/first-node; cd {tmp_path}"
     command += STUBBORN.format(signal=name)
     monkeypatch.setattr(launch, "_command", lambda *_: ["bash", "-c", command])
-    monkeypatch.setattr(launch, "end_tree", lambda process: process_tree.end_tree(process, grace=0.2))
+    monkeypatch.setattr(process_tree, "_PATIENCE", 0.2)
     before = signal.getsignal(signal.SIGTERM)
     arguments = ["--out", str(tmp_path / "out"), "--parts", "links,hang", "--device", "cpu"]
     assert launch.main(arguments, os.environ) == status
     assert signal.getsignal(signal.SIGTERM) == before
     rank = int((tmp_path / "rank").read_text())
-    assert process_tree.tree_of(rank) == {}
+    assert process_tree.tree_of([rank]) == {}
     found = {(row.part, row.name): row for row in collected(tmp_path / "out", interrupted=f"SIG{name}")}
     assert found["links", "a"].outcome == OK
     assert found["links", "b"][2:4] == (NOT_RUN, f"ended by SIG{name} while this ran")
