@@ -259,6 +259,10 @@ class StageWorker:
         edges = [*saved.outputs, *(edge for edge, _ in saved.auxiliary)]
         return [edge.node for edge in edges if edge is not None]
 
+    def ends(self, microbatch: int) -> list[Node]:
+        """The nodes of F's inputs, at which B of a microbatch ends."""
+        return [edge.node for edge in self._saved[microbatch].inputs if edge is not None]
+
     def given(self, microbatch: int) -> tuple[Any, ...]:
         """What the caller gave for a microbatch."""
         args, kwargs, targets, *_ = self._feed
