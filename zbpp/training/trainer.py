@@ -26,7 +26,14 @@ from zbpp.schedule import Timeline, Timetable
 from zbpp.training.batches import Batches
 from zbpp.training.callbacks import Callback
 from zbpp.training.called_callbacks import after_step, call_each
-from zbpp.training.evaluation import Counted, Weighed, fault_of_evaluation, first_bad_batch, mean_of
+from zbpp.training.evaluation import (
+    Counted,
+    Weighed,
+    fault_of_evaluation,
+    first_bad_batch,
+    mean_of,
+    sentence_of,
+)
 from zbpp.training.known_parameters import KnownParameters
 from zbpp.training.loss_scale import LossScale
 from zbpp.training.loss_spikes import LossSpikes
@@ -258,12 +265,7 @@ class Trainer:
             told = self.pipeline.place.gather(self._batches.fault_in_evaluation(number))
             place = self.pipeline.place
             if place.is_first and place.rank == 0:
-                where = next(filter(None, told), "its data are finite")
-                print(
-                    f"NOT FINITE: evaluation after step {self.next_step}: {fault}, first in held-out batch "
-                    f"{number}; {where}",
-                    flush=True,
-                )
+                print(sentence_of(fault, self.next_step, number, next(filter(None, told), "")), flush=True)
 
     def _evaluated(self, number: int) -> Weighed:
         """The means of loss and metrics of a held-out batch, where the last stage is; none on other ranks."""
