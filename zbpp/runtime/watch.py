@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zbpp.error_text import first_cause
+from zbpp.error_text import first_cause, shown_path
 from zbpp.runtime.flight_recorder import FlightRecorder, Standing, behind
 from zbpp.runtime.groups import Store
 from zbpp.runtime.other_ranks import OtherRanks
@@ -114,7 +114,7 @@ class Watch:
         shared.answered.wait(_PATIENCE)
         said = shared.said or _blame(shared)
         if said and shared.folder is not None:
-            said += f"\n`zbpp hang {shared.folder}` shows where each rank stood"
+            said += f"\n`zbpp hang {shown_path(shared.folder)}` shows where each rank stood"
         return said
 
     def seen(self) -> dict[int, str]:
