@@ -70,8 +70,9 @@ def _leave_nothing_to_children() -> None:
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None
-    if resource_tracker._resource_tracker._fd is not None:
-        os.set_inheritable(resource_tracker._resource_tracker._fd, False)
+    tracker: Any = resource_tracker._resource_tracker
+    if tracker._fd is not None:
+        os.set_inheritable(tracker._fd, False)
 
 
 def _end_tracker() -> None:

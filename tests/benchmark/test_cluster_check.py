@@ -110,7 +110,7 @@ def test_a_row_during_which_the_processes_died_and_a_part_that_never_began_are_f
     assert rows["schedules", "zb_h1"].outcome == OK
     assert "ended while this ran: see schedules.log" in rows["schedules", "zb_v"].found
     assert rows["schedules", "(the rest)"].outcome == NOT_RUN
-    assert "never began: see links.log" in rows["links", "(start)"].found
+    assert "the job ended before its first row: see links.log" in rows["links", "(start)"].found
     assert text.splitlines()[-1].startswith("4 rows: 2 FAILED (links (start); schedules zb_v)")
 
 
@@ -205,7 +205,7 @@ def test_parts_that_fail_do_not_keep_the_others_from_running(started):
     assert started() == 1
     assert [line.partition("--parts ")[2].split()[0] for line in started.commands] == list(PARTS)
     assert all("--standalone --nproc-per-node=gpu" in line for line in started.commands)
-    assert table_in(started.out)["speed"] == (FAILED, "the job of this part never began: see speed.log")
+    assert table_in(started.out)["speed"] == (FAILED, "the job ended before its first row: see speed.log")
 
 
 def test_parts_of_the_small_form_share_a_job_and_its_log(started):
@@ -325,7 +325,7 @@ def test_a_folder_that_can_not_be_made_is_told(started, capsys, tmp_path):
     with pytest.raises(SystemExit) as ended:
         started()
     assert (ended.value.code, started.commands) == (2, [])
-    assert "File exists" in capsys.readouterr().err
+    assert "no file can be written there: [Errno 17] File exists" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- how it ends
@@ -381,6 +381,16 @@ def test_a_signal_that_comes_while_a_job_starts_ends_the_job(tmp_path, monkeypat
     assert started[0].returncode == -signal.SIGTERM
 
 
+def test_files_that_a_full_disk_has_cut_off_are_a_failure_in_the_table(tmp_path):
+    (tmp_path / "hang").mkdir()
+    begin, said = tmp_path / "hang/begin.json", tmp_path / "hang/said-0.json"
+    begin.write_text("")
+    assert verdict(tmp_path)[2:4] == (FAILED, "begin.json is cut off: is the disk full?")
+    begin.write_text(json.dumps({"victim": 1, "begin": 0.0, "timeout": 4.0}))
+    said.write_text('{"rank": 0, "af')
+    assert verdict(tmp_path)[2:4] == (FAILED, "nobody named it; no rank left a word: see hang.log")
+
+
 def test_an_end_before_the_stopped_rank_was_named_is_no_failure(tmp_path):
     (tmp_path / "hang").mkdir()
     (tmp_path / "hang/begin.json").write_text(json.dumps({"victim": 1, "begin": 0.0, "timeout": 4.0}))
@@ -400,7 +410,7 @@ def test_a_table_that_can_not_be_written_is_printed(tmp_path):
     (tmp_path / "parts").write_text("links\n")
     (tmp_path / "cluster.json").mkdir()
     text, _, problem = report(tmp_path)
-    assert "never began" in text
+    assert "the job ended before its first row" in text
     assert "could not be written: [Errno 21] Is a directory" in problem
 
 

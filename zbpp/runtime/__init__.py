@@ -54,6 +54,9 @@ What they use:
                   runs twice (replay); named_tensors: names for their errors
     world         joining the job; gather, broadcast, agreement between ranks
     groups        process groups: one for each link, and for each kind of reduction
+    watch         a thread that tells the other ranks where this one stands (flight_recorder), and asks where
+                  they do (other_ranks). After a failure: WHICH RANK IS TO BLAME (blame), the file that
+                  `zbpp hang` reads (failure_record), the end of a process that hangs (end_process)
 
 Beside the step:
 

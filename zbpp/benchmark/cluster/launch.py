@@ -46,7 +46,10 @@ def _check(arguments: Sequence[str], environment: Mapping[str, str], signals: In
     groups: list[tuple[str, ...]] = [(part,) for part in options.parts]
     if options.small and options.parts == PARTS:  # one job starts faster than four
         groups = [PARTS[:-1], PARTS[-1:]]
-    _begin(options.out, groups)
+    try:
+        _begin(options.out, groups)
+    except OSError as error:
+        refuse(f"--out {options.out}: no file can be written there: {error}")
     await_name(nodes, say)
     early: dict[str, Row] = {}
     try:
@@ -154,7 +157,7 @@ def _report(
         return signals.exit_status
     text, is_fine, problem = report(out, early, str(signals))
     print(text, flush=True)
-    say(problem or f"please send {out}/cluster.txt and {out}/cluster.json")
+    say(problem or ("" if signals.signal else "please send ") + f"{out}/cluster.txt and {out}/cluster.json")
     return signals.exit_status or int(not is_fine or bool(problem))
 
 
