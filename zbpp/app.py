@@ -58,7 +58,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     settings: the config as values by dotted key; all but run_dir must be the same on all ranks. Raises
     ConfigError, PlanError, FolderError or AgreementError before any work starts.
     """
-    begin = time.monotonic()
+    begin, home = time.monotonic(), Path.cwd()  # code of the user may call os.chdir
     config, resolved_yaml = _in_first_folder(config, resolved_yaml)
     config, settings, change = adapted(config, settings, processes_started())
     rank, num_processes = place_in_job(config.parallel.num_processes)
@@ -68,7 +68,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     with memory.explained():
         job, measured = planned_job(config, num_ranks) if rank == 0 else (None, None)
     with (
-        _run_folder(config, rank, num_processes) as folder,
+        _run_folder(config, home, rank, num_processes) as folder,
         world(device=config.parallel.device, timeout=config.parallel.timeout) as here,
         LeaveOnSignal(is_shown=rank == 0) as signals,
         memory.explained(),  # after Deaths has told the other ranks
@@ -80,7 +80,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         deaths.trainer = trainer = _trainer_of(config, job, mesh, here)
         memory.doing = "between the steps"
         check_room(trainer, weights_on_host=config.memory.offload_weights)
-        path = Path(broadcast(config.run_dir))
+        path = home / broadcast(config.run_dir)
         trainer.pipeline.leave_records_in(path / "failure", ends_process=True)
         saving = build_saving(config, settings, path, trainer, folder)
         if folder is not None:
@@ -131,10 +131,10 @@ def _in_first_folder(config: TrainConfig, resolved_yaml: str) -> tuple[TrainConf
 
 
 @contextmanager
-def _run_folder(config: TrainConfig, rank: int, num_processes: int) -> Iterator[RunFolder | None]:
+def _run_folder(config: TrainConfig, home: Path, rank: int, num_processes: int) -> Iterator[RunFolder | None]:
     """The run's folder, claimed, on rank 0, which raises FolderError if it can't; None on other ranks."""
     options: Any = {"overwrite": config.overwrite, "resume": config.resume}
-    with claimed(config.run_dir, **options) if rank == 0 else nullcontext() as folder:
+    with claimed(home / config.run_dir, **options) if rank == 0 else nullcontext() as folder:
         if folder is not None and not config.parallel.elastic:
             folder.check_number(num_processes)
         yield folder

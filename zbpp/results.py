@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zbpp.config import TrainConfig
+from zbpp.error_text import shown_path
 from zbpp.planning.memory_budget import RankMemory
 from zbpp.render import chrome_trace, render_memory_picture, render_picture, render_report
 from zbpp.training.loggers import Loggers, finite
@@ -84,7 +85,7 @@ def _write_summary(path: Path, title: Title, summary: Summary, trainer: Trainer,
     loggers.summary = summary.figures
     # The last file: with it the run has ended.
     write_whole(path / "summary.json", json.dumps(finite(summary.figures), indent=2, allow_nan=False) + "\n")
-    print(*summary.sentences, f"written to {path}", sep="\n", flush=True)
+    print(*summary.sentences, f"written to {shown_path(path)}", sep="\n", flush=True)
     if trainer.leaving is not None:
         print(f"left after step {trainer.next_step}: {trainer.leaving}; resume with resume=auto", flush=True)
 

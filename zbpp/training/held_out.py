@@ -13,6 +13,7 @@ from zbpp.training.evaluation import (
     fault_of_evaluation,
     first_bad_batch,
     mean_of,
+    sentence_of,
 )
 from zbpp.training.named_losses import with_evaluation_losses
 from zbpp.training.update import Metrics
@@ -32,7 +33,7 @@ def evaluate_held_out(
     means = {f"evaluation_{name}": mean for name, mean in found.means.items()}
     fault = fault_of_evaluation(means)
     if fault:
-        _tell_of_fault(pipeline, batches, f"evaluation after step {after_step}: {fault}", everyone)
+        _tell_of_fault(pipeline, batches, fault, everyone, after_step)
     return means
 
 
@@ -47,12 +48,11 @@ def _means_of(pipeline: Pipeline, batches: Batches, metrics: MetricsOf | None, n
 
 
 def _tell_of_fault(
-    pipeline: Pipeline, batches: Batches, fault: str, everyone: Sequence[Sequence[Weighed]]
+    pipeline: Pipeline, batches: Batches, fault: str, everyone: Sequence[Sequence[Weighed]], after_step: int
 ) -> None:
     """Print where a mean that is not finite comes from. everyone: each process's means of each batch."""
     number = first_bad_batch(everyone)
     place = pipeline.place
     told = place.gather(batches.fault_in_evaluation(number))
     if place.is_first and place.rank == 0:
-        where = next(filter(None, told), "its data are finite")
-        print(f"NOT FINITE: {fault}, first in held-out batch {number}; {where}", flush=True)
+        print(sentence_of(fault, after_step, number, next(filter(None, told), "")), flush=True)
