@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
+
 _LIMIT = 10_000  # characters: a store refuses messages of some MiB
 
 
@@ -25,6 +28,13 @@ def kind_of(value: object) -> str:
     """`an int`, `a Tensor`: the class of a value, for a sentence."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
+def shown_path(path: Path) -> Path:
+    """The path as one types it in the current folder: a path below this folder is shown without it."""
+    with suppress(ValueError, OSError):
+        return path.relative_to(Path.cwd())
+    return path
 
 
 def first_cause(error: BaseException) -> BaseException:

@@ -24,7 +24,7 @@ from zbpp.benchmark.cluster.parts import attempt, run_part
 from zbpp.benchmark.cluster.placement import tensor_degrees
 from zbpp.benchmark.cluster.report import collected, report
 from zbpp.benchmark.cluster.rows import FAILED, NOT_RUN, OK, SLOW, Journal, Row
-from zbpp.benchmark.cluster.settings import PARTS, Settings
+from zbpp.benchmark.cluster.settings import BEGUN, PARTS, Settings
 from zbpp.benchmark.interruption import Interrupted, Interruption, interruption
 from zbpp.planning import SCHEDULES, plan
 from zbpp.runtime.world import World
@@ -265,6 +265,20 @@ def test_nodes_that_do_not_come_end_the_check_with_what_to_look_at(started, caps
     assert len(rows) == len(PARTS) - 1
 
 
+def test_a_node_that_loses_the_head_at_the_end_of_a_job_has_met_it(started, monkeypatch):
+    """Its torchrun says the same as one that never found the head: the head's store is gone."""
+    job = launch.run_job
+
+    def ranks_begin(command, log, *more):
+        (log.parent / BEGUN).touch()
+        return job(command, log, *more)
+
+    monkeypatch.setattr(launch, "run_job", ranks_begin)
+    started.log = "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError\n"
+    assert started("--nnodes", "2", "--head", "node-1", "--parts", "links,hang") == 1
+    assert len(started.commands) == 2
+
+
 def test_a_head_whose_name_is_unknown_is_told(started, capsys, monkeypatch):
     unknown = OSError("Name or service not known")
     answers = [unknown, unknown, [], unknown, unknown]
@@ -350,13 +364,13 @@ def test_a_signal_ends_the_ranks_and_the_table_has_what_was_measured(
     command = f"cp {rows} {tmp_path}/out; touch {tmp_path}/out/first-node; cd {tmp_path}"
     command += STUBBORN.format(signal=name)
     monkeypatch.setattr(launch, "_command", lambda *_: ["bash", "-c", command])
-    monkeypatch.setattr(launch, "end_tree", lambda process: process_tree.end_tree(process, grace=0.2))
+    monkeypatch.setattr(process_tree, "_PATIENCE", 0.2)
     before = signal.getsignal(signal.SIGTERM)
     arguments = ["--out", str(tmp_path / "out"), "--parts", "links,hang", "--device", "cpu"]
     assert launch.main(arguments, os.environ) == status
     assert signal.getsignal(signal.SIGTERM) == before
     rank = int((tmp_path / "rank").read_text())
-    assert process_tree.tree_of(rank) == {}
+    assert process_tree.tree_of([rank]) == {}
     found = {(row.part, row.name): row for row in collected(tmp_path / "out", interrupted=f"SIG{name}")}
     assert found["links", "a"].outcome == OK
     assert found["links", "b"][2:4] == (NOT_RUN, f"ended by SIG{name} while this ran")

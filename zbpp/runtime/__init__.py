@@ -47,6 +47,7 @@ What they use:
     weight_offload  weights that live in host memory: WHERE A WEIGHT IS, AND WHEN
     weight_blocks   the blocks whose weights are offloaded, and what is refused
     weight_buffers  host memory or files, and the two buffers on the device
+    offloaded_gradients  W of such a block: its gradients on the device, and home again
     saved_weights   what autograd has saved of a block's weights, packed
     checked_links links whose messages carry checksums (checksums); check_counts: equal ones counted
     graphs        steps that CUDA graphs capture and replay: WHEN, and what lies at a fixed address

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zbpp.error_text import error_text
+from zbpp.error_text import error_text, shown_path
 from zbpp.runtime.blame import Blame, is_clear
 from zbpp.runtime.end_process import cancel_alarm, report_end, set_alarm
 from zbpp.runtime.failure_record import FailureRecord
@@ -106,7 +106,7 @@ class Watch:
         shared.answered.wait(_PATIENCE)
         said, folder = shared.said or shared.blame.behind(is_broken=is_broken), shared.record.folder
         if said and folder is not None:
-            said += f"\n`zbpp hang {folder}` shows where each rank stood"
+            said += f"\n`zbpp hang {shown_path(folder)}` shows where each rank stood"
         return said
 
     def seen(self) -> dict[int, str]:

@@ -79,9 +79,10 @@ class Nodes:
             processes,
         ]
 
-    def did_not_meet(self, log: Path) -> bool:
-        """Whether the job with this log ended since not all nodes came."""
-        return self.number > 1 and _UNMET.search(log.read_text(errors="replace")) is not None
+    def did_not_meet(self, log: Path, begun: Path) -> bool:
+        """Whether the job with this log ended since not all nodes came. begun: exists if its ranks began."""
+        # A node that ends later than the head says the same: the head's store is gone then.
+        return self.number > 1 and not begun.exists() and bool(_UNMET.search(log.read_text(errors="replace")))
 
     def advice(self, job: int) -> str:
         """What to check if they don't meet."""
