@@ -60,7 +60,7 @@ def test_the_commands_of_the_parallel_page_train(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_commands_of_the_optimizer_page_run(tmp_path: Path) -> None:
-    """In three steps; the second begins with post-validation at once, not after ten unclipped steps."""
+    """In three steps. Post-validation begins at once, not after ten steps without clipping."""
     for block in blocks("docs/optimizer.md", "bash"):
         command, number = re.subn(r" steps=\d+", " steps=3 evaluate_every=0 save_weights=false", block)
         assert number == 1

@@ -27,8 +27,7 @@ from zbpp.training.run_folder import FolderError, check_free
 def folder(tmp_path_factory):
     """A folder for the files of this module alone.
 
-    A config.yaml beside the folders of other tests would reach them: a run looks for one in each folder
-    above its own.
+    A config.yaml above the folders of other tests would be read by them: some look for one above their own.
     """
     return tmp_path_factory.mktemp("fuzz")
 
