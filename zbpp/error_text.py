@@ -33,7 +33,8 @@ def kind_of(value: object) -> str:
 def shown_path(path: Path) -> Path:
     """The path as one types it in the current folder: a path below this folder is shown without it."""
     with suppress(ValueError, OSError):
-        return path.relative_to(Path.cwd())
+        here = Path.cwd()  # "/": code of the user has called os.chdir
+        return path if here == Path(here.anchor) else path.relative_to(here)
     return path
 
 
