@@ -240,7 +240,10 @@ def show_deepseek() -> None:
         print(f"{name:9} {formula:26} {value:6.1f}  {timeline.bubble:6.1f}  {schedule}, {ranks} ranks")
     tokens = 1e12 / (180e3 * 3600)
     print(
-        "\nThe published 14.0 is not reproduced: the released order of DualPipeV, simulated, has half of it.\n"
+        "\nThe published 14.0 is not reproduced. The unit is the same on both sides: one F of one of 16 stages, per rank\n"
+        "and step. With B = Bi + W and F&B = F + B the published formula is (PP/2 - 1)(F + 2 Bi - W). The order simulated\n"
+        "has (PP/2 - 1)(F + max(0, Bi - W)), seen by changing F, Bi and W by 10%, the same for m = 16, 24, 48 and 96:\n"
+        "at Bi >= W one Bi per hop less. Why the formula has this Bi is not known; zbpp starts F and B of a pair apart.\n"
         "DualPipe is compared with dualpipe_v on half the ranks, which holds the same 16 stages once instead of\n"
         "twice. F&B is F + B: nothing overlaps here. zbpp has no expert parallelism and no overlap of all-to-all\n"
         "with computation, so the throughput is NOT predicted. Published: 180K H800 hours for 10^12 tokens, that\n"
