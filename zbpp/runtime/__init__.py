@@ -10,6 +10,7 @@ From `Pipeline(...)` to the end of a step, in reading order:
     engine        runs step and evaluate; WHEN A RANK FAILS or dies is explained here
     rank_parts    what the engine runs: one rank's stages, links and programs
     executor      one rank's program, resolved into functions; sends, receives and actions in the plan's order
+    boxes         the ends of a rank's links; explain_instruction: what an error says of its instruction
     stage         StageWorker: F, B, W and BW of one stage (zbpp/autograd splits B and W)
     p2p           links: messages between two ranks; THE LIFE OF A RECEIVE BUFFER is explained here
 

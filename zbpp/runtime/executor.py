@@ -31,27 +31,25 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.profiler import record_function
 
-from zbpp.autograd.copies import OffloadError
+from zbpp.runtime.boxes import Links, channel_of, make_inboxes, make_outboxes
 from zbpp.runtime.check_counts import MessageChecks
-from zbpp.runtime.checked_links import CheckedInbox, CheckedOutbox
+from zbpp.runtime.checked_links import CheckedInbox
+from zbpp.runtime.explain_instruction import explain
 from zbpp.runtime.flight_recorder import FlightRecorder
 from zbpp.runtime.layout import Message
 from zbpp.runtime.measure import Recorder
 from zbpp.runtime.offload import SavedOffload, StageOffload
-from zbpp.runtime.out_of_memory import is_out_of_memory
 from zbpp.runtime.p2p import BufferPool, FreshBuffers, Inbox, Outbox
 from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.stage import StageWorker
-from zbpp.runtime.world import CommunicationError, communicating
+from zbpp.runtime.world import communicating
 from zbpp.schedule import Action, Gate, Op, Program, Recv, Reduce, Release, Send, Value, consumes, produces
 from zbpp.schedule.lower import Instruction
 from zbpp.schedule.offload import Await, Drop, Fetch, Offload
 
 StageMethod = Callable[[StageWorker, int, Message], Message]  # int: the microbatch
-Links = Mapping[tuple[int, int], dist.ProcessGroup]  # (sender, receiver) -> group
 
 _NO_MESSAGE: Message = ()
 _EMPTY_SLOT, _UNREAD_SLOT, _FIRST_SLOT = 0, 1, 2  # messages wait in the slots from the first on
@@ -111,9 +109,10 @@ class Executor:
         self._flight = FlightRecorder(program.rank) if flight is None else flight
         self._num_stages = num_stages
         self._pool = FreshBuffers(device) if dynamic_shapes else BufferPool(device)
-        self._inboxes: dict[int, Inbox] = {}
-        self._outboxes: dict[int, Outbox] = {}
-        self._connect(links, dynamic_shapes, check_messages)
+        self._inboxes = make_inboxes(
+            program, links, self._pool, check_messages, dynamic_shapes=dynamic_shapes
+        )
+        self._outboxes = make_outboxes(program, links, device, check_messages, dynamic_shapes=dynamic_shapes)
         taken = [value for instruction in program.instructions for value in _taken(instruction)]
         self._slots = dict(zip(taken, count(_FIRST_SLOT)))  # where each value waits
         self._make_gate = gate
@@ -177,7 +176,7 @@ class Executor:
         slots = [_NO_MESSAGE] * (_FIRST_SLOT + len(self._slots))
         position = 0
         try:
-            for position, (function, takes, gives) in enumerate(resolution.functions):  # noqa: B007  # for _explain
+            for position, (function, takes, gives) in enumerate(resolution.functions):  # noqa: B007  # for explain
                 # The slot is emptied, so that a message's memory is free as soon as no stage needs it.
                 message, slots[takes] = slots[takes], _NO_MESSAGE
                 note(clock())
@@ -189,7 +188,8 @@ class Executor:
         except BeginAgain:
             raise
         except Exception as error:
-            self._explain(resolution, position, error)
+            at_gate, rank = position == resolution.gate, self._program.rank
+            explain(error, resolution.instructions, position, rank, self._flight.process, at_gate=at_gate)
             raise
         finally:
             self._is_valid = _is_always_valid
@@ -224,32 +224,6 @@ class Executor:
     def _boxes(self) -> Iterator[Inbox | Outbox]:
         yield from self._inboxes.values()
         yield from self._outboxes.values()
-
-    def _connect(self, links: Links, dynamic_shapes: bool, checks: MessageChecks | None) -> None:
-        """Make an Inbox for each rank that sends here, and an Outbox for each rank that is sent to."""
-        rank, instructions = self._program.rank, self._program.instructions
-        outbox, inbox = (
-            (Outbox, Inbox)
-            if checks is None
-            else (CheckedOutbox, partial(CheckedInbox, when=checks.when, counts=checks.counts))
-        )
-        receives = [each for each in instructions if isinstance(each, Recv)]
-        for peer in sorted({each.peer for each in receives}):
-            mine = [each.value for each in receives if each.peer == peer]
-            self._inboxes[peer] = box = inbox(
-                int(peer > rank),  # a link's group has two ranks: 0 is the lower one
-                links[peer, rank],
-                self._pool,
-                list(map(_channel, mine)),
-                self._program.in_flight[peer],
-                dynamic_shapes,
-            )
-            if isinstance(box, CheckedInbox):
-                box.names = [f"{value} from rank {peer} to rank {rank}" for value in mine]
-        for peer in sorted({each.peer for each in instructions if isinstance(each, Send)}):
-            self._outboxes[peer] = outbox(
-                int(peer > rank), links[rank, peer], self._pool.device, dynamic_shapes
-            )
 
     def _resolution(self, gate: Gate | None = None) -> _Resolution:
         """The functions of a pass: those before the program, the program, those after it."""
@@ -304,7 +278,7 @@ class Executor:
             case Recv(value, peer):
                 return _Resolved(_without_message(self._inboxes[peer].receive), gives=self._slots[value])
             case Send(value, peer):
-                send = partial(self._outboxes[peer].send, _channel(value))
+                send = partial(self._outboxes[peer].send, channel_of(value))
                 return _Resolved(send, takes=self._slots[value])
             case Release(_, peer):
                 return _Resolved(_without_message(self._outboxes[peer].release))
@@ -352,43 +326,6 @@ class Executor:
         else:
             self._reductions.complete(stage)
 
-    def _explain(self, resolution: _Resolution, position: int, error: Exception) -> None:
-        """Raise an error that says which message failed; actions and reductions say that themselves."""
-        instructions = resolution.instructions
-        instruction = instructions[position]
-        speaks_for_itself = is_out_of_memory(error) or isinstance(error, CommunicationError | OffloadError)
-        rank = self._program.rank
-        if isinstance(instruction, Action):
-            error.add_note(_where(instruction, rank, self._flight.process))
-        if isinstance(instruction, Action) or speaks_for_itself or position == resolution.gate:
-            return
-        if isinstance(error, RuntimeError):
-            number = sum(each is not None for each in instructions[:position])
-            if instruction is not None:
-                place = f"instruction {number} of its program ({instruction})"
-            else:
-                place = "its first receives" if number == 0 else "its last sends"
-            raise CommunicationError.at(f"rank {rank}, {place}", error) from None
-        if isinstance(error, ValueError) and isinstance(instruction, Send):
-            raise ValueError(
-                f"{instruction.value} from rank {rank} to rank {instruction.peer}: {error}"
-            ) from None
-
-
-_PARTS = {
-    Op.F: "F, the forward",
-    Op.B: "B, the backward",
-    Op.W: "W, the weights' gradients",
-    Op.BW: "the backward",
-}
-
-
-def _where(action: Action, rank: int, process: int) -> str:
-    """`in 1B3 (B, the backward, of stage 1, microbatch 3) on rank 1`. process: its number in the job."""
-    part = f"{_PARTS[action.op]}, of stage {action.stage}, microbatch {action.microbatch}"
-    of_job = "" if process == rank else f" of its pipeline, rank {process} of the job"
-    return f"in {action} ({part}) on rank {rank}{of_job}"
-
 
 def _is_always_valid() -> bool:
     return True
@@ -414,11 +351,6 @@ def _taken(instruction: Instruction) -> tuple[Value, ...]:
             return (value,)
         case _:
             return ()
-
-
-def _channel(value: Value) -> tuple[str, int]:
-    """The x of one stage, or its g: messages of one channel have one layout."""
-    return value.name, value.stage
 
 
 def _without_message(function: Callable[[], Any]) -> Callable[[Message], Any]:

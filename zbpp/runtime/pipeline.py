@@ -31,7 +31,7 @@ from zbpp.runtime.activation_offload import ActivationOffload
 from zbpp.runtime.arguments import device_of, model_of, rank_in, timetable_of
 from zbpp.runtime.call_order import order_of_copies
 from zbpp.runtime.check_counts import CheckCounts
-from zbpp.runtime.checks import agree_on_stages, check_ranks_agree
+from zbpp.runtime.checks import Agreed, agree_on_stages, check_ranks_agree
 from zbpp.runtime.engine import Engine
 from zbpp.runtime.feed import Call
 from zbpp.runtime.fully_shard import Reshard
@@ -135,63 +135,74 @@ class Pipeline(PipelineChecks, PipelineNonFinite, PipelineTimeline):
         self._timeout, self._dynamic_shapes, self._reshard = timeout, dynamic_shapes, reshard
         self._offload, self._check_messages, self._cuda_graphs = offload, check_messages, cuda_graphs
         self.check_counts = CheckCounts()
-        # One rank of a larger job needs a group, too, for what is collective; this pipeline closes it.
-        is_alone = timetable.num_ranks == 1 and given.pipeline is None
+        self.step_losses, self.evaluation_losses = NamedLosses(), NamedLosses()
+        self._records: Path | None = None
+        self._ends_process = False
+        self._take_place(given)
+        check_ranks_agree(timetable, self.place, dynamic_shapes=dynamic_shapes, check_messages=check_messages)
+        agreed = agree_on_stages(stages, timetable, self.rank, device, self.place)
+        self._take_stages(agreed, model_of(stages), loss_fn)
+        self._engine = self._make_engine(agreed, mp_policy)
+        self._compares_losses = TENSOR in self.place.groups  # in the first step
+        self._recorder = Recorder(self.device)
+        self._recording: Recorder | None = None
+        self._one_call = OneCall()
+
+    def _take_place(self, given: Place) -> None:
+        """One rank of a larger job needs a group, too, for what is collective; this pipeline closes it."""
+        is_alone = self.timetable.num_ranks == 1 and given.pipeline is None
         self._made_group = group_of_this_process() if is_alone else None
-        self.place = place = given if self._made_group is None else Place(None, self._made_group)
-        self.group = place.pipeline
-        check_ranks_agree(timetable, place, dynamic_shapes=dynamic_shapes, check_messages=check_messages)
-        agreed = agree_on_stages(stages, timetable, self.rank, device, place)
-        model = model_of(stages)
+        self.place = given if self._made_group is None else Place(None, self._made_group)
+        self.group = self.place.pipeline
+
+    def _take_stages(self, agreed: Agreed, model: PipelineModel | None, loss_fn: Loss | None) -> None:
+        """The stages of this rank, their parameters and their device."""
         self._loss_fn = model.loss if loss_fn is None and model is not None else loss_fn
         # Read-only: a module put there later would not be run.
         self.stages = MappingProxyType(dict(sorted(agreed.stages.items())))
-        computes_loss = timetable.rank_of[-1] == self.rank
+        computes_loss = self.timetable.rank_of[-1] == self.rank
         self._parameters = StageParameters(
             self.stages, agreed.names, agreed.ties, self.group, self._loss_fn if computes_loss else None
         )
-        check_offloaded(self.stages.values(), agreed.ties, place)
-        check_one_offload(offload, self.stages.values(), place)
+        check_offloaded(self.stages.values(), agreed.ties, self.place)
+        check_one_offload(self._offload, self.stages.values(), self.place)
         self.device = device_of(self.stages.values(), self.group)
+
+    def _make_engine(self, agreed: Agreed, mp_policy: Any) -> Engine:
+        """What runs this pipeline's calls. Collective."""
+        place, offload = self.place, self._offload
         reductions = self._reductions(agreed.ties, mp_policy)
         self._copies = set(map(id, reductions.copies))
         self._late, self._release_arguments = reductions.late, dict[str, Any]()
-        self._records: Path | None = None
-        self._ends_process = False
         key_of_all = place.broadcast(agreed.key)
         parts = RankParts(
-            timetable,
+            self.timetable,
             self.rank,
             self.stages,
             self._loss_fn,
             self.device,
             reductions,
-            group=given.pipeline,
+            group=None if self._made_group is not None else self.group,
             key=agreed.key,
             key_of_all=key_of_all,
-            timeout=timeout,
-            dynamic_shapes=dynamic_shapes,
-            make_offload=offload_maker(offload, timetable, self.device, place),
-            check_messages=check_messages,
+            timeout=self._timeout,
+            dynamic_shapes=self._dynamic_shapes,
+            make_offload=offload_maker(offload, self.timetable, self.device, place),
+            check_messages=self._check_messages,
             counts=self.check_counts,
         )
         check_graphs(
-            cuda_graphs,
-            dynamic_shapes=dynamic_shapes,
-            check_messages=check_messages,
+            self._cuda_graphs,
+            dynamic_shapes=self._dynamic_shapes,
+            check_messages=self._check_messages,
             offloads=offload is not None or parts.weights_on_host is not None,
             shards=SHARD in place.groups,
             tensor=TENSOR in place.groups,
             reduces=reductions.is_shared,
         )
-        copies = order_of_copies(place, key_of_all, self.rank, self.device)
-        self._engine = Engine(parts, copies)
-        self._engine.use_graphs(cuda_graphs)
-        self.step_losses, self.evaluation_losses = NamedLosses(), NamedLosses()
-        self._compares_losses = TENSOR in place.groups  # in the first step
-        self._recorder = Recorder(self.device)
-        self._recording: Recorder | None = None
-        self._one_call = OneCall()
+        engine = Engine(parts, order_of_copies(place, key_of_all, self.rank, self.device))
+        engine.use_graphs(self._cuda_graphs)
+        return engine
 
     def _reductions(self, ties: Sequence[Tie], mp_policy: Any) -> Reductions:
         """What sums this rank's gradients; with shards, the stages are sharded here. Collective.
