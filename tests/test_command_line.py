@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from zbpp import config as configs
@@ -169,6 +171,27 @@ def test_what_hydra_says_of_a_mistake_is_one_line(given, words):
     error = configs.composition_error(caught.value)
     assert words in str(error)
     assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            "debug.check=messages,replicas",
+            "debug.check=messages,replicas: write debug.check=[messages,replicas] for",
+        ),
+        (
+            "callbacks={_target_: a.B, most: 2}",
+            "callbacks={_target_: a.B, most: 2}: write a list, callbacks=[{_tar",
+        ),
+    ],
+)
+def test_values_that_are_no_list_where_one_belongs_are_answered_with_the_list(given, message):
+    with initialize_config_dir(str(FOLDER), version_base="1.3"):
+        compose_config = GlobalHydra.instance().hydra.compose_config
+        with pytest.raises(Exception, match=".") as caught:  # as from a shell
+            compose_config("train", [given], RunMode.RUN, with_log_configuration=False)
+    assert str(configs.composition_error(caught.value)).startswith(message)
 
 
 @pytest.mark.parametrize(

@@ -492,8 +492,8 @@ def test_a_mistake_that_a_rank_finds_is_one_line(tmp_path, warm, given, line):
         ("train", ["-n", "2", "run_dir="], "error: run_dir=: write a folder, such as runs/first"),
         (
             "train",
-            ["-n", "2", "schedule=interleaved_1f1b", "schedule.stages_per_rank=10000"],
-            "error: model: num_layers=8 is fewer than the 20000 stages",
+            ["-n", "2", "schedule=interleaved_1f1b", "schedule.stages_per_rank=2000"],
+            "error: model: num_layers=8 is fewer than the 4000 stages",
         ),
         ("train", ["-n", "100"], "error: model: num_layers=8 is fewer than the 100 stages"),
         ("measure", ["schedule.name=zb_h9"], f"error: unknown schedule 'zb_h9'; known: {KNOWN}"),

@@ -73,12 +73,12 @@ def test_a_node_is_killed_and_comes_back(tmp_path, warm):
     port, logs, agents = free_port(), [], []
 
     def start_agent(number, **more):
-        # is_host: this agent holds the store. A node is missed after 2 heartbeats of 1 s.
+        # is_host: this agent holds the store. A node is missed after 6 heartbeats of 1 s.
         conf = f"is_host={'false' if number else 'true'},last_call_timeout=1,keep_alive_interval=1"
         command = [
             str(warm.python), "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
             "--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job",
-            f"--rdzv-conf={conf},keep_alive_max_attempt=2", "-m", "zbpp.train", *RUN, "run_dir=run",
+            f"--rdzv-conf={conf},keep_alive_max_attempt=6", "-m", "zbpp.train", *RUN, "run_dir=run",
         ]  # fmt: skip
         logs.append((tmp_path / f"log-{len(logs)}").open("w"))
         environment = {**os.environ, **more, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

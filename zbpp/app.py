@@ -6,7 +6,7 @@ No algorithm is in this file, and nothing here asks what a schedule is called.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,8 @@ from zbpp.config import TrainConfig, naming
 from zbpp.elastic import adapted
 from zbpp.job import Job, agreed_job, place_in_job, planned_job, prepare_stages, processes_started
 from zbpp.memory_failure import MemoryFailure
-from zbpp.results import write_memory, write_summary, write_weights
+from zbpp.results import write_results
+from zbpp.runtime import Pipeline
 from zbpp.runtime.first_start import of_first_start
 from zbpp.runtime.joining import rank_and_size
 from zbpp.runtime.mesh import Place
@@ -57,20 +58,17 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     settings: the config as values by dotted key; all but run_dir must be the same on all ranks. Raises
     ConfigError, PlanError, FolderError or AgreementError before any work starts.
     """
-    begin = time.monotonic()
+    begin, home = time.monotonic(), Path.cwd()  # code of the user may call os.chdir
     config, resolved_yaml = _in_first_folder(config, resolved_yaml)
     config, settings, change = adapted(config, settings, processes_started())
     rank, num_processes = place_in_job(config.parallel.num_processes)
     check_offload_folder(config.memory)
-    # Rank 0 alone plans, before it joins the other ranks, which wait for its plan. So the ranks can't
-    # disagree, and a mistake in the config is reported once. Measuring parts of layers needs a fake process
-    # group, which has to be gone before the real one is made.
     num_ranks = pipeline_ranks(config.parallel, num_processes)
     memory = MemoryFailure(config, rank, num_processes)
     with memory.explained():
         job, measured = planned_job(config, num_ranks) if rank == 0 else (None, None)
     with (
-        _run_folder(config, rank, num_processes) as folder,
+        _run_folder(config, home, rank, num_processes) as folder,
         world(device=config.parallel.device, timeout=config.parallel.timeout) as here,
         LeaveOnSignal(is_shown=rank == 0) as signals,
         memory.explained(),  # after Deaths has told the other ranks
@@ -78,34 +76,24 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     ):
         mesh = build_mesh(config.parallel, here.device.type)
         job = agreed_job(config, settings, job, Place(mesh))
-        precision = PRECISIONS[config.precision]
         memory.prepares(job.timetable, here.device)
-        prepare_stages(config, job, here.device, precision, mesh)
-        with naming("model"):
-            trainer = _build_trainer(config, job, precision, mesh)
-        deaths.trainer = trainer
+        deaths.trainer = trainer = _trainer_of(config, job, mesh, here)
         memory.doing = "between the steps"
         check_room(trainer, weights_on_host=config.memory.offload_weights)
-        path = Path(broadcast(config.run_dir))
+        path = home / broadcast(config.run_dir)
         trainer.pipeline.leave_records_in(path / "failure", ends_process=True)
         saving = build_saving(config, settings, path, trainer, folder)
         if folder is not None:
             folder.begin(trainer.next_step, num_processes)
             folder.write("config.yaml", resolved_yaml)
-            _print_facts(config, job)
-            if change:
-                print(change, flush=True)
+            _print_facts(config, job, change)
         made = build_loggers(config.logger, path, settings, trainer.next_step) if here.rank == 0 else []
         with Loggers(made) as loggers, _explained(trainer):
             watching = build_callbacks(config, job.data, here, path, loggers, begin=begin)
             lost = [] if folder is None else [LeaveLostFolder(folder)]
             trainer.callbacks = [*lost, signals, *watching, *trainer.callbacks, *saving]
             title, summary = _run(config, job, trainer, loggers, here)
-            write_memory(path, config, trainer, measured)
-            if config.save_weights:
-                write_weights(config, path, trainer)
-            if here.rank == 0:
-                write_summary(path, title, summary, trainer, loggers)
+            write_results(config, path, trainer, measured, title, summary, loggers, is_rank_0=rank == 0)
         for each in lost:
             each.check(trainer)
         return summary.figures
@@ -143,21 +131,31 @@ def _in_first_folder(config: TrainConfig, resolved_yaml: str) -> tuple[TrainConf
 
 
 @contextmanager
-def _run_folder(config: TrainConfig, rank: int, num_processes: int) -> Iterator[RunFolder | None]:
+def _run_folder(config: TrainConfig, home: Path, rank: int, num_processes: int) -> Iterator[RunFolder | None]:
     """The run's folder, claimed, on rank 0, which raises FolderError if it can't; None on other ranks."""
     options: Any = {"overwrite": config.overwrite, "resume": config.resume}
-    with claimed(config.run_dir, **options) if rank == 0 else nullcontext() as folder:
+    with claimed(home / config.run_dir, **options) if rank == 0 else nullcontext() as folder:
         if folder is not None and not config.parallel.elastic:
             folder.check_number(num_processes)
         yield folder
 
 
-def _build_trainer(config: TrainConfig, job: Job, precision: Precision, mesh: DeviceMesh | None) -> Trainer:
-    timetable, model, stages, data, _ = job
-    loss_fn = precision.widened(model.loss)
+def _trainer_of(config: TrainConfig, job: Job, mesh: DeviceMesh | None, here: World) -> Trainer:
+    """Prepare the job's stages, and build the trainer over them. Collective."""
+    precision = PRECISIONS[config.precision]
+    prepare_stages(config, job, here.device, precision, mesh)
+    loss_fn = precision.widened(job.model.loss)
+    with naming("model"):
+        pipeline = _build_pipeline(config, job, loss_fn, precision, mesh)
+        return _build_trainer(config, job, loss_fn, precision, pipeline)
+
+
+def _build_pipeline(
+    config: TrainConfig, job: Job, loss_fn: Callable[..., Any], precision: Precision, mesh: DeviceMesh | None
+) -> Pipeline:
     pipeline = build_pipeline(
-        stages,
-        timetable,
+        job.stages,
+        job.timetable,
         loss_fn,
         config.seed,
         config.parallel,
@@ -168,7 +166,13 @@ def _build_trainer(config: TrainConfig, job: Job, precision: Precision, mesh: De
         config.cuda_graphs,
     )
     with naming("finetune"):
-        check_fine_tuned(pipeline, model)
+        check_fine_tuned(pipeline, job.model)
+    return pipeline
+
+
+def _build_trainer(
+    config: TrainConfig, job: Job, loss_fn: Callable[..., Any], precision: Precision, pipeline: Pipeline
+) -> Trainer:
     # After the pipeline, which gives all copies of a parameter the same float32 values.
     masters = build_masters(pipeline, precision)
     optimizer = optimizer_of(pipeline, config.optimizer, masters, config.memory.gradient_release)
@@ -178,7 +182,7 @@ def _build_trainer(config: TrainConfig, job: Job, precision: Precision, mesh: De
             pipeline=pipeline,
             optimizer=optimizer,
             data=limit_evaluation(
-                data, config.evaluate_every, config.evaluation_batches, pipeline.place.num_data_parts
+                job.data, config.evaluate_every, config.evaluation_batches, pipeline.place.num_data_parts
             ),
             learning_rate=learning_rate_factor(config.optimizer, config.steps),
             scheduler=build_scheduler(optimizer, config.optimizer),
@@ -187,8 +191,10 @@ def _build_trainer(config: TrainConfig, job: Job, precision: Precision, mesh: De
             read_ahead=config.read_ahead,
             record_every=config.measure_every,
             callbacks=[*build_early_stop(config), *own],
-            metrics=metrics_of(model, precision),
-            replan=build_replan(config.schedule.replan, config.memory.limit, timetable, loss_fn, stages),
+            metrics=metrics_of(job.model, precision),
+            replan=build_replan(
+                config.schedule.replan, config.memory.limit, job.timetable, loss_fn, job.stages
+            ),
             masters=masters,
             loss_scale=LossScale() if precision.is_scaled else None,
             gradient_release=config.memory.gradient_release,
@@ -199,7 +205,8 @@ def _build_trainer(config: TrainConfig, job: Job, precision: Precision, mesh: De
         )
 
 
-def _print_facts(config: TrainConfig, job: Job) -> None:
+def _print_facts(config: TrainConfig, job: Job, change: str) -> None:
+    """Print what was chosen for this run. change: what an elastic start has changed."""
     cut = layers_per_stage(job.model, job.timetable.num_stages)
     if cut is not None:
         print("layers per stage:", *cut, flush=True)
@@ -207,6 +214,8 @@ def _print_facts(config: TrainConfig, job: Job) -> None:
         stages = ", ".join(map(str, sorted(job.recomputed))) or "none"
         note = f" ({config.counts_without_offload})" if config.counts_without_offload else ""
         print(f"stages that recompute: {stages}{note}", flush=True)
+    if change:
+        print(change, flush=True)
 
 
 def _run(

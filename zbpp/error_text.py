@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
+
 _LIMIT = 10_000  # characters: a store refuses messages of some MiB
 
 
@@ -19,6 +22,20 @@ def text_of(error: BaseException) -> str:
     if len(text) > _LIMIT:
         text = f"{text[:_LIMIT]} ... ({len(text):,} characters)"
     return text.encode(errors="backslashreplace").decode()
+
+
+def kind_of(value: object) -> str:
+    """`an int`, `a Tensor`: the class of a value, for a sentence."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
+def shown_path(path: Path) -> Path:
+    """The path as one types it in the current folder: a path below this folder is shown without it."""
+    with suppress(ValueError, OSError):
+        here = Path.cwd()  # "/": code of the user has called os.chdir
+        return path if here == Path(here.anchor) else path.relative_to(here)
+    return path
 
 
 def first_cause(error: BaseException) -> BaseException:

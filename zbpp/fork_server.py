@@ -1,11 +1,12 @@
 """One process imports what all ranks need; each rank is a fork of it, and so begins at once.
 
 Importing torch, its distributed parts and zbpp takes five seconds of a core, for each rank anew otherwise.
-It is Python's fork server (multiprocessing), with three things that a job needs besides:
+It is Python's fork server (multiprocessing), with four things that a job needs besides:
 
 - it imports zbpp from where this process did, not a zbpp that lies in the current folder;
 - signals to the whole job, as Slurm sends them, do not end it before the ranks have saved;
-- a rank ends when the process that started the job is gone, since the fork server would outlive that process.
+- a rank ends when the process that started the job is gone, since the fork server would outlive that process;
+- no process of a user's, which a rank has started, keeps the server alive after the job.
 
 With CUDA each rank is a new process instead: a fork of a process that has looked for devices can't use them.
 """
@@ -16,16 +17,21 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import Any
 
 from zbpp.end_with_launcher import end_with_launcher
 
 # The second one is what the first optimizer of a process would import.
 _IMPORTS = ["zbpp.app", "torch._dynamo"]
 _OF_THE_RANKS = {signal.SIGTERM, signal.SIGUSR1}
+_LAST = -1000  # behind all other finalizers, which may tell the tracker something
+_PATIENCE = 1.0  # s
 _HOME = Path(__file__).parents[1]
 _PYTHONS_PATH = ("PYTHONPATH", "PYTHONSAFEPATH")
 
@@ -40,6 +46,7 @@ def start_method() -> str:
     resource_tracker.ensure_running()  # it would unblock the signals
     with _imports_from_here(), _blocked_signals():
         forkserver.ensure_running()
+    Finalize(None, _end_tracker, exitpriority=_LAST)
     return "forkserver"
 
 
@@ -49,7 +56,39 @@ def begin_as_a_rank() -> None:
         if _SAVED + name in os.environ:
             _set(name, os.environ.pop(_SAVED + name) or None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_THE_RANKS)
+    _leave_nothing_to_children()
     end_with_launcher()
+
+
+def _leave_nothing_to_children() -> None:
+    """Keep from a user's child process, which may outlive the run, what holds up the end of our helpers.
+
+    The fork server and Python's resource tracker end when all copies of a pipe are closed. A rank has one of
+    each: it needs the fork server's for nothing, and the tracker's for itself and its forks.
+    """
+    server: Any = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
+    tracker: Any = resource_tracker._resource_tracker
+    if tracker._fd is not None:
+        os.set_inheritable(tracker._fd, False)
+
+
+def _end_tracker() -> None:
+    """End the resource tracker, even if a fork of a rank lives on and has its pipe."""
+    tracker: Any = resource_tracker._resource_tracker
+    pid, fd = tracker._pid, tracker._fd
+    if pid is None or fd is None:
+        return
+    tracker._pid = tracker._fd = None
+    with suppress(OSError):
+        os.close(fd)
+        end = time.monotonic() + _PATIENCE
+        while not os.waitpid(pid, os.WNOHANG)[0]:
+            if time.monotonic() > end:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
 
 
 _SAVED = "ZBPP_SAVED_"  # + a name: the value of this environment variable in the process that starts a job

@@ -70,7 +70,10 @@ def processes_started() -> int:
 def planned_job(config: TrainConfig, num_ranks: int) -> tuple[Job, MeasuredStages | None]:
     """(rank 0's job, with the timetable that it plans or reads; the bytes of all stages, if needed).
 
-    They are needed for memory.report and memory.recompute=auto.
+    The bytes are needed for memory.report and memory.recompute=auto. Rank 0 alone plans, before it joins the
+    other ranks, which wait for its plan. So the ranks can't disagree, and a mistake in the config is reported
+    once. Measuring parts of layers needs a fake process group, which has to be gone before the real one is
+    made.
     """
     model = build_model(config.model, config.seed, config.finetune)
     check_layers(model, config.schedule, num_ranks)

@@ -48,12 +48,13 @@ def refusals() -> tuple[type[Exception], ...]:
         DeviceError,
         StartError,
     )
+    from zbpp.training.called_callbacks import CallbackError
     from zbpp.training.leaving.early_stop import MetricError
     from zbpp.training.loss_scale import LossScaleError
     from zbpp.training.non_finite import NonFiniteError
     from zbpp.training.run_files import FolderError
 
-    training = FolderError, LossScaleError, MetricError, NonFiniteError
+    training = CallbackError, FolderError, LossScaleError, MetricError, NonFiniteError
     return (
         ConfigError,
         PlanError,
@@ -185,7 +186,11 @@ def _run_rank(function: Callable[[Any], Any], argument: Any, folder: str) -> Any
         failure = {"time": time.time(), "kind": kind, "text": text}
         if isinstance(error, RankDeath):
             failure |= {"gone": error.gone, "rest": error.rest}
-        _write_at_once(Path(folder), os.environ["RANK"], json.dumps(failure))
+        try:
+            _write_at_once(Path(folder), os.environ["RANK"], json.dumps(failure))
+        except OSError as unwritten:  # a full disk: the launcher learns the exit status alone
+            told = f"rank {os.environ['RANK']} failed ({unwritten}, so it says so here):"
+            print(told, text, sep="\n", file=sys.stderr, flush=True)
         raise
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zbpp.config import TrainConfig
+from zbpp.error_text import shown_path
 from zbpp.planning.memory_budget import RankMemory
 from zbpp.render import chrome_trace, render_memory_picture, render_picture, render_report
 from zbpp.training.loggers import Loggers, finite
@@ -22,7 +23,29 @@ if TYPE_CHECKING:
     from zbpp.prediction.measured_stages import MeasuredStages
 
 
-def write_weights(config: TrainConfig, path: Path, trainer: Trainer) -> None:
+def write_results(
+    config: TrainConfig,
+    path: Path,
+    trainer: Trainer,
+    measured: MeasuredStages | None,
+    title: Title,
+    summary: Summary,
+    loggers: Loggers,
+    *,
+    is_rank_0: bool,
+) -> None:
+    """Write what the run has left: the memory of a step, the weights, the summary. Collective.
+
+    measured: see `_write_memory`.
+    """
+    _write_memory(path, config, trainer, measured)
+    if config.save_weights:
+        _write_weights(config, path, trainer)
+    if is_rank_0:
+        _write_summary(path, title, summary, trainer, loggers)
+
+
+def _write_weights(config: TrainConfig, path: Path, trainer: Trainer) -> None:
     """Write the weights that were trained: all, or the adapters alone."""
     lora = config.finetune.lora.options
     if lora is None:
@@ -32,7 +55,7 @@ def write_weights(config: TrainConfig, path: Path, trainer: Trainer) -> None:
     save_adapter(path / "adapter", trainer.pipeline, lora, masters=trainer.masters, base=base)
 
 
-def write_memory(path: Path, config: TrainConfig, trainer: Trainer, measured: MeasuredStages | None) -> None:
+def _write_memory(path: Path, config: TrainConfig, trainer: Trainer, measured: MeasuredStages | None) -> None:
     """Write memory.json and memory.png if a step's memory was recorded. Collective.
 
     measured: the bytes of the stages, on rank 0; None elsewhere.
@@ -50,7 +73,7 @@ def write_memory(path: Path, config: TrainConfig, trainer: Trainer, measured: Me
     _write_report(path, predicted, reports, config.not_predicted)
 
 
-def write_summary(path: Path, title: Title, summary: Summary, trainer: Trainer, loggers: Loggers) -> None:
+def _write_summary(path: Path, title: Title, summary: Summary, trainer: Trainer, loggers: Loggers) -> None:
     """Write summary.json and the pictures of a measured step, and print the summary. On rank 0."""
     not_written = _write_pictures(path, title, summary)
     if summary.measured is not None and not not_written:
@@ -62,7 +85,7 @@ def write_summary(path: Path, title: Title, summary: Summary, trainer: Trainer, 
     loggers.summary = summary.figures
     # The last file: with it the run has ended.
     write_whole(path / "summary.json", json.dumps(finite(summary.figures), indent=2, allow_nan=False) + "\n")
-    print(*summary.sentences, f"written to {path}", sep="\n", flush=True)
+    print(*summary.sentences, f"written to {shown_path(path)}", sep="\n", flush=True)
     if trainer.leaving is not None:
         print(f"left after step {trainer.next_step}: {trainer.leaving}; resume with resume=auto", flush=True)
 

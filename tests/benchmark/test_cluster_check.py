@@ -24,7 +24,7 @@ from zbpp.benchmark.cluster.parts import attempt, run_part
 from zbpp.benchmark.cluster.placement import tensor_degrees
 from zbpp.benchmark.cluster.report import collected, report
 from zbpp.benchmark.cluster.rows import FAILED, NOT_RUN, OK, SLOW, Journal, Row
-from zbpp.benchmark.cluster.settings import PARTS, Settings
+from zbpp.benchmark.cluster.settings import BEGUN, PARTS, Settings
 from zbpp.benchmark.interruption import Interrupted, Interruption, interruption
 from zbpp.planning import SCHEDULES, plan
 from zbpp.runtime.world import World
@@ -110,7 +110,7 @@ def test_a_row_during_which_the_processes_died_and_a_part_that_never_began_are_f
     assert rows["schedules", "zb_h1"].outcome == OK
     assert "ended while this ran: see schedules.log" in rows["schedules", "zb_v"].found
     assert rows["schedules", "(the rest)"].outcome == NOT_RUN
-    assert "never began: see links.log" in rows["links", "(start)"].found
+    assert "the job ended before its first row: see links.log" in rows["links", "(start)"].found
     assert text.splitlines()[-1].startswith("4 rows: 2 FAILED (links (start); schedules zb_v)")
 
 
@@ -205,7 +205,7 @@ def test_parts_that_fail_do_not_keep_the_others_from_running(started):
     assert started() == 1
     assert [line.partition("--parts ")[2].split()[0] for line in started.commands] == list(PARTS)
     assert all("--standalone --nproc-per-node=gpu" in line for line in started.commands)
-    assert table_in(started.out)["speed"] == (FAILED, "the job of this part never began: see speed.log")
+    assert table_in(started.out)["speed"] == (FAILED, "the job ended before its first row: see speed.log")
 
 
 def test_parts_of_the_small_form_share_a_job_and_its_log(started):
@@ -263,6 +263,20 @@ def test_nodes_that_do_not_come_end_the_check_with_what_to_look_at(started, caps
     assert rows.pop("links") == (FAILED, "2 nodes at node-1:29600 did not meet within 7 s")
     assert set(rows.values()) == {(NOT_RUN, "the nodes did not meet")}
     assert len(rows) == len(PARTS) - 1
+
+
+def test_a_node_that_loses_the_head_at_the_end_of_a_job_has_met_it(started, monkeypatch):
+    """Its torchrun says the same as one that never found the head: the head's store is gone."""
+    job = launch.run_job
+
+    def ranks_begin(command, log, *more):
+        (log.parent / BEGUN).touch()
+        return job(command, log, *more)
+
+    monkeypatch.setattr(launch, "run_job", ranks_begin)
+    started.log = "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError\n"
+    assert started("--nnodes", "2", "--head", "node-1", "--parts", "links,hang") == 1
+    assert len(started.commands) == 2
 
 
 def test_a_head_whose_name_is_unknown_is_told(started, capsys, monkeypatch):
@@ -325,7 +339,7 @@ def test_a_folder_that_can_not_be_made_is_told(started, capsys, tmp_path):
     with pytest.raises(SystemExit) as ended:
         started()
     assert (ended.value.code, started.commands) == (2, [])
-    assert "File exists" in capsys.readouterr().err
+    assert "no file can be written there: [Errno 17] File exists" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- how it ends
@@ -350,13 +364,13 @@ def test_a_signal_ends_the_ranks_and_the_table_has_what_was_measured(
     command = f"cp {rows} {tmp_path}/out; touch {tmp_path}/out/first-node; cd {tmp_path}"
     command += STUBBORN.format(signal=name)
     monkeypatch.setattr(launch, "_command", lambda *_: ["bash", "-c", command])
-    monkeypatch.setattr(launch, "end_tree", lambda process: process_tree.end_tree(process, grace=0.2))
+    monkeypatch.setattr(process_tree, "_PATIENCE", 0.2)
     before = signal.getsignal(signal.SIGTERM)
     arguments = ["--out", str(tmp_path / "out"), "--parts", "links,hang", "--device", "cpu"]
     assert launch.main(arguments, os.environ) == status
     assert signal.getsignal(signal.SIGTERM) == before
     rank = int((tmp_path / "rank").read_text())
-    assert process_tree.tree_of(rank) == {}
+    assert process_tree.tree_of([rank]) == {}
     found = {(row.part, row.name): row for row in collected(tmp_path / "out", interrupted=f"SIG{name}")}
     assert found["links", "a"].outcome == OK
     assert found["links", "b"][2:4] == (NOT_RUN, f"ended by SIG{name} while this ran")
@@ -381,6 +395,16 @@ def test_a_signal_that_comes_while_a_job_starts_ends_the_job(tmp_path, monkeypat
     assert started[0].returncode == -signal.SIGTERM
 
 
+def test_files_that_a_full_disk_has_cut_off_are_a_failure_in_the_table(tmp_path):
+    (tmp_path / "hang").mkdir()
+    begin, said = tmp_path / "hang/begin.json", tmp_path / "hang/said-0.json"
+    begin.write_text("")
+    assert verdict(tmp_path)[2:4] == (FAILED, "begin.json is cut off: is the disk full?")
+    begin.write_text(json.dumps({"victim": 1, "begin": 0.0, "timeout": 4.0}))
+    said.write_text('{"rank": 0, "af')
+    assert verdict(tmp_path)[2:4] == (FAILED, "nobody named it; no rank left a word: see hang.log")
+
+
 def test_an_end_before_the_stopped_rank_was_named_is_no_failure(tmp_path):
     (tmp_path / "hang").mkdir()
     (tmp_path / "hang/begin.json").write_text(json.dumps({"victim": 1, "begin": 0.0, "timeout": 4.0}))
@@ -400,7 +424,7 @@ def test_a_table_that_can_not_be_written_is_printed(tmp_path):
     (tmp_path / "parts").write_text("links\n")
     (tmp_path / "cluster.json").mkdir()
     text, _, problem = report(tmp_path)
-    assert "never began" in text
+    assert "the job ended before its first row" in text
     assert "could not be written: [Errno 21] Is a directory" in problem
 
 

@@ -1,7 +1,5 @@
 """A run that is saved under one cut goes on under any other, as if it had never stopped."""
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -88,46 +86,51 @@ class Run:
         return zbpp.load(folder, self.pipeline, self.optimizer, scheduler=self.scheduler)
 
 
-def saved_run(rank, folder, shapes):
-    """Per shape the losses of a whole run, saved after a few steps into a folder named after the shape."""
-    found = {}
-    for shape in shapes:
-        run = Run(shape)
-        begin = run.losses(0, SAVED)
-        run.save(folder / shape, SAVED)
-        found[shape] = begin + run.losses(SAVED, STEPS)
-        run.pipeline.close()
+def saved_run(folder, shape):
+    """The losses of a whole run, saved after a few steps into a folder named after the shape."""
+    run = Run(shape)
+    begin = run.losses(0, SAVED)
+    run.save(folder / shape, SAVED)
+    found = begin + run.losses(SAVED, STEPS)
+    run.pipeline.close()
     return found
 
 
-def resumed_runs(rank, folder, saved, shapes):
-    """Per shape the losses of a run that was saved under another one."""
+def resumed_runs(rank, folder, shapes):
+    """Per shape that was saved and per shape that goes on: the losses after the checkpoint."""
     found = {}
-    for shape in shapes:
-        run = Run(shape)
-        assert run.load(folder / saved) == SAVED
-        assert run.pipeline.num_steps == SAVED
-        found[shape] = run.losses(SAVED, STEPS)
-        run.pipeline.close()
+    for origin in ORIGINS:
+        for shape in shapes:
+            run = Run(shape)
+            assert run.load(folder / origin) == SAVED
+            assert run.pipeline.num_steps == SAVED
+            found[origin, shape] = run.losses(SAVED, STEPS)
+            run.pipeline.close()
     return found
 
 
+def saved_and_resumed_runs(rank, folder, shapes):
+    """Both in one launch of processes; the runs that go on read everything from the files."""
+    return {origin: saved_run(folder, origin) for origin in ORIGINS}, resumed_runs(rank, folder, shapes)
+
+
+ORIGINS = ["pp4 zb_h1", "shard2 x tensor2"]
 FOUR = ["pp4 zb_h1", "pp2 x replicate2", "pp2 x shard2", "pp2 x tensor2", "shard2 x tensor2"]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def runs(tmp_path_factory):
+    """Losses of whole runs, and of those that go on, on four ranks, two and one."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    return folder, run_ranks(saved_run, 4, folder, ["pp4 zb_h1", "shard2 x tensor2"])[0]
+    whole, found = run_ranks(saved_and_resumed_runs, 4, folder, FOUR)[0]
+    found |= run_ranks(resumed_runs, 2, folder, ["pp2 zb_v"])[0]
+    return whole, found | resumed_runs(0, folder, ["pp1"])
 
 
-@pytest.mark.parametrize("num_ranks, shapes", [(4, FOUR), (2, ["pp2 zb_v"]), (1, ["pp1"])])
-@pytest.mark.parametrize("origin", ["pp4 zb_h1", "shard2 x tensor2"])
-def test_a_run_goes_on_under_any_other_shape(saved, origin, num_ranks, shapes):
-    folder, whole = saved
-    resume = partial(resumed_runs, folder=folder, saved=origin, shapes=shapes)
-    found = resume(0) if num_ranks == 1 else run_ranks(resume, num_ranks)[0]
-    for shape, losses in found.items():
-        assert losses == pytest.approx(whole[origin][SAVED:], rel=1e-6), shape
-        if shape == origin:
-            assert losses == whole[origin][SAVED:]
+@pytest.mark.parametrize("shape", [*FOUR, "pp2 zb_v", "pp1"])
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_a_run_goes_on_under_any_other_shape(runs, origin, shape):
+    whole, found = runs
+    assert found[origin, shape] == pytest.approx(whole[origin][SAVED:], rel=1e-6)
+    if shape == origin:
+        assert found[origin, shape] == whole[origin][SAVED:]

@@ -133,7 +133,10 @@ def test_every_number_of_a_cluster_refuses_what_is_no_number_of_its_kind(value: 
         ("--model llama_1b --batch 3 --degrees shard=32", "write a larger batch, such as --batch 32"),
         ("--model mlp --batch 64", "has no sizes that --cluster knows"),
         ("--model nowhere --batch 64", "there is no such file; write a path, or a name in configs"),
-        ("zb_auto --model llama_1b --batch 64", "--schedules zb_auto: write some of gpipe"),
+        (
+            "zb_auto --model llama_1b --batch 64",
+            "schedule zb_auto can't be searched; write some of gpipe",
+        ),
     ],
 )
 def test_what_can_not_be_asked_is_refused(

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zbpp.planning import SCHEDULES, plan
-from zbpp.planning.plan import takes_costs
+from zbpp.planning import SCHEDULES, plan, takes_costs
 
 # A search that a time limit ends gives another timetable on another machine: no text to compare with.
 FIXED = [name for name in SCHEDULES if not takes_costs(name)] + ["zb_1p", "zb_2p"]

@@ -1,7 +1,8 @@
 """CUDA graphs on the CPU: captures record every aten operation, replays run the record again.
 
 As on CUDA
-- a capture has no effect: what it changes gets its values back, and so does the generator;
+- a capture has no effect: what it changes gets its values back, and so does the generator; what it makes was
+  never computed;
 - a replay computes into the memory of the capture, and runs no other Python;
 - operations whose result the host reads (.item(), nonzero) raise an error inside a capture;
 - random numbers of a replay come from the seed that the generator has when the replay starts.
@@ -119,8 +120,11 @@ class EmulatedGraphs:
         self.pool = {}
         self.records.clear()
         capturing = mock.patch("torch.cuda.is_current_stream_capturing", return_value=True)
-        with mock.patch("torch.get_rng_state", _refuse_state), capturing:
-            yield
+        try:
+            with mock.patch("torch.get_rng_state", _refuse_state), capturing:
+                yield
+        finally:
+            self.poison()
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         self.num_captures += 1

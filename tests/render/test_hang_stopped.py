@@ -65,8 +65,8 @@ def test_a_rank_stopped_in_an_action_is_shown_there_and_its_later_place_is_named
     later = recorder.record()
     out = shown(tmp_path, capsys, True, told, blamed_at, later)
     assert (
-        "rank 1: its process was stopped (SIGSTOP, Ctrl-Z) at 1F3 of step 2; let run again, so that the job "
-        f"could end, it was last at {PROGRAM[PLACE + 2]} of step 2\n"
+        "rank 1: its process was stopped (SIGSTOP, Ctrl-Z) at 1F3 of step 2; it was let run again, so that "
+        f"the job could end, and was last at {PROGRAM[PLACE + 2]} of step 2\n"
     ) in out
     assert [line.split()[1:6] for line in out.splitlines() if line.startswith("1 ")] == [
         ["step", "2", "1F3", "5.0", "s"]
@@ -93,9 +93,11 @@ def test_a_rank_stopped_behind_a_step_is_shown_behind_it(tmp_path, capsys, clock
     run_until(recorder, clock, 0)
     later = recorder.record()
     last = PROGRAM[-1]
-    assert f"at {last} of step 1, or after it; let" in shown(tmp_path, capsys, True, told, blamed_at, later)
+    assert f"at {last} of step 1, or after it; it was let" in shown(
+        tmp_path, capsys, True, told, blamed_at, later
+    )
     out = shown(tmp_path, capsys, True, between, blamed_at, later)
-    assert "its process was stopped (SIGSTOP, Ctrl-Z) between calls, after step 1; let run" in out
+    assert "its process was stopped (SIGSTOP, Ctrl-Z) between calls, after step 1; it was let run" in out
     assert "[outside, after step 1]" in out
 
 
@@ -107,5 +109,5 @@ def test_a_step_that_raises_after_the_stop_keeps_its_number(tmp_path, capsys, cl
     recorder.leave()  # the step failed: it is not counted
     clock[0] = blamed_at + 0.1
     out = shown(tmp_path, capsys, True, told, blamed_at, recorder.record())
-    assert "at 1F3 of step 1, or after it; let run again" in out
-    assert "it was last between calls, before step 1" in out
+    assert "at 1F3 of step 1, or after it; it was let run again" in out
+    assert "and was last between calls, before step 1" in out

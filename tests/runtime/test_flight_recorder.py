@@ -145,6 +145,7 @@ def test_a_stopped_rank_and_one_in_an_endless_loop_are_named_with_what_they_did(
     assert "\nValueError: planted\n" in shown
     assert shown.endswith("in 1F0 (F, the forward, of stage 1, microbatch 0) on rank 1\n")
     assert "watch.py" not in shown
+    assert "failure_record.py" not in shown
     records = [json.loads((tmp_path / f"loop/flight-rank-{rank}.json").read_text()) for rank in range(3)]
     assert "endless_loop" in "".join(records[1]["stack"])
     assert [each["standing"]["call"] for each in records] == ["step"] * 3

@@ -265,6 +265,28 @@ def test_a_gradient_that_forward_changes_is_refused(how):
 
 
 @pytest.mark.parametrize("how", GRADIENT_CHANGES)
+def test_a_gradient_that_forward_changes_in_a_later_step_is_refused(how):
+    """One microbatch of each later step is looked at, another one in each: after M steps all were."""
+    modules, calls = stages(), []
+
+    def change(*_):
+        calls.append(len(calls) % M)
+        if len(calls) > M and calls[-1] == M - 2:
+            GRADIENT_CHANGES[how](modules[0][0].weight)
+
+    modules[0].register_forward_hook(change)
+    pipeline = Pipeline(modules, plan("zb_v", 1, M), F.mse_loss)
+    for module in modules.values():
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    for _ in range(M - 1):
+        pipeline_step(modules, pipeline)
+    with pytest.raises(RuntimeError, match=r"the forward of stage 0 changes the gradient of 0\.weight,"):
+        pipeline_step(modules, pipeline)
+    assert len(calls) == M * (M - 1) + M - 1
+
+
+@pytest.mark.parametrize("how", GRADIENT_CHANGES)
 def test_a_gradient_that_changes_in_b_before_its_w_is_refused(how):
     """Plain autograd has added the weight's gradient by then; W adds later."""
     modules = stages()

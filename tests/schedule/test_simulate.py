@@ -188,11 +188,10 @@ def test_a_timetable_of_64_ranks_and_1024_microbatches_can_be_simulated():
     assert np.all(timeline.starts[5][1:] >= timeline.ends[5][:-1])
 
 
-@pytest.mark.slow
 def test_plans_at_scale_have_the_instructions_that_they_should():
     """How long it takes is `scripts/dev/scale.py`'s to say: 512 ranks with 4096 microbatches, too."""
-    for name, num_instructions in (("zb_h1", 583_492), ("zb_v", 1_167_173)):
-        timetable = plan(name, 64, 1024)
+    for name, num_instructions in (("zb_h1", 144_292), ("zb_v", 288_677)):
+        timetable = plan(name, 32, 512)
         assert simulate(timetable).bubble_rate < 0.03
         assert sum(len(program.instructions) for program in lower(timetable)) == num_instructions
 

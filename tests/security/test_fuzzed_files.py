@@ -25,7 +25,10 @@ from zbpp.training.run_folder import FolderError, check_free
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Of the files of this module alone: other tests look for a config.yaml above their folder."""
+    """A folder for the files of this module alone.
+
+    A config.yaml above the folders of other tests would be read by them: some look for one above their own.
+    """
     return tmp_path_factory.mktemp("fuzz")
 
 

@@ -1,12 +1,21 @@
-"""Callbacks of the Trainer: when they are called, what they may read, and leaving early."""
+"""Callbacks of the Trainer: when they are called, what they may read and add, and leaving early."""
 
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
+import torch
 
 from helpers.configs import composed
 from helpers.trainers import small_trainer
 from zbpp.builders.callbacks import build_own_callbacks
 from zbpp.config import ConfigError
+from zbpp.runtime.world import CommunicationError, fake_world
 from zbpp.training.callbacks import Callback
+from zbpp.training.called_callbacks import CallbackError, call_each
+from zbpp.training.loggers import finite
 from zbpp.training.post_validated_update import Validation
 
 
@@ -63,15 +72,92 @@ def test_with_post_validation_only_a_callback_that_needs_the_weights_is_shown_it
     assert steps == list(range(1, len(steps) + 1)) == list(range(1, 7 if last_step is None else 5))
 
 
+class Adds(Callback):
+    """Changes the metrics of each step as the function says."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def after_step(self, trainer, step, known):
+        for metrics in known:
+            self.change(metrics)
+
+
+def test_what_a_callback_adds_is_written_and_a_tensor_with_one_element_is_its_number():
+    given = {
+        "tensor": torch.tensor([[2.5]], requires_grad=True),
+        "whole": torch.tensor(7),
+        "flag": torch.tensor(True),
+        "numpy": np.float32(0.5),
+        "nothing": None,
+        "many": [1, 2.0, {"a": "b"}],
+        "nan": math.nan,
+    }
+    (metrics,) = small_trainer(callbacks=[Adds(lambda each: each.update(given))]).run(1)
+    written = json.loads(json.dumps(finite(metrics), allow_nan=False))
+    expected = {**given, "tensor": 2.5, "whole": 7, "flag": True, "numpy": 0.5, "nan": "NaN"}
+    assert {key: written[key] for key in given} == expected
+    assert [type(metrics[key]) for key in ("tensor", "whole", "flag", "numpy")] == [float, int, bool, float]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda each: each.update(t=torch.ones(3)),
+            r"Adds sets 't' .* a Tensor of shape \[3\], .* write a number",
+        ),
+        (
+            lambda each: each.update(o=object()),
+            r"callback Adds sets 'o' .* an object, which metrics.jsonl can't",
+        ),
+        (lambda each: each.update(l=[math.nan]), r"callback Adds sets 'l' in the metrics to a list, which"),
+        (lambda each: each.update(loss=1.0), r"Adds changes 'loss' .* of step 1, .* metrics\['adds_loss'\]"),
+        (lambda each: each.pop("grad_norm"), r"callback Adds removes 'grad_norm' in the metrics of step 1"),
+    ],
+)
+def test_what_a_callback_must_not_do_to_the_metrics_is_refused_by_callback_and_key(change, words):
+    with pytest.raises(CallbackError, match=words):
+        list(small_trainer(callbacks=[Adds(change)]).run(1))
+
+
+def test_a_collective_on_one_rank_alone_names_the_callback_the_line_and_the_rank():
+    """gloo's texts, as torch 2.13 raises them. A connection breaks if a rank has died: others tell why."""
+    gloo = "[/__w/pytorch/gloo/transport/tcp/unbound_buffer.cc:78]"
+
+    class Lonely(Callback):
+        def before_step(self, trainer, step):
+            raise RuntimeError(trainer.text)
+
+    def called(text):
+        call_each(SimpleNamespace(callbacks=[Lonely()], next_step=2, text=text), "before_step", 2)
+
+    with fake_world(4):
+        with pytest.raises(CallbackError) as late:
+            called(f"{gloo} Timed out waiting 5000ms for recv operation to complete")
+        with pytest.raises(CommunicationError, match=r"Lonely.before_step .* of step 3: Connection closed"):
+            called(f"{gloo} Connection closed by peer [127.0.0.1]:4321")
+        with pytest.raises(RuntimeError, match="^my own$"):
+            called("my own")
+    words = r"rank 0, in a collective in Lonely.before_step \(test_callbacks.py:\d+\) of step 3: Timed out .*"
+    assert late.match(words + r"Callbacks are called on all ranks \(0 to 3\)")
+
+
 class Foreign:
     """No Callback."""
+
+
+def number():
+    """Makes no Callback, too."""
+    return 3
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("[{_target_: Wittness}]", r"callbacks\[0\] \(.*Wittness\): .* has no Wittness; it has Witness"),
-        ("[{_target_: Foreign}]", r"callbacks\[0\] .*: this makes a Foreign, not a .*Callback: derive"),
+        ("[{_target_: Foreign}]", r"callbacks\[0\] .*: the call returns a Foreign, not a .*Callback: derive"),
+        ("[{_target_: number}]", r"callbacks\[0\] .*: the call returns an int, not a .*Callback: derive"),
         ("[{_target_: Witness, last: 3}]", r"callbacks\[0\] .* unexpected keyword argument 'last'"),
         ("[3]", r"callbacks\[0\]=3: write a class of yours as \{_target_: my_file.MyCallback\}"),
     ],

@@ -167,3 +167,22 @@ def test_a_run_trains_on_while_its_disk_is_full(tmp_path, monkeypatch, capsys):
     with pytest.raises(FolderError, match="its last lines are printed above"):
         train(monkeypatch, run, After(7, lambda: is_full.append(1)), overwrite="true")
     assert json.loads((run / "summary.json").read_text())["steps_missing_in_metrics"] == [7, 8]
+
+
+def test_code_that_changes_the_current_folder_changes_nothing_in_the_run(tmp_path, monkeypatch, capsys):
+    """The run was said to be deleted, and went on in another folder. Paths are shown as they were typed."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    train(monkeypatch, tmp_path / "whole")
+    monkeypatch.chdir(tmp_path)
+    options = {"checkpoint.every": 2, "stop_after": 4}
+    train(monkeypatch, "runs/one", After(2, lambda: os.chdir(elsewhere)), **options)
+    monkeypatch.chdir(tmp_path)
+    train(monkeypatch, "runs/one", After(6, lambda: os.chdir(elsewhere)))
+    monkeypatch.chdir(tmp_path)
+    assert curve(tmp_path / "runs/one") == curve(tmp_path / "whole")
+    assert os.listdir(elsewhere) == []
+    said = capsys.readouterr().out
+    assert "going on after step 4 of runs/one/checkpoints/step-4" in said
+    with pytest.raises(FolderError, match=r"^run_dir=runs/one holds a run already"):
+        train(monkeypatch, "runs/one", resume="none")

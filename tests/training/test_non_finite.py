@@ -377,14 +377,16 @@ def test_an_evaluation_that_is_nan_prints_a_line(capsys):
     history = list(on_data((Rows(), Rows(19))).run(2))
     assert math.isnan(history[-1]["evaluation_loss"])
     assert capsys.readouterr().out == (
-        "NOT FINITE: evaluation after step 2: evaluation_loss is NaN, first in held-out batch 2; NaN in the "
-        "input, row 3 (entry [3, 3]): row 19 of the held-out Dataset\n"
+        "NOT FINITE: after step 2, evaluation_loss is NaN. The first held-out batch with such a value is "
+        "number 2, counted from 0: the batch has NaN in the input, row 3 (entry [3, 3]): row 19 of the "
+        "held-out Dataset. This does not end the run\n"
     )
     trainer = on_data((Rows(), Rows()))
     trainer.pipeline.stages[1].register_forward_hook(
         lambda module, args, output: output * (1 if module.training else math.inf)
     )
     list(trainer.run(2))
-    assert "evaluation_loss is Infinity, first in held-out batch 0; its data are finite" in (
-        capsys.readouterr().out
-    )
+    assert (
+        "evaluation_loss is Infinity. The first held-out batch with such a value is number 0, counted from "
+        "0: the batch itself is finite, so the model made the value."
+    ) in capsys.readouterr().out

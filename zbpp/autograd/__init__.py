@@ -6,6 +6,7 @@ split.py, graph.py, rules.py and weight_grads.py, in this order.
     split.py              B: one backward pass that captures dy where a weight's gradient can wait
     graph.py              the walk: which gradients can wait (sites, chains)
     rules.py              one rule per kind of node: what W needs of it, how W computes the gradient
+    capture.py            what a rule keeps of a node until W: saved tensors, packed ones too
     weight_grads.py       W: the tasks that B leaves, and running them
     leaf_by_leaf.py       W for those who take each gradient away when it is complete
     arguments.py          the arguments of backward_input, checked
@@ -30,11 +31,12 @@ split.py, graph.py, rules.py and weight_grads.py, in this order.
 """
 
 from zbpp.autograd.auxiliary import auxiliary_loss, auxiliary_losses
+from zbpp.autograd.capture import Capture, keep, saved
 from zbpp.autograd.collector import defer
 from zbpp.autograd.explain import explain
 from zbpp.autograd.explanation import Explanation
 from zbpp.autograd.recompute import checkpoint, recompute
-from zbpp.autograd.rules import Capture, keep, rule, saved
+from zbpp.autograd.rules import rule
 from zbpp.autograd.split import backward_input
 from zbpp.autograd.weight_grads import WeightGrads
 

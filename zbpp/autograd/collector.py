@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zbpp.autograd.capture import version_of
 from zbpp.autograd.gradient_guard import has_own_hooks
-from zbpp.autograd.rules import version_of
 from zbpp.autograd.weight_grads import FunctionTask, Task
 
 Gradients = Sequence[Tensor | None]

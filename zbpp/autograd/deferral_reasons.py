@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from zbpp.autograd.capture import saved_by
 from zbpp.autograd.graph import Edge, Survey, WeightUse
 from zbpp.autograd.hooks import has_node_hooks, num_hooks_made
 from zbpp.autograd.node_roles import node_name
 from zbpp.autograd.reentrant import is_reentrant
-from zbpp.autograd.rules import rule_of, saved_by
+from zbpp.autograd.rules import rule_of
 from zbpp.autograd.sharded import is_on_mesh
 
 SiteUse = tuple[Node, WeightUse]

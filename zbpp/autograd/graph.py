@@ -28,13 +28,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from zbpp.autograd.hooks import has_node_hooks
-from zbpp.autograd.node_roles import FUNCTION_NODES_LIVE, role_of_type, view_of_type
-from zbpp.autograd.offload import SavedTensor, unpack
-from zbpp.autograd.rules import (
+from zbpp.autograd.capture import (
     Add,
     HeldTensors,
-    Rule,
     UnpackingAdd,
     is_kept,
     saved,
@@ -42,6 +38,10 @@ from zbpp.autograd.rules import (
     tensors_in,
     version_of,
 )
+from zbpp.autograd.hooks import has_node_hooks
+from zbpp.autograd.node_roles import FUNCTION_NODES_LIVE, role_of_type, view_of_type
+from zbpp.autograd.offload import SavedTensor, unpack
+from zbpp.autograd.rules import Rule
 from zbpp.autograd.sharded import capture_shards, is_on_mesh
 from zbpp.autograd.views import MATRIX_TRANSPOSE, View
 

@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zbpp.autograd.rules import Add, Capture, DirectCapture, HeldTensors, Rule, is_kept
+from zbpp.autograd.capture import Add, Capture, HeldTensors, is_kept
+from zbpp.autograd.rules import DirectCapture, Rule
 from zbpp.autograd.views import MATRIX_TRANSPOSE, View
 
 Placements = tuple[Any, ...]

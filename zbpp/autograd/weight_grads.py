@@ -20,12 +20,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from zbpp.autograd.capture import tensors_in, version_of
 from zbpp.autograd.chains import like_output, run_chains
 from zbpp.autograd.graph import Edge, WeightUse
 from zbpp.autograd.hooks import run_hooks, run_post_accumulate_hooks
 from zbpp.autograd.leaf_by_leaf import run_leaf_by_leaf
 from zbpp.autograd.leaf_grad import add_to_grad, new_gradient, total_of
-from zbpp.autograd.rules import name_of, tensors_in, version_of
+from zbpp.autograd.rules import name_of
 from zbpp.autograd.sharded import AddOfShards
 from zbpp.autograd.storages import storages_of
 

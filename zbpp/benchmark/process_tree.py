@@ -6,45 +6,52 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 Begun = dict[int, str]  # when each process began, by the kernel's clock: a number may be given away again
+_PATIENCE = 5.0  # s after SIGTERM
+_KILLED = 10.0  # s after SIGKILL: what is in the kernel, as for a device, may take longer
 _POLL = 0.05  # s
 
 
-def end_tree(process: subprocess.Popen[bytes], grace: float = 5.0) -> None:
-    """End a process by SIGTERM, and after `grace` seconds what is left of it and its descendants by SIGKILL.
+def end_tree(process: subprocess.Popen[bytes]) -> None:
+    """End a process by SIGTERM, and after some seconds what is left of it and its descendants by SIGKILL.
 
     Without /proc the descendants are not known: then the process itself has to end them.
     """
-    found = tree_of(process.pid)
+    found = tree_of([process.pid])
     with suppress(ProcessLookupError):
         process.terminate()
-    end = time.monotonic() + grace
+    end = time.monotonic() + _PATIENCE
     while time.monotonic() < end and (process.poll() is None or _left(found)):
-        found |= tree_of(process.pid)
+        found |= tree_of(found)
         time.sleep(_POLL)
-    for number in _left(found | tree_of(process.pid)):
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(number, signal.SIGKILL)
+    end = time.monotonic() + _KILLED
+    while time.monotonic() < end and _left(found):  # a killed process takes a moment to end
+        found |= tree_of(found)
+        for number in _left(found):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(number, signal.SIGKILL)
+        process.poll()
+        time.sleep(_POLL)
     with suppress(ProcessLookupError):
         process.kill()
     process.wait()
 
 
-def tree_of(root: int) -> Begun:
-    """The process and its descendants that run now."""
-    parents = dict[int, int]()
-    begun = Begun()
+def tree_of(roots: Iterable[int]) -> Begun:
+    """The processes of these numbers and their descendants, as far as they run now."""
+    parents, begun = dict[int, int](), Begun()
     for path in Path("/proc").glob("[0-9]*"):
         number = int(path.name)
         parent, when = _look_at(number)
         if when:
             parents[number], begun[number] = parent, when
-    found = [root] if root in begun else []
+    found = [root for root in roots if root in begun]
     for number in found:  # grows
-        found += [child for child, parent in parents.items() if parent == number]
+        found += [child for child, parent in parents.items() if parent == number and child not in found]
     return {number: begun[number] for number in found}
 
 

@@ -11,6 +11,7 @@ from zbpp.data import Data
 from zbpp.data.corpus import load_tokenizer
 from zbpp.data.prepared import HEADER, TOKENIZER, open_prepared
 from zbpp.data.special_tokens import begin_and_ends
+from zbpp.error_text import kind_of
 from zbpp.runtime.world import World
 from zbpp.training.callbacks import Callback
 from zbpp.training.corruption import CheckReplicas, ReplaySteps
@@ -64,7 +65,7 @@ def _own_callback(part: str, node: Any) -> Callback:
     made = instantiate_node(part, node)
     if not isinstance(made, Callback):
         raise ConfigError(
-            f"{part} ({node['_target_']}): this makes a {type(made).__name__}, not a "
+            f"{part} ({node['_target_']}): the call returns {kind_of(made)}, not a "
             "zbpp.training.callbacks.Callback: derive the class from it"
         )
     return made

@@ -35,7 +35,14 @@ def build_saving(
         background=options.background,
         config={key: value for key, value in settings.items() if key != "run_dir"},
     )
-    source, has_ended = broadcast(None if folder is None else (folder.source, folder.has_ended))
+    source, has_ended = broadcast(None if folder is None else (_below(folder), folder.has_ended))
     if source is not None:
-        checkpoints.resume(trainer, source, config.steps, has_ended=has_ended)
+        checkpoints.resume(trainer, path / source, config.steps, has_ended=has_ended)
     return [checkpoints, *([] if config.stop_after is None else [StopAfter(config.stop_after)])]
+
+
+def _below(folder: RunFolder) -> Path | None:
+    """The source, relative to the run's folder if it lies there: other nodes may have that elsewhere."""
+    if folder.source is not None and folder.source.is_relative_to(folder.path):
+        return folder.source.relative_to(folder.path)
+    return folder.source

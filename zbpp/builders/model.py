@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.config import ConfigError, FinetuneConfig, instantiate_node, naming
+from zbpp.error_text import kind_of
 from zbpp.runtime.out_of_memory import is_out_of_memory
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel
@@ -49,7 +50,7 @@ def _check_loss(loss: object) -> None:
     trained = [name for name, parameter in parameters if parameter.requires_grad]
     if trained:
         raise ConfigError(
-            f"model: its loss is a {type(loss).__name__} with trainable parameters ({', '.join(trained)}), "
+            f"model: its loss is {kind_of(loss)} with trainable parameters ({', '.join(trained)}), "
             "which no stage owns, so they are neither moved to the device nor saved: give them to the last "
             "stage, whose output the loss then gets"
         )
@@ -63,7 +64,7 @@ def build_stages(model: PipelineModel, timetable: Timetable, rank: int) -> dict[
     for index, stage in stages.items():
         if not isinstance(stage, nn.Module):
             raise ConfigError(
-                f"model: build_stage({index}, {num_stages}) returned a {type(stage).__name__}, not "
+                f"model: build_stage({index}, {num_stages}) returned {kind_of(stage)}, not "
                 "a torch.nn.Module: is a return missing?"
             )
     return stages

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from zbpp.config import ConfigError, OptimizerConfig, naming, partial_of_node
+from zbpp.error_text import kind_of
 from zbpp.runtime import Pipeline
 from zbpp.runtime.optimizer_trial import refusal_of_ranks, refusal_of_shards
 from zbpp.runtime.sparse_gradients import refusal_of_dense
@@ -126,7 +127,7 @@ def _custom(
             raise
         raise ConfigError(f"{error}; optimizer=muon gives what is no matrix to AdamW") from error
     if not isinstance(made, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer.build makes a {type(made).__name__}, which is no torch.optim.Optimizer")
+        raise ConfigError(f"optimizer.build returns {kind_of(made)}, which is no torch.optim.Optimizer")
     closure = inspect.signature(type(made).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
@@ -203,7 +204,7 @@ def _scheduler(key: str, node: dict[str, Any], optimizer: torch.optim.Optimizer)
             "the steps alone: write optimizer.lr_schedule=wsd, or another scheduler"
         )
     if not isinstance(made, LRScheduler):
-        raise ConfigError(f"{key} makes a {type(made).__name__}, which is no LRScheduler of torch")
+        raise ConfigError(f"{key} returns {kind_of(made)}, which is no LRScheduler of torch")
     return made
 
 

@@ -26,6 +26,7 @@ from zbpp.checkpoints.nest import encoded
 from zbpp.checkpoints.optimizer_states import Masters, kind_of
 from zbpp.checkpoints.random_states import random_states
 from zbpp.checkpoints.writing import Part
+from zbpp.error_text import shown_path
 from zbpp.runtime import Pipeline
 from zbpp.runtime.mesh import Place
 
@@ -94,7 +95,7 @@ class Saving:
             if index == 0:
                 self._finish()
         except Exception as error:
-            self._error = f"{self.path} could not be written ({_named(error)})"
+            self._error = f"{shown_path(self.path)} could not be written ({_named(error)})"
             if index == 0:
                 folders.discard(folders.unfinished(self.path))
                 if self._failed is not None:

@@ -54,7 +54,7 @@ class Question:
             raise ConfigError(f"--precision {self.precision}: write {', '.join(PRECISIONS)}")
         for name in self.schedules:
             if name not in FAMILIES:
-                raise ConfigError(f"--schedules {name}: write some of {', '.join(FAMILIES)}")
+                raise ConfigError(f"schedule {name} can't be searched; write some of {', '.join(FAMILIES)}")
         for name in self.degrees:
             if name not in NAMES:
                 raise ConfigError(f"--degrees {name}=...: write {', '.join(NAMES)}")

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -277,6 +277,6 @@ def _end_with(mistake: str, *, is_settled: bool = False, is_shown: bool = True) 
         time.sleep(GRACE)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         message = {"message": f"error: {mistake}", "extraInfo": {"timestamp": str(int(time.time()))}}
-        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+        with suppress(OSError), open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
             json.dump({"message": message}, file)
     sys.exit(f"error: {mistake}" if is_shown else 1)

@@ -214,6 +214,8 @@ def composition_error(error: object) -> ConfigError | None:
     text, hint = str(error).partition("Config search path")[0], ""
     if error.__cause__ is not None and str(error.__cause__) not in text:
         text += f"\n{error.__cause__}"
+    if no_list := _no_list(text):
+        return ConfigError(no_list)
     unknown = re.search(r"Key '(\w+)' not in '(\w+)'", text)
     if unknown and is_dataclass(kind := getattr(tree, unknown[2], None)):
         # Hydra advises to add the key by a +, where nothing would read it.
@@ -225,6 +227,19 @@ def composition_error(error: object) -> ConfigError | None:
         line for line in lines if line and not line.startswith(("full_key", "object_type", "reference_type"))
     ]
     return ConfigError(" ".join(useful) + hint)
+
+
+def _no_list(text: str) -> str:
+    """What to write for `key=a,b`, which Hydra takes for a sweep, or for a dict where a list belongs."""
+    sweep = re.search(r"Ambiguous value for argument '(.+?)=(.+)'", text)
+    if sweep:
+        key, values = sweep[1], sweep[2]
+        return (
+            f"{key}={values}: write {key}=[{values}] for a list, {key}=\\'{values}\\' for one "
+            "text with commas, or add -m for one run with each value"
+        )
+    given = re.search(r"override (\w+)=(\{.+\})\s+Cannot merge DictConfig with ListConfig", text)
+    return f"{given[1]}={given[2]}: write a list, {given[1]}=[{given[2]}]" if given else ""
 
 
 def read_run_config(path: Path, *, trust_code: bool = False) -> dict[str, Any]:

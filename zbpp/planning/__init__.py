@@ -3,6 +3,7 @@
 Entries:
 
     plan             `plan`: a schedule by name
+    schedules        the schedules by name, and the spellings of their names
     choose           `choose`: every family and the search at the same costs
     request          the question that `choose` answers
     answer           what `choose` has found
@@ -17,6 +18,7 @@ Plans and their limits:
 
 What they use:
 
+    option_ranges    the ranges of plan's options
     placement        placements by name: which rank owns which stage
     complete_stages_early   the order of last W's that ends reductions early
     objective        what a plan is judged by: makespan or span
@@ -37,9 +39,10 @@ from zbpp.planning.choose import choose
 from zbpp.planning.compare import compare
 from zbpp.planning.costs_file import About, about_in_words, measured_layers, read_costs
 from zbpp.planning.memory_limit import read_memory_limit
-from zbpp.planning.plan import SCHEDULES, canonical_name, placement_of, plan, takes_costs
+from zbpp.planning.plan import placement_of, plan
 from zbpp.planning.rank_costs import RankCosts
 from zbpp.planning.request import PlanningRequest
+from zbpp.planning.schedules import SCHEDULES, canonical_name, takes_costs
 
 __all__ = [
     "SCHEDULES",

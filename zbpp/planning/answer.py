@@ -9,9 +9,10 @@ from zbpp.planning.bounds import Bound, bound_of
 from zbpp.planning.memory_limit import MemoryLimit, fits, limits_per_rank
 from zbpp.planning.objective import objective_value
 from zbpp.planning.placement import PLACEMENTS
-from zbpp.planning.plan import placement_of, plan, takes_costs
+from zbpp.planning.plan import placement_of, plan
 from zbpp.planning.problem import Problem
 from zbpp.planning.request import PlanningRequest
+from zbpp.planning.schedules import takes_costs
 from zbpp.planning.tolerance import EQUAL
 from zbpp.planning.variants import Variant, best_variant
 from zbpp.schedule.dataflow_arrays import op_of, producers, stage_of

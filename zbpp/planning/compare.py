@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from zbpp.planning.plan import canonical_name, plan
+from zbpp.planning.plan import plan
 from zbpp.planning.rank_costs import RankCosts, check_rank_costs
+from zbpp.planning.schedules import canonical_name
 from zbpp.schedule.simulate import Timeline, simulate
 from zbpp.schedule.timetable import PlanError
 

@@ -9,8 +9,8 @@ from functools import cached_property
 from zbpp.planning.bounds import Bound, bound_of
 from zbpp.planning.memory_limit import MemoryLimit
 from zbpp.planning.objective import MAKESPAN, OBJECTIVES
+from zbpp.planning.option_ranges import check_range
 from zbpp.planning.placement import place_stages
-from zbpp.planning.plan import check_range
 from zbpp.planning.problem import Problem
 from zbpp.planning.rank_costs import RankCosts, check_rank_costs
 from zbpp.planning.search.paper_planner import memory_of_1f1b

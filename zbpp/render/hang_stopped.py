@@ -71,8 +71,9 @@ def notes(
     for rank in stopped:
         line = f"rank {rank}: its process was stopped (SIGSTOP, Ctrl-Z) {place(standings[rank])}"
         if rank in records:
-            later = place(records[rank]["standing"])
-            line += f"; let run again, so that the job could end, it was last {later}"
+            before, later = place(standings[rank]), place(records[rank]["standing"])
+            line += "; it was let run again, so that the job could end"
+            line += f", and was last {later}" if later != before else ""
         yield line
 
 

@@ -47,6 +47,7 @@ What they use:
     weight_offload  weights that live in host memory: WHERE A WEIGHT IS, AND WHEN
     weight_blocks   the blocks whose weights are offloaded, and what is refused
     weight_buffers  host memory or files, and the two buffers on the device
+    offloaded_gradients  W of such a block: its gradients on the device, and home again
     saved_weights   what autograd has saved of a block's weights, packed
     checked_links links whose messages carry checksums (checksums); check_counts: equal ones counted
     graphs        steps that CUDA graphs capture and replay: WHEN, and what lies at a fixed address
@@ -54,6 +55,9 @@ What they use:
                   runs twice (replay); named_tensors: names for their errors
     world         joining the job; gather, broadcast, agreement between ranks
     groups        process groups: one for each link, and for each kind of reduction
+    watch         a thread that tells the other ranks where this one stands (flight_recorder), and asks where
+                  they do (other_ranks). After a failure: WHICH RANK IS TO BLAME (blame), the file that
+                  `zbpp hang` reads (failure_record), the end of a process that hangs (end_process)
 
 Beside the step:
 

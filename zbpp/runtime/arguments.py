@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zbpp.error_text import kind_of
 from zbpp.planning import plan
 from zbpp.runtime.mesh import Place, planned_by_rank_0
 from zbpp.runtime.tensor_parallel import parallelize
@@ -91,9 +92,7 @@ def built_stages(
         except Exception as error:
             raise ValueError(f"{call} raised {type(error).__name__}: {error}") from error
         if not isinstance(stage, nn.Module):
-            raise ValueError(
-                f"{call} returned a {type(stage).__name__}, not a torch.nn.Module: is a return missing?"
-            )
+            raise ValueError(f"{call} returned {kind_of(stage)}, not a torch.nn.Module: is a return missing?")
         stages[index] = stage.to(device)
     parallelize(model, stages, place.mesh)
     return stages

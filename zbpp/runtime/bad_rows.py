@@ -30,7 +30,10 @@ class BadRows(NamedTuple):
 
 @torch.no_grad()
 def bad_rows(values: Any) -> BadRows | None:
-    """Of the first tensor of a nest that is not finite; a tensor with NaN goes before one with infinities."""
+    """The bad rows of one tensor of the nest `values`; None if all of its tensors are finite.
+
+    The tensor is the first one with a NaN, or, without any NaN, the first one with an infinity.
+    """
     leaves = [(path, each) for path, each in tree_flatten_with_path(values)[0] if _is_seen(each)]
     for is_bad in (torch.isnan, torch.isinf):
         for path, each in leaves:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from zbpp.error_text import kind_of
 from zbpp.runtime.arguments import built_stages, device_for_messages, model_of
 from zbpp.runtime.copies import untie
 from zbpp.runtime.groups import unique_name
@@ -205,7 +206,7 @@ def _neither_stages_nor_model(given: Any) -> str:
         name = given.__name__
         return f"stages is the class {name}, not an instance: write Pipeline({name}(...), ...)"
     text = (
-        f"stages is a {type(given).__name__}: write Pipeline({{stage index: module}}, ...) with the stages "
+        f"stages is {kind_of(given)}: write Pipeline({{stage index: module}}, ...) with the stages "
         "that this rank owns; a whole model on one rank is {0: model}"
     )
     methods = ("build_stage(index, num_stages)", "loss(output, target)")

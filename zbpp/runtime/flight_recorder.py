@@ -64,11 +64,11 @@ class Standing(NamedTuple):
         if silent <= _SILENT:
             return self.place(now)
         why = _WHY_SILENT.get(state, _WHY_SILENT[""])
-        return f"silent for {silent:.1f} s ({why}), before that {self.place(self.told)}"
+        return f"silent for {silent:.1f} s ({why}), {self.last_seen}"
 
     @property
     def last_seen(self) -> str:
-        """Where a rank was that is gone: a rank tells its place once a second, and may have moved since."""
+        """Where a rank was that tells nothing any more. It told its place once a second."""
         return f"last heard of up to a second before, then {self.place(self.told)}"
 
     @property

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from zbpp.error_text import kind_of
 from zbpp.runtime.world import broadcast, gather
 from zbpp.schedule import PlanError, Timetable
 
@@ -160,7 +161,7 @@ class Place:
 
 def _check(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> None:
     if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"mesh is a {type(mesh).__name__}: write mesh=zbpp.make_mesh(replicate=2)")
+        raise ValueError(f"mesh is {kind_of(mesh)}: write mesh=zbpp.make_mesh(replicate=2)")
     if group is not None:
         raise ValueError("mesh and group are both given: a mesh has its own groups, leave group out")
     names = mesh.mesh_dim_names or ()

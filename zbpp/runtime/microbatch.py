@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
+from zbpp.error_text import kind_of
+
 _PLAIN = (int, float, complex, str, bytes, type(None))  # bool is an int
 
 
@@ -170,7 +172,7 @@ def _refuse_rows_of_an_array(name: str, value: Any) -> None:
     """Raise ValueError for a NumPy array or similar: every microbatch would get all its rows."""
     if hasattr(value, "__array__") and hasattr(value, "ndim") and value.ndim:
         raise ValueError(
-            f"{name} is a {type(value).__name__}, which is not split into microbatches: write "
+            f"{name} is {kind_of(value)}, which is not split into microbatches: write "
             f"torch.as_tensor({name}); zbpp.replicate({name}) gives all of it to every microbatch"
         )
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from zbpp.error_text import kind_of
+
 Metrics = Callable[[Any, Any], Mapping[str, float | Tensor]]
 
 
@@ -53,7 +55,7 @@ class Outputs:
 def _numbers(found: Any) -> dict[str, float]:
     """What `metrics` returned, as floats. Raises ValueError, with the metric's name, if one is no number."""
     if not isinstance(found, Mapping):
-        raise ValueError(f"metrics returned a {type(found).__name__}: return a dict, name -> number")
+        raise ValueError(f"metrics returned {kind_of(found)}: return a dict, name -> number")
     numbers = {}
     for name, value in found.items():
         if not isinstance(value, int | float) and not (isinstance(value, Tensor) and value.numel() == 1):

@@ -1,7 +1,8 @@
 """Notices a forward that changes `.grad`, which other microbatches of the step add to.
 
 In which order microbatches add is the schedule's, so a gradient that a forward drops, replaces or changes
-would depend on the schedule. Looking takes time for each parameter, so a worker looks in its first step only.
+would depend on the schedule. Looking takes time for each parameter. So a worker looks at all microbatches of
+its first step, and at one of each later step: at the first one, then at the second, and so on.
 """
 
 from __future__ import annotations
@@ -13,15 +14,33 @@ from torch import Tensor, nn
 
 
 class UntouchedGradients:
-    """Calls a stage's module; raises RuntimeError if the call has changed a parameter's gradient."""
+    """Calls a stage's module; raises RuntimeError if the call has changed a parameter's gradient.
+
+    num_steps: how many have ended. In later steps the parameters are those of the first one: to list them
+    takes longer than to look at them.
+    """
 
     def __init__(self, stage: int, module: nn.Module) -> None:
         self._stage, self._module = stage, module
+        self._named: list[tuple[str, Tensor]] = []
+        self.num_steps = 0
+
+    def begin(self, num_microbatches: int) -> tuple[Callable[..., Any], int]:
+        """(what a step calls for the module, the microbatch at which it calls this object instead).
+
+        -1: at none. With one microbatch a forward may change what it likes.
+        """
+        if num_microbatches == 1:
+            return self._module, -1
+        return (self._module, (self.num_steps - 1) % num_microbatches) if self.num_steps else (self, -1)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        before = [(name, each, _mark(each)) for name, each in self._module.named_parameters()]
+        if not self.num_steps:
+            self._named = [*self._module.named_parameters()]
+        before = [_mark(each) for _, each in self._named]
         output = self._module(*args, **kwargs)
-        changed = [name for name, each, mark in before if _mark(each) != mark]
+        after = [_mark(each) for _, each in self._named]
+        changed = [self._named[place][0] for place, mark in enumerate(before) if after[place] != mark]
         if changed:
             raise RuntimeError(
                 f"the forward of stage {self._stage} changes the gradient of {', '.join(changed)}, to which "
@@ -29,11 +48,6 @@ class UntouchedGradients:
                 "hook of the parameter (register_hook)"
             )
         return output
-
-
-def called(stage: int, module: nn.Module, *, is_first: bool, num_microbatches: int) -> Callable[..., Any]:
-    """What a worker calls for the module; with one microbatch a forward may change what it likes."""
-    return UntouchedGradients(stage, module) if is_first and num_microbatches > 1 else module
 
 
 def _mark(parameter: Tensor) -> tuple[int, int, int]:

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from types import MethodType
@@ -41,6 +40,7 @@ from zbpp.autograd import WeightGrads, auxiliary_loss, auxiliary_losses
 from zbpp.autograd.copies import OffloadError
 from zbpp.autograd.recompute import recomputed, recomputing_by
 from zbpp.runtime.mesh import Place
+from zbpp.runtime.offloaded_gradients import OffloadedGradients
 from zbpp.runtime.saved_weights import nodes_of, pack_views
 from zbpp.runtime.ties import Tie
 from zbpp.runtime.weight_blocks import (
@@ -54,7 +54,6 @@ from zbpp.runtime.weight_blocks import (
     refuse_shared,
 )
 from zbpp.runtime.weight_buffers import DeviceBuffers, Host, MemoryHost, View, num_buffers
-from zbpp.streams import Event, streams_of
 
 
 class OffloadedWeights:
@@ -85,8 +84,7 @@ class OffloadedWeights:
         if self.device.type == "meta":
             raise ValueError("device=meta has no memory for weights: write cpu, or a GPU such as cuda:0")
         self._host, self._is_in_call = host or MemoryHost(), False
-        self._streams, self._waits = streams_of(self.device), True  # whether copies are waited for at once
-        self._gradients_home: Event | None = None  # behind the last copy of gradients to the host
+        self._waits = True  # whether copies are waited for at once
         blocks = [find_blocks(index, stage) for index, stage in sorted(stages.items())]
         self._blocks = [block for some in blocks for block in some]
         refuse_shared(self._blocks)
@@ -98,8 +96,8 @@ class OffloadedWeights:
             block.move_to(home)
         self._buffers = DeviceBuffers(largest, self.device, number)
         self._largest = largest
+        self._gradients = OffloadedGradients(self._blocks, self._buffers, self.device, self._empty)
         self._running: Block | None = None  # the block whose forward runs
-        self._block_of = {id(each): block for block in self._blocks for each in block.parameters}
         for some in blocks:
             for block, following in pairwise(some):
                 block.beside[1], following.beside[-1] = following, block
@@ -161,14 +159,8 @@ class OffloadedWeights:
     def end(self) -> None:
         """End a step or an evaluation: from here on the caller may change weights, also through `.data`."""
         self._is_in_call, self._waits = False, True
-        self._finish()
-
-    def _finish(self) -> None:
-        """Let the host wait for the copies from and to host memory."""
         self._buffers.finish()
-        if self._gradients_home is not None:
-            self._gradients_home.synchronize()
-            self._gradients_home = None
+        self._gradients.finish()
 
     def _load(self, block: Block, direction: int) -> Tensor:
         """The device memory with a block's weights; the copy of the next or previous block starts."""
@@ -180,46 +172,7 @@ class OffloadedWeights:
 
     def accumulate(self, weight_grads: WeightGrads) -> None:
         """Run W as `weight_grads.accumulate()` does, but block by block; the gradients end on the host."""
-        for block, part in weight_grads.parts(lambda leaf: self._block_of.get(id(leaf))):
-            if block is None:
-                part.accumulate()
-                continue
-            with self._gradients_on_device(block, part):
-                part.accumulate()
-
-    @contextmanager
-    def _gradients_on_device(self, block: Block, part: WeightGrads) -> Iterator[None]:
-        """Within this context, the gradients that W adds to are on the device.
-
-        The block's parameters are in a device buffer with any content.
-        """
-        trained = {id(leaf) for leaf in part.leaves()}
-        refuse_hooks(block)
-        # W reads a weight's shape, layout and device, but not its values: the buffer's content is irrelevant.
-        with block.in_memory(self._buffers.any_memory()):
-            before = [_take_gradient(parameter) for parameter in block.parameters]
-            try:
-                for parameter, gradient in zip(block.parameters, before, strict=True):
-                    if id(parameter) in trained and gradient is not None:
-                        on_device = torch.empty_like(gradient, device=self.device)
-                        parameter.grad = on_device.copy_(gradient, non_blocking=True)
-                yield
-            finally:
-                after = [_take_gradient(parameter) for parameter in block.parameters]
-                block.go_home()
-                for number, (home, found) in enumerate(zip(before, after, strict=True)):
-                    if found is not None:
-                        home = block.gradient_home(number, self._empty) if home is None else home
-                        # A copy to another layout has a temporary tensor, and can't be put off.
-                        is_alike = (found.dtype, found.stride()) == (home.dtype, home.stride())
-                        home.copy_(found, non_blocking=is_alike)
-                    block.parameters[number].grad = home
-                if self._streams is not None:
-                    # Not on a stream of their own: `found` is freed here, so that one block's gradients are
-                    # on the device.
-                    self._gradients_home = self._streams.current().record_event()
-                    if self._waits:
-                        self._finish()
+        self._gradients.accumulate(weight_grads, waits=self._waits)
 
     def run(self, block: Block, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block's forward with the block's weights on the device."""
@@ -344,9 +297,3 @@ def _references(memory: Tensor) -> int:
     """The number of references to the storage of this memory."""
     count: int = torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
     return count
-
-
-def _take_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """The parameter's gradient, which is taken off the parameter."""
-    gradient, parameter.grad = parameter.grad, None
-    return gradient

@@ -26,8 +26,10 @@ def numbered(order: Iterable[StageOp]) -> Row:
     flat = np.fromiter(itertools.chain.from_iterable(order), dtype=np.int32)
     stages, ops = np.ascontiguousarray(flat.reshape(-1, 2).T)
     microbatches = np.empty_like(ops)
+    counted_together = [np.isin(ops, counted_ops) for counted_ops in _COUNTED_TOGETHER]
     for stage in np.unique(stages):
-        for counted_ops in _COUNTED_TOGETHER:
-            counted = np.flatnonzero((stages == stage) & np.isin(ops, counted_ops))
+        of_stage = stages == stage
+        for each in counted_together:
+            counted = np.flatnonzero(of_stage & each)
             microbatches[counted] = np.arange(len(counted))
     return Row(stages, ops, microbatches)

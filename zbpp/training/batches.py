@@ -47,9 +47,9 @@ class Batches:
         return self._read(self._data.evaluation, number, self._pipeline.device)
 
     def origin_of(self, step: int, found: NonFinite) -> str:
-        """Where the first row of the data that is not finite comes from, as far as its source knows; or "".
+        """Where the first row comes from that is not finite in the data; "" if the source can't say.
 
-        Of the batch that `found` was found in, which may be another replica's.
+        found: what a search found in the data of the step. They may be another replica's.
         """
         if found.rows is None or found.microbatch is None or found.kind not in ("input", "target"):
             return ""

@@ -10,8 +10,10 @@ communicate.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from zbpp.checkpoints import Stateful
 from zbpp.training.update import Metrics
 
 if TYPE_CHECKING:
@@ -47,3 +49,14 @@ class Callback:
 
     def finish(self, trainer: Trainer) -> None:
         """Called once after the last step, whose number is `trainer.next_step - 1`."""
+
+
+def states_of(callbacks: Iterable[Callback]) -> dict[str, Stateful]:
+    """The callbacks that a checkpoint holds, by class, and from the second one of a class on by number."""
+    found: dict[str, Stateful] = {}
+    for callback in callbacks:
+        if isinstance(callback, Stateful):
+            name = f"callback.{type(callback).__name__}"
+            number = sum(each.partition("#")[0] == name for each in found)
+            found[f"{name}#{number + 1}" if number else name] = callback
+    return found

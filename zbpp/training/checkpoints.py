@@ -13,6 +13,7 @@ from typing import Any
 
 from zbpp.checkpoints import Checkpoint, CheckpointError, Saver, opened, prepared, restore
 from zbpp.checkpoints.nest import decoded
+from zbpp.error_text import shown_path
 from zbpp.schedule import Timetable
 from zbpp.training.callbacks import Callback
 from zbpp.training.savable import check_savable
@@ -257,7 +258,8 @@ def _say_what_changed(found: Checkpoint, trainer: Trainer, changed: Mapping[str,
         f"{key}={new} (was {old})" for key, (old, new) in changed.items() if key not in _EXPECTED
     )
     print(
-        f"going on after step {found.step} of {found.path}" + (f", with {text}" if text else ""), flush=True
+        f"going on after step {found.step} of {shown_path(found.path)}" + (f", with {text}" if text else ""),
+        flush=True,
     )
     if found.facts["info"]["fingerprint"] != trainer.data.fingerprint:
         print("the data differ from those that this checkpoint was trained on", flush=True)

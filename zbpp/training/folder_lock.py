@@ -11,6 +11,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
 
+from zbpp.error_text import shown_path
 from zbpp.training.run_files import FolderError
 
 
@@ -69,15 +70,17 @@ def _hold(file: IO[str], folder: Path) -> None:
         file.seek(0)
         raise FolderError(_in_use(folder, file.read())) from None
     except OSError as error:  # a file system without locks
-        print(f"{folder} can't be locked ({error}): no other job must use it meanwhile", flush=True)
+        print(
+            f"{shown_path(folder)} can't be locked ({error}): no other job must use it meanwhile", flush=True
+        )
 
 
 def _in_use(folder: Path, text: str) -> str:
     with suppress(ValueError, LookupError, TypeError, RecursionError):
         here = json.loads(text)
         holder = f" by process {here['process']} on {here['host']} since {here['started']}"
-        return f"run_dir={folder} is in use{holder}: write another run_dir"
-    return f"run_dir={folder} is in use by another job: write another run_dir"
+        return f"run_dir={shown_path(folder)} is in use{holder}: write another run_dir"
+    return f"run_dir={shown_path(folder)} is in use by another job: write another run_dir"
 
 
 def this_process() -> dict[str, object]:

@@ -6,6 +6,7 @@ run in the folder meanwhile, nothing is written, and the run ends at once.
 
 from __future__ import annotations
 
+from zbpp.error_text import shown_path
 from zbpp.training.callbacks import Callback
 from zbpp.training.run_files import FolderError
 from zbpp.training.run_folder import RunFolder
@@ -25,14 +26,17 @@ class LeaveLostFolder(Callback):
         if self._folder.is_there() or not self._folder.make_again():
             return
         self._is_lost = True
-        print(f"run_dir={self._folder.path} was deleted: the run saves itself there and ends", flush=True)
+        print(
+            f"run_dir={shown_path(self._folder.path)} was deleted: the run saves itself there and ends",
+            flush=True,
+        )
         trainer.leave("run_dir was deleted")
 
     def check(self, trainer: Trainer) -> None:
         """Raise FolderError if the run has left because of its folder."""
         if self._is_lost and trainer.leaving is not None:
             raise FolderError(
-                f"run_dir={self._folder.path} was deleted while the run was training. metrics.jsonl and a "
-                f"checkpoint of step {trainer.next_step} are there again; earlier checkpoints are gone. "
-                "Start the same command again: with resume=auto it goes on"
+                f"run_dir={shown_path(self._folder.path)} was deleted while the run was training. "
+                f"metrics.jsonl and a checkpoint of step {trainer.next_step} are there again; earlier "
+                "checkpoints are gone. Start the same command again: with resume=auto it goes on"
             )

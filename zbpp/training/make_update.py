@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -27,29 +28,17 @@ def make_update(
     loss_scale: LossScale | None,
 ) -> Update:
     """The arguments are those of Trainer and Update. Raises ValueError for options that exclude another."""
+    common: Any = {"clip_norm": clip_norm, "masters": masters, "loss_scale": loss_scale}
     if gradient_release != "off":
         if post_validation is not None:
             raise ValueError(
                 "gradient release drops the gradients that post-validation may need again: leave one out"
             )
-        return ReleasedUpdate(
-            pipeline,
-            optimizer,
-            accumulate=gradient_release == "accumulate",
-            clip_norm=clip_norm,
-            masters=masters,
-            loss_scale=loss_scale,
-        )
+        return ReleasedUpdate(pipeline, optimizer, accumulate=gradient_release == "accumulate", **common)
     if post_validation is None:
-        return Update(optimizer, skips=skips, clip_norm=clip_norm, masters=masters, loss_scale=loss_scale)
+        return Update(optimizer, skips=skips, **common)
     return PostValidatedUpdate(
-        optimizer,
-        pipeline=pipeline,
-        validation=post_validation,
-        skips=skips,
-        clip_norm=clip_norm,
-        masters=masters,
-        loss_scale=loss_scale,
+        optimizer, pipeline=pipeline, validation=post_validation, skips=skips, **common
     )
 
 

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from zbpp.runtime.measure import peak_memory_bytes
+from zbpp.runtime.out_of_memory import is_out_of_memory
 
 _ACTION = re.compile(r"in (\d+(?:F|BW|B|W)\d+) ")  # a note of the Executor
 _UPDATE = "the update"
 
 
-def note_update(error: BaseException) -> None:
+@contextmanager
+def updating() -> Iterator[None]:
     """Note on an error about memory that the optimizer's step raised it."""
-    error.add_note(f"in {_UPDATE}: the norm of the gradients and the optimizer's step")
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            error.add_note(f"in {_UPDATE}: the norm of the gradients and the optimizer's step")
+        raise
 
 
 def failed_at(error: BaseException) -> str:

@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from zbpp.error_text import shown_path
+
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BLOCK = 2**20  # bytes
 
@@ -27,7 +29,7 @@ def not_written(path: Path, error: BaseException) -> str:
     is_full = number in _FULL or "No space left" in str(error)
     why = os.strerror(number) if number else " ".join(str(error).split()) or type(error).__name__
     to_do = "free space there" if is_full else "see to the folder, or write another run_dir"
-    return f"{path} could not be written ({why}): {to_do}"
+    return f"{shown_path(path)} could not be written ({why}): {to_do}"
 
 
 @contextmanager
@@ -83,7 +85,7 @@ class Record:
             self._has_failed = True
         else:
             if self._has_failed:
-                self._say(f"{self.path} is complete again")
+                self._say(f"{shown_path(self.path)} is complete again")
             self._has_failed = False
 
     @property
@@ -99,7 +101,8 @@ class Record:
         except OSError as error:
             lines = "\n".join(self.missing)
             self._say(
-                f"the last {len(self._kept)} lines of {self.path}, which could not be written:\n{lines}"
+                f"the last {len(self._kept)} lines of {shown_path(self.path)}, which could not be "
+                f"written:\n{lines}"
             )
             raise FolderError(f"{not_written(self.path, error)}; its last lines are printed above") from error
         finally:
@@ -130,7 +133,7 @@ class Record:
         self._file.close()
         self._file = new
         done = "was deleted, and is written again" if is_deleted else "was replaced; lines go to the new file"
-        self._say(f"{self.path} {done}")
+        self._say(f"{shown_path(self.path)} {done}")
 
 
 def _opened(path: Path) -> BinaryIO:

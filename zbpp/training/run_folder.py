@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zbpp.checkpoints.folders import checkpoints_in, step_of
+from zbpp.error_text import shown_path
 from zbpp.training.folder_lock import FolderLock, this_process
 from zbpp.training.run_files import FolderError, named_in_errors, write_whole
 
@@ -65,7 +66,8 @@ class RunFolder:
         self._goes_on = self.source is not None and _is_within(self.source, path / CHECKPOINTS)
         if self._files() and not (overwrite or self._was_left or self._goes_on):
             raise FolderError(
-                f"run_dir={path} holds a run already: write another run_dir, or overwrite=true to replace it"
+                f"run_dir={shown_path(path)} holds a run already: write another run_dir, or "
+                "overwrite=true to replace it"
             )
 
     def check_number(self, num_processes: int) -> None:
@@ -112,8 +114,8 @@ class RunFolder:
             if record.read_text() == self._written.get("job.json"):
                 return False
             raise FolderError(
-                f"run_dir={self.path} was deleted while the run was training, and holds another run now: "
-                "this one ends"
+                f"run_dir={shown_path(self.path)} was deleted while the run was training, and holds "
+                "another run now: this one ends"
             )
         for name, text in self._written.items():
             write_whole(self.path / name, text)
@@ -138,7 +140,7 @@ class RunFolder:
                     (attempt / name).write_text("".join(lost))
             for path in weights:
                 path.rename(attempt / path.name)
-            print(f"what came after step {step} is kept in {attempt}", flush=True)
+            print(f"what came after step {step} is kept in {shown_path(attempt)}", flush=True)
         else:  # the checkpoint has them; another number of stages would leave the files of both
             for path in weights:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -161,7 +163,7 @@ class RunFolder:
         kept = self._next_attempt()
         for path in files:
             path.rename(kept / path.name)
-        print(f"the files of an attempt that did not end are kept in {kept}", flush=True)
+        print(f"the files of an attempt that did not end are kept in {shown_path(kept)}", flush=True)
 
     def _files(self) -> list[Path]:
         return sorted(path for pattern in OF_A_RUN for path in self.path.glob(pattern))
@@ -176,8 +178,8 @@ def _refuse_links(path: Path) -> None:
     for file in _places_of_writing(path):
         if file.is_symlink():
             raise FolderError(
-                f"{file} is a link, and a run would write to {os.readlink(file)}: remove the link, or write "
-                "another run_dir"
+                f"{shown_path(file)} is a link, and a run would write to {os.readlink(file)}: remove the "
+                "link, or write another run_dir"
             )
 
 
@@ -213,9 +215,9 @@ def _source(path: Path, resume: str, *, is_replaced: bool, has_begun: bool) -> P
     if not given.is_dir() or (step_of(given) is None and not checkpoints_in(given)):
         raise FolderError(
             f"resume={resume} holds no checkpoint: write a run's folder, a folder such as "
-            f"{path / CHECKPOINTS / 'step-100'}, auto or none"
+            f"{shown_path(path) / CHECKPOINTS / 'step-100'}, auto or none"
         )
-    return given
+    return given.absolute()
 
 
 def _is_within(path: Path, folder: Path) -> bool:
@@ -258,14 +260,14 @@ def claimed(
     Raises FolderError if another job is using it, or if it holds an earlier run and `overwrite` is False.
     A folder made for a job that never began its run is removed again.
     """
-    folder = Path(path)
+    folder = Path(path).absolute()  # code of the user may call os.chdir
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _refuse_links(folder)
         lock = FolderLock(folder)
     except OSError as error:
-        raise FolderError(f"run_dir={folder}: {error}; write another run_dir") from error
+        raise FolderError(f"run_dir={path}: {error}; write another run_dir") from error
     try:
         yield RunFolder(folder, lock, overwrite=overwrite, resume=resume, job=_this_job())
     finally:

@@ -7,12 +7,10 @@ and losses.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,21 +18,22 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zbpp.checkpoints import Stateful
 from zbpp.data import Data
-from zbpp.runtime import NonFinite, Pipeline
-from zbpp.runtime.out_of_memory import is_out_of_memory
+from zbpp.runtime import Pipeline
 from zbpp.schedule import Timeline, Timetable
 from zbpp.training.batches import Batches
-from zbpp.training.callbacks import Callback
-from zbpp.training.evaluation import Counted, Weighed, fault_of_evaluation, first_bad_batch, mean_of
+from zbpp.training.begun_steps import BegunSteps
+from zbpp.training.callbacks import Callback, states_of
+from zbpp.training.called_callbacks import after_step, call_each
+from zbpp.training.evaluation import MetricsOf
+from zbpp.training.held_out import evaluate_held_out
 from zbpp.training.known_parameters import KnownParameters
 from zbpp.training.loss_scale import LossScale
 from zbpp.training.loss_spikes import LossSpikes
 from zbpp.training.make_update import check_gradients, make_update
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.memory_report import MemoryReport
-from zbpp.training.named_losses import with_evaluation_losses, with_named_losses
 from zbpp.training.non_finite import NonFinitePolicy, Values
-from zbpp.training.out_of_memory import note_update
+from zbpp.training.out_of_memory import updating
 from zbpp.training.post_validated_update import Validation
 from zbpp.training.replan import Replan
 from zbpp.training.update import Metrics, Result
@@ -42,44 +41,31 @@ from zbpp.training.update import Metrics, Result
 _KEPT = 5  # measured steps, or as many as num_recorded
 
 
-class _Begun(NamedTuple):
-    """A step whose outcome is not known yet. step: from 1. number: of the pipeline's step, from 0.
-
-    args, target: its batch, for a run again.
-    """
-
-    step: int
-    times: Metrics
-    args: tuple[Any, ...]
-    target: Any
-    number: int
-
-
 @dataclass(kw_only=True)
 class Trainer:
     """Trains the stages of one rank together with the other ranks.
 
     learning_rate(step): the factor on the optimizer's rate; scheduler: one of torch's, which sets the rate
-    instead, and whose state belongs into a checkpoint. clip_norm: the largest norm of the gradients of
-    all stages together. metrics(output, target): further numbers of a held-out microbatch, beside its loss.
-    num_recorded: how many of the last steps are measured action by action. record_every: besides, the second
-    and third step, and one of so many; 0: none. replan: may replace the pipeline
-    after the first steps. masters: master weights of all trainable parameters; the optimizer must then be
-    over `masters.parameters()`, and floating-point targets are cast to float32. loss_scale: chooses the
-    pipeline's loss_scale before each step; None: that scale stays as it is. In both cases the scale is
-    divided out of norm and gradients. gradient_release: off, or step or accumulate: the pipeline's step
-    updates the weights itself, see Pipeline.release_gradients. memory_report: records the memory of one step.
-    Raises ValueError for an optimizer that would read `.grad` where W sums in a `main_grad`, and for one
-    whose step can't be taken back with post_validation.
+    instead, and whose state a checkpoint holds. clip_norm: the largest norm of the gradients of all stages
+    together. metrics(output, target): further numbers of a held-out microbatch, beside its loss.
 
-    post_validation: how the weights are updated before the norm is known; a step's metrics then come one step
-    later. None: the update waits for the norm.
+    num_recorded: how many of the last steps are measured action by action. record_every: besides, the second
+    and third step, and one of so many; 0: none. memory_report: records the memory of one step. replan: may
+    replace the pipeline after the first steps.
+
+    masters: master weights of all trainable parameters; the optimizer must then be over
+    `masters.parameters()`, and floating-point targets are cast to float32. loss_scale: chooses the pipeline's
+    loss_scale before each step; None: that scale stays as it is. Either way norm and gradients are divided by
+    the scale. gradient_release: off, step or accumulate: the pipeline's step updates the weights itself, see
+    Pipeline.release_gradients. post_validation: how the weights are updated before the norm is known; a
+    step's metrics then come one step later. None: the update waits for the norm.
 
     non_finite: what happens when a loss or the norm of the gradients is NaN or infinite, see non_finite.py.
     loss_spike: the number of deviations that makes a loss a spike, see loss_spikes.py; None: none is flagged.
-
     callbacks: what else happens around the steps, see callbacks.py. read_ahead: how many batches a thread
     reads while others are trained on, see zbpp/data/read_ahead.py; 0: none.
+    Raises ValueError for an optimizer that would read `.grad` where W sums in a `main_grad`, and for one
+    whose step can't be taken back with post_validation.
     """
 
     pipeline: Pipeline
@@ -89,7 +75,7 @@ class Trainer:
     scheduler: LRScheduler | None = None
     clip_norm: float | None = None
     evaluate_every: int = 0
-    metrics: Callable[[Any, Any], Mapping[str, float | Tensor]] | None = None
+    metrics: MetricsOf | None = None
     num_recorded: int = 5
     record_every: int = 0
     replan: Replan | None = None
@@ -131,9 +117,9 @@ class Trainer:
         self.leaving: str | None = None  # why the run ends early; the same on all ranks
         self.first_step = 0  # the first step of the last `run`
         self._agreed: str | None = None  # the reason that all ranks know
-        self._begun: deque[_Begun] = deque()  # steps whose outcome is not known yet
         target_dtype = None if self.masters is None else torch.float32
         self._batches = Batches(self.pipeline, self.data, self.read_ahead, target_dtype)
+        self._begun = BegunSteps(self._batches, self.values)
 
     def run(self, num_steps: int) -> Iterator[Metrics]:
         """Train from `next_step` until `num_steps` steps are done, or until a callback wants to leave.
@@ -151,8 +137,7 @@ class Trainer:
             self._batches.close()
         yield from self._settled()
         self._check_values()
-        for callback in self.callbacks:
-            callback.finish(self)
+        call_each(self, "finish")
 
     def leave(self, reason: str, *, agreed: bool = False) -> None:
         """End the run early, on all ranks. One rank may call this, at any time and from any thread.
@@ -173,12 +158,7 @@ class Trainer:
         if self.scheduler is not None:
             found["scheduler"] = self.scheduler
         found["data"] = self.data
-        for callback in self.callbacks:
-            if isinstance(callback, Stateful):
-                name = f"callback.{type(callback).__name__}"
-                number = sum(each.partition("#")[0] == name for each in found)
-                found[f"{name}#{number + 1}" if number else name] = callback
-        return found
+        return found | states_of(self.callbacks)
 
     def go_on_after(self, step: int, replanned: Timetable | None = None) -> None:
         """Let `run` begin with step number `step`. Weights and optimizer are those that follow it.
@@ -202,8 +182,7 @@ class Trainer:
         recorded = self._is_recorded(step, num_steps=num_steps) and not is_reported
         recorded = recorded and not self._is_before_report(step)
         evaluated = self.evaluate_every and ((step + 1) % self.evaluate_every == 0 or is_last)
-        for callback in self.callbacks:
-            callback.before_step(self, step)
+        call_each(self, "before_step", step)
         known = self._settled() if recorded else []
         with self._watching(recorded=recorded, is_reported=is_reported):
             known += self._step(step)
@@ -216,8 +195,7 @@ class Trainer:
         if recorded:
             self.timelines.append(self.pipeline.timeline())
             del self.timelines[: -max(self.num_recorded, _KEPT)]
-        for callback in self.callbacks:
-            callback.after_step(self, step, known)
+        after_step(self, step, known)
         self.leaving = None if is_last else self._agreed  # behind the last step nothing is left undone
         if not is_last:
             self._replan(step, known)
@@ -244,53 +222,20 @@ class Trainer:
 
         {} without held-out batches.
         """
-        mine = [self._evaluated(number) for number in range(self.data.num_evaluation_batches)]
-        # Only the owners of the last stage have numbers.
-        everyone = self.pipeline.place.gather(mine)
-        found = mean_of(each for some in everyone for each in some if each.means)
-        means = {f"evaluation_{name}": mean for name, mean in found.means.items()}
-        self._say_of_evaluation(means, everyone)
-        return means
-
-    def _say_of_evaluation(self, means: Metrics, everyone: Sequence[Sequence[Weighed]]) -> None:
-        """Print a line if a mean is not finite. everyone: each process's means of each held-out batch."""
-        fault = fault_of_evaluation(means)
-        if fault:
-            number = first_bad_batch(everyone)
-            told = self.pipeline.place.gather(self._batches.fault_in_evaluation(number))
-            place = self.pipeline.place
-            if place.is_first and place.rank == 0:
-                where = next(filter(None, told), "its data are finite")
-                print(
-                    f"NOT FINITE: evaluation after step {self.next_step}: {fault}, first in held-out batch "
-                    f"{number}; {where}",
-                    flush=True,
-                )
-
-    def _evaluated(self, number: int) -> Weighed:
-        """The means of loss and metrics of a held-out batch, where the last stage is; none on other ranks."""
-        args, target = self._batches.of_evaluation(number)
-        counted = Counted(self.metrics)
-        losses, _ = self.pipeline.evaluate(*args, target=target, metrics=counted)
-        num_targets, means = counted.with_losses(losses)
-        means = with_evaluation_losses(means, self.pipeline.evaluation_losses)
-        return Weighed(num_targets, means if losses else {})
+        num_batches, step = self.data.num_evaluation_batches, self.next_step
+        return evaluate_held_out(self.pipeline, self._batches, num_batches, self.metrics, after_step=step)
 
     def _step(self, step: int) -> list[Metrics]:
         """Train on one batch; returns the metrics of all steps whose outcome is known by now."""
         begin = time.perf_counter()
         self._parameters.check(self.pipeline)
         self._update.begin(self.pipeline, None if self.learning_rate is None else self.learning_rate(step))
-        args, target = self._batches.of_step(step)
+        args, target = batch = self._batches.of_step(step)
         if self.memory_report is not None:
-            self.memory_report.count((args, target))
+            self.memory_report.count(batch)
         losses = self.pipeline.step(*args, target=target)
-        try:
+        with updating():
             results = self._update.end(self.pipeline, losses)
-        except Exception as error:
-            if is_out_of_memory(error):
-                note_update(error)
-            raise
         if self.scheduler is not None:
             # An update may have been skipped or may be later: torch's schedulers warn before the first one.
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # the schedulers' own
@@ -299,7 +244,7 @@ class Trainer:
             torch.cuda.synchronize(self.pipeline.device)
         seconds = time.perf_counter() - begin
         times = {f"{self.data.unit}_per_second": self.items_per_step / seconds, "step_seconds": seconds}
-        self._begun.append(_Begun(step + 1, times, args, target, self.pipeline.num_steps - 1))
+        self._begun.add(step, times, batch, self.pipeline)
         return self._finished(results)
 
     def _settled(self) -> list[Metrics]:
@@ -310,28 +255,13 @@ class Trainer:
         """The metrics of the oldest steps that were begun, with their results."""
         finished = []
         for outcome, figures in results:
-            begun = self._begun.popleft()
             self._agreed = self._agreed or outcome.wish
-            metrics = {"step": begun.step, "loss": outcome.loss, **figures, **begun.times}
-            finished.append(with_named_losses(metrics, outcome.named))
-            self.values.judge(outcome, finished[-1], partial(self._find_non_finite, begun))
+            finished.append(self._begun.finish(outcome, figures, self.pipeline))
         return finished
-
-    def _find_non_finite(self, begun: _Begun) -> NonFinite | None:
-        """Run a step again. With post-validation the weights may be those of the step behind it."""
-        found = self.pipeline.find_non_finite(*begun.args, target=begun.target, step=begun.number)
-        if found is None:
-            return None
-        told = self.pipeline.place.gather(
-            self._batches.origin_of(begun.step - 1, found)
-        )  # who reads it knows
-        origin = next(filter(None, told), "")
-        return replace(found, note="; ".join(filter(None, [found.note, origin])))
 
     def _check_values(self) -> None:
         if self.values.error is not None:
-            for callback in self.callbacks:
-                callback.stopped(self)
+            call_each(self, "stopped")
             raise self.values.error
 
     @property
@@ -342,7 +272,7 @@ class Trainer:
     @property
     def kept_batches(self) -> list[Any]:
         """The batches of the steps whose outcome is not known yet, which may be run again."""
-        return [(begun.args, begun.target) for begun in self._begun]
+        return self._begun.kept_batches
 
     def _is_before_report(self, step: int) -> bool:
         """Whether the next step's memory is reported, which begins before this step's update is validated."""

@@ -7,13 +7,14 @@ prints the table of what the parts have left in DIR, and ends with status 1 if a
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from zbpp.benchmark.cluster.settings import FIRST_NODE, PARTS, Settings
+from zbpp.benchmark.cluster.settings import BEGUN, FIRST_NODE, PARTS, Settings
 
 _COUNTS = {
     "message_mib": "MiB of a large message",
@@ -56,9 +57,11 @@ def _run(parts: Sequence[str], settings: Settings) -> None:
     from zbpp.runtime.world import world
 
     end_with_launcher()
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        settings.out.mkdir(parents=True, exist_ok=True)
+        (settings.out / BEGUN).touch()
     with world(device=settings.device, timeout=settings.timeout) as here:
         if here.rank == 0:  # this node prints the table
-            settings.out.mkdir(parents=True, exist_ok=True)
             (settings.out / FIRST_NODE).touch()
         for part in parts:
             if part == "hang":

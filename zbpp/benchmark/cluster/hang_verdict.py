@@ -20,9 +20,11 @@ def verdict(out: Path, interrupted: str = "") -> Row | None:
     folder = out / "hang"
     if not (folder / BEGIN).is_file():
         return None
-    facts = json.loads((folder / BEGIN).read_text())
+    facts = _whole(folder / BEGIN)
+    if facts is None:
+        return Row("hang", "a rank stops", FAILED, f"{BEGIN} is cut off: is the disk full?", {})
     name, victim = f"rank {facts['victim']} stops in F", f"rank {facts['victim']}"
-    answers = [json.loads(path.read_text()) for path in sorted(folder.glob("said-*.json"))]
+    answers = [said for path in sorted(folder.glob("said-*.json")) if (said := _whole(path)) is not None]
     answers += _from_records(folder, facts["begin"])
     naming = [each for each in answers if f"{victim} is behind" in each["said"]]
     numbers: dict[str, Any] = {**facts, "answers": answers}
@@ -38,6 +40,15 @@ def verdict(out: Path, interrupted: str = "") -> Row | None:
         f"{len(naming)} of {facts['victim']} others did"
     )
     return Row("hang", name, OK if first["after"] <= limit else FAILED, text, numbers)
+
+
+def _whole(path: Path) -> dict[str, Any] | None:
+    """What a file holds; None for one that was cut off, as on a full disk."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except ValueError:
+        return None
+    return found
 
 
 def _from_records(folder: Path, begin: float) -> list[dict[str, Any]]:

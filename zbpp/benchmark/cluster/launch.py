@@ -18,13 +18,20 @@ from zbpp.benchmark.cluster.__main__ import make_parser
 from zbpp.benchmark.cluster.nodes import Nodes, OneLineParser, await_name, parse_nodes, refuse
 from zbpp.benchmark.cluster.report import report
 from zbpp.benchmark.cluster.rows import FAILED, NOT_RUN, Row
-from zbpp.benchmark.cluster.settings import FIRST_NODE, PARTS, WANTED, Settings
+from zbpp.benchmark.cluster.settings import BEGUN, FIRST_NODE, PARTS, WANTED, Settings
 from zbpp.benchmark.interruption import Interrupted, Interruption, interruption
 from zbpp.benchmark.process_tree import end_tree
 
 _MODULE = "zbpp.benchmark.cluster"
 # Only files that a check writes: the folder may be the user's own.
-_WRITTEN = ("rows-*.jsonl", "hang/begin.json", "hang/said-*.json", "hang/flight-rank-*.json", FIRST_NODE)
+_WRITTEN = (
+    "rows-*.jsonl",
+    "hang/begin.json",
+    "hang/said-*.json",
+    "hang/flight-rank-*.json",
+    FIRST_NODE,
+    BEGUN,
+)
 
 
 def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] = os.environ) -> int:
@@ -46,7 +53,10 @@ def _check(arguments: Sequence[str], environment: Mapping[str, str], signals: In
     groups: list[tuple[str, ...]] = [(part,) for part in options.parts]
     if options.small and options.parts == PARTS:  # one job starts faster than four
         groups = [PARTS[:-1], PARTS[-1:]]
-    _begin(options.out, groups)
+    try:
+        _begin(options.out, groups)
+    except OSError as error:
+        refuse(f"--out {options.out}: no file can be written there: {error}")
     await_name(nodes, say)
     early: dict[str, Row] = {}
     try:
@@ -70,8 +80,9 @@ def _run(
         log = out / f"{group[0]}.log"
         waits = f", waits for {nodes.place(job)}, up to {nodes.patience(job):.0f} s"
         say(f"{','.join(group)} (log: {log}){waits if nodes.number > 1 else ''} ...")
+        (out / BEGUN).unlink(missing_ok=True)
         status = run_job(command, log, environment, signals)
-        if status and nodes.did_not_meet(log):
+        if status and nodes.did_not_meet(log, out / BEGUN):
             return _unmet(nodes, job, groups)
     return {}
 
@@ -151,10 +162,10 @@ def _report(
     is_first = (out / FIRST_NODE).exists() and environment.get("SLURM_NODEID", "0") == "0"
     if not is_first and next(out.glob("rows-*.jsonl"), None) is not None:
         say("the table is on the node of rank 0")
-        return signals.exit_status
+        return signals.exit_status or int(bool(early))
     text, is_fine, problem = report(out, early, str(signals))
     print(text, flush=True)
-    say(problem or f"please send {out}/cluster.txt and {out}/cluster.json")
+    say(problem or ("" if signals.signal else "please send ") + f"{out}/cluster.txt and {out}/cluster.json")
     return signals.exit_status or int(not is_fine or bool(problem))
 
 

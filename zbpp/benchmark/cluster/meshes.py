@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from zbpp.benchmark.cluster.reference import against_reference, pipeline_losses, plain_losses
+from zbpp.benchmark.cluster.reference import Reference, against_reference, pipeline_losses, reference_for
 from zbpp.benchmark.cluster.rows import NOT_RUN, OK
 from zbpp.benchmark.cluster.settings import Settings
 from zbpp.planning import plan
@@ -34,15 +34,14 @@ def steps(settings: Settings, here: World) -> Iterator[Step]:
     if not fitting:
         yield "compositions", lambda: (NOT_RUN, f"{here.size} ranks can't be divided by 2", {})
         return
-    num_layers, num_microbatches = 2 * here.size, max(4, 2 * here.size)
-    expected = plain_losses(num_layers, num_microbatches, here.rank)
+    reference = reference_for(here)
     for degrees in fitting:
         for schedule in ("zb_h1", "zb_v") if settings.heavy else ("zb_v",):
             name = f"{mesh_text(here.size, degrees)}, {schedule}"
             yield (
                 name,
                 lambda schedule=schedule, degrees=degrees: _row(  # type: ignore[misc]
-                    schedule, degrees, num_layers, num_microbatches, expected, settings, here
+                    schedule, degrees, reference, settings, here
                 ),
             )
 
@@ -54,22 +53,16 @@ def mesh_text(size: int, degrees: Mapping[str, int]) -> str:
 
 
 def _row(
-    schedule: str,
-    degrees: Mapping[str, int],
-    num_layers: int,
-    num_microbatches: int,
-    expected: Sequence[float],
-    settings: Settings,
-    here: World,
+    schedule: str, degrees: Mapping[str, int], reference: Reference, settings: Settings, here: World
 ) -> Found:
     mesh = make_mesh(**degrees, device_type=here.device.type)
-    timetable = plan(schedule, here.size // math.prod(degrees.values()), num_microbatches)
+    timetable = plan(schedule, here.size // math.prod(degrees.values()), reference.num_microbatches)
     rank = Place(mesh).rank
 
     def find() -> list[float]:
         return pipeline_losses(
-            num_layers, timetable, here.device, rank=rank, mesh=mesh, timeout=settings.timeout
+            reference.num_layers, timetable, here.device, rank=rank, mesh=mesh, timeout=settings.timeout
         )
 
-    text, numbers = against_reference(find, expected)
+    text, numbers = against_reference(find, reference.losses)
     return OK, text, numbers

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import NoReturn
 
 from zbpp.benchmark.cluster.settings import PARTS
@@ -78,9 +79,10 @@ class Nodes:
             processes,
         ]
 
-    def did_not_meet(self, log: Path) -> bool:
-        """Whether the job with this log ended since not all nodes came."""
-        return self.number > 1 and _UNMET.search(log.read_text(errors="replace")) is not None
+    def did_not_meet(self, log: Path, begun: Path) -> bool:
+        """Whether the job with this log ended since not all nodes came. begun: exists if its ranks began."""
+        # A node that ends later than the head says the same: the head's store is gone then.
+        return self.number > 1 and not begun.exists() and bool(_UNMET.search(log.read_text(errors="replace")))
 
     def advice(self, job: int) -> str:
         """What to check if they don't meet."""
@@ -129,11 +131,9 @@ def await_name(nodes: Nodes, say: Callable[[str], None]) -> None:
     """
     end, has_said = time.monotonic() + nodes.join_timeout, False
     while nodes.number > 1:
-        try:
-            socket.getaddrinfo(nodes.head, nodes.port)
+        problem = _problem_of_name(nodes.head, max(end - time.monotonic(), 0.1))
+        if not problem:
             return
-        except (OSError, UnicodeError) as error:
-            problem = str(error)
         if time.monotonic() > end:
             refuse(
                 f"--head {nodes.head} is unknown on {socket.gethostname()} ({problem}) after "
@@ -143,6 +143,23 @@ def await_name(nodes: Nodes, say: Callable[[str], None]) -> None:
             say(f"the name {nodes.head} is unknown here; asks again for up to {nodes.join_timeout:.0f} s ...")
         has_said = True
         time.sleep(min(_AGAIN, nodes.join_timeout))
+
+
+def _problem_of_name(host: str, seconds: float) -> str:
+    """Why the name's address is not known; "" if the address is. A signal ends the wait for a slow answer."""
+    answers: list[str] = []
+
+    def ask() -> None:
+        try:
+            socket.getaddrinfo(host, None)
+            answers.append("")
+        except (OSError, UnicodeError) as error:
+            answers.append(str(error))
+
+    thread = Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else f"no answer within {seconds:.0f} s"
 
 
 def _whole(text: str) -> int:

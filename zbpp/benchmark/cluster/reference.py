@@ -6,7 +6,7 @@ Losses of the second step depend on the gradients of the first: an update with p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zbpp.models.gpt import Gpt
 from zbpp.runtime import Pipeline
 from zbpp.runtime.tensor_parallel import parallelize
-from zbpp.runtime.world import broadcast
+from zbpp.runtime.world import World, broadcast
 from zbpp.schedule import Timetable
 
 STEPS, RATE, TOLERANCE = 2, 0.5, 1e-11
@@ -39,6 +39,20 @@ def tokens(step: int, num_microbatches: int) -> tuple[Tensor, Tensor]:
     rows = _LARGEST_PART * num_microbatches
     drawn = torch.randint(_VOCAB, (rows, _SEQUENCE + 1), generator=generator)
     return drawn[:, :-1], drawn[:, 1:]
+
+
+class Reference(NamedTuple):
+    """The sizes of a run on all ranks, and the losses that plain autograd has for it."""
+
+    num_layers: int
+    num_microbatches: int
+    losses: list[float]
+
+
+def reference_for(here: World) -> Reference:
+    """Two layers and two microbatches a rank, but four microbatches at least. Collective."""
+    num_layers, num_microbatches = 2 * here.size, max(4, 2 * here.size)
+    return Reference(num_layers, num_microbatches, plain_losses(num_layers, num_microbatches, here.rank))
 
 
 def plain_losses(num_layers: int, num_microbatches: int, rank: int) -> list[float]:

@@ -58,8 +58,8 @@ def _jobs(out: Path) -> list[list[str]]:
 def _without_rows(part: str, log: str, interrupted: str) -> Row:
     if interrupted:
         return Row(part, "(start)", NOT_RUN, f"ended by {interrupted} before this part", {})
-    began = "the job of this part never began" if log == f"{part}.log" else "the job ended before this part"
-    return Row(part, "(start)", FAILED, f"{began}: see {log}", {})
+    when = "its first row" if log == f"{part}.log" else "this part"
+    return Row(part, "(start)", FAILED, f"the job ended before {when}: see {log}", {})
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from zbpp.benchmark.cluster.reference import against_reference, pipeline_losses, plain_losses
+from zbpp.benchmark.cluster.reference import Reference, against_reference, pipeline_losses, reference_for
 from zbpp.benchmark.cluster.rows import NOT_RUN, OK
 from zbpp.benchmark.cluster.settings import Settings
 from zbpp.planning import SCHEDULES, plan
@@ -21,31 +21,25 @@ _MOST_EXACT = 4  # ranks up to which `optimal`, an exact planner, is asked
 
 def steps(settings: Settings, here: World) -> Iterator[Step]:
     """A row for each schedule. Collective."""
-    num_layers, num_microbatches = 2 * here.size, max(4, 2 * here.size)
-    expected = plain_losses(num_layers, num_microbatches, here.rank)
+    reference = reference_for(here)
     for name in SCHEDULES:
-        yield name, lambda name=name: _row(name, num_layers, num_microbatches, expected, settings, here)  # type: ignore[misc]
+        yield name, lambda name=name: _row(name, reference, settings, here)  # type: ignore[misc]
 
 
-def _row(
-    name: str,
-    num_layers: int,
-    num_microbatches: int,
-    expected: Sequence[float],
-    settings: Settings,
-    here: World,
-) -> Found:
+def _row(name: str, reference: Reference, settings: Settings, here: World) -> Found:
     if name == "optimal" and here.size > _MOST_EXACT:
         return NOT_RUN, f"an exact planner, for {_MOST_EXACT} ranks at most", {}
     try:
         timetable = planned_by_rank_0(
-            lambda: plan(name, here.size, num_microbatches, time_limit=settings.search)
+            lambda: plan(name, here.size, reference.num_microbatches, time_limit=settings.search)
         )
     except PlanError as error:
         return NOT_RUN, f"no plan for {here.size} ranks: {error}", {}
 
     def find() -> list[float]:
-        return pipeline_losses(num_layers, timetable, here.device, rank=here.rank, timeout=settings.timeout)
+        return pipeline_losses(
+            reference.num_layers, timetable, here.device, rank=here.rank, timeout=settings.timeout
+        )
 
-    text, numbers = against_reference(find, expected)
+    text, numbers = against_reference(find, reference.losses)
     return OK, text, numbers

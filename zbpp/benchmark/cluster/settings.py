@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 PARTS = ("links", "schedules", "meshes", "speed", "hang")
 FIRST_NODE = "first-node"  # a file that rank 0 leaves: its node prints the table
+BEGUN = f"begun-{socket.gethostname()}"  # a file that says that the ranks of this node have begun
 WANTED = "parts"  # a file with a line for each job: its parts
 
 

@@ -14,7 +14,7 @@ A part yields rows. A row may be compared with a mark: held, not held, or not me
 NOT RUN ON A GPU YET: `--device cpu --small` runs the same code on small sizes.
 """
 
-# Where it is: settings.py, rows.py (rows and what became of a part), marks.py; a file for each part, and
-# stage_graphs.py beside split.py; parts.py (names and times), budget.py (shares times out), run.py (runs a
-# part, in a process or here), check.py (runs all of them), machine.py, report.py (text, JSON, page),
-# command_line.py.
+# Where it is: settings.py, workload.py (the model of several parts), rows.py (rows and what became of a
+# part), marks.py; a file for each part, and stage_graphs.py beside split.py; parts.py (names and times),
+# budget.py (shares times out), run.py (runs a part, in a process or here), check.py (runs all of them),
+# machine.py, report.py (text, JSON, page), command_line.py.

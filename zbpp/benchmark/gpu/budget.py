@@ -9,10 +9,10 @@ from zbpp.benchmark.gpu.parts import END, TOTAL, PartPlan
 
 
 class Budget:
-    """The time of a run. What a part leaves over goes to those behind it.
+    """The time of a run. What a part leaves over goes to the parts behind it.
 
-    seconds: of the whole run. parts: those that run. Shares and least times are those of parts.py, in
-    proportion to `seconds`.
+    seconds: of the whole run. parts: the parts that run. parts.py has each part's share and least time for a
+    run of TOTAL seconds; both are scaled to `seconds`.
     """
 
     def __init__(
@@ -26,10 +26,12 @@ class Budget:
         """The next part, and its seconds; 0 if it would not fit any more."""
         part, *self._waiting = self._waiting
         left = self._end - self._clock()
-        behind = sum(each.least for each in self._waiting) * self._scale
-        owed = sum(each.share for each in self._waiting) * self._scale
-        # Its share, or what is left when those behind it get theirs; but never what they need at least.
-        seconds = min(left, max(part.share * self._scale, left - owed), max(left - behind, 0.0))
+        least_behind = sum(each.least for each in self._waiting) * self._scale
+        shares_behind = sum(each.share for each in self._waiting) * self._scale
+        # A part gets its share, or more if the parts behind it still get theirs. But it leaves these parts
+        # the least times that they need.
+        wanted = max(part.share * self._scale, left - shares_behind)
+        seconds = min(wanted, max(left - least_behind, 0.0))
         return part, seconds if seconds >= part.least * self._scale else 0.0
 
     @property

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zbpp.benchmark.gpu.rows import Row
 from zbpp.benchmark.gpu.settings import Settings
-from zbpp.models.llama import Llama
+from zbpp.benchmark.gpu.workload import llama, stages_of, tokens
 from zbpp.planning import plan
 from zbpp.runtime import Pipeline
 from zbpp.runtime.measure import Recorder
@@ -88,21 +88,10 @@ def _figures(schedule: str, found: dict[str, _Run]) -> Iterator[Row]:
 def _run(mode: str, schedule: str, hidden: int, settings: Settings) -> _Run:
     torch.manual_seed(0)
     timetable = plan(schedule, 1, _NUM_MICROBATCHES)
-    length = 16 if settings.is_small else 512
-    model = Llama(
-        vocab_size=256,
-        num_layers=_NUM_LAYERS,
-        hidden_size=hidden,
-        num_heads=max(1, hidden // 64),
-        sequence_length=length,
-    )
-    stages = {
-        index: model.build_stage(index, timetable.num_stages).to(settings.torch_device, settings.dtype)
-        for index in range(timetable.num_stages)
-    }
-    shape = _NUM_MICROBATCHES * _ROWS, length + 1
-    tokens = torch.randint(256, shape, generator=torch.Generator().manual_seed(0))
-    x, target = (each.contiguous().to(settings.torch_device) for each in (tokens[:, :-1], tokens[:, 1:]))
+    model = llama(_NUM_LAYERS, hidden, settings)
+    stages = stages_of(model, timetable, settings)
+    drawn = tokens(_NUM_MICROBATCHES * _ROWS, settings)
+    x, target = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
     if settings.is_cuda:
         torch.cuda.reset_peak_memory_stats()
     with Pipeline(stages, timetable, model.loss, cuda_graphs=mode) as pipeline:

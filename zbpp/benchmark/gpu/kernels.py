@@ -15,7 +15,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]  # not in it
 
 from zbpp.benchmark.gpu.rows import Row
 from zbpp.benchmark.gpu.settings import Settings
-from zbpp.models.llama import Llama
+from zbpp.benchmark.gpu.workload import llama, stages_of, tokens
 from zbpp.planning import plan
 from zbpp.runtime import Pipeline
 from zbpp.runtime.measure import Recorder
@@ -48,19 +48,10 @@ def rows(settings: Settings) -> Iterator[Row]:
 def _pipeline(
     schedule: str, hidden: int, num_layers: int, settings: Settings
 ) -> tuple[Pipeline, Tensor, Tensor]:
-    length = 16 if settings.is_small else 512
-    model = Llama(
-        vocab_size=256,
-        num_layers=num_layers,
-        hidden_size=hidden,
-        num_heads=max(1, hidden // 64),
-        sequence_length=length,
-    )
-    stage = model.build_stage(0, 1).to(settings.torch_device, settings.dtype)
-    tokens = torch.randint(256, (_NUM_MICROBATCHES, length + 1), generator=torch.Generator().manual_seed(0))
-    tokens = tokens.to(settings.torch_device)
-    pipeline = Pipeline({0: stage}, plan(schedule, 1, _NUM_MICROBATCHES), model.loss)
-    return pipeline, tokens[:, :-1], tokens[:, 1:]
+    model, timetable = llama(num_layers, hidden, settings), plan(schedule, 1, _NUM_MICROBATCHES)
+    pipeline = Pipeline(stages_of(model, timetable, settings), timetable, model.loss)
+    drawn = tokens(_NUM_MICROBATCHES, settings)
+    return pipeline, drawn[:, :-1], drawn[:, 1:]
 
 
 def _host_times(pipeline: Pipeline, x: Tensor, target: Tensor, settings: Settings) -> dict[str, list[float]]:

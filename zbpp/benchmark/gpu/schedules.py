@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zbpp.benchmark.gpu.rows import Row
 from zbpp.benchmark.gpu.settings import Settings
+from zbpp.benchmark.gpu.workload import stages_of
 from zbpp.models.llama import Llama
 from zbpp.planning import SCHEDULES, plan
 from zbpp.runtime import Pipeline
@@ -97,10 +98,7 @@ def _plain(settings: Settings) -> _Run:
 def _under(name: str, settings: Settings) -> _Run:
     timetable = plan(name, 1, _NUM_MICROBATCHES, time_limit=1.0)
     model = _model(settings)
-    stages = {
-        index: model.build_stage(index, timetable.num_stages).to(settings.torch_device, settings.dtype)
-        for index in range(timetable.num_stages)
-    }
+    stages = stages_of(model, timetable, settings)
     x, target = _batch(settings)
     losses, ms = [], 0.0
     with Pipeline(stages, timetable, model.loss) as pipeline:

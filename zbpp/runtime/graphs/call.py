@@ -20,7 +20,29 @@ class CallLayout(NamedTuple):
     """What two calls must have alike to be served by the same graphs; tensors may have other values."""
 
     specs: tuple[TreeSpec, ...]
-    leaves: tuple[Any, ...]  # constants, and (dtype, shape, strides) of tensors
+    leaves: tuple[Any, ...]  # (type, value) of constants, and (dtype, shape, strides) of tensors
+
+    def changed(self, before: CallLayout) -> str:
+        """What is different from an earlier call's, the first thing found."""
+        for one, other in zip(before.leaves, self.leaves, strict=False):
+            if one != other:
+                has_numbers = _is_number(one) and _is_number(other)
+                advice = " (a tensor may change)" if has_numbers else ""
+                return f"the call was given {_shown(one)}, then {_shown(other)}{advice}"
+        return "the structure of what the call is given has changed"
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, tuple) and leaf[0] in (int, float, complex)
+
+
+def _shown(leaf: Any) -> str:
+    match leaf:
+        case (_, value):
+            return repr(value)
+        case (dtype, shape, _):
+            return f"a tensor of shape {tuple(shape)} and {dtype}"
+    return str(leaf)
 
 
 class _Described:

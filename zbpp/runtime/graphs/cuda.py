@@ -66,9 +66,15 @@ class CudaGraphs:
         except BaseException:
             with suppress(RuntimeError):  # it tells again that the capture has failed
                 graph.capture_end()
+            self._begin_with_another_state()
             raise
         graph.capture_end()
         return graph.replay
+
+    def _begin_with_another_state(self) -> None:
+        """Give the generator a copy of its state. Before torch 2.13 its state stays in a failed capture."""
+        generator = torch.cuda.default_generators[self._device.index or 0]
+        generator.graphsafe_set_state(generator.clone_state())
 
     def seeds(self, count: int) -> CudaSeeds:
         """A state of the generator for each F of the next graph."""
@@ -79,9 +85,11 @@ class CudaGraphs:
     def _on_stream(self) -> Iterator[None]:
         current = self._streams.current()
         self._stream.wait_stream(current)
-        with self._streams.use(self._stream):
-            yield
-        current.wait_stream(self._stream)
+        try:
+            with self._streams.use(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
 
 
 class CudaSeeds:

@@ -79,6 +79,10 @@ class StaticGradients:
             torch._foreach_zero_(zeroed)
         if copied:
             torch._foreach_copy_([fixed for fixed, _ in copied], [grad for _, grad in copied])
+        # A replay does not count as a change of a tensor; a step that fails half-way must find it changed.
+        torch.autograd.graph.increment_version(
+            [each.grad for each, _ in self._fixed if each.grad is not None]
+        )
         for parameter, fixed in self._fixed:
             parameter.grad = fixed
 

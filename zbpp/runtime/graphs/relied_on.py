@@ -1,118 +1,113 @@
-"""What a capture relies on: where weights and buffers are, modes, hooks. A change makes a new capture.
+"""What a capture relies on: places of weights and buffers, modes, hooks, settings. A change needs a new one.
 
-A replay reads weights and buffers at the addresses that they had in the capture, and runs no Python. What
-else forward reads from Python objects (a global variable, a list in an attribute) is not looked at:
-docs/compiled.md says so.
+A replay reads weights and buffers at the addresses that they had in the capture, and runs no Python. Of the
+Python objects that forward reads, attributes.py sees those that are attributes of modules; docs/compiled.md
+says what is not seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zbpp.runtime.graphs.maker import NotCapturable
+from zbpp.runtime.graphs.attributes import address
+from zbpp.runtime.graphs.call import CallLayout
 
-_NUMBERS = frozenset({bool, int, float, str, type(None)})
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_SETTINGS: dict[str, Callable[[str], Any]] = {
+    "autocast": lambda kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+    "deterministic algorithms": lambda _: torch.are_deterministic_algorithms_enabled(),
+    "the precision of float32 products": lambda _: torch.get_float32_matmul_precision(),
+    "the kinds of attention": lambda _: (
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+    ),
+}
+_OF_A_MODULE = ("the place or the class", "the mode (train, eval)", "a hook")
+
+Key = tuple[Any, ...]
 
 
-def relied_on(modules: Iterable[nn.Module], device: torch.device) -> tuple[Any, ...]:
-    """What must be as it was in the capture. Equal tuples: the graphs still fit."""
-    found: list[Any] = [torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)]
-    for module in modules:
-        for each in module.modules():
-            found += [id(each), each.training, sum(len(getattr(each, name)) for name in _HOOKS)]
-            for parameter in each._parameters.values():
-                if parameter is not None:
-                    found += _of_parameter(parameter)
-            found += [
-                (id(buffer), buffer.data_ptr()) for buffer in each._buffers.values() if buffer is not None
-            ]
-    return tuple(found)
+def relied_on(modules: Iterable[nn.Module], device: torch.device) -> tuple[Key, Key]:
+    """What must be as it was in the capture: (settings, modules). Equal: the graphs still fit."""
+    settings = tuple([_setting(name, device.type) for name in _SETTINGS])
+    return settings, tuple([_of_module(each) for root in modules for each in root.modules()])
 
 
-def _of_parameter(parameter: Tensor) -> Iterator[Any]:
+def _setting(name: str, kind: str) -> Any:
+    with suppress(RuntimeError):  # torch refuses to say the precision after both of its ways to set it
+        return _SETTINGS[name](kind)
+
+
+def _of_module(module: nn.Module) -> Key:
+    # The key of a hook is its number, and no two hooks of a process have the same one.
+    hooks = tuple([number for name in _HOOKS for number in getattr(module, name)])
+    weights = [(name, _of_parameter(each)) for name, each in module._parameters.items() if each is not None]
+    buffers = [(name, address(each)) for name, each in module._buffers.items() if each is not None]
+    return (id(module), type(module)), module.training, hooks, tuple(weights), tuple(buffers)
+
+
+def _of_parameter(parameter: Tensor) -> Key:
     main = getattr(parameter, "main_grad", None)
-    yield id(parameter)
-    yield parameter.data_ptr()
-    yield parameter.requires_grad
-    yield None if main is None else main.data_ptr()
-    yield len(parameter._backward_hooks or ())
-    yield len(parameter._post_accumulate_grad_hooks or ())
+    hooks = (*(parameter._backward_hooks or ()), None, *(parameter._post_accumulate_grad_hooks or ()))
+    return address(parameter), parameter.requires_grad, None if main is None else address(main), hooks
 
 
-def numbers(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
-    """The numbers and texts among the modules' attributes, such as a Dropout's p: a replay uses the old ones.
+class Basis:
+    """All that two calls must have alike to be served by the same graphs."""
 
-    Forward may change them itself (a counter), so they are compared from the end of a capture on.
-    """
-    return tuple(
-        value
-        for root in modules
-        for module in root.modules()
-        for value in module.__dict__.values()
-        if type(value) in _NUMBERS
-    )
+    def __init__(self, call: CallLayout, modules: Iterable[nn.Module], device: torch.device) -> None:
+        self._modules = [*modules]
+        self.call, (self._settings, self._relied_on) = call, relied_on(self._modules, device)
 
+    def __eq__(self, other: object) -> bool:
+        """Whether both are alike; a comparison of a user's values that raises counts as a difference."""
+        with suppress(Exception):
+            return isinstance(other, Basis) and bool(
+                self.call == other.call
+                and self._settings == other._settings
+                and self._relied_on == other._relied_on
+            )
+        return False
 
-class HeldTensors:
-    """The tensors that modules hold, as buffers or in other attributes, as they are now."""
+    __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._tables: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
-        for root in modules:
-            for path, module in root.named_modules():
-                name = f"{path}{'.' if path else ''}{{}} of {type(root).__name__}"
-                self._tables += [
-                    (name, table, _tensors_in(table)) for table in (module._buffers, module.__dict__)
-                ]
-
-    def check(self) -> None:
-        """Raise NotCapturable if a tensor has come, or has taken another one's place."""
-        for name, table, before in self._tables:
-            for key, tensor in _tensors_in(table).items():
-                if before.get(key) is not tensor:
-                    raise NotCapturable(
-                        f"forward replaces {name.format(key)}, which a replay would not do: change it in "
-                        "place (copy_)"
-                    )
-
-    def restore(self) -> None:
-        """Give the modules their tensors again: those of a capture were never computed."""
-        for _, table, before in self._tables:
-            for key in _tensors_in(table):
-                if key not in before:
-                    del table[key]
-            table.update(before)
+    def changed(self, before: Basis) -> str:
+        """What is different from an earlier one, the first thing found."""
+        if self.call != before.call:
+            return self.call.changed(before.call)
+        for name, one, other in zip(_SETTINGS, before._settings, self._settings, strict=True):
+            if one != other:
+                return f"{name}: torch's setting has changed"
+        places = [(path, type(root).__name__) for root in self._modules for path, _ in root.named_modules()]
+        if len(before._relied_on) == len(self._relied_on) == len(places):
+            for place, one, other in zip(places, before._relied_on, self._relied_on, strict=True):
+                if one != other:
+                    return _changed_in(*place, one, other)
+        return "the modules of a stage have changed"
 
 
-def _tensors_in(table: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in table.items() if isinstance(value, Tensor)}
+def _changed_in(path: str, root: str, one: Key, other: Key) -> str:
+    for what, before, now in zip(_OF_A_MODULE, one, other, strict=False):
+        if before != now:
+            return f"{what} of {path or root} has changed"
+    before, now = ({**dict(each[-2]), **dict(each[-1])} for each in (one, other))
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    name = ".".join([path] * bool(path) + keys[:1])
+    return f"the place, the layout or the hooks of {name} of {root} have changed"
 
 
-def refuse_parameters(modules: Iterable[nn.Module]) -> None:
-    """Raise NotCapturable for parameters whose gradients a replay would get wrong."""
-    for name, parameter in _named_parameters(modules):
-        if parameter._post_accumulate_grad_hooks:
-            raise NotCapturable(f"{name} has a post-accumulate-grad hook, which a replay would not run")
-        if type(parameter.data) is not Tensor:
-            raise NotCapturable(f"{name} is a {type(parameter.data).__name__}")
-
-
-def hooked(modules: Iterable[nn.Module]) -> list[str]:
-    """What has hooks that run in a capture only, for a warning."""
-    found = [
-        f"module {path or type(module).__name__}"
-        for root in modules
-        for path, module in root.named_modules()
-        if any(getattr(module, name) for name in _HOOKS)
-    ]
-    return found + [f"weight {name}" for name, each in _named_parameters(modules) if each._backward_hooks]
-
-
-def _named_parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    for module in modules:
-        yield from module.named_parameters()
+def changed_attribute(modules: Iterable[nn.Module], before: Any, now: Any) -> str:
+    """Which attribute has changed, the first one whose marks differ (see attributes.py)."""
+    for module, one, other in zip((m for root in modules for m in root.modules()), before, now, strict=False):
+        tables = dict(one), dict(other)
+        for key in {**tables[0], **tables[1]}:
+            if tables[0].get(key) != tables[1].get(key):
+                return f"{key} of {type(module).__name__} has changed"
+    return "an attribute of a module has changed"

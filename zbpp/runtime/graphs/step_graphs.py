@@ -15,27 +15,31 @@ be captured makes all later ones eager, and one line says why.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from typing import Any
+import random
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
+import numpy
 import torch
 from torch import nn
 
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.feed import Call
 from zbpp.runtime.graphs.actions import ActionGraphs, RankActions, reason_of, watched
+from zbpp.runtime.graphs.attributes import AttributesBefore, marks
 from zbpp.runtime.graphs.call import StaticCall, layout_of_call
+from zbpp.runtime.graphs.captured import Captured
 from zbpp.runtime.graphs.cuda import CudaGraphs
 from zbpp.runtime.graphs.gradients import StaticGradients
 from zbpp.runtime.graphs.losses import StaticLosses
 from zbpp.runtime.graphs.maker import GraphMaker, NotCapturable
 from zbpp.runtime.graphs.program import ProgramGraph
-from zbpp.runtime.graphs.relied_on import HeldTensors, hooked, numbers, refuse_parameters, relied_on
+from zbpp.runtime.graphs.relied_on import Basis
+from zbpp.runtime.graphs.weights import hooked, refuse_parameters, refusing_others
 from zbpp.runtime.layout import Layout
 from zbpp.runtime.measure import Recorder
 from zbpp.runtime.microbatch import Cutter
-from zbpp.schedule import Value
+from zbpp.schedule import Op, Value
 
 _log = logging.getLogger(__name__)
 
@@ -44,38 +48,6 @@ _MOST_CAPTURES = 8
 _MOST_MISSES = 8  # calls in a row that are neither captured nor replayed, before a line says so
 
 Seeds = Mapping[int, int]
-
-
-class _Captured:
-    """The graphs of one layout, with what they read and write. key, numbers: what they rely on."""
-
-    def __init__(
-        self,
-        key: tuple[Any, ...],
-        call: StaticCall,
-        gradients: StaticGradients,
-        losses: Mapping[int, StaticLosses],
-        graphs: ActionGraphs | ProgramGraph,
-        numbers: tuple[Any, ...],
-    ) -> None:
-        self._key, self._call, self._gradients, self.graphs = key, call, gradients, graphs
-        self._losses, self._numbers = losses, numbers
-
-    def fits(self, key: tuple[Any, ...], modules: Iterable[nn.Module]) -> bool:
-        """Whether a replay does what an eager step with this key would do."""
-        return _is_equal(key, self._key) and _is_equal(numbers(modules), self._numbers)
-
-    def begin(self, call: Call) -> None:
-        """Load a call. Raises NotCapturable, and changes nothing, where a `.grad` is of another kind."""
-        self._gradients.begin()
-        self._call.load(call)
-        for each in self._losses.values():
-            each.begin()
-
-    def end(self) -> None:
-        """The step has run: give the workers its losses."""
-        for each in self._losses.values():
-            each.give()
 
 
 def step_graphs(
@@ -117,8 +89,10 @@ class StepGraphs:
         self._modules = [*modules]
         self.stopped = ""  # why no step is captured any more
         self.num_captures = self.num_replays = 0
-        self._captured: _Captured | None = None
-        self._key: tuple[Any, ...] = ()  # of the eager calls that came last
+        self._captured: Captured | None = None
+        self._basis: Basis | None = None  # of the eager calls that came last
+        self._why_eager: Callable[[], str] = str  # says why the last call was eager
+        self._named: list[str] = []  # what a line has said to have hooks
         self._num_warm = self._num_missed = 0
         self._is_replaying = False  # whether the executor has the graphs
         self._layouts: dict[Value, Layout] = {}
@@ -130,21 +104,30 @@ class StepGraphs:
             return self._run_eager(recorder)
         try:
             device = self._executor.device
-            key = (layout_of_call(call, device), *relied_on(self._modules, device))
+            basis = Basis(layout_of_call(call, device), self._modules, device)
         except NotCapturable as error:
-            return self._miss(str(error), recorder)
-        if self._captured is not None and self._captured.fits(key, self._modules):
+            self._why_eager = partial(str, error)
+            return self._miss(recorder)
+        if self._captured is not None and self._captured.fits(basis, self._modules):
             return self._replay(call, recorder)
-        if self._num_warm and not _is_equal(key, self._key):
-            self._num_warm = 0
-        self._key = key
+        self._compare(basis)
         if self.num_captures >= _MOST_CAPTURES:
-            return self._miss(f"it was captured {_MOST_CAPTURES} times, for as many layouts", recorder)
+            return self._miss(recorder)
         if self._num_warm < _WARM_UP:
             return self._warm_up(recorder)
-        if self._capture(call, seeds):
+        if self._capture(call, seeds, basis):
             return self._replay(call, recorder)
         return self._run_eager(recorder)
+
+    def _compare(self, basis: Basis) -> None:
+        """Compare an eager call with the one before, or else with the capture."""
+        before, captured = self._basis, self._captured
+        self._basis = basis
+        if before is not None and basis != before:
+            self._num_warm = 0
+            self._why_eager = partial(basis.changed, before)
+        elif captured is not None:
+            self._why_eager = partial(captured.changed, basis, self._modules)
 
     def close(self) -> None:
         """Drop the graphs and their memory."""
@@ -161,22 +144,25 @@ class StepGraphs:
             self._executor.replace_actions({}, {})
             self._is_replaying = False
 
-    def _miss(self, why: str, recorder: Recorder | None) -> None:
-        """Run a call eagerly that is not even captured later; say so if that is the rule."""
-        self._num_missed += 1
-        if self._num_missed == _MOST_MISSES:
-            self._say(f"{_MOST_MISSES} steps in a row were eager, the last one since {why}")
+    def _miss(self, recorder: Recorder | None) -> None:
+        """Run a call eagerly that is not even captured later."""
+        self._count_as_missed()
         self._num_warm = 0
         self._run_eager(recorder)
+
+    def _count_as_missed(self) -> None:
+        """The call is eager; say why if that is the rule."""
+        self._num_missed += 1
+        if self._num_missed == _MOST_MISSES:
+            often = f", after {self.num_captures} captures" if self.num_captures >= _MOST_CAPTURES else ""
+            self._say(
+                f"{_MOST_MISSES} steps in a row were eager{often}, the last one since {self._why_eager()}"
+            )
 
     def _warm_up(self, recorder: Recorder | None) -> None:
         """Run a step eagerly, where captures run. The last one notes the layouts of messages and losses."""
         self._num_warm += 1
-        self._num_missed += 1
-        if self._num_missed == _MOST_MISSES:
-            self._say(
-                f"{_MOST_MISSES} steps in a row were eager, since inputs or weights change their layout"
-            )
+        self._count_as_missed()
         is_last = self._num_warm == _WARM_UP
         self._use_eager()
         if is_last:
@@ -191,13 +177,15 @@ class StepGraphs:
         if is_last:
             self._losses = {stage: StaticLosses(worker) for stage, worker in self._rank.workers.items()}
 
-    def _capture(self, call: Call, seeds: Seeds) -> bool:
+    def _capture(self, call: Call, seeds: Seeds, basis: Basis) -> bool:
         """Capture the step. False: it can't be, and no later one will be tried."""
         self._use_eager()
         self._captured, gradients = None, StaticGradients(_parameters(self._modules))
-        held = HeldTensors(self._modules)
+        before = AttributesBefore(self._modules)
+        generators = random.getstate(), numpy.random.get_state()
         try:
             refuse_parameters(self._modules)
+            before.check_device(self._executor.device)
             static = StaticCall(call, self._executor.device)
             static.load(call)
             gradients.attach()
@@ -205,29 +193,44 @@ class StepGraphs:
             torch.clear_autocast_cache()
             graphs = self._graphs()
             gradients.captured()
-            held.check()
-            self._captured = _Captured(
-                self._key, static, gradients, self._losses, graphs, numbers(self._modules)
-            )
+            before.check()
+            self._captured = Captured(basis, static, gradients, self._losses, graphs, marks(self._modules))
         except Exception as error:
-            held.restore()
+            before.restore()
+            random.setstate(generators[0])
+            numpy.random.set_state(generators[1])
             self._stop(error)
         finally:
+            torch.clear_autocast_cache()  # it may hold copies that the capture never computed
             gradients.detach()
             for worker in self._rank.workers.values():
                 worker.abandon()
             self._begin(call, seeds)
             self._layouts, self._losses = {}, {}
         self.num_captures += 1
-        self._num_warm = 0
+        self._num_warm, self._basis = 0, None
+        if self._captured is not None:
+            self._name_hooks()
         return self._captured is not None
+
+    def _name_hooks(self) -> None:
+        names = hooked(self._modules)
+        if names and names != self._named:
+            _log.warning(
+                "cuda_graphs=%s: hooks of %s run when a step is captured, not when it is replayed",
+                self.mode,
+                ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
+            )
+        self._named = names
 
     def _graphs(self) -> ActionGraphs | ProgramGraph:
         for each in self._losses.values():
             each.attach()
+        forward = refusing_others(self._rank.methods[Op.F], self._modules)
+        rank = self._rank._replace(methods={**self._rank.methods, Op.F: forward})
         if self.mode == "program":
-            return ProgramGraph(self._rank, self._maker, self._losses, self._executor)
-        return ActionGraphs(self._rank, self._maker, self._layouts, self._losses, self._executor)
+            return ProgramGraph(rank, self._maker, self._losses, self._executor)
+        return ActionGraphs(rank, self._maker, self._layouts, self._losses, self._executor)
 
     def _stop(self, error: Exception) -> None:
         """Nothing is captured from now on; say why."""
@@ -254,13 +257,8 @@ class StepGraphs:
         try:
             captured.begin(call)
         except NotCapturable as error:
-            return self._miss(str(error), recorder)
-        if self.num_replays == 0 and (names := hooked(self._modules)):
-            _log.warning(
-                "cuda_graphs=%s: hooks of %s run when a step is captured, not when it is replayed",
-                self.mode,
-                ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
-            )
+            self._why_eager = partial(str, error)
+            return self._miss(recorder)
         if not self._is_replaying:
             captured.graphs.use(self._executor)
             self._is_replaying = True
@@ -269,12 +267,6 @@ class StepGraphs:
         captured.end()
         self.num_replays += 1
         self._num_missed = self._num_warm = 0
-
-
-def _is_equal(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    with suppress(Exception):  # a comparison of a user's values may raise
-        return bool(one == other)
-    return False
 
 
 def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:

@@ -1,0 +1,60 @@
+"""Steps whose outcome is not known yet. With post-validation an outcome is known one step later."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from zbpp.runtime import NonFinite, Pipeline
+from zbpp.training.batches import Batch, Batches
+from zbpp.training.named_losses import with_named_losses
+from zbpp.training.non_finite import Values
+from zbpp.training.outcome import Outcome
+from zbpp.training.update import Metrics
+
+
+class _Begun(NamedTuple):
+    """step: from 1. batch: for a run again. number: of the pipeline's step, from 0."""
+
+    step: int
+    times: Metrics
+    batch: Batch
+    number: int
+
+
+class BegunSteps:
+    """Turns the outcomes of steps, oldest first, into metrics. values: judges the outcomes."""
+
+    def __init__(self, batches: Batches, values: Values) -> None:
+        self._batches, self._values = batches, values
+        self._begun: deque[_Begun] = deque()
+
+    @property
+    def kept_batches(self) -> list[Batch]:
+        """The batches of these steps, which may be run again."""
+        return [begun.batch for begun in self._begun]
+
+    def add(self, step: int, times: Metrics, batch: Batch, pipeline: Pipeline) -> None:
+        """Note the step, from 0, that the pipeline has just run. times: those of its metrics."""
+        self._begun.append(_Begun(step + 1, times, batch, pipeline.num_steps - 1))
+
+    def finish(self, outcome: Outcome, figures: Metrics, pipeline: Pipeline) -> Metrics:
+        """The metrics of the oldest step, whose outcome has become known."""
+        begun = self._begun.popleft()
+        metrics = {"step": begun.step, "loss": outcome.loss, **figures, **begun.times}
+        metrics = with_named_losses(metrics, outcome.named)
+        self._values.judge(outcome, metrics, partial(self._find_non_finite, begun, pipeline))
+        return metrics
+
+    def _find_non_finite(self, begun: _Begun, pipeline: Pipeline) -> NonFinite | None:
+        """Run a step again. With post-validation the weights may be those of the step behind it."""
+        args, target = begun.batch
+        found = pipeline.find_non_finite(*args, target=target, step=begun.number)
+        if found is None:
+            return None
+        # The rank that reads the data knows their origin.
+        told = pipeline.place.gather(self._batches.origin_of(begun.step - 1, found))
+        origin = next(filter(None, told), "")
+        return replace(found, note="; ".join(filter(None, [found.note, origin])))
