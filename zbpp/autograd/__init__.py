@@ -14,6 +14,7 @@ split.py, graph.py, rules.py and weight_grads.py, in this order.
     views.py              chains that only make views of a weight
     chains.py             chains that compute: a cast of a weight, say, which W runs by autograd
     leaf_grad.py          where a leaf's gradients are summed: `.grad` or `main_grad`
+    python_generators.py  Python's and numpy's random generators, restored
     hooks.py              users' hooks: whether there are any, and running those that W has to run
     gradient_guard.py     notices Python code that changes a captured gradient during B
     reentrant.py          graphs with a reentrant checkpoint: one plain backward instead of the split

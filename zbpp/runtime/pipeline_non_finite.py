@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from zbpp.autograd.leaf_grad import total_of
+from zbpp.autograd.python_generators import restored_python_generators
 from zbpp.runtime.feed import Call
 from zbpp.runtime.non_finite import NonFinite, Watcher, buffers_seen, first_of, parameters_seen
 from zbpp.runtime.one_call import OneCall
 from zbpp.runtime.pipeline_gradient_release import PipelineGradientRelease
 from zbpp.runtime.pipeline_state import PipelineState
-from zbpp.runtime.restored import restored_generators, restored_python_generators
+from zbpp.runtime.restored import restored_generators
 from zbpp.schedule import Timetable
 
 _SHOWN = 3  # buffers in a note

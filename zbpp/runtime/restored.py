@@ -5,11 +5,9 @@ The state is random numbers, training mode, gradients after a failed step, and m
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -113,17 +111,6 @@ def restored_generators(device: torch.device) -> Iterator[None]:
     """Restore the caller's random number generators: a step seeds them for itself."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
-
-
-@contextmanager
-def restored_python_generators() -> Iterator[None]:
-    """Restore Python's and numpy's random numbers, which a stage may draw (to drop a layer)."""
-    states = random.getstate(), numpy.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
 
 
 @contextmanager

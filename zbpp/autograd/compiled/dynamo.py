@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import builtins
 import inspect
-import random
 import re
 import warnings
 from ast import literal_eval
@@ -18,10 +17,11 @@ from contextlib import contextmanager
 from types import CodeType
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
+
+from zbpp.autograd.python_generators import restored_python_generators
 
 NEEDED = ("torch._dynamo.functional_export", "dynamo_graph_capture_for_export")
 
@@ -97,7 +97,8 @@ def read(module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str,
     """
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
-    with _settings(), _own_random(), warnings.catch_warnings(record=True) as warned:
+    # Reading the code must not draw random numbers.
+    with _settings(), restored_python_generators(), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         graph = dynamo_graph_capture_for_export(module.forward)(*args, **kwargs)
         _add_builtins(graph)
@@ -122,17 +123,6 @@ def _settings() -> Iterator[None]:
     known = {name: value for name, value in wanted.items() if hasattr(torch._dynamo.config, name)}
     with torch._dynamo.config.patch(known):
         yield
-
-
-@contextmanager
-def _own_random() -> Iterator[None]:
-    """Restore Python's and numpy's random generators afterwards: reading the code must not draw from them."""
-    states = random.getstate(), numpy.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
 
 
 def _output(graph: GraphModule) -> Any:
