@@ -174,3 +174,18 @@ def test_a_folder_that_is_not_there_is_named_before_the_search(capsys: pytest.Ca
         == 2
     )
     assert "--out nowhere/answer.json: there is no folder nowhere" in capsys.readouterr().err
+
+
+def test_the_largest_cluster_that_a_file_may_have_is_answered(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """A thousand million GPUs: neither their divisors nor the links of a block are counted one by one."""
+    path = tmp_path / "large.yaml"
+    path.write_text(
+        GOOD.replace("nodes: 4", "nodes: 1000000").replace("gpus_per_node: 8", "gpus_per_node: 1000")
+    )
+    command = f"1f1b --cluster {path} --model llama_1b --batch 10000000 --top 1 --microbatch-size 1"
+    assert main(command.split()) == 2
+    said = capsys.readouterr().err
+    assert "no mesh of 1000000000 GPUs can run it" in said
+    assert said.endswith("take fewer GPUs\n")

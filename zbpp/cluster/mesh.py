@@ -6,6 +6,7 @@ neighbours inside a node, and the pipeline crosses nodes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -51,7 +52,7 @@ class Mesh(NamedTuple):
     def message_crosses(self, rank: int, gpus_per_node: int) -> bool:
         """Whether a rank of the pipeline sends to the next one from one node to another."""
         first, block = rank * self.block, self.block
-        return any(
+        return block >= gpus_per_node or any(
             (first + gpu) // gpus_per_node != (first + block + gpu) // gpus_per_node for gpu in range(block)
         )
 
@@ -96,7 +97,8 @@ def meshes(hardware: Hardware, fixed: dict[str, int], *, across: bool = False) -
 def _sizes(name: str, fixed: dict[str, int], total: int) -> list[int]:
     if name in fixed:
         return [fixed[name]] if total % fixed[name] == 0 else []
-    return [size for size in range(1, total + 1) if total % size == 0]
+    low = [size for size in range(1, math.isqrt(total) + 1) if total % size == 0]
+    return sorted({*low, *(total // size for size in low)})
 
 
 def _shards(data: int, tensor: int, node: int, fixed: dict[str, int]) -> list[int]:

@@ -22,6 +22,7 @@ from zbpp.schedule import Op, PlanError
 
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half")
 _MICROBATCHES = (1, 2, 4, 8)  # sequences in a microbatch
+_MOST = 10_000_000  # sequences in a batch
 _MOST_ACTIONS = 300_000  # of the largest timetable that is simulated
 _MOST_SIMULATED = 6_000_000  # actions, with recompute and again without: about half a minute each
 Progress = Callable[[float, str], None]
@@ -48,8 +49,8 @@ class Question:
 
     def __post_init__(self) -> None:
         for name, value in {"batch": self.batch, "top": self.top}.items():
-            if not 1 <= value <= 10**7:
-                raise ConfigError(f"--{name} {value}: write a whole number, 1 to 10,000,000")
+            if not 1 <= value <= _MOST:
+                raise ConfigError(f"--{name} {value}: write a whole number, 1 to {_MOST:,}")
         if self.precision not in PRECISIONS:
             raise ConfigError(f"--precision {self.precision}: write {', '.join(PRECISIONS)}")
         for name in self.schedules:
@@ -238,13 +239,14 @@ def _no_mesh(question: Question) -> str:
         f"--batch {question.batch}: no mesh of {gpus} GPUs{given} can run it: the sequences must be "
         f"divisible by replicate x shard x the microbatch's size, the layers ({question.sizes.num_layers}) "
         "no fewer than the pipeline's ranks, and the heads "
-        f"({question.sizes.heads}, {question.sizes.kv_heads} of keys) divisible by tensor: write a larger "
-        f"batch, such as --batch {_fitting(question.batch, gpus)}"
+        f"({question.sizes.heads}, {question.sizes.kv_heads} of keys) divisible by tensor: "
+        f"{_advice(question.batch, gpus)}"
     )
 
 
-def _fitting(batch: int, gpus: int) -> int:
-    return -(-batch // gpus) * gpus
+def _advice(batch: int, gpus: int) -> str:
+    fitting = -(-batch // gpus) * gpus
+    return "take fewer GPUs" if fitting > _MOST else f"write a larger batch, such as --batch {fitting}"
 
 
 def _left_out(left: list[_Candidate]) -> str:
