@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from zbpp.cluster.hardware import BetweenLink, InsideLink
 from zbpp.cluster.layer_work import model_flops
 from zbpp.cluster.stage_costs import Run, costs_of
 from zbpp.planning import plan
-from zbpp.schedule import Costs, simulate
+from zbpp.schedule import Action, Costs, Op, Timetable, simulate
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -224,6 +225,57 @@ def show_llama(achieved: float) -> None:
             )
 
 
+def idle_with_pairs(timetable: Timetable) -> float:
+    """A rank's idle time at F = Bi = W = 1, if an F and the backward behind it, of another stage, are one block.
+
+    A block begins when the inputs of both are there, and gives both results at its end.
+    """
+    blocks = [_blocks(row) for row in timetable.rows]
+    ends: dict[tuple[str, int, int], float] = {}
+    times, places, busy = [0.0] * len(blocks), [0] * len(blocks), 0
+    while any(place < len(row) for place, row in zip(places, blocks, strict=True)):
+        for rank, row in enumerate(blocks):
+            if places[rank] == len(row):
+                continue
+            block = row[places[rank]]
+            given = {key for action in block for key in _inputs(action, timetable.num_stages)}
+            given -= {_output(action) for action in block}
+            if given <= ends.keys():
+                length = sum(2 if action.op == Op.BW else 1 for action in block)
+                times[rank] = max(times[rank], *(ends[key] for key in given), 0.0) + length
+                ends |= {_output(action): times[rank] for action in block}
+                busy, places[rank] = busy + length, places[rank] + 1
+    return max(times) - busy / len(blocks)
+
+
+def _blocks(row: Sequence[Action]) -> list[list[Action]]:
+    blocks: list[list[Action]] = []
+    for action in row:
+        before = blocks[-1] if blocks else []
+        is_second = action.op in (Op.B, Op.BW) and len(before) == 1 and before[0].op == Op.F
+        if is_second and before[0].stage != action.stage:
+            before.append(action)
+        else:
+            blocks.append([action])
+    return blocks
+
+
+def _output(action: Action) -> tuple[str, int, int]:
+    return {Op.F: "x", Op.W: "w"}.get(action.op, "g"), action.stage, action.microbatch
+
+
+def _inputs(action: Action, num_stages: int) -> Iterator[tuple[str, int, int]]:
+    stage, microbatch = action.stage, action.microbatch
+    if action.op == Op.F and stage > 0:
+        yield "x", stage - 1, microbatch
+    if action.op in (Op.B, Op.BW):
+        yield "x", stage, microbatch
+        if stage + 1 < num_stages:
+            yield "g", stage + 1, microbatch
+    if action.op == Op.W:
+        yield "g", stage, microbatch
+
+
 def show_deepseek() -> None:
     print(
         "\n\nDeepSeek-V3 (arXiv:2412.19437, table 2): the bubble at p = 16, F = 1, B = 2 with W = 1 in it\n"
@@ -238,12 +290,12 @@ def show_deepseek() -> None:
     for name, (formula, value, schedule, ranks, unit) in formulas.items():
         timeline = simulate(plan(schedule, ranks, 48), Costs(f=unit, b=unit, w=unit))
         print(f"{name:9} {formula:26} {value:6.1f}  {timeline.bubble:6.1f}  {schedule}, {ranks} ranks")
+    pairs = idle_with_pairs(plan("dualpipe_v", p // 2, 48))
+    print(f"{'':44}{pairs:6.1f}  dualpipe_v, {p // 2} ranks, F and B of a pair as one block")
     tokens = 1e12 / (180e3 * 3600)
     print(
-        "\nThe published 14.0 is not reproduced. The unit is the same on both sides: one F of one of 16 stages, per rank\n"
-        "and step. With B = Bi + W and F&B = F + B the published formula is (PP/2 - 1)(F + 2 Bi - W). The order simulated\n"
-        "has (PP/2 - 1)(F + max(0, Bi - W)), seen by changing F, Bi and W by 10%, the same for m = 16, 24, 48 and 96:\n"
-        "at Bi >= W one Bi per hop less. Why the formula has this Bi is not known; zbpp starts F and B of a pair apart.\n"
+        "\nThe formula of DualPipe holds if F and B of a pair are one block, which gives both results at its end: the\n"
+        f"last line simulates dualpipe_v's order so. zbpp sends each result when it is there, which halves the bubble.\n"
         "DualPipe is compared with dualpipe_v on half the ranks, which holds the same 16 stages once instead of\n"
         "twice. F&B is F + B: nothing overlaps here. zbpp has no expert parallelism and no overlap of all-to-all\n"
         "with computation, so the throughput is NOT predicted. Published: 180K H800 hours for 10^12 tokens, that\n"
