@@ -20,6 +20,7 @@ from zbpp.data import read_ahead
 from zbpp.data.read_ahead import ReadAhead
 from zbpp.runtime.groups import urgent_options
 from zbpp.runtime.measure import Recorder
+from zbpp.runtime.offloaded_gradients import OffloadedGradients
 from zbpp.runtime.p2p import BufferPool, Inbox, Outbox
 from zbpp.runtime.reduce import AllReduce
 from zbpp.runtime.weight_buffers import DeviceBuffers
@@ -143,15 +144,17 @@ def test_host_memory_of_weights_and_gradients_is_the_callers_when_a_call_returns
 
 
 @pytest.mark.parametrize(
-    "owner, method, fault",
+    "owners, fault",
     [
         # Before: an evaluation returned while its copies still read weights.
-        (DeviceBuffers, "finish", "mul_ on host writes memory that copy_ on weights 1 reads"),
-        (OffloadedWeights, "_finish", "clone on host reads memory that copy_ on compute writes"),
+        ([DeviceBuffers], "mul_ on host writes memory that copy_ on weights 1 reads"),
+        # The wait for weights, which are copied last, covers the gradients, too.
+        ([DeviceBuffers, OffloadedGradients], "clone on host reads memory that copy_ on compute writes"),
     ],
 )
-def test_host_memory_that_a_copy_still_uses_is_found(monkeypatch, owner, method, fault):
-    monkeypatch.setattr(owner, method, lambda self: None)
+def test_host_memory_that_a_copy_still_uses_is_found(monkeypatch, owners, fault):
+    for owner in owners:
+        monkeypatch.setattr(owner, "finish", lambda self: None)
     device, *_ = steps_with_weights_on_the_host()
     assert f"{fault}: no event orders them" in device.faults
 

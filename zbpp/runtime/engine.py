@@ -19,8 +19,8 @@ alive, the other rank waits there until that group's timeout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -163,11 +163,15 @@ class Engine:
 
     def run_again(self, call: Call, seeds: Mapping[int, int], timetable: Timetable) -> CallLosses:
         """A step under another timetable, which places the stages as this pipeline does."""
-        self._executors["replay"] = executor = self._parts.executor(
-            "replay", lower(timetable), METHODS["replay"]
-        )
-        try:
+        with self._able_to_replay(timetable, METHODS["replay"]):
             return self._run("replay", call, seeds, None, None, "replay")
+
+    @contextmanager
+    def _able_to_replay(self, timetable: Timetable, methods: Mapping[Op, StageMethod]) -> Iterator[None]:
+        """Inside, the program "replay" is this timetable's."""
+        self._executors["replay"] = executor = self._parts.executor("replay", lower(timetable), methods)
+        try:
+            yield
         finally:
             if self._executors.pop("replay", None) is not None and not self.over:
                 executor.close()
@@ -187,16 +191,12 @@ class Engine:
         Gradients are added as in `step`; buffers get back the values that they have now.
         """
         self._check_not_over()
-        self._executors["replay"] = executor = self._parts.executor(
-            "replay", lower(one_by_one(self._timetable)), methods
-        )
-        self._buffers.keep()
-        try:
-            self._run("replay", call, seeds, None, None, "find_non_finite")
-        finally:
-            self._buffers.restore()
-            if self._executors.pop("replay", None) is not None and not self.over:
-                executor.close()
+        with self._able_to_replay(one_by_one(self._timetable), methods):
+            self._buffers.keep()
+            try:
+                self._run("replay", call, seeds, None, None, "find_non_finite")
+            finally:
+                self._buffers.restore()
 
     def meet(self, name: str) -> None:
         """Before a collective call: raise AgreementError if a linked rank, or a copy, makes another one."""
@@ -370,7 +370,6 @@ class Engine:
         )
         if is_half_updated:
             error.add_note(f"{_HALF_UPDATED}: {_RELOAD}")
-        if is_half_updated:
             self.end(f"an earlier step failed ({error_text(error)}), and {_HALF_UPDATED}, {_RELOAD}")
         elif not self.over and (self._timetable.num_ranks > 1 or self._reductions.is_shared):
             self.end(f"an earlier call failed ({error_text(error)}), and its messages are lost")

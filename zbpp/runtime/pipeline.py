@@ -3,9 +3,10 @@
     timetable --lower--> program --resolve--> [(what to call, with which messages)] --run--> .grad
 
 Everything that can be known before the first step is done in the constructor. `step` and `evaluate` are run
-by the Engine, which also says what happens when a rank fails. This file has construction, `step` and
-`evaluate`; the other methods are in
+by the Engine, which also says what happens when a rank fails. This file has construction and `step`; the
+other methods are in
 
+    pipeline_evaluation        evaluate and predict: forward alone
     pipeline_state             parameters, their names, state_dict
     pipeline_gradient_release  weights that are updated inside the step
     pipeline_non_finite        where NaN and infinities came from
@@ -42,24 +43,23 @@ from zbpp.runtime.mesh import SHARD, TENSOR, Place
 from zbpp.runtime.named_losses import NamedLosses, summed
 from zbpp.runtime.offloader import check_one_offload, offload_maker
 from zbpp.runtime.one_call import OneCall
-from zbpp.runtime.outputs import Metrics, Outputs
 from zbpp.runtime.parameters import StageParameters
 from zbpp.runtime.pipeline_checks import PipelineChecks
+from zbpp.runtime.pipeline_evaluation import PipelineEvaluation
 from zbpp.runtime.pipeline_non_finite import PipelineNonFinite
 from zbpp.runtime.pipeline_timeline import PipelineTimeline
 from zbpp.runtime.rank_parts import RankParts
 from zbpp.runtime.reductions import Reductions
-from zbpp.runtime.restored import eval_mode, restored_generators
+from zbpp.runtime.restored import restored_generators
 from zbpp.runtime.stage import Loss
 from zbpp.runtime.tensor_parallel import check_losses_alike
 from zbpp.runtime.ties import Tie
 from zbpp.runtime.weight_offload import check_offloaded
 from zbpp.schedule import Timetable
-from zbpp.seeding import seed_of
 from zbpp.stage_api import PipelineModel
 
 
-class Pipeline(PipelineChecks, PipelineNonFinite, PipelineTimeline):
+class Pipeline(PipelineChecks, PipelineEvaluation, PipelineNonFinite, PipelineTimeline):
     """One rank of a pipeline.
 
     stages: {stage index: module}, exactly those that `timetable` gives to this rank; or a model (see
@@ -277,59 +277,6 @@ class Pipeline(PipelineChecks, PipelineNonFinite, PipelineTimeline):
         """
         return summed(self.place.gather(self.step_losses.means()), self.place.num_pipelines)
 
-    def evaluate(
-        self,
-        *args: Any,
-        target: Any = None,
-        return_outputs: bool = False,
-        metrics: Metrics | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """The forward of one batch in eval mode, without gradients; shapes may differ from step's.
-
-        Returns losses as `step` does; (losses, outputs) with return_outputs, (losses, metrics) with metrics,
-        (losses, outputs, metrics) with both. With either of them the target may be left out: a loss_fn then
-        gives no losses, and metrics gets None as the target.
-        outputs: what the last stage returned, microbatches concatenated along dim 0; None on other ranks.
-        metrics(output, target) -> {name: number}, called per microbatch; the means over all rows, {} on other
-        ranks.
-        """
-        self.settle()
-        seen = Outputs(is_kept=return_outputs, metrics=metrics) if return_outputs or metrics else None
-        with (
-            self._one_call,
-            restored_generators(self.device),
-            eval_mode([*self.stages.values(), self._loss_fn]),
-            torch.no_grad(),
-        ):
-            call = Call(args, target, kwargs, seen.take if seen else None)
-            losses, self.evaluation_losses = self._engine.evaluate(call, self._seeds())
-        self._begins_again = False  # all ranks have settled
-        if seen is None:
-            return losses
-        found: list[Any] = [losses]
-        if return_outputs:
-            found.append(seen.concatenated())
-        if metrics:
-            found.append(seen.metrics())
-        return tuple(found)
-
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """The last stage's output for a batch of any size, which is one microbatch; None on other ranks.
-
-        As in `evaluate`: in eval mode, without gradients, at any time between steps. No loss is computed.
-        """
-        self.settle()
-        seen = Outputs(is_kept=True, metrics=None)
-        with (
-            self._one_call,
-            restored_generators(self.device),
-            eval_mode([*self.stages.values(), self._loss_fn]),
-            torch.no_grad(),
-        ):
-            self._engine.predict(Call(args, None, kwargs, seen.take), self._seeds())
-        return seen.concatenated()
-
     def with_timetable(self, timetable: Timetable) -> Pipeline:
         """Close this pipeline; return one that goes on with the same stages under another timetable.
 
@@ -373,10 +320,3 @@ class Pipeline(PipelineChecks, PipelineNonFinite, PipelineTimeline):
             dist.get_process_group_ranks(self.group or dist.group.WORLD) if dist.is_initialized() else []
         )
         return {numbers[rank]: place for rank, place in self._engine.seen().items()}
-
-    def _seeds(self, step: int | None = None) -> dict[int, int]:
-        """Per stage, the seed of its microbatch 0 in a step; None: the next one."""
-        step = self.num_steps if step is None else step
-        # Processes that see different data draw different numbers.
-        part = [self.place.data_part] if self.place.data_part else []
-        return {stage: seed_of(self.seed, step, stage, *part) for stage in self.stages}

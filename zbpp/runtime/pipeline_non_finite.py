@@ -80,9 +80,6 @@ class PipelineNonFinite(PipelineState, PipelineGradientRelease):
             return found
         return replace(found, note="; ".join(filter(None, [found.note, *list(buffers)[:_SHOWN]])))
 
-    def _seeds(self, step: int | None = None) -> dict[int, int]:
-        raise NotImplementedError  # Pipeline has it
-
     def _gathered(self, seen: list[Any]) -> list[Any]:
         return [each for some in self.place.gather(seen) for each in some]
 

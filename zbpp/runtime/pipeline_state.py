@@ -9,11 +9,14 @@ from torch import nn
 
 from zbpp.runtime.parameters import StageParameters
 from zbpp.runtime.pipeline_validation import PipelineValidation
+from zbpp.seeding import seed_of
 
 
 class PipelineState(PipelineValidation):
     """The part of Pipeline that gives access to parameters, buffers and the number of steps."""
 
+    stages: Mapping[int, nn.Module]
+    seed: int
     _parameters: StageParameters
     _copies: set[int]  # ids of the parameters whose first copy is elsewhere
 
@@ -71,3 +74,10 @@ class PipelineState(PipelineValidation):
         self.settle()
         self._parameters.load_state_dict(state_dict, strict=strict)
         self._engine.loaded = self._parameters.fingerprint()
+
+    def _seeds(self, step: int | None = None) -> dict[int, int]:
+        """Per stage, the seed of its microbatch 0 in a step; None: the next one."""
+        step = self.num_steps if step is None else step
+        # Processes that see different data draw different numbers.
+        part = [self.place.data_part] if self.place.data_part else []
+        return {stage: seed_of(self.seed, step, stage, *part) for stage in self.stages}
