@@ -74,9 +74,18 @@ def test_tensor_parallel_ranks_share_the_flops_and_matrices() -> None:
     assert 2 * part.largest == whole.largest
 
 
-@pytest.mark.parametrize("tensor, shard", [(2, 1), (1, 2)])
-def test_the_memory_is_what_zbpp_memory_predicts(tensor: int, shard: int) -> None:
-    """A GPT on a node: static memory to 1 %, what microbatches hold to 1 %, the peak to 10 %."""
+@pytest.mark.parametrize(
+    "tensor, shard, switches",
+    [
+        (2, 1, {}),
+        (1, 2, {}),
+        (1, 1, {"recompute": True}),
+        (2, 1, {"sequence_parallel": True}),
+        (2, 1, {"sequence_parallel": True, "recompute": True}),
+    ],
+)
+def test_the_memory_is_what_zbpp_memory_predicts(tensor: int, shard: int, switches: dict) -> None:
+    """A GPT on a node: static memory to 1 %, what F leaves to 2 %, what B leaves to 5 %, the peak to 10 %."""
     from hydra import compose, initialize_config_dir
 
     from zbpp.prediction.predictor import predict
@@ -90,18 +99,20 @@ def test_the_memory_is_what_zbpp_memory_predicts(tensor: int, shard: int) -> Non
         f"parallel.num_processes={2 * tensor * shard}",
     ]
     overrides += [f"parallel.tensor={tensor}", f"parallel.shard={shard}"]
+    overrides += [f"memory.recompute={'block' if switches.get('recompute') else 'none'}"]
+    overrides += ["model.sequence_parallel=true"] if switches.get("sequence_parallel") else []
     overrides += [f"model.{name}={value}" for name, value in given.items()]
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         config = typed(compose("train", overrides))
     expected = predict(config)
     sizes = sizes_of_node({"_target_": "zbpp.models.gpt.Gpt", **given, "vocab_size": 256})
     mesh = Mesh(pipeline=2, shard=shard, tensor=tensor)
-    run = Run(sizes, hardware(1, mesh.num_gpus), mesh, 2)
+    run = Run(sizes, hardware(1, mesh.num_gpus), mesh, 2, **switches)
     counts = costs_of(run, [0, 1]).costs.per_stage(2)
     for stage, own in enumerate(expected.stages):
         held = own.saved + own.x  # received messages are not counted as saved there
-        assert counts.held["saved"][stage] == pytest.approx(held, rel=0.01)
-        assert counts.held["deferred"][stage] == pytest.approx(own.deferred + own.g, rel=0.03)
+        assert counts.held["saved"][stage] == pytest.approx(held, rel=0.02)
+        assert counts.held["deferred"][stage] == pytest.approx(own.deferred + own.g, rel=0.05)
         assert counts.static[stage] == pytest.approx(own.static, rel=0.01)
     step = predicted_step(run, "zb_h1", 4)
     assert step.memory == pytest.approx(max(each.peak for each in expected.ranks), rel=0.10)

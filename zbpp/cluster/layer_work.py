@@ -114,16 +114,15 @@ def layer(sizes: ModelSizes, tokens: float, tensor: int, kernels: Kernels) -> Pa
 def _saved(sizes: ModelSizes, tensor: int, kernels: Kernels) -> float:
     """The numbers that F of a layer keeps for each token.
 
-    Whole on every rank, but for sequence parallelism: the inputs and outputs of both norms. In parts:
-    queries, keys, values, attention's output, and those of the MLP (gate, its activation, up, their product;
-    or up and its activation). Lean kernels keep the inputs only: of the norms, gate and up, or up.
+    Whole on every rank, but for sequence parallelism: the inputs of both norms. Whole: their outputs, which
+    the products behind them take. In parts: queries, keys, values, attention's output, and those of the MLP
+    (gate, its activation, up, their product; or up and its activation). Lean kernels keep the inputs only: of
+    the norms, gate and up, or up.
     """
-    share = 2 if kernels.is_lean else 1
-    mlp = (4 if sizes.is_gated else 2) // share * sizes.intermediate
-    return (
-        4 // share * sizes.hidden / kernels.norm_parts(tensor)
-        + (2 * sizes.query + 2 * sizes.kv + mlp) / tensor
-    )
+    normed = 0 if kernels.is_lean else 2 * sizes.hidden
+    mlp = (4 if sizes.is_gated else 2) // (2 if kernels.is_lean else 1) * sizes.intermediate
+    in_parts = 2 * sizes.query + 2 * sizes.kv + mlp
+    return 2 * sizes.hidden / kernels.norm_parts(tensor) + normed + in_parts / tensor
 
 
 def _deferred(sizes: ModelSizes, tensor: int) -> float:

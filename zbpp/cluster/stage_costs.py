@@ -113,7 +113,7 @@ def costs_of(run: Run, rank_of: Sequence[int]) -> StageWork:
         parts = [(layer, float(count))]
         parts += [(first, 1.0)] if stage == 0 else []
         parts += [(last, 1.0)] if stage == num_stages - 1 else []
-        stages.append(_Stage(run, parts))
+        stages.append(_Stage(run, parts, receives=stage > 0))
     in_bytes = Costs(
         f=[each.f for each in stages],
         b=[each.b for each in stages],
@@ -136,7 +136,7 @@ def costs_of(run: Run, rank_of: Sequence[int]) -> StageWork:
 class _Stage:
     """The sums over a stage's parts."""
 
-    def __init__(self, run: Run, parts: Sequence[tuple[Part, float]]) -> None:
+    def __init__(self, run: Run, parts: Sequence[tuple[Part, float]], *, receives: bool) -> None:
         gpu, kernels = run.hardware.gpu, run.kernels
         hidden = run.sizes.hidden * run.tokens * kernels.bytes_
         link = run.hardware.link(run.mesh.crosses("tensor", run.hardware.gpus_per_node))
@@ -151,13 +151,15 @@ class _Stage:
         self.buffers = sum(part.buffers * times for part, times in parts)
         self.deferred = sum(part.deferred * times for part, times in parts)
         self.saved = sum(part.saved * times for part, times in parts)
+        # A message is whole; its layer's norm keeps a part of the tokens, which is a part of the message.
+        self.saved += hidden - hidden / kernels.norm_parts(run.mesh.tensor) if receives else 0.0
         self.temporary = max(part.temporary for part, _ in parts) + 4 * hidden
         self.temporary += _weight_gradient(run, max(part.largest for part, _ in parts))
         if run.recompute:
             layer, count = parts[0]
             self.b += _time(gpu, [(layer.f, count)]) + one_sum * layer.sums[0] * count
             self.sums += one_sum * layer.sums[0] * count
-            self.saved -= count * (layer.saved - hidden)
+            self.saved -= count * (layer.saved - hidden / kernels.norm_parts(run.mesh.tensor))
             self.temporary += layer.saved
 
 
