@@ -35,8 +35,17 @@ WAYS = {
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "os_exit_0": lambda: os._exit(0),
     "sys_exit_0": lambda: sys.exit(0),
-    "launcher": lambda: (Path("rank").write_text(str(os.getpid())), os.kill(os.getppid(), signal.SIGKILL)),
+    "launcher": lambda: (told_number(), os.kill(os.getppid(), signal.SIGKILL)),
+    "stop": lambda: (told_number(), os.kill(os.getpid(), signal.SIGSTOP)),
+    "loop": lambda: (told_number(), endless_loop()),
 }
+
+def told_number():
+    Path("rank").write_text(str(os.getpid()))
+
+def endless_loop():
+    while True:
+        pass
 
 class Dies(Mlp):
     """In the first start, the owner of the last stage dies in the third microbatch of a step."""
@@ -150,6 +159,26 @@ def test_a_rank_that_leaves_with_0_is_named(here, warm, monkeypatch):
     assert "rank 0 left with exit status 0 in step 5, before the run's end: sys.exit at dies.py:" in str(
         left.value
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "said", "where"),
+    [
+        ("stop", "rank 1 is behind: ", "(its process is stopped"),
+        ("loop", "rank 1 was ended, since it did not come back from its own code", "in endless_loop"),
+    ],
+)
+def test_a_rank_that_stands_still_is_named_and_ended(here, warm, how, said, where):
+    """SIGSTOP, or an endless loop in forward: the job ends, and no process of it is left."""
+    options = ["run_dir=run", f"++model.how={how}", "++model.step=3", "parallel.timeout=3"]
+    done = warm.start(here, warm.zbpp("train", "-n", "2", *RUN, *options))
+    assert done.rc == 1, done.text
+    assert said in done.text
+    assert where in done.text
+    assert " 1F2" in done.text
+    assert "zbpp hang run" in done.text
+    assert not Path("/proc", (here / "rank").read_text()).exists(), "the rank is an orphan"
 
 
 @pytest.mark.slow

@@ -217,8 +217,13 @@ def test_where_nothing_fits_the_least_memory_is_named() -> None:
     )
     answer = search(Question(sizes, hardware(1, 8), batch=16))
     assert answer.steps == []
-    assert "nothing fits in 80 GiB" in answer.why
+    assert "nothing fits in 80 GiB a GPU, with recompute neither: " in answer.why
     assert "147.9 GiB" in answer.why  # 18 bytes for each of 70.55 B parameters, on 8 GPUs
+    assert answer.why.endswith("; take more GPUs, or --precision bfloat16")
+    given = {"batch": 16, "degrees": {"tensor": 8}, "precision": "bfloat16", "recompute": False}
+    told = search(Question(sizes, hardware(1, 8), **given)).why
+    assert "with recompute" not in told
+    assert told.endswith("; take more GPUs, or other --degrees, or drop --no-recompute")
 
 
 def test_the_published_runs_in_the_results_are_what_the_script_prints(capsys: pytest.CaptureFixture) -> None:

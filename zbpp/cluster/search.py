@@ -257,8 +257,13 @@ def _left_out(left: list[_Candidate]) -> str:
 
 
 def _too_little(question: Question, least: float) -> str:
+    tried = ", with recompute neither" if question.recompute is None else ""
+    ways = ["take more GPUs"]
+    ways += ["other --degrees"] * bool(question.degrees)
+    ways += ["drop --no-recompute"] * (question.recompute is False)
+    ways += ["--precision bfloat16"] * (question.precision != "bfloat16")
     return (
-        f"nothing fits in {question.hardware.gpu.memory:g} GiB a GPU, with recompute neither: the weights, "
-        f"gradients and states of the lightest mesh, and one microbatch, take {least / 2**30:,.1f} GiB; take "
-        "more GPUs, or --precision bfloat16"
+        f"nothing fits in {question.hardware.gpu.memory:g} GiB a GPU{tried}: the weights, gradients and "
+        f"states of the lightest mesh, and one microbatch, take {least / 2**30:,.1f} GiB; "
+        + ", or ".join(ways)
     )

@@ -9,7 +9,8 @@ From `Pipeline(...)` to the end of a step, in reading order:
     checks        do the ranks of the pipeline fit together? What is wrong on one is raised on all
     engine        runs step and evaluate; WHEN A RANK FAILS or dies is explained here
     rank_parts    what the engine runs: one rank's stages, links and programs
-    executor      one rank's program, resolved into functions; sends, receives and actions in the plan's order
+    executor      one rank's program: sends, receives and actions, run in the plan's order
+    resolve       a program's instructions as functions over slots
     boxes         the ends of a rank's links; explain_instruction: what an error says of its instruction
     stage         StageWorker: F, B, W and BW of one stage (zbpp/autograd splits B and W)
     p2p           links: messages between two ranks; THE LIFE OF A RECEIVE BUFFER is explained here

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from zbpp.error_text import error_text
 from zbpp.runtime.call_order import CallOrder
-from zbpp.runtime.executor import BeginAgain, Executor, StageMethod
+from zbpp.runtime.executor import BeginAgain, Executor
 from zbpp.runtime.feed import Call
 from zbpp.runtime.gradient_release import GradientRelease
 from zbpp.runtime.graphs import RELEASED, VALIDATED, GraphMaker, RankActions, StepGraphs, step_graphs
@@ -39,6 +39,7 @@ from zbpp.runtime.named_losses import NamedLosses
 from zbpp.runtime.non_finite import one_by_one
 from zbpp.runtime.posts import Posts
 from zbpp.runtime.rank_parts import METHODS, TRAINING, RankParts
+from zbpp.runtime.resolve import StageMethod
 from zbpp.runtime.restored import Buffers, GradientsBefore, InPlaceChanges
 from zbpp.runtime.world import CommunicationError, CorruptionError
 from zbpp.schedule import Op, Timetable, lower, to_csv

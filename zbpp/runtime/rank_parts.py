@@ -11,11 +11,12 @@ from torch import nn
 from zbpp.autograd import WeightGrads
 from zbpp.runtime.call_order import CallOrder, neighbours_of
 from zbpp.runtime.check_counts import CheckCounts, MessageChecks
-from zbpp.runtime.executor import Executor, StageMethod
+from zbpp.runtime.executor import Executor
 from zbpp.runtime.flight_recorder import FlightRecorder
 from zbpp.runtime.groups import close_groups, job_store, link_groups
 from zbpp.runtime.offloader import Offloader
 from zbpp.runtime.reductions import Reductions
+from zbpp.runtime.resolve import StageMethod
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.watch import Watch
 from zbpp.runtime.weight_offload import offloaded_weights

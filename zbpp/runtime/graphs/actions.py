@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 import torch
 
-from zbpp.runtime.executor import Executor, StageMethod
+from zbpp.runtime.executor import Executor
 from zbpp.runtime.graphs.lifetimes import messages_of
 from zbpp.runtime.graphs.losses import StaticLosses
 from zbpp.runtime.graphs.maker import GraphMaker, NotCapturable
 from zbpp.runtime.graphs.messages import copy_message, planned_buffers, static_messages
 from zbpp.runtime.layout import Layout, Message, layout_of
 from zbpp.runtime.measure import Recorder
+from zbpp.runtime.resolve import StageMethod
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Action, Op, Program, Value, consumes, produces
 

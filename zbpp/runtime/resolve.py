@@ -1,0 +1,221 @@
+"""A program's instructions as functions: found once, so that a step looks nothing up and decides nothing.
+
+A message is an x or a g, as a tuple of tensors, even if it stays on its rank. An instruction takes at most
+one message and gives at most one. A message waits in a slot, from the instruction that gives it to the
+instruction that takes it. Resolved, an instruction is a triple: a function of one message; the slot that the
+message comes from; the slot that the result goes to (the dot stands for the message):
+
+    instruction          function                      takes from -> gives to
+    0F0                  worker.forward(0, .)          slot 0 -> slot 2
+    Send x(1,0) to 1     outbox.send(("x", 1), .)      slot 2 -> slot 1
+    Recv g(0,0) from 1   inbox.receive()               slot 0 -> slot 3
+    0B0                  worker.backward_input(0, .)   slot 3 -> slot 1
+    0W0                  worker.backward_weight(0, .)  slot 0 -> slot 1
+
+Slot 0 is always empty: an instruction without a message takes from it. Slot 1 is never read: a result that
+no instruction takes goes there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple
+
+from torch.profiler import record_function
+
+from zbpp.runtime.boxes import channel_of
+from zbpp.runtime.checked_links import CheckedInbox
+from zbpp.runtime.layout import Message
+from zbpp.runtime.measure import Recorder
+from zbpp.runtime.offload import SavedOffload, StageOffload
+from zbpp.runtime.p2p import Inbox, Outbox
+from zbpp.runtime.reductions import Reductions
+from zbpp.runtime.stage import StageWorker
+from zbpp.schedule import Action, Gate, Op, Program, Recv, Reduce, Release, Send, Value, consumes, produces
+from zbpp.schedule.lower import Instruction
+from zbpp.schedule.offload import Await, Drop, Fetch, Offload
+
+StageMethod = Callable[[StageWorker, int, Message], Message]  # int: the microbatch
+
+EMPTY_SLOT, UNREAD_SLOT, FIRST_SLOT = 0, 1, 2  # messages wait in the slots from the first on
+
+
+class Resolved(NamedTuple):
+    """An instruction as a function, with the slots of what it takes and gives."""
+
+    function: Callable[[Message], Any]
+    takes: int = EMPTY_SLOT
+    gives: int = UNREAD_SLOT
+
+
+class Resolution(NamedTuple):
+    """A program as functions. instructions: what each function was; None for what is no instruction.
+
+    gate: the place of the gate; None without one.
+    """
+
+    functions: list[Resolved]
+    instructions: list[Instruction | None]
+    gate: int | None = None
+
+
+class Resolver:
+    """Finds the functions of one rank's instructions.
+
+    workers: by stage. methods: {op: the method of StageWorker that does it}. inboxes, outboxes: by peer.
+    reductions: of the stages' gradients; None where programs have none. offloads: what may leave, by the
+    value's name and the stage.
+
+    slots: where each value waits: those that the instructions of `program` take. is_named: whether functions
+    let torch's profiler see each instruction by its text. replaced: the functions of actions that are not the
+    stages' own. recorder: of the pass that runs, if it is measured; told when copies and reductions run.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        workers: Mapping[int, StageWorker],
+        methods: Mapping[Op, StageMethod],
+        num_stages: int,
+        inboxes: Mapping[int, Inbox],
+        outboxes: Mapping[int, Outbox],
+        reductions: Reductions | None,
+        offloads: Mapping[tuple[str, int], StageOffload[Any]],
+    ) -> None:
+        self._workers, self._methods, self._num_stages = workers, methods, num_stages
+        self._inboxes, self._outboxes = inboxes, outboxes
+        self._reductions, self._offloads = reductions, offloads
+        taken = [value for instruction in program.instructions for value in _taken(instruction)]
+        self.slots = dict(zip(taken, count(FIRST_SLOT)))
+        self.is_named = False
+        self.replaced: Mapping[Action, Callable[[Message], Any]] = {}
+        self.recorder: Recorder | None = None
+        self._leaving = frozenset[Value]()
+
+    def plain(self, program: Program) -> Resolution:
+        """A pass without a gate. `program` has the messages of the first one; its offload may differ."""
+        return self._resolution(program, None, [])
+
+    def gated(self, program: Program, gate: Gate, pass_gate: Callable[[], Any]) -> Resolution:
+        """A pass with a gate, where it calls `pass_gate`."""
+        return self._resolution(program, gate, [pass_gate])
+
+    def _resolution(
+        self, program: Program, gate: Gate | None, at_gate: list[Callable[[], Any]]
+    ) -> Resolution:
+        """The functions of a pass: those before the program, the program, those after it."""
+        instructions, place = program.instructions, 0
+        leaving = (each.value for each in instructions if isinstance(each, Offload))
+        self._leaving = frozenset(value for value in leaving if value.name == SavedOffload.name)
+        first: list[Callable[[], Any]] = []
+        for peer, inbox in self._inboxes.items():
+            first.append(inbox.begin if gate is None else partial(inbox.begin, gate.sent[peer]))
+        last: list[Callable[[], Any]] = [outbox.finish for outbox in self._outboxes.values()]
+        last += [each.verify for each in self._inboxes.values() if isinstance(each, CheckedInbox)]
+        if gate is not None:
+            place = _place_of(gate, instructions)
+        if self._reductions is not None:
+            first.append(self._reductions.begin)
+            at_gate = [*at_gate, self._reductions.begin_gradients]
+            last.append(self._reductions.finish)
+        functions, resolved = list[Resolved](), list[Instruction | None]()
+        for work, part in ((first, instructions[:place]), (at_gate, instructions[place:]), (last, ())):
+            functions += [Resolved(_without_message(each)) for each in work]
+            functions += map(self._named if self.is_named else self._resolve, part)
+            resolved += [*[None] * len(work), *part]
+        return Resolution(functions, resolved, None if gate is None else len(first) + place)
+
+    def _resolve(self, instruction: Instruction) -> Resolved:
+        match instruction:
+            case Action():
+                return self._action(instruction)
+            case Recv(value, peer):
+                return Resolved(_without_message(self._inboxes[peer].receive), gives=self.slots[value])
+            case Send(value, peer):
+                send = partial(self._outboxes[peer].send, channel_of(value))
+                return Resolved(send, takes=self.slots[value])
+            case Release(_, peer):
+                return Resolved(_without_message(self._outboxes[peer].release))
+            case Reduce(stage):
+                return Resolved(_without_message(partial(self._reduce, stage)))
+            case Offload(value) | Fetch(value):
+                return Resolved(_without_message(partial(self._start_copy, instruction)))
+            case Drop(value):
+                return Resolved(_without_message(partial(self._offload_of(value).drop, value.microbatch)))
+            case Await(value):
+                return Resolved(_without_message(partial(self._offload_of(value).wait, value.microbatch)))
+
+    def _action(self, action: Action) -> Resolved:
+        takes = [self.slots[value] for value in _taken(action)]
+        made = produces(action, self._num_stages)
+        gives = [self.slots[value] for value in made if value in self.slots]
+        function: Callable[[Message], Any]
+        if any(value in self._leaving for value in made):
+            function = partial(self._saved(action.stage).forward, action.microbatch)
+        else:
+            function = partial(self._methods[action.op], self._workers[action.stage], action.microbatch)
+        function = self.replaced.get(action, function)
+        return Resolved(function, *(takes or [EMPTY_SLOT]), *(gives or [UNREAD_SLOT]))
+
+    def _named(self, instruction: Instruction) -> Resolved:
+        """The instruction, resolved, with its text as a range of the profiler."""
+        resolved, name = self._resolve(instruction), str(instruction)
+
+        def function(message: Message) -> Any:
+            with record_function(name):
+                return resolved.function(message)
+
+        return resolved._replace(function=function)
+
+    def _saved(self, stage: int) -> SavedOffload:
+        found = self._offloads[SavedOffload.name, stage]
+        assert isinstance(found, SavedOffload)
+        return found
+
+    def _offload_of(self, value: Value) -> StageOffload[Any]:
+        return self._offloads[value.name, value.stage]
+
+    def _start_copy(self, instruction: Offload | Fetch) -> None:
+        """Start to copy a value; the recorder is told when the copy runs."""
+        value, is_out = instruction.value, isinstance(instruction, Offload)
+        offload = self._offload_of(value)
+        watch = None if self.recorder is None else self.recorder.copy(value, is_out=is_out)
+        (offload.offload if is_out else offload.fetch)(value.microbatch, watch)
+
+    def _reduce(self, stage: int) -> None:
+        """Start the reduction of a stage's gradients; the recorder is told when it has ended."""
+        if self._reductions is None:
+            return
+        if self._reductions.reduces(stage):
+            ended = None if self.recorder is None else self.recorder.reduction(stage)
+            self._reductions.start(stage, ended)
+        else:
+            self._reductions.complete(stage)
+
+
+def _place_of(gate: Gate, instructions: Sequence[Instruction]) -> int:
+    """The number of instructions before the gate: it stands before what the action behind it waits for."""
+    actions = [place for place, each in enumerate(instructions) if isinstance(each, Action)]
+    if gate.position == len(actions):
+        return len(instructions)
+    place = actions[gate.position]
+    while place and isinstance(instructions[place - 1], Recv | Offload | Drop | Fetch | Await):
+        place -= 1
+    return place
+
+
+def _taken(instruction: Instruction) -> tuple[Value, ...]:
+    """The messages (x or g) that an instruction takes; saved and deferred stay inside their StageWorker."""
+    match instruction:
+        case Action():
+            return tuple(value for value in consumes(instruction) if value.name in ("x", "g"))
+        case Send(value, _):
+            return (value,)
+        case _:
+            return ()
+
+
+def _without_message(function: Callable[[], Any]) -> Callable[[Message], Any]:
+    return lambda _: function()
