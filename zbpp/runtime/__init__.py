@@ -66,7 +66,7 @@ Beside the step:
     squares       squared norms of gradients
     norm          clip_grad_norm_ over all ranks
     measure       timelines and costs of measured steps; clocks: when something ran
-    non_finite    WHERE NaN AND INFINITIES CAME FROM: a step replayed, every value looked at
+    non_finite    WHERE NaN AND INFINITIES CAME FROM: the first; non_finite_watcher looks at a replay's values
     memory        bytes that one microbatch leaves on a stage
     live_tensors, microbatch_memory, memory_record
                   bytes of live tensors, fake ones too; what a microbatch needs; what a step held

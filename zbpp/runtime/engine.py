@@ -36,7 +36,7 @@ from zbpp.runtime.graphs import RELEASED, VALIDATED, GraphMaker, RankActions, St
 from zbpp.runtime.measure import Recorder
 from zbpp.runtime.microbatch import Cutter
 from zbpp.runtime.named_losses import NamedLosses
-from zbpp.runtime.non_finite import one_by_one
+from zbpp.runtime.non_finite_watcher import one_by_one
 from zbpp.runtime.posts import Posts
 from zbpp.runtime.rank_parts import METHODS, TRAINING, RankParts
 from zbpp.runtime.resolve import StageMethod
