@@ -66,7 +66,9 @@ def title_of(changes: Changes) -> str:
 
 def _typed(value: Any) -> str:
     """A value as one types it on the command line."""
-    return {None: "null", True: "true", False: "false"}.get(value, str(value))
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 class Switches:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 _LONGEST = 15.0  # s
+_SHARE = 0.6  # of the timeout: the rest is left for the end of the job
 _OF_CPU = "DefaultCPUAllocator"  # torch raises a plain RuntimeError on the CPU
 
 
@@ -25,4 +26,4 @@ def seconds_to_explain(timeout: float) -> float:
 
     timeout: how long ranks wait for each other, in seconds.
     """
-    return min(_LONGEST, timeout)
+    return min(_LONGEST, _SHARE * timeout)
