@@ -29,10 +29,13 @@ def cancel_alarm() -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-def report_end(why: str, stack: Sequence[str]) -> None:
-    """Tell the launcher, or else the user, why this process ends. stack: where the program's thread is."""
+def report_end(why: str, stack: Sequence[str], pointer: str = "") -> None:
+    """Tell the launcher, or else the user, why this process ends.
+
+    stack: where the program's thread is. pointer: where the user finds more.
+    """
     shown = [each for each in stack if _OF_TORCH not in each] or stack
-    text = f"{why}:\n{''.join(shown[-_SHOWN:])}"
+    text = f"{why}:\n{''.join(shown[-_SHOWN:])}{pointer}"
     try:
         _write_for_torchrun(text, stack)
     except (OSError, KeyError):

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from zbpp.error_text import first_cause
+from zbpp.error_text import first_cause, shown_path
 from zbpp.runtime.flight_recorder import FlightRecorder
 from zbpp.runtime.other_ranks import OtherRanks
 
@@ -31,6 +31,12 @@ class FailureRecord:
     def leave_in(self, folder: Path, title: dict[str, Any]) -> None:
         """Write to this folder; by default nothing is written. title: entries that the file gets besides."""
         self.folder, self._title = folder, title
+
+    @property
+    def pointer(self) -> str:
+        """The command that shows the records; "" if none is written."""
+        command = "" if self.folder is None else f"zbpp hang {shown_path(self.folder)}"
+        return command and f"`{command}` shows where each rank stood"
 
     def keep_stack(self, error: BaseException | None) -> None:
         """Keep where this rank's error began."""

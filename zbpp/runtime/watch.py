@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zbpp.error_text import error_text, shown_path
+from zbpp.error_text import error_text
 from zbpp.runtime.blame import Blame, is_clear
 from zbpp.runtime.end_process import cancel_alarm, report_end, set_alarm
 from zbpp.runtime.failure_record import FailureRecord
@@ -104,10 +104,8 @@ class Watch:
             set_alarm(_PATIENCE + _ALARM)
         shared.wake.set()
         shared.answered.wait(_PATIENCE)
-        said, folder = shared.said or shared.blame.behind(is_broken=is_broken), shared.record.folder
-        if said and folder is not None:
-            said += f"\n`zbpp hang {shown_path(folder)}` shows where each rank stood"
-        return said
+        said = shared.said or shared.blame.behind(is_broken=is_broken)
+        return "\n".join(filter(None, [said, said and shared.record.pointer]))
 
     def seen(self) -> dict[int, str]:
         """After a failure: where each rank of the pipeline was seen last, by its rank there."""
@@ -220,6 +218,7 @@ def _end_unless_noticed(shared: _Shared, timeout: float) -> None:
         f"rank {mine.rank} was ended, since it did not come back from its own code: {began}. It stood "
         f"{mine.text(time.time())}",
         stack,
+        shared.record.pointer,
     )
     shared.others.let_stopped_run()
     os._exit(1)
