@@ -55,7 +55,8 @@ class CudaGraphs:
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         """Record a function's kernels.
 
-        Other threads (a data loader that pins memory, NCCL's watchdog) may use CUDA meanwhile.
+        Other threads (a data loader that pins memory, NCCL's watchdog) may use CUDA meanwhile. Before torch
+        2.13 the memory of a capture that has failed stays taken until the process ends.
         """
         graph = torch.cuda.CUDAGraph()
         if self._seeds is not None:
