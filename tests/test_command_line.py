@@ -329,7 +329,7 @@ def test_a_misspelt_module_is_named_before_the_keys_that_its_model_lacks():
 
 
 def test_an_argument_that_a_data_function_passes_on_is_explained():
-    with pytest.raises(ConfigError, match="'batch_size': zbpp gives batch_size to what names it"):
+    with pytest.raises(ConfigError, match="'batch_size': zbpp passes batch_size to a target that accepts it"):
         instantiate_node("data", {"_target_": f"{__name__}.passes_on"}, batch_size=3)
 
 

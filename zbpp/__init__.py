@@ -20,10 +20,12 @@
     stage_api    the contract between zbpp and a user's model
     streams      the streams of a GPU
     prediction   what each rank will hold, and what each switch would save
+    cluster      scale on paper: a run on a cluster, from sizes and datasheets
     app          puts a training run together and runs it; job: what a rank trains;
-                 results: what the run leaves in its folder
+                 results: what the run leaves in its folder; elastic: other numbers of processes
     launch       starts a job's ranks on this machine
     pass_signals what the process that started them does with signals
+    export       a run's weights as a folder that transformers loads
 
 The public names are loaded when they are first used: `import zbpp` imports no torch.
 """

@@ -101,7 +101,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
 
 @contextmanager
 def _explained(trainer: Trainer) -> Iterator[None]:
-    """Tell the other ranks of an error that ends this one, and note on the error which rank is behind."""
+    """Tell the other ranks of an error that ends this one, and note on it which rank the others wait for."""
     try:
         yield
     except Exception as error:

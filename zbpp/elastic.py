@@ -1,9 +1,9 @@
-"""Another number of processes than the config was written for: other degrees, the same batch.
+"""Adapts a config to another number of processes: other degrees, the same batch.
 
-Chosen by the number of processes alone, so that all ranks choose alike. In this order: each process holds no
-larger part of the model than before, or as little more as possible; the degrees of tensor and shard stay;
-the pipeline keeps its length. So replicas are given up first, then stages. What the data parts lose, the
-number of microbatches gains: num_microbatches x replicate x shard, and with it the batch, stays.
+The number of processes alone decides, so all ranks choose alike. Wishes, the most important one first: each
+process holds no larger part of the model than before, or as little more as possible; the degrees of tensor
+and shard stay; the pipeline keeps its length. So replicas are given up first, then stages. With fewer parts
+of the data there are more microbatches: num_microbatches x replicate x shard, and with it the batch, stays.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def adapted(
 ) -> tuple[TrainConfig, dict[str, Any], str]:
     """(the config for so many processes, its values by dotted key, what has changed or nothing).
 
-    Without parallel.elastic nothing changes. With `-n` the number in the config is that of this start; then
-    the degrees alone say what was written for. Raises ConfigError if no degrees fit.
+    Without parallel.elastic nothing changes. With `-n` the config's number of processes is that of this
+    start; then only the degrees say what the config was written for. Raises ConfigError if no degrees fit.
     """
     parallel = config.parallel
     wanted = None if parallel.num_processes == num_processes else parallel.num_processes

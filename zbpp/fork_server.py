@@ -30,7 +30,7 @@ from zbpp.end_with_launcher import end_with_launcher
 # The second one is what the first optimizer of a process would import.
 _IMPORTS = ["zbpp.app", "torch._dynamo"]
 _OF_THE_RANKS = {signal.SIGTERM, signal.SIGUSR1}
-_LAST = -1000  # behind all other finalizers, which may tell the tracker something
+_LAST = -1000  # after all other finalizers, which may tell the tracker something
 _PATIENCE = 1.0  # s
 _HOME = Path(__file__).parents[1]
 _PYTHONS_PATH = ("PYTHONPATH", "PYTHONSAFEPATH")
@@ -61,7 +61,7 @@ def begin_as_a_rank() -> None:
 
 
 def _leave_nothing_to_children() -> None:
-    """Keep from a user's child process, which may outlive the run, what holds up the end of our helpers.
+    """Let no child process of the user's, which may outlive the run, hold up the end of our helpers.
 
     The fork server and Python's resource tracker end when all copies of a pipe are closed. A rank has one of
     each: it needs the fork server's for nothing, and the tracker's for itself and its forks.

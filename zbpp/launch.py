@@ -1,8 +1,7 @@
-"""Start a job's ranks on this machine, without torchrun; if the job fails, find the error that began it.
+"""Start a job's ranks on this machine, without torchrun; if the job fails, find the error that came first.
 
-The error that began it is a rank's death by a signal, else the error with the earliest time; the others
-followed from it. A mistake of the user is reported in one line, a bug with the traceback of the rank that
-raised it.
+This is a rank's death by a signal, else the error with the earliest time; the others followed from it. A
+mistake of the user is reported in one line, a bug with the traceback of the rank that raised it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _BEGUN = "begun"  # a file that exists when a rank has begun
 
 
 class Refusal(ValueError):
-    """What can't be done, in a line."""
+    """What was asked for can't be done; the message says why, in a line."""
 
 
 class RankError(RuntimeError):
@@ -195,7 +194,7 @@ def _run_rank(function: Callable[[Any], Any], argument: Any, folder: str) -> Any
 
 
 def with_notes(error: Exception) -> str:
-    """The error's text; on the lines behind it, what was added on the way, such as the action's name."""
+    """The error's text; on the lines after it, what was added on the way, such as the action's name."""
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
@@ -265,6 +264,6 @@ def _is_behind(written: Mapping[int, dict[str, Any]]) -> bool:
 
 
 def _seen_by_others(written: Mapping[int, dict[str, Any]], rank: int) -> str:
-    """What the first rank that noticed says behind `rank 2 died`."""
+    """What the first rank that noticed says after `rank 2 died`; "" if no rank did."""
     said = [each for each in written.values() if rank in each.get("gone", ())]
     return str(min(said, key=lambda each: each["time"])["rest"]) if said else ""

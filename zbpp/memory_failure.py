@@ -14,10 +14,10 @@ from zbpp.training.out_of_memory import failed_at, measured
 
 
 class MemoryFailure:
-    """Notes on errors about memory. The error keeps its type; other errors stay as they are.
+    """Adds notes to out-of-memory errors. The error keeps its type; other errors stay as they are.
 
-    rank, num_processes: of the job. doing: what runs outside of the steps, for the text. timetable: as soon
-    as it is known. device: this rank's.
+    rank, num_processes: of the job. doing: what runs outside of the steps, for the text. timetable: None
+    until it is known. device: this rank's.
     """
 
     def __init__(self, config: TrainConfig, rank: int, num_processes: int) -> None:
@@ -34,7 +34,7 @@ class MemoryFailure:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Note on an error about memory that leaves this context what is known; once."""
+        """Add what is known to an out-of-memory error that leaves this context, once."""
         try:
             yield
         except Exception as error:

@@ -6,7 +6,7 @@ from __future__ import annotations
 class RankDeath(RuntimeError):
     """A rank died or left before the run's end; the message says which one.
 
-    gone: the ranks that are gone. rest: the message behind `rank 2 died`. is_told: whether another rank shows
+    gone: the ranks that are gone. rest: the message after `rank 2 died`. is_told: whether another rank shows
     the same to the user.
     """
 

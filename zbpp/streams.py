@@ -64,7 +64,7 @@ class Streams(Protocol):
         """An event in the current stream whose time can be read."""
 
     def keep(self, tensor: Tensor, stream: Stream) -> None:
-        """Let the tensor's memory, once freed, be given out only behind what `stream` has begun by then."""
+        """Let the tensor's memory, once freed, be reused only after the work that `stream` has by then."""
 
     def host_memory(self, nbytes: int) -> Tensor:
         """Bytes of host memory that the device copies from and to while the host goes on."""

@@ -235,7 +235,7 @@ def test_callbacks_of_other_classes_are_named_and_two_of_one_class_are_told_apar
     assert again(one, two) == ""
     assert [one.count, two.count] == [STEPS, STEPS + 100]
     said = again(Counts(), stop)
-    assert "has states of callbacks that this run has not: Counts#2" in said
+    assert "has states of callbacks that this run lacks: Counts#2" in said
     assert "begin anew, since" in said
     assert "EarlyStop" in said
     with pytest.raises(CheckpointError, match="callback Counts can't take its state.*KeyError"):

@@ -75,7 +75,7 @@ def _timetables(
 
 
 def _with_tuned(timed: list[TimedRunner], tuned: TimedRunner) -> list[TimedRunner]:
-    """The tuned one in the list; or its note only, if the list has its timetable already."""
+    """The list with the tuned runner; if it has the same timetable already, only with its note."""
     same = [each for each in timed if each.timetable == tuned.timetable]
     if not same:
         return [*timed, tuned]
@@ -98,8 +98,8 @@ def _in_torch(workload: Workload, ours: TimedRunner) -> list[TimedRunner]:
 def tune_interleaved_1f1b(workload: Workload, deferred: float, limit: float) -> TimedRunner | None:
     """The fastest interleaved 1F1B within `limit`: each is simulated with the costs measured under it.
 
-    If none is within `limit`: the one that holds least. Returns None if the model or
-    the microbatches allow none at all.
+    If none is within `limit`, the one that holds least. Returns None if the model or the number of
+    microbatches allows none at all. Collective.
     """
     candidates = list(_candidates(workload))
     if not candidates:

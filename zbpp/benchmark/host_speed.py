@@ -49,7 +49,7 @@ def _slower_ms(copier: Copier, nbytes: int) -> float:
         storage = copier.new_storage(size)
         torch.empty(0, dtype=torch.uint8, device=copier.device).set_(
             storage
-        ).zero_()  # the system gives pages
+        ).zero_()  # so that the system has mapped the pages before a copy is timed
         pairs.append((storage, copier.space(size)))
     times = [median(_ms(copier, start, pairs) for _ in range(_ROUNDS)) for start in (copier.out, copier.back)]
     for size, (_, space) in zip(sizes, pairs, strict=True):

@@ -28,10 +28,10 @@ Summary = dict[str, Any]
 
 
 def bench(config: BenchConfig) -> tuple[list[Summary], Summary]:
-    """The same model under several schedules and runtimes in one job.
+    """Time one model under several schedules and runtimes in one job.
 
-    Returns (a row per schedule and runtime, about what was measured); rank 0 writes both and the pictures
-    to run_dir. Raises ConfigError or PlanError.
+    Returns (a row per schedule and runtime, facts about the model and the machine); rank 0 writes both and
+    the pictures to run_dir. Raises ConfigError or PlanError.
     """
     options = benches.Options(config.repeats, config.compare, config.memory_limit, config.time_limit)
     with _job(config) as (workload, folder), naming("model"):
@@ -46,9 +46,9 @@ def bench(config: BenchConfig) -> tuple[list[Summary], Summary]:
 
 
 def measure(config: MeasureConfig) -> Summary:
-    """What a model's stages and messages cost on this machine, in the form that `zbpp plan --costs` reads.
+    """Measure the costs of a model's stages and messages here, in the form that `zbpp plan --costs` reads.
 
-    Rank 0 writes it to run_dir as costs.json. Raises ConfigError or PlanError.
+    Rank 0 writes them to run_dir as costs.json. Raises ConfigError or PlanError.
     """
     sizes = config.num_ranks, config.num_microbatches
     timetable = plan(config.schedule.name, *sizes, **config.schedule.options)
@@ -93,7 +93,7 @@ def _job(config: JobConfig) -> Iterator[tuple[Workload, RunFolder | None]]:
 
 
 def _check_fit(workload: Workload, timetable: Timetable) -> None:
-    """Refuse data that the first stage can't take; `timetable`: any whose stages are needed anyway."""
+    """Refuse data that the first stage can't take. timetable: one whose stages are built anyway."""
     args, _ = workload.batch(timetable, 0)
     first = [into_microbatches("the input", each, workload.num_microbatches)[0] for each in args]
     check_data_fit(workload.stages(timetable), first)

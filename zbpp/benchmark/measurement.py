@@ -31,7 +31,7 @@ class Measurement(NamedTuple):
 
     @property
     def in_activations(self) -> Costs:
-        """The costs with memory in activations: what a microbatch leaves on a mean stage from F until B.
+        """The costs with memory in activations: what a mean stage keeps of a microbatch from F until B.
 
         Weights don't count: a limit in activations is for microbatches.
         """

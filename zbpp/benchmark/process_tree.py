@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-Begun = dict[int, str]  # when each process began, by the kernel's clock: a number may be given away again
+Begun = dict[int, str]  # id: when the process began, by the kernel's clock; the system reuses ids
 _PATIENCE = 5.0  # s after SIGTERM
-_KILLED = 10.0  # s after SIGKILL: what is in the kernel, as for a device, may take longer
+_KILLED = 10.0  # s after SIGKILL: a process inside a driver's system call may take longer to end
 _POLL = 0.05  # s
 
 
 def end_tree(process: subprocess.Popen[bytes]) -> None:
-    """End a process by SIGTERM, and after some seconds what is left of it and its descendants by SIGKILL.
+    """End a process by SIGTERM; after some seconds, end it and its descendants by SIGKILL if they still run.
 
     Without /proc the descendants are not known: then the process itself has to end them.
     """

@@ -115,9 +115,9 @@ def speed_comparisons(rows: Sequence[Row]) -> list[str]:
 
 
 def _in_the_memory_of(one: Row, ours: Iterable[Row], their_best: Row) -> list[str]:
-    """How much faster zbpp's best schedule is among those that need no more memory than torch's 1F1B.
+    """Lines on zbpp's best schedule among those that need no more memory than torch's 1F1B.
 
-    Faster than that 1F1B, and than torch's best.
+    They say how much faster it is than that 1F1B, and than torch's best schedule.
     """
     memory = _bytes(_peak(one))
     fitting = [row for row in ours if _peak(row) <= _peak(one) or _bytes(_peak(row)) == memory]
@@ -171,7 +171,7 @@ def _with_own_peak(timed: TimedRunner) -> Timeline:
 
 
 def describe(about: Row) -> str:
-    """Where, on which model, and what the columns mean, in three lines."""
+    """Three lines: the sizes and the model, the machine, and what the table's columns mean."""
     kind = "EMULATED: stages sleep instead of computing" if about["emulated"] else "real compute"
     late = f"; messages take {about['message_ms']} ms at least" if about["message_ms"] else ""
     sizes = f"{about['num_ranks']} ranks, {about['num_microbatches']} microbatches"

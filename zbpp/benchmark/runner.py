@@ -1,4 +1,4 @@
-"""What a benchmark times: a schedule under a runtime."""
+"""A runner, which a benchmark times: a schedule under a runtime."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def _coder(config: TrainConfig) -> tuple[Coder, frozenset[int]]:
         if path is None and (Path(source) / TOKENIZER).is_file():
             path = str(Path(source) / TOKENIZER)
     if path is not None:
-        # A folder of transformers' is named for conversations.
+        # For conversations, data.tokenizer is a folder of transformers.
         file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
         tokenizer = load_tokenizer(file)
         begin, others = begin_and_ends(tokenizer, file.parent)

@@ -42,7 +42,7 @@ def build_saving(
 
 
 def _below(folder: RunFolder) -> Path | None:
-    """The source, relative to the run's folder if it lies there: other nodes may have that elsewhere."""
+    """The source, relative to the run's folder if it lies there: on other nodes its path may differ."""
     if folder.source is not None and folder.source.is_relative_to(folder.path):
         return folder.source.relative_to(folder.path)
     return folder.source

@@ -13,10 +13,11 @@ from zbpp.data.read_ahead import check_thread_may_read
 def build_data(
     node: dict[str, Any], batch_size: int, seed: int, read_ahead: int = 0, *, is_read: bool = True
 ) -> Data:
-    """The data that the node's `_target_` makes, see `loaded_data`; to be read ahead, if that is more than 0.
+    """The data that the node's `_target_` makes, see `loaded_data`.
 
-    What the node names gets `seed` if it takes a seed and the node gives none. is_read: whether this rank has
-    the first or the last stage. Raises ConfigError.
+    The target gets `seed` if it takes a seed and the node gives none. read_ahead: batches that a thread will
+    read; if above 0, data that a thread can't read are refused. is_read: whether this rank has the first or
+    the last stage. Raises ConfigError.
     """
     extra: dict[str, Any] = {"batch_size": batch_size}
     if "seed" not in node:

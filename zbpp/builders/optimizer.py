@@ -65,7 +65,7 @@ def optimizer_of(
 
 
 def _refusal(optimizer: torch.optim.Optimizer, options: OptimizerConfig, pipeline: Pipeline) -> str:
-    """Why this optimizer would update the cut model otherwise than the whole one; "" if it would not."""
+    """Why this optimizer would update the cut model differently from the whole one; "" if it would not."""
     if options.name not in ("custom", "muon"):
         return ""
     dense = refusal_of_dense(optimizer, pipeline.stages.values())
@@ -116,7 +116,7 @@ def build_optimizer(
 def _custom(
     parameters: Sequence[Named], node: dict[str, Any], gradient_release: str, entries: Sequence[Entry]
 ) -> torch.optim.Optimizer:
-    """The optimizer that `build` names. Its own options hold for all parameters that no entry matches."""
+    """The optimizer that `build` names, with its own options where no entry of `groups` sets others."""
     groups = grouped(parameters, entries, lambda named, options: {}, [{}])
     is_optimi = str(node["_target_"]).partition(".")[0] == "optimi"
     further = {"gradient_release": True} if is_optimi and gradient_release != "off" else {}
@@ -169,7 +169,7 @@ def learning_rate_factor(options: OptimizerConfig, num_steps: int) -> Callable[[
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, options: OptimizerConfig) -> LRScheduler | None:
-    """The scheduler that `lr_scheduler` names, behind the linear warm-up; None if it names none.
+    """The scheduler that `lr_scheduler` names, after the linear warm-up; None if it names none.
 
     Raises ConfigError.
     """

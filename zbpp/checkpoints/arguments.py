@@ -11,7 +11,7 @@ from zbpp.runtime import Pipeline
 
 
 class UnderWay:
-    """Whether `wait` of a checkpoint that is written in the background is still to be called (is_open)."""
+    """A checkpoint. is_open: it is written in the background, and nobody has called its `wait` yet."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.is_open = path, False

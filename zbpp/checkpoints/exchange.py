@@ -16,7 +16,7 @@ from zbpp.runtime.groups import job_store, unique_name
 from zbpp.runtime.mesh import Place
 
 _PAUSE = (
-    0.02  # s between two looks into the store. A blocking wait would hold up the steps, which use it, too
+    0.02  # s between two polls of the store. A blocking wait would hold up training steps, which use it, too
 )
 _GRACE = 30.0  # s that a thread goes on waiting for other processes when its own process wants to end
 

@@ -117,7 +117,7 @@ def _check_key(key: object) -> None:
 
 
 def _check_call(called: object, arguments: object) -> None:
-    """Enums and layouts are looked up by their argument, which is hashed for that."""
+    """Refuse a call that torch does not make. Looking up an enum hashes its argument: plain values only."""
     plain = (str, int, float, bool, type(None))
     is_built = isinstance(called, type) and (called in _BUILT or called is torch.Size)
     if not is_built and not (isinstance(arguments, tuple) and all(type(each) in plain for each in arguments)):

@@ -19,7 +19,7 @@ _MOST_SHOWN = 5
 
 
 def collect(pipeline: Pipeline, masters: Masters | None, tensors: dict[str, Tensor]) -> Facts:
-    """This process's part as JSON; tensors are added to `tensors`. A parameter's master stands for it.
+    """This process's part as JSON; tensors are added to `tensors`. A master replaces its parameter.
 
     Raises ValueError for an extra state of a module that a checkpoint can't hold. Collective if an update
     waits at the gate.

@@ -41,7 +41,7 @@ def encoded(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decoded(value: Any, tensor: Callable[[str], Any]) -> Any:
-    """The nest that was encoded. tensor(key): what stands for a tensor."""
+    """The nest that was encoded. tensor(key): returns what to put in a tensor's place."""
     if isinstance(value, list):
         return [decoded(each, tensor) for each in value]
     if not isinstance(value, dict):

@@ -1,8 +1,8 @@
 """A checkpoint on disk: verified, then read tensor by tensor through torch.distributed.checkpoint.
 
-Nothing that is read can run code. torch.distributed.checkpoint unpickles `.metadata`, which can: see
-metadata_file.py. Tensors are read with weights_only=True, and
-everything else is JSON (torch.distributed.checkpoint would unpickle it).
+Nothing that is read can run code. torch.distributed.checkpoint would unpickle `.metadata`, which can run
+code: metadata_file.py reads it instead. Tensors are read with weights_only=True. Everything else is JSON,
+where torch.distributed.checkpoint would use pickle.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 hardware     a cluster: its nodes, GPUs and links
 model_sizes  a transformer's sizes, from zbpp's configs or from Hugging Face's config.json
 layer_work   the FLOPs, the memory traffic and the held bytes of a layer
-mesh         the sizes of the pipeline, replicas, shards and parts of a layer; which ranks share a node
+mesh         the degrees of pipeline, replicas, shards and tensor parallelism; which ranks share a node
 transfers    the times of messages and of collectives
 stage_costs  all of these as the Costs of each stage
 step         the simulated step of one mesh under one schedule, and what limits it

@@ -1,11 +1,11 @@
 """What a layer does to one microbatch on one rank: FLOPs, memory traffic, held bytes.
 
-F of a linear layer multiplies once; B and W multiply as often as F each. Attention has no weights, so it has
+F, B and W of a linear layer are one matrix product each, of equal size. Attention has no weights, so it has
 no W. Fused attention ("flash") skips the half of the scores that the causal mask hides, and computes the
 scores again in B; "plain" attention computes all of them, writes them to memory and keeps them.
 
 Between the matrix products, kernels such as norms and activation functions only move memory. Their traffic is
-counted tensor by tensor: what one kernel reads and writes, the next kernel reads again.
+counted kernel by kernel: a kernel reads again what the one before it has written.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _PLAIN_SAVED = 5  # bytes for each score: softmax, dropout's mask and its output
 
 
 class Work(NamedTuple):
-    """FLOPs and bytes of one action. products: of matrices. traffic: of the kernels between them.
+    """The work of one action. products: FLOPs of matrix products. traffic: bytes that other kernels move.
 
-    weights: the bytes of weights or gradients that the products read and write.
+    weights: bytes of weights or gradients that the products read and write.
     """
 
     products: float = 0.0
@@ -37,10 +37,10 @@ class Work(NamedTuple):
 class Part(NamedTuple):
     """A layer, the embedding or the head, for one microbatch on one rank of `tensor` ranks.
 
-    saved, deferred: bytes held from F until B, and from B until W. kept: the bytes that a part keeps which
-    recomputes in B. temporary: the most bytes that an action needs besides. parameters: on this rank.
-    largest: the entries of its largest matrix. sums: the all-reduces of its output in F, and in B.
-    buffers: bytes held all the time. gathered: the bytes of its output that F gathers from all parts.
+    saved, deferred: bytes held from F until B, and from B until W. temporary: the most bytes that an action
+    needs besides. parameters: their number on this rank. largest: the entries of its largest matrix. sums:
+    how many all-reduces of [tokens, hidden] F and B take. buffers: bytes held all the time. gathered: the
+    bytes of its output that F gathers from all tensor-parallel ranks.
     """
 
     f: Work
@@ -58,10 +58,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernels:
-    """How a run computes. bytes_: of a number in F and B. gradient: of a gradient's number.
+    """How a run computes. bytes_: of a number in F and B; gradient: bytes of a number in a gradient.
 
-    is_fused: fused attention. is_sequence_parallel: each rank of a layer's parts norms a part of the tokens.
-    is_lean: B computes the norms' outputs and the MLP's activation function again from their inputs.
+    is_fused: fused attention. is_sequence_parallel: each tensor-parallel rank computes norms for a part of
+    the tokens. is_lean: B computes the norms' outputs and the MLP's activation function again.
     """
 
     bytes_: int = 2
@@ -71,7 +71,7 @@ class Kernels:
     is_lean: bool = False
 
     def norm_parts(self, tensor: int) -> int:
-        """Among how many ranks the tokens are divided between the products of a layer."""
+        """Among how many ranks the tokens are divided outside a layer's matrix products."""
         return tensor if self.is_sequence_parallel else 1
 
 
@@ -82,7 +82,7 @@ def attention_flops(sizes: ModelSizes, tokens: float, *, is_causal: bool) -> flo
 
 
 def model_flops(sizes: ModelSizes, tokens: float) -> float:
-    """The FLOPs of F, B and W of the model, as MFU counts them: nothing twice, causal attention half."""
+    """The FLOPs of F, B and W of the model, as MFU counts them: no recomputation, half of the scores."""
     products = 2.0 * (sizes.num_layers * sizes.layer_matrices + sizes.hidden * sizes.vocab) * tokens
     return 3.0 * (products + sizes.num_layers * attention_flops(sizes, tokens, is_causal=True))
 
@@ -114,10 +114,10 @@ def layer(sizes: ModelSizes, tokens: float, tensor: int, kernels: Kernels) -> Pa
 def _saved(sizes: ModelSizes, tensor: int, kernels: Kernels) -> float:
     """The numbers that F of a layer keeps for each token.
 
-    Whole on every rank, but for sequence parallelism: the inputs of both norms. Whole: their outputs, which
-    the products behind them take. In parts: queries, keys, values, attention's output, and those of the MLP
-    (gate, its activation, up, their product; or up and its activation). Lean kernels keep the inputs only: of
-    the norms, gate and up, or up.
+    The inputs of both norms are whole on every rank, or divided by sequence parallelism. Their outputs, which
+    the next products take, are whole. Tensor parallelism divides queries, keys, values, attention's output,
+    and the MLP's numbers (gate, its activation, up, their product; without a gate up and its activation).
+    Lean kernels keep inputs only: those of the norms, and gate and up, or up.
     """
     normed = 0 if kernels.is_lean else 2 * sizes.hidden
     mlp = (4 if sizes.is_gated else 2) // (2 if kernels.is_lean else 1) * sizes.intermediate

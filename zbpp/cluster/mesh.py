@@ -1,7 +1,7 @@
-"""How many ranks the pipeline, the replicas, the shards and the parts of a layer take, and where they stand.
+"""The degrees of pipeline, replicas, shards and tensor parallelism, and which groups cross nodes.
 
-zbpp's mesh has the dimensions pipeline, replicate, shard, tensor, outermost first: the parts of a layer are
-neighbours inside a node, and the pipeline crosses nodes.
+zbpp's mesh has the dimensions pipeline, replicate, shard, tensor, outermost first: the ranks of a
+tensor-parallel group are neighbours inside a node, and the pipeline crosses nodes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Mesh(NamedTuple):
 
     @property
     def block(self) -> int:
-        """The GPUs of one rank of the pipeline."""
+        """How many GPUs share one rank of the pipeline."""
         return self.replicate * self.shard * self.tensor
 
     @property
@@ -50,7 +50,7 @@ class Mesh(NamedTuple):
         return extent > gpus_per_node or bool(gpus_per_node % extent)
 
     def message_crosses(self, rank: int, gpus_per_node: int) -> bool:
-        """Whether a rank of the pipeline sends to the next one from one node to another."""
+        """Whether messages from a pipeline rank to the next one leave the node, on any of its GPUs."""
         first, block = rank * self.block, self.block
         return block >= gpus_per_node or any(
             (first + gpu) // gpus_per_node != (first + block + gpu) // gpus_per_node for gpu in range(block)
@@ -69,9 +69,9 @@ def check(mesh: Mesh, hardware: Hardware) -> None:
 def meshes(hardware: Hardware, fixed: dict[str, int], *, across: bool = False) -> Iterator[Mesh]:
     """The meshes of the whole cluster. fixed: sizes that are given.
 
-    Layers are cut into no more parts than a node has GPUs, unless `across`. Of the splits of the data
-    dimension: all replicas, all shards, and shards inside a node with replicas over nodes. Raises ConfigError
-    if the given sizes do not divide the cluster.
+    Tensor parallelism stays inside a node, unless `across` or its degree is given. The ranks that read
+    different data are all replicas, all shards, or shards inside a node with replicas over nodes. Raises
+    ConfigError if the given sizes do not divide the cluster.
     """
     total, node = hardware.num_gpus, hardware.gpus_per_node
     given = 1

@@ -10,16 +10,16 @@ from zbpp.ranges import ConfigError
 
 _MOST = 10**7
 _NODES = {"zbpp.models.gpt.Gpt": "gpt", "zbpp.models.llama.Llama": "llama"}
-_GATED = ("llama", "mistral", "qwen2", "qwen3")  # their layers are a Llama's, to a few small vectors
+_GATED = ("llama", "mistral", "qwen2", "qwen3")  # their layers are a Llama's, except for small vectors
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
     """A causal transformer whose layers are alike.
 
-    is_gated: the MLP has three matrices (SwiGLU) instead of two. has_biases: of the linear layers; the norms
-    then have one, too. is_tied: the head has the embedding's weight. positions: learned positions.
-    layers_per_stage: how many layers each stage gets; None: as `zbpp train` would cut.
+    sequence: tokens. is_gated: the MLP has three matrices (SwiGLU) instead of two. has_biases: linear layers
+    and norms have biases. is_tied: the head has the embedding's weight. positions: how many are learned.
+    Raises ConfigError for sizes that are no whole numbers, and for kv_heads that do not divide heads.
     """
 
     num_layers: int
@@ -128,7 +128,10 @@ def sizes_of_node(node: Mapping[str, Any]) -> ModelSizes:
 
 
 def sizes_of_huggingface(config: Mapping[str, Any], sequence: int | None = None) -> ModelSizes:
-    """The sizes in a config.json. sequence: tokens in a sequence; None: as many as the config allows."""
+    """The sizes in a config.json. sequence: tokens in a sequence; None: as many as the config allows.
+
+    Raises ConfigError for a model_type that is not known, and for missing keys.
+    """
     kind = config.get("model_type")
     if kind == "gpt2":
         return _gpt2(config, sequence)

@@ -21,7 +21,7 @@ _COLUMNS = (
 
 
 def as_text(answer: Answer) -> str:
-    """A head, a table of the best steps, and what the figures leave out."""
+    """A head, a table of the best steps, and a note on what the figures leave out."""
     question, hardware = answer.question, answer.question.hardware
     sizes, gpu = question.sizes, hardware.gpu
     nodes = "1 node" if hardware.nodes == 1 else f"{hardware.nodes:,} nodes"

@@ -1,7 +1,7 @@
 """The best meshes, schedules and microbatches for a model on a cluster.
 
-Candidates are sorted by a time that no schedule undercuts: the microbatches' work, shared evenly among the
-ranks. They are simulated in this order until that time is above the worst step of those to be shown.
+Candidates are sorted by a lower bound of their step's time: the microbatches' work, shared evenly among the
+ranks. They are simulated in this order until the bound is above the slowest of the steps to be shown.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be found. batch: sequences in a step. degrees: sizes of the mesh that are given.
+    """What to search for. batch: sequences in a step. degrees: sizes of the mesh that are given.
 
-    microbatch_size: sequences; None: 1, 2, 4 and 8 are tried. recompute: None: layers compute their
-    activations again only where fewer than `top` runs fit without.
+    microbatch_size: sequences; None: 1, 2, 4 and 8 are tried. recompute: whether layers compute their
+    activations again in B; None: only if fewer than `top` candidates fit without. top: how many steps the
+    answer has. Raises ConfigError for values out of range and unknown names.
     """
 
     sizes: ModelSizes
@@ -62,10 +63,10 @@ class Question:
 
 
 class Answer(NamedTuple):
-    """steps: the best, shortest first. tried, simulated: counts. why: why nothing fits, if nothing does.
+    """steps: the best, shortest first. tried, simulated: how many candidates. why: why nothing fits, or "".
 
-    unknown: how many ways were left when the search had simulated as much as it may; none of them can be
-    faster than `bound` ms.
+    unknown: how many candidates were left when the search had simulated as much as it may; none of them can
+    be faster than `bound` ms.
     """
 
     question: Question
@@ -78,7 +79,7 @@ class Answer(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """least: the lowest memory that a candidate needs. left: the candidates that were not simulated."""
+    """least: the lowest of the candidates' memory bounds (bytes). left: those that were not simulated."""
 
     steps: list[Step]
     least: float
@@ -95,7 +96,7 @@ class _Candidate(NamedTuple):
 
     @property
     def num_actions(self) -> int:
-        """Of its simulations, roughly: see step.py."""
+        """How many actions its simulations have, roughly: see step.py."""
         ranks = self.run.mesh.pipeline
         return 3 * ranks * min(self.num_microbatches, 9 * ranks)
 
@@ -203,7 +204,7 @@ def _bound(run: Run, num_microbatches: int) -> float:
 
 
 def _least_memory(run: Run) -> float:
-    """Weights, gradients and states of the heaviest rank, and one microbatch."""
+    """A lower bound (bytes): weights, gradients and states of the heaviest rank, and one microbatch."""
     first, layer, last = parts_of(run)
     stages = run.mesh.pipeline
     counts = counts_of(run, stages)
@@ -215,14 +216,14 @@ def _least_memory(run: Run) -> float:
 
 
 def _kept(run: Run, saved: float) -> float:
-    """What a layer keeps of a microbatch; under recompute at least nothing."""
+    """The least bytes that a layer keeps of a microbatch: 0 with recompute."""
     return 0.0 if run.recompute else saved
 
 
 def _held_memory(candidate: _Candidate) -> float:
-    """Weights, gradients and states of the lightest rank, and what microbatches hold at the schedule's peak.
+    """A lower bound (bytes): the lightest rank's weights, gradients and states, and its microbatches' peak.
 
-    No candidate needs less. Raises PlanError or ValueError for a schedule that can't run it.
+    Raises PlanError or ValueError if the schedule can't run this number of microbatches or stages.
     """
     run = candidate.run
     stages, held = most_in_flight(candidate.schedule, run.mesh.pipeline, candidate.num_microbatches)

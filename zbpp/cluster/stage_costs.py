@@ -19,9 +19,9 @@ _STEP_TRAFFIC = 7  # the optimizer reads gradient, weight and two states, and wr
 
 
 class Precision(NamedTuple):
-    """Bytes of a number. compute: in F and B. gradient: of a gradient. stored: what the optimizer updates.
+    """Bytes of a number. compute: in F and B. gradient: in gradients. stored: in what the optimizer updates.
 
-    masters: of the stored weights where others are computed with; 0: the same weights.
+    masters: in master weights beside the compute weights; 0: there are none.
     """
 
     compute: int
@@ -39,10 +39,11 @@ PRECISIONS = {
 
 @dataclass(frozen=True)
 class Run:
-    """A run whose step is to be predicted, but for its schedule. sequences: in a microbatch.
+    """A run without its schedule. sequences: in a microbatch.
 
-    recompute: layers compute their activations again in B. lean: only their norms and the MLP's activation
-    function; fused kernels do so, zbpp's own layers do not. layers_per_stage: None: as `zbpp train` cuts.
+    recompute: B computes all activations of its layers again. lean: B computes norms and the MLP's activation
+    function again, as fused kernels do; zbpp's own layers do not. layers_per_stage: None: as `zbpp train`
+    cuts.
     """
 
     sizes: ModelSizes
@@ -72,8 +73,8 @@ class Run:
 class StageWork(NamedTuple):
     """What `costs_of` finds, for each stage.
 
-    sums: the time of the all-reduces between the parts of layers in F, B and W of one microbatch (ms).
-    temporary: bytes beside those in Costs. update: the time of the optimizer's step (ms).
+    sums: the time of the tensor-parallel collectives in F and B of one microbatch (ms). temporary: bytes
+    beside those in Costs. update: the time of the optimizer's step (ms).
     """
 
     costs: Costs
@@ -151,7 +152,7 @@ class _Stage:
         self.buffers = sum(part.buffers * times for part, times in parts)
         self.deferred = sum(part.deferred * times for part, times in parts)
         self.saved = sum(part.saved * times for part, times in parts)
-        # A message is whole; its layer's norm keeps a part of the tokens, which is a part of the message.
+        # A received message is held whole; `part.saved` has only the tokens of it that this rank norms.
         self.saved += hidden - hidden / kernels.norm_parts(run.mesh.tensor) if receives else 0.0
         self.temporary = max(part.temporary for part, _ in parts) + 4 * hidden
         self.temporary += _weight_gradient(run, max(part.largest for part, _ in parts))
@@ -164,7 +165,7 @@ class _Stage:
 
 
 def _time(gpu: Gpu, parts: Sequence[tuple[Work, float]]) -> float:
-    """ms. Products take the longer of their FLOPs and their weights' traffic; other kernels come on top."""
+    """In ms. A product takes the longer of its FLOPs and its weights' traffic; other kernels come on top."""
     return sum(
         times * (max(work.products / gpu.flops, work.weights / gpu.traffic) + work.traffic / gpu.traffic)
         for work, times in parts
@@ -172,13 +173,13 @@ def _time(gpu: Gpu, parts: Sequence[tuple[Work, float]]) -> float:
 
 
 def _weight_gradient(run: Run, largest: float) -> float:
-    """Temporary bytes of W: a mixed precision without shards makes one matrix's gradient beside its sum."""
+    """Temporary bytes of W: mixed precision without shards makes a matrix's gradient before adding it up."""
     precision = PRECISIONS[run.precision]
     return (precision.compute + 4) * largest if precision.masters and run.mesh.shard == 1 else 0.0
 
 
 def static_bytes(run: Run, parameters: float) -> float:
-    """Weights, gradients and AdamW's states of a stage with so many parameters on a rank."""
+    """The bytes of weights, gradients and AdamW's states for so many parameters on a rank."""
     precision, shard = PRECISIONS[run.precision], run.mesh.shard
     states = 2 * precision.stored
     if shard == 1:
@@ -199,7 +200,7 @@ def _messages(run: Run, rank_of: Sequence[int]) -> list[float]:
         if ends[0] == ends[1]:
             return 0.0
         crosses = ends[1] - ends[0] > 1 or run.mesh.message_crosses(ends[0], node)
-        if ends[1] - ends[0] > 1:  # a loop's way back
+        if ends[1] - ends[0] > 1:  # a looped placement, from the last rank back to the first
             crosses = run.mesh.num_gpus > node
         return transfers.message(run.hardware.link(crosses), size)
 
@@ -208,7 +209,7 @@ def _messages(run: Run, rank_of: Sequence[int]) -> list[float]:
 
 
 def _reduction(run: Run, parameters: float) -> float:
-    """Sum a stage's gradients over replicas and shards, and gather the weights from shards again."""
+    """The time (ms) to sum a stage's gradients over replicas and shards, and to gather sharded weights."""
     precision, mesh, hardware = PRECISIONS[run.precision], run.mesh, run.hardware
     size = parameters * precision.gradient
     total = 0.0

@@ -21,7 +21,7 @@ _FULL = 0.9  # share of a GPU's memory from which on memory counts as a limit
 class Step(NamedTuple):
     """A predicted step. Times in ms, memory in bytes: the most of any rank.
 
-    losses: the time that a step would be shorter without the thing of that name.
+    losses: by name, how much shorter (ms) the step would be without this cause.
     """
 
     run: Run
@@ -46,7 +46,7 @@ class Step(NamedTuple):
 
     @property
     def tflops(self) -> float:
-        """TFLOP/s of the model for each GPU; nothing that is computed twice counts twice."""
+        """TFLOP/s of the model for each GPU; recomputation does not count."""
         return model_flops(self.run.sizes, self.tokens) / self.time / 1e9 / self.mesh.num_gpus
 
     @property
@@ -70,7 +70,7 @@ def _planned(schedule: str, num_ranks: int, num_microbatches: int) -> Timetable:
 
 @lru_cache(maxsize=4096)
 def most_in_flight(schedule: str, num_ranks: int, num_microbatches: int) -> tuple[int, int]:
-    """(the number of stages, how many microbatches of its stages a rank holds between F and B at the most).
+    """(the number of stages, how many activations of its stages a rank holds between F and B at the most).
 
     Costs don't change it: a rank's order is given. Raises PlanError as `time_and_memory` does.
     """
@@ -128,7 +128,7 @@ def _update(work: StageWork, rank_of: tuple[int, ...]) -> float:
 
 
 def _work(work: StageWork, rank_of: tuple[int, ...]) -> tuple[float, float]:
-    """What the busiest rank, and a rank on average, computes for one microbatch (ms)."""
+    """(the time of the busiest rank, the mean time of a rank) for one microbatch's F, B and W (ms)."""
     stages = work.costs.per_stage(len(rank_of)).duration
     ranks = [0.0] * (max(rank_of) + 1)
     for stage, rank in enumerate(rank_of):
@@ -137,7 +137,7 @@ def _work(work: StageWork, rank_of: tuple[int, ...]) -> tuple[float, float]:
 
 
 class _Timed:
-    """Simulates a step. Of many microbatches it simulates 4p and 5p, and goes on with the steady state."""
+    """Simulates a step. For many microbatches it simulates 4p and 5p, and extrapolates the steady state."""
 
     def __init__(self, schedule: str, ranks: int, num_microbatches: int) -> None:
         self._num, self._ranks = num_microbatches, ranks

@@ -21,7 +21,7 @@ from zbpp.planning import canonical_name
 from zbpp.rank_death import RankDeath
 from zbpp.schedule import PlanError
 
-GRACE = 3.0  # s in which the rank that has the cause of a failure can end the job first
+GRACE = 3.0  # s in which the rank that caused a failure can end the job first
 _BROKEN_PIPE = 128 + signal.SIGPIPE  # the exit status that shells show for it
 _NAMED_BY_TARGET = ("model", "data")  # groups whose node may be a class of the user's
 # Hydra's flags that stand alone, and those that a value follows.
@@ -85,11 +85,11 @@ def _ended_in_order() -> Iterator[None]:
 def arguments(given: Sequence[str], name: str = "train") -> list[str]:
     """Hydra's arguments for this process.
 
-    `-n 4` becomes the command's key for the number of ranks. Where the model or the data is named by
-    `_target_` alone, the keys of the default choice are dropped, and so is the default config of a model that
-    comes from a folder, which says the size of its vocabulary, too. Schedules may be spelled as in torch, and
-    values keep their spaces. Of torchrun's ranks only rank 0 logs. Raises Refusal for a sweep (-m) inside
-    torchrun: each rank would sweep by itself.
+    `-n 4` becomes the command's key for the number of ranks. If the model or the data is named by `_target_`
+    alone, the keys of the default choice are dropped. If a Hugging Face model comes from a folder, the
+    default config is dropped, and the folder's vocabulary size is added. Schedules may be spelled as in
+    torch, and values keep their spaces. Of torchrun's ranks only rank 0 logs. Raises Refusal for a sweep (-m)
+    inside torchrun: each rank would sweep by itself.
     """
     overrides, flags = _sorted_apart(_with_num_ranks(list(given), name))
     for group in _NAMED_BY_TARGET:
@@ -145,7 +145,7 @@ def _with_num_ranks(given: list[str], name: str) -> list[str]:
 
 
 def _without_the_default(group: str, given: list[str]) -> list[str]:
-    """`model._target_=my_file.Tower` replaces the default choice of the group with all its keys.
+    """`model._target_=my_file.Tower` replaces the group's default choice, together with its keys.
 
     The keys of such a node are not known beforehand: any may be given.
     """

@@ -92,14 +92,14 @@ def _shares_cores(summary: dict[str, Any]) -> bool:
     cores = re.fullmatch(r"(\d+) CPU cores", summary.get("device", ""))
     if cores is None:
         return False
-    num_processes: int = summary.get("num_processes") or summary["num_ranks"]  # runs of before have no mesh
+    num_processes: int = summary.get("num_processes") or summary["num_ranks"]  # older runs have no mesh
     return num_processes > int(cores[1])
 
 
 def _values(folder: Path, name: str) -> dict[int, Any]:
     """The values of a metric by step, where the run has it.
 
-    One that was not finite is "NaN", "Infinity" or "-Infinity"; None in runs of before.
+    A value that was not finite is "NaN", "Infinity" or "-Infinity"; in runs of older versions it is None.
     """
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {line.get("step", number): line[name] for number, line in enumerate(lines, 1) if name in line}
@@ -125,7 +125,7 @@ def _draw(folders: list[Path], path: Path, *, has_tokens: bool) -> None:
 
 
 def _difference(losses: list[list[Any]]) -> str:
-    """Where the losses of runs differ first, and by how much at most; or that the runs have other lengths."""
+    """Where the losses of runs differ first, and by how much at most; or the runs' different lengths."""
     if len({len(each) for each in losses}) > 1:
         return f": the runs have {' and '.join(str(len(each)) for each in losses)} steps"
     steps = list(zip(*losses, strict=True))

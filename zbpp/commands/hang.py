@@ -3,10 +3,10 @@
     zbpp hang runs/mine
 
 When a call of a job of several ranks fails, each rank that can still write leaves a record in
-RUN_DIR/failure: its last instructions, where it stood, and where it knew the other ranks to stand. The table
-shows for each rank its instruction, for how long the rank had been there, and the rank that it awaited. A
-rank that could not write, since it was stopped or dead, is shown as the others knew it last. Then follows the
-plan around each rank's place.
+RUN_DIR/failure: its last instructions, where it stood, and where it last knew the other ranks to be. The
+table shows for each rank its instruction, how long the rank had been there, and the rank that it waited for.
+A rank that could not write, because it was stopped or dead, is shown where the other ranks last knew it. The
+plan around each rank's place follows.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     zbpp plan zb_auto --ranks 2 --microbatches 8 --costs runs/costs/costs.json
 
 Writes costs.json, with a number per stage: f, b, w, bw, comm, host in ms; saved, deferred, static in bytes.
-Under "about" it writes where they were measured and how fast each link is. host is a copy of what F saves to
-host memory, or back, while nothing else runs: with host, `zbpp plan --choose --costs` counts on offload.
-static is there all the time: weights, buffers, gradients, and two states per weight, as AdamW has them.
+Under "about" it writes where they were measured and how fast each link is. host is the time to copy what F
+saves to host memory, or back, while nothing else runs; with it `zbpp plan --choose --costs` tries offload.
+static is held all the time: weights, buffers, gradients, and two states per weight, as AdamW has them.
 Starts its own ranks, without torchrun. -n N is short for num_ranks=N. The schedule decides how many stages
 the model is cut into.
 """

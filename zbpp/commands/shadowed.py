@@ -1,4 +1,4 @@
-"""Refuses a file in the current folder that hides a library: classes of the user's are found there first."""
+"""Refuses a file in the current folder that hides a library: Python looks there first for user classes."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ _RENAMED = {"dtype": "precision", "num_ranks": "parallel.num_processes"}  # keys
 
 @dataclass(frozen=True)
 class Composed:
-    """A config in three forms. tree: a TrainConfig, BenchConfig, ... settings: values by dotted key."""
+    """A config in three forms. tree: a TrainConfig, say; settings: values by dotted key; yaml: its text."""
 
     tree: Any
     settings: dict[str, Any]
@@ -55,8 +55,8 @@ def command(
 ) -> Callable[[], None]:
     """A function that composes configs/NAME.yaml with sys.argv and calls `main` with the checked config.
 
-    guard: a context around the check and the call of `main`. It is entered inside Hydra, which would announce
-    an error in a line of its own. Code that only a config file names is refused, see trust.py.
+    guard: a context around the check and the call of `main`. It is entered inside Hydra, which would print a
+    line of its own about an error. Code that only a config file names is refused, see trust.py.
     """
     register()
 
@@ -82,7 +82,7 @@ def check_trusted(config: DictConfig, trust: Trust) -> None:
     """Raise ConfigError for code that neither belongs to zbpp or torch nor was typed by the user."""
     try:
         plain = OmegaConf.to_container(config, resolve=True)
-    except Exception:  # a mistake in the config, which `typed` tells: nothing is made of it
+    except Exception:  # a mistake in the config: `typed` raises it as a ConfigError
         typed(config)
         raise
     trust.check(plain)
@@ -129,7 +129,7 @@ def typed(config: DictConfig) -> Any:
 
 
 def _missing_module(config: DictConfig) -> str:
-    """Says so if the model's class is in no module that exists: its keys are missing for that reason."""
+    """A message if the module of the model's class does not exist: its keys are missing for this reason."""
     target = OmegaConf.select(config, "model._target_", default=None)
     first = target.partition(".")[0] if isinstance(target, str) else ""
     if not first or first in sys.modules or importlib.util.find_spec(first) is not None:
@@ -249,7 +249,7 @@ def read_run_config(path: Path, *, trust_code: bool = False) -> dict[str, Any]:
     """
     check_yaml(path)
     try:
-        # Resolved when it was written: what looks like an interpolation here is a text, or an attempt.
+        # The run wrote resolved values: what looks like an interpolation is a text, or was put there later.
         found = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except Exception as error:  # OmegaConf lets errors of YAML through
         raise ConfigError(f"{path} can't be read ({' '.join(str(error).split())})") from error

@@ -120,7 +120,7 @@ def _compared(config: DictConfig) -> dict[str, Any]:
 
 
 def _hint(name: str, arguments: Sequence[str]) -> str:
-    """For a file that takes the place of configs/NAME.yaml."""
+    """A hint for a file that takes the place of configs/NAME.yaml; "" if there is none."""
     if not any(each.partition("=")[0] in ("--config-name", "-cn") for each in arguments):
         return ""
     return f". A file that --config-name names needs the line `defaults: [{name}, _self_]`"

@@ -60,7 +60,7 @@ def _passed_on(error: Exception, extra: Mapping[str, Any]) -> str:
     refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
     if refused is None or refused[1] not in extra:
         return ""
-    return f": zbpp gives {refused[1]} to what names it or has **kwargs; name it, or pass on the others only"
+    return f": zbpp passes {refused[1]} to a target that accepts it; accept it by name, and don't pass it on"
 
 
 def _made(part: str, value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Whose code a command may run: what the user types is trusted, what a config file says is not.
 
 A file that somebody else wrote is chosen by --config-dir, or lies in a run's folder. The code that such a
-file names by `_target_` runs only if the user types trust_code=true, or types the name himself.
+file names by `_target_` runs only if the user types trust_code=true, or types the name, too.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _values(override: Override) -> Iterator[Any]:
     """The values of an override: one, or those of a sweep."""
     if override.is_sweep_override():
         choices: Any = getattr(override.value(), "list", None) or []
-        yield from (getattr(each, "text", each) for each in choices)  # of a quoted one
+        yield from (getattr(each, "text", each) for each in choices)  # a quoted choice has a text
     elif not override.is_delete():
         yield override.value()
 
@@ -124,9 +124,9 @@ def _targets_in(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def add_current_folder(trust: Trust, path: list[str]) -> bool:
-    """Let the user's classes be found in the current folder: only if the command names such code, returned.
+    """Let Python import from the current folder if the command names the user's code; returns if it does.
 
-    Else a file there, such as a `wandb.py` beside somebody's run, would be imported in place of a package.
+    Otherwise a file there, such as a `wandb.py` beside somebody's run, could be imported for a package.
     """
     if trust.names_own_code:
         path.insert(0, os.getcwd())

@@ -88,7 +88,7 @@ def _run(
 
 @contextmanager
 def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Buffers and their values are afterwards those of before, also where forward replaced a buffer."""
+    """Put buffers and their values back afterwards, also a buffer that forward has replaced."""
     before = {name: (each, each.clone()) for name, each in module.named_buffers()}
     try:
         yield

@@ -84,8 +84,8 @@ class _Cutter:
         for stage in range(self.num_stages):
             if stage not in computing:
                 raise ValueError(
-                    f"stage {stage} of {self.num_stages} would compute nothing: a split point stands before "
-                    "the first computation, behind the last, or beside another one; move or remove it"
+                    f"stage {stage} of {self.num_stages} would compute nothing: a split point is before the "
+                    "first computation, after the last, or next to another split point; move or remove it"
                 )
             if stage > 0 and not self._taken(stage):
                 raise ValueError(f"stage {stage} needs nothing of the stages before it: move its split point")
@@ -179,7 +179,7 @@ class _Cutter:
         if node.target is operator.getitem:  # an element of a tuple: on the stage that makes the tuple
             return self._home[arguments[0]]
         if node.target is torch.ops.aten.copy_.default and arguments[0] in self._state:
-            # The trace writes a buffer's new value at its end: do that on the stage that reads the buffer.
+            # The trace writes a buffer's new value at its own end; here the stage that reads it writes it.
             buffer, value, *_ = arguments
             readers = {self._home[user] for user in buffer.users if user in self._home}
             return min(stage, max([*readers, self._home.get(value, 0)]))

@@ -16,7 +16,7 @@ Ties = dict[str, tuple[int, str]]
 
 
 class SequentialStage(nn.Module):
-    """Some children of an nn.Sequential, called in turn, under the names that they have there."""
+    """Some children of an nn.Sequential, called in turn. They keep the names that they have in it."""
 
     def __init__(self, children: Children, tied: Ties, *, is_first: bool, is_last: bool) -> None:
         super().__init__()
@@ -63,8 +63,8 @@ def split_sequential(
     as one value, as inside an nn.Sequential, also where the tuple comes from another stage. A rank keeps
     `stages[i]` of its own stages; the others are freed with the dict and `layers`.
 
-    layers_per_stage: how many children each stage gets. None: as many as make the heaviest stage as light as
-    can be. costs: how heavy each child is, in any unit; None: its number of parameters.
+    layers_per_stage: how many children each stage gets. None: the cut whose heaviest stage is the lightest.
+    costs: how heavy each child is, in any unit; None: its number of parameters.
     Stages on different ranks that share a parameter have a copy each, which is trained as one (see
     zbpp/stage_api.py).
     Raises TypeError for a container that is not a plain chain (with a forward, hooks or parameters of its

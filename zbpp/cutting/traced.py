@@ -76,7 +76,7 @@ def trace_stages(
 
 
 def _checked(module: nn.Module, split_points: SplitPoints) -> dict[str, SplitPoint]:
-    """{submodule: before or behind it}. Raises ValueError for a name that is no submodule's."""
+    """{submodule: whether to split before or after it}. Raises ValueError for a name that none has."""
     if isinstance(split_points, str):
         raise ValueError(f"split_points={split_points!r} is one string: write [{split_points!r}]")
     given = split_points if isinstance(split_points, Mapping) else None
@@ -163,7 +163,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _check_alike(parts: Mapping[bool, list[Part]]) -> None:
-    """Raise ValueError unless the stages pass the same values in both modes, which may differ by stage."""
+    """Raise ValueError if a stage takes other values in eval mode than in training mode."""
     for stage, (training, evaluation) in enumerate(zip(parts[True], parts[False], strict=True)):
         if training.takes != evaluation.takes:
             raise ValueError(

@@ -23,7 +23,7 @@ class Source(Protocol):
 
 
 def parts_of(batch: Any) -> tuple[tuple[Any, ...] | dict[str, Any], Any]:
-    """(inputs by position or by name, target). Raises ValueError for a batch of another form."""
+    """(inputs by position or by name, target). Raises ValueError for a batch in none of these forms."""
     if isinstance(batch, Mapping):
         named = [name for name in _TARGETS if name in batch]
         if len(named) != 1 or len(batch) < 2:

@@ -53,6 +53,7 @@ class ChatBatches:
     inputs, labels: int64 [batch_size, sequence_length]; totals: int64 [batch_size, 2], in each row the number
     of targets and of rows of the whole step, over all `num_parts` replicas. Each epoch takes every
     conversation once, in an order drawn from (seed, epoch); with `seed` None in the order of the file.
+    filling: the token of the padding. Raises ValueError if no conversation has a target.
     """
 
     def __init__(
@@ -226,7 +227,7 @@ def encode(tokenizer: Any, messages: Messages) -> Conversation:
 
 
 def _check_contents(tokenizer: Any, messages: Messages) -> None:
-    """Raise ValueError if the template writes a content that is no text as Python does: [{'type': ..."""
+    """Raise ValueError if the template writes a content that is no text as Python prints it: [{'type': ..."""
     contents = [message["content"] for message in messages]
     if all(isinstance(each, str) for each in contents):
         return

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_FILES = ("special_tokens_map.json", "tokenizer_config.json")  # the later one counts
+_FILES = ("special_tokens_map.json", "tokenizer_config.json")  # the second overrides the first
 
 
 def load_tokenizer(tokenizer: str, chat_template: str | None = None) -> Any:
@@ -45,7 +45,7 @@ def load_tokenizer(tokenizer: str, chat_template: str | None = None) -> Any:
 def check_special_tokens(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> None:
     """Raise ValueError if the template writes a special token that the tokenizer lacks.
 
-    A template may ask for it: `{% if bos_token %}` and `bos_token is defined` are false then.
+    A template may test for such a token: `{% if bos_token %}` and `bos_token is defined` are then false.
     """
     known, template = tokenizer.special_tokens_map, tokenizer.chat_template
     missing = [

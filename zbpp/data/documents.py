@@ -119,7 +119,7 @@ def _texts(unit: Unit, reading: Reading) -> Iterator[str]:
 
 
 def _lines(unit: Unit, reading: Reading) -> Iterator[str]:
-    """The documents in the lines that begin in the unit's range; the last one may end behind it."""
+    """The documents in the lines that begin in the unit's range; the last one may end after it."""
     (name,) = unit.files
     with open(name, "rb") as file:
         if unit.start:

@@ -8,8 +8,8 @@ processes, has to seed itself alike on every rank.
 A run that goes on at step 1000 needs batch 1000:
 
     a map-style Dataset, a list          is asked for that batch
-    a DataLoader of a map-style Dataset  draws the indices of the batches before, and loads none of them;
-                                         if its sampler is one of torch's, whose order an epoch's seed gives
+    a DataLoader of a map-style Dataset  draws the indices of the batches before, and loads none of them (only
+                                         with a sampler of torch's, whose order the epoch's seed decides)
     has state_dict and load_state_dict   goes on from its own state, if the checkpoint has one
     anything else                        yields all batches before, and a warning says so
 """
@@ -45,7 +45,7 @@ from zbpp.seeding import seed_of
 _log = logging.getLogger(__name__)
 _SECONDS_UNTIL_SAID = 2.0  # between two warnings about skipped batches
 
-# Their order depends on nothing but random numbers. One of a user's own may count its epochs.
+# Their order depends on nothing but random numbers. A user's own sampler may count its epochs, too.
 _SAMPLERS = (
     SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler,
 )  # fmt: skip
@@ -280,7 +280,7 @@ def loaded_data(given: Any, *, batch_size: int, seed: int, is_read: bool = True)
 
 
 def _fingerprint(train: Loader) -> str:
-    """The fingerprint of the first batch, whose parts are checked here, too, and of the number of batches.
+    """A hash of the first batch and of the number of batches. Checks the parts of the first batch, too.
 
     A Dataset's fingerprint covers the first row that is trained on, 16 rows in all places of the Dataset, and
     the number of rows; not the first batch, since a resumed run may have larger batches.

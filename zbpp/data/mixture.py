@@ -35,7 +35,7 @@ class Mixture:
 
     @property
     def num_samples(self) -> int:
-        """How many samples take one set through its first epoch: the set whose epoch ends first."""
+        """How many samples it takes until the first epoch of a set ends, of the set where it ends first."""
         blocks = min(each.num_samples / count for each, count in zip(self._sets, self._counts, strict=True))
         return int(blocks * self._counts.sum())
 

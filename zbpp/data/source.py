@@ -31,7 +31,7 @@ class Data(NamedTuple):
     unit: str = "tokens"  # what the items of a batch are: "tokens" or "rows"
 
     def told_by(self, other: Data) -> Data:
-        """These batches, with the facts that another rank knows, which has read the data."""
+        """These batches, with the facts of another rank, which has read the data."""
         return other._replace(train=self.train, evaluation=self.evaluation)
 
     def state_dict(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Unread:
 
 
 def unread_data(items_per_batch: int) -> Data:
-    """The data of such a rank. What it says of the data, other ranks know: see `Data.told_by`."""
+    """The data of a rank that reads none. Facts about the data come from other ranks: see `Data.told_by`."""
     return Data(Unread(), Unread(), 0, items_per_batch, fingerprint=None)
 
 

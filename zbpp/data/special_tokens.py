@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# The later one counts.
+# The second overrides the first.
 _NAMING = ("special_tokens_map.json", "tokenizer_config.json")
 
 
 def begin_and_ends(tokenizer: Tokenizer, folder: Path) -> tuple[int | None, frozenset[int]]:
     """(BOS, the tokens that end a text): None and an empty set where nothing names them.
 
-    folder: of the tokenizer.json. The files beside it name the tokens; else what the tokenizer itself puts
-    around a text. generation_config.json may have further tokens that end a text.
+    folder: of the tokenizer.json. The files beside it name the tokens. If they name none, the tokens are
+    those that the tokenizer itself puts around a text. generation_config.json may have further end tokens.
     """
     begin, end = (_named(tokenizer, folder, name) for name in ("bos_token", "eos_token"))
     plain, whole = (tokenizer.encode("a", add_special_tokens=each).ids for each in (False, True))

@@ -79,7 +79,7 @@ def _entries(path: str | None, mixture: Sequence[Mapping[str, Any]] | None) -> t
     if wrong or not entries:
         raise ValueError(f"data.mixture has {wrong or 'no entry'}: write entries {{path: ..., weight: ...}}")
     weights = [entry["weight"] for entry in entries]
-    shares_in_block(weights)  # also of a single one: refused as it is among others
+    shares_in_block(weights)  # raises ValueError for a bad weight, also for that of a single set
     return [str(entry["path"]) for entry in entries], weights
 
 
@@ -97,7 +97,7 @@ def _windows(
 
 
 def _check_vocabulary(sets: Sequence[Prepared], vocab_size: int, tokenizer: str | None) -> None:
-    """Raises ValueError for sets of different tokenizers, another one than given, or too small a model."""
+    """Raises ValueError if the sets' tokenizers differ, or from the given one, or vocab_size is too small."""
     first = sets[0]
     for other in sets[1:]:
         if other.header.tokenizer != first.header.tokenizer:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 class DocumentStage(nn.Sequential):
     """A stage of a transformer: tokens or hidden states, and `position_ids` where documents are told apart.
 
-    Without positions it is an nn.Sequential. With them the blocks, and the embedding, get them by name;
-    returned are (hidden states, position_ids), or the last stage's output alone.
+    Without positions it is an nn.Sequential. With them, blocks get the positions and a mask, the embedding
+    gets the positions, and the stage returns (hidden states, position_ids), or the last one its output alone.
     """
 
     def forward(

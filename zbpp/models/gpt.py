@@ -150,7 +150,8 @@ class Attention(nn.Module):
 
     Its rows are ordered by head: q, k and v of head 0, then those of head 1. So a rank's shard of them holds
     whole heads. weight_dropout: drops attention weights of one rank's heads; None where all heads are here.
-    mask: which keys a query sees; None: all before it. Positions are the embedding's matter.
+    mask: which keys a query sees; None: all that are not after it. position_ids: ignored, since the embedding
+    has added the positions.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, dropout: float) -> None:

@@ -46,7 +46,7 @@ class HuggingFace:
     precision=bfloat16. strict: whether tensors that the folder lacks, or has too many of, are refused.
     `vocab_size` and `sequence_length` are those of the data. They are used where a mapping does not name
     these sizes, and must not exceed the sizes that the mapping or the file names. Where the config ties
-    embeddings, or the library ties other parameters, a stage has copies of what stages before it have.
+    embeddings, or the library ties other parameters, a stage has copies of parameters of earlier stages.
     Raises ValueError for a model that is no causal language model, for data that does not fit, for a folder
     whose files are not those of its model, and for a folder with weights given as `config`.
     """

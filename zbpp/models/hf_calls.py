@@ -213,7 +213,7 @@ def refuse_what_is_made_later(
 def batch_and_time(model: PreTrainedModel, hidden: Tensor) -> tuple[int, int]:
     """Which dimensions of the hidden states are batch and time.
 
-    Raises CutError if there are none, LibraryError if a copy is so narrow that another one has the same size.
+    Raises CutError if there are none, LibraryError if another dimension of a narrow copy has the same size.
     """
     sizes = list(hidden.shape)
     if min(sizes.count(BATCH), sizes.count(TIME)) and max(sizes.count(BATCH), sizes.count(TIME)) > 1:

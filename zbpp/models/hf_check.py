@@ -197,7 +197,7 @@ def _compare_tensors(
 ) -> None:
     """Raises CutError unless every parameter is on exactly one stage and every buffer on at least one.
 
-    A tied parameter is so under each of its names. Their values must be the whole model's.
+    This holds for each name of a tied parameter. The values must be the whole model's.
     """
     expected = set(names_of(whole))
     names = [name for stage in stages for name in names_of(stage)]

@@ -85,7 +85,7 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def check_tokenizer(folder: Path, config: PretrainedConfig) -> None:
-    """Raises ValueError if the tokenizer of a folder has tokens that the model has not."""
+    """Raises ValueError if the tokenizer of a folder has tokens that the model lacks."""
     path, size = folder / "tokenizer.json", text_config(config).vocab_size
     if not path.exists():
         return

@@ -158,7 +158,7 @@ class Stage(nn.Module):
                 container._modules[name] = child
 
     def adopt_modules(self) -> None:
-        """Run the modules that stand in the stage now: one that was replaced stands in its tree alone."""
+        """Let the library's model run the stage's present modules: a replaced one is in the stage alone."""
         self._adopt(self, self._patched.model, "")
 
     def _adopt(self, container: nn.Module, module: nn.Module, path: str) -> None:

@@ -111,7 +111,7 @@ def _check_names(model: PreTrainedModel, names: Sequence[str]) -> None:
         raise ValueError(f"the run holds no {missing[0]} ({len(missing)} tensors of the model are missing)")
     if surplus := sorted(set(names) - expected):
         raise ValueError(
-            f"the run holds {surplus[0]}, which {type(model).__name__} has not ({len(surplus)} in all): "
+            f"the run holds {surplus[0]}, which {type(model).__name__} lacks ({len(surplus)} in all): "
             "is it a run of another model?"
         )
 

@@ -28,8 +28,8 @@ def initialise(
     """Give the stage's own tensors memory on the CPU and initial values; the others stay on the meta device.
 
     is_own: whether a parameter or buffer of this full name is the stage's own. constants: values of tensors
-    that `_init_weights` leaves alone. A tied parameter gets the values of its first name, also where the
-    stage has another of its names only. Raises CutError for a tensor that gets no value.
+    that `_init_weights` leaves alone. A tied parameter gets the values of its first name, also if the stage
+    has only another of its names. Raises CutError for a tensor that gets no value.
     """
     aliases = aliases_of(model)
     untie(model, aliases)

@@ -34,8 +34,8 @@ class Blueprint:
     """A model as functions that make its parts, in model order: `first` by name, the layers, `last` by name.
 
     last_cost: the cost of `last`, as a multiple of a layer's; `first` counts as nothing. tied: {name of a
-    parameter: name of the one that it is}; a stage that has the first one alone has a copy of it. stage: what
-    the parts of a stage are put into.
+    parameter: other name of the same one}; a stage with the first name alone has a copy. stage: the class of
+    a stage, which gets its parts.
     """
 
     layer: Callable[[int], nn.Module]
@@ -157,9 +157,8 @@ def token_loss(logits: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor
     """Mean cross-entropy over all tokens in nats; logits [batch, time, vocab], target [batch, time].
 
     Computed in float32 at least, whatever the logits are. A target of -100 is left out; a microbatch without
-    another target has the loss 0. target may be
-    (target, totals), see zbpp/data/chat.py: then the mean over the microbatches of all replicas, which have
-    different numbers of targets, is the mean over all targets.
+    another target has the loss 0. target may be (target, totals), see zbpp/data/chat.py: then the mean over
+    the microbatches of all replicas, which have different numbers of targets, is the mean over all targets.
     """
     precise = logits if logits.dtype == torch.float64 else logits.float()
     labels = target if isinstance(target, Tensor) else target[0]

@@ -9,8 +9,8 @@
     head with the embedding's weight  Shard(1)  a shard of the hidden dimension  summed over the ranks: logits
 
 With sequence parallelism the norms, the residual sums and the dropout between these layers work on a shard of
-the sequence. The whole sequence is gathered in front of query and gate, and the sums behind output and down
-are scattered along the sequence.
+the sequence. The whole sequence is gathered before query and gate, and the sums after output and down are
+scattered along the sequence.
 
 Tensors between stages, logits and loss are whole, and equal on all ranks of the mesh. The embedding is
 sharded along the hidden dimension, so that W needs no communication: every rank has every token, and its
@@ -40,7 +40,7 @@ class BlockPlan(NamedTuple):
     """The names of the modules that are sharded: `columns`, `rows` in each block, `embedding` in the stage.
 
     columns: the linear layers with weight Shard(0); rows: those with weight Shard(1). dropouts: the dropout
-    modules behind `rows`. is_tied: the head has the embedding's weight, so it is sharded along the same
+    modules after `rows`. is_tied: the head has the embedding's weight, so it is sharded along the same
     dimension.
     """
 

@@ -53,8 +53,8 @@ class Prediction(NamedTuple):
 class Predictor:
     """Predicts runs of one model whose configs differ in schedule, recompute, reshard and the like.
 
-    It measures stages once for all configs under which the stages are alike. fake_only: never on the CPU,
-    where a stage takes memory: raise ConfigError instead.
+    It measures stages once for all configs under which the stages are alike. fake_only: stages that can't run
+    on fake tensors raise ConfigError; otherwise they run on the CPU, where they take memory.
     """
 
     fake_only: bool = False

@@ -1,4 +1,4 @@
-"""After an error about memory: what was predicted, and which switches would need less.
+"""After an out-of-memory error: what was predicted, and which switches would need less.
 
 The prediction runs in a forked process, which ends after some seconds whatever it does: the failed process
 may hold a lock, and nothing may keep it from ending. Stages run on fake tensors alone, without memory.
@@ -23,7 +23,7 @@ from zbpp.prediction.switches import Changes, Switches, changed, title_of
 from zbpp.render import in_bytes
 from zbpp.schedule import PlanError, Timetable
 
-_CLEARLY = 0.99  # of the peak as configured: what saves less is not shown
+_CLEARLY = 0.99  # of the peak as configured: a switch that saves less is not shown
 _LONGEST = 160  # characters of a reason
 _END = "."
 _HINT = "`zbpp memory` with the arguments of this run shows each rank's curve, and each switch with its time"
@@ -80,7 +80,7 @@ def _own(found: RankMemory, failed: Failed, not_predicted: list[str]) -> str:
 
 
 def _others(config: TrainConfig, own: Prediction, failed: Failed, predictor: Predictor) -> Iterator[str]:
-    """A line as soon as a switch is known to fit: the time may be over before the next one is."""
+    """Yields a line as soon as a switch is known to fit: the time may be over before the next is tried."""
     most = max(each.peak for each in own.ranks)
     limit = "less" if failed.limit is None else f"at most {in_bytes(failed.limit)}"
     refused, found = [], False
@@ -110,7 +110,7 @@ def _same(timetable: Timetable, changes: Changes) -> Timetable | None:
 def _candidates(config: TrainConfig) -> list[Changes]:
     """The changes that may save memory, those of one switch first."""
     single = [each for choices in Switches(config).choices() for each in choices]
-    if config.memory.limit is None:  # which `auto` keeps to
+    if config.memory.limit is None:  # `auto` needs one
         single = [each for each in single if each != {"memory.recompute": "auto"}]
     memory = [
         each for each in single if "memory.gradient_release" not in each and "schedule.name" not in each

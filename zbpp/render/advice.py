@@ -122,7 +122,7 @@ def _too_large(answer: Answer) -> str:
 
 
 def _with_variants(answer: Answer) -> str:
-    """Each schedule with what makes it fit, or holds less at no cost; nothing where all do best without."""
+    """Each schedule with the offload or recompute that lets it fit, or hold less; "" if none has any."""
     pairs = answer.with_variants
     if all(variant.title == "nothing" for _, variant in pairs):
         return ""

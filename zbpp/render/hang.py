@@ -11,7 +11,7 @@ from zbpp.schedule import from_csv
 
 _BEFORE, _AFTER = 6, 6  # actions that are shown around the place where a rank stood
 _CALLS = 3  # of the Python stack, the innermost ones
-_TORCH = "/site-packages/torch/"  # in a call's line: it is none of the user's
+_TORCH = "/site-packages/torch/"  # in a call's line: the call is in torch's code, not in the user's
 
 
 def render_hang(records: Mapping[int, Record]) -> str:

@@ -78,7 +78,7 @@ def render_limit(ranks: Sequence[RankMemory], limits: Sequence[float]) -> str:
 
 
 def render_switches(rows: Sequence[Mapping[str, str]]) -> str:
-    """A line per switch: the peak with it, what that saves, and how long a step takes; or why it can't be."""
+    """A line per switch: the peak with it, the bytes saved and the step's time; or why it is refused."""
     head = ("switch", "peak of any rank", "saves", "step time", "")
     cells = [(row["switch"], row["peak"], row["saves"], row["time"]) for row in rows]
     lines = aligned([head[:4], *cells])

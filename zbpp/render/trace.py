@@ -88,7 +88,7 @@ def _message_slices(transfers: list[Transfer], first: float) -> Iterator[Event]:
 
 
 def _reductions(timeline: Timeline, first_id: int) -> Iterator[Event]:
-    """One lane on each rank that reduces, behind the lanes of its messages."""
+    """One lane on each rank that reduces, after the lanes of its messages."""
     first, thread = first_start(timeline), 2 * timeline.timetable.num_ranks + 1
     for rank in sorted({each.rank for each in timeline.reductions}):
         yield _lane(first_id + rank, thread, "reductions")
@@ -99,7 +99,7 @@ def _reductions(timeline: Timeline, first_id: int) -> Iterator[Event]:
 
 
 def _copies(timeline: Timeline, first_id: int) -> Iterator[Event]:
-    """One lane on each rank that offloads, behind the lane of its reductions."""
+    """One lane on each rank that offloads, after the lane of its reductions."""
     first, thread = first_start(timeline), 2 * timeline.timetable.num_ranks + 2
     for rank in sorted({each.rank for each in timeline.copies}):
         yield _lane(first_id + rank, thread, "offload")

@@ -23,10 +23,11 @@ def batch_for(
     *,
     target_dtype: torch.dtype | None = None,
 ) -> tuple[tuple[Any, ...], Any]:
-    """(args, target) of a step for the owner of `stages`: args for stage 0, the target for the last stage.
+    """(args, target) of a step for the owner of `stages`: () without stage 0, None without the last stage.
 
-    Floating-point tensors get the dtype of the stages' parameters, those of the target `target_dtype` if it
-    is given. Raises ValueError for a batch of another form.
+    number: the batch's number in the source. Floating-point inputs and targets get the dtype of the stages'
+    parameters; `target_dtype`, if given, replaces it for targets. Raises ValueError for a batch that
+    zbpp/data/batch.py can't take apart, and for inputs that stage 0 does not take.
     """
     if not stages.keys() & {0, num_stages - 1}:
         return (), None
@@ -45,13 +46,13 @@ def batch_for(
 
 
 def positional(inputs: tuple[Any, ...] | dict[str, Any], module: nn.Module) -> tuple[Any, ...]:
-    """The inputs in the order of `module`'s arguments. Raises ValueError for names that it doesn't take."""
+    """The inputs in the order of forward's arguments. Raises ValueError if forward can't take them so."""
     if isinstance(inputs, tuple):
         return inputs
     if len(inputs) == 1:
         return tuple(inputs.values())
     try:
-        # The class's forward: recompute and compile put a function with any arguments on the object.
+        # The class has the real signature: recompute and compile replace `module.forward`.
         bound = inspect.signature(type(module).forward).bind(module, **inputs)
     except TypeError as error:
         raise ValueError(f"a batch has the inputs {', '.join(inputs)}, but stage 0: {error}") from None

@@ -47,9 +47,9 @@ class Batches:
         return self._read(self._data.evaluation, number, self._pipeline.device)
 
     def origin_of(self, step: int, found: NonFinite) -> str:
-        """Where the first row comes from that is not finite in the data; "" if the source can't say.
+        """The origin of the first row with a value that is not finite; "" if the source can't say.
 
-        found: what a search found in the data of the step. They may be another replica's.
+        found: the result of a search; its row may be in the data of another replica or shard.
         """
         if found.rows is None or found.microbatch is None or found.kind not in ("input", "target"):
             return ""
@@ -73,7 +73,7 @@ class Batches:
         return "" if origin is None else str(origin(number, microbatch * per_microbatch + row))
 
     def replace_pipeline(self, pipeline: Pipeline) -> None:
-        """Read for another pipeline, whose stages may be others. What was read ahead is read again."""
+        """Read for another pipeline, which may have other stages. Batches read ahead are read again."""
         self.close()
         self._pipeline = pipeline
         self._ahead = self._read_ahead()
@@ -89,7 +89,7 @@ class Batches:
         if not self._num_ahead or not ends & self._pipeline.stages.keys():
             return None
         check_thread_may_read(self._data.train)
-        host = torch.device("cpu")  # from there the thread moves batches by itself
+        host = torch.device("cpu")  # the thread itself moves batches from there to the device
         return ReadAhead(
             lambda step: self._read(self._data.train, step, host), self._num_ahead, self._pipeline.device
         )

@@ -16,7 +16,7 @@ from zbpp.training.update import Metrics
 
 
 class _Begun(NamedTuple):
-    """step: from 1. batch: for a run again. number: of the pipeline's step, from 0."""
+    """step: counted from 1. batch: to run the step again. number: the pipeline's, counted from 0."""
 
     step: int
     times: Metrics
@@ -33,11 +33,11 @@ class BegunSteps:
 
     @property
     def kept_batches(self) -> list[Batch]:
-        """The batches of these steps, which may be run again."""
+        """The batches of the steps whose outcome is not known yet: such a step may be run again."""
         return [begun.batch for begun in self._begun]
 
     def add(self, step: int, times: Metrics, batch: Batch, pipeline: Pipeline) -> None:
-        """Note the step, from 0, that the pipeline has just run. times: those of its metrics."""
+        """Note the step (counted from 0) that the pipeline has just run. times: its duration and speed."""
         self._begun.append(_Begun(step + 1, times, batch, pipeline.num_steps - 1))
 
     def finish(self, outcome: Outcome, figures: Metrics, pipeline: Pipeline) -> Metrics:
@@ -49,7 +49,7 @@ class BegunSteps:
         return metrics
 
     def _find_non_finite(self, begun: _Begun, pipeline: Pipeline) -> NonFinite | None:
-        """Run a step again. With post-validation the weights may be those of the step behind it."""
+        """Run a step again. With post-validation the weights may have the next step's update already."""
         args, target = begun.batch
         found = pipeline.find_non_finite(*args, target=target, step=begun.number)
         if found is None:

@@ -1,8 +1,9 @@
 """What happens around the steps of a run beside training: saving, leaving early, sampling, profiling.
 
     for each step:    before_step   the step   after_step
-    at the end:       finish, also of a run that is left early, not of one that fails
-                      stopped, of a run that NaN or infinite values stop
+    at the end:       finish        if the run does its last step, or is left early
+                      stopped       if NaN or infinite values stop the run
+                      (neither)     if the run fails
 
 All ranks have the same callbacks in the same order, and call them at the same places: so a callback may
 communicate.
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """One such thing; each method does nothing until it is overridden. Steps count from 0."""
+    """The base of all callbacks; each method does nothing until it is overridden. Steps count from 0."""
 
     def seconds_to_finish(self, trainer: Trainer) -> float:
-        """How long `finish` may take, by this callback's estimate; a time limit leaves so much earlier."""
+        """This callback's estimate of how long `finish` takes; a time limit ends the run so much earlier."""
         return 0.0
 
     def needs_weights(self, step: int) -> bool:
@@ -40,8 +41,8 @@ class Callback:
     def after_step(self, trainer: Trainer, step: int, known: list[Metrics]) -> None:
         """Called after a step.
 
-        known: the metrics of the steps whose outcome has become known, oldest first. Their dicts may be
-        added to. Where `needs_weights(step)`, the last one is this step's.
+        known: the metrics of the steps whose outcome has become known, oldest first. The callback may add
+        entries to these dicts. If `needs_weights(step)` is true, the last dict is this step's.
         """
 
     def stopped(self, trainer: Trainer) -> None:
@@ -52,7 +53,7 @@ class Callback:
 
 
 def states_of(callbacks: Iterable[Callback]) -> dict[str, Stateful]:
-    """The callbacks that a checkpoint holds, by class, and from the second one of a class on by number."""
+    """The callbacks with a state, by their names in a checkpoint: `callback.Count`, `callback.Count#2`."""
     found: dict[str, Stateful] = {}
     for callback in callbacks:
         if isinstance(callback, Stateful):

@@ -1,7 +1,8 @@
 """Calls callbacks, and says whose mistake an error is: which callback's, on which rank, at which key.
 
-A callback may add to the metrics of a step what JSON can hold. A tensor with one element becomes a number.
-What zbpp or another callback has put there stays: a changed loss would be taken for the run's own.
+A callback may add values that JSON can hold to the metrics of a step. A tensor with one element becomes a
+number. A callback must not change an entry of zbpp or of another callback: readers of the metrics would take
+a changed loss for the run's own.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def _check_value(name: str, key: Any, value: Any) -> None:
 
 @contextmanager
 def _named(callback: Callback, method: str, trainer: Trainer) -> Iterator[None]:
-    """Tell of a collective that a user's callback has begun and that did not end."""
+    """Turn the failure of a collective in a user's callback into an error that names the callback."""
     try:
         yield
     except RuntimeError as error:
@@ -95,7 +96,7 @@ def _named(callback: Callback, method: str, trainer: Trainer) -> Iterator[None]:
 
 
 def _told(error: CommunicationError, size: int) -> Exception:
-    """A connection breaks since a rank has died, which others tell. A wait lasts too long by a mistake."""
+    """The error itself if a connection broke (a rank died); after a timeout, the user's likely mistake."""
     if not error.is_late:
         return error
     return CallbackError(
@@ -110,7 +111,7 @@ def _is_of_torchs_communication(error: RuntimeError) -> bool:
 
 
 def _line(error: BaseException) -> str:
-    """` (my_file.py:80)`: where the callback's method was."""
+    """` (my_file.py:80)`: the line of the callback's method in which the error arose."""
     frames: Sequence[traceback.FrameSummary] = traceback.extract_tb(error.__traceback__)
     own = [each for each in frames if Path(each.filename) != Path(__file__)]
     return f" ({Path(own[0].filename).name}:{own[0].lineno})" if own else ""

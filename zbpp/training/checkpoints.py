@@ -1,4 +1,4 @@
-"""Checkpoints of a run: saved between steps, in the background if wanted; and going on from one.
+"""Saves a run's checkpoints between steps, in the background if wanted, and resumes a run from one.
 
 A checkpoint of step n is written when the metrics of step n have been logged, so a resumed run misses no line
 of metrics.jsonl.
@@ -21,20 +21,19 @@ from zbpp.training.trainer import Trainer
 from zbpp.training.update import Metrics
 
 _CALLBACK = "callback."  # names of callbacks' states begin so
-_BYTES_PER_SECOND = 1e8  # written by one process, where no checkpoint was measured yet
+_BYTES_PER_SECOND = 1e8  # that one process writes, assumed until a checkpoint was timed
 
 
 class Checkpoints(Callback):
-    """Saves every `every` steps, when a run is left early, and at the end of one that is long or was resumed.
+    """Saves every `every` steps, when a run is left early, and at the end of a run that has checkpoints.
 
-    A run is long if it has `every` steps or more.
-    folder: a subfolder per step is made in it. every: 0: only when the run is left early. keep: how many
-    checkpoints stay. background: whether training goes on while a checkpoint is written; its state is copied
-    first. config: the run's config by dotted key; it is saved in each checkpoint.
+    folder: gets a subfolder per checkpoint. every: steps; with 0, only a run that is left early is saved.
+    keep: how many checkpoints stay. background: whether training goes on while a checkpoint is written; the
+    state is copied first. config: the run's config by dotted key; each checkpoint holds it.
 
     A checkpoint of weights that are not finite is not written: it would replace a good one.
-    A checkpoint that can't be written is reported by the first process, and training goes on. If it was to
-    be the last one of a run that is left early, CheckpointError is raised.
+    If a checkpoint can't be written, the first process reports this, and training goes on; but the last
+    checkpoint of a run that is left early raises CheckpointError.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class Checkpoints(Callback):
         return self._is_due(step + 1)
 
     def before_step(self, trainer: Trainer, step: int) -> None:
-        """Save if it is time: before a step, when the metrics of the step before have been logged."""
+        """Save if a checkpoint is due. The metrics of the step before have been logged by now."""
         if self._resumed is not None:
             _restore_callbacks(self._resumed, trainer)
             self._resumed = None
@@ -71,18 +70,18 @@ class Checkpoints(Callback):
         """Save the last step if it is not saved yet, and wait until it is written."""
         self._settle()
         step, leaves = trainer.next_step, trainer.leaving is not None
-        # If the folder has an earlier one, the same command would go on from that with a run that has ended.
+        # Without a checkpoint of the last step, the same command would resume this ended run at an older one.
         if step > self._last and (leaves or self._last or 0 < self._every <= step):
             error = self._save(trainer, step, in_background=False)
             if error and leaves:
                 raise CheckpointError(error)
 
     def stopped(self, trainer: Trainer) -> None:
-        """Wait until the checkpoint under way is written. The weights of now are not saved."""
+        """Wait until the checkpoint under way is written. The present weights are not saved."""
         self._settle()
 
     def seconds_to_finish(self, trainer: Trainer) -> float:
-        """The seconds for the checkpoint being written and one more; before the first, by their size."""
+        """Seconds for the checkpoint being written and one more; by the weights' size until one is timed."""
         if self._longest:
             return 2 * self._longest
         num_bytes = sum(each.numel() * each.element_size() for each in trainer.pipeline.parameters())
@@ -91,9 +90,9 @@ class Checkpoints(Callback):
     def resume(self, trainer: Trainer, source: Path, num_steps: int, *, has_ended: bool = True) -> None:
         """Let the trainer go on from the newest whole checkpoint in `source`, or from `source` itself.
 
-        has_ended: whether the run in the folder has written its summary. One that was killed between its last
-        checkpoint and the summary has no step left to do, but its end.
-        Raises CheckpointError, on every process, for one that does not fit this run. Collective.
+        has_ended: whether the run in the folder has written its summary. A run that was killed between its
+        last checkpoint and its summary has all steps done, and still has to end. Raises CheckpointError, on
+        every process, for a checkpoint that does not fit this run. Collective.
         """
         is_own = self._folder.resolve() in (source.resolve(), source.resolve().parent)
         found = opened(source, trainer.pipeline.place, is_own=is_own)
@@ -107,8 +106,8 @@ class Checkpoints(Callback):
         other_options = [key for key in changed if key.startswith(_OF_OPTIMIZER)]
         if other_options and trainer.scheduler is not None:
             raise CheckpointError(
-                f"{found.path} has the rates of its scheduler, and {', '.join(other_options)} differ from "
-                "those of that run: leave them as they were"
+                f"{found.path} holds the learning rates of its lr_scheduler, and this run changes "
+                f"{', '.join(other_options)}: leave them as they were"
             )
         restore(
             found,
@@ -184,7 +183,7 @@ class Checkpoints(Callback):
         }
 
 
-# Keys that change an optimizer's options. The schedule of learning rates is no option: it may change.
+# Keys that change an optimizer's options. optimizer.lr_schedule and its numbers don't: they may change.
 _OF_OPTIMIZER = tuple(
     f"optimizer.{name}"
     for name in (
@@ -213,7 +212,7 @@ def _restore_callbacks(found: Checkpoint, trainer: Trainer) -> None:
             for names in (saved.keys() - here.keys(), here.keys() - saved.keys())
         )
         if left_out:
-            print(f"{found.path} has states of callbacks that this run has not: {left_out}", flush=True)
+            print(f"{found.path} has states of callbacks that this run lacks: {left_out}", flush=True)
         if new:
             print(f"callbacks that begin anew, since {found.path} has no state of them: {new}", flush=True)
 
@@ -232,7 +231,7 @@ def _is_first(trainer: Trainer) -> bool:
 
 
 def _check_rows(found: Checkpoint, trainer: Trainer) -> None:
-    """Raise CheckpointError if steps have another size now: the step is the position in the data."""
+    """Raise CheckpointError if steps now read more or fewer rows: the step is the position in the data."""
     info = found.facts["info"]
     if not {"items_per_step", "unit", "fingerprint", "config", "is_replanned"} <= info.keys():
         raise CheckpointError(f"{found.path} was not written by a run of zbpp train: load it with zbpp.load")

@@ -24,7 +24,8 @@ _NOT_HIDDEN = ("*embed*", "*head*", "*wte*", "*wpe*", "*embd*")
 def is_for_muon(named: Named, wanted: str | None) -> bool:
     """Whether Muon updates the parameter: a matrix that is no embedding and no head, by its names.
 
-    wanted: the algorithm that the config names for the parameter. Raises ValueError if that can't update it.
+    wanted: the algorithm that the config names for the parameter; None: none. Raises ValueError if this
+    algorithm can't update the parameter.
     """
     if wanted not in (None, MUON, ADAMW):
         raise ValueError(f"algorithm={wanted}: write {MUON} or {ADAMW}")
@@ -41,7 +42,7 @@ def is_for_muon(named: Named, wanted: str | None) -> bool:
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """groups: each with `algorithm`, muon or adamw, and options of that one. lr: of groups without one.
+    """groups: each with its `algorithm`, muon or adamw, and options of that algorithm. lr: the default.
 
     Muon's steps are scaled so that a learning rate and a weight decay for AdamW fit it (torch's
     adjust_lr_fn="match_rms_adamw"), unless a group says otherwise.
@@ -53,7 +54,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
             MUON: lambda own: torch.optim.Muon(own, lr=lr, adjust_lr_fn="match_rms_adamw"),
             ADAMW: lambda own: torch.optim.AdamW(own, lr=lr),
         }
-        # Each fills its defaults into the groups, which are this optimizer's own afterwards.
+        # Each writes its defaults into the dicts of its groups, which become this optimizer's groups below.
         self._members = {
             name: make([group for group in groups if group["algorithm"] == name])
             for name, make in makers.items()
@@ -68,7 +69,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for name, member in self._members.items():
-            # load_state_dict and post-validation put others in their places.
+            # load_state_dict and post-validation replace the groups and the states.
             member.param_groups = [group for group in self.param_groups if group["algorithm"] == name]
             member.state = self.state
             member.step()

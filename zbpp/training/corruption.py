@@ -14,13 +14,13 @@ from zbpp.training.update import Metrics
 class CheckReplicas(Callback):
     """Compares all copies of weights, buffers and optimizer states.
 
-    When: behind the first step of a start, behind one of `every` steps, and behind the last one.
+    It does so after the first step of a start, after every `every`-th step, and after the last step.
     """
 
     def __init__(self, every: int) -> None:
         self._every = every
         self._first: int | None = None
-        self._compared: int | None = None  # the number of steps that were done then
+        self._compared: int | None = None  # how many steps were done at the last comparison
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         """See Callback."""
@@ -46,7 +46,7 @@ class CheckReplicas(Callback):
 
 
 class ReplaySteps(Callback):
-    """Runs the first step of a start, and one of `every` steps, twice; not one whose memory is reported."""
+    """Runs the first step of a start and every `every`-th step twice; not one whose memory is reported."""
 
     def __init__(self, every: int) -> None:
         self._every = every
@@ -54,7 +54,7 @@ class ReplaySteps(Callback):
         self._is_first = True
 
     def needs_weights(self, step: int) -> bool:
-        """Before a step that runs twice no update is left to be validated."""
+        """Whether the next step runs twice: the update before it must be validated by then."""
         return (step + 2) % self._every == 0
 
     def before_step(self, trainer: Trainer, step: int) -> None:

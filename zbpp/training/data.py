@@ -1,4 +1,4 @@
-"""What zbpp/data/ offers, under the names that it had here: configs of older runs hold them."""
+"""Old import paths of what is now in zbpp/data/: the configs of older runs name them."""
 
 from zbpp.data import Batches, Data, RandomRegression, regression_data, text_data
 

@@ -41,7 +41,7 @@ class Counted:
         return found
 
     def with_losses(self, losses: Iterable[Tensor]) -> Weighed:
-        """The means of losses and metrics over the batch's targets. ValueError for a metric called loss."""
+        """The means of losses and metrics over the batch's targets. Raises ValueError for a metric `loss`."""
         rows = []
         for loss, (count, found) in zip(losses, self._seen, strict=True):
             if "loss" in found:
@@ -67,7 +67,7 @@ def num_targets(target: Any) -> float:
 
 
 def mean_of(parts: Iterable[Weighed]) -> Weighed:
-    """The means over all parts together; parts without any target weigh alike."""
+    """The means over all parts together. If no part has a target, all parts weigh alike."""
     rows = list(parts)
     total = math.fsum(each.num_targets for each in rows)
     weights = [each.num_targets / total if total else 1 / len(rows) for each in rows]
@@ -95,7 +95,7 @@ def fault_of_evaluation(means: Mapping[str, float]) -> str:
 
 
 def sentence_of(fault: str, step: int, number: int, in_data: str) -> str:
-    """What a run prints of such a mean. number: of the first bad batch. in_data: what is bad in it, or ""."""
+    """The line about a mean that is not finite. number: of the first bad batch; in_data: its fault, or ""."""
     cause = (
         f"the batch has {in_data}" if in_data else "the batch itself is finite, so the model made the value"
     )
@@ -106,7 +106,10 @@ def sentence_of(fault: str, step: int, number: int, in_data: str) -> str:
 
 
 def first_bad_batch(everyone: Iterable[Sequence[Weighed]]) -> int:
-    """The number of the first held-out batch with a mean that is not finite. everyone: each process's."""
+    """The number of the first held-out batch with a mean that is not finite; 0 if there is none.
+
+    everyone: for each process, the means of each batch.
+    """
     numbers = (
         number
         for some in everyone

@@ -1,4 +1,4 @@
-"""A model of which a part is trained: frozen by name, or by LoRA."""
+"""A model of which only a part is trained: parameters frozen by name, or LoRA adapters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FineTuned:
     """A model of which only a part is trained; see zbpp/stage_api.py for what a model is.
 
     freeze, train: patterns of parameters' names, see frozen.py. lora: the arguments of peft's LoraConfig;
-    None: no LoRA. seed: of the adapters' initial values. Raises ValueError for LoRA options that can't be.
+    None: no LoRA. seed: of the adapters' initial values. Raises ValueError as lora_config does.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class FineTuned:
         seed: int = 0,
     ) -> None:
         if lora is not None:
-            lora_config(lora)  # raises ValueError for options that can't be
+            lora_config(lora)  # raises ValueError for options that a pipeline can't have
         self.model, self._freeze, self._train = model, freeze, train
         self._lora, self._seed = lora, seed
 
@@ -64,7 +64,7 @@ class FineTuned:
 
     def __getattr__(self, name: str) -> Any:
         """The model's other attributes: tied, parallelize, metrics, ..."""
-        if name == "model":  # not set yet, as while it is copied
+        if name == "model":  # not set yet, while copy or pickle makes this object
             raise AttributeError(name)
         if name == "parallelize" and self._lora is not None:
             return _refuse_to_split

@@ -20,7 +20,7 @@ from zbpp.training.parameter_groups import check_all_match
 def freeze(
     stage: nn.Module, freeze: Sequence[str], train: Sequence[str], tied: Mapping[str, str] | None = None
 ) -> None:
-    """Freeze parameters of a stage. tied: the model's `tied()`; all copies of a parameter are alike."""
+    """Freeze parameters of a stage. tied: the model's `tied()`; a tied parameter matches by all its names."""
     aliases = _aliases(tied or {})
     names: dict[nn.Parameter, set[str]] = {}
     for name, parameter in stage.named_parameters(remove_duplicate=False):

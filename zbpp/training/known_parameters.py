@@ -9,9 +9,9 @@ from zbpp.training.master_weights import MasterWeights
 
 
 class KnownParameters:
-    """The parameters that were trainable when the trainer was made, and those of the optimizer since.
+    """The parameters that were trainable when the trainer was made, and those that its optimizer got later.
 
-    A parameter that is replaced, added or no longer frozen later gets gradients, but no update.
+    A parameter that is replaced, added or unfrozen later gets gradients, but no update.
     """
 
     def __init__(

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class LiveFigures(Callback):
     """Adds figures to the metrics of each step on the rank that shows them; the other ranks need none.
 
-    model_flops_utilisation is added if the data are tokens and the device's peak in this dtype is known. The
-    steps that are measured action by action (Trainer.record_every) also get measured_bubble_rate,
+    model_flops_utilisation is added if the data are tokens and the device's peak FLOP/s in this dtype are
+    known. Steps that are measured action by action (Trainer.record_every) also get measured_bubble_rate,
     predicted_bubble_rate (simulated with the measured costs) and peak_memory_bytes (of the fullest rank).
     """
 

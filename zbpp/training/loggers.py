@@ -1,6 +1,6 @@
 """Where a run is logged: `metrics.jsonl` is the record; wandb and TensorBoard show a copy.
 
-Both show pictures and texts, too; these are files of the run folder already.
+Both also show the pictures and texts that are files of the run folder.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class JsonLines:
         """Texts are files beside this one."""
 
     def close(self, summary: Metrics, *, failed: bool) -> None:
-        with suppress(*[FolderError] * failed):  # another error ends the run
+        with suppress(*[FolderError] * failed):  # if the run has failed, its own error is the one to show
             self._record.close()
 
 
 class Wandb:
     """One wandb run for the whole job, written by the rank that makes this object.
 
-    mode="online" without an account falls back to offline, with a line that says so. goes_on: with the wandb
-    run that an earlier start of the job has begun; its id is in the folder's `wandb/id`.
+    mode="online" without an account falls back to offline, with a line that says so. goes_on: continue the
+    wandb run of an earlier start of the job; its id is in the folder's `wandb/id`.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Wandb:
         earlier = kept.read_text().strip() if goes_on and kept.is_file() else None
 
         def start(mode: Any) -> Any:
-            # Offline the id alone joins the parts, when they are synced.
+            # wandb resumes online runs only. Syncing joins the offline parts, which have the same id.
             again: Any = "allow" if earlier and mode == "online" else None
             options: Any = {"id": earlier, "resume": again, "config": dict(config), "settings": settings}
             return wandb.init(mode=mode, project=project, dir=str(folder), **options)
@@ -108,7 +108,7 @@ class Wandb:
 class TensorBoard:
     """One event file for each start of a run, in the folder `tensorboard` of the run's.
 
-    first_step: how many steps were done before; what an earlier start logged after them is not shown.
+    first_step: how many steps were done before; TensorBoard hides what an earlier start logged after them.
     """
 
     def __init__(self, folder: Path, *, config: Metrics, first_step: int = 0) -> None:
@@ -163,7 +163,7 @@ def _in_netrc() -> bool:
 class Loggers:
     """Several loggers as one, closed in every case.
 
-    One that raises an OSError, as on a full disk, gets nothing more: a run does not end for a copy.
+    A logger that raises an OSError, as on a full disk, gets nothing more: the run goes on without it.
     """
 
     def __init__(self, loggers: list[Logger]) -> None:

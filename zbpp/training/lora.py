@@ -164,7 +164,7 @@ def is_adapter(name: str) -> bool:
 
 
 def _adapters(pipeline: Pipeline, masters: MasterWeights | None) -> Iterator[tuple[str, Tensor]]:
-    """(name in its stage, values on the CPU) of each adapter on this rank; a master stands for its weight."""
+    """(name in its stage, values on the CPU) of each adapter here; its master's values if it has one."""
     for stage in pipeline.stages.values():
         for name, parameter in stage.named_parameters():
             if is_adapter(name):

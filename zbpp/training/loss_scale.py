@@ -15,7 +15,8 @@ class LossScale:
     """The factor on the loss of the next step, `value`: halved at an overflow, doubled after good steps.
 
     start: the first factor; choose a power of two, so that scaling and dividing it out are exact.
-    growth_interval: after so many good steps in a row the factor is doubled.
+    growth_interval: after so many good steps in a row the factor is doubled. Raises ValueError if one of the
+    two is below 1.
 
         used = pipeline.loss_scale = scale.value
         pipeline.step(x, target=y)

@@ -4,11 +4,12 @@ The rule: over the finite losses of the last 100 steps, with at least 20 of them
 
     median      their median
     deviation   1.4826 x the median of |loss - median|: of normal noise the standard deviation;
-                at least 1 % of |median|, so that a curve without noise has no spikes of nothing
+                at least 1 % of |median|, so that on a curve without noise a tiny rise is no spike
 
 A loss is a spike if (loss - median) / deviation is larger than `factor`. Median and deviation do not move
-with a few spikes. On a falling curve the median lies above the loss, so falling hides noise, and never flags
-it. A loss that stays high is no spike any more when half of the last losses are as high.
+with a few spikes. On a falling curve the median lies above the loss, so small spikes are missed there, but
+none are reported wrongly. A loss that stays high is no spike any more when half of the last losses are as
+high.
 """
 
 from __future__ import annotations

@@ -15,14 +15,14 @@ from zbpp.training.update import Metrics
 
 
 class LeaveLostFolder(Callback):
-    """Looks after each step whether the folder is still there, on the rank that has claimed it."""
+    """Checks after each step that the folder is still there, on the rank that has claimed it."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._is_lost = False
 
     def after_step(self, trainer: Trainer, step: int, known: list[Metrics]) -> None:
-        """Make a folder that is gone again, and let the run leave: it saves itself before."""
+        """If the folder is gone, make it anew, and let the run leave; the run saves a checkpoint first."""
         if self._folder.is_there() or not self._folder.make_again():
             return
         self._is_lost = True

@@ -27,7 +27,7 @@ def make_update(
     masters: MasterWeights | None,
     loss_scale: LossScale | None,
 ) -> Update:
-    """The arguments are those of Trainer and Update. Raises ValueError for options that exclude another."""
+    """Arguments as those of Trainer and Update. Raises ValueError for options that exclude each other."""
     common: Any = {"clip_norm": clip_norm, "masters": masters, "loss_scale": loss_scale}
     if gradient_release != "off":
         if post_validation is not None:

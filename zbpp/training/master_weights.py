@@ -51,7 +51,7 @@ class MasterWeights:
         for parameter, master in self._masters.items():
             parameter.main_grad = master.grad = torch.zeros_like(master)  # type: ignore[attr-defined]  # zbpp's
         self._versions = [parameter._version for parameter in trained]
-        self._were_changed = False  # whether the masters are known to have an optimizer
+        self._were_changed = False  # whether an optimizer is known to have changed a master
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The masters, for an optimizer; with the optimizer's states they are what a checkpoint has to hold.

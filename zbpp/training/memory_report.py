@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RankReport(NamedTuple):
-    """One rank's measured step. how: how the bytes were counted, in words.
+    """One rank's measured step. highest: the peak, in bytes. how: how the bytes were counted, in words.
 
     is_validated_later: whether the step had a gate, where the previous update was validated.
     """
@@ -56,7 +56,7 @@ class MemoryReport:
         self._is_recording = False
 
     def count(self, batch: Any) -> None:
-        """Count a step's batch, which no operator returned. Does nothing if the step is not recorded."""
+        """Count a step's batch, whose tensors no operator made. Does nothing if the step is not recorded."""
         if self._record is not None and self._is_recording:
             self._record.count(each for each in tree_leaves(batch) if isinstance(each, Tensor))
 

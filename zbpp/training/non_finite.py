@@ -10,8 +10,8 @@ All ranks judge the same Outcome, so they decide alike, without a message of the
 With a loss scale (float16), gradients that overflow are ordinary: the scale skips them, whatever the policy,
 and they do not count. A loss that is not finite does count.
 
-To say where the first such value appeared, the step is run again (Pipeline.find_non_finite), which takes
-a few steps' time: at the first such step, then at one of a hundred at most, and when the run stops.
+To say where the first such value appeared, the step is run again (Pipeline.find_non_finite), which takes a
+few steps' time: this is done at the first such step, then at most once in 100 steps, and when the run stops.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Values:
         self._note_spike(outcome.loss, metrics)
         fault = fault_of(outcome, is_scaled=self._is_scaled)
         if not fault:
-            if math.isfinite(outcome.norm):  # a loss scale's overflow says nothing
+            if math.isfinite(outcome.norm):  # an overflow that the loss scale skips resets no count
                 self._in_a_row = 0
             return
         self.num_non_finite += 1
@@ -143,9 +143,9 @@ class Values:
         if found is not None:
             return str(found)
         return (
-            "The step was run again, and every value was finite: a device or its memory may be faulty, or a "
-            "result depends on something beside weights, data and random numbers, such as compilation, "
-            "without which the search runs"
+            "The step was run again, without compilation, and every value was finite: a device or its memory "
+            "may be faulty, or a result depends on something other than weights, data and random numbers, "
+            "such as compilation"
         )
 
     def _note_spike(self, loss: float, metrics: Metrics) -> None:

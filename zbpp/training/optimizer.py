@@ -26,11 +26,11 @@ def adamw(
     gradient_release: str = "off",
     entries: Sequence[Entry] = (),
 ) -> torch.optim.Optimizer:
-    """AdamW over the trainable ones of the parameters; matrices decay, biases and norm scales don't.
+    """AdamW over the trainable parameters; weight decay is for matrices, not for biases and norm scales.
 
-    kahan_sum: of 16-bit weights, what rounding takes off an update is kept and added later. With it, and with
-    gradient_release=accumulate, this is torch-optimi's AdamW, of the same formula. entries: of other options
-    for parameters by their names.
+    kahan_sum: with 16-bit weights, what rounding cuts off an update is kept and added to the next one. With
+    it, and with gradient_release=accumulate, this is torch-optimi's AdamW, of the same formula. entries:
+    other options for parameters by their names, see parameter_groups.py.
     """
     if kahan_sum or gradient_release == "accumulate":
         return _of_optimi(
@@ -100,7 +100,7 @@ def muon(
     """torch's Muon over the matrices of hidden layers, AdamW over the rest: see zbpp/training/combined.py."""
     if kahan_sum or gradient_release == "accumulate":
         what = "kahan_sum=true" if kahan_sum else "gradient_release=accumulate"
-        raise ValueError(f"{what} is for torch-optimi's optimizers, and Muon is torch's: take adamw for it")
+        raise ValueError(f"{what} is for torch-optimi's optimizers, Muon is torch's: write optimizer=adamw")
     of_muon = {"algorithm": MUON, "momentum": momentum, "weight_decay": weight_decay}
     of_adamw = {"algorithm": ADAMW, "betas": betas, "eps": eps}
     kinds = [of_muon, {**of_adamw, "weight_decay": weight_decay}, {**of_adamw, "weight_decay": 0.0}]
@@ -117,7 +117,7 @@ OPTIMIZERS = {"adamw": adamw, "stable_adamw": stable_adamw, "lion": lion, "muon"
 
 
 def _groups(parameters: Parameters, weight_decay: float, entries: Sequence[Entry]) -> list[Group]:
-    """The trainable parameters: matrices, the rest without decay, then those of the entries alike."""
+    """Two groups, matrices and the rest (without decay): for no entry first, then for each entry."""
     kinds = [{"weight_decay": weight_decay}, {"weight_decay": 0.0}]
     return grouped(as_named(parameters), entries, by_dimension(weight_decay), kinds)
 

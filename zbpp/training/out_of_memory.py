@@ -1,4 +1,4 @@
-"""What an error about memory is told besides: which rank, doing what, and what it had allocated."""
+"""Adds to an out-of-memory error: which rank, in which action, and how much memory it had allocated."""
 
 from __future__ import annotations
 

@@ -85,11 +85,11 @@ def grouped(
     split: Callable[[Named, Mapping[str, Any]], Mapping[str, Any]],
     defaults: Sequence[Mapping[str, Any]],
 ) -> list[Group]:
-    """The trainable parameters in groups: for no entry, then for each entry, a group for each of `defaults`.
+    """The trainable parameters in groups: those without an entry first, then those of each entry in turn.
 
-    split(parameter, options of its entry): chooses one of `defaults`, options that the parameter gets where
-    its entry does not set them. All ranks have the same groups in the same order, whatever parameters they
-    have; a group may be empty.
+    Each of these sets has one group for each of `defaults`, the options that apply where the entry sets none;
+    split(parameter, options of its entry) chooses the parameter's. All ranks have the same groups in the same
+    order, whatever parameters they have; a group may be empty.
     """
     all_options: list[Mapping[str, Any]] = [{}, *(each.options for each in entries)]
     places: dict[int, tuple[int, int]] = {}

@@ -63,7 +63,7 @@ class _Pending(NamedTuple):
 
     gradients: of its step; kept here, since a sharded stage has other parameters while its weights are
         gathered in the next step.
-    left: what the update has left, which nobody may change.
+    left: weights, gradients and optimizer states after the update; nobody may change them before the gate.
     has_stepped: whether this rank has updated its weights at once. loss_scale, rate: the loss scale and the
         learning rate of its step. scale_before: the state of the LossScale before the update.
     """
@@ -120,7 +120,7 @@ class PostValidatedUpdate(Update):
         """As `begin`, but leave the learning rate to the caller."""
         if pipeline.pending_update is not None and pipeline.pending_update is not self:
             pipeline.settle()
-        if self._pending is None:  # otherwise `zero_grad` zeroes the gradients, behind the gate
+        if self._pending is None:  # otherwise `zero_grad` zeroes the gradients, after the gate
             self._zero_grad()
         self._set_loss_scale(pipeline)
         pipeline.step_kind = "PostValidation.step"

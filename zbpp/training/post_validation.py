@@ -43,11 +43,10 @@ class PostValidation:
                 optimizer.step()
             scheduler.step()
 
-    Between two steps the last update may still be taken back: call `settle` before you read the weights,
-    or change them or the optimizer's states. The
-    pipeline's own methods (evaluate, state_dict, close, ...) settle first. norm: the norm of the last step
-    whose norm is known. Raises ValueError on all ranks for an optimizer whose step can't be taken back.
-    Collective.
+    Between two steps the last update may still be taken back: call `settle` before you read the weights, or
+    change them or the optimizer's states. The pipeline's own methods (evaluate, state_dict, close, ...)
+    settle first. norm: the norm of the last step whose norm is known; NaN before the first. Raises ValueError
+    on all ranks for an optimizer whose step can't be taken back. Collective.
     """
 
     def __init__(

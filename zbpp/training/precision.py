@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_map
 class Precision(NamedTuple):
     """One row of the table. compute: the dtype of F and B.
 
-    is_mixed: the optimizer updates float32 weights, master weights or shards. is_scaled: the loss scale is
-    dynamic.
+    is_mixed: the optimizer updates float32 weights (masters, or FSDP2's shards), and F and B use 16-bit
+    copies. is_scaled: the loss scale is dynamic.
     """
 
     name: str

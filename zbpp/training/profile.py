@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Profile(Callback):
-    """Profiles this rank in `steps`, counted from 1, and writes `path` behind the last of them.
+    """Profiles this rank in `steps`, counted from 1, and writes `path` after the last of them.
 
     The file is a Chrome trace, for ui.perfetto.dev. A run that ends earlier writes what there is. Before and
     after these steps the pipeline runs as without this callback.
@@ -43,7 +43,7 @@ class Profile(Callback):
             self._profiler.start()
 
     def after_step(self, trainer: Trainer, step: int, known: list[Metrics]) -> None:
-        """End behind the last step of the range."""
+        """End after the last step of the range."""
         if step + 1 >= self._steps[-1]:
             self._end()
 

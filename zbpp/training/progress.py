@@ -28,7 +28,7 @@ def progress(
     first: int = 0,
     console: Console | None = None,
 ) -> Iterator[Show]:
-    """Yields a function to call with each step's metrics; its `title` replaces the title from there on.
+    """Yields a function to call with each step's metrics; its argument `title` replaces `title` in that line.
 
     first: how many of the steps were done before, by the run that this one continues.
     """

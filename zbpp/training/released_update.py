@@ -1,4 +1,4 @@
-"""The Update for gradient release, where `pipeline.step` updates the weights: see gradient_release.py."""
+"""The Update for gradient release: `pipeline.step` updates the weights, see Pipeline.release_gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zbpp.training.update import Result, Update
 class ReleasedUpdate(Update):
     """Sets the learning rate before each step, and gathers the norm after the step.
 
-    accumulate: whether each microbatch's gradients go into the optimizer's states; the norm is then None.
+    accumulate: whether each microbatch's gradients go into the optimizer's states; grad_norm is then None.
     The other arguments are those of Trainer. Raises ValueError for options that need all gradients at the
     same time: clipping by the norm, a loss scale, master weights. Collective.
     """

@@ -1,12 +1,12 @@
-"""Planning again after the first steps of a run, for the costs that they had.
+"""Replans after the first steps of a run, for the costs that were measured in them.
 
 The cut of the model stays, so every loss stays equal to the last bit: only the order of the work changes.
 With n measured steps, counted from 0 at the first step that this process runs:
 
     step 0          ranks agree on shapes; the inputs of each stage are kept
-    1 to n          measured, under a plan that needs no measurements; then the new plan is made
+    1 to n          measured, under the first plan; then the new plan is made
     n + 1           ranks agree on shapes
-    n + 2 to 2n + 1 measured, to compare with the plan's makespan
+    n + 2 to 2n + 1 measured, to compare with the new plan's predicted makespan
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Replan:
         self._inputs = self._watching.enter_context(first_inputs(self.stages))
         self._expected = 0.0
         self.is_done, self._is_over = False, False
-        self._first: int | None = None  # a run that goes on begins with a later step
+        self._first: int | None = None  # the first step of this process: not 0 in a resumed run
 
     def is_measured(self, step: int) -> bool:
         """Whether a step must be recorded."""

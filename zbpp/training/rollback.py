@@ -35,8 +35,8 @@ class Rollback(Protocol):
     def undone(self) -> Any:
         """A context that begins by taking back the step and the scaling; within it the caller may redo both.
 
-        The optimizer's options (a learning rate) have the values of `keep` within the context. Afterwards the
-        options that the caller changed after the step are in force again.
+        Within the context the optimizer's options (such as the learning rate) have the values that they had
+        at `keep`. Afterwards options that the caller changed after the step have their new values again.
         """
 
     def forget(self) -> None:
@@ -58,7 +58,7 @@ class ExactRollback:
         self._restore_state: Callable[[], Any] = _nothing
         self._generator: Tensor | None = None
         self._gradients: list[tuple[Tensor, int]] = []
-        # Whether the step changes gradients in place. Few optimizers do so; the first step shows it.
+        # Whether the step changes gradients in place, as few optimizers do: assumed until a step shows it.
         self._changes_gradients = True
 
     @property

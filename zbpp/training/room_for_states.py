@@ -2,8 +2,8 @@
 
 Weights are on their devices before the first step; gradients come with its first W, the optimizer's states
 with its update. If these alone don't fit, the run will end out of memory, maybe after a long first forward.
-So the ranks say so before the step, with figures. Activations are not counted: what passes here may still
-not fit (`zbpp memory` predicts all of it).
+So the ranks say so before the step, with figures. Activations are not counted: a run that passes this check
+may still not fit (`zbpp memory` predicts all of its memory).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STATES = {"Adam": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2, "RMSprop": 1, "Adadel
 
 
 class Room(NamedTuple):
-    """A rank's bytes. free: of its device; None if nobody knows."""
+    """A rank's bytes: its weights, what the first step adds, and what its device has free (None: unknown)."""
 
     weights: int
     gradients: int
@@ -35,12 +35,12 @@ class Room(NamedTuple):
 
     @property
     def missing(self) -> int:
-        """The bytes that are missing at least."""
+        """How many bytes are missing, at the least."""
         return 0 if self.free is None else max(0, self.gradients + self.states - self.free)
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What a CUDA device has free, with what torch's allocator keeps; None for a CPU, which swaps."""
+    """A CUDA device's free bytes, with those that torch's allocator caches; None for a CPU, which swaps."""
     if device.type != "cuda":
         return None
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -55,8 +55,8 @@ def check_room(
 ) -> None:
     """Raise DeviceError on every rank, with a line for each, if gradients and states can't fit. Collective.
 
-    weights_on_host: then gradients and states are there, too, and nothing is checked. free: what a device has
-    free; None: `free_bytes`.
+    weights_on_host: whether weights are offloaded. Then gradients and states are on the host, too, and
+    nothing is checked. free: a device's free bytes; None: `free_bytes`.
     """
     if weights_on_host:
         return

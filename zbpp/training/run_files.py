@@ -116,7 +116,7 @@ class Record:
             del self._kept[0]
 
     def _make_again(self) -> None:
-        """Write the file again, or go on in the one that has taken its place, as an editor does it."""
+        """Write a deleted file again. If another file is there (an editor replaces files), continue in it."""
         is_deleted = not self.path.exists()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = _opened(self.path)
@@ -127,7 +127,7 @@ class Record:
                     _append(new, block)
                     offset += len(block)
         except OSError:
-            self.path.unlink()  # a part of the lines; the deleted file has them all
+            self.path.unlink()  # it has only a part of the lines; the deleted file has them all
             new.close()
             raise
         self._file.close()

@@ -4,12 +4,12 @@ Files of an earlier run are replaced only if the user asked for it, and are neve
 
 `.lock` exists while a job uses the folder; the lock on it ends with the process, however the process ends.
 `job.json` says which job made the run. A job that was started again (torchrun's restart, Slurm's requeue)
-finds the files of its own unfinished attempt, and keeps them in `attempt-1`, `attempt-2`, ...; the second of
-two commands with one job's name replaces the files of the first one, with overwrite=true.
+finds the files of its own unfinished attempt, and moves them to `attempt-1`, `attempt-2`, ... If two commands
+have one job's name, the second one replaces the files of the first one, with overwrite=true.
 
-With resume=auto any unfinished run is taken up so. One with checkpoints goes on in the same files:
-`metrics.jsonl` keeps the lines up to the checkpoint. What came after it, and is done again, is kept in
-`attempt-1`, too: metrics and checkpoints.
+With resume=auto the same holds for any unfinished run. A run with checkpoints goes on in the same files:
+`metrics.jsonl` keeps the lines up to the checkpoint. Later metrics and checkpoints, which the run makes
+again, move to `attempt-1`, too.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _WEIGHTS = ("stage-*.safetensors", "adapter")  # of the step at which the run wa
 class RunFolder:
     """A folder that this process has claimed. Until `begin`, nothing in the folder changes.
 
-    source: the checkpoints to go on from, or one of them; None: the run begins anew. has_ended: whether the
-    run that is here did all of its steps and wrote its summary; False for a job that was started again, which
-    may repeat its end.
+    source: a folder of checkpoints to go on from, or one checkpoint; None: the run begins anew. has_ended:
+    whether the run in the folder did all of its steps and wrote its summary; False for a job that was started
+    again, which may repeat its end.
     """
 
     def __init__(self, path: Path, lock: FolderLock, *, overwrite: bool, resume: str, job: str) -> None:
@@ -55,10 +55,10 @@ class RunFolder:
         self.has_ended = _is_finished(path) and not _is_restart()
         is_unfinished = "job" in earlier and not _is_finished(path)
         is_own = is_unfinished and earlier["job"] == job
-        # Two commands may have one job's name (in one Slurm allocation): overwrite=true means what it says,
-        # unless the command is the same one, started again.
-        # A user's new command may have another number.
+        # A user's new command may start another number of processes; a restart should not.
         self._num_processes = earlier.get("num_processes") if is_own and _is_restart() else None
+        # Two commands in one Slurm allocation have one job's name: the second one's overwrite=true replaces
+        # the first one's files. But a restart keeps the files of its own command.
         is_kept = not overwrite or (is_own and _is_restart())
         self._was_left = is_unfinished and is_kept and (is_own or resume == "auto")
         has_begun = is_own and is_kept and earlier.get("resume") == resume
@@ -75,12 +75,12 @@ class RunFolder:
         if self._num_processes not in (None, num_processes):
             raise FolderError(
                 f"this job began with {self._num_processes} processes and was started again with "
-                f"{num_processes}: write parallel.elastic=true to go on so (losses then differ in their last "
-                "digits), or bring the missing ones back"
+                f"{num_processes}: write parallel.elastic=true to go on with {num_processes} (losses then "
+                f"differ in their last digits), or start {self._num_processes} again"
             )
 
     def begin(self, step: int = 0, num_processes: int | None = None) -> None:
-        """Go on after a step of the run that is here, or make room for a new one.
+        """Go on after a step of the run in the folder, or make room for a new run.
 
         The files of this job's earlier attempt are moved aside; those of another run are deleted.
         """
@@ -105,7 +105,7 @@ class RunFolder:
         return self._lock.is_there()
 
     def make_again(self) -> bool:
-        """Claim the folder again, after it was deleted; False if only its lock was. Raises FolderError."""
+        """Claim a deleted folder again; False if only its lock file was deleted. Raises FolderError."""
         with named_in_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.take_again()
@@ -122,7 +122,7 @@ class RunFolder:
         return True
 
     def _cut_back(self, step: int) -> None:
-        """Move aside what came after a step."""
+        """Move metrics and checkpoints of later steps to a folder of their own."""
         (self.path / "summary.json").unlink(missing_ok=True)
         checkpoints = self.path / CHECKPOINTS
         for path in checkpoints.glob("*.tmp"):  # of a job that died
@@ -145,7 +145,7 @@ class RunFolder:
             for path in weights:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         for name, (kept, _) in parts.items():
-            if (self.path / name).exists():  # whatever came after the step: the last line may be a stump
+            if (self.path / name).exists():  # rewritten in any case: its last line may be cut off
                 draft = self.path / f"{name}.tmp"
                 draft.write_text("".join(kept))
                 draft.rename(self.path / name)
@@ -170,10 +170,10 @@ class RunFolder:
 
 
 def _refuse_links(path: Path) -> None:
-    """Raise FolderError for a link in place of a file that a run may write: another file would be written.
+    """Raise FolderError if a file that a run may write is a link: the run would write to another file.
 
-    Somebody else's run may come with such links. Links to folders stay: a disk for checkpoints is one. The
-    folders of finished checkpoints are only read.
+    A run folder from somebody else may hold such links. Links to folders are allowed, for checkpoints on
+    another disk. The folders of finished checkpoints are only read, so links in them are not looked for.
     """
     for file in _places_of_writing(path):
         if file.is_symlink():
@@ -196,10 +196,10 @@ def _places_of_writing(path: Path) -> Iterator[Path]:
 
 
 def _source(path: Path, resume: str, *, is_replaced: bool, has_begun: bool) -> Path | None:
-    """Where the checkpoints to go on from are, None if there are none. FolderError for a wrong path.
+    """A folder of checkpoints to go on from, or one checkpoint; None: there are none.
 
-    has_begun: the same command was started before. Then its own checkpoints are further on than those of
-    `resume`; after going back within the folder only a restart says that.
+    has_begun: whether the same command was started before. Then its own checkpoints are newer than `resume`;
+    if `resume` is in this folder, only a restart says so. Raises FolderError for a path without checkpoints.
     """
     if resume == "none":
         return None

@@ -38,7 +38,7 @@ class Coder(Protocol):
 
 
 class Bytes:
-    """A token is a byte. Bytes that are no UTF-8 become the replacement character, other tokens `<300>`."""
+    """A token is a byte. Invalid UTF-8 decodes to the replacement character, a token above 255 to `<300>`."""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -63,7 +63,7 @@ class TokenizerFile:
 
 
 class _Chosen(NamedTuple):
-    """The next token, or the reason why there is none; the default on ranks without the last stage."""
+    """The next token, or the reason why there is none; neither on ranks without the last stage."""
 
     token: int | None = None
     refusal: str = ""
@@ -83,8 +83,8 @@ def generate(
 
     temperature: 0: always the likeliest token; else tokens are drawn with `seed`. window: how many of the
     last tokens the model sees; None: all. ends: tokens that end a text, such as EOS. Stage 0 gets int64
-    [1, time], the last stage returns logits [1, time, vocabulary]. Raises ValueError, on all ranks, for
-    another output.
+    [1, time], the last stage returns logits [1, time, vocabulary]. Raises ValueError, on all ranks, if it
+    returns something else.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
@@ -129,7 +129,7 @@ def _chosen(output: Any, length: int, temperature: float, generator: torch.Gener
 
 
 class Sampler(Callback):
-    """Samples a text every `every` steps, and one token before the first step, so that errors come early.
+    """Samples a text after every `every` steps, and one token before the first step: errors then come early.
 
     folder: where samples.jsonl goes; None on ranks that write nothing. log(name, text, step): shows the text.
     """

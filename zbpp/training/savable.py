@@ -1,4 +1,4 @@
-"""Whether the state of a run is worth a checkpoint: one of weights that are NaN would replace a good one."""
+"""Whether the state of a run may be saved: a checkpoint of NaN weights would replace a good one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _is_bad(tensor: Tensor) -> Tensor:
 
 
 def _first(tensors: Iterable[tuple[str, Tensor]], is_bad: Callable[[Tensor], Tensor]) -> str | None:
-    """The name of the first tensor with a bad value; None if there is none. The device is asked once."""
+    """The name of the first tensor with a bad value; None if there is none. One transfer per device."""
     floating = [(name, local_of(each.detach())) for name, each in tensors if each.is_floating_point()]
     floating = [(name, each) for name, each in floating if each.numel() and each.element_size() > 1]
     by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}

@@ -1,4 +1,4 @@
-"""What an optimizer holds, remembered so that it can be restored: values, copies of tensors, and options."""
+"""Remembers an optimizer's states and options, and copies of its tensors, so that they can be restored."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def snapshot(value: Any, tensors: list[Tensor]) -> Callable[[], Any]:
 class Copies:
     """Copies of tensors: `take` copies all of them, `give_back` restores all of them.
 
-    A DTensor is copied as far as this process holds it.
+    Of a DTensor, the part that this process holds is copied.
     """
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ _INSTALLED = frozenset({"site-packages", "dist-packages"})
 def check_source_files(group: dist.ProcessGroup | None = None) -> None:
     """Raise AgreementError on every rank, naming the files, if a file differs between two ranks.
 
-    To be called when the user's model and data are built: all modules that they import are compared.
+    Call this after the user's model and data are built: all modules that they have imported are compared.
     Collective.
     """
     mine = source_files()

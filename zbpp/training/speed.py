@@ -1,4 +1,4 @@
-"""Numbers about speed: model FLOPs, what share of the device's peak they are, and which device that is."""
+"""Numbers about speed: model-FLOPs utilisation (a share of the device's peak), and which device it was."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model_flops_utilisation(
 ) -> float | None:
     """Model-FLOPs utilisation by the usual 6 FLOPs per parameter and token; attention is not counted.
 
-    None if the peak is not known, or if the data are no tokens.
+    peak: FLOP/s of one device. None if the peak is not known, or if the data are no tokens.
     """
     if peak is None or tokens_per_second is None:
         return None

@@ -31,9 +31,10 @@ class Title(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """figures: as summary.json has them. predicted: from the measured costs. None: no step was measured.
+    """figures: the content of summary.json. sentences: the run's cost, and what would have made it faster.
 
-    sentences: what the run cost, and what would have made it faster.
+    measured: the step with the median makespan. predicted: this step, simulated with the measured costs.
+    Both are None if no step was measured.
     """
 
     figures: dict[str, Any]

@@ -1,7 +1,7 @@
 """The training loop: batch, pipeline step, norm over all stages, optimizer step, metrics.
 
-It knows no schedule and no config. All ranks run it in lockstep; one gather per step exchanges squared norms
-and losses.
+It knows no schedule and no config. All ranks run it in lockstep; one gather per step exchanges the losses and
+the squared norms of the gradients.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Trainer:
     instead, and whose state a checkpoint holds. clip_norm: the largest norm of the gradients of all stages
     together. metrics(output, target): further numbers of a held-out microbatch, beside its loss.
 
-    num_recorded: how many of the last steps are measured action by action. record_every: besides, the second
-    and third step, and one of so many; 0: none. memory_report: records the memory of one step. replan: may
-    replace the pipeline after the first steps.
+    num_recorded: how many of the last steps are measured action by action. record_every: the second and third
+    step and every so many steps are measured, too; 0: none. memory_report: records the memory of one step.
+    replan: may replace the pipeline after the first steps.
 
     masters: master weights of all trainable parameters; the optimizer must then be over
     `masters.parameters()`, and floating-point targets are cast to float32. loss_scale: chooses the pipeline's
@@ -142,9 +142,9 @@ class Trainer:
     def leave(self, reason: str, *, agreed: bool = False) -> None:
         """End the run early, on all ranks. One rank may call this, at any time and from any thread.
 
-        The reason goes to the other ranks with the loss of the step that runs, or of the next one: behind
-        that step the run ends, with post-validation one step later. It ends after the present step if this
-        is the only process, and if it is agreed: all ranks call this in the same after_step.
+        The reason goes to the other ranks with the loss of the step that runs, or of the next one. The run
+        ends after that step, with post-validation one step later. It ends after the present step if this is
+        the only process, or if `agreed`, which says that all ranks call this in the same after_step.
         """
         self._update.wish = self._update.wish or reason
         if agreed or (not self.pipeline.place.groups and self.pipeline.timetable.num_ranks == 1):
@@ -161,10 +161,10 @@ class Trainer:
         return found | states_of(self.callbacks)
 
     def go_on_after(self, step: int, replanned: Timetable | None = None) -> None:
-        """Let `run` begin with step number `step`. Weights and optimizer are those that follow it.
+        """Let `run` begin after `step` steps; the weights and the optimizer's states are those after them.
 
-        replanned: the plan that a replanner made in an earlier start. It is taken over if it places the
-        stages as this pipeline does; else the replanner measures again.
+        replanned: the plan that a replanner made in an earlier start. It is used if it places the stages as
+        this pipeline does and has as many microbatches; else the replanner measures again.
         """
         self.next_step = step
         old = self.pipeline.timetable
@@ -178,7 +178,7 @@ class Trainer:
     def _run_step(self, step: int, *, num_steps: int) -> list[Metrics]:
         is_last = step + 1 == num_steps
         is_reported = self.memory_report is not None and step == self.memory_report.step
-        # A recorder notes either times or levels of memory.
+        # A recorder notes either times or memory, and a step has one recorder.
         recorded = self._is_recorded(step, num_steps=num_steps) and not is_reported
         recorded = recorded and not self._is_before_report(step)
         evaluated = self.evaluate_every and ((step + 1) % self.evaluate_every == 0 or is_last)
@@ -196,7 +196,7 @@ class Trainer:
             self.timelines.append(self.pipeline.timeline())
             del self.timelines[: -max(self.num_recorded, _KEPT)]
         after_step(self, step, known)
-        self.leaving = None if is_last else self._agreed  # behind the last step nothing is left undone
+        self.leaving = None if is_last else self._agreed  # after its last step a run has not ended early
         if not is_last:
             self._replan(step, known)
         return known
@@ -275,7 +275,7 @@ class Trainer:
         return self._begun.kept_batches
 
     def _is_before_report(self, step: int) -> bool:
-        """Whether the next step's memory is reported, which begins before this step's update is validated."""
+        """Whether the next step's memory is reported: that step validates this step's update."""
         report = self.memory_report if self.post_validation is not None else None
         return report is not None and step + 1 == report.step
 

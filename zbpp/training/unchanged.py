@@ -63,7 +63,7 @@ def _version_of(parameter: nn.Parameter) -> _Version:
 
 
 def _marks(value: Any) -> Iterator[tuple[Any, int]]:
-    """For each part of a nest of dicts, lists and tuples: the part, and its version or its length."""
+    """For each part of a nest of dicts, lists and tuples: the part, and its version or length (else 0)."""
     if isinstance(value, Tensor):
         yield value, local_of(value)._version
     elif isinstance(value, dict):

@@ -16,9 +16,9 @@ from zbpp.training.run_files import named_in_errors
 def save_weights(folder: Path, pipeline: Pipeline, masters: MasterWeights | None = None) -> None:
     """Write stage-0-of-4.safetensors and so on into a folder, each by the rank that owns the stage.
 
-    Parameters and buffers, named as `Pipeline.state_dict` names them: all files together are a state dict of
-    the whole model. A parameter that has a master is written as its master, in float32. Of replicas and
-    other copies the first writes, whole tensors. Collective.
+    They hold parameters and buffers, named as `Pipeline.state_dict` names them: all files together are a
+    state dict of the whole model. A parameter that has a master is written as its master, in float32. Of all
+    copies the first is written; a sharded tensor is written whole. Collective. Raises FolderError.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file

@@ -27,7 +27,7 @@ class SavedWeights(Protocol):
         ...
 
     def num_bytes(self, name: str) -> int:
-        """The size of a tensor."""
+        """The size of a tensor, in bytes."""
         ...
 
     def read(self, name: str) -> Tensor:
@@ -50,7 +50,7 @@ def weights_of_run(run: Path) -> SavedWeights:
         try:
             return CheckpointWeights(path)
         except CheckpointError:
-            raise  # not damaged: an older checkpoint would be another model than the user means
+            raise  # a newer zbpp wrote it: an older checkpoint would not be the model that the user means
         except FileNotFoundError:
             print(f"passed over: the run has just removed {path}", flush=True)
         except ValueError as error:

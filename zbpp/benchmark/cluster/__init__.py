@@ -15,10 +15,10 @@ links      part links: latency and bandwidth between neighbours and between node
 placement  part links: which degrees of a mesh keep tensor groups on a node
 reference  the small model, and the losses of plain autograd in one process
 schedules  part schedules: all schedules against the reference
-meshes     part meshes: pipelines with replicas, shards and split layers against the reference
+meshes     part meshes: pipelines with replicas, shards and tensor parallelism against the reference
 speed      part speed: measured steps beside simulated ones, torch's runtime beside zbpp's
 hang       part hang: a rank stops; the others have to name it in time
-hang_verdict  did they? Read from what the ranks left
+hang_verdict  part hang: whether they did, read from the files that the ranks left
 
 report     the rows of all parts as text and as JSON
 """

@@ -1,7 +1,7 @@
 """A rank stops inside a step: do the others name it within the timeout?
 
-Every rank that notices writes what it was told, and when. The job ends with an error, as a real one would; so
-the verdict is found afterwards, see hang_verdict.py.
+Every rank that notices writes the error that it got, and when. The job ends with an error, as a real one
+would; so the verdict is found afterwards, see hang_verdict.py.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def _rank_timeout(options: Namespace) -> float:
 
 
 def _processes(nodes: Nodes, device: str | None) -> str:
-    """How many on each node, as torchrun takes it. Ends the program if torch does not load, or has no GPU."""
+    """torchrun's number of processes per node. Ends the program if torch does not load, or has no GPU."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -124,7 +124,7 @@ def _command(nodes: Nodes, job: int, environment: Mapping[str, str], rest: Seque
 
 def run_job(command: Sequence[str], log: Path, environment: Mapping[str, str], signals: Interruption) -> int:
     """Run a job to its end, or until a signal comes; returns its exit status. Raises Interrupted."""
-    # torchrun would read PET_... beside its arguments.
+    # torchrun would take PET_... variables as further arguments.
     own = {name: value for name, value in environment.items() if not name.startswith("PET_")}
     own = {"OMP_NUM_THREADS": "1", **own, "PYTHONUNBUFFERED": "1"}
     process: subprocess.Popen[bytes] | None = None

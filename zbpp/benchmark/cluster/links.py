@@ -1,7 +1,8 @@
 """Latency and bandwidth of links: between neighbours in the order of ranks, and between any two nodes.
 
-Links of one round have no rank in common and are measured at the same time, as a pipeline uses them: what
-they share (a network card, a switch) shows. Each direction has a process group of its own, as in a pipeline.
+Links of one round have no rank in common and are measured at the same time, as a pipeline uses them: so a
+network card or a switch that they share slows them here, too. Each direction has a process group of its own,
+as in a pipeline.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pipelines in a mesh, with replicas, shards and split layers: the losses of plain autograd?"""
+"""Pipelines with replicas, shards and tensor parallelism: do they compute plain autograd's losses?"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Where the nodes of a cluster check meet, and how many processes each has.
 
-Arguments say so; without them Slurm or a PyTorchJob.
+Arguments say both; without them the environment of Slurm or of a PyTorchJob does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PORT = 29600
 JOIN_TIMEOUT = 300.0
 _KINDS = ("gpu", "cpu", "auto")  # as torchrun counts processes: one per GPU, one per CPU core, either
 _MOST_PROCESSES = 4096
-_AGAIN = 2.0  # s between two looks for a name
+_AGAIN = 2.0  # s between two lookups of a name
 _UNMET = re.compile("Rendezvous(Timeout|Connection|Closed|StateE)")  # torchrun's errors
 
 
@@ -80,7 +80,7 @@ class Nodes:
         ]
 
     def did_not_meet(self, log: Path, begun: Path) -> bool:
-        """Whether the job with this log ended since not all nodes came. begun: exists if its ranks began."""
+        """Whether the job ended because not all nodes came. log: the job's; begun: exists if ranks began."""
         # A node that ends later than the head says the same: the head's store is gone then.
         return self.number > 1 and not begun.exists() and bool(_UNMET.search(log.read_text(errors="replace")))
 
@@ -94,7 +94,7 @@ class Nodes:
 
 
 def parse_nodes(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[Nodes, list[str]]:
-    """(the nodes, the arguments that are none of theirs). Ends the program for what can't be started."""
+    """(the nodes, the arguments that are not about nodes). Ends the program for values that can't be."""
     parser = OneLineParser(prog="cluster_check", add_help=False, allow_abbrev=False)
     parser.add_argument("--nnodes", default=_number_of_nodes(environment))
     parser.add_argument("--head", default="")
@@ -163,12 +163,12 @@ def _problem_of_name(host: str, seconds: float) -> str:
 
 
 def _whole(text: str) -> int:
-    """The number; 0 for what is none."""
+    """The whole number in a text; 0 if there is none."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
 
 
 def _number_of_nodes(environment: Mapping[str, str]) -> str:
-    """A PyTorchJob says 4:4, the least and the most."""
+    """Slurm's number of nodes, or a PyTorchJob's, which says 4:4 (the least and the most); else 1."""
     given = environment.get("SLURM_JOB_NUM_NODES") or environment.get("PET_NNODES") or "1"
     return given.rpartition(":")[2]
 

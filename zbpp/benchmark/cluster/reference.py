@@ -1,4 +1,4 @@
-"""The model of the checks of losses, and its losses under plain autograd in one process, all in float64.
+"""The model whose losses are checked, and its losses under plain autograd in one process, all in float64.
 
 Losses of the second step depend on the gradients of the first: an update with plain SGD stands between them.
 """

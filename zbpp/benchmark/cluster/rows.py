@@ -37,11 +37,11 @@ class Journal:
             self._path.write_text("")
 
     def begin(self, part: str, name: str) -> None:
-        """A row is about to be found."""
+        """Note that the work for a row begins."""
         self._write({"begun": [part, name]})
 
     def end(self, row: Row) -> None:
-        """The row has been found."""
+        """Write the finished row."""
         self._write({"row": row._asdict()})
 
     def _write(self, entry: dict[str, Any]) -> None:

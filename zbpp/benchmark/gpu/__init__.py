@@ -7,7 +7,7 @@ or loses its device takes no other part with it; and each has its share of the t
     split       the split beside plain backward and torch's split, on a stage of 1e9 weights in bfloat16
     graphs      CUDA graphs beside eager actions
     schedules   a pipeline of one rank under every schedule: losses and gradients compared
-    offload     the bandwidth of copies to host memory, and what of them computation hides
+    offload     the bandwidth of copies to host memory, and the share of their time that computation hides
     kernels     kernels and host time of each kind of action
 
 A part yields rows. A row may be compared with a mark: held, not held, or not measured.

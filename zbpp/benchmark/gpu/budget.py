@@ -9,7 +9,7 @@ from zbpp.benchmark.gpu.parts import END, TOTAL, PartPlan
 
 
 class Budget:
-    """The time of a run. What a part leaves over goes to the parts behind it.
+    """The time of a run. The time that a part leaves over goes to the parts after it.
 
     seconds: of the whole run. parts: the parts that run. parts.py has each part's share and least time for a
     run of TOTAL seconds; both are scaled to `seconds`.
@@ -28,7 +28,7 @@ class Budget:
         left = self._end - self._clock()
         least_behind = sum(each.least for each in self._waiting) * self._scale
         shares_behind = sum(each.share for each in self._waiting) * self._scale
-        # A part gets its share, or more if the parts behind it still get theirs. But it leaves these parts
+        # A part gets its share, or more if the parts after it still get theirs. But it leaves those parts
         # the least times that they need.
         wanted = max(part.share * self._scale, left - shares_behind)
         seconds = min(wanted, max(left - least_behind, 0.0))

@@ -38,7 +38,7 @@ def check(
     say: Say = lambda title, text: None,
     signals: Interruption | None = None,
 ) -> Report:
-    """Run these parts, in the order of parts.py. After a signal the rest of them does not run."""
+    """Run these parts, in the order of parts.py. After a signal the remaining parts are skipped."""
     signals = signals or Interruption()
     chosen = [part for part in PARTS if part.name in names]
     budget, outcomes = Budget(60 * minutes, chosen), []

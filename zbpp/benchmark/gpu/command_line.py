@@ -76,7 +76,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raises OSError if it can't hold the files. Better now than after eight minutes."""
+    """Raises OSError if the folder can't hold the files. Better now than after eight minutes."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(_PROBE))
@@ -84,7 +84,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _run(options: argparse.Namespace, signals: Interruption) -> Report:
-    # Where nobody looks on, rich writes nothing: the report follows.
+    # Without a terminal rich shows no progress. The report is printed afterwards in any case.
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.fields[found]}"))
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=None, found="")

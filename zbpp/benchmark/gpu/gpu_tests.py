@@ -56,7 +56,7 @@ def files_with_gpu_tests(folder: Path) -> list[Path]:
 
 
 def _command(files: list[Path], report: Path) -> list[str]:
-    """Without the project's options and conftest.py, which need plugins."""
+    """The command of pytest, without the project's options and conftest.py, which need plugins."""
     own = ["-c", os.devnull, f"--rootdir={_ROOT}", "--noconftest", "--import-mode=importlib"]
     quiet = ["-q", "-p", "no:cacheprovider", "-W", "ignore"]
     chosen = ["-m", "gpu", f"--junitxml={report}", *map(str, files)]

@@ -88,10 +88,10 @@ def _counts(pipeline: Pipeline, x: Tensor, target: Tensor, settings: Settings) -
 
 
 def counted(events: Sequence[Any], *, on_device: bool) -> dict[str, list[int]]:
-    """{op: per action, the launches in its range of time}. B runs in a thread of autograd's on a GPU.
+    """{op: per action, the launches in its range of time}.
 
-    events: of the profiler, on the host. on_device: count the launches of kernels, else the operators that
-    call no other one.
+    Time decides, not the thread: on a GPU, autograd runs B in a thread of its own. events: of the profiler,
+    on the host. on_device: count the launches of kernels, else the operators that call no other one.
     """
     ranges = sorted(
         (each.time_range.start, each.time_range.end, match[1])

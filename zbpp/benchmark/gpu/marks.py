@@ -1,4 +1,4 @@
-"""Marks: what a run on a GPU is to show."""
+"""Marks: limits that the values of a run on a GPU must not exceed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def verdicts(outcomes: Sequence[Outcome], *, is_real: bool) -> list[Verdict]:
 
 
 def _least(row: Row) -> float:
-    """The least that the row's first value may be; NaN is worse than any."""
+    """The row's first value less its measuring error; NaN counts as infinite."""
     value = next(iter(row.values.values())) - row.noise
     return math.inf if math.isnan(value) else value
 

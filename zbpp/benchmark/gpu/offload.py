@@ -1,4 +1,4 @@
-"""Part offload: how fast activations leave and come back, and what of that computation hides."""
+"""Part offload: how fast activations leave and come back, and how much of that time computation hides."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class _Block(nn.Module):
 
 
 def _pipelines(settings: Settings) -> Iterator[Row]:
-    """GPipe on one rank: what every F saves waits for its B."""
+    """GPipe on one rank: all F come first, so the activations of all microbatches wait for B."""
     found = {
         "no offload": _pipeline(settings, None),
         "all that can": _pipeline(settings, ActivationOffload(costs=Costs(f=2, b=2, w=2, host=0.1))),

@@ -14,7 +14,7 @@ class Row:
     """One row of a part's table.
 
     values: {column: number}. form: how they are written. mark: the name of the mark that the first value is
-    compared with, see marks.py; noise: how much of the value may be measuring error. note: behind the values.
+    compared with, see marks.py; noise: how much of the value may be measuring error. note: after the values.
     """
 
     what: str
@@ -30,14 +30,14 @@ class Row:
 
 
 class Part(Protocol):
-    """What a file of a part has. Rows are yielded as soon as they are known: a part may be stopped."""
+    """The module of a part. It yields each row as soon as the row is known, since a part may be stopped."""
 
     def rows(self, settings: Settings) -> Iterator[Row]: ...
 
 
 @dataclass
 class Outcome:
-    """What became of a part. why: why it ended before its end or did not begin; "" if it ended well."""
+    """What became of a part. why: why it was cut short or did not begin; "" if it ended well."""
 
     name: str
     title: str

@@ -30,7 +30,7 @@ _INTERVAL = 0.2  # s
 
 
 def run_here(part: PartPlan, settings: Settings, say: Say, signals: Interruption | None = None) -> Outcome:
-    """Run the part in this process. An error or a signal ends it, and is told."""
+    """Run the part in this process. An error or a signal ends the part, and becomes the outcome's `why`."""
     outcome, begin = Outcome(part.name, part.title), time.monotonic()
     try:
         say("")

@@ -79,7 +79,7 @@ def _batch(settings: Settings) -> tuple[Tensor, Tensor]:
 
 
 def _plain(settings: Settings) -> _Run:
-    """Microbatch by microbatch, as every schedule adds them up."""
+    """The same run by plain autograd, one microbatch after the other."""
     model = _model(settings)
     module = model.build_stage(0, 1).to(settings.torch_device, settings.dtype)
     x, target = _batch(settings)
@@ -126,7 +126,7 @@ def _num_unlike(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> int
 
 
 def _difference(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> float:
-    """The largest, each parameter's relative to its largest gradient."""
+    """The largest difference, each parameter's relative to its largest gradient."""
     if some.keys() != others.keys():
         return float("inf")
     differences = [

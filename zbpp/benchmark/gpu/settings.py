@@ -24,7 +24,7 @@ class Settings:
 
     @property
     def torch_device(self) -> torch.device:
-        """With its number, as tensors have it."""
+        """The device with its number, as tensors report it."""
         return torch.device("cuda", torch.cuda.current_device()) if self.is_cuda else torch.device("cpu")
 
     @property

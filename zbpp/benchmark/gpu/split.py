@@ -57,7 +57,7 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 
 def sizes_for(settings: Settings) -> Sizes:
-    """The largest of some sizes that fit into the device's free memory, on the whole twice."""
+    """The largest of some sizes that should take below 80 % of the device's free memory, or the smallest."""
     if settings.is_small:
         return Sizes(device=settings.device, hidden=64, batch=2, time=32, blocks=2)
     free = torch.cuda.mem_get_info()[0] if settings.is_cuda else 8 * 2**30
@@ -77,7 +77,7 @@ def _bytes_needed(sizes: Sizes) -> float:
 
 
 def _too_large(contestants: Mapping[str, Contestant], stage: nn.Module, x: Tensor, dy: Tensor) -> list[str]:
-    """The contestants, zbpp and plain backward apart, for which the device has too little memory."""
+    """The contestants that run out of memory. Raises OutOfMemoryError for zbpp and plain backward."""
     found = []
     for name, contestant in contestants.items():
         try:
@@ -101,7 +101,7 @@ def _memory(
 ) -> Iterator[Row]:
     found = {}
     for name, contestant in contestants.items():
-        step(contestant, stage, x, dy)  # makes what is made only once
+        step(contestant, stage, x, dy)  # allocates what stays from then on
         found[name] = levels(Microbatch(contestant, stage, x, dy).phases, settings.device)
     figures: dict[str, Callable[[dict[str, Level]], int]] = {
         "live after F, MiB": lambda each: each["F"].after,
@@ -123,7 +123,7 @@ def _times(
     settings: Settings,
     part: float,
 ) -> Iterator[Row]:
-    """Until all work is done: each phase ends with a synchronisation."""
+    """Rows of times until all work is done: each phase ends with a synchronisation."""
     found = interleaved(
         contestants,
         stage,
@@ -177,7 +177,7 @@ def _rounds(
 def _host(
     contestants: Mapping[str, Contestant], stage: nn.Module, x: Tensor, dy: Tensor, settings: Settings
 ) -> Iterator[Row]:
-    """Until the host is free again; the device has nothing to do when a phase begins."""
+    """Rows of times until the host is free again; the device is idle when a phase begins."""
     found: dict[str, list[list[float]]] = {name: [] for name in contestants}
     with without_garbage_collection():
         for _ in range(2 if settings.is_small else 5):

@@ -13,7 +13,7 @@ _VOCABULARY = 256
 
 
 def llama(num_layers: int, hidden: int, settings: Settings) -> Llama:
-    """Heads of 64 channels."""
+    """A Llama with heads of 64 channels."""
     return Llama(
         vocab_size=_VOCABULARY,
         num_layers=num_layers,

@@ -1,11 +1,11 @@
 """Activation offload measured: bytes that leave the device, and time per step beside none.
 
-Bytes: one process, feed-forward blocks, activations in a file, so that they are in no tensor. Under GPipe
-what F saves leaves; where all W's are late, what they read leaves, too.
-Times: EMULATED stages and EMULATED copies, which sleep, on four ranks. k is the time of a round trip of what
-F saves over that of a microbatch's F, B and W on a rank (PipeOffload, arXiv:2503.01328): at k <= 1 offload is
-to be free. The pipelines of a schedule run their steps in turns, and each is compared with the step without
-offload of the same turn: what else the machine does then weighs on both.
+Bytes: one process, feed-forward blocks; offloaded values are in a file, so they are in no tensor. Under GPipe
+the values that F saves leave the device; where all W's come last, the values that W reads leave, too.
+Times: EMULATED stages and EMULATED copies, which sleep, on four ranks. k is the round-trip time of the values
+that F saves, divided by the time of F, B and W of a microbatch on a rank (PipeOffload, arXiv:2503.01328): at
+k <= 1 offload should cost no time. The pipelines of a schedule run their steps in turns, and each is compared
+with the step without offload of the same turn: so other work of the machine slows both.
 """
 
 from __future__ import annotations

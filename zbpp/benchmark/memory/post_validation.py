@@ -1,9 +1,9 @@
 """Figures of post-validation: time per step without a wait for the norm, and what taking back costs.
 
 The times are those of EMULATED stages, which sleep (zbpp/models/emulated.py), on four ranks: consecutive
-steps beside m(F+B+W), the work of one rank in a step, and beside steps that wait. Work and steps have the
-nominal sleeps. A real sleep is longer, by 0.1 ms on a quiet machine and by 1 ms where eight processes want
-two cores, and so is every message; the sleeps are as long as they are so that this counts little.
+steps beside m(F+B+W), the work of one rank in a step, and beside steps that wait. The work and the simulated
+steps have the nominal sleeps. A real sleep is longer, by 0.1 ms on a quiet machine and by 1 ms where eight
+processes want two cores, and so is every message; the sleeps are long so that this counts little.
 """
 
 from __future__ import annotations
@@ -97,10 +97,9 @@ def _cost_of_rollback(ends: list[float]) -> float:
 def _ends(
     schedule: str, num_steps: int, *, is_validated: bool = True, redone: tuple[int, ...] = ()
 ) -> list[float]:
-    """When each of some consecutive steps ended here, and at last when all ranks had ended; in ms.
+    """The times (ms) at which consecutive steps ended on this rank, and at last on all ranks.
 
-    They count from a moment when all ranks were ready and had done two steps. redone: steps with too large
-    gradients.
+    Time 0 is a moment when all ranks had done two steps before. redone: steps with too large gradients.
     """
     model = Emulated(num_layers=NUM_LAYERS, f=MILLISECONDS, b=MILLISECONDS, w=MILLISECONDS)
     with Pipeline(model, schedule, num_microbatches=NUM_MICROBATCHES) as pipeline:
@@ -139,7 +138,7 @@ def _step_that_waits(pipeline: Pipeline, optimizer: torch.optim.Optimizer, x: Te
 
 
 def _inverse_rows() -> list[tuple[str, str]]:
-    """What the computed rollback of AdamW leaves, after each of some float32 steps."""
+    """The errors that the computed rollback of AdamW leaves, in float32."""
     errors = inverse_errors()
     return [
         (
@@ -203,7 +202,7 @@ def _error(before: Tensor, after: Tensor) -> tuple[float, float, float]:
 
 
 def _copy_rows() -> list[tuple[str, str]]:
-    """What the exact rollback holds, beside the weights."""
+    """The memory of the exact rollback's copies."""
     weight = nn.Parameter(torch.randn(_NUM_ELEMENTS))
     optimizer = torch.optim.AdamW([weight])
     rollback = ExactRollback(optimizer)

@@ -1,8 +1,8 @@
 """Weight offload measured: a model of more than three times the budget trains, and what a step copies.
 
 One process, one rank, 4 microbatches of two rows through 10 linear layers in float32, under SGD. The host is
-a folder of files, so that the live bytes are the device's alone. A copy takes no time here that would tell
-anything about a GPU: bytes and copies are counted, not timed.
+a folder of files, so that the live bytes are the device's alone. Copies on a CPU say nothing about a GPU's
+times, so bytes and copies are counted, not timed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _share(found: _Found, without: _Found) -> str:
 
 
 def _trained(budget: int | None) -> _Found:
-    """Losses of some steps; budget: of the device, in bytes; None: weights stay there."""
+    """Train for some steps. budget: bytes of weights on the device; None: all weights stay there."""
     torch.manual_seed(0)
     layers = [nn.Linear(_SIZE, _SIZE) for _ in range(_NUM_LAYERS)]
     stages: dict[int, nn.Module] = {0: nn.Sequential(*layers)}

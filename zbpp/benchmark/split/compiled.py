@@ -41,7 +41,7 @@ def _memory(
     stage = llama_stage(settings.blocks, settings, settings.hidden)
     x, dy = x_and_dy(stage, settings.batch, settings.time, settings)
     for contestant in contestants.values():
-        step(contestant, stage, x, dy)  # makes what is made only once
+        step(contestant, stage, x, dy)  # compiles, and allocates what stays from then on
     found = {
         name: levels(Microbatch(each, stage, x, dy).phases, settings.device)
         for name, each in contestants.items()

@@ -59,7 +59,7 @@ class Zbpp(_EagerForward):
 
 
 class Compiled(Zbpp):
-    """zbpp's split, compiled. The stage itself stays eager for the other contestants. backend: see there."""
+    """zbpp's split, compiled. The stage itself stays eager for the other contestants."""
 
     def __init__(self, backend: Backend = "inductor") -> None:
         self.forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}

@@ -17,7 +17,7 @@ from zbpp.benchmark.split.contestants import Contestant
 from zbpp.benchmark.split.report import Line
 from zbpp.benchmark.split.stages import Microbatch, Settings, llama_stage, x_and_dy
 
-# Counted is what begins with one of these names: in-place variants and backwards, too.
+# An operator counts if its name begins with one of these: so in-place variants and backwards count, too.
 _PRODUCTS = (
     *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "matmul", "linear", "convolution"),
     *("_grouped_mm", "_scaled_mm", "_scaled_dot_product"),

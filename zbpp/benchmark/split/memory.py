@@ -35,7 +35,7 @@ def memory(contestants: Mapping[str, Contestant], settings: Settings) -> Iterato
     x, dy = x_and_dy(stage, settings.batch, settings.time, settings)
     found = {}
     for name, contestant in contestants.items():
-        step(contestant, stage, x, dy)  # makes what is made only once
+        step(contestant, stage, x, dy)  # allocates what stays from then on
         found[name] = levels(Microbatch(contestant, stage, x, dy).phases, settings.device)
 
     def line(figure: str, value: Callable[[dict[str, Level]], float], **how: Any) -> Line:

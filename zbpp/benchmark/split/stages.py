@@ -72,7 +72,7 @@ class Microbatch:
         return {"F": self.f, "B": self.b, "W": self.w}
 
     def f(self) -> None:
-        arrived = self.contestant.enter(self.x.clone())  # a copy: an input belongs to its microbatch alone
+        arrived = self.contestant.enter(self.x.clone())  # a copy: each microbatch has an input of its own
         self._forward = arrived, self.contestant.f(self.stage, arrived)
 
     def b(self) -> None:

@@ -28,7 +28,7 @@ from zbpp.schedule import PlanError
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "zbpp plan", scripts: str = "") -> int:
-    """Run the command line; return the exit status, which is 2 for a plan or a file that won't do.
+    """Run the command line; return the exit status, which is 2 for a plan or a file that can't be used.
 
     argv: without the command's own name; None: the process's. prog: the command's name in the help text.
     scripts: the folder of plan.py and train.py, if plan.py was called instead of the installed command.

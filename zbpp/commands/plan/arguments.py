@@ -66,7 +66,7 @@ class Inputs(NamedTuple):
 
     @classmethod
     def read(cls, options: argparse.Namespace) -> Self:
-        """The file's costs with those of the command line over them. Raises PlanError and OSError."""
+        """The file's costs, overridden by those of the command line. Raises PlanError and OSError."""
         costs, about = _read_costs(options) if options.costs else (RankCosts(), {})
         flags = {name: getattr(options, name) for name in COST_OPTIONS}
         costs = replace(costs, **{name: value for name, value in flags.items() if value is not None})

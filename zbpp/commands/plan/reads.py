@@ -29,7 +29,7 @@ READ: dict[str, set[str]] = {
         "sequence_parallel", "sequence", "out",
     },
 }  # fmt: skip
-"""For each form of the command, by the words that choose the form: the options that it reads."""
+"""The options that each form of the command reads; a form is named by the words that choose it."""
 
 _INSTEAD = {
     "ranks": "--degrees pipeline=N",
@@ -37,7 +37,7 @@ _INSTEAD = {
     "memory_limit": "gpu.memory in the cluster's file",
     "form": "--out FILE",
 }
-"""With --cluster: what says the same."""
+"""What to write with --cluster instead of these options."""
 
 
 def form_of(options: argparse.Namespace) -> str:

@@ -51,7 +51,7 @@ class LoraConfig(Checked):
 class FinetuneConfig(Checked):
     """Which parameters are trained, by patterns of their names in the whole model; or LoRA.
 
-    freeze: those that match are not trained. train: only those that match are.
+    freeze: parameters that match are not trained. train: only parameters that match are trained.
     """
 
     prefix: ClassVar[str] = "finetune."

@@ -60,7 +60,7 @@ class ParallelConfig(Checked):
 
 @dataclass(kw_only=True)
 class CheckpointConfig(Checked):
-    """When a run is saved into run_dir/checkpoints, beside the end of a run that is left early.
+    """When a run is saved into run_dir/checkpoints. A run that is left early is saved in any case.
 
     background: training goes on while a checkpoint is written; its state is copied to host memory first.
     """

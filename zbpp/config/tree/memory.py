@@ -27,7 +27,7 @@ class MemoryConfig(Checked):
     offload_to: the place of offloaded activations, or of offloaded weights and gradients: "host", or a folder
         for files.
     gradient_release: when weights are updated and their gradients dropped. "off": after the step; "step":
-        behind each stage's last W; "accumulate": each microbatch's gradients go into the optimizer's states,
+        after each stage's last W; "accumulate": each microbatch's gradients go into the optimizer's states,
         and the last microbatch's also update the weights.
     """
 

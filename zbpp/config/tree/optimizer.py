@@ -21,8 +21,8 @@ def _open_node() -> Any:
 class OptimizerConfig(Checked):
     """An optimizer, whose learning rate rises linearly in the warm-up, then follows lr_schedule.
 
-    stable_adamw and lion are torch-optimi's; lion takes no eps. muon is torch's, with AdamW for what is no
-    matrix of a hidden layer; momentum is Muon's. custom is what build names.
+    stable_adamw and lion are torch-optimi's; lion takes no eps. muon is torch's, with AdamW for parameters
+    that are no matrix of a hidden layer; momentum is Muon's. custom is the optimizer that build names.
 
     build: `_target_`, an optimizer's class, and its own arguments, in place of those of this config.
     groups: other options for parameters by name, see zbpp/training/parameter_groups.py.

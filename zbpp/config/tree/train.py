@@ -95,7 +95,7 @@ class TrainConfig(RunConfig):
             )
 
     def _check_replay(self) -> None:
-        """Refuse what a step can't run twice with."""
+        """Refuse switches with which a step can't run twice."""
         memory = self.memory
         if memory.gradient_release != "off":
             what, instead = f"memory.gradient_release={memory.gradient_release}", "gradient_release=off"
@@ -220,7 +220,7 @@ class TrainConfig(RunConfig):
             )
 
     def _check_inverse(self) -> None:
-        """What can't be computed backwards."""
+        """Refuse options with which an update can't be computed backwards."""
         if self.precision == "mixed_float16":
             raise ConfigError(
                 "optimizer.rollback=inverse needs gradients without a loss scale, which precision="
@@ -234,7 +234,7 @@ class TrainConfig(RunConfig):
 
     @property
     def counts_without_offload(self) -> str:
-        """What `memory.recompute=auto` leaves out of its choice, or nothing."""
+        """A note on what `memory.recompute=auto` leaves out of its choice; "" if it leaves nothing out."""
         is_left_out = self.memory.recompute == "auto" and self.memory.offload != "none"
         return "chosen as if memory.offload saved nothing" if is_left_out else ""
 

@@ -1,8 +1,8 @@
-"""What a rank says when another one is gone: who, in which step, and what it waited for itself.
+"""Explains the end of a rank: which rank, in which step, and what the rank that notices it waited for.
 
 The rank whose neighbour dies sees a broken connection. It looks which processes of its host are gone, and
 tells the ranks of other hosts through the job's store. A rank that fails or leaves by `sys.exit` tells the
-others why. The first one that tells also shows it to the user; the others end in silence.
+others why. The first rank that tells a reason also shows it to the user; the others end in silence.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Deaths:
     def _explained(self, error: CommunicationError) -> RankDeath | None:
         """The cause of a broken connection, once the launcher had time to notice; None: nothing is known."""
         end = time.monotonic() + GRACE
-        if error.is_late:  # nobody is gone, the connection is there
+        if error.is_late:  # a timeout: nobody is gone, the connection stands
             if _can_speak(error):
                 self._wait_for_the_end(end)
             return None
@@ -94,7 +94,7 @@ class Deaths:
             if tells_of_memory(reason):
                 self._wait_for_the_end(
                     time.monotonic() + seconds_to_explain(self._timeout)
-                )  # it says first what would fit
+                )  # that rank first works out, and says, what would fit its memory
             return RankDeath(reason + waited, is_told=not self._shows())
         if not dead:
             return None
@@ -109,7 +109,7 @@ class Deaths:
             time.sleep(_INTERVAL)
 
     def _how(self, dead: list[int]) -> str:
-        """A launcher ends the job of a rank that died or failed: a rank whose job goes on left with 0."""
+        """How the ranks ended. A launcher ends the job after a death or failure, not after exit status 0."""
         launchers = {self._members[rank].launcher for rank in dead}
         has_launcher = "TORCHELASTIC_RUN_ID" in os.environ
         if self._signals.reason is not None:
@@ -146,7 +146,7 @@ class Deaths:
         return winner in (None, str(self._rank))
 
     def _ask(self, call: Callable[[Any], Any]) -> Any:
-        """What a call of the store returns; None if it is gone or silent: its process may be stopped."""
+        """What a call of the store returns; None if the store is gone or its process does not answer."""
         answers: list[Any] = []
 
         def ask() -> None:
@@ -164,7 +164,7 @@ class Deaths:
 
 
 def _can_speak(error: CommunicationError) -> bool:
-    """Whether the rank that is behind will end by itself, with the stack of the code in which it is."""
+    """Whether the rank that the others wait for will end by itself, and show the stack of its code."""
     said = "".join(getattr(error, "__notes__", ()))
     return " is behind: " in said and "silent" not in said
 

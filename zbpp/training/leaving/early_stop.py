@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 class MetricError(ValueError):
-    """The metric to watch is none of an evaluation's."""
+    """The metric to watch is not among those of an evaluation."""
 
 
 class EarlyStop(Callback):
     """Ends the run after `patience` evaluations in a row without a better value of `metric`.
 
     A value is better if it is smaller than the best one by more than min_delta; with mode="max", larger.
-    NaN is never better. Evaluations are equal on all ranks, and so is what this callback decides.
-    Raises MetricError at the first evaluation if that has no such metric.
+    NaN is never better. Evaluations are equal on all ranks, so all ranks decide alike.
+    Raises MetricError at the first evaluation that has no such metric.
     """
 
     def __init__(self, metric: str, *, patience: int = 3, min_delta: float = 0.0, mode: str = "min") -> None:

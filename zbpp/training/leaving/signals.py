@@ -23,7 +23,7 @@ from zbpp.training.callbacks import Callback
 if TYPE_CHECKING:
     from zbpp.training.trainer import Trainer
 
-ENDING = (signal.SIGTERM, signal.SIGINT)  # of these, the second one ends the process at once
+ENDING = (signal.SIGTERM, signal.SIGINT)  # the second such signal ends the process at once
 SIGNALS = (*ENDING, signal.SIGUSR1)
 # s: signals that come within this time are one: the terminal (or Slurm) and the launcher may both send it.
 SAME = 0.5
