@@ -101,6 +101,12 @@ def test_a_function_may_return_a_tuple():
     assert_equals_without(cases.tuple_of_outputs)
 
 
+def test_a_function_may_return_complex_numbers():
+    """They passed for integers: everything before them got no gradient."""
+    facts = assert_equals_without(cases.complex_outputs)
+    assert "mixing.weight" in facts.grads
+
+
 def test_an_output_may_be_left_unused():
     facts = cases.unused_output().compare()
     expected = assert_equals_plain(lambda: FirstOfTwo(plainly), lambda: leaf(5, 8))

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from zbpp.training.checkpoints import Checkpoints
 from zbpp.training.loggers import finite
 from zbpp.training.non_finite import NonFiniteError, NonFinitePolicy
 from zbpp.training.post_validated_update import Validation
+from zbpp.training.savable import check_savable
 from zbpp.training.trainer import Trainer
 
 M, ROWS, WIDTH, STEPS, BAD = 4, 8, 5, 6, 2  # BAD: the step (from 0) whose batch is spoiled
@@ -190,6 +192,16 @@ def test_stop_ends_the_run_before_the_update_with_the_last_checkpoint_intact(tmp
     Checkpoints(tmp_path, every=1, keep=2, background=True, config={}).resume(other, tmp_path, STEPS)
     assert other.next_step == 2
     assert all(torch.equal(each, weights(trainer)[name]) for name, each in weights(other).items())
+
+
+def test_a_complex_parameter_that_is_nan_is_not_saved():
+    with Pipeline({0: nn.Linear(2, 2, dtype=torch.complex64)}, plan("zb_h1", 1, 1), F.mse_loss) as pipeline:
+        trainer = SimpleNamespace(pipeline=pipeline, masters=None, optimizer=SimpleNamespace(state={}))
+        check_savable(trainer)
+        with torch.no_grad():
+            pipeline.stages[0].bias[1] = complex(0, math.nan)
+        with pytest.raises(CheckpointError, match="parameter bias is NaN or infinite"):
+            check_savable(trainer)
 
 
 def test_a_parameter_that_is_nan_stops_the_run_and_is_never_saved(tmp_path, capsys):
@@ -370,6 +382,7 @@ def test_the_rows_of_other_data_are_named_as_far_as_they_are_known(capsys):
     assert str(bad_rows({"a": torch.ones(3), "b": torch.tensor([math.inf] * 5 + [1.0])})) == (
         "rows 0, 1, 2, 3 and 1 more (the first entry: [0] of ['b'])"
     )
+    assert str(bad_rows(torch.tensor([1j, complex(0, math.nan)]))) == "row 1 (entry [1])"
 
 
 def test_an_evaluation_that_is_nan_prints_a_line(capsys):

@@ -144,7 +144,7 @@ def _error(found: Tensor | None, expected: Tensor | None, floor: float) -> float
         return math.inf
     if torch.equal(found, expected):
         return 0.0
-    if not expected.is_floating_point():
+    if not (expected.is_floating_point() or expected.is_complex()):
         return math.inf
     if not torch.equal(found.isfinite(), expected.isfinite()):
         return math.inf

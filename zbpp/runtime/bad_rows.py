@@ -46,7 +46,9 @@ def bad_rows(values: Any) -> BadRows | None:
 
 
 def _is_seen(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0 and _is_plain(value)
+    if not isinstance(value, Tensor) or not value.dim() or not _is_plain(value):
+        return False
+    return value.is_floating_point() or value.is_complex()
 
 
 def _is_plain(value: Tensor) -> bool:

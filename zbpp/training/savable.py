@@ -51,10 +51,10 @@ def _is_bad(tensor: Tensor) -> Tensor:
 
 def _first(tensors: Iterable[tuple[str, Tensor]], is_bad: Callable[[Tensor], Tensor]) -> str | None:
     """The name of the first tensor with a bad value; None if there is none. One transfer per device."""
-    floating = [(name, local_of(each.detach())) for name, each in tensors if each.is_floating_point()]
-    floating = [(name, each) for name, each in floating if each.numel() and each.element_size() > 1]
+    numbers = [(name, local_of(each.detach())) for name, each in tensors if _has_nan(each.dtype)]
+    numbers = [(name, each) for name, each in numbers if each.numel()]
     by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
-    for name, each in floating:
+    for name, each in numbers:
         by_device.setdefault(each.device, []).append((name, is_bad(each).any()))
     for flags in by_device.values():
         found = torch.stack([flag for _, flag in flags]).tolist()
@@ -62,3 +62,8 @@ def _first(tensors: Iterable[tuple[str, Tensor]], is_bad: Callable[[Tensor], Ten
             if flag:
                 return name
     return None
+
+
+def _has_nan(dtype: torch.dtype) -> bool:
+    """Whether NaN can be looked for: float8 has no isnan."""
+    return dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)

@@ -112,6 +112,23 @@ def tuple_of_outputs(how=checkpoint) -> Case:
     return Case(lambda: Module(how), lambda: leaf(5, 8))
 
 
+def complex_outputs(how=checkpoint) -> Case:
+    """A block makes complex numbers of real ones; the next one, with a complex weight, real ones again."""
+
+    class Module(nn.Module):
+        def __init__(self, how):
+            super().__init__()
+            self.block, self.how = Block(), how
+            self.mixing = nn.Linear(8, 8, bias=False, dtype=torch.complex128)
+
+        def forward(self, x):
+            z = self.how(lambda x: torch.complex(self.block(x), x.tanh()), x)
+            z = self.how(lambda z: self.mixing(z.conj()), z)
+            return z.real * z.imag
+
+    return Case(lambda: Module(how), lambda: leaf(5, 8))
+
+
 class FirstOfTwo(nn.Module):
     def __init__(self, how):
         super().__init__()
