@@ -46,7 +46,8 @@ class _Shared:
         self.flight, self.others = flight, OtherRanks(store, flight.process, dist.get_world_size())
         self.blame, self.record = Blame(flight, self.others), FailureRecord(flight, self.others)
         self.wake, self.answered = threading.Event(), threading.Event()
-        self.is_over, self.has_failed, self.is_broken = False, False, False
+        self.is_over, self.has_ended = False, False  # the thread is to end; it has ended
+        self.has_failed, self.is_broken, self.is_recorded = False, False, False
         self.why, self.said = "", ""  # this rank's own error; what it says of the others
         self.timeout: float | None = None  # None: the process is not ended
 
@@ -104,6 +105,10 @@ class Watch:
             set_alarm(_PATIENCE + _ALARM)
         shared.wake.set()
         shared.answered.wait(_PATIENCE)
+        if shared.has_ended:  # the store is gone, and with it the thread
+            cancel_alarm()
+            if not shared.is_recorded:
+                _record(shared)
         said = shared.said or shared.blame.behind(is_broken=is_broken)
         return "\n".join(filter(None, [said, said and shared.record.pointer]))
 
@@ -137,13 +142,13 @@ def _run(shared: _Shared) -> None:
                 has_told = True
                 shared.said = _tell_failure(shared)
                 if shared.why or not has_noticed:  # the first record has where this rank hung
-                    shared.record.write(shared.why, shared.said)
+                    _record(shared)
                 has_noticed = True
                 shared.answered.set()
             elif not has_noticed and others.have_failed:
                 has_noticed = True
                 others.read()
-                shared.record.write(shared.why, shared.said)
+                _record(shared)
                 if shared.timeout is not None:
                     _end_unless_noticed(shared, shared.timeout)
             shared.wake.wait(_INTERVAL)
@@ -152,12 +157,16 @@ def _run(shared: _Shared) -> None:
             others.leave(_end_of_program(shared))
     except RuntimeError:  # the store is gone
         shared.said = shared.said or shared.blame.ended()
-        if shared.has_failed and not has_told:
-            shared.record.write(shared.why, shared.said)
     finally:
+        shared.has_ended = True  # before the alarm is cancelled: see `failed`
         if shared.timeout is not None:
             cancel_alarm()
         shared.answered.set()
+
+
+def _record(shared: _Shared) -> None:
+    shared.is_recorded = True
+    shared.record.write(shared.why, shared.said)
 
 
 def _wake(shared: _Shared) -> None:

@@ -67,15 +67,18 @@ class CudaGraphs:
         except BaseException:
             with suppress(RuntimeError):  # it tells again that the capture has failed
                 graph.capture_end()
-            self._begin_with_another_state()
+            self._leave_state()
             raise
         graph.capture_end()
         return graph.replay
 
-    def _begin_with_another_state(self) -> None:
-        """Give the generator a copy of its state. Before torch 2.13 its state stays in a failed capture."""
-        generator = torch.cuda.default_generators[self._device.index or 0]
-        generator.graphsafe_set_state(generator.clone_state())
+    def _leave_state(self) -> None:
+        """Give the generator a copy of its own state, which before torch 2.13 stays in a failed capture."""
+        if self._seeds is None:
+            generator = torch.cuda.default_generators[self._device.index or 0]
+            generator.graphsafe_set_state(generator.clone_state())
+        else:
+            self._seeds.leave_state()
 
     def seeds(self, count: int) -> CudaSeeds:
         """A state of the generator for each F of the next graph."""
@@ -116,6 +119,12 @@ class CudaSeeds:
     def restore(self) -> None:
         """Give the generator its own state again."""
         self._generator.graphsafe_set_state(self._own)
+
+    def leave_state(self) -> None:
+        """Give the generator a copy of its own state; from now on `restore` gives it this copy."""
+        self.restore()
+        self._own = self._generator.clone_state()
+        self.restore()
 
     def set(self, seeds: list[int]) -> None:
         """See Seeds."""
