@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import DistNetworkError, HashStore
 
 from zbpp.runtime import DeviceError, StartError, world
 from zbpp.runtime.devices import Gpu, note_of_kinds, shared_gpu, told_by_all
@@ -59,3 +59,17 @@ def test_gpus_of_one_kind_need_no_line():
 def test_a_rank_that_does_not_tell_its_gpu_is_named():
     with pytest.raises(StartError, match="rank 1 did not say which GPU"):
         told_by_all(HashStore(), 0, 2, gpu(0), 0.2)
+
+
+class Gone(HashStore):
+    """A store whose process ends while this one waits."""
+
+    def wait(self, *_):
+        raise DistNetworkError("connection reset")
+
+    check = wait
+
+
+def test_a_store_that_is_gone_is_an_error_of_the_start():
+    with pytest.raises(StartError, match="rank 0 did not say which GPU it has: connection reset"):
+        told_by_all(Gone(), 1, 2, gpu(1), 0.2)

@@ -1,6 +1,8 @@
 """The thread that tells where a rank stands, when the job's store is lost with the process that had it."""
 
 import json
+import threading
+import time
 
 import pytest
 import torch.distributed as dist
@@ -54,7 +56,7 @@ def test_a_rank_that_fails_without_a_store_leaves_its_record_and_is_not_ended(la
     if not last:
         store.is_gone = True
         watch._shared.wake.set()
-        watch._thread.join(30)
+        time.sleep(0.2)  # the thread notices it, or `failed` finds that it has not
     watch.failed(ValueError("planted"), WHY)
     watch._thread.join(30)
     assert alarms[-1] is None
@@ -69,3 +71,43 @@ def test_a_rank_that_fails_has_an_alarm_until_the_watch_is_closed(alarms, tmp_pa
     watch.close()
     assert alarms[-1] is None
     assert json.loads((tmp_path / "flight-rank-0.json").read_text())["why"] == WHY
+
+
+def test_a_rank_that_hangs_when_the_store_is_gone_is_ended_behind_the_timeout(alarms, tmp_path, monkeypatch):
+    """The thread ended with the store: the process hung for ever."""
+    store, told, ended = LostStore(), [], threading.Event()
+    monkeypatch.setattr(module, "_GRACE", 0.0)
+    monkeypatch.setattr(module, "report_end", lambda why, *_: told.append(why))
+    flight = FlightRecorder(0)
+    watch = Watch(flight, store)
+    monkeypatch.setattr(
+        module.os, "_exit", lambda status: (ended.set(), watch._shared.__dict__.update(is_over=True))
+    )
+    watch.leave_records_in(tmp_path, {})
+    watch.end_process(0.2)
+    flight.enter("step")
+    flight.begin([None])(time.monotonic())
+    store.is_gone = True
+    assert ended.wait(30)
+    assert (
+        "did not come back from its own code: the process with the job's store is gone. It stood at"
+        in told[0]
+    )
+    assert (tmp_path / "flight-rank-0.json").exists()
+    watch.close()
+
+
+def test_a_rank_outside_of_a_call_is_not_ended_when_the_store_is_gone(alarms, tmp_path, monkeypatch):
+    """Another rank may have ended its program while this one still writes its weights."""
+    store = LostStore()
+    monkeypatch.setattr(module, "_INTERVAL", 0.01)
+    monkeypatch.setattr(module, "_GRACE", 0.0)
+    monkeypatch.setattr(module.os, "_exit", lambda status: pytest.fail("ended"))
+    watch = watch_on(store, tmp_path)
+    watch.end_process(0.01)
+    store.is_gone = True
+    watch._shared.wake.set()
+    time.sleep(0.3)
+    assert watch._thread.is_alive()
+    watch.close()
+    assert not watch._thread.is_alive()

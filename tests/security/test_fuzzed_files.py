@@ -123,6 +123,15 @@ def test_a_run_writes_through_no_link(tmp_path, name):
     check_free(tmp_path / "run", overwrite=True)
 
 
+def test_wandbs_own_links_are_no_reason_to_refuse_a_run(tmp_path):
+    """wandb leaves links to its newest run: no run that had logger=wandb could be started again."""
+    run = tmp_path / "run"
+    (run / "wandb" / "run-1" / "logs").mkdir(parents=True)
+    (run / "wandb" / "debug.log").symlink_to(run / "wandb" / "run-1" / "logs" / "debug.log")
+    (run / "wandb" / "latest-run").symlink_to("run-1")
+    check_free(run, overwrite=True)
+
+
 def test_deep_json_in_a_run_folder_is_no_run(tmp_path):
     deep = "[" * 200_000
     for name in ("job.json", "summary.json", "metrics.jsonl", ".lock"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -45,7 +46,9 @@ def told_by_all(store: Any, rank: int, size: int, gpu: Gpu, timeout: float) -> l
         store.wait(keys, timedelta(seconds=timeout))
         return [Gpu(*json.loads(store.get(key))) for key in keys]
     except RuntimeError as error:
-        missing = [each for each in range(size) if not store.check([f"gpu/{each}"])]
+        missing = list[int]()
+        with suppress(RuntimeError):  # the store may be gone, and with it rank 0
+            missing = [each for each in range(size) if not store.check([f"gpu/{each}"])]
         raise StartError(f"{ranks_text(missing or [0])} did not say which GPU it has: {error}") from error
 
 

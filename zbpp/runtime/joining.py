@@ -207,12 +207,12 @@ def _awaited(store: Any, key: str, here: Rendezvous, end: float, timeout: float)
             if store.check([key]):
                 return str(store.get(key).decode())
             sleep(_POLL)
+        missing = [other for other in range(here.size) if not store.check([f"zbpp/ask/{other}"])]
     except RuntimeError as error:
         first_line = str(error).partition("\n")[0]
         raise StartError(
             f"the process with the job's store is gone, rank 0 or torchrun: {first_line}"
         ) from error
-    missing = [other for other in range(here.size) if not store.check([f"zbpp/ask/{other}"])]
     raise StartError(_never_came(missing or [0], here.size, timeout))
 
 

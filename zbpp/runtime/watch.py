@@ -157,6 +157,8 @@ def _run(shared: _Shared) -> None:
             others.leave(_end_of_program(shared))
     except RuntimeError:  # the store is gone
         shared.said = shared.said or shared.blame.ended()
+        if shared.timeout is not None:
+            _look_on(shared, shared.timeout)
     finally:
         shared.has_ended = True  # before the alarm is cancelled: see `failed`
         if shared.timeout is not None:
@@ -213,20 +215,40 @@ def _end_unless_noticed(shared: _Shared, timeout: float) -> None:
 
     The rank that ended the job is the one that torchrun hears of first.
     """
+    reason = shared.others.reason
     # A rank that is out of memory lives on for a while, to say what would fit.
-    explains = seconds_to_explain(timeout) if tells_of_memory(shared.others.reason) else 0
+    explains = seconds_to_explain(timeout) if tells_of_memory(reason) else 0
     end = time.monotonic() + _GRACE + explains
     while not shared.is_over and not shared.has_failed and time.monotonic() < end:
         time.sleep(0.05)
     if shared.is_over or shared.has_failed:
         return
-    mine, stack, reason = shared.flight.standing(), shared.record.stack(), shared.others.reason
+    with suppress(RuntimeError):  # the rank that failed may have had the store
+        reason = shared.others.reason
     is_other = bool(reason) and not shared.blame.is_own(reason)
-    began = reason if is_other else "other ranks waited for this one"
+    _end_process(shared, reason if is_other else "other ranks waited for this one")
+
+
+def _look_on(shared: _Shared, timeout: float) -> None:
+    """Without a store: end the process if an instruction lasts longer than ranks wait for each other."""
+    while not shared.is_over and not shared.has_failed:
+        set_alarm(timeout + _ALARM)
+        mine = shared.flight.standing()
+        if mine.call and time.time() - mine.since > timeout + _GRACE:
+            _end_process(shared, shared.said or "the process with the job's store is gone")
+        shared.wake.wait(_INTERVAL)
+        shared.wake.clear()
+
+
+def _end_process(shared: _Shared, began: str) -> None:
+    """End this process, whose main thread does not come back. began: why the job ends."""
+    if not shared.is_recorded:
+        _record(shared)
+    mine = shared.flight.standing()
     report_end(
         f"rank {mine.rank} was ended, since it did not come back from its own code: {began}. It stood "
         f"{mine.text(time.time())}",
-        stack,
+        shared.record.stack(),
         shared.record.pointer,
     )
     shared.others.let_stopped_run()

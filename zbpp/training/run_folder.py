@@ -173,7 +173,8 @@ def _refuse_links(path: Path) -> None:
     """Raise FolderError if a file that a run may write is a link: the run would write to another file.
 
     A run folder from somebody else may hold such links. Links to folders are allowed, for checkpoints on
-    another disk. The folders of finished checkpoints are only read, so links in them are not looked for.
+    another disk. Links are not looked for in the folders of finished checkpoints, which are only read, and in
+    that of wandb, which makes links itself.
     """
     for file in _places_of_writing(path):
         if file.is_symlink():
@@ -184,14 +185,14 @@ def _refuse_links(path: Path) -> None:
 
 
 def _places_of_writing(path: Path) -> Iterator[Path]:
-    """The files below a run's folder, but those of finished checkpoints."""
+    """The files below a run's folder, but those of finished checkpoints and of wandb."""
     seen: set[Path] = set()
     for place, folders, files in os.walk(path, followlinks=True):
         if Path(place).resolve() in seen:  # a link to a folder above
             folders.clear()
             continue
         seen.add(Path(place).resolve())
-        folders[:] = sorted(each for each in folders if step_of(Path(each)) is None)
+        folders[:] = sorted(each for each in folders if step_of(Path(each)) is None and each != "wandb")
         yield from (Path(place, each) for each in sorted(files))
 
 

@@ -42,6 +42,22 @@ def test_a_signal_ends_the_run_behind_the_step_that_runs(number):
     assert [signal.getsignal(each) for each in SIGNALS] == before
 
 
+def test_a_handler_of_the_users_for_another_signal_changes_nothing():
+    """One for a real-time signal, which has no name in Python, ended the thread that waits for SIGTERM."""
+    number, heard = signal.SIGRTMIN + 1, []
+    before = signal.signal(number, lambda *_: heard.append(number))
+    try:
+        with LeaveOnSignal() as leave:
+            os.kill(os.getpid(), number)
+            deadline = time.monotonic() + 100
+            os.kill(os.getpid(), signal.SIGTERM)
+            while leave.reason is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+        assert (heard, leave.reason) == ([number], "SIGTERM")
+    finally:
+        signal.signal(number, before)
+
+
 def test_a_signal_before_the_first_step_ends_the_run_behind_it():
     with LeaveOnSignal() as leave:
         os.kill(os.getpid(), signal.SIGUSR1)

@@ -91,14 +91,13 @@ class LeaveOnSignal(Callback):
     def _listen(self, read: int) -> None:
         with suppress(OSError):
             while numbers := os.read(read, 64):
-                for number in numbers:
-                    self._take(signal.Signals(number))
+                for number in numbers:  # of every signal that has a handler, also a user's
+                    if number in SIGNALS:
+                        self._take(signal.Signals(number))
         os.close(read)
 
     def _take(self, received: signal.Signals) -> None:
         """Leave the run at the first signal; end the process at the second. Runs in the thread."""
-        if received not in SIGNALS:
-            return
         now = time.monotonic()
         if received in ENDING:
             if self._ended_at is not None and now - self._ended_at > SAME:
