@@ -246,6 +246,42 @@ def test_a_forward_may_use_and_replace_a_moving_average():
     assert_close(*sides)
 
 
+class Lazy(Moving):
+    """Its forward makes the average in the first microbatch: of None, or of no buffer at all."""
+
+    def __init__(self, is_registered):
+        super().__init__()
+        del self.mean
+        if is_registered:
+            self.register_buffer("mean", None)
+
+    def forward(self, x):
+        if getattr(self, "mean", None) is None:
+            self.register_buffer("mean", self.layer(x).detach().mean(0))
+        elif float(self.mean[0]) == 0.0:
+            del self.mean  # a buffer may go, too
+            return self.layer(x)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("is_registered", [True, False])
+def test_a_forward_may_make_its_buffer_when_it_is_needed_first(is_registered):
+    """The recompute of the first microbatch found the buffer, and computed with it."""
+    sides = []
+    for how in (plainly, checkpoint):
+        module = made(lambda: Lazy(is_registered))
+        outputs = [how(module, double(5, 4, seed=microbatch)) for microbatch in range(2)]
+        assert "mean" in dict(module.named_buffers())
+        for output in outputs:
+            split_backward(output)
+        sides.append(grads_of(module) | {"mean": module.mean})
+        module.mean = torch.zeros(4)
+        split_backward(how(module, double(5, 4)))
+        assert "mean" not in dict(module.named_buffers())
+        sides[-1] |= {f"{name} without it": grad for name, grad in grads_of(module).items()}
+    assert_close(*sides)
+
+
 class Queue(nn.Module):
     """Its forward reads a large buffer and then writes into it."""
 

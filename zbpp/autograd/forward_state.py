@@ -6,7 +6,7 @@ A recompute runs later than the forward that it repeats. In between, parameters 
   changes has grown.
 - A small buffer, such as running statistics, is copied in the forward. The recompute runs on copies of that
   copy: it reads the values that the forward read, and its own changes are dropped, since the forward has made
-  them already.
+  them already. A buffer that the forward makes, or puts where None was, is not there yet in the recompute.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def _modules_and_tensors(values: Iterable[Any]) -> list[Any]:
     return [value for value in values if isinstance(value, (Tensor, nn.Module))]
 
 
-_Place = tuple[dict[str, Any], str]  # a module's dictionary of buffers, and a name in it
+_Table = dict[str, Any]
 
 
 class _Watched(NamedTuple):
     """A tensor that must not change between the forward and the recompute."""
 
-    table: dict[str, Any] | None  # the module's dictionary with the tensor; None if it is in no module
+    table: _Table | None  # the module's dictionary with the tensor; None if it is in no module
     name: str
     tensor: Tensor
     version: int
@@ -95,7 +95,8 @@ class ForwardState:
 
     def __init__(self, things: Any) -> None:
         self._watched: list[_Watched] = []
-        self._copies: dict[int, tuple[list[_Place], Tensor]] = {}
+        self._copies: dict[int, Tensor] = {}  # of small buffers; several modules may share one
+        self._buffers: list[tuple[_Table, _Table]] = []  # a module's dictionary, and its present entries
         self._modules: dict[int, nn.Module] = {}
         for thing in references(things):
             if isinstance(thing, Tensor):
@@ -110,17 +111,19 @@ class ForwardState:
         for name, tensor in module._parameters.items():
             if tensor is not None:
                 self._watch(module._parameters, name, tensor)
+        entries = dict(module._buffers)
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
             if buffer.nbytes > SMALL or buffer.requires_grad:
                 self._watch(module._buffers, name, buffer)
                 continue
-            if id(buffer) not in self._copies:  # one that several modules share
-                self._copies[id(buffer)] = [], buffer.clone()
-            self._copies[id(buffer)][0].append((module._buffers, name))
+            if id(buffer) not in self._copies:
+                self._copies[id(buffer)] = buffer.clone()
+            entries[name] = self._copies[id(buffer)]
+        self._buffers.append((module._buffers, entries))
 
-    def _watch(self, table: dict[str, Any] | None, name: str, tensor: Tensor) -> None:
+    def _watch(self, table: _Table | None, name: str, tensor: Tensor) -> None:
         self._watched.append(_Watched(table, name, tensor, version(tensor), tensor.requires_grad))
 
     def hooked(self) -> list[Tensor]:
@@ -137,16 +140,15 @@ class ForwardState:
         for watched in self._watched:
             if change := watched.change():
                 raise self._changed(watched, change)
-        now = [(table, name, table[name]) for places, _ in self._copies.values() for table, name in places]
+        now = [(table, dict(table)) for table, _ in self._buffers]
+        copied = {id(copy): copy.clone() for copy in self._copies.values()}  # there may be another recompute
         try:
-            for places, copy in self._copies.values():
-                copied = copy.clone()  # the same graph may be recomputed again
-                for table, name in places:
-                    table[name] = copied
+            for table, entries in self._buffers:
+                _fill(table, {name: copied.get(id(value), value) for name, value in entries.items()})
             yield
         finally:
-            for table, name, tensor in now:
-                table[name] = tensor
+            for table, entries in now:
+                _fill(table, entries)
 
     def _changed(self, watched: _Watched, change: str) -> RuntimeError:
         owners = [
@@ -160,6 +162,11 @@ class ForwardState:
             "recompute, which would compute with other values: change parameters and large buffers only "
             "after all backwards; a forward that does so itself can't be checkpointed"
         )
+
+
+def _fill(table: _Table, entries: _Table) -> None:
+    table.clear()
+    table.update(entries)
 
 
 def version(tensor: Tensor) -> int:
