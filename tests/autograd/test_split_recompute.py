@@ -246,6 +246,36 @@ def test_a_forward_may_use_and_replace_a_moving_average():
     assert_close(*sides)
 
 
+class Counts(nn.Module):
+    """Its output depends on attributes that its forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.calls, self.is_odd, self.factor = 0, False, None
+
+    def forward(self, x):
+        self.calls += 1
+        self.is_odd = not self.is_odd
+        if self.factor is None:
+            self.factor = 3.0
+            self.register_buffer("shift", torch.full((4,), 0.25), persistent=False)
+        return self.layer(x) * self.calls * self.factor + (x if self.is_odd else self.shift)
+
+
+def test_a_forward_may_count_its_calls():
+    """A recompute found the values that later microbatches had left, and counted once more."""
+    sides = []
+    for how in (plainly, checkpoint):
+        module = made(Counts)
+        outputs = [how(module, double(5, 4, seed=microbatch)) for microbatch in range(2)]
+        for output in outputs:
+            split_backward(output)
+        sides.append(grads_of(module))
+        assert (module.calls, module.is_odd, module.factor, *module.shift.shape) == (2, False, 3.0, 4)
+    assert_close(*sides)
+
+
 class Lazy(Moving):
     """Its forward makes the average in the first microbatch: of None, or of no buffer at all."""
 

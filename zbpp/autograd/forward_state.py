@@ -1,6 +1,7 @@
-"""The parameters and buffers that a forward used, so that its recompute can run on the same values.
+"""The parameters, buffers and numbers that a forward used, so that its recompute can run on the same values.
 
-A recompute runs later than the forward that it repeats. In between, parameters and buffers may change.
+A recompute runs later than the forward that it repeats. In between, parameters, buffers and attributes of
+modules may change.
 
 - A parameter or a large buffer must not change: the recompute raises an error if autograd's count of in-place
   changes has grown.
@@ -69,6 +70,7 @@ def _modules_and_tensors(values: Iterable[Any]) -> list[Any]:
     return [value for value in values if isinstance(value, (Tensor, nn.Module))]
 
 
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _Table = dict[str, Any]
 
 
@@ -97,6 +99,7 @@ class ForwardState:
         self._watched: list[_Watched] = []
         self._copies: dict[int, Tensor] = {}  # of small buffers; several modules may share one
         self._buffers: list[tuple[_Table, _Table]] = []  # a module's dictionary, and its present entries
+        self._attributes: list[tuple[_Table, _Table]] = []  # all of a module's, and what the plain ones are
         self._modules: dict[int, nn.Module] = {}
         for thing in references(things):
             if isinstance(thing, Tensor):
@@ -122,6 +125,9 @@ class ForwardState:
                 self._copies[id(buffer)] = buffer.clone()
             entries[name] = self._copies[id(buffer)]
         self._buffers.append((module._buffers, entries))
+        attributes = vars(module)
+        plain = {name: value for name, value in attributes.items() if type(value) in _PLAIN}
+        self._attributes.append((attributes, plain))
 
     def _watch(self, table: _Table | None, name: str, tensor: Tensor) -> None:
         self._watched.append(_Watched(table, name, tensor, version(tensor), tensor.requires_grad))
@@ -133,7 +139,7 @@ class ForwardState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, the small buffers are copies with the forward's values.
+        """Inside, the small buffers are copies with the forward's values, and plain attributes have theirs.
 
         Raises RuntimeError if a parameter or a large buffer has changed.
         """
@@ -141,12 +147,21 @@ class ForwardState:
             if change := watched.change():
                 raise self._changed(watched, change)
         now = [(table, dict(table)) for table, _ in self._buffers]
+        # One that is gone may be a parameter by now.
+        present = [
+            (table, {name: table[name] for name in plain if name in table}, plain)
+            for table, plain in self._attributes
+        ]
         copied = {id(copy): copy.clone() for copy in self._copies.values()}  # there may be another recompute
         try:
             for table, entries in self._buffers:
                 _fill(table, {name: copied.get(id(value), value) for name, value in entries.items()})
+            for table, values, plain in present:
+                table.update({name: plain[name] for name in values})
             yield
         finally:
+            for table, values, _ in present:
+                table.update(values)
             for table, entries in now:
                 _fill(table, entries)
 
