@@ -38,6 +38,7 @@ WAYS = {
     "launcher": lambda: (told_number(), os.kill(os.getppid(), signal.SIGKILL)),
     "stop": lambda: (told_number(), os.kill(os.getpid(), signal.SIGSTOP)),
     "loop": lambda: (told_number(), endless_loop()),
+    "lock": lambda: (told_number(), sum(range(10**15))),  # C code that never gives up Python's lock
 }
 
 def told_number():
@@ -167,10 +168,11 @@ def test_a_rank_that_leaves_with_0_is_named(here, warm, monkeypatch):
     [
         ("stop", "rank 1 is behind: ", "(its process is stopped"),
         ("loop", "rank 1 was ended, since it did not come back from its own code", "in endless_loop"),
+        ("lock", "rank 1 is behind: ", "(in code that holds Python's lock)"),
     ],
 )
 def test_a_rank_that_stands_still_is_named_and_ended(here, warm, how, said, where):
-    """SIGSTOP, or an endless loop in forward: the job ends, and no process of it is left."""
+    """SIGSTOP, or code in forward that does not end: the job ends, and no process of it is left."""
     options = ["run_dir=run", f"++model.how={how}", "++model.step=3", "parallel.timeout=3"]
     done = warm.start(here, warm.zbpp("train", "-n", "2", *RUN, *options))
     assert done.rc == 1, done.text
@@ -179,6 +181,8 @@ def test_a_rank_that_stands_still_is_named_and_ended(here, warm, how, said, wher
     assert (" 1F2" in done.text) == (how == "loop")  # a stopped rank has told where it was before
     assert "`zbpp hang run/failure` shows where each rank stood" in done.text
     assert not Path("/proc", (here / "rank").read_text()).exists(), "the rank is an orphan"
+    if how != "lock":  # a stopped process is let run again, so that it leaves its record
+        assert (here / "run" / "failure" / "flight-rank-1.json").exists()
 
 
 @pytest.mark.slow

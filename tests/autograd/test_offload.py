@@ -3,6 +3,7 @@
 import copy
 import errno
 import resource
+from concurrent.futures import Future
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from helpers.processes import outcomes
 from zbpp import backward_input
 from zbpp.autograd import host_memory
-from zbpp.autograd.copies import OffloadError, copier_for
+from zbpp.autograd.copies import OffloadError, _ThreadCopy, copier_for
 from zbpp.autograd.deferred_offload import DeferredTensors
 from zbpp.autograd.offload import SavedActivations
 from zbpp.runtime.boundary import graph_input
@@ -378,3 +379,11 @@ def test_what_is_available_is_what_linux_and_the_container_say(tmp_path, monkeyp
     (tmp_path / "memory.current").write_text("30000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 2000\n")
     assert host_memory.available_bytes() == 12_000
+
+
+def test_a_saved_tensor_that_is_freed_in_the_copiers_thread_does_not_wait_for_it():
+    """Python's garbage collection may run there: the thread waited for itself for ever."""
+    copier = copier_for(torch.device("cpu"), "host")
+    never = _ThreadCopy(Future())
+    assert copier._thread.submit(never.wait).result(timeout=30) is None
+    copier.close()

@@ -373,3 +373,10 @@ def test_ranks_replay_between_messages_and_reductions():
             assert num_replays == (0 if is_eager else STEPS - 2)
             assert ("1F0 can't be captured" in stopped) == is_eager
             assert_same(eager, replayed)
+
+
+def test_a_mode_that_is_refused_leaves_nothing_open(monkeypatch):
+    """The links were made before the mode was looked at, and stayed."""
+    monkeypatch.setattr("zbpp.runtime.pipeline.RankParts", lambda *_, **__: pytest.fail("links were made"))
+    with pytest.raises(ValueError, match="cuda_graphs"):
+        Pipeline({0: nn.Linear(2, 2)}, plan("zb_h1", 1, 1), F.mse_loss, cuda_graphs="action")

@@ -1,7 +1,9 @@
 """What a user changes between or in steps gives plain autograd's gradients, or is refused; never ignored."""
 
 import copy
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from helpers.processes import run_ranks
 from zbpp import Pipeline, make_mesh, plan
 from zbpp.data import regression_data
 from zbpp.runtime import CommunicationError
+from zbpp.runtime.untouched_gradients import UntouchedGradients
 from zbpp.training.trainer import Trainer
 
 M, SIZE = 4, 5
@@ -358,3 +361,26 @@ def test_what_is_frozen_or_unfrozen_on_ranks_after_the_first_step_is_refused():
         )
     assert everyone[1][4].startswith("weight_of_0 of stage 0 and weight of stage 1: ")
     assert "rank 1 failed: ValueError: " in everyone[0][4]
+
+
+def test_a_weight_that_was_replaced_is_not_kept_and_the_new_one_is_looked_at():
+    class Drops(nn.Linear):
+        drops = False
+
+        def forward(self, x):
+            if self.drops:
+                self.weight.grad = None
+            return super().forward(x)
+
+    stage = Drops(SIZE, SIZE)
+    untouched = UntouchedGradients(0, stage)
+    untouched(torch.randn(2, SIZE))
+    untouched.num_steps = 1
+    old = weakref.ref(stage.weight)
+    stage.weight = nn.Parameter(torch.ones(SIZE, SIZE))
+    stage.weight.grad = torch.ones(SIZE, SIZE)
+    gc.collect()
+    assert old() is None
+    stage.drops = True
+    with pytest.raises(RuntimeError, match="changes the gradient of weight"):
+        untouched(torch.randn(2, SIZE))

@@ -9,11 +9,13 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.processes import open_things, run_ranks
+from helpers.trainers import small_trainer
 from zbpp import Pipeline, PlanError, Timetable, make_mesh, plan, simulate
 from zbpp.data import text_data
 from zbpp.models.gpt import Gpt
 from zbpp.training.checkpoints import Checkpoints
 from zbpp.training.optimizer import adamw
+from zbpp.training.post_validated_update import Validation
 from zbpp.training.replan import Replan
 from zbpp.training.stop_after import StopAfter
 from zbpp.training.trainer import Trainer
@@ -265,3 +267,18 @@ def test_a_run_that_goes_on_keeps_the_plan_that_was_made_for_its_costs(corpus, t
         assert found == whole
         assert timetable == str(plan("zb_h1", P, M))
         assert measured == []
+
+
+def test_a_replanner_with_nothing_left_to_do_costs_no_more_settling():
+    """Every step of the run waited for the verdict on its own update."""
+    trainer = small_trainer("zb_v", post_validation=Validation(), num_recorded=1, clip_norm=1e9)
+    stages = dict(trainer.pipeline.stages)
+    trainer.replan = Replan(
+        plan=lambda costs, limits: plan("zb_v", 1, trainer.pipeline.timetable.num_microbatches),
+        loss_fn=trainer.pipeline._loss_fn,
+        stages=stages,
+        num_measured=1,
+    )
+    pending = [trainer.pipeline.pending_update is not None for _ in trainer.run(10)]
+    assert trainer.replan.is_over
+    assert any(pending[4:-1])

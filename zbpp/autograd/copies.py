@@ -15,6 +15,7 @@ import ctypes
 import math
 import os
 import tempfile
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -147,10 +148,17 @@ class Copier(ABC):
     def _make_space(self, nbytes: int) -> Any: ...
 
 
+_here = threading.local()  # in a copier's thread it has the attribute `copies`
+
+
 class _ThreadCopy(NamedTuple):
     future: Future[None]
 
     def wait(self) -> None:
+        if hasattr(_here, "copies"):
+            # Python's garbage collection frees a saved tensor in this very thread, whose copies keep their
+            # order and hold their storages.
+            return
         try:
             self.future.result()
         except (RuntimeError, MemoryError, OSError) as error:
@@ -162,7 +170,7 @@ class ThreadCopier(Copier):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._thread = ThreadPoolExecutor(1, "zbpp-offload")
+        self._thread = ThreadPoolExecutor(1, "zbpp-offload", lambda: setattr(_here, "copies", True))
 
     def out(self, moves: Moves, watch: Watch | None = None) -> Copy:
         return _ThreadCopy(self._thread.submit(self._copy, self._write, moves, watch))

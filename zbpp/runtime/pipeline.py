@@ -54,7 +54,7 @@ from zbpp.runtime.restored import restored_generators
 from zbpp.runtime.stage import Loss
 from zbpp.runtime.tensor_parallel import check_losses_alike
 from zbpp.runtime.ties import Tie
-from zbpp.runtime.weight_offload import check_offloaded
+from zbpp.runtime.weight_offload import check_offloaded, offloaded_weights
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel
 
@@ -174,6 +174,15 @@ class Pipeline(PipelineChecks, PipelineEvaluation, PipelineNonFinite, PipelineTi
         reductions = self._reductions(agreed.ties, mp_policy)
         self._copies = set(map(id, reductions.copies))
         self._late, self._release_arguments = reductions.late, dict[str, Any]()
+        check_graphs(
+            self._cuda_graphs,
+            dynamic_shapes=self._dynamic_shapes,
+            check_messages=self._check_messages,
+            offloads=offload is not None or offloaded_weights(self.stages.values()) is not None,
+            shards=SHARD in place.groups,
+            tensor=TENSOR in place.groups,
+            reduces=reductions.is_shared,
+        )
         key_of_all = place.broadcast(agreed.key)
         parts = RankParts(
             self.timetable,
@@ -190,15 +199,6 @@ class Pipeline(PipelineChecks, PipelineEvaluation, PipelineNonFinite, PipelineTi
             make_offload=offload_maker(offload, self.timetable, self.device, place),
             check_messages=self._check_messages,
             counts=self.check_counts,
-        )
-        check_graphs(
-            self._cuda_graphs,
-            dynamic_shapes=self._dynamic_shapes,
-            check_messages=self._check_messages,
-            offloads=offload is not None or parts.weights_on_host is not None,
-            shards=SHARD in place.groups,
-            tensor=TENSOR in place.groups,
-            reduces=reductions.is_shared,
         )
         engine = Engine(parts, order_of_copies(place, key_of_all, self.rank, self.device))
         engine.use_graphs(self._cuda_graphs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -16,13 +17,13 @@ from torch import Tensor, nn
 class UntouchedGradients:
     """Calls a stage's module; raises RuntimeError if the call has changed a parameter's gradient.
 
-    num_steps: how many have ended. In later steps the parameters are those of the first one: to list them
-    takes longer than to look at them.
+    num_steps: how many have ended. In later steps the parameters are those of the first one, unless one of
+    them is gone: to list them takes longer than to look at them.
     """
 
     def __init__(self, stage: int, module: nn.Module) -> None:
         self._stage, self._module = stage, module
-        self._named: list[tuple[str, Tensor]] = []
+        self._named: list[tuple[str, ref[Tensor]]] = []
         self.num_steps = 0
 
     def begin(self, num_microbatches: int) -> tuple[Callable[..., Any], int]:
@@ -35,12 +36,11 @@ class UntouchedGradients:
         return (self._module, (self.num_steps - 1) % num_microbatches) if self.num_steps else (self, -1)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.num_steps:
-            self._named = [*self._module.named_parameters()]
-        before = [_mark(each) for _, each in self._named]
+        named = self._parameters()
+        before = [_mark(each) for _, each in named]
         output = self._module(*args, **kwargs)
-        after = [_mark(each) for _, each in self._named]
-        changed = [self._named[place][0] for place, mark in enumerate(before) if after[place] != mark]
+        after = [_mark(each) for _, each in named]
+        changed = [named[place][0] for place, mark in enumerate(before) if after[place] != mark]
         if changed:
             raise RuntimeError(
                 f"the forward of stage {self._stage} changes the gradient of {', '.join(changed)}, to which "
@@ -48,6 +48,14 @@ class UntouchedGradients:
                 "hook of the parameter (register_hook)"
             )
         return output
+
+    def _parameters(self) -> list[tuple[str, Tensor]]:
+        known = [(name, each()) for name, each in self._named]
+        found = [(name, each) for name, each in known if each is not None]
+        if not self.num_steps or len(found) < len(known):
+            found = [*self._module.named_parameters()]
+            self._named = [(name, ref(each)) for name, each in found]
+        return found
 
 
 def _mark(parameter: Tensor) -> tuple[int, int, int]:

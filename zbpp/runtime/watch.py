@@ -3,8 +3,8 @@
 So when a call fails on one rank, that rank can say which rank has died, or is behind, even if the other
 process is stopped or dead: what it told last is in the job's store. And a rank that hangs in its own code
 leaves its record, too: its thread sees that another rank has failed. If wanted, the thread then ends the
-process, which nothing else could do before torchrun's patience ends. From the first step on, all access to
-the store is the thread's, since a store whose process is stopped does not answer.
+process, which nothing else could do before torchrun's patience ends. From the first step on, only the thread
+reads and writes what is told here, since a store whose process is stopped does not answer.
 
 Code that never gives up Python's lock keeps this thread from running. For that case the thread sets an alarm
 of Python's faulthandler anew each second: its C code needs no lock.

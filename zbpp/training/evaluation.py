@@ -108,12 +108,13 @@ def sentence_of(fault: str, step: int, number: int, in_data: str) -> str:
 def first_bad_batch(everyone: Iterable[Sequence[Weighed]]) -> int:
     """The number of the first held-out batch with a mean that is not finite; 0 if there is none.
 
-    everyone: for each process, the means of each batch.
+    everyone: for each process, the means of each batch. A batch without targets has no mean: it counts only
+    where no batch has targets.
     """
-    numbers = (
-        number
+    bad = [
+        (not each.num_targets, number)
         for some in everyone
         for number, each in enumerate(some)
         if not all(map(math.isfinite, each.means.values()))
-    )
-    return min(numbers, default=0)
+    ]
+    return min(bad, default=(True, 0))[1]

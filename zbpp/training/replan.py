@@ -37,7 +37,8 @@ class Replan:
 
     plan(costs, limits): a timetable of the same cut; costs in ms and bytes, limits in bytes per rank.
     stages: this rank's. memory_limit: bytes that each rank may hold, with weights, gradients and optimizer
-    states; None: as many as under the first plan, rank by rank. is_done: whether the new plan was made.
+    states; None: as many as under the first plan, rank by rank. is_done: whether the new plan was made;
+    is_over: whether it was measured, too, so that nothing is left to do.
     """
 
     plan: Callable[[Costs, Sequence[float]], Timetable]
@@ -50,13 +51,13 @@ class Replan:
         self._watching = ExitStack()
         self._inputs = self._watching.enter_context(first_inputs(self.stages))
         self._expected = 0.0
-        self.is_done, self._is_over = False, False
+        self.is_done, self.is_over = False, False
         self._first: int | None = None  # the first step of this process: not 0 in a resumed run
 
     def is_measured(self, step: int) -> bool:
         """Whether a step must be recorded."""
         since, num = self._since_first(step), self.num_measured
-        return not self._is_over and (1 <= since <= num or num + 2 <= since <= 2 * num + 1)
+        return not self.is_over and (1 <= since <= num or num + 2 <= since <= 2 * num + 1)
 
     def _since_first(self, step: int) -> int:
         if self._first is None:
@@ -67,7 +68,7 @@ class Replan:
         """Plan no more: an earlier start of the run has done so, and goes on with its plan."""
         self._watching.close()
         self._inputs.clear()
-        self.is_done = self._is_over = True
+        self.is_done = self.is_over = True
 
     def after(
         self, step: int, pipeline: Pipeline, timelines: Sequence[Timeline], target: Any
@@ -78,11 +79,12 @@ class Replan:
         Raises PlanError if the limit can't hold a plan. Collective.
         """
         since = self._since_first(step)
-        if self._is_over:
+        if self.is_over:
             return pipeline, {}
         if since == self.num_measured:
             return self._switch(pipeline, timelines, target)
         if since == 2 * self.num_measured + 1:
+            self.is_over = True
             return pipeline, self._metrics(timelines[-self.num_measured :])
         return pipeline, {}
 

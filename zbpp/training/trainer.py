@@ -188,7 +188,7 @@ class Trainer:
             known += self._step(step)
         self.next_step = step + 1
         needed = any(callback.needs_weights(step) for callback in self.callbacks)
-        if recorded or is_reported or evaluated or is_last or needed or self.replan is not None:
+        if recorded or is_reported or evaluated or is_last or needed or self._replanner:
             known += self._settled()  # so that the last one is this step's
         if evaluated:
             known[-1] |= self.evaluate()
@@ -281,18 +281,23 @@ class Trainer:
 
     def _is_recorded(self, step: int, *, num_steps: int) -> bool:
         """Whether a step is measured action by action: some early ones, some between, the last ones."""
-        if self.replan is not None and self.replan.is_measured(step):
+        if self._replanner and self._replanner.is_measured(step):
             return True
         since = step - self.first_step  # in the first one ranks agree on shapes
         is_between = self.record_every and (since in (1, 2) or (since and step % self.record_every == 0))
         return bool(is_between) or step >= num_steps - self.num_recorded
 
+    @property
+    def _replanner(self) -> Replan | None:
+        """The replanner, as long as it has something to do."""
+        return None if self.replan is None or self.replan.is_over else self.replan
+
     def _replan(self, step: int, known: Sequence[Metrics]) -> None:
         """Let the replanner, if there is one, replace the pipeline; its metrics are added to the step's."""
-        if self.replan is None:
+        if not self._replanner:
             return
         _, target = self._batches.of_step(step)
-        following, metrics = self.replan.after(step, self.pipeline, self.timelines, target)
+        following, metrics = self._replanner.after(step, self.pipeline, self.timelines, target)
         if following is not self.pipeline:
             self.pipeline = following
             self._batches.replace_pipeline(following)
