@@ -4,10 +4,12 @@ The emulation fills the memory of captures with NaN before each step (`poison`),
 """
 
 import logging
+import math
 import random
 from collections import deque
 from functools import partial
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -62,6 +64,169 @@ def other_forward(stage):
 
 def other_class(stage):
     stage.__class__ = type("Halved", (Plain,), {"forward": lambda self, x: Plain.forward(self, x) / 2})
+
+
+class Varied(Plain):
+    """Reads values in a list of modules, a partial, a closure, an array, and an object that has a method."""
+
+    def __init__(self, index):
+        super().__init__(index)
+        self.hidden, self.activation = [nn.Dropout(0.5)], partial(F.leaky_relu, negative_slope=0.5)
+        self.array, self.sign, self.slope = numpy.ones(1), 0.0, [1.0]
+        slope = self.slope
+        self.scaled, self.halved = lambda x: x * slope[0], Factor(0.5).times
+
+    def forward(self, x):
+        x = self.halved(self.scaled(self.activation(self.hidden[0](super().forward(x)))))
+        return x * float(self.array[0]) * math.copysign(1.0, self.sign)
+
+
+class Factor:
+    def __init__(self, value):
+        self.value = value
+
+    def times(self, x):
+        return x * self.value
+
+
+def without_dropout(stage):
+    stage.hidden[0].p = 0.0
+
+
+def in_a_partial(stage):
+    stage.activation.keywords["negative_slope"] = 0.1
+
+
+def in_an_array(stage):
+    stage.array[0] = 3.0
+
+
+def minus_zero(stage):
+    stage.sign = -0.0
+
+
+def in_a_closure(stage):
+    stage.slope[0] = 3.0
+
+
+def in_a_bound_object(stage):
+    stage.halved.__self__.value = 0.25
+
+
+DEEPER = [without_dropout, in_a_partial, in_an_array, minus_zero, in_a_closure, in_a_bound_object]
+
+
+@pytest.mark.parametrize("change", DEEPER)
+def test_what_a_user_changes_deeper_is_captured_anew(change):
+    """A replay kept the value of the capture."""
+
+    def before(number, pipeline):
+        if number == 4:
+            change(pipeline.stages[0])
+
+    found = captured(make=Varied, steps={"numbers": range(8), "before": before})
+    assert (found.graphs.num_captures, found.graphs.num_replays) == (2, 4)
+
+
+def test_a_hook_of_all_modules_is_captured_anew():
+    handles = []
+
+    def before(number, pipeline):
+        if number == 4:
+            handles.append(nn.modules.module.register_module_forward_hook(doubled))
+
+    def doubled(module, inputs, output):
+        return output * 2 if isinstance(module, nn.Linear) else None
+
+    found = []
+    for mode in ("none", "actions"):
+        try:
+            found.append(Run(mode, "zb_h1", make=Plain).steps(range(8), before=before).found)
+        finally:
+            handles.pop().remove()
+    assert_same(*found)
+
+
+class Weighted:
+    """A loss that is an object, with a weight that changes."""
+
+    def __init__(self):
+        self.weight = 1.0
+
+    def __call__(self, output, target):
+        return F.mse_loss(output, target) * self.weight
+
+    def loss(self, output, target):
+        return self(output, target)
+
+
+def as_an_object():
+    loss = Weighted()
+    return loss, partial(setattr, loss, "weight")
+
+
+def as_a_method():
+    loss = Weighted()
+    return loss.loss, partial(setattr, loss, "weight")
+
+
+def as_a_partial():
+    loss = partial(lambda output, target, weight: F.mse_loss(output, target) * weight, weight=1.0)
+    return loss, partial(loss.keywords.__setitem__, "weight")
+
+
+def as_a_closure():
+    weight = 1.0
+
+    def change(value):
+        nonlocal weight
+        weight = value
+
+    return lambda output, target: F.mse_loss(output, target) * weight, change
+
+
+def with_a_global():
+    def change(value):
+        global WEIGHT
+        WEIGHT = value
+
+    change(1.0)
+    return lambda output, target: F.mse_loss(output, target) * WEIGHT, change
+
+
+def at_step_4(change, number, pipeline):
+    if number == 4:
+        change(3.0)
+
+
+@pytest.mark.parametrize("make", [as_an_object, as_a_method, as_a_partial, as_a_closure, with_a_global])
+def test_a_weight_of_the_loss_that_changes_is_captured_anew(make):
+    """Only a loss that was a module was looked at."""
+    found = []
+    for mode in ("none", "actions", "program"):
+        loss, change = make()
+        run = Run(mode, "zb_h1", make=Plain, loss_fn=loss)
+        found.append(run.steps(range(8), before=partial(at_step_4, change)).found)
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
+    assert run.graphs.num_captures == 2
+
+
+def exchanged(number, pipeline):
+    first, second = (stage.linear.weight for stage in pipeline.stages.values())
+    if number == 5:
+        first.grad, second.grad = second.grad, first.grad
+
+
+def shared(number, pipeline):
+    first, second = (stage.linear.weight for stage in pipeline.stages.values())
+    if number == 5:
+        first.grad = second.grad
+
+
+@pytest.mark.parametrize("change", [exchanged, shared])
+def test_gradients_that_weights_exchange_or_share_are_those_of_eager_steps(change):
+    captured(schedule="zb_v", make=Plain, steps={"numbers": range(8), "before": change})
 
 
 @pytest.mark.parametrize("change", [other_mask, other_hook, transposed, rescaled, other_forward, other_class])
@@ -128,6 +293,16 @@ class DrawsAndCounts(Plain):
         return self.linear(x) if skips else super().forward(x * scale)
 
 
+class Warms(Plain):
+    """Its activation grows with the number of calls."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * min(1.0, self.calls / 40)
+
+
 def no_state(number, pipeline):
     for stage in pipeline.stages.values():
         if isinstance(stage, Recurrent):
@@ -142,6 +317,7 @@ FORWARDS = {
     "a table in a dict": (Table, "forward replaces tables"),
     "a table in a list": (type("Listed", (Table,), {"kind": list}), "forward replaces tables"),
     "a table in a deque": (type("Queued", (Table,), {"kind": deque}), "forward replaces tables"),
+    "a counter": (Warms, "forward changes calls of Warms, which a replay would not do"),
     "random numbers": (DrawsAndCounts, "not permitted when stream is capturing"),
 }
 

@@ -22,7 +22,7 @@ from zbpp.runtime.graphs.messages import copy_message, planned_buffers, static_m
 from zbpp.runtime.layout import Layout, Message, layout_of
 from zbpp.runtime.measure import Recorder
 from zbpp.runtime.resolve import StageMethod
-from zbpp.runtime.stage import StageWorker
+from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.schedule import Action, Op, Program, Value, consumes, produces
 
 ActionFunction = Callable[[Message], Message]
@@ -35,6 +35,12 @@ class RankActions(NamedTuple):
     workers: Mapping[int, StageWorker]
     methods: Mapping[Op, StageMethod]
     num_stages: int
+
+    @property
+    def loss(self) -> Loss | None:
+        """The loss function, if the last stage is here and has one."""
+        last = self.workers.get(self.num_stages - 1)
+        return None if last is None else last.loss_fn
 
     def actions(self) -> list[Action]:
         """All actions in the order of the program."""

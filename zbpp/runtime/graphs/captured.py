@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
-
-from torch import nn
 
 from zbpp.runtime.feed import Call
 from zbpp.runtime.graphs.actions import ActionGraphs
@@ -19,7 +17,7 @@ from zbpp.runtime.graphs.relied_on import Basis, changed_attribute
 
 
 class Captured:
-    """The graphs of one layout. basis, attributes: what they rely on."""
+    """The graphs of one layout. basis, loss: what they rely on; loss: the loss function, None for none."""
 
     def __init__(
         self,
@@ -28,23 +26,24 @@ class Captured:
         gradients: StaticGradients,
         losses: Mapping[int, StaticLosses],
         graphs: ActionGraphs | ProgramGraph,
-        attributes: Any,
+        loss: Any,
     ) -> None:
+        self._loss, self._attributes = loss, marks(basis.modules, loss)
         self._basis, self._call, self._gradients, self.graphs = basis, call, gradients, graphs
-        self._losses, self._attributes = losses, attributes
+        self._losses = losses
 
-    def fits(self, basis: Basis, modules: Iterable[nn.Module]) -> bool:
+    def fits(self, basis: Basis) -> bool:
         """Whether a replay does what an eager step on this basis would do.
 
-        Forward may change attributes itself (a counter), so they are compared from the end of a capture on.
+        Forward may put other objects into attributes, so they are compared from the end of a capture on.
         """
-        return basis == self._basis and _is_equal(marks(modules), self._attributes)
+        return basis == self._basis and _is_equal(marks(basis.modules, self._loss), self._attributes)
 
-    def changed(self, basis: Basis, modules: Iterable[nn.Module]) -> str:
+    def changed(self, basis: Basis) -> str:
         """What has changed since the capture."""
         if basis != self._basis:
             return basis.changed(self._basis)
-        return changed_attribute(modules, self._attributes, marks(modules))
+        return changed_attribute(basis.modules, self._attributes, marks(basis.modules, self._loss))
 
     def begin(self, call: Call) -> None:
         """Load a call. Raises NotCapturable, and changes nothing, where a `.grad` is of another kind."""

@@ -75,6 +75,8 @@ class StaticGradients:
             elif grad is not fixed:
                 _refuse_other(parameter, grad, fixed)
                 copied.append((fixed, grad))
+        if copied:
+            copied = self._without_overlap(copied)
         if zeroed:
             torch._foreach_zero_(zeroed)
         if copied:
@@ -85,6 +87,17 @@ class StaticGradients:
         )
         for parameter, fixed in self._fixed:
             parameter.grad = fixed
+
+    def _without_overlap(self, copied: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Copies that may run in any order, although weights may have exchanged their gradients.
+
+        Raises NotCapturable if two weights have one gradient: in an eager step both add to it.
+        """
+        grads = [each.grad.data_ptr() for each, _ in self._fixed if each.grad is not None and each.numel()]
+        if len({*grads}) < len(grads):
+            raise NotCapturable("two weights have one tensor as their `.grad`")
+        places = {fixed.data_ptr() for _, fixed in self._fixed}
+        return [(fixed, grad.clone() if grad.data_ptr() in places else grad) for fixed, grad in copied]
 
 
 def _refuse_other(parameter: Tensor, grad: Tensor, fixed: Tensor) -> None:

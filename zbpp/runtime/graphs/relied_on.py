@@ -18,6 +18,7 @@ from zbpp.runtime.graphs.attributes import address
 from zbpp.runtime.graphs.call import CallLayout
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_GLOBAL_HOOKS: list[dict[int, Any]] = [getattr(nn.modules.module, f"_global{name}") for name in _HOOKS]
 _SETTINGS: dict[str, Callable[[str], Any]] = {
     "autocast": lambda kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
     "deterministic algorithms": lambda _: torch.are_deterministic_algorithms_enabled(),
@@ -28,6 +29,7 @@ _SETTINGS: dict[str, Callable[[str], Any]] = {
         torch.backends.cuda.cudnn_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),
     ),
+    "the hooks of all modules": lambda _: tuple([key for each in _GLOBAL_HOOKS for key in each]),
 }
 _OF_A_MODULE = ("the place or the class", "the mode (train, eval)", "a hook")
 
@@ -63,8 +65,8 @@ class Basis:
     """All that two calls must have alike to be served by the same graphs."""
 
     def __init__(self, call: CallLayout, modules: Iterable[nn.Module], device: torch.device) -> None:
-        self._modules = [*modules]
-        self.call, (self._settings, self._relied_on) = call, relied_on(self._modules, device)
+        self.modules = [*modules]
+        self.call, (self._settings, self._relied_on) = call, relied_on(self.modules, device)
 
     def __eq__(self, other: object) -> bool:
         """Whether both are alike; a comparison of a user's values that raises counts as a difference."""
@@ -85,7 +87,7 @@ class Basis:
         for name, one, other in zip(_SETTINGS, before._settings, self._settings, strict=True):
             if one != other:
                 return f"{name}: torch's setting has changed"
-        places = [(path, type(root).__name__) for root in self._modules for path, _ in root.named_modules()]
+        places = [(path, type(root).__name__) for root in self.modules for path, _ in root.named_modules()]
         if len(before._relied_on) == len(self._relied_on) == len(places):
             for place, one, other in zip(places, before._relied_on, self._relied_on, strict=True):
                 if one != other:
@@ -105,9 +107,10 @@ def _changed_in(path: str, root: str, one: Key, other: Key) -> str:
 
 def changed_attribute(modules: Iterable[nn.Module], before: Any, now: Any) -> str:
     """Which attribute has changed, the first one whose marks differ (see attributes.py)."""
-    for module, one, other in zip((m for root in modules for m in root.modules()), before, now, strict=False):
+    names = [type(module).__name__ for root in modules for module in root.modules()]
+    for name, one, other in zip([*names, "the loss"], before, now, strict=False):
         tables = dict(one), dict(other)
         for key in {**tables[0], **tables[1]}:
             if tables[0].get(key) != tables[1].get(key):
-                return f"{key} of {type(module).__name__} has changed"
+                return f"{key} of {name} has changed"
     return "an attribute of a module has changed"

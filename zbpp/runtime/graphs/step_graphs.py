@@ -26,7 +26,7 @@ from torch import nn
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.feed import Call
 from zbpp.runtime.graphs.actions import ActionGraphs, RankActions, reason_of, watched
-from zbpp.runtime.graphs.attributes import AttributesBefore, marks
+from zbpp.runtime.graphs.attributes import AttributesBefore
 from zbpp.runtime.graphs.call import StaticCall, layout_of_call
 from zbpp.runtime.graphs.captured import Captured
 from zbpp.runtime.graphs.cuda import CudaGraphs
@@ -108,7 +108,7 @@ class StepGraphs:
         except NotCapturable as error:
             self._why_eager = partial(str, error)
             return self._miss(recorder)
-        if self._captured is not None and self._captured.fits(basis, self._modules):
+        if self._captured is not None and self._captured.fits(basis):
             return self._replay(call, recorder)
         self._compare(basis)
         if self.num_captures >= _MOST_CAPTURES:
@@ -127,7 +127,7 @@ class StepGraphs:
             self._num_warm = 0
             self._why_eager = partial(basis.changed, before)
         elif captured is not None:
-            self._why_eager = partial(captured.changed, basis, self._modules)
+            self._why_eager = partial(captured.changed, basis)
 
     def close(self) -> None:
         """Drop the graphs and their memory."""
@@ -181,7 +181,7 @@ class StepGraphs:
         """Capture the step. False: it can't be, and no later one will be tried."""
         self._use_eager()
         self._captured, gradients = None, StaticGradients(_parameters(self._modules))
-        before = AttributesBefore(self._modules)
+        before = AttributesBefore(self._modules, self._rank.loss)
         generators = random.getstate(), numpy.random.get_state()
         try:
             refuse_parameters(self._modules)
@@ -194,7 +194,7 @@ class StepGraphs:
             graphs = self._graphs()
             gradients.captured()
             before.check()
-            self._captured = Captured(basis, static, gradients, self._losses, graphs, marks(self._modules))
+            self._captured = Captured(basis, static, gradients, self._losses, graphs, self._rank.loss)
         except Exception as error:
             before.restore()
             random.setstate(generators[0])
