@@ -107,6 +107,31 @@ def test_a_function_may_return_complex_numbers():
     assert "mixing.weight" in facts.grads
 
 
+class Tagged(torch.Tensor):
+    """A subclass without anything of its own: torch's functions return it again."""
+
+
+class Tags(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.layers, self.how = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), how
+
+    def forward(self, x):
+        first, second, third = self.layers
+        tagged = self.how(lambda x: second(x).as_subclass(Tagged), first(x))
+        return self.how(third, tagged).as_subclass(torch.Tensor)
+
+
+def test_a_subclass_of_tensor_may_pass_between_checkpoints():
+    """The layers before it got no gradient, without an error."""
+    found = assert_equals_plain(lambda: Tags(checkpoint), lambda: leaf(5, 8))
+    assert_close(found.grads, assert_equals_plain(lambda: Tags(plainly), lambda: leaf(5, 8)).grads)
+    x = torch.randn(5, 8).as_subclass(Tagged).requires_grad_()
+    layer = nn.Linear(8, 8)
+    (grad,), _ = backward_input(layer(x), torch.ones(5, 8), [x])
+    assert_close({"x": grad.as_subclass(torch.Tensor)}, {"x": torch.ones(5, 8) @ layer.weight.detach()})
+
+
 def test_an_output_may_be_left_unused():
     facts = cases.unused_output().compare()
     expected = assert_equals_plain(lambda: FirstOfTwo(plainly), lambda: leaf(5, 8))

@@ -85,7 +85,8 @@ def edge_of(root: Root) -> Edge:
     node = root.grad_fn
     if node is not None:
         return node, root.output_nr
-    with torch.set_grad_enabled(True):  # a leaf has no node of its own: ask a view
+    # A leaf has no node of its own: ask a view. A subclass's view would be a view of a view.
+    with torch.set_grad_enabled(True), torch._C.DisableTorchFunctionSubclass():
         edge: Edge = root.view_as(root).grad_fn.next_functions[0]  # type: ignore[union-attr, assignment]
     return edge
 

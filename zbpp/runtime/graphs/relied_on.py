@@ -52,7 +52,8 @@ def _of_module(module: nn.Module) -> Key:
     hooks = tuple([number for name in _HOOKS for number in getattr(module, name)])
     weights = [(name, _of_parameter(each)) for name, each in module._parameters.items() if each is not None]
     buffers = [(name, address(each)) for name, each in module._buffers.items() if each is not None]
-    return (id(module), type(module)), module.training, hooks, tuple(weights), tuple(buffers)
+    place = id(module), type(module), type(module).forward
+    return place, module.training, hooks, tuple(weights), tuple(buffers)
 
 
 def _of_parameter(parameter: Tensor) -> Key:
