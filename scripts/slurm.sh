@@ -2,8 +2,8 @@
 # Train on several nodes, over as many jobs as it takes. Submit with the environment active; arguments are those
 # of `zbpp train`:
 #
-#   sbatch --nodes=4 scripts/slurm.sh schedule=zb_h1 model=llama_1b num_microbatches=64 run_dir=/shared/runs/a \
-#       checkpoint.every=500
+#   sbatch --nodes=4 scripts/slurm.sh schedule=zb_h1 model=llama_1b num_microbatches=64 parallel.tensor=8 \
+#       run_dir=/shared/runs/a checkpoint.every=500
 #
 # run_dir must be on a file system that all nodes see. Five minutes before the time limit Slurm sends SIGUSR1:
 # the ranks save and leave, and this script puts the job back into the queue, where it resumes, unless the run

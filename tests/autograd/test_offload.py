@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 
 from helpers.processes import outcomes
@@ -387,3 +388,29 @@ def test_a_saved_tensor_that_is_freed_in_the_copiers_thread_does_not_wait_for_it
     never = _ThreadCopy(Future())
     assert copier._thread.submit(never.wait).result(timeout=30) is None
     copier.close()
+
+
+def test_what_forward_mode_computes_with_stays():
+    """The copy of a dual tensor's storage crashed the process."""
+    module, x = nn.Linear(8, 8), torch.randn(4, 8)
+
+    def call():
+        with forward_ad.dual_level():
+            output = module(forward_ad.make_dual(x, torch.ones_like(x))).tanh()
+            return sum(forward_ad.unpack_dual(output))
+
+    def grads(is_away):
+        module.zero_grad()
+        copier = copier_for(torch.device("cpu"), "host")
+        saved, output = activations_of(module, copier, call, least_bytes=0)
+        if is_away:
+            saved.offload()
+            saved.drop()
+            saved.fetch()
+            saved.wait()
+        output.sum().backward()
+        copier.close()
+        return [each.grad.clone() for each in module.parameters()]
+
+    for found, expected in zip(grads(True), grads(False), strict=True):
+        assert torch.equal(found, expected)

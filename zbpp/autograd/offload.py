@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from zbpp.autograd.copies import Copier, Copy, Moves, OffloadError, Watch, bytes_of
@@ -281,7 +282,9 @@ class SavedActivations:
         return SavedTensor(tensor, memory)
 
     def _may_leave(self, tensor: Tensor) -> bool:
-        return type(tensor) is Tensor and tensor.device == self._copier.device and may_leave(tensor)
+        # What forward mode (jvp) computes with stays: tensors hold others there that a copy would lose.
+        is_plain = type(tensor) is Tensor and forward_ad._current_level < 0
+        return is_plain and tensor.device == self._copier.device and may_leave(tensor)
 
 
 def may_leave(tensor: Tensor) -> bool:

@@ -241,11 +241,14 @@ def _no_mesh(question: Question) -> str:
         f"divisible by replicate x shard x the microbatch's size, the layers ({question.sizes.num_layers}) "
         "no fewer than the pipeline's ranks, and the heads "
         f"({question.sizes.heads}, {question.sizes.kv_heads} of keys) divisible by tensor: "
-        f"{_advice(question.batch, gpus)}"
+        f"{_advice(question)}"
     )
 
 
-def _advice(batch: int, gpus: int) -> str:
+def _advice(question: Question) -> str:
+    batch, gpus = question.batch, question.hardware.num_gpus
+    if not any(not _refuses(question.sizes, each) for each in meshes(question.hardware, question.degrees)):
+        return "write other --degrees" if question.degrees else "take fewer GPUs"
     fitting = -(-batch // gpus) * gpus
     return "take fewer GPUs" if fitting > _MOST else f"write a larger batch, such as --batch {fitting}"
 

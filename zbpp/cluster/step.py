@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -116,6 +117,9 @@ def predicted_step(run: Run, schedule: str, num_microbatches: int) -> Step:
         "gradient reduction": tail,
         "optimizer": update,
     }
+    if run.recompute:
+        kept, _ = _work(costs_of(replace(run, recompute=False), timed.rank_of), timed.rank_of)
+        losses["recompute"] = num_microbatches * (busy - kept)
     return Step(run, schedule, num_microbatches, whole + update, memory + max(work.temporary), losses)
 
 

@@ -34,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = sorted((folder / "failure").glob(_RECORDS)) or sorted(folder.glob(_RECORDS))
     if not found:
         parser.exit(
-            1, f"error: {folder} holds no {_RECORDS}: no call of this run has failed, or it had one rank\n"
+            1,
+            f"error: {folder} holds no {_RECORDS}: no call of this run has failed, or it had one rank. A run "
+            "that hangs writes them when a rank has waited for parallel.timeout\n",
         )
     from zbpp.render import render_hang
 

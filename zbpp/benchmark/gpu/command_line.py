@@ -49,7 +49,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="small sizes, to try the check itself")
     parser.add_argument("--minutes", type=float, default=8.0, help="the most it may take; default 8")
     parser.add_argument("--name", help="of the files gpu_NAME.*; default: the GPU's name")
-    parser.add_argument("--out", type=Path, default=Path("scripts/results"), help="folder of the files")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("scripts/results"),
+        help="folder of the files, gpu_NAME.txt, .json and .md (default %(default)s)",
+    )
     options = parser.parse_args(arguments)
     for each in options.parts:
         if each not in NAMES:

@@ -119,5 +119,7 @@ def _degrees(text: str) -> dict[str, int]:
         name, _, size = pair.partition("=")
         if not size.isdecimal() or not 1 <= float(size) <= 1e6:
             raise argparse.ArgumentTypeError(f"{pair!r}: write NAME=N, such as pipeline=16,tensor=8")
+        if name.strip() in found:
+            raise argparse.ArgumentTypeError(f"{name.strip()} is given twice")
         found[name.strip()] = int(size)
     return found

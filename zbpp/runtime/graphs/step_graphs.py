@@ -65,7 +65,8 @@ def step_graphs(
         return None
     if maker is None:
         if executor.device.type != "cuda":
-            _log.warning("cuda_graphs=%s: CUDA graphs need a GPU: running eagerly", mode)
+            if rank.program.rank == 0:  # one line, not one of each rank
+                _log.warning("cuda_graphs=%s: CUDA graphs need a GPU: running eagerly", mode)
             return None
         maker = CudaGraphs(executor.device)
     return StepGraphs(mode, maker, rank, modules, executor)
