@@ -390,6 +390,7 @@ def test_a_saved_tensor_that_is_freed_in_the_copiers_thread_does_not_wait_for_it
     copier.close()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, at the first dual
 def test_what_forward_mode_computes_with_stays():
     """The copy of a dual tensor's storage crashed the process."""
     module, x = nn.Linear(8, 8), torch.randn(4, 8)
