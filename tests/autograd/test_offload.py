@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 
 from helpers.processes import outcomes
-from zbpp import backward_input
+from zbpp import ActivationOffload, Pipeline, backward_input, plan
 from zbpp.autograd import host_memory
 from zbpp.autograd.copies import OffloadError, _ThreadCopy, copier_for
 from zbpp.autograd.deferred_offload import DeferredTensors
@@ -390,28 +390,26 @@ def test_a_saved_tensor_that_is_freed_in_the_copiers_thread_does_not_wait_for_it
     copier.close()
 
 
+class Dual(nn.Linear):
+    """Adds the derivative of its output in one direction, by forward mode."""
+
+    def forward(self, x):
+        with forward_ad.dual_level():
+            output = super().forward(forward_ad.make_dual(x, torch.ones_like(x))).tanh()
+            return sum(forward_ad.unpack_dual(output))
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, at the first dual
 def test_what_forward_mode_computes_with_stays():
     """The copy of a dual tensor's storage crashed the process."""
-    module, x = nn.Linear(8, 8), torch.randn(4, 8)
-
-    def call():
-        with forward_ad.dual_level():
-            output = module(forward_ad.make_dual(x, torch.ones_like(x))).tanh()
-            return sum(forward_ad.unpack_dual(output))
-
-    def grads(is_away):
-        module.zero_grad()
-        copier = copier_for(torch.device("cpu"), "host")
-        saved, output = activations_of(module, copier, call, least_bytes=0)
-        if is_away:
-            saved.offload()
-            saved.drop()
-            saved.fetch()
-            saved.wait()
-        output.sum().backward()
-        copier.close()
-        return [each.grad.clone() for each in module.parameters()]
-
-    for found, expected in zip(grads(True), grads(False), strict=True):
+    sides = []
+    for offload in (None, ActivationOffload(gib=1.0, to="host", least_bytes=0)):
+        torch.manual_seed(0)
+        stages = {stage: nn.Sequential(Dual(8, 8), Dual(8, 8)) for stage in range(2)}
+        x, y = torch.randn(2, 8, 8)
+        with Pipeline(stages, plan("zb_v", 1, 4), nn.functional.mse_loss, offload=offload) as pipeline:
+            for _ in range(4):
+                pipeline.step(x, target=y)
+        sides.append([each.grad for stage in stages.values() for each in stage.parameters()])
+    for found, expected in zip(*sides, strict=True):
         assert torch.equal(found, expected)
