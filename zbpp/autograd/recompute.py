@@ -57,6 +57,9 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     backward also goes through the graph that the tensor was computed by, and two checkpoints that close over
     the same tensor raise RuntimeError.
 
+    Hooks of a `saved_tensors_hooks` context inside fn must not return the very tensor that they are given:
+    the graph of the forward would refer to itself and never be freed.
+
     Raises RuntimeError if fn changes an argument in place. The backward raises RuntimeError if fn reports
     other auxiliary losses than in the forward, and if a parameter or a buffer above 64 KiB was changed since
     the forward. Checked are the arguments, and the modules and tensors that fn refers to: fn itself, the
