@@ -136,6 +136,7 @@ EAGER = {
     "checkpoint.nested_checkpoints",
     "checkpoint.keywords_constants_and_none",
     "checkpoint.tuple_of_outputs",
+    "checkpoint.complex_outputs",
     "checkpoint.unused_output",
     "checkpoint.parameter_used_inside_and_outside",
     "checkpoint.parameter_as_argument",

@@ -103,7 +103,12 @@ def test_a_manifest_names_no_file_outside_its_folder(tmp_path, name):
         manifest_of(tmp_path)
 
 
-IN_FOLDERS = ["failure/flight-rank-0.json", "profile/rank-0.json.tmp", "adapter/adapter_model.tmp"]
+IN_FOLDERS = [
+    "failure/flight-rank-0.json",
+    "profile/rank-0.json.tmp",
+    "adapter/adapter_model.tmp",
+    "wandb/id",
+]
 
 
 @pytest.mark.parametrize(

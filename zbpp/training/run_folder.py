@@ -35,6 +35,7 @@ OF_A_RUN = (
 
 
 CHECKPOINTS = "checkpoints"
+_WANDB = "wandb"
 _BY_STEP = ("metrics.jsonl", "samples.jsonl")  # each line has its step
 _WEIGHTS = ("stage-*.safetensors", "adapter")  # of the step at which the run was left
 
@@ -192,7 +193,10 @@ def _places_of_writing(path: Path) -> Iterator[Path]:
             folders.clear()
             continue
         seen.add(Path(place).resolve())
-        folders[:] = sorted(each for each in folders if step_of(Path(each)) is None and each != "wandb")
+        if _WANDB in folders:  # wandb's own links are there; this is the file that zbpp writes
+            folders.remove(_WANDB)
+            files.append(f"{_WANDB}/id")
+        folders[:] = sorted(each for each in folders if step_of(Path(each)) is None)
         yield from (Path(place, each) for each in sorted(files))
 
 
