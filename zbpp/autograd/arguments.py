@@ -51,7 +51,7 @@ def roots_and_grads(outputs: Outputs, output_grads: Any) -> tuple[list[Root], li
 
 
 def leaf_ids(parameters: Iterable[Tensor] | None) -> set[int] | None:
-    """The ids of the parameters; None if `parameters` is None. Raises ValueError for a tensor that is no leaf."""
+    """The ids of the parameters; None stands for all. Raises ValueError for a tensor that is no leaf."""
     if parameters is None:
         return None
     chosen = list(parameters)

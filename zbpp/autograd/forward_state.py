@@ -99,7 +99,7 @@ class ForwardState:
     def __init__(self, things: Any) -> None:
         self._watched: list[_Watched] = []
         self._copies: dict[int, Tensor] = {}  # of small buffers; several modules may share one
-        self._buffers: list[tuple[_Table, _Table]] = []  # a module's dictionary, its entries for the recompute
+        self._buffers: list[tuple[_Table, _Table]] = []  # a module's dictionary, its recompute's entries
         self._attributes: list[tuple[_Table, _Table]] = []  # a module's dictionary, its plain entries
         self._modules: dict[int, nn.Module] = {}
         for thing in references(things):
@@ -186,5 +186,5 @@ def _fill(table: _Table, entries: _Table) -> None:
 
 
 def version(tensor: Tensor) -> int:
-    """Autograd's count of a tensor's in-place changes; 0 for a tensor of inference mode, which has no count."""
+    """Autograd's count of a tensor's in-place changes; 0 for an inference tensor, which has no count."""
     return 0 if tensor.is_inference() else tensor._version

@@ -45,8 +45,8 @@ class _Memory:
     """A storage that saved tensors are views of, on the device or away.
 
     content: a tensor over the whole storage on the device; None while the storage is away. space: the space
-    outside the device that holds the bytes, or that they are being copied to. leaving: the copy that reads `content`;
-    arriving: the copy that fills it.
+    outside the device that holds the bytes, or that they are being copied to. leaving: the copy that reads
+    `content`; arriving: the copy that fills `content`.
 
     `content` is a tensor because users of a storage are counted: a BufferPool gives a buffer out again when
     nothing else uses its storage, and DeferredTensors empties only a storage that W alone uses. Each tensor

@@ -1,6 +1,6 @@
 """Chains that only make views of a leaf: W adds to the same view of the leaf's `.grad`.
 
-For a weight used as `w.t()`, W adds to `w.grad.t()`, and no temporary is made.
+For a weight used as `w.t()`, W adds to `w.grad.t()`, without a temporary.
 """
 
 from __future__ import annotations
