@@ -1,4 +1,4 @@
-"""Chains that COMPUTE: between a weight and its use stand not only views, but a cast or tanh, say.
+"""Chains that COMPUTE: between a weight and its use there are not only views, but a cast, say.
 
 B never runs such a chain. W runs it by autograd, once for all uses of the weight.
 """

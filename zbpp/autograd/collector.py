@@ -25,7 +25,7 @@ Gradients = Sequence[Tensor | None]
 class Collector:
     """Takes the tasks that Functions put off while one B runs: the attribute `zbpp_collector` of their nodes.
 
-    inputs: those of the B. wanted: as in `survey`. is_hooked, keep: as in `split`.
+    inputs: the inputs of this B. wanted: as in `survey`. is_hooked, keep: as in `split`.
     """
 
     def __init__(self, inputs: tuple[Any, ...], wanted: set[int] | None, is_hooked: bool, keep: bool) -> None:

@@ -65,7 +65,7 @@ def explain(
 
 
 def _names(parameters: Names | None) -> _NamedTensors:
-    """The names by tensor; the names of a tied tensor are joined."""
+    """The tensors by id, with their names; the names of a tied tensor are joined."""
     pairs = parameters.items() if isinstance(parameters, Mapping) else parameters or ()
     names: _NamedTensors = {}
     for pair in pairs:

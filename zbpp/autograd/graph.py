@@ -97,7 +97,7 @@ def survey(
 
     stops: edges that the walk doesn't follow (the inputs of B). wanted: ids of the leaf tensors whose
     gradients are asked for, None for all. is_hooked: whether nodes may have hooks. A node with hooks is no
-    site: its hooks see, and may change, the weight's gradient.
+    site: its hooks see the weight's gradient, and may change it.
     """
     nodes, revisited = _walk(roots, stops)
     leaves: dict[Any, Tensor] = {}

@@ -141,7 +141,7 @@ def _add_right_product_transposed(target: Tensor, held: HeldTensors, dy: Tensor,
 
 
 # For y = a @ b with matrices a and b. If an operand is sharded along the dimension that the product sums
-# over, the other factor must be, too. Else dy must be sharded along its common dimension with the operand.
+# over, the other factor must be, too. If it is sharded along the dimension that it shares with y, dy must be.
 _RIGHT_SHARDS: ShardTable = {None: (None, None), 0: (1, None), 1: (None, 1)}
 _LEFT_SHARDS: ShardTable = {None: (None, None), 0: (None, 0), 1: (0, None)}
 _BIAS_SHARDS: ShardTable = {None: (None, None), 0: (None, 1)}  # a vector, added to each row of y

@@ -1,7 +1,7 @@
 """Weights on a device mesh (DTensor): W computes with the shards of its own rank.
 
 For y = x @ w.T + bias, these placements let W compute a rank's shard of the gradient from that rank's shards
-of x and dy. They hold for each dimension of the mesh:
+of x and dy. A line of this table holds for one dimension of the mesh:
 
     layer       w           x           dy          bias
     colwise     Shard(0)    Replicate   Shard(-1)   Shard(0)

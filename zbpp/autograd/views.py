@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class View(NamedTuple):
-    """The view that one node of such a chain makes. whole: whether it shows every element of its base."""
+    """The view that one node of such a chain makes. whole: whether the view has every element of its base."""
 
     apply: Callable[[Tensor], Tensor]
     whole: bool = True

@@ -124,7 +124,7 @@ class UseTask(NamedTuple):
 
 
 class SumTask(NamedTuple):
-    """The gradient of a leaf from all its uses, also where they are several or a use's chain computes."""
+    """The gradient of a leaf from all its uses: there may be several, and a use's chain may compute."""
 
     leaf: Tensor
     uses: list[UseTask]
