@@ -9,9 +9,9 @@
 
 A STORAGE leaves if only tensors that W will read use it: then nobody reads its content before W. So the
 storage itself gives up its memory (`resize_`), and gets new memory for the copy back; the tensors over the
-storage stay the same objects, with their version counters. A storage with other users stays,
-since offloading it would free nothing: a received message in the pool, a gradient that is being sent, a
-tensor that the caller or a hook holds.
+storage stay the same objects, with their version counters. A storage with other users stays, since offloading
+it would free nothing: a received message in the pool, a gradient that is being sent, a tensor that the caller
+or a hook holds.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ def backward_input(
 
     Tensor hooks run, on leaves and on tensors that were computed from inputs. Two kinds don't run: hooks on
     views of a deferred weight (`w.t()`), and hooks on the nodes of such views. If an input lies in the middle
-    of a graph, a parameter that is used both before and after that input may get the gradient of both uses, as
-    from torch.autograd.grad.
+    of a graph, a parameter that is used both before and after that input may get the gradient of both uses,
+    as from torch.autograd.grad.
 
     Returns (gradients, one per input, None where none flows; WeightGrads). No `.grad` changes until
     `WeightGrads.accumulate()`. Without keep the graph's saved tensors are freed, as by backward(). A graph
