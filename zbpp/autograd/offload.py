@@ -11,10 +11,11 @@
 
 A STORAGE leaves, not a tensor: several saved tensors are often views of one storage, which is copied once.
 Each saved tensor is packed as a SavedTensor, which knows its view of the storage. The split keeps a site's x
-packed (rules.py) and W unpacks it: B and W run the same kernels on the same numbers as without offload.
+packed (capture.py) and W unpacks it: B and W run the same kernels on the same numbers as without offload.
 
-These stay: parameters and buffers, tensors that the caller holds anyway, storages below `least_bytes`, and
-tensors of a subclass such as DTensor. A tensor that stays is packed as a Stays.
+These stay: parameters and buffers, tensors that the caller holds anyway, storages below `least_bytes`,
+tensors of a subclass such as DTensor, and all tensors in forward mode (jvp). A tensor that stays is packed
+as a Stays.
 
 Autograd raises an error if a saved tensor was changed in place, but does not check a packed tensor. So the
 packed tensor notes the saved tensor's count of in-place changes (`_version`), and unpacking raises an error
