@@ -8,12 +8,14 @@ split.py, graph.py, rules.py and weight_grads.py, in this order.
     rules.py              one rule per kind of node: what W needs of it, how W computes the gradient
     capture.py            what a rule keeps of a node until W: saved tensors, packed ones too
     weight_grads.py       W: the tasks that B leaves, and running them
-    leaf_by_leaf.py       W for those who take each gradient away when it is complete
+    leaf_by_leaf.py       W for gradient release: each gradient is handed over when it is complete
     arguments.py          the arguments of backward_input, checked
     node_roles.py         what each type of node means for the walk
     views.py              chains that only make views of a weight
     chains.py             chains that compute: a cast of a weight, say, which W runs by autograd
     leaf_grad.py          where a leaf's gradients are summed: `.grad` or `main_grad`
+    sharded.py            weights on a device mesh (DTensor): W computes with the shards of its own rank
+    storages.py           the storages of a tensor, of sparse tensors and DTensors too
     python_generators.py  Python's and numpy's random generators, restored
     hooks.py              users' hooks: whether there are any, and running those that W has to run
     gradient_guard.py     notices Python code that changes a captured gradient during B
@@ -23,9 +25,11 @@ split.py, graph.py, rules.py and weight_grads.py, in this order.
     recompute.py          `checkpoint` and `recompute`: one recompute for B and W together
     forward_state.py      the parameters and buffers that a forward used, for its recompute
     offload.py            saved tensors that leave device memory between F and B
-    copies.py             copies to host memory or a file beside the computation, and back
+    deferred_offload.py   tensors that W will read, out of device memory between B and W
+    copies.py             copies to host memory or a file while the computation goes on, and back
+    host_memory.py        how much memory the machine has left
     explain.py            `explain`: what B would do with each weight
-    deferral_reasons.py   why B would do so
+    deferral_reasons.py   the reasons, in words
     explanation.py        the answer of `explain`, and its text
     compiled/             F, B and W of a module compiled by Inductor
 """

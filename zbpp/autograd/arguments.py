@@ -51,7 +51,7 @@ def roots_and_grads(outputs: Outputs, output_grads: Any) -> tuple[list[Root], li
 
 
 def leaf_ids(parameters: Iterable[Tensor] | None) -> set[int] | None:
-    """The ids of the parameters; None if none were named. Raises ValueError for a tensor that is no leaf."""
+    """The ids of the parameters; None stands for all. Raises ValueError for a tensor that is no leaf."""
     if parameters is None:
         return None
     chosen = list(parameters)
@@ -74,7 +74,7 @@ def as_list(values: Any) -> list[Any]:
 
 
 def needs_grad(value: Any) -> bool:
-    """Whether gradients can start from this value, or be asked for it."""
+    """Whether a backward can start from this value, or compute its gradient."""
     return value.requires_grad if isinstance(value, Tensor) else isinstance(value, GradientEdge)
 
 
@@ -85,7 +85,7 @@ def edge_of(root: Root) -> Edge:
     node = root.grad_fn
     if node is not None:
         return node, root.output_nr
-    # A leaf has no node of its own: ask a view. A subclass's view would be a view of a view.
+    # A leaf has no grad_fn: its node is found below a view. A subclass's view would be a view of a view.
     with torch.set_grad_enabled(True), torch._C.DisableTorchFunctionSubclass():
         edge: Edge = root.view_as(root).grad_fn.next_functions[0]  # type: ignore[union-attr, assignment]
     return edge

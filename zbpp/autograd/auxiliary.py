@@ -48,7 +48,7 @@ def auxiliary_loss(name: str, value: Tensor) -> None:
     gradients are off but were on when the step or the block began: there the value would train nothing.
     """
     if torch.compiler.is_compiling():
-        # A graph would hold the block of the call that was traced; torch 2.15 traces ContextVar.get.
+        # torch 2.15 traces ContextVar.get: every later call would report to the block of the traced call.
         from zbpp.autograd.compiled.dynamo import break_graph
 
         break_graph()
@@ -74,7 +74,7 @@ def auxiliary_losses() -> Iterator[dict[str, Tensor]]:
 
     Yields {name: the sum of the name's values}, filled while the block runs; a sum has the graph of its
     values. What is reported inside the block reaches no block or step around it. Call backward after the
-    block: torch's own checkpoint reports once more when it computes again.
+    block: inside, the recompute of torch's own checkpoint would report a second time.
     """
     block = _Block({}, torch.is_grad_enabled())
     token = _innermost.set(block)

@@ -49,7 +49,7 @@ class Packed(NamedTuple):
 
     @property
     def _version(self) -> int:
-        """Like a tensor's: it grows when a tensor inside is changed in place."""
+        """Like a tensor's `_version`: grows when a tensor inside is changed in place."""
         return version_of(self.tensors())
 
 
@@ -59,11 +59,11 @@ def version_of(held: Iterable[Any]) -> int:
 
 
 def saved(node: Node, name: str) -> Tensor | Packed | SavedTensor | None:
-    """A tensor that a node has saved, without the graph that a saved activation was computed by.
+    """The tensor that a node has saved under `name`, detached from the graph that computed it.
 
     A tensor that save_on_cpu or `SavedActivations` packed is returned packed, and W unpacks it. Returns None
     for tensors that other hooks packed, because unpacking a checkpoint's tensor in the walk would recompute
-    too early. Returns None for sparse tensors: their products are left to autograd.
+    too early. Returns None for sparse tensors: B computes the gradients of their products.
     """
     raw = getattr(node, "_raw_saved_" + name)
     hook = raw.unpack_hook

@@ -1,4 +1,4 @@
-"""Chains that COMPUTE: what leads from a weight to its use is more than views, a cast or tanh, say.
+"""Chains that COMPUTE: between a weight and its use there are not only views, but a cast, say.
 
 B never runs such a chain. W runs it by autograd, once for all uses of the weight.
 """
@@ -53,7 +53,7 @@ def run_chains(
 
 
 def _in_our_words(error: RuntimeError, leaf: Tensor) -> RuntimeError:
-    """The error itself, or our own if another backward has freed a chain."""
+    """The error itself, or one with our own text if another backward has freed a chain."""
     if "backward through the graph a second time" not in str(error):
         return error
     return RuntimeError(

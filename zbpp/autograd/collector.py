@@ -25,7 +25,7 @@ Gradients = Sequence[Tensor | None]
 class Collector:
     """Takes the tasks that Functions put off while one B runs: the attribute `zbpp_collector` of their nodes.
 
-    inputs: the inputs of that B. wanted: as in `survey`. is_hooked, keep: as in `split`.
+    inputs: the inputs of this B. wanted: as in `survey`. is_hooked, keep: as in `split`.
     """
 
     def __init__(self, inputs: tuple[Any, ...], wanted: set[int] | None, is_hooked: bool, keep: bool) -> None:
@@ -59,7 +59,7 @@ def collector_of(ctx: Any) -> Collector | None:
 
 
 def refuse_create_graph(what: str, remedy: str) -> None:
-    """Raise RuntimeError in a backward with create_graph=True, whose gradients would miss this Function's."""
+    """Raise RuntimeError in a backward with create_graph=True: `what` can't be differentiated twice."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"a backward with create_graph=True goes through {what}: {remedy} the part of the model that a "
@@ -81,7 +81,7 @@ def defer(ctx: Any, leaf: Tensor, compute: Callable[..., Tensor], *tensors: Tens
             return dy @ weight, defer(ctx, weight, lambda dy, x: dy.T @ x, dy, x)
     """
     collector = collector_of(ctx)
-    # A plain backward with create_graph=True, which alone has gradients on, goes on through the result.
+    # Gradients are on only in a plain backward with create_graph=True, which differentiates the result again.
     held = tensors if torch.is_grad_enabled() else tuple(tensor.detach() for tensor in tensors)
     if collector is None or not (leaf.is_leaf and leaf.requires_grad and collector.may_defer(leaf)):
         return compute(*held)

@@ -30,7 +30,7 @@ from zbpp.streams import Event, Streams, streams_of
 
 
 class OffloadError(RuntimeError):
-    """There is no memory outside the device for what is to leave, or a copy failed."""
+    """There is no memory outside the device for storages that are to leave, or a copy failed."""
 
 
 class Copy(Protocol):
@@ -125,7 +125,7 @@ class Copier(ABC):
                 del self._free[size]
 
     def new_storage(self, nbytes: int) -> UntypedStorage:
-        """Uninitialised memory on the device."""
+        """Uninitialised memory of `nbytes` on the device."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
 
     @abstractmethod
@@ -156,8 +156,8 @@ class _ThreadCopy(NamedTuple):
 
     def wait(self) -> None:
         if hasattr(_here, "copies"):
-            # Python's garbage collection frees a saved tensor in this very thread, whose copies keep their
-            # order and hold their storages.
+            # Garbage collection frees a saved tensor in the copying thread itself: to wait would block it for
+            # ever. Not to wait is safe: the thread's copies run in order and hold their storages.
             return
         try:
             self.future.result()
@@ -235,7 +235,7 @@ class FileCopier(ThreadCopier):
         return f"a file in {self._folder}"
 
     def _give_up(self, numbers: dict[int, int]) -> None:
-        """Free all spaces once none is in use; until then, none: a file can be shortened only at its end."""
+        """Free all spaces if none is in use, else no space: a file can be shortened only at its end."""
         if not self.used_bytes and not self._file.closed:
             super()._give_up({size: len(free) for size, free in self._free.items()})
             self._file.truncate(0)
@@ -335,7 +335,7 @@ def _space_size(nbytes: int) -> int:
 
 
 def _memory_of(storage: UntypedStorage) -> memoryview:
-    """The storage's memory on the CPU. Not by Tensor.numpy(), after which the storage can't be resized."""
+    """The storage's memory on the CPU. Tensor.numpy() would keep the storage from being resized."""
     return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
 
 

@@ -104,7 +104,7 @@ def _described(node: Node, through: Iterable[Node], *, computes: bool = False) -
 
 
 def _obstacle(graph: ReversedGraph, tensor: Tensor, use: _LeafUse) -> str | None:
-    """Why this use can't wait; None if by itself it could."""
+    """Why this use can't wait; None if it could, were it the leaf's only use."""
     operand = use.operand
     node: Any = use.node
     if node is None:
@@ -128,7 +128,7 @@ def _obstacle(graph: ReversedGraph, tensor: Tensor, use: _LeafUse) -> str | None
 
 
 def _placed(tensor: Any) -> str:
-    """`it is placed as Shard(dim=0) on a mesh of shape (2,)`, then what else may be the cause."""
+    """The weight's placement on its mesh, then the possible causes."""
     placements = ", ".join(map(str, tensor.placements))
     return (
         f"the weight's placement is {placements} on a mesh of shape {tuple(tensor.device_mesh.shape)}; "

@@ -7,11 +7,11 @@
     deferred.wait()                 # now W may read the tensors
     weight_grads.accumulate()       # W: the same call as without offload
 
-A STORAGE leaves if nothing but the tensors that W will read uses it. Nobody else can read its content
-meanwhile. So the storage itself gives up its memory (`resize_`), and gets new memory for the copy back; the
-tensors over the storage stay the same objects, with their version counters. A storage with other users stays,
-since offloading it would free nothing: a received message in the pool, a gradient that is being sent, a
-tensor that the caller or a hook holds.
+A STORAGE leaves if only tensors that W will read use it: then nobody reads its content before W. So the
+storage itself gives up its memory (`resize_`), and gets new memory for the copy back; the tensors over the
+storage stay the same objects, with their version counters. A storage with other users stays, since offloading
+it would free nothing: a received message in the pool, a gradient that is being sent, a tensor that the caller
+or a hook holds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Away(NamedTuple):
 class DeferredTensors:
     """The tensors that one microbatch's W will read: moves their storages out of the device and back.
 
-    nbytes: the bytes of the storages that left.
+    nbytes: the bytes of the storages that `offload` has copied out.
     """
 
     def __init__(self, weight_grads: WeightGrads, copier: Copier, *, least_bytes: int = LEAST_BYTES) -> None:
@@ -86,7 +86,7 @@ class DeferredTensors:
             each.storage.resize_(each.nbytes)
         if away:
             self._arriving = self._copier.back([(each.storage, each.space) for each in away], watch)
-        self._give_back()  # safe: a later copy into these spaces starts when this copy has ended
+        self._give_back()  # safe: a later copy into these spaces starts after this copy's end
 
     def wait(self) -> None:
         """Wait until all storages are back. Raises OffloadError."""
@@ -109,7 +109,7 @@ class DeferredTensors:
         self._away.clear()
 
     def _unshared(self) -> dict[int, UntypedStorage]:
-        """{address: storage} of the storages that W's tensors alone use, and that are large enough."""
+        """{address: storage} of the storages that may leave: large enough, and used by W's tensors alone."""
         # Keep all tensors alive until the users are counted: a tensor may exist for this call only.
         tensors = {id(each): each for each in self._tensors()}
         found: dict[int, UntypedStorage] = {}

@@ -36,8 +36,8 @@ def explain(
     leaves, as (name, tensor) pairs or a mapping, such as module.named_parameters(). A parameter that the
     graph doesn't reach gets a row that says so.
 
-    Parameters inside a checkpoint are found if the checkpoint's function is a module, or refers to it by its
-    closure.
+    Parameters inside a checkpoint are found if the checkpoint's function refers to them, or to their module
+    (`references` in forward_state.py says how).
     Raises ValueError if no output requires grad, RuntimeError if an earlier backward has used the graph up.
     """
     roots = [edge_of(output) for output in as_list(outputs) if needs_grad(output)]
@@ -65,7 +65,7 @@ def explain(
 
 
 def _names(parameters: Names | None) -> _NamedTensors:
-    """The names by tensor; the names of a tied tensor are joined."""
+    """The tensors by id, with their names; the names of a tied tensor are joined."""
     pairs = parameters.items() if isinstance(parameters, Mapping) else parameters or ()
     names: _NamedTensors = {}
     for pair in pairs:

@@ -12,8 +12,8 @@ class Row(NamedTuple):
 
     x_bytes, dy_bytes: tensors that are held for W to compute the gradient. gradient_bytes: a gradient that B
     computes, held until W adds it to `.grad`. Bytes of dy and gradient follow from their shapes: less is held
-    where they turn out to share memory. Of a DTensor, shape and nbytes are the whole tensor's; what
-    is held is this rank's.
+    where they turn out to share memory. For a DTensor, shape and nbytes are those of the whole tensor, and
+    the held bytes are those of this rank.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Explanation(NamedTuple):
     def held_bytes(self) -> int:
         """What `WeightGrads.held_bytes` will be after B.
 
-        That is less where gradients share memory, and more where they are views of larger storages.
+        WeightGrads holds less where gradients share memory, more where they are views of larger storages.
         """
         return self.x_bytes + self.dy_bytes + self.gradient_bytes + self.compiled_bytes
 

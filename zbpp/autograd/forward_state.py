@@ -3,11 +3,12 @@
 A recompute runs later than the forward that it repeats. In between, parameters, buffers and attributes of
 modules may change.
 
-- A parameter or a large buffer must not change: the recompute raises an error if autograd's count of in-place
-  changes has grown.
+- A parameter or a large buffer must not change: the recompute raises an error if it was replaced, unfrozen or
+  changed in place.
 - A small buffer, such as running statistics, is copied in the forward. The recompute runs on copies of that
   copy: it reads the values that the forward read, and its own changes are dropped, since the forward has made
   them already. A buffer that the forward makes, or puts where None was, is not there yet in the recompute.
+- A plain attribute of a module (a number, a string, None) has the value that it had in the forward.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def references(thing: Any) -> Iterator[nn.Module | Tensor]:
 
 
 def _attributes(owner: Any) -> list[Any]:
-    """A module itself; of another object its attributes that are modules or tensors."""
+    """A module itself; for any other object, its attributes that are modules or tensors."""
     if isinstance(owner, nn.Module):
         return [owner]
     return _modules_and_tensors(getattr(owner, "__dict__", {}).values())
@@ -98,8 +99,8 @@ class ForwardState:
     def __init__(self, things: Any) -> None:
         self._watched: list[_Watched] = []
         self._copies: dict[int, Tensor] = {}  # of small buffers; several modules may share one
-        self._buffers: list[tuple[_Table, _Table]] = []  # a module's dictionary, and its present entries
-        self._attributes: list[tuple[_Table, _Table]] = []  # all of a module's, and what the plain ones are
+        self._buffers: list[tuple[_Table, _Table]] = []  # a module's dictionary, its recompute's entries
+        self._attributes: list[tuple[_Table, _Table]] = []  # a module's dictionary, its plain entries
         self._modules: dict[int, nn.Module] = {}
         for thing in references(things):
             if isinstance(thing, Tensor):
@@ -139,7 +140,7 @@ class ForwardState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, the small buffers are copies with the forward's values, and plain attributes have theirs.
+        """Inside, small buffers (as copies) and plain attributes have the values that the forward found.
 
         Raises RuntimeError if a parameter or a large buffer has changed.
         """
@@ -147,7 +148,7 @@ class ForwardState:
             if change := watched.change():
                 raise self._changed(watched, change)
         now = [(table, dict(table)) for table, _ in self._buffers]
-        # One that is gone may be a parameter by now.
+        # An attribute that is no longer in the dictionary may be a parameter by now.
         present = [
             (table, {name: table[name] for name in plain if name in table}, plain)
             for table, plain in self._attributes
@@ -185,5 +186,5 @@ def _fill(table: _Table, entries: _Table) -> None:
 
 
 def version(tensor: Tensor) -> int:
-    """Autograd's count of a tensor's in-place changes; 0 for one made in inference mode: it has no count."""
+    """Autograd's count of a tensor's in-place changes; 0 for an inference tensor, which has no count."""
     return 0 if tensor.is_inference() else tensor._version

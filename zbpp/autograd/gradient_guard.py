@@ -6,13 +6,13 @@ it. In a plain backward l's weight gradient has been computed by then. In the sp
 from dy. So the guard notes the version of each gradient when a site or a leaf is given it. When the pass is
 over, no version may have changed. A DTensor and its shard have a version each, and both count.
 
-A hook may also change a `.grad`. In a plain backward it would find there the weight gradients that have been
-computed before it, and W adds them later. So the `.grad` of a leaf whose gradient waits for W may not change
-in the pass, either.
+A hook may also change a `.grad`. In a plain backward the hook finds there the weight gradients computed so
+far; in the split W adds them later. So the `.grad` of a leaf whose gradient waits for W may not change in the
+pass, either.
 
 The guard also takes the dy of each site. If the pass stops at a site, autograd itself captures dy after the
-tensor hooks of the site's output. If the site's node runs, autograd captures dy before them. The guard's hook
-is the last of these hooks, so it sees in both cases the dy that they made.
+tensor hooks of the site's output. If the site's node runs, autograd captures dy before these hooks. The
+guard's hook is the last of them, so in both cases it sees the dy that they return.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class GradientGuard:
     """The gradients that sites and leaves were given so far, each with its version at that moment.
 
     leaves: those that B computes gradients of; deferred: those that W computes gradients of.
-    dys: the number of a site -> its dy, None where none arrived.
+    dys: the number of a site -> its dy, None where the pass brought no dy.
     """
 
     def __init__(self, sites: Iterable[Any], leaves: Iterable[Tensor], deferred: Iterable[Tensor]) -> None:

@@ -10,12 +10,13 @@ through a CHAIN of nodes with one edge each:
                            bias leaf +   +- TBackward <- weight leaf      (the chain)
 
 A leaf waits only if ALL its uses are at sites. The gradient of every other trainable leaf is computed in B.
-A chain COMPUTES if it is more than views of the leaf (views.py): a cast, say. W then runs it by autograd.
+A chain COMPUTES unless all its nodes are views that views.py knows: a cast computes, say. W runs such a
+chain by autograd.
 
-BELOW a node is what it was computed from.
+BELOW a node are the nodes that its `next_functions` lead to: its operands were computed there.
 
 This file is on the hot path of every B. The walk visits each node once. A node has a ROLE if it
-is a leaf, belongs to a Python autograd Function, or has a rule: what concerns only these few nodes is done
+is a leaf, belongs to a Python autograd Function, or has a rule: work that only these few nodes need is done
 outside the loop over all nodes.
 """
 
@@ -96,7 +97,7 @@ def survey(
 
     stops: edges that the walk doesn't follow (the inputs of B). wanted: ids of the leaf tensors whose
     gradients are asked for, None for all. is_hooked: whether nodes may have hooks. A node with hooks is no
-    site: its hooks see, and may change, the weight's gradient.
+    site: its hooks see the weight's gradient, and may change it.
     """
     nodes, revisited = _walk(roots, stops)
     leaves: dict[Any, Tensor] = {}
@@ -115,7 +116,7 @@ def survey(
             for operand in role.along:
                 biases.append((node, role, (operand,)))
     if wanted is not None:
-        # An empty leaf may be the dummy of a checkpoint or compiled call, inside which a wanted leaf may lie.
+        # An empty leaf may be the dummy of a checkpoint or compiled call that uses a wanted leaf.
         leaves = {leaf: each for leaf, each in leaves.items() if id(each) in wanted or not each.numel()}
     sites: list[Node] = []
     uses: list[WeightUse] = []
@@ -233,7 +234,7 @@ def _capture(
 def _capture_sharded(
     site: Any, rule: Rule, operand: int, leaf: Tensor, chain: tuple[Edge, ...], views: Views
 ) -> WeightUse | None:
-    """The same for a leaf that is of a subclass of Tensor; None unless it is a DTensor."""
+    """`_capture` for a leaf of a subclass of Tensor; None unless the leaf is a DTensor that W can handle."""
     capture = capture_shards(site, rule, operand, leaf, views) if is_on_mesh(leaf) else None
     if capture is None or not (rule.ready is None or rule.ready(site)):
         return None
@@ -247,7 +248,7 @@ def _defer_shared(
     sites: list[Node],
     uses: list[WeightUse],
 ) -> bool:
-    """Let those leaves wait all of whose uses were captured. Returns whether there are any."""
+    """Let a leaf wait if all its uses were captured. Returns whether any leaf waits."""
     complete = [leaf for leaf, pairs in shared.items() if _are_all_uses(leaf, pairs, revisited)]
     for leaf in complete:
         del leaves[leaf]
@@ -267,8 +268,8 @@ def _are_all_uses(leaf: Node, pairs: list[tuple[Node, WeightUse]], revisited: li
     for _, use in pairs:
         nodes.update([node for node, _ in use.chain])
     # The walk met len(nodes) + revisits edges into these nodes. Of these edges len(nodes) - 1 lead from one
-    # of the nodes to the next, towards the leaf. The other revisits + 1 come from outside: if that is the
-    # number of uses, each of them belongs to a use.
+    # of the nodes to the next, towards the leaf. The other revisits + 1 come from outside: if there are as
+    # many uses, every edge from outside belongs to a use.
     return sum([each in nodes for each in revisited]) == len(pairs) - 1
 
 

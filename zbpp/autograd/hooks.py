@@ -34,7 +34,7 @@ def _no_hook(*_: Any) -> None:
 
 
 def run_hooks(leaf: Tensor, gradient: Tensor) -> Tensor:
-    """Run a leaf's tensor hooks on the gradient of one microbatch; returns the gradient they make of it."""
+    """Run a leaf's tensor hooks on the gradient of one microbatch; returns the gradient after these hooks."""
     hooks: dict[int, Callable[[Tensor], Tensor | None]] = leaf._backward_hooks or {}
     for hook in list(hooks.values()):
         try:
@@ -46,7 +46,7 @@ def run_hooks(leaf: Tensor, gradient: Tensor) -> Tensor:
 
 
 def multi_grad_hook_error(error: Exception) -> Exception:
-    """A clearer error if a hook for several leaves failed outside of a backward; else the error itself."""
+    """A clearer error if a multi-grad hook failed for lack of a plain backward; else the error itself."""
     if not any(said in str(error) for said in ("inside a backward call", "_will_engine_execute_node")):
         return error
     return RuntimeError(

@@ -14,7 +14,7 @@ _PROC, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 def available_bytes() -> int | None:
     """The bytes that this process can still use: the smaller of the machine's and its container's figure.
 
-    None: the system tells neither.
+    None if the system tells neither.
     """
     known = [each for each in (_of_machine(), _of_container()) if each is not None]
     return min(known, default=None)
@@ -36,7 +36,7 @@ def _of_machine() -> int | None:
 
 
 def _of_container() -> int | None:
-    """What the limit of the control group (version 2) leaves. Pages of files that can be dropped are free."""
+    """What the limit of the control group (version 2) leaves. Inactive file pages count as free."""
     try:
         limit = int((_CGROUP / "memory.max").read_text())  # "max": no limit
         used = int((_CGROUP / "memory.current").read_text())

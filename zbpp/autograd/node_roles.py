@@ -52,7 +52,7 @@ def _function_nodes_live() -> bool:
 
 
 FUNCTION_NODES_LIVE = _function_nodes_live()
-"""A chain may begin with a Function's node. W runs it when the graph is gone: the node must still live."""
+"""Whether a chain may begin with a Function's node: the node must live until W, when the graph is gone."""
 
 
 def node_name(node: Node) -> str:

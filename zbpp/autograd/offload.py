@@ -11,14 +11,15 @@
 
 A STORAGE leaves, not a tensor: several saved tensors are often views of one storage, which is copied once.
 Each saved tensor is packed as a SavedTensor, which knows its view of the storage. The split keeps a site's x
-packed (rules.py) and W unpacks it: B and W run the same kernels on the same numbers as without offload.
+packed (capture.py) and W unpacks it: B and W run the same kernels on the same numbers as without offload.
 
-Parameters and buffers stay, tensors that the caller holds anyway, storages below `least_bytes`, and tensors
-of a subclass such as DTensor. A tensor that stays is packed as a Stays.
+These stay: parameters and buffers, tensors that the caller holds anyway, storages below `least_bytes`,
+tensors of a subclass such as DTensor, and all tensors in forward mode (jvp). A tensor that stays is packed
+as a Stays.
 
 Autograd raises an error if a saved tensor was changed in place, but does not check a packed tensor. So the
-packed tensor keeps the version counter (`_version`) that the tensor had when it was saved, and unpacking
-compares it with the tensor's version counter then.
+packed tensor notes the saved tensor's count of in-place changes (`_version`), and unpacking raises an error
+if that count has grown.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ LEAST_BYTES = 64 * 1024
 class _Memory:
     """A storage that saved tensors are views of, on the device or away.
 
-    content: a tensor over the whole storage on the device; None while it is away. space: the space outside
-    the device that holds the bytes, or that they are being copied to. leaving: the copy that reads `content`;
-    arriving: the copy that fills it.
+    content: a tensor over the whole storage on the device; None while the storage is away. space: the space
+    outside the device that holds the bytes, or that they are being copied to. leaving: the copy that reads
+    `content`; arriving: the copy that fills `content`.
 
     `content` is a tensor because users of a storage are counted: a BufferPool gives a buffer out again when
     nothing else uses its storage, and DeferredTensors empties only a storage that W alone uses. Each tensor
-    counts. References to an UntypedStorage don't: all of them are references to one Python object.
+    counts as a user. Each reference to an UntypedStorage does not: all refer to the same Python object.
     """
 
     __slots__ = ("__weakref__", "arriving", "content", "copier", "leaving", "nbytes", "space")
@@ -105,7 +106,7 @@ def start_fetch(memories: Iterable[_Memory], watch: Watch | None = None) -> Copy
     copy = copier.back(_moves(away), watch)
     for each in away:
         each.arriving = copy
-        each.free_space()  # safe: a later copy into this space starts when this copy has ended
+        each.free_space()  # safe: a later copy into this space starts after this copy's end
     return copy
 
 
@@ -114,7 +115,7 @@ def _moves(memories: Iterable[_Memory]) -> Moves:
 
 
 class _Watched:
-    """A packed tensor that knows whether the saved tensor was changed in place.
+    """A packed tensor that notices whether the saved tensor was changed in place.
 
     _tensor: a detached alias, which shares the saved tensor's version counter.
     """
@@ -164,7 +165,7 @@ class SavedTensor(_Watched):
         super().__init__(tensor)
         self._memory = memory
         self._view = tensor.storage_offset(), tensor.shape, tensor.stride()
-        # Only the version counter of the alias is needed: without this line it would hold the storage.
+        # Only the alias's version counter is needed: without this line the alias would hold the storage.
         self._tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def unpack(self) -> Tensor:
@@ -175,7 +176,7 @@ class SavedTensor(_Watched):
     def tensors(self) -> Iterator[Tensor]:
         """A tensor over the whole storage if it is on the device, else nothing.
 
-        Saved tensors of one storage share this tensor; nothing else of theirs uses the storage.
+        The saved tensors of one storage share this tensor, and use the storage through no other tensor.
         """
         if self._memory.content is not None:
             yield self._memory.content
@@ -195,8 +196,8 @@ class SavedActivations:
 
     def __init__(self, copier: Copier, *, least_bytes: int = LEAST_BYTES) -> None:
         self._copier, self._least_bytes = copier, max(1, least_bytes)
-        # {address: storage}. The storages are held while tensors are packed: otherwise one could be freed,
-        # and a new storage could get its address.
+        # {address: storage}. These storages are held while tensors are packed: otherwise one of them could be
+        # freed, and a new storage could get its address.
         self._stays: dict[int, UntypedStorage] = {}
         self._memories: dict[int, weakref.ref[_Memory]] = {}  # by the address of the storage
         self._leaving: Copy | None = None
@@ -224,7 +225,7 @@ class SavedActivations:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the storages that leave."""
+        """The bytes of the storages that may leave."""
         return sum(memory.nbytes for memory in self._living())
 
     def offload(self, watch: Watch | None = None) -> None:
@@ -282,7 +283,7 @@ class SavedActivations:
         return SavedTensor(tensor, memory)
 
     def _may_leave(self, tensor: Tensor) -> bool:
-        # What forward mode (jvp) computes with stays: tensors hold others there that a copy would lose.
+        # In forward mode (jvp) every tensor stays: it may hold a tangent, which a copy would lose.
         is_plain = type(tensor) is Tensor and forward_ad._current_level < 0
         return is_plain and tensor.device == self._copier.device and may_leave(tensor)
 

@@ -11,7 +11,7 @@ import numpy
 
 @contextmanager
 def restored_python_generators() -> Iterator[None]:
-    """Within it Python's and numpy's random numbers may be drawn; afterwards they go on as before."""
+    """Random numbers that are drawn inside don't change those that Python and numpy draw afterwards."""
     states = random.getstate(), numpy.random.get_state()
     try:
         yield

@@ -7,8 +7,8 @@ values that F used: see forward_state.py.
 
 Auxiliary losses (auxiliary.py) that the block reports become further outputs of it.
 
-Whoever provides something for the forward only, such as weights that are on the device while it runs, wraps
-the recompute, too: see `recomputing_by`.
+Code that provides something only while a forward runs, such as weights on the device, must provide it for the
+recompute, too: see `recomputing_by`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from zbpp.autograd.hooks import num_hooks_made
 from zbpp.autograd.split import split
 
 Rerun = Callable[[Callable[[], tuple[Any, ...]]], tuple[Any, ...]]
-"""Calls the function that it is given, which is a forward, and returns the outputs."""
+"""Calls the function that it is given, a forward to repeat, and returns the outputs of that function."""
 
 _rerun: ContextVar[Rerun | None] = ContextVar("rerun", default=None)
 
 
 @contextmanager
 def recomputing_by(rerun: Rerun) -> Iterator[None]:
-    """Let the checkpoints of forwards within this context run their recompute through `rerun`, in B."""
+    """Checkpoints that are called within this context run their recompute, later in B, through `rerun`."""
     token = _rerun.set(rerun)
     try:
         yield
@@ -62,7 +62,7 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Raises RuntimeError if fn changes an argument in place. The backward raises RuntimeError if fn reports
     other auxiliary losses than in the forward, and if a parameter or a buffer above 64 KiB was changed since
-    the forward. Checked are the arguments, and the modules and tensors that fn refers to: fn itself, the
+    the forward. The checks cover the arguments, and the modules and tensors that fn refers to: fn itself, the
     object whose method it is, its closure, defaults, bound arguments and globals (`references` in
     forward_state.py says which exactly).
     """
@@ -77,7 +77,7 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _RepeatedCall:
-    """A call that will be repeated: the function, its arguments but for tensors, and the state it ran in.
+    """A call that will be repeated: the function, its arguments that are no tensors, and the state it ran in.
 
     given: the arguments, flattened; spec: their structure.
     """
@@ -102,8 +102,8 @@ class _RepeatedCall:
     def forward(self, tensors: list[Tensor | None]) -> tuple[Any, ...]:
         """The outputs, then the auxiliary losses that fn reported."""
         begin = torch._C._autograd._get_sequence_nr()
-        # fn may ask torch.is_grad_enabled: it hears the same as in the recompute. Its graph ends with this
-        # call, so nobody may move or count what the graph saves.
+        # With gradients on, torch.is_grad_enabled() tells fn the same as in the recompute. The graph ends
+        # with this call: no hook may offload or count the tensors that it saves.
         with torch.enable_grad(), _without_saved_tensors_hooks():
             output, auxiliary = self._run(tensors)
         self.is_tuple, self.auxiliary = isinstance(output, tuple), tuple(auxiliary)
@@ -131,7 +131,7 @@ class _RepeatedCall:
         return *_as_tuple(output), *(auxiliary[name] for name in self.auxiliary)
 
     def without_auxiliary(self, outputs: tuple[Any, ...]) -> Any:
-        """What fn returned, of all outputs; the auxiliary losses are reported."""
+        """Report the auxiliary losses among the outputs; return the outputs that fn returned."""
         num_outputs = len(outputs) - len(self.auxiliary)
         for name, value in zip(self.auxiliary, outputs[num_outputs:], strict=True):
             auxiliary_loss(name, value)
@@ -166,7 +166,7 @@ class _Checkpoint(torch.autograd.Function):
         ctx.is_tensor = [tensor is not None for tensor in tensors]
         saved = [tensor for tensor in tensors if tensor is not None]
         ctx.save_for_backward(*saved)
-        # Autograd notes the versions of saved tensors after this forward: it does not see changes by fn.
+        # Autograd notes the versions of saved tensors after this forward: it misses changes that fn makes.
         versions = [*map(version, saved)]
         outputs = call.forward(tensors)
         _refuse_changed(saved, versions)
@@ -237,8 +237,8 @@ def _without_graph(output: Tensor, begin: int) -> Tensor:
     """The values of an output. begin: the number of the first node of the graph that fn made.
 
     Autograd lets nobody change the output of a Function in place if that output is a view. So an output that
-    fn computed becomes a tensor of its own. A view, and a tensor from outside of fn (a parameter, say), whose
-    changes in place must be counted, stay an alias.
+    fn computed becomes a tensor of its own. A view stays an alias, and so does a tensor from outside of fn (a
+    parameter, say), whose in-place changes must be counted.
     """
     node = output.grad_fn
     is_own = node is not None and node._sequence_nr() >= begin and not output._is_view()
@@ -283,7 +283,7 @@ def recompute(module: nn.Module) -> None:
 class _Recomputed:
     """Takes the place of a module's forward.
 
-    It refers to the module, not to a method of it: so the copy of a module has one that refers to the copy.
+    It refers to the module, not to a bound method, so that in a copy of the module it refers to the copy.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -295,7 +295,7 @@ class _Recomputed:
 
 
 def recomputed(forward: Any) -> Any:
-    """The forward that `recompute` has wrapped; any other forward itself."""
+    """The forward that `recompute` has wrapped, None if it is the class's own; any other forward itself."""
     while isinstance(forward, _Recomputed):
         forward = forward.before
     return forward

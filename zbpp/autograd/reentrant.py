@@ -1,7 +1,7 @@
 """Graphs that hold a reentrant torch checkpoint: B runs one plain backward, and nothing is left for W.
 
 Such a checkpoint (`use_reentrant=True`) calls `torch.autograd.backward` in its own backward, and refuses to
-run inside `torch.autograd.grad`, which the split's pass is.
+run inside `torch.autograd.grad`. The split's pass is such a call.
 """
 
 from __future__ import annotations

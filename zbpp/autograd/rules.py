@@ -26,9 +26,9 @@ from zbpp.autograd.capture import Add, Capture, HeldTensors, add_or_copy, keep, 
 class DirectCapture(NamedTuple):
     """A Capture described as data: one tensor that the node saved, and how to add the gradient.
 
-    The walk is on the hot path: instead of calling the rule, it reads these attributes of the node.
-    add_transposed: the same where the operand is the transpose of a leaf: adds to the gradient of the leaf
-    itself.
+    The walk is on the hot path: instead of calling the rule, it reads the node's attributes by these names.
+    add_transposed: takes the place of `add` if the operand is the transpose of a leaf; adds to the gradient
+    of the leaf itself.
     """
 
     name: str  # of the saved tensor: "mat2"
@@ -42,7 +42,7 @@ ShardTable = Mapping[int | None, tuple[int | None, int | None]]
 """Which shards of the kept tensor and of dy give a shard of an operand's gradient, without communication.
 
 dimension along which the operand is sharded -> (the kept tensor's, dy's); None stands for a tensor that is
-replicated. A shard of the kept tensor times a shard of dy must be the operand's shard, not a part of a sum.
+replicated. The two shards must give the operand's shard of the gradient, not one term of a sum over ranks.
 """
 
 
@@ -50,7 +50,7 @@ class Rule(NamedTuple):
     """capture(node, operand), for the operands (indices into next_functions) of one kind of node.
 
     weights: operands that may be the weight, preferred ones first.
-    along: operands that wait only together with a weight, since they need nothing but dy (biases).
+    along: operands (biases) that wait only if a weight of the node waits, for W then holds dy, all they need.
     direct: operand -> what `capture` returns for it, as data.
     shards: operand -> how W can compute the gradient from shards, see `ShardTable`; none by default.
     ready(node): whether the rule holds for this node; None if it always does.
@@ -77,7 +77,7 @@ def rule(
 ) -> Callable[[_Capturing], _Capturing]:
     """Register a rule for the nodes whose class is called `name`; see the module's docstring.
 
-    Register it before the first backward that meets such a node.
+    weights, along, shards: as in `Rule`. Register it before the first backward that meets such a node.
     """
 
     def register(capture: _Capturing) -> _Capturing:
@@ -140,8 +140,8 @@ def _add_right_product_transposed(target: Tensor, held: HeldTensors, dy: Tensor,
     _add_product(target, held[0].conj(), dy.mT, fresh)
 
 
-# Of y = a @ b, a matrix each. Where an operand is sharded along the dimension that the product sums over, its
-# factor is sharded along the same one; else dy is, along the dimension that it shares with the operand.
+# For y = a @ b with matrices a and b. If an operand is sharded along the dimension that the product sums
+# over, the other factor must be, too. If it is sharded along the dimension that it shares with y, dy must be.
 _RIGHT_SHARDS: ShardTable = {None: (None, None), 0: (1, None), 1: (None, 1)}
 _LEFT_SHARDS: ShardTable = {None: (None, None), 0: (None, 0), 1: (0, None)}
 _BIAS_SHARDS: ShardTable = {None: (None, None), 0: (None, 1)}  # a vector, added to each row of y
@@ -243,10 +243,10 @@ def _embedding(node: Any, operand: int) -> Capture | None:
 
 
 class _AddRows:
-    """Adds each row of dy to the row of its index; the row of the padding gets nothing."""
+    """Adds each row of dy to the row of its index; the row of the padding index gets nothing."""
 
     def __init__(self, padding: int) -> None:
-        self.padding = padding  # -1 for none, which nodes save as an unsigned 64-bit number
+        self.padding = padding  # none: -1, which nodes save as an unsigned 64-bit number
 
     def __call__(self, target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
         (indices,) = held

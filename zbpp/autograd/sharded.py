@@ -1,7 +1,7 @@
 """Weights on a device mesh (DTensor): W computes with the shards of its own rank.
 
 For y = x @ w.T + bias, these placements let W compute a rank's shard of the gradient from that rank's shards
-of x and dy. They hold for each dimension of the mesh:
+of x and dy. A line of this table holds for one dimension of the mesh:
 
     layer       w           x           dy          bias
     colwise     Shard(0)    Replicate   Shard(-1)   Shard(0)
@@ -13,7 +13,7 @@ If dy is placed otherwise, dy is redistributed at the end of B, and W computes w
 
 A DTensor has two counts of in-place changes (`_version`): its own, and that of the tensor that holds its
 shard. An operation on the DTensor raises the first count only, an operation on the shard the second only. W
-checks both. A change through another view of the shard, one that DTensor has made itself, raises neither.
+checks both. A change through another view of the shard, made by DTensor itself, raises neither count.
 
 The split imports nothing of torch.distributed: where a DTensor exists, its module has been imported.
 """
@@ -60,7 +60,7 @@ class OnMesh(NamedTuple):
 class AddOfShards:
     """An Add whose target is a DTensor and whose other arguments are OnMesh: calls `add` with their shards.
 
-    placements: of the leaf, and so of its gradient. dy_dims: the placements that dy needs, as Dims.
+    placements: those of the leaf and of its gradient. dy_dims: the placements that dy needs, as Dims.
     """
 
     def __init__(self, add: Add, placements: Placements, dy_dims: Dims) -> None:
@@ -97,7 +97,7 @@ def capture_shards(
 ) -> Capture | None:
     """What W needs for this rank's shard of the gradient; None if B has to compute the gradient.
 
-    views: those of the chain from the operand to the leaf, None if the chain computes.
+    views: the views in the chain from the operand to the leaf, None if the chain computes.
     """
     direct, dims = rule.direct.get(operand), _dims(leaf.placements)
     is_transposed = direct is not None and views == (MATRIX_TRANSPOSE,)
@@ -116,7 +116,7 @@ def capture_shards(
 
 
 def _saved_on_mesh(site: Any, direct: DirectCapture, is_transposed: bool) -> Capture | None:
-    """The factor that a product has saved. Its shard is taken before detach() makes another one."""
+    """The factor that a product has saved, with its own shard: detach() makes another tensor of the shard."""
     if not is_kept(getattr(site, direct.raw_attribute)):
         return None
     factor = getattr(site, direct.attribute)

@@ -75,10 +75,10 @@ def backward_input(
     pass has a WeightGrads of its own; their W's may run in any order, before or after later passes. The last
     pass, without keep, frees the saved tensors. Without a last pass the graph lives as long as the outputs.
 
-    Tensor hooks run, on leaves and on tensors that were computed from inputs. Two kinds don't: hooks on views
-    of a deferred weight (`w.t()`), and hooks on the nodes of such views. If an input lies in the middle of a
-    graph, a parameter that is used both before and after that input may get the gradient of both uses, as
-    from torch.autograd.grad.
+    Tensor hooks run, on leaves and on tensors that were computed from inputs. Two kinds don't run: hooks on
+    views of a deferred weight (`w.t()`), and hooks on the nodes of such views. If an input lies in the middle
+    of a graph, a parameter that is used both before and after that input may get the gradient of both uses,
+    as from torch.autograd.grad.
 
     Returns (gradients, one per input, None where none flows; WeightGrads). No `.grad` changes until
     `WeightGrads.accumulate()`. Without keep the graph's saved tensors are freed, as by backward(). A graph
@@ -138,7 +138,7 @@ def _captured(
     is_hooked: bool,
     keep: bool,
 ) -> Gradients:
-    """Run the pass. Returns the gradients of the inputs, then each site's dy, then those of other leaves."""
+    """Run the pass. Returns the inputs' gradients, then each site's dy, then the other leaves' gradients."""
     targets = [new_tuple(GradientEdge, (*edge, None)) for edge in edges]
     targets += [new_tuple(GradientEdge, (site, 0, None)) for site in found.sites]
     targets += [new_tuple(GradientEdge, (leaf, 0, None)) for leaf in found.computed_in_b]

@@ -1,6 +1,6 @@
 """Chains that only make views of a leaf: W adds to the same view of the leaf's `.grad`.
 
-For a weight used as `w.t()`, W adds to `w.grad.t()`, and no temporary is made.
+For a weight used as `w.t()`, W adds to `w.grad.t()`, without a temporary.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class View(NamedTuple):
-    """The view that one node of such a chain makes. whole: whether it shows every element of its base."""
+    """The view that one node of such a chain makes. whole: whether the view has every element of its base."""
 
     apply: Callable[[Tensor], Tensor]
     whole: bool = True

@@ -1,14 +1,14 @@
 """W: compute the weight gradients that B put off, and add them to `.grad`.
 
-WeightGrads holds a list of tasks, each for one leaf (a compiled call's task: for several). A task knows the
-tensors it needs (x and dy) and adds a gradient to the leaf's `.grad`. A parameter that has a `main_grad` (a
+WeightGrads holds a list of tasks. A task knows the tensors it needs (x and dy) and adds a gradient to one
+leaf's `.grad`; the task of a compiled call serves several leaves. A parameter that has a `main_grad` (a
 float32 tensor of the parameter's shape, say, beside bf16 weights) gets its gradients added there; its `.grad`
 is left alone.
 
 W reads tensors that may share memory with others: x with a buffer that the next forward writes into, dy with
 a gradient that the caller passed in or got back. They are guarded as autograd guards its saved tensors:
 autograd counts the in-place changes of each tensor (`_version`), B notes the counts of all tensors that W
-will read, and W raises ChangedInPlace if a count has grown.
+will read, and W raises ChangedInPlace if a count has grown since.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _CLONE_GRADIENT = (
 
 
 class UseTask(NamedTuple):
-    """The gradient of one use of a leaf. By itself it is the task of a leaf that has no other use."""
+    """The gradient of one use of a leaf. For a leaf with a single use, it is the whole task of that leaf."""
 
     use: WeightUse
     dy: Any  # a tensor, or an OnMesh (sharded.py)
@@ -124,7 +124,7 @@ class UseTask(NamedTuple):
 
 
 class SumTask(NamedTuple):
-    """The gradient of a leaf from all its uses, also where they are several or a use's chain computes."""
+    """The gradient of a leaf from all its uses: there may be several, and a use's chain may compute."""
 
     leaf: Tensor
     uses: list[UseTask]
@@ -150,7 +150,7 @@ def tasks_per_leaf(uses: list[UseTask]) -> list[Task]:
 
 
 def _placed(task: UseTask) -> UseTask:
-    """If W computes with shards: the task with dy placed for that."""
+    """The task; if W computes with shards, the task with dy placed as the shards' product needs it."""
     use, dy, _ = task
     if not isinstance(use.add, AddOfShards):
         return task
@@ -264,7 +264,7 @@ class WeightGrads:
         return (tensor for task in self._tasks or () for tensor in task.tensors())
 
     def leaves(self) -> Iterator[Tensor]:
-        """The parameters that W adds to; of a compiled call the first."""
+        """The parameters that W adds to; for a compiled call, only the first one."""
         return (task.leaf for task in self._tasks or ())
 
     def parts(self, key: Callable[[Tensor], Any]) -> Iterator[tuple[Any, WeightGrads]]:

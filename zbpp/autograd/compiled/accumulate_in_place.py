@@ -21,7 +21,7 @@ _ADDING: dict[Any, Any] = {aten.mm.default: aten.addmm_.default, aten.bmm.defaul
 def add_in_place(w: GraphModule, parameters: Sequence[Node]) -> None:
     """Give the graph one more input per result, to which it adds the result. It then returns nothing.
 
-    parameters: their shapes, types and strides are those of the new inputs.
+    parameters: the new inputs have the shapes, types and strides of these nodes.
     """
     gradients = results(w)
     totals = _new_inputs(w, parameters)
@@ -74,7 +74,7 @@ def _is_simple(embedding: Node) -> bool:
 
 
 def _add_rows(graph: Graph, total: Node, dy: Any, indices: Any, *, turned: bool) -> None:
-    """turned: the tokens are the columns of the parameter, as of LoRA's for an embedding."""
+    """turned: each token has a column of the parameter, not a row, as in LoRA of an embedding."""
     rows = _call(graph, aten.reshape.default, dy, [-1, dy.meta["val"].shape[-1]])
     tokens = _call(graph, aten.reshape.default, indices, [-1])
     added = _transposed(graph, rows) if turned else rows

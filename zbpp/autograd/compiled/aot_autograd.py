@@ -68,7 +68,7 @@ def capture(
 def _kept_for_backward(budget: float) -> Iterator[None]:
     import torch._functorch.config as partitioner
 
-    # With a budget of 0 even random numbers would be drawn again.
+    # With a budget of 0 the partitioner would even draw random numbers again.
     with partitioner.patch(activation_memory_budget=max(budget, 1e-9)):
         yield
 

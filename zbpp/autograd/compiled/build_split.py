@@ -86,7 +86,7 @@ def _w_graph(
     num_values: int,
     backend: Backend,
 ) -> WGraph:
-    """num_values: how many values B's pool has; the gradients that B returns are named behind them."""
+    """num_values: the size of B's pool. In CompiledSplit.names, the pool precedes the gradients of B."""
     tensors = tuple(names.b[node.name] for node in placeholders(cut.w)[len(cut.held) :])
     returned = tuple(place for place, node in enumerate(to_inputs.values()) if is_held(node, cut.held))
     by_name = dict(zip(joint.sources, placeholders(joint.forward), strict=True))

@@ -26,7 +26,7 @@ def signature(value: Any) -> Hashable:
 
 def structure_of(module: nn.Module) -> Hashable:
     """Names, shapes, types and ties of a module's parameters and buffers."""
-    places: dict[int, int] = {}  # tied tensors have one place
+    places: dict[int, int] = {}  # tied tensors share one place
     tensors = [
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),

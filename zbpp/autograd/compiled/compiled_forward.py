@@ -57,7 +57,7 @@ def compile_stage(
 
     Compilation happens in the first F. It happens again for inputs of another shape, and when something has
     changed that the Python code depends on: an attribute, a submodule, a hook, a global, autocast (each F
-    asks Dynamo's guards). Without gradients (evaluation) the module runs as it is. Results equal those of the
+    asks Dynamo's guards). Without gradients (evaluation) the module runs eager. Results equal those of the
     eager split to rounding, and the same random numbers are drawn.
 
     A module that can't be compiled stays eager; then its layers are tried one by one. The log has one line
@@ -156,7 +156,7 @@ class _Compiler(NamedTuple):
 
 
 class _Bound(NamedTuple):
-    """A CompiledSplit with its guards, and the function that finds the tensors it needs in a module."""
+    """A CompiledSplit with its guards, and the function that finds the split's tensors in a module."""
 
     guards: Guards
     split: CompiledSplit

@@ -2,7 +2,7 @@
 
 For autograd the call is one node. The node's backward runs B. W is put off as `zbpp.checkpoint` puts off its
 own: through the collector that `backward_input` hands to Functions. In the rest of zbpp.autograd only
-`explain` knows that a module is compiled.
+`explain` asks whether a module is compiled.
 
 F KEEPS values for B; B HOLDS values for W.
 
@@ -47,7 +47,7 @@ class BGraph(NamedTuple):
     read: tuple[int, ...]  # the module's tensors that B or W reads
     tangents: tuple[tuple[int, tuple[int, ...]], ...]  # (output, strides of the output's gradient)
     input_gradients: tuple[int, ...]  # the arguments whose gradients B returns
-    held: tuple[int, ...]  # places in B's pool of the values that are held for W
+    held: tuple[int, ...]  # places in B's pool of the values that are held for W as they are
     held_bytes: int  # of all values held between B and W
 
 
@@ -95,7 +95,7 @@ class Unchanged(NamedTuple):
     versions: list[int]
 
     def check(self) -> None:
-        """Raise ChangedInPlace if one of them was changed."""
+        """Raise ChangedInPlace if one of the tensors was changed."""
         if [each._version for each in self.tensors] == self.versions:
             return
         for place, tensor, version in zip(self.places, self.tensors, self.versions, strict=True):
@@ -166,7 +166,7 @@ class _SplitFunction(torch.autograd.Function):
 
 
 def _explained(split: CompiledSplit, tensors: Sequence[Tensor]) -> tuple[int, list[tuple[Tensor, str, str]]]:
-    """For `explain`: the bytes held between B and W, and (parameter, where, why) of each trained one."""
+    """For `explain`: the bytes held between B and W; (parameter, where, why) for each trained parameter."""
     rows = [
         (tensors[place], "B", "compiled: cheap, or not a product by itself")
         if place in split.w.computed_in_b
@@ -259,7 +259,7 @@ class HookTask(NamedTuple):
 
 
 def _can_add_to(total: Tensor, leaf: Any, wanted: set[int] | None) -> bool:
-    """Whether W's graph may add to this `.grad`: its layout is the compiled one, and no hook comes before."""
+    """Whether W's graph may add to this `.grad`: it has the compiled layout, and no hook must run before."""
     return (
         total.dtype is leaf.dtype
         and total.stride() == leaf.stride()
@@ -270,7 +270,7 @@ def _can_add_to(total: Tensor, leaf: Any, wanted: set[int] | None) -> bool:
 
 
 def _add_new(leaf: Tensor, gradient: Tensor) -> None:
-    """Add a gradient that nothing else refers to: as the first one it need not be copied."""
+    """Add a gradient that nothing else refers to: if it is the leaf's first, it is not copied."""
     if total_of(leaf) is None:
         leaf.grad = gradient.to(grad_dtype(leaf))
     else:

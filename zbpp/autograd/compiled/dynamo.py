@@ -67,14 +67,14 @@ class Call:
 
 
 class Guards:
-    """Check whether a graph fits a call: of the module that was read, or one with the same code."""
+    """Check whether a graph fits a call of the module that was read, or of a module with the same code."""
 
     def __init__(self, graph: GraphModule, module: nn.Module, code: CodeType) -> None:
         from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
         with get_metrics_context(), dynamo_timed("build_guards"):
             self._built = _output(graph).build_guards(code)
-        # Dynamo does not guard against a class whose forward is replaced.
+        # Dynamo's guards don't notice if the forward of a class is replaced.
         kinds: set[Any] = set(map(type, module.modules()))
         self._forwards = [(kind, kind.forward) for kind in kinds]
 
@@ -117,7 +117,7 @@ def _settings() -> Iterator[None]:
         "assume_static_by_default": True,
         "automatic_dynamic_shapes": False,
         "skip_nnmodule_hook_guards": False,
-        # This faster way of checking guards misses changes within a tensor, of requires_grad.
+        # This faster way of checking guards misses a change of a tensor's requires_grad.
         "use_recursive_dict_tags_for_guards": False,
     }
     known = {name: value for name, value in wanted.items() if hasattr(torch._dynamo.config, name)}
@@ -136,7 +136,7 @@ def _add_builtins(graph: GraphModule) -> None:
 
 
 def _refuse_changes(call: Call, warned: list[warnings.WarningMessage]) -> None:
-    """Dynamo warns when forward changes Python objects. The graph does not contain such changes."""
+    """Raise CaptureError if Dynamo warned that forward changes Python objects: the graph would not."""
     harmless = _COLLECTOR, f"L['{inspect.getargs(call.code).varkw}']"  # a new dictionary at each call
     for each in warned:
         _, _, listed = str(each.message).partition("potential sources you can double check: ")
@@ -152,7 +152,7 @@ def _refuse_changes(call: Call, warned: list[warnings.WarningMessage]) -> None:
 def _refuse_foreign_random(graph: GraphModule) -> None:
     """Raise CaptureError for random numbers of Python or numpy.
 
-    In a graph Python's would be drawn only once, and numpy's by torch's generator.
+    A graph would draw Python's numbers only once, and numpy's from torch's generator.
     """
     is_python = any("gen_rand_values" in name for name in _output(graph).bytecode.co_names)
     if is_python or any(map(_is_numpy_random, graph.graph.nodes)):

@@ -95,7 +95,7 @@ def decompositions() -> dict[Any, Any]:
     from torch._inductor.decomposition import select_decomp_table
 
     table = dict(select_decomp_table())
-    # Decomposed into a scatter, its sums would have no fixed order.
+    # As a scatter, this operation would sum in no fixed order.
     table.pop(aten.embedding_dense_backward.default, None)
     return table
 

@@ -84,7 +84,7 @@ def is_held(gradient: Node, held: Iterable[Node]) -> bool:
 
 
 def separate_convolutions(graph: GraphModule) -> None:
-    """Replace each node that computes all gradients of a convolution by two: one for B's, one for W's."""
+    """Replace a node that computes all gradients of a convolution by two nodes, one for B and one for W."""
     for node in graph.graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
         mask = list(node.args[10])
         if not (mask[0] and any(mask[1:])):
@@ -100,7 +100,7 @@ def separate_convolutions(graph: GraphModule) -> None:
 
 
 def contributions(gradient: Node) -> list[tuple[Node, bool]]:
-    """The terms of a gradient, each with whether it has to be transposed. A tied weight has several terms."""
+    """(term, whether to transpose the term) for each term of a gradient. A tied weight has several terms."""
     found, pending = [], [(gradient, False)]
     while pending:
         node, turned = pending.pop()
@@ -189,7 +189,7 @@ def _network(
 
 
 def _price(node: Node, free: set[Node], storages: dict[Any, Node]) -> dict[str, float]:
-    """The bytes held if this value is held. Only tensors can be held."""
+    """What it costs to hold the node's value: its bytes. Only tensors can be held."""
     tensor = tensor_of(node)
     if node.op == "get_attr" or node in free:
         return {"capacity": 0}
@@ -207,7 +207,7 @@ def _storage(node: Node) -> int | None:
 
 
 def _is_cheap(node: Node) -> bool:
-    """Whether W may compute it again."""
+    """Whether W may compute the node again."""
     target: Any = node.target
     if node.op == "get_attr" or target in _CHEAP:
         return True
@@ -217,7 +217,7 @@ def _is_cheap(node: Node) -> bool:
 
 
 def _base(node: Node) -> Node:
-    """The node itself, or the tensor that it shows whole, as a view: W makes the view again at no cost."""
+    """The node itself; for a view of a whole tensor, that tensor: W makes the view again at no cost."""
     while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
         viewed = node.all_input_nodes[0]
         if tensor_of(viewed) is None or tensor_of(viewed).numel() != tensor_of(node).numel():  # type: ignore[union-attr]
