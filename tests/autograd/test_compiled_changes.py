@@ -120,6 +120,22 @@ def test_a_class_with_its_own_call_is_not_called_twice():
     assert torch.equal(stage(x), expected)
 
 
+@pytest.mark.parametrize("is_split", [True, False])
+def test_a_weight_that_is_frozen_after_f_gets_no_gradient(is_split):
+    """Plain autograd and eager stages give none; a compiled one did."""
+    stage, x = nn.Sequential(Layer()), torch.randn(3, 4, requires_grad=True)
+    compile_stage(stage, backend="eager")
+    y = stage(x)
+    stage[0].up.weight.requires_grad_(False)
+    if is_split:
+        _, weight_grads = backward_input(y, torch.ones(3, 4), x)
+        weight_grads.accumulate()
+    else:
+        y.sum().backward()
+    assert stage[0].up.weight.grad is None
+    assert stage[0].down.weight.grad is not None
+
+
 # ---------------------------------------------------------------- changes in place
 
 

@@ -52,11 +52,13 @@ def whole_backward(
     before = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
-    torch.autograd.backward(roots, root_grads, retain_graph=keep)
-    for leaf, grad in zip(leaves, before, strict=True):
-        leaf.grad = grad
-    for handle in handles:
-        handle.remove()
+    try:
+        torch.autograd.backward(roots, root_grads, retain_graph=keep)
+    finally:
+        for leaf, grad in zip(leaves, before, strict=True):
+            leaf.grad = grad
+        for handle in handles:
+            handle.remove()
     return tuple(caught.get(position) for position in range(len(inputs)))
 
 

@@ -188,10 +188,12 @@ def _put_off(ctx: Any, task: CompiledTask) -> None:
     if not task.split.w.trained:
         return
     collector = collector_of(ctx)
+    wanted = {id(leaf) for leaf in task.leaves() if leaf.requires_grad}  # a leaf may be frozen since F
     if collector is None:
-        task.accumulate()
+        task._replace(wanted=wanted).accumulate()
         return
-    task = task._replace(wanted=collector.wanted, module_tensors=_needed_in_w(task))
+    wanted = wanted if collector.wanted is None else wanted & collector.wanted
+    task = task._replace(wanted=wanted, module_tensors=_needed_in_w(task))
     collector.tasks.append(task)
     # WeightGrads fires a leaf's hooks after the last task of that leaf, and knows one leaf per task.
     collector.tasks += [
@@ -241,7 +243,7 @@ class CompiledTask(NamedTuple):
         with torch.no_grad():
             w.run(values)
         for leaf, gradient in added_later:
-            if self.wanted is None or id(leaf) in self.wanted:
+            if _is_wanted(leaf, self.wanted):
                 _add_new(leaf, run_hooks(leaf, gradient))
         return self.leaf
 
@@ -262,11 +264,16 @@ def _can_add_to(total: Tensor, leaf: Any, wanted: set[int] | None) -> bool:
     """Whether W's graph may add to this `.grad`: it has the compiled layout, and no hook must run before."""
     return (
         total.dtype is leaf.dtype
+        and total.layout is torch.strided
         and total.stride() == leaf.stride()
         and not leaf._backward_hooks
         and not hasattr(leaf, "main_grad")
-        and (wanted is None or id(leaf) in wanted)
+        and _is_wanted(leaf, wanted)
     )
+
+
+def _is_wanted(leaf: Tensor, wanted: set[int] | None) -> bool:
+    return wanted is None or id(leaf) in wanted
 
 
 def _add_new(leaf: Tensor, gradient: Tensor) -> None:
