@@ -178,7 +178,7 @@ def test_a_rank_that_stands_still_is_named_and_ended(here, warm, how, said, wher
     assert done.rc == 1, done.text
     assert said in done.text
     assert where in done.text
-    assert (" 1F2" in done.text) == (how == "loop")  # a stopped rank has told where it was before
+    assert " 1F2" in done.text or how != "loop"  # the others have told where they were before
     assert "`zbpp hang run/failure` shows where each rank stood" in done.text
     assert not Path("/proc", (here / "rank").read_text()).exists(), "the rank is an orphan"
     if how != "lock":  # a stopped process is let run again, so that it leaves its record
