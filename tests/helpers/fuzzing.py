@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from zbpp.checkpoints import CheckpointError
 from zbpp.checkpoints.folders import manifest_of
-from zbpp.checkpoints.metadata_file import read_metadata
+from zbpp.checkpoints.reading import read_metadata
 from zbpp.commands import compare, hang
 from zbpp.config import ConfigError, Trust, read_run_config
 from zbpp.config.known_code import is_known_name

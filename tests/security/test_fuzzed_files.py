@@ -5,18 +5,14 @@ scripts/dev/fuzz.py does the same for as long as one likes.
 
 import json
 import os
-import pickle
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint import metadata
 
 from helpers.fuzzing import PARSERS, complaint, mutated
-from zbpp.checkpoints import CheckpointError
 from zbpp.checkpoints.folders import manifest_of
-from zbpp.checkpoints.metadata_file import read_metadata
 from zbpp.models.hf_config import read_config
 from zbpp.schedule import PlanError, Timetable, simulate
 from zbpp.schedule.interchange import read_bytes
@@ -61,38 +57,6 @@ def test_a_parser_that_hangs_or_fails_would_be_found(tmp_path):
     assert found(lambda path: {}["x"]) == "KeyError: 'x'"
     assert found(lambda path: bytes(2**40)) == "MemoryError"
     assert found(lambda path: {}["x"], (KeyError,)) == ""
-
-
-def test_metadata_whose_hash_would_take_for_ever_is_refused(tmp_path):
-    """A tuple of a tuple of ... : 60 levels of pairs have 2**60 hashes; a key takes all."""
-    nested: object = ()
-    for _ in range(60):
-        nested = (nested, nested)
-    parts = pickle.dumps(nested, protocol=2)[2:-1]
-    index = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
-    enum = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
-    layout = b"ctorch.serialization\n_get_layout\n"
-    for content in (
-        b"\x80\x02}" + parts + b"Ns.",
-        b"\x80\x02}(" + parts + b"Nu.",
-        b"\x80\x02}" + index + b"(V" + b"a\n" + parts + b"tRNs.",
-        b"\x80\x02" + enum + parts + b"\x85R.",
-        b"\x80\x02" + enum + parts + b"\x85\x81.",
-        b"\x80\x02" + layout + parts + b"\x85R.",
-        b"\x80\x04\x8f(" + parts + b"\x90.",
-        b"\x80\x04(" + parts + b"\x91.",
-    ):
-        (tmp_path / ".metadata").write_bytes(content)
-        with pytest.raises((CheckpointError, TypeError)):
-            read_metadata(tmp_path / ".metadata")
-
-
-def test_what_torch_writes_is_still_read(tmp_path):
-    written = metadata.Metadata(
-        {"a": metadata.BytesStorageMetadata()}, None, {metadata.MetadataIndex("a"): 1}
-    )
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(written))
-    assert read_metadata(tmp_path / ".metadata") == written
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "..", "a/b", "."])

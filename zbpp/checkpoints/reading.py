@@ -1,13 +1,15 @@
 """A checkpoint on disk: verified, then read tensor by tensor through torch.distributed.checkpoint.
 
 Nothing that is read can run code. torch.distributed.checkpoint would unpickle `.metadata`, which can run
-code: metadata_file.py reads it instead. Tensors are read with weights_only=True. Everything else is JSON,
-where torch.distributed.checkpoint would use pickle.
+code: `read_metadata` unpickles nothing but the classes that the file consists of. Tensors are read with
+weights_only=True. Everything else is JSON, where torch.distributed.checkpoint would use pickle.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    TensorStorageMetadata,
+)
 
 from zbpp.checkpoints.errors import CheckpointError
 from zbpp.checkpoints.folders import (
@@ -30,9 +36,18 @@ from zbpp.checkpoints.folders import (
     manifest_of,
     step_of,
 )
-from zbpp.checkpoints.metadata_file import read_metadata
 from zbpp.runtime.mesh import Place
 
+_DCP = "torch.distributed.checkpoint"
+_CLASSES = {
+    *((f"{_DCP}.metadata", name) for name in (
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    )),
+    (f"{_DCP}.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+}  # fmt: skip
 _KEYS = {"step", "timetable", "model", "optimizer", "random", "states", "info"}
 
 
@@ -155,3 +170,36 @@ class _Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata, unpickled without a way to run code."""
         return read_metadata(Path(self.path) / METADATA)
+
+
+def read_metadata(path: Path) -> Metadata:
+    """Return what torch.distributed.checkpoint wrote into its file `.metadata`.
+
+    Raises CheckpointError for a class or function that such a file has no use for; other errors for damage.
+    """
+    # From memory: a damaged length then asks for no more than the file has.
+    metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"{path} holds a {type(metadata).__name__}: it was not loaded")
+    return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """The class or function of this name, if `.metadata` consists of such; else CheckpointError."""
+        # Python 3.11.0 to 3.11.3 pickle a member of an enum as getattr(enum, name), others by its value.
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
+        if (module, name) in _CLASSES or (module == "torch" and _is_dtype(name)):
+            return super().find_class(module, name)
+        raise CheckpointError(f".metadata holds {module}.{name}, which it has no use for: it was not loaded")
+
+
+def _memory_format(enum: object, name: str) -> _MEM_FORMAT_ENCODING:
+    if enum is not _MEM_FORMAT_ENCODING:
+        raise CheckpointError(f".metadata asks for {name} of {enum!r}: it was not loaded")
+    return _MEM_FORMAT_ENCODING[name]
+
+
+def _is_dtype(name: str) -> bool:
+    return isinstance(getattr(torch, name, None), torch.dtype)
