@@ -108,7 +108,11 @@ class _HashingFiles(FileSystem):
 
 
 class _HashingStream:
-    """A file that is written from its beginning to its end."""
+    """A file that is written from its beginning to its end.
+
+    Each tensor's writer (torch's NoCloseWriter) flushes the file again when that writer is deleted. After an
+    error, such as a full disk, the file is closed by then.
+    """
 
     def __init__(self, stream: Any) -> None:
         self._stream, self.digest, self.size = stream, new_digest(), 0
@@ -123,7 +127,8 @@ class _HashingStream:
         return self.size
 
     def flush(self) -> None:
-        self._stream.flush()
+        if not self._stream.closed:
+            self._stream.flush()
 
     def fileno(self) -> int:
         number: int = self._stream.fileno()

@@ -64,12 +64,16 @@ def _of_optimi(
     import optimi
 
     more: dict[str, Any] = {} if eps is None else {"eps": eps}
+    named = as_named(parameters)
+    # optimi's StableAdamW (0.3.3) chooses Triton before it has looked at a parameter: on the CPU, too.
+    can_use_triton = all(type(each.parameter) is nn.Parameter and each.parameter.is_cuda for each in named)
     optimizer: torch.optim.Optimizer = getattr(optimi, name)(
-        _groups(parameters, weight_decay, entries),
+        _groups(named, weight_decay, entries),
         lr=learning_rate,
         betas=betas,
         kahan_sum=kahan_sum,
         gradient_release=gradient_release != "off",
+        triton=None if can_use_triton else False,  # None: optimi's own choice
         **more,
     )
     return optimizer
