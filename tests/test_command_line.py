@@ -162,6 +162,7 @@ def test_help_shows_every_value_of_the_command(command):
         ("device=cpu", "Key 'device' not in 'TrainConfig'; did you mean parallel.device?"),
         ("optimizer.lr=1e-3", "Key 'lr' not in 'OptimizerConfig'; did you mean learning_rate?"),
         ("steps=many", "Value 'many' of type 'str' could not be converted to Integer"),
+        ("cuda_graphs=actions", "'actions' is not a valid bool (type str): write true or false"),
         ("steps=[3", "no viable alternative at input '[3'"),
     ],
 )

@@ -179,14 +179,9 @@ def test_unknown_keys_wrong_types_and_unknown_choices_are_named(override, words)
         ("optimizer.min_ratio=2", "optimizer.min_ratio=2.0: write a number, 0 to 1"),
         ("optimizer.clip_norm=0", "optimizer.clip_norm=0.0: write a number, above 0, or null"),
         ("compile=all", "compile=all: write none, stage or layer"),
-        ("cuda_graphs=all", "cuda_graphs=all: write none, actions or program"),
         (
-            "cuda_graphs=actions memory.recompute=block",
-            "cuda_graphs=actions doesn't go with memory.recompute=block: write memory.recompute=none",
-        ),
-        (
-            "cuda_graphs=program debug.check=[messages]",
-            "cuda_graphs=program doesn't go with debug.check=messages: write cuda_graphs=actions",
+            "cuda_graphs=true memory.recompute=block",
+            "cuda_graphs=true doesn't go with memory.recompute=block: write memory.recompute=none",
         ),
         ("memory.budget=2", "memory.budget=2.0: write a number, 0 to 1"),
         ("memory.budget=0.5", "memory.budget=0.5 works with compile=stage or layer only"),

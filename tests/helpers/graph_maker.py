@@ -3,7 +3,8 @@
 As on CUDA
 - a capture has no effect: what it changes gets its values back, and so does the generator; what it makes was
   never computed;
-- a replay computes into the memory of the capture, and runs no other Python;
+- a replay computes into the memory of the capture, by addresses: a graph keeps no tensor alive;
+- a replay runs no other Python;
 - operations whose result the host reads (.item(), nonzero) raise an error inside a capture;
 - random numbers of a replay come from the seed that the generator has when the replay starts.
 
@@ -13,10 +14,9 @@ replay doesn't compute itself must lie outside.
 
 from __future__ import annotations
 
-from collections import Counter
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -55,7 +55,9 @@ class _Recording(TorchDispatchMode):
         if function._schema.is_mutable:
             self._keep_mutated(function, args, kwargs)
         made = function(*args, **kwargs)
-        self._record(function, *tree_map(_alias, (args, kwargs, made)))
+        if function is _aten.lift_fresh.default:  # a constant of forward, which a GPU would refuse to copy
+            self._maker.constants.append(made)
+        self._record(function, args, kwargs, made)
         return made
 
     def _keep_mutated(self, function: Any, args: Any, kwargs: Any) -> None:
@@ -69,7 +71,7 @@ class _Recording(TorchDispatchMode):
         if isinstance(tensor, Tensor):
             address = tensor.untyped_storage().data_ptr()
             if address not in self._maker.pool and address not in self._before:
-                whole = _alias(tensor)
+                whole = tensor.detach()
                 whole = whole.as_strided((whole.untyped_storage().nbytes() // whole.itemsize,), (1,), 0)
                 self._before[address] = whole, whole.clone()
 
@@ -79,9 +81,10 @@ class _Recording(TorchDispatchMode):
         fresh = [None if each is None or _address(each) in given else each for each in outputs]
         for each in fresh:
             if each is not None and each.untyped_storage().nbytes():
-                self._maker.pool[_address(each)] = each
+                self._maker.pool[_address(each)] = each.detach()
         if not function._schema.is_mutable and not any(each is not None for each in fresh):
             return  # a view: it is where it was
+        args, kwargs, fresh = tree_map(_by_address, (args, kwargs, fresh))
 
         def again() -> None:
             results = _flat(function(*args, **kwargs))
@@ -90,14 +93,12 @@ class _Recording(TorchDispatchMode):
                     place.copy_(result)
 
         self.operations.append(again)
-        for each in tree_leaves((args, kwargs, made)):
-            if isinstance(each, Tensor):
-                self._maker.records[_address(each)] += 1
 
     def undo(self) -> None:
         """Give all that the capture has changed its values back."""
         for tensor, before in self._before.values():
             tensor.copy_(before)
+        self._before.clear()
 
 
 class EmulatedGraphs:
@@ -105,11 +106,8 @@ class EmulatedGraphs:
 
     def __init__(self) -> None:
         self.pool: dict[int, Tensor] = {}  # the memory that captures have allocated, by address
-        self.records: Counter[int] = Counter()  # how many tensors the records have of each memory
+        self.constants: list[Tensor] = []
         self.num_captures = 0
-        self.num_operations = 0  # of all replays
-        self._seeds: EmulatedSeeds | None = None
-        self.recording: _Recording | None = None  # the capture that runs
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
@@ -118,7 +116,6 @@ class EmulatedGraphs:
     @contextmanager
     def capturing(self) -> Iterator[None]:
         self.pool = {}
-        self.records.clear()
         capturing = mock.patch("torch.cuda.is_current_stream_capturing", return_value=True)
         try:
             with mock.patch("torch.get_rng_state", _refuse_state), capturing:
@@ -129,22 +126,16 @@ class EmulatedGraphs:
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         self.num_captures += 1
         state = torch.default_generator.get_state()
-        self.recording = recording = _Recording(self)
-        if self._seeds is not None:
-            self._seeds.recording = recording
+        recording = _Recording(self)
         try:
             with recording:
                 function()
         finally:
-            self.recording = None
             with torch.no_grad():
                 recording.undo()
             torch.default_generator.set_state(state)
-        return lambda: self._replay(recording.operations)
-
-    def seeds(self, count: int) -> EmulatedSeeds:
-        self._seeds = EmulatedSeeds(count)
-        return self._seeds
+        operations = recording.operations
+        return lambda: self._replay(operations)
 
     def poison(self) -> None:
         """Fill the pool with NaN and the like."""
@@ -154,75 +145,27 @@ class EmulatedGraphs:
                 tensor.as_strided((size,), (1,), 0).fill_(_extreme(tensor.dtype))
 
     def held(self) -> int:
-        """How many pieces of the pool's memory are in use by anything but the records."""
-        count = 0
-        for address, tensor in self.pool.items():
-            storage = tensor.untyped_storage()  # one reference itself
-            count += torch._C._storage_Use_Count(storage._cdata) > self.records[address] + 1
-        return count
+        """How many pieces of the pool's memory are in use by anything but the pool."""
+        storages = [each.untyped_storage() for each in self.pool.values()]  # two references
+        return sum(torch._C._storage_Use_Count(each._cdata) > 2 for each in storages)
 
     def _replay(self, operations: list[Callable[[], None]]) -> None:
-        self.num_operations += len(operations)
         with torch.no_grad():
             for each in operations:
                 each()
-
-
-class EmulatedSeeds:
-    """See Seeds."""
-
-    def __init__(self, count: int) -> None:
-        self._seeds = [0] * count
-        self.recording: _Recording | None = None
-
-    def use(self, number: int) -> None:
-        assert self.recording is not None
-        self.recording.operations.append(lambda: torch.default_generator.manual_seed(self._seeds[number]))
-
-    def restore(self) -> None:
-        self.recording = None
-
-    def set(self, seeds: list[int]) -> None:
-        self._seeds = seeds
-
-
-class RecordedLink:
-    """A process group of two ranks whose sends and receives become part of a capture, as NCCL's do.
-
-    Outside of captures it is the group itself. Inside, nothing is sent; each replay sends and receives.
-    """
-
-    def __init__(self, group: Any, maker: EmulatedGraphs) -> None:
-        self._group, self._maker = group, maker
-
-    def send(self, *arguments: Any) -> Any:
-        return self._start(self._group.send, *arguments)
-
-    def recv(self, *arguments: Any) -> Any:
-        return self._start(self._group.recv, *arguments)
-
-    def _start(self, call: Callable[..., Any], tensors: list[Tensor], peer: int, tag: int) -> Any:
-        recording = self._maker.recording
-        if recording is None:
-            return call(tensors, peer, tag)
-        works: list[Any] = []
-        recording.operations.append(lambda: works.append(call([_alias(each) for each in tensors], peer, tag)))
-        return SimpleNamespace(wait=lambda: recording.operations.append(lambda: works.pop().wait()))
-
-
-def record_links(executor: Any, maker: EmulatedGraphs) -> None:
-    """Let the executor's links take part in captures."""
-    for box in executor._boxes():
-        box.group = RecordedLink(box.group, maker)
 
 
 def _refuse_state(*_: Any) -> Any:
     raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture")
 
 
-def _alias(value: Any) -> Any:
-    """The same memory without a graph, so that a record keeps no autograd graph alive."""
-    return value.detach() if isinstance(value, Tensor) else value
+def _by_address(value: Any) -> Any:
+    """A tensor over the same memory that does not keep it alive, and has no graph."""
+    if not isinstance(value, Tensor) or not (size := value.untyped_storage().nbytes()):
+        return value
+    memory = (ctypes.c_byte * size).from_address(_address(value))
+    whole = torch.frombuffer(memory, dtype=torch.uint8).view(value.dtype)
+    return whole.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
 def _address(tensor: Tensor) -> int:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from helpers.graph_maker import EmulatedGraphs, record_links
+from helpers.graph_maker import EmulatedGraphs
 from zbpp import Pipeline, plan
 
 SIZE, M, STEPS = 8, 4, 6  # two eager steps, one that is captured and replayed, three more replays
@@ -48,15 +48,16 @@ class Run:
     given: of a step's number, its (inputs, target, keywords). before: called with number and pipeline.
     """
 
-    def __init__(self, mode, schedule, *, make=Block, loss_fn=F.mse_loss, num_ranks=1, rank=0, **options):
+    def __init__(
+        self, has_graphs, schedule, *, make=Block, loss_fn=F.mse_loss, num_ranks=1, rank=0, **options
+    ):
         self.timetable = plan(schedule, num_ranks, M) if isinstance(schedule, str) else schedule
         owned = [s for s, owner in enumerate(self.timetable.rank_of) if owner == rank]
         self.stages, self.rank, self.found = {s: make(s) for s in owned}, rank, []
         self.pipeline = Pipeline(self.stages, self.timetable, loss_fn, seed=3, **options)
         self.maker = EmulatedGraphs()
-        self.pipeline._engine.use_graphs(mode, self.maker)
-        if mode == "program":
-            record_links(self.pipeline._engine._executors["step"], self.maker)
+        if has_graphs:
+            self.pipeline._engine.use_graphs(self.maker)
         self.graphs = self.pipeline._engine.graphs
         self.optimizer = torch.optim.SGD(self.pipeline.parameters(), lr=0.1, momentum=0.9)
 
@@ -88,9 +89,9 @@ def assert_same(one, other):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-def captured(mode="actions", schedule="zb_h1", *, steps=None, **options):
+def captured(schedule="zb_h1", *, steps=None, **options):
     """A run with graphs, whose steps gave what a run without gave."""
-    eager = Run("none", schedule, **options).steps(**(steps or {}))
-    found = Run(mode, schedule, **options).steps(**(steps or {}))
+    eager = Run(False, schedule, **options).steps(**(steps or {}))
+    found = Run(True, schedule, **options).steps(**(steps or {}))
     assert_same(eager.found, found.found)
     return found

@@ -14,14 +14,13 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
 SIZE, M, STEPS = 64, 4, 6
-MODES = ["actions", "program"]
 
 
-def made(schedule, mode, num_layers=4):
+def made(schedule, has_graphs, num_layers=4):
     torch.manual_seed(0)
     timetable = plan(schedule, 1, M)
     stages = {s: nn.Sequential(*layers(num_layers)).cuda() for s in range(timetable.num_stages)}
-    return Pipeline(stages, timetable, F.mse_loss, cuda_graphs=mode)
+    return Pipeline(stages, timetable, F.mse_loss, cuda_graphs=has_graphs)
 
 
 def layers(count):
@@ -34,8 +33,8 @@ def batch(number):
     return (torch.randn(M * 8, SIZE, generator=generator).cuda() for _ in range(2))
 
 
-def trained(schedule, mode):
-    with made(schedule, mode) as pipeline:
+def trained(schedule, has_graphs):
+    with made(schedule, has_graphs) as pipeline:
         optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
         found = []
         for number in range(STEPS):
@@ -46,21 +45,19 @@ def trained(schedule, mode):
             optimizer.zero_grad()
         found += [each.clone() for stage in pipeline.stages.values() for each in stage.state_dict().values()]
         graphs = pipeline._engine.graphs
-        assert mode == "none" or (graphs.stopped, graphs.num_replays) == ("", STEPS - 2)
+        assert not has_graphs or graphs.num_replays == STEPS - 2
         return found
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zb_v", "interleaved_zb"])
-def test_replayed_steps_equal_eager_ones_with_dropout(schedule, mode):
-    for one, other in zip(trained(schedule, "none"), trained(schedule, mode), strict=True):
+def test_replayed_steps_equal_eager_ones_with_dropout(schedule):
+    for one, other in zip(trained(schedule, False), trained(schedule, True), strict=True):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_replayed_step_allocates_little_and_never_waits_for_the_device(mode):
+def test_a_replayed_step_allocates_little_and_never_waits_for_the_device():
     """The copies of the losses, which the caller gets, are all that is allocated."""
-    with made("zb_v", mode) as pipeline:
+    with made("zb_v", True) as pipeline:
         x, target = batch(0)
         for _ in range(4):
             pipeline.step(x, target=target)
@@ -71,46 +68,49 @@ def test_a_replayed_step_allocates_little_and_never_waits_for_the_device(mode):
             losses = pipeline.step(x, target=target)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert torch.cuda.memory_stats()["allocation.all.allocated"] - before <= 1
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] - before <= M
         assert torch.stack(losses).isfinite().all()
 
 
 def test_the_pool_of_captured_actions_is_as_large_as_an_eager_step():
     """Microbatches that are never alive together share memory: on one rank 1F1B holds one of them."""
     peaks = {}
-    for mode in ("none", "actions"):
+    for has_graphs in (False, True):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        with made("1f1b", mode) as pipeline:
+        with made("1f1b", has_graphs) as pipeline:
             x, target = batch(0)
             for _ in range(4):
                 pipeline.step(x, target=target)
             torch.cuda.synchronize()
-            peaks[mode] = torch.cuda.max_memory_reserved()
-    assert peaks["actions"] <= 2.5 * peaks["none"] + 2**25
+            peaks[has_graphs] = torch.cuda.max_memory_reserved()
+    assert peaks[True] <= 2.5 * peaks[False] + 2**25
 
 
 def test_the_host_starts_a_replayed_action_in_a_fifth_of_the_time():
     times = {}
-    for mode in ("none", "actions"):
-        with made("zb_h1", mode, num_layers=16) as pipeline:
+    for has_graphs in (False, True):
+        with made("zb_h1", has_graphs, num_layers=16) as pipeline:
             x, target = batch(0)
             for _ in range(5):
                 torch.cuda.synchronize()
                 begin = time.perf_counter()
                 pipeline.step(x, target=target)
-                times[mode] = time.perf_counter() - begin
-    assert times["actions"] <= 0.2 * times["none"]
+                times[has_graphs] = time.perf_counter() - begin
+    assert times[True] <= 0.2 * times[False]
 
 
-def test_a_stage_that_reads_values_runs_eagerly(caplog):
+def test_a_stage_that_reads_values_is_refused():
     class Reads(nn.Linear):
         def forward(self, x):
             return super().forward(x) * (2.0 if x.sum().item() > 0 else 1.0)
 
     stage = Reads(SIZE, SIZE).cuda()
-    with Pipeline({0: stage}, plan("zb_h1", 1, M), F.mse_loss, cuda_graphs="actions") as pipeline:
+    with Pipeline({0: stage}, plan("zb_h1", 1, M), F.mse_loss, cuda_graphs=True) as pipeline:
         x, target = batch(0)
-        losses = [torch.stack(pipeline.step(x, target=target)) for _ in range(4)]
-    assert all(torch.equal(each, losses[0]) for each in losses)
-    assert "cuda_graphs=actions on rank 0: 0F0 can't be captured" in caplog.text
+        for _ in range(2):
+            pipeline.step(x, target=target)
+        with pytest.raises(RuntimeError) as caught:
+            pipeline.step(x, target=target)
+    assert "in 0F0 (F, the forward, of stage 0, microbatch 0) on rank 0" in caught.value.__notes__
+    assert "a step can't be captured" in caught.value.__notes__[-1]

@@ -33,7 +33,7 @@ def build_pipeline(
     mesh: DeviceMesh | None,
     memory: MemoryConfig,
     debug: DebugConfig | None = None,
-    cuda_graphs: str = "none",
+    cuda_graphs: bool = False,
 ) -> Pipeline:
     """This rank's part of the pipeline. Collective.
 

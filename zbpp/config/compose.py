@@ -221,6 +221,8 @@ def composition_error(error: object) -> ConfigError | None:
         # Hydra advises to add the key by a +, where nothing would read it.
         text = re.sub(r"To append to your config use \S+", "", text)
         hint = _did_you_mean(unknown[1], kind)
+    if "is not a valid bool" in text:
+        hint = ": write true or false"
     lines = [line.strip() for line in text.splitlines()]
     # These three are OmegaConf's own terms, of no use to a user.
     useful = [

@@ -52,7 +52,7 @@ What they use:
     offloaded_gradients  W of such a block: its gradients on the device, and home again
     saved_weights   what autograd has saved of a block's weights, packed
     checked_links links whose messages carry checksums (checksums); check_counts: equal ones counted
-    graphs        steps that CUDA graphs capture and replay: WHEN, and what lies at a fixed address
+    graphs        actions that CUDA graphs capture and replay, and what lies at a fixed address
     pipeline_checks  the other checks against silent corruption: of replicas (replicas), and of a step that
                   runs twice (replay); named_tensors: names for their errors
     world         joining the job; gather, broadcast, agreement between ranks

@@ -89,11 +89,11 @@ class Engine:
         self._inputs = InPlaceChanges(())
         self.graphs: StepGraphs | None = None
 
-    def use_graphs(self, mode: str, maker: GraphMaker | None = None) -> None:
-        """From the next step on, capture and replay steps; see zbpp/runtime/graphs. maker: None: CUDA's."""
+    def use_graphs(self, maker: GraphMaker | None = None) -> None:
+        """From now on capture and replay steps; see zbpp/runtime/graphs. maker: None: CUDA's."""
         executor, parts = self._executors["step"], self._parts
         rank = RankActions(executor.program, parts.workers, METHODS["step"], parts.timetable.num_stages)
-        self.graphs = step_graphs(mode, rank, parts.modules, executor, maker)
+        self.graphs = step_graphs(rank, parts.modules, executor, maker)
 
     def release_gradients(self, release: GradientRelease | None) -> None:
         """From the next step on, let `release` have the gradients; None: they stay.
@@ -286,7 +286,7 @@ class Engine:
                 self._weights_on_host.begin(waits=kind == "find_non_finite")
             with nullcontext() if name in TRAINING else self._reductions.evaluating():
                 if graphs is not None:
-                    graphs.run(call, seeds, recorder)
+                    graphs.run({stage: each.feed for stage, each in self._workers.items()}, recorder)
                 elif settle is None:
                     executor.run(recorder)
                 else:

@@ -105,9 +105,10 @@ class Executor:
         """Where messages are."""
         return self._pool.device
 
-    def note_captured(self) -> None:
-        """Note that the program runs as one graph: where it stands inside can't be known."""
-        self._flight.begin_captured()
+    def take_layouts(self, other: Executor) -> None:
+        """Take over what another executor of the same program knows of the layouts of messages."""
+        for own, known in zip(self._boxes(), other._boxes(), strict=True):
+            own.layouts = dict(known.layouts)
 
     def name_actions(self, is_named: bool) -> None:
         """From now on, let torch's profiler see each instruction by its text (`2F5`), or no longer."""

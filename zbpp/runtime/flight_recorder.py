@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 from zbpp.schedule import Action, Recv, Release
 from zbpp.schedule.lower import Instruction
 
-CAPTURED = ("the captured program",)
-"""The instructions of a pass that runs as one CUDA graph."""
 _SILENT = 3.0  # s without a word, after which a process is said to be silent; it speaks once a second
 _WHY_SILENT = {
     "": "stopped, dead, or in code that holds Python's lock",
@@ -109,7 +107,7 @@ class FlightRecorder:
         self.rank, self.process, self.pipeline = rank, process, pipeline
         self.number, self.call, self.gave_up, self.num_steps = 0, "", False, 0
         self._since = time.monotonic()
-        self._passes: list[tuple[int, str, Sequence[Instruction | str | None], list[float]]] = []
+        self._passes: list[tuple[int, str, Sequence[Instruction | None], list[float]]] = []
         self._steps: list[tuple[int, int]] = []  # number of the call, training step: one for each pass
 
     def enter(self, call: str) -> None:
@@ -126,16 +124,9 @@ class FlightRecorder:
         None stands for work that is no instruction. The times are those of time.monotonic.
         """
         times: list[float] = []
-        self._add(instructions, times)
-        return times.append
-
-    def begin_captured(self) -> None:
-        """A pass begins whose instructions can't be told apart: they run as one graph."""
-        self._add(CAPTURED, [time.monotonic()])
-
-    def _add(self, instructions: Sequence[Instruction | str | None], times: list[float]) -> None:
         self._steps = [*self._steps[-1:], (self.number, self.num_steps + (self.call == "step"))]
         self._passes = [*self._passes[-1:], (self.number, self.call, instructions, times)]
+        return times.append
 
     def standing(self) -> Standing:
         """Where the rank is now; may be called by another thread."""
@@ -143,7 +134,7 @@ class FlightRecorder:
         at = now - time.monotonic()
         call, number, since = self.call, self.number, self._since
         position, actions, count = 0, 0, 0
-        instruction: Instruction | str | None = None
+        instruction: Instruction | None = None
         for its_number, its_call, instructions, times in self._passes[-1:]:
             if (its_number, its_call) == (number, call) and times:
                 done = len(times) - 1

@@ -66,19 +66,21 @@ class BufferPool:
         self.device = device
         self._buffers: dict[TensorLayout, list[Tensor]] = {}
 
-    def take(self, layout: TensorLayout) -> Tensor:
-        """A fresh tensor over memory that nothing else refers to; its contents are undefined."""
+    def free(self, layout: TensorLayout) -> Tensor:
+        """A buffer whose memory nothing else refers to; its contents are undefined."""
         buffers = self._buffers.setdefault(layout, [])
         for buffer in buffers:
             storage = buffer.untyped_storage()
             # One reference is the buffer's, one is `storage` itself.
             if torch._C._storage_Use_Count(storage._cdata) <= 2:
-                break
-        else:
-            buffer = torch.empty(layout.shape, dtype=layout.dtype, device=self.device)
-            buffers.append(buffer)
+                return buffer
+        buffers.append(torch.empty(layout.shape, dtype=layout.dtype, device=self.device))
+        return buffers[-1]
+
+    def take(self, layout: TensorLayout) -> Tensor:
+        """A fresh tensor over the memory of a free buffer."""
         # A new tensor object: what a user sets on it (requires_grad, hooks) ends with this use.
-        return buffer.detach().requires_grad_(layout.requires_grad)
+        return self.free(layout).detach().requires_grad_(layout.requires_grad)
 
     def buffers(self) -> list[Tensor]:
         """All buffers that are kept."""

@@ -83,8 +83,8 @@ class Pipeline(PipelineChecks, PipelineEvaluation, PipelineNonFinite, PipelineTi
     are the same to the last bit. Without costs of its own it decides after the second step.
     check_messages: whether messages between ranks carry checksums; a message that has changed on its way
     raises CommunicationError. See pipeline_checks for the other checks.
-    cuda_graphs: "actions" captures each F, B and W as a CUDA graph and replays it; "program" the whole step;
-    "none". Results are the same to the last bit; see docs/compiled.md.
+    cuda_graphs: whether each F, B and W is captured as a CUDA graph and replayed. Results are the same to the
+    last bit; see docs/compiled.md.
     seed: of the random numbers drawn in forward. timeout: seconds that a wait for another rank may last.
     dynamic_shapes: whether messages between stages may differ from microbatch to microbatch (shapes, dtypes,
     which tensors there are); each message then says its layout, and takes one more latency.
@@ -123,7 +123,7 @@ class Pipeline(PipelineChecks, PipelineEvaluation, PipelineNonFinite, PipelineTi
         mp_policy: Any = None,
         offload: ActivationOffload | None = None,
         check_messages: bool = False,
-        cuda_graphs: str = "none",
+        cuda_graphs: bool = False,
     ) -> None:
         given = Place(mesh, group)
         for each in given.mesh_groups():
@@ -177,11 +177,9 @@ class Pipeline(PipelineChecks, PipelineEvaluation, PipelineNonFinite, PipelineTi
         check_graphs(
             self._cuda_graphs,
             dynamic_shapes=self._dynamic_shapes,
-            check_messages=self._check_messages,
             offloads=offload is not None or offloaded_weights(self.stages.values()) is not None,
             shards=SHARD in place.groups,
             tensor=TENSOR in place.groups,
-            reduces=reductions.is_shared,
         )
         key_of_all = place.broadcast(agreed.key)
         parts = RankParts(
@@ -201,7 +199,8 @@ class Pipeline(PipelineChecks, PipelineEvaluation, PipelineNonFinite, PipelineTi
             counts=self.check_counts,
         )
         engine = Engine(parts, order_of_copies(place, key_of_all, self.rank, self.device))
-        engine.use_graphs(self._cuda_graphs)
+        if self._cuda_graphs:
+            engine.use_graphs()
         return engine
 
     def _reductions(self, ties: Sequence[Tie], mp_policy: Any) -> Reductions:

@@ -239,13 +239,9 @@ class StageWorker:
             raise
 
     @property
-    def loss_grad(self) -> float:
-        """The gradient of each microbatch's loss in this call."""
-        return self._feed.loss_grad
-
-    def seed_of(self, microbatch: int) -> int:
-        """The seed of what an F draws in this call."""
-        return self._feed.seeds[microbatch]
+    def feed(self) -> Feed:
+        """What this call gives to the stage."""
+        return self._feed
 
     def seed(self, microbatch: int) -> None:
         """Seed the generators for an F that does not do so itself."""
@@ -260,10 +256,6 @@ class StageWorker:
         saved = self._saved[microbatch]
         edges = [*saved.outputs, *(edge for edge, _ in saved.auxiliary)]
         return [edge.node for edge in edges if edge is not None]
-
-    def ends(self, microbatch: int) -> list[Node]:
-        """The nodes of F's inputs, at which B of a microbatch ends."""
-        return [edge.node for edge in self._saved[microbatch].inputs if edge is not None]
 
     def given(self, microbatch: int) -> tuple[Any, ...]:
         """What the caller gave for a microbatch."""

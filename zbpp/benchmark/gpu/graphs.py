@@ -22,16 +22,15 @@ _NUM_STEPS = 6  # the third one is captured
 
 
 class _Run(NamedTuple):
-    """losses: of all steps. gradients: of the last step. why: why no step was replayed, or nothing."""
+    """losses: of all steps. gradients: of the last step."""
 
     losses: Tensor
     gradients: list[Tensor]
-    host_us: float  # of an action; nan where a replay has no actions
+    host_us: float  # of an action
     host_ms: float  # until step() returns
     step_ms: float  # until the device has done the step
     peak_bytes: float
     num_allocations: int  # of device memory in a step
-    why: str
 
 
 def rows(settings: Settings) -> Iterator[Row]:
@@ -41,25 +40,22 @@ def rows(settings: Settings) -> Iterator[Row]:
         f"{_NUM_LAYERS} Llama layers of hidden {hidden}, {_NUM_MICROBATCHES} microbatches of {_ROWS} row"
     )
     for schedule in ("zb_h1", "zb_v"):
-        eager = _run("none", schedule, hidden, settings)
+        eager = _run(schedule, hidden, settings, has_graphs=False)
         found = {"eager": eager}
-        for mode in ("actions", "program"):
-            if settings.left < 10:
-                yield Row(f"{mode} under {schedule}: no time left")
-                continue
-            captured = _run(mode, schedule, hidden, settings)
-            if captured.why:
-                yield Row(f"{mode} under {schedule}: eager, since {captured.why}")
-                continue
-            found[mode] = captured
-            yield from _compared(mode, schedule, captured, eager)
+        if settings.left < 10:
+            yield Row(f"graphs under {schedule}: no time left")
+        elif not settings.is_cuda:
+            yield Row(f"graphs under {schedule}: not measured: CUDA graphs need a GPU")
+        else:
+            found["graphs"] = captured = _run(schedule, hidden, settings, has_graphs=True)
+            yield from _compared(schedule, captured, eager)
         yield from _figures(schedule, found)
 
 
-def _compared(mode: str, schedule: str, captured: _Run, eager: _Run) -> Iterator[Row]:
+def _compared(schedule: str, captured: _Run, eager: _Run) -> Iterator[Row]:
     differ = int((captured.losses != eager.losses).sum())
     yield Row(
-        f"losses under {mode} unlike eager's, {schedule}, of {len(eager.losses)}",
+        f"losses under graphs unlike eager's, {schedule}, of {len(eager.losses)}",
         {"graphs": float(differ)},
         ".0f",
         mark="graphs_equal",
@@ -67,25 +63,24 @@ def _compared(mode: str, schedule: str, captured: _Run, eager: _Run) -> Iterator
     pairs = zip(captured.gradients, eager.gradients, strict=True)
     unlike = sum(not torch.equal(one, other) for one, other in pairs)
     yield Row(f"gradients unlike eager's, of {len(eager.gradients)}", {"graphs": float(unlike)}, ".0f")
-    if mode == "actions":
-        share = captured.host_us / eager.host_us
-        yield Row(f"host time per action, {schedule}, graphs / eager", {"graphs": share}, mark="graphs_host")
+    share = captured.host_us / eager.host_us
+    yield Row(f"host time per action, {schedule}, graphs / eager", {"graphs": share}, mark="graphs_host")
 
 
 def _figures(schedule: str, found: dict[str, _Run]) -> Iterator[Row]:
     for what, form, values in (
-        ("host time per action, us", ".1f", {mode: each.host_us for mode, each in found.items()}),
-        ("step() returns after, ms", ".2f", {mode: each.host_ms for mode, each in found.items()}),
-        ("a step takes, ms", ".2f", {mode: each.step_ms for mode, each in found.items()}),
-        ("peak memory, MiB", ".0f", {mode: each.peak_bytes / 2**20 for mode, each in found.items()}),
-        ("allocations in a step", ".0f", {mode: float(each.num_allocations) for mode, each in found.items()}),
+        ("host time per action, us", ".1f", {name: each.host_us for name, each in found.items()}),
+        ("step() returns after, ms", ".2f", {name: each.host_ms for name, each in found.items()}),
+        ("a step takes, ms", ".2f", {name: each.step_ms for name, each in found.items()}),
+        ("peak memory, MiB", ".0f", {name: each.peak_bytes / 2**20 for name, each in found.items()}),
+        ("allocations in a step", ".0f", {name: float(each.num_allocations) for name, each in found.items()}),
     ):
         yield Row(
             f"{what}, {schedule}", {key: value for key, value in values.items() if value == value}, form
         )
 
 
-def _run(mode: str, schedule: str, hidden: int, settings: Settings) -> _Run:
+def _run(schedule: str, hidden: int, settings: Settings, *, has_graphs: bool) -> _Run:
     torch.manual_seed(0)
     timetable = plan(schedule, 1, _NUM_MICROBATCHES)
     model = llama(_NUM_LAYERS, hidden, settings)
@@ -94,7 +89,7 @@ def _run(mode: str, schedule: str, hidden: int, settings: Settings) -> _Run:
     x, target = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
     if settings.is_cuda:
         torch.cuda.reset_peak_memory_stats()
-    with Pipeline(stages, timetable, model.loss, cuda_graphs=mode) as pipeline:
+    with Pipeline(stages, timetable, model.loss, cuda_graphs=has_graphs) as pipeline:
         optimizer = torch.optim.SGD(pipeline.parameters(), lr=1e-3)
         losses: list[Tensor] = []
         times: list[tuple[float, float]] = []
@@ -108,18 +103,10 @@ def _run(mode: str, schedule: str, hidden: int, settings: Settings) -> _Run:
             times.append((returned - begin, time.perf_counter() - begin))
             optimizer.step()
         gradients = [each.grad.clone() for each in pipeline.parameters() if each.grad is not None]
-        why = "" if mode == "none" else _why_eager(pipeline)
-        host_us = float("nan") if mode == "program" else _host_us(pipeline, x, target, settings)
+        host_us = _host_us(pipeline, x, target, settings)
     peak = float(torch.cuda.max_memory_allocated()) if settings.is_cuda else float("nan")
     host_ms, step_ms = (1e3 * median(each) for each in zip(*times[3:], strict=True))
-    return _Run(torch.stack(losses), gradients, host_us, host_ms, step_ms, peak, num_allocations, why)
-
-
-def _why_eager(pipeline: Pipeline) -> str:
-    graphs = pipeline._engine.graphs
-    if graphs is None:
-        return "CUDA graphs need a GPU"
-    return graphs.stopped or ("" if graphs.num_replays else "its steps were not captured")
+    return _Run(torch.stack(losses), gradients, host_us, host_ms, step_ms, peak, num_allocations)
 
 
 def _host_us(pipeline: Pipeline, x: Tensor, target: Tensor, settings: Settings) -> float:

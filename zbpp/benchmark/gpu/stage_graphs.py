@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Iterator
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,18 +25,14 @@ class _Steps(NamedTuple):
     host_ms: float  # until `step` returns
     peak: int  # the most live bytes of a step, over those before it
     losses: Tensor
-    why: str  # why nothing was replayed, or nothing
 
 
 def rows(stage: nn.Module, x: Tensor, settings: Settings) -> Iterator[Row]:
     """Times and memory of a step under ZB-H1. x: of one microbatch."""
-    if "cuda_graphs" not in inspect.signature(Pipeline).parameters:
-        yield Row(f"{_TITLE}: not measured: this version of zbpp does not have them")
+    if not settings.is_cuda:
+        yield Row(f"{_TITLE}: not measured: they need a GPU")
         return
-    eager, graphs = (_steps(stage, x, mode, settings) for mode in ("none", "actions"))
-    if graphs.why:
-        yield Row(f"{_TITLE}: not measured: {graphs.why}")
-        return
+    eager, graphs = (_steps(stage, x, settings, has_graphs=each) for each in (False, True))
     found = {"eager": eager, "graphs": graphs}
     what = f"a step of {_NUM_MICROBATCHES} microbatches"
     yield Row(f"{what}, ms", {name: each.step_ms for name, each in found.items()})
@@ -48,11 +43,11 @@ def rows(stage: nn.Module, x: Tensor, settings: Settings) -> Iterator[Row]:
     yield Row("losses unlike eager's", {"graphs": float(differ)}, ".0f", mark="graphs_equal")
 
 
-def _steps(stage: nn.Module, x: Tensor, mode: str, settings: Settings) -> _Steps:
-    options: dict[str, Any] = {"cuda_graphs": mode}
+def _steps(stage: nn.Module, x: Tensor, settings: Settings, *, has_graphs: bool) -> _Steps:
+    timetable = plan("zb_h1", 1, _NUM_MICROBATCHES)
     batch = torch.cat([x * (number + 1) for number in range(_NUM_MICROBATCHES)])
     host_ms, step_ms = list[float](), list[float]()
-    with Pipeline({0: stage}, plan("zb_h1", 1, _NUM_MICROBATCHES), _mean_square, **options) as pipeline:
+    with Pipeline({0: stage}, timetable, _mean_square, cuda_graphs=has_graphs) as pipeline:
         for _ in range(3 if settings.is_small else 6):
             stage.zero_grad(set_to_none=False)
             settings.synchronize()
@@ -62,14 +57,8 @@ def _steps(stage: nn.Module, x: Tensor, mode: str, settings: Settings) -> _Steps
             settings.synchronize()
             step_ms.append(1e3 * (time.perf_counter() - begin))
         peak = live_bytes(lambda: pipeline.step(batch, target=batch), settings.torch_device).highest
-        why = _why_eager(pipeline)
-    return _Steps(median(step_ms[-3:]), median(host_ms[-3:]), peak, torch.stack(losses), why)
+    return _Steps(median(step_ms[-3:]), median(host_ms[-3:]), peak, torch.stack(losses))
 
 
 def _mean_square(output: Tensor, target: Tensor) -> Tensor:
     return output.float().square().mean()
-
-
-def _why_eager(pipeline: Pipeline) -> str:
-    graphs: Any = getattr(pipeline._engine, "graphs", None)
-    return "they need a GPU" if graphs is None else str(graphs.stopped or "")

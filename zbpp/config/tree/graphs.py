@@ -9,15 +9,13 @@ from zbpp.ranges import ConfigError
 if TYPE_CHECKING:
     from zbpp.config.tree.train import TrainConfig
 
-MODES = ("none", "actions", "program")
-
 
 def check_graphs(config: TrainConfig) -> None:
     """Raise ConfigError for a switch that a replayed step would leave out."""
-    mode, memory, parallel = config.cuda_graphs, config.memory, config.parallel
-    if mode == "none":
+    memory, parallel = config.memory, config.parallel
+    if not config.cuda_graphs:
         return
-    conflicts = [
+    for is_given, given, remedy in (
         (parallel.shard > 1, f"parallel.shard={parallel.shard}", "write parallel.replicate instead"),
         (parallel.tensor > 1, f"parallel.tensor={parallel.tensor}", "write parallel.tensor=1"),
         (parallel.dynamic_shapes, "parallel.dynamic_shapes=true", "leave it false: graphs have fixed shapes"),
@@ -34,13 +32,6 @@ def check_graphs(config: TrainConfig) -> None:
             "optimizer.validation=after",
             "write optimizer.validation=before",
         ),
-    ]
-    if mode == "program":
-        instead = "write cuda_graphs=actions"
-        conflicts += [
-            (parallel.replicate > 1, f"parallel.replicate={parallel.replicate}", instead),
-            ("messages" in config.debug.check, "debug.check=messages", instead),
-        ]
-    for is_given, given, remedy in conflicts:
+    ):
         if is_given:
-            raise ConfigError(f"cuda_graphs={mode} doesn't go with {given}: {remedy}, or cuda_graphs=none")
+            raise ConfigError(f"cuda_graphs=true doesn't go with {given}: {remedy}, or cuda_graphs=false")

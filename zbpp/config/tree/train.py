@@ -47,7 +47,7 @@ class TrainConfig(RunConfig):
     steps: int = ranged(100, least=1)
     num_microbatches: int | None = ranged(None, least=1)  # null: as many as schedule.timetable has, or 8
     compile: str = one_of(*COMPILE)  # F, B, W of: no stage, each stage as a whole, each layer
-    cuda_graphs: str = one_of(*graphs.MODES)  # captured and replayed: nothing, each action, the whole step
+    cuda_graphs: bool = False  # on GPUs: each F, B and W is captured once and replayed
     evaluate_every: int = ranged(50)  # steps; 0: never
     evaluation_batches: int = ranged(2, least=1)
     # A step whose loss or gradients are NaN or infinite: no update; the run stops; an update all the same.
@@ -241,8 +241,8 @@ class TrainConfig(RunConfig):
     @property
     def not_predicted(self) -> list[str]:
         """The switches that are on and whose change of memory `zbpp memory` does not know, as `key=value`."""
-        switches = {"compile": self.compile, "cuda_graphs": self.cuda_graphs}
-        return [f"{key}={value}" for key, value in switches.items() if value != "none"]
+        compiled = [] if self.compile == "none" else [f"compile={self.compile}"]
+        return compiled + ["cuda_graphs=true"] * self.cuda_graphs
 
     @property
     def batch_size(self) -> int:

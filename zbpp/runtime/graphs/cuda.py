@@ -1,4 +1,4 @@
-"""Graphs on CUDA, by torch.cuda.CUDAGraph; see GraphMaker in maker.py. (Not run on a GPU yet.)"""
+"""Graphs on CUDA, by torch.cuda.CUDAGraph; see GraphMaker in capture.py. (Not run on a GPU yet.)"""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ class CudaGraphs:
         assert streams is not None  # a GPU has streams
         self._streams, self._stream = streams, streams.side("graphs")
         self._pool: Any = None
-        self._seeds: CudaSeeds | None = None  # of the next graph
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
@@ -55,35 +54,18 @@ class CudaGraphs:
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         """Record a function's kernels.
 
-        Other threads (a data loader that pins memory, NCCL's watchdog) may use CUDA meanwhile. Before torch
-        2.13 the memory of a capture that has failed stays taken until the process ends.
+        Other threads (a data loader that pins memory, NCCL's watchdog) may use CUDA meanwhile.
         """
         graph = torch.cuda.CUDAGraph()
-        if self._seeds is not None:
-            self._seeds.register(graph)
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             function()
         except BaseException:
             with suppress(RuntimeError):  # it tells again that the capture has failed
                 graph.capture_end()
-            self._leave_state()
             raise
         graph.capture_end()
         return graph.replay
-
-    def _leave_state(self) -> None:
-        """Give the generator a copy of its own state, which before torch 2.13 stays in a failed capture."""
-        if self._seeds is None:
-            generator = torch.cuda.default_generators[self._device.index or 0]
-            generator.graphsafe_set_state(generator.clone_state())
-        else:
-            self._seeds.leave_state()
-
-    def seeds(self, count: int) -> CudaSeeds:
-        """A state of the generator for each F of the next graph."""
-        self._seeds = CudaSeeds(self._device, count)
-        return self._seeds
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -94,39 +76,3 @@ class CudaGraphs:
                 yield
         finally:
             current.wait_stream(self._stream)
-
-
-class CudaSeeds:
-    """One state of the device's generator per F: the seed of a state can be set before a replay.
-
-    Inside a graph the generator can't be seeded, but it can change from one state to another.
-    """
-
-    def __init__(self, device: torch.device, count: int) -> None:
-        self._generator = torch.cuda.default_generators[device.index or 0]
-        self._own = self._generator.graphsafe_get_state()
-        self._states = [self._generator.clone_state() for _ in range(count)]
-
-    def register(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Tell a graph, before its capture, which states it uses."""
-        for each in self._states:
-            graph.register_generator_state(each)
-
-    def use(self, number: int) -> None:
-        """See Seeds."""
-        self._generator.graphsafe_set_state(self._states[number])
-
-    def restore(self) -> None:
-        """Give the generator its own state again."""
-        self._generator.graphsafe_set_state(self._own)
-
-    def leave_state(self) -> None:
-        """Give the generator a copy of its own state; from now on `restore` gives it this copy."""
-        self.restore()
-        self._own = self._generator.clone_state()
-        self.restore()
-
-    def set(self, seeds: list[int]) -> None:
-        """See Seeds."""
-        for state, seed in zip(self._states, seeds, strict=True):
-            state.manual_seed(seed)

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-MODES = ("none", "actions", "program")
-
 
 def check_graphs(
-    mode: str,
-    *,
-    dynamic_shapes: bool,
-    check_messages: bool,
-    offloads: bool,
-    shards: bool,
-    tensor: bool,
-    reduces: bool,
+    cuda_graphs: bool, *, dynamic_shapes: bool, offloads: bool, shards: bool, tensor: bool
 ) -> None:
-    """Raise ValueError for a mode that is none, or that doesn't go with another option of the Pipeline.
-
-    reduces: whether gradients are summed over replicas or tied copies.
-    """
-    if mode not in MODES:
-        raise ValueError(f"cuda_graphs={mode!r}: write one of {', '.join(MODES)}")
-    if mode == "none":
+    """Raise ValueError for an option of the Pipeline that doesn't go with cuda_graphs=True."""
+    if not isinstance(cuda_graphs, bool):
+        raise TypeError(f"cuda_graphs={cuda_graphs!r}: write True or False")
+    if not cuda_graphs:
         return
     for is_given, reason in (
         (dynamic_shapes, "dynamic_shapes, since graphs have fixed shapes: leave dynamic_shapes out"),
@@ -30,13 +18,7 @@ def check_graphs(
         (tensor, "tensor parallel stages (not tried on GPUs yet): write tensor=1"),
     ):
         if is_given:
-            raise ValueError(f"cuda_graphs={mode} doesn't go with {reason}, or write cuda_graphs=none")
-    for is_given, reason in (
-        (check_messages, "check_messages, whose checksums the host compares"),
-        (reduces, "replicas or tied parameters, whose reductions the host waits for"),
-    ):
-        if is_given and mode == "program":
-            raise ValueError(f"cuda_graphs=program doesn't go with {reason}: write cuda_graphs=actions")
+            raise ValueError(f"cuda_graphs=True doesn't go with {reason}, or leave cuda_graphs out")
 
 
 RELEASED = (

@@ -1,0 +1,187 @@
+"""Each action as a graph of its own: captured in the order of the program, replayed in its place.
+
+The capture is one run of an executor whose links carry nothing, and whose actions are captured instead of
+computed. So receives are posted, buffers are taken and messages are released where eager steps do so.
+
+An F draws its random numbers by a seed of its own. The seed is set before the replay, outside of the graph:
+torch gives the graph the generator's seed and offset when the replay starts. A B goes on with the generator's
+state, as in an eager step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from zbpp.runtime.executor import Executor
+from zbpp.runtime.graphs.buffers import NotedBuffers, PlannedBuffers
+from zbpp.runtime.layout import Layout, Message, layout_of
+from zbpp.runtime.p2p import BufferPool
+from zbpp.runtime.resolve import StageMethod
+from zbpp.runtime.stage import StageWorker
+from zbpp.schedule import Action, Op, Program
+
+ActionFunction = Callable[[Message], Message]
+
+
+class GraphMaker(Protocol):
+    """Captures functions into graphs that share one memory pool, and are replayed in the order of capture."""
+
+    def warming_up(self) -> AbstractContextManager[None]:
+        """Around each eager step before the capture."""
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Around the captures of one step."""
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        """Record what the function computes, without computing it; returns what replays the record."""
+
+
+class RankActions(NamedTuple):
+    """The actions of one rank. methods: as in Executor."""
+
+    program: Program
+    workers: Mapping[int, StageWorker]
+    methods: Mapping[Op, StageMethod]
+    num_stages: int
+
+    def actions(self) -> list[Action]:
+        """All actions in the order of the program."""
+        return [each for each in self.program.instructions if isinstance(each, Action)]
+
+    def function(self, action: Action) -> ActionFunction:
+        """The action, eager."""
+        return partial(self.methods[action.op], self.workers[action.stage], action.microbatch)
+
+    def noting(self, layouts: dict[Action, Layout]) -> dict[Action, ActionFunction]:
+        """The actions, eager; each notes the layout of what it gives."""
+
+        def function(action: Action, message: Message) -> Message:
+            made = self.function(action)(message)
+            layouts[action] = layout_of(made)
+            return made
+
+        return {action: partial(function, action) for action in self.actions()}
+
+
+class ActionGraphs:
+    """The graphs of one rank's actions.
+
+    Made when the workers have begun a call at fixed addresses, and the executor has run an eager step.
+    layouts: of what each action gives.
+    """
+
+    def __init__(
+        self, rank: RankActions, maker: GraphMaker, layouts: Mapping[Action, Layout], executor: Executor
+    ) -> None:
+        self._rank, self._maker, self._layouts = rank, maker, layouts
+        self._graphs: dict[Action, Callable[[], None]] = {}
+        # The losses of each F. They stay in the graphs' pool, where nothing else is written while they live.
+        self._losses: dict[Action, tuple[list[Tensor], dict[str, list[Tensor]]]] = {}
+        pool = BufferPool(executor.device)
+        self._given = NotedBuffers(pool)
+        received = {peer: NotedBuffers(pool) for peer in rank.program.in_flight}
+        with maker.capturing():
+            self._run_silently(executor, received)
+        self._functions = self._replays()
+        self._received = {
+            peer: PlannedBuffers(executor.device, each.tensors()) for peer, each in received.items()
+        }
+
+    def use(self, executor: Executor) -> None:
+        """Let the executor replay the graphs from now on."""
+        executor.replace_actions(self._functions, self._received)
+
+    def give_losses(self) -> None:
+        """The replayed step has run: give the workers copies of the losses, as if its F's had run."""
+        for action, (losses, named) in self._losses.items():
+            worker = self._rank.workers[action.stage]
+            worker.losses += [each.clone() for each in losses]
+            for name, found in named.items():
+                worker.named.setdefault(name, []).extend(each.clone() for each in found)
+
+    def _run_silently(self, executor: Executor, received: Mapping[int, BufferPool]) -> None:
+        """Run the program with actions that are captured, and with links that carry nothing."""
+        program, workers, methods, num_stages = self._rank
+        links: Any = defaultdict(_SilentLink)
+        silent = Executor(program, workers, methods, num_stages, links, executor.device)
+        silent.take_layouts(executor)
+        captures = {action: partial(self._capture, action) for action in self._rank.actions()}
+        silent.replace_actions(captures, received)
+        silent.run()
+
+    def _capture(self, action: Action, message: Message) -> Message:
+        """Capture one action; returns what it gives."""
+        worker = self._rank.workers[action.stage]
+        given = tuple([None if each is None else self._given.take(each) for each in self._layouts[action]])
+        if action.op == Op.F:
+            worker.seed(action.microbatch)
+        with _seeded_outside(worker):
+            self._graphs[action] = self._maker.capture(partial(self._run, action, message, given))
+        return given
+
+    def _run(self, action: Action, message: Message, given: Message) -> None:
+        """What a graph does: the action, and the copies of what it gives to their buffers."""
+        made = self._rank.function(action)(message)
+        with torch.no_grad():
+            for tensor, place in zip(made, given, strict=True):
+                if tensor is not None and place is not None:
+                    place.copy_(tensor)
+        if action.op == Op.F:
+            worker = self._rank.workers[action.stage]
+            self._losses[action] = worker.losses, worker.named
+            worker.losses, worker.named = [], {}
+
+    def _replays(self) -> dict[Action, ActionFunction]:
+        tensors = iter(self._given.tensors())
+        return {
+            action: self._replay(
+                action,
+                graph,
+                tuple([None if each is None else next(tensors) for each in self._layouts[action]]),
+            )
+            for action, graph in self._graphs.items()
+        }
+
+    def _replay(self, action: Action, graph: Callable[[], None], given: Message) -> ActionFunction:
+        seed = self._rank.workers[action.stage].seed
+
+        def replay(_: Message) -> Message:
+            graph()
+            return given
+
+        def seeded(_: Message) -> Message:
+            seed(action.microbatch)
+            graph()
+            return given
+
+        return seeded if action.op == Op.F else replay
+
+
+@contextmanager
+def _seeded_outside(worker: StageWorker) -> Iterator[None]:
+    """Inside, the F's of the worker don't seed the generators."""
+    before = worker.seed_generator
+    worker.seed_generator = lambda device, seed: None
+    try:
+        yield
+    finally:
+        worker.seed_generator = before
+
+
+class _SilentLink:
+    """A process group that sends and receives nothing."""
+
+    def send(self, *_: Any) -> _SilentLink:
+        return self
+
+    recv = send
+
+    def wait(self) -> None:
+        pass
