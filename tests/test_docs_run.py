@@ -14,7 +14,8 @@ OF_CHECKPOINTS = ("runs/left", "loop.py")  # commands with a test of their own
 
 
 @pytest.mark.parametrize(
-    "page", ["pipeline", "split", "memory", "compiled", "planning", "optimizer", "finetuning", "data"]
+    "page",
+    ["pipeline", "extras", "split", "memory", "compiled", "planning", "optimizer", "finetuning", "data"],
 )
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: str) -> None:
     namespace: dict[str, object] = {}

@@ -25,10 +25,12 @@ from zbpp import (
 from zbpp.models.mlp import Mlp
 
 NAMES = [
-    "ActivationOffload", "SCHEDULES", "Costs", "LossScale", "MasterWeights", "Pipeline", "PlanError",
-    "PostValidation", "Timeline", "Timetable", "WeightGrads", "auxiliary_loss", "auxiliary_losses",
-    "backward_input", "checkpoint", "clip_grad_norm_", "load", "lower", "make_mesh", "per_microbatch", "plan",
-    "replicate", "save", "simulate", "split_layers", "split_sequential", "trace_stages",
+    "ActivationOffload", "SCHEDULES", "Costs", "Extra", "LossScale", "MasterWeights", "Pipeline",
+    "PlanError", "PostValidation", "Recorder", "Timeline", "Timetable", "WeightGrads",
+    "auxiliary_loss", "auxiliary_losses", "backward_input", "checkpoint",
+    "clip_grad_norm_", "load", "lower", "make_mesh",
+    "per_microbatch", "plan", "replicate", "save", "simulate", "split_layers",
+    "split_sequential", "trace_stages",
 ]  # fmt: skip
 
 POSITIONAL, KEYWORD = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY

@@ -64,7 +64,7 @@ def measure(options: Options) -> list[tuple[str, float, float, float]]:
 
     from zbpp.models.emulated import Emulated
     from zbpp.planning import plan
-    from zbpp.runtime import Pipeline, make_mesh, measured_costs
+    from zbpp.runtime import Pipeline, Recorder, make_mesh, measured_costs
     from zbpp.runtime.world import world
     from zbpp.schedule import Costs, simulate
 
@@ -82,9 +82,12 @@ def measure(options: Options) -> list[tuple[str, float, float, float]]:
                 found: dict[bool, list[Any]] = {True: [], False: []}
                 for turn in range(options.repeats + 1):
                     for is_overlapped in (True, False):
-                        with reductions_of(options.reduce, is_overlapped=is_overlapped), pipeline.recording():
+                        with (
+                            reductions_of(options.reduce, is_overlapped=is_overlapped),
+                            pipeline.using(Recorder()) as recorder,
+                        ):
                             pipeline.step(x, target=x)
-                        timeline = pipeline.timeline()
+                        timeline = recorder.timeline()
                         if turn:
                             found[is_overlapped].append(timeline)
                 told = simulate(timetable, measured_costs(*found[True])).makespan

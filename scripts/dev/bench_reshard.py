@@ -80,7 +80,7 @@ def measure(options: Options) -> tuple[list[int], list[Row]]:
     import torch
 
     from zbpp.models.llama import Llama
-    from zbpp.runtime import Pipeline, make_mesh, measured_costs
+    from zbpp.runtime import Pipeline, Recorder, make_mesh, measured_costs
     from zbpp.runtime.fully_shard import RESHARD
     from zbpp.runtime.memory import live_bytes
     from zbpp.runtime.world import gather, world
@@ -113,9 +113,9 @@ def measure(options: Options) -> tuple[list[int], list[Row]]:
                 for parameter in pipeline.parameters():
                     parameter.grad = None
                     parameter.data.to_local().mul_(0.999)  # as an optimizer would
-                with pipeline.recording():
+                with pipeline.using(Recorder()) as recorder:
                     step()
-                timelines[way].append(pipeline.timeline())
+                timelines[way].append(recorder.timeline())
         weights = gather(sum(each.nbytes for each in pipelines["step"].parameters()))[::NUM_SHARDS]
         rows = []
         for way, found in timelines.items():

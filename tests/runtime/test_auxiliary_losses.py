@@ -18,7 +18,7 @@ from helpers.tensors import drawn
 from zbpp import Pipeline, auxiliary_loss, auxiliary_losses, plan
 from zbpp.autograd import recompute
 from zbpp.runtime import StageWorker
-from zbpp.runtime.feed import Feed
+from zbpp.runtime.call import Feed
 from zbpp.runtime.named_losses import summed
 
 M, ROWS = 3, 4

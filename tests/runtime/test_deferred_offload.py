@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from zbpp import ActivationOffload, Costs, Pipeline, Timetable, simulate
+from zbpp import ActivationOffload, Costs, Pipeline, Recorder, Timetable, simulate
 from zbpp.autograd import recompute
 from zbpp.autograd.copies import OffloadError
 from zbpp.runtime.memory import live_bytes
@@ -193,9 +193,9 @@ def test_no_room_for_what_waits_leaves_gradients_as_they_were_and_the_next_step_
 def test_copies_are_in_the_measured_timeline_beside_the_actions():
     with Pipeline({0: mlp()}, LATE_W, F.mse_loss, offload=OFFLOAD) as pipeline:
         pipeline.step(batch(), target=batch())
-        with pipeline.recording():
+        with pipeline.using(Recorder()) as recorder:
             pipeline.step(batch(), target=batch())
-        timeline = pipeline.timeline()
+        timeline = recorder.timeline()
     planned = simulate(LATE_W, COSTS, choose_offload(simulate(LATE_W, COSTS), COSTS))
     assert [each[:3] for each in timeline.copies] == [each[:3] for each in planned.copies]
     for each in timeline.copies:

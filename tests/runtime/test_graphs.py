@@ -20,6 +20,7 @@ from zbpp import (
     ActivationOffload,
     Pipeline,
     PostValidation,
+    Recorder,
     Timetable,
     make_mesh,
     per_microbatch,
@@ -28,7 +29,7 @@ from zbpp import (
 )
 from zbpp.autograd import auxiliary_loss, recompute
 from zbpp.families import FAMILIES
-from zbpp.runtime.feed import Feed
+from zbpp.runtime.call import Feed
 from zbpp.runtime.graphs.inputs import StaticInputs
 
 
@@ -157,10 +158,10 @@ def test_a_measured_step_is_replayed_action_by_action():
     run = Run(True, "zb_h1")
     for number in range(3):
         run.step(*arguments(number))
-    with run.pipeline.recording():
+    with run.pipeline.using(Recorder()) as recorder:
         run.step(*arguments(3))
     assert run.graphs.num_replays == 2
-    assert len(run.pipeline.timeline().timetable.rows[0]) == len(run.timetable.rows[0])
+    assert len(recorder.timeline().timetable.rows[0]) == len(run.timetable.rows[0])
     run.pipeline.close()
 
 

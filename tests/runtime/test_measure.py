@@ -11,7 +11,7 @@ from zbpp import Costs, Pipeline, Timetable, plan, simulate
 from zbpp.models.emulated import Emulated
 from zbpp.models.mlp import Mlp
 from zbpp.runtime import measured_costs, peak_memory_bytes
-from zbpp.runtime.measure import Recorder, measured_timeline
+from zbpp.runtime.measure import Recorder, StepRecord, measured_timeline
 from zbpp.schedule import Action, Op, Recv, Send, Value
 from zbpp.schedule.reductions import Reduction
 
@@ -27,12 +27,12 @@ def measured(rank, timetable, evaluates):
     batch = torch.ones(timetable.num_microbatches, 8)
     pipeline.step(batch, target=batch)
     start = time.perf_counter()
-    with pipeline.recording():
+    with pipeline.using(Recorder()) as recorder:
         pipeline.step(batch, target=batch)
     wall = (time.perf_counter() - start) * 1e3
     if evaluates:
         pipeline.evaluate(batch, target=batch)
-    timeline = pipeline.timeline()
+    timeline = recorder.timeline()
     return timeline.starts, timeline.ends, timeline.peak_memory, wall
 
 
@@ -141,10 +141,10 @@ def test_a_step_of_one_rank_needs_no_process_group():
     model = Mlp(in_features=4, hidden_size=4, out_features=4, num_layers=2)
     stages = {s: model.build_stage(s, 2) for s in range(2)}
     pipeline = Pipeline(stages, timetable, model.loss)
-    with pipeline.recording():
+    with pipeline.using(Recorder()) as recorder:
         for _ in range(2):  # the second replaces the first
             pipeline.step(torch.ones(4, 4), target=torch.ones(4, 4))
-    timeline = pipeline.timeline()
+    timeline = recorder.timeline()
     assert len(timeline.starts[0]) == len(timetable.rows[0]) == 12
     assert timeline.makespan > 0
 
@@ -152,8 +152,8 @@ def test_a_step_of_one_rank_needs_no_process_group():
 def test_a_message_leaves_where_its_send_begins_and_is_there_where_its_receive_ends():
     x, g = Value("x", 1, 0), Value("g", 0, 0)
     instructions = [None, Action(0, Op.F, 0), Send(x, 1), Recv(g, 1), Action(0, Op.BW, 0)]
-    recorder = Recorder(CPU)
-    mark, clock = recorder.begin(instructions), []
+    record = StepRecord(CPU)
+    mark, clock = record.begin(instructions), []
     for _ in range(2 * len(instructions)):
         clock.append(time.perf_counter() * 1e3)
         mark()
@@ -162,8 +162,8 @@ def test_a_message_leaves_where_its_send_begins_and_is_there_where_its_receive_e
     def place(moment):
         return sum(moment >= each for each in clock) - 1
 
-    assert [[place(each) for each in row] for row in recorder.times().tolist()] == [[2, 3], [8, 9]]
-    sent, arrived = recorder.messages()
+    assert [[place(each) for each in row] for row in record.times().tolist()] == [[2, 3], [8, 9]]
+    sent, arrived = record.messages()
     assert {value: place(moment) for value, moment in sent.items()} == {x: 4}
     assert {value: place(moment) for value, moment in arrived.items()} == {g: 7}
 
@@ -175,15 +175,15 @@ def test_a_message_leaves_where_its_send_begins_and_is_there_where_its_receive_e
 def clock(monkeypatch):
     """A clock that a test sets, in ms."""
     now = [0.0]
-    monkeypatch.setattr("zbpp.runtime.clocks._now", lambda: float(now[0]))
+    monkeypatch.setattr("zbpp.runtime.measure.clocks._now", lambda: float(now[0]))
     return now
 
 
 def reduced(clock, *moments):
     """The timeline of one rank whose stages 0 and 1 begin and end to reduce at these moments (stage, ms)."""
     timetable = Timetable.parse("0F0 1F0 1BW0 0BW0")
-    recorder, ends = Recorder(CPU), {}
-    mark = recorder.begin(timetable.rows[0])
+    record, ends = StepRecord(CPU), {}
+    mark = record.begin(timetable.rows[0])
     for time_now in (100, 110, 110, 120, 120, 130, 130, 140):
         clock[0] = time_now
         mark()
@@ -191,8 +191,8 @@ def reduced(clock, *moments):
         if stage in ends:
             in_a_thread(ends.pop(stage))
         else:
-            ends[stage] = recorder.reduction(stage)
-    return measured_timeline(recorder, timetable)
+            ends[stage] = record.reduction(stage)
+    return measured_timeline(record, timetable)
 
 
 def in_a_thread(function):
@@ -221,11 +221,11 @@ def test_a_step_without_reductions_has_none(clock):
 
 
 def test_a_new_record_forgets_the_reductions_of_the_last_one(clock):
-    recorder = Recorder(CPU)
-    recorder.begin([])
-    recorder.reduction(0)()
-    late = recorder.reduction(1)
-    assert [stage for stage, *_ in recorder.reductions()] == [0]
-    recorder.begin([])
+    record = StepRecord(CPU)
+    record.begin([])
+    record.reduction(0)()
+    late = record.reduction(1)
+    assert [stage for stage, *_ in record.reductions()] == [0]
+    record.begin([])
     late()
-    assert recorder.reductions() == []
+    assert record.reductions() == []

@@ -59,7 +59,7 @@ def recorded(pipeline):
         if step < 2:
             pipeline.step(batch[0], target=batch[1])
         else:
-            with record.step(static), pipeline.recording(record.recorder):
+            with record.step(static), pipeline.using(record.recorder):
                 pipeline.step(batch[0], target=batch[1])
     return record
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import zbpp
 from zbpp.error_text import error_text, first_cause
 from zbpp.runtime import BoundaryError, StageWorker
-from zbpp.runtime.feed import Feed
+from zbpp.runtime.call import Feed
 
 X = torch.arange(16.0).reshape(4, 4) / 7
 

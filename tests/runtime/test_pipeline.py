@@ -18,7 +18,7 @@ from torch import nn
 from helpers.processes import outcomes, run_ranks
 from helpers.tensors import drawn
 from helpers.timetables import random_timetable
-from zbpp import Pipeline, Timetable, plan, replicate
+from zbpp import Pipeline, Recorder, Timetable, plan, replicate
 from zbpp.runtime.rank_parts import METHODS
 from zbpp.runtime.world import gather
 
@@ -243,9 +243,9 @@ def each_by_itself(rank):
     for _ in range(1 + 2 * rank):
         for stage in stages.values():
             stage.zero_grad()
-        with pipeline.recording():
+        with pipeline.using(Recorder()) as recorder:
             pipeline.step(x, target=target)
-        assert len(pipeline.timeline().starts) == 1
+        assert len(recorder.timeline().starts) == 1
     return gradients(stages), gather(rank, pipeline.group)
 
 

@@ -1,4 +1,4 @@
-"""Pipeline.recording and timeline; Pipeline.with_timetable."""
+"""Recorder, an extra that measures steps; Pipeline.with_timetable."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from helpers.processes import run_ranks
-from zbpp import Pipeline, plan
+from zbpp import Pipeline, Recorder, plan
 
 M, SIZE = 4, 4
 
@@ -24,34 +24,34 @@ def step(pipeline):
 
 def test_a_timeline_is_of_the_last_step_inside_recording():
     pipeline = pipeline_of("zb_v")
-    with pipeline.recording():
+    with pipeline.using(Recorder()) as recorder:
         step(pipeline)
-        first = pipeline.timeline()
+        first = recorder.timeline()
         step(pipeline)
-    second = pipeline.timeline()
+    second = recorder.timeline()
     step(pipeline)
     assert first.timetable == pipeline.timetable
     assert [len(starts) for starts in first.starts] == [len(pipeline.timetable.rows[0])]
     assert second.starts[0].tolist() != first.starts[0].tolist()
-    assert pipeline.timeline().starts[0].tolist() == second.starts[0].tolist()
+    assert recorder.timeline().starts[0].tolist() == second.starts[0].tolist()
 
 
 def test_without_a_recorded_step_there_is_no_timeline():
     pipeline = pipeline_of("zb_h1")
     step(pipeline)
-    with pipeline.recording():
+    with pipeline.using(Recorder()) as recorder:
         pass
-    with pytest.raises(RuntimeError, match="no step was recorded: run one inside `with pipeline.recording"):
-        pipeline.timeline()
+    with pytest.raises(RuntimeError, match="no step was recorded: run one inside `with pipeline.using"):
+        recorder.timeline()
 
 
 def test_recording_ends_with_its_block_also_after_an_error():
     pipeline = pipeline_of("zb_h1")
-    with pytest.raises(ValueError, match="pass the batch's inputs"), pipeline.recording():
+    with pytest.raises(ValueError, match="pass the batch's inputs"), pipeline.using(Recorder()) as recorder:
         pipeline.step()
     step(pipeline)
     with pytest.raises(RuntimeError, match="no step was recorded"):
-        pipeline.timeline()
+        recorder.timeline()
 
 
 # ---------------------------------------------------------------- with_timetable

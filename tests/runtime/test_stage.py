@@ -11,7 +11,7 @@ from helpers.tensors import drawn
 from zbpp.autograd import checkpoint
 from zbpp.planning import plan
 from zbpp.runtime import BoundaryError, Pipeline, StageWorker
-from zbpp.runtime.feed import Feed
+from zbpp.runtime.call import Feed
 
 M, ROWS, SIZE = 3, 4, 5
 

@@ -19,7 +19,7 @@ from zbpp.autograd.offload import SavedActivations
 from zbpp.data import read_ahead
 from zbpp.data.read_ahead import ReadAhead
 from zbpp.runtime.groups import urgent_options
-from zbpp.runtime.measure import Recorder
+from zbpp.runtime.measure import Recorder, StepRecord
 from zbpp.runtime.offloaded_gradients import OffloadedGradients
 from zbpp.runtime.p2p import BufferPool, Inbox, Outbox
 from zbpp.runtime.reduce import AllReduce
@@ -298,12 +298,12 @@ def test_a_recorded_step_waits_for_nothing_and_its_times_are_read_after_one_wait
         with Pipeline({0: module}, plan("zb_h1", 1, M), F.mse_loss) as pipeline:
             pipeline.step(x, target=x)
             before = device.num_waits
-            with pipeline.recording():
+            with pipeline.using(Recorder()) as recorder:
                 pipeline.step(x, target=x)
             assert device.num_waits == before
-            timeline = pipeline.timeline()
+            timeline = recorder.timeline()
             assert device.waits[before:] == ["synchronize in MainThread", "event in MainThread"]
-            pipeline.timeline()
+            recorder.timeline()
             assert device.num_waits == before + 2
     assert (timeline.ends[0] > timeline.starts[0]).all()
     assert (timeline.starts[0][1:] >= timeline.ends[0][:-1]).all()
@@ -311,10 +311,10 @@ def test_a_recorded_step_waits_for_nothing_and_its_times_are_read_after_one_wait
 
 def test_times_of_a_stream_are_those_of_its_events():
     with recorded() as device:
-        recorder = Recorder(CPU)
-        mark = recorder.begin([])
+        record = StepRecord(CPU)
+        mark = record.begin([])
         mark()
         next(device.ms)  # 1 ms passes
         mark()
-        begin, end = recorder._clock.in_ms(recorder._marks)
+        begin, end = record._clock.in_ms(record._marks)
     assert end - begin == 2

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from helpers.processes import run_ranks
-from zbpp import Pipeline, plan
+from zbpp import Pipeline, Recorder, plan
 from zbpp.schedule import consumes, produces, simulate
 from zbpp.schedule.transfers import transfers_of
 
@@ -12,10 +12,10 @@ from zbpp.schedule.transfers import transfers_of
 def recorded(rank, timetable):
     stages = {stage: nn.Linear(4, 4) for stage in timetable.stages_of(rank)}
     pipeline = Pipeline(stages, timetable, nn.functional.mse_loss)
-    with pipeline.recording():
+    with pipeline.using(Recorder()) as recorder:
         for _ in range(2):  # the second replaces the first
             pipeline.step(torch.ones(8, 4), target=torch.ones(8, 4))
-    return pipeline.timeline()
+    return recorder.timeline()
 
 
 def test_a_message_leaves_after_it_is_made_and_is_there_before_it_is_used():

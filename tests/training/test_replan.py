@@ -10,7 +10,7 @@ from torch import nn
 
 from helpers.processes import open_things, run_ranks
 from helpers.trainers import small_trainer
-from zbpp import Pipeline, PlanError, Timetable, make_mesh, plan, simulate
+from zbpp import Pipeline, PlanError, Recorder, Timetable, make_mesh, plan, simulate
 from zbpp.data import text_data
 from zbpp.models.gpt import Gpt
 from zbpp.training.checkpoints import Checkpoints
@@ -217,11 +217,12 @@ def gathered(rank):
 
         pipeline = Pipeline(stages, "zb_h1", loss_fn, num_microbatches=M, mesh=mesh, reshard=reshard)
         replan = Replan(plan=spying, loss_fn=loss_fn, stages=stages, num_measured=MEASURED)
+        recorder = Recorder()
         with slow_gathers():
             for step in range(MEASURED + 1):
-                with pipeline.recording() if step else nullcontext():
+                with pipeline.using(recorder) if step else nullcontext():
                     pipeline.step(x, target=x)
-                timelines += [pipeline.timeline()] if step else []
+                timelines += [recorder.timeline()] if step else []
                 pipeline, metrics = replan.after(step, pipeline, timelines, x)
         pipeline.close()
         found[reshard] = asked, metrics["expected_makespan_ms"]

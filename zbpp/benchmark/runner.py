@@ -8,6 +8,7 @@ from torch import Tensor
 
 from zbpp.benchmark.workload import Workload
 from zbpp.runtime import Pipeline
+from zbpp.runtime.measure import Recorder
 from zbpp.schedule import Timeline, Timetable
 
 
@@ -40,15 +41,16 @@ class ZbppRunner:
             seed=workload.seed,
             timeout=workload.timeout,
         )
+        self._recorder = Recorder()
 
     def step(self, args: tuple[Tensor, ...], target: Tensor | None) -> list[Tensor]:
         """One step of the pipeline; the microbatches' losses on the last stage's owner."""
-        with self._pipeline.recording():
+        with self._pipeline.using(self._recorder):
             return self._pipeline.step(*args, target=target)
 
     def timeline(self) -> Timeline:
         """The last step as measured. Collective."""
-        return self._pipeline.timeline()
+        return self._recorder.timeline()
 
     def close(self) -> None:
         """Close the connections. Collective."""

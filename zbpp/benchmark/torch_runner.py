@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import pipelining
 
 from zbpp.benchmark.workload import Workload
-from zbpp.runtime.measure import Recorder, measured_timeline
+from zbpp.runtime.measure import StepRecord, measured_timeline
 from zbpp.runtime.world import gather
 from zbpp.schedule import Action, Op, Timeline, Timetable
 
@@ -42,7 +42,7 @@ class TorchRunner:
     def __init__(self, workload: Workload, name: str, timetable: Timetable) -> None:
         self.timetable = timetable
         self._device = workload.here.device
-        self._recorder, self._row = Recorder(self._device), list[Action]()
+        self._record, self._row = StepRecord(self._device), list[Action]()
         self._group = dist.new_group(timeout=timedelta(seconds=workload.timeout))
         self._stages = [
             _RecordedStage(module, index, timetable.num_stages, self._device, group=self._group)
@@ -58,7 +58,7 @@ class TorchRunner:
         """As `ZbppRunner.step`. Raises whatever torch raises."""
         losses: list[Tensor] = []
         self._row.clear()
-        mark = self._recorder.begin(self._row)
+        mark = self._record.begin(self._row)
         for stage in self._stages:
             stage.mark, stage.row = mark, self._row
         with _without_torchs_log():
@@ -68,7 +68,7 @@ class TorchRunner:
 
     def timeline(self) -> Timeline:
         """The last step, in torch's own order. Collective."""
-        return measured_timeline(self._recorder, Timetable(gather(self._row)))
+        return measured_timeline(self._record, Timetable(gather(self._row)))
 
     def close(self) -> None:
         """Close the connections; also after a failure, when other ranks would wait until the timeout.

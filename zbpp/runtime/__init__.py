@@ -77,8 +77,9 @@ WHERE A W GOES is decided by the timetable alone: a schedule (zbpp/families) or 
 
 from zbpp.runtime.activation_offload import ActivationOffload
 from zbpp.runtime.boundary import BoundaryError
+from zbpp.runtime.extra import Extra
 from zbpp.runtime.joining import StartError
-from zbpp.runtime.measure import measured_costs, peak_memory_bytes
+from zbpp.runtime.measure import Recorder, measured_costs, peak_memory_bytes
 from zbpp.runtime.mesh import make_mesh
 from zbpp.runtime.microbatch import per_microbatch, replicate
 from zbpp.runtime.non_finite import NonFinite
@@ -95,8 +96,10 @@ __all__ = [
     "CommunicationError",
     "CorruptionError",
     "DeviceError",
+    "Extra",
     "NonFinite",
     "Pipeline",
+    "Recorder",
     "ReplayError",
     "StageWorker",
     "StartError",

@@ -23,17 +23,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from zbpp.error_text import error_text
+from zbpp.runtime.call import Call, Result
 from zbpp.runtime.call_order import CallOrder
 from zbpp.runtime.executor import BeginAgain, Executor
-from zbpp.runtime.feed import Call
+from zbpp.runtime.extra import Extra
 from zbpp.runtime.gradient_release import GradientRelease
 from zbpp.runtime.graphs import RELEASED, VALIDATED, GraphMaker, RankActions, StepGraphs, step_graphs
-from zbpp.runtime.measure import Recorder
+from zbpp.runtime.measure.recorder import Recorder
 from zbpp.runtime.microbatch import Cutter
 from zbpp.runtime.named_losses import NamedLosses
 from zbpp.runtime.non_finite_watcher import one_by_one
@@ -57,13 +57,6 @@ the call with which the step begins again.
 
 
 _RELEASED = "gradient release drops the gradients that post-validation may need again: leave one of them out"
-
-
-class CallLosses(NamedTuple):
-    """The losses of one call on this rank; `losses` is empty but on the last stage's owner."""
-
-    losses: list[Tensor]
-    named: NamedLosses
 
 
 class Engine:
@@ -145,27 +138,30 @@ class Engine:
         self,
         call: Call,
         seeds: Mapping[int, int],
-        recorder: Recorder | None,
         settle: Settle | None = None,
         *,
         kind: str = "step",
-    ) -> CallLosses:
+    ) -> Result:
         """Train on one batch; returns the losses. seeds: per stage, of its microbatch 0.
 
         settle: what the step does at its gate; None: there is no gate. kind: must be equal on all ranks.
         """
-        if self._activations is None:
-            return self._run("step", call, seeds, recorder, settle, kind)
-        recorder = recorder or self._activations.recorder
-        losses = self._run("step", call, seeds, recorder, settle, kind)
-        if self._activations.step_done(recorder):
+        record = None if self._activations is None else self._activations.recorder
+        if record is None:
+            losses = self._run("step", call, seeds, settle, kind)
+        else:
+            recorder = Recorder(record)
+            self.use(recorder)
+            losses = self._run("step", call, seeds, settle, kind)
+            self.leave(recorder)
+        if self._activations is not None and self._activations.step_done(record):
             self._executors["step"].resolve(lower(self._timetable, self._activations.plan)[self._parts.rank])
         return losses
 
-    def run_again(self, call: Call, seeds: Mapping[int, int], timetable: Timetable) -> CallLosses:
+    def run_again(self, call: Call, seeds: Mapping[int, int], timetable: Timetable) -> Result:
         """A step under another timetable, which places the stages as this pipeline does."""
         with self._able_to_replay(timetable, METHODS["replay"]):
-            return self._run("replay", call, seeds, None, None, "replay")
+            return self._run("replay", call, seeds, None, "replay")
 
     @contextmanager
     def _able_to_replay(self, timetable: Timetable, methods: Mapping[Op, StageMethod]) -> Iterator[None]:
@@ -195,7 +191,7 @@ class Engine:
         with self._able_to_replay(one_by_one(self._timetable), methods):
             self._buffers.keep()
             try:
-                self._run("replay", call, seeds, None, None, "find_non_finite")
+                self._run("replay", call, seeds, None, "find_non_finite")
             finally:
                 self._buffers.restore()
 
@@ -207,10 +203,10 @@ class Engine:
         if self._order_of_copies is not None:
             self._order_of_copies.meet(name, self._hash_of_trained(), self.loaded)
 
-    def evaluate(self, call: Call, seeds: Mapping[int, int]) -> CallLosses:
+    def evaluate(self, call: Call, seeds: Mapping[int, int]) -> Result:
         """Forward of one batch, whose shapes may be others than the last one's; returns the losses."""
         self._executors["evaluate"].forget_layouts()
-        return self._run("evaluate", call, seeds, None, None)
+        return self._run("evaluate", call, seeds, None)
 
     @property
     def offload_plan(self) -> tuple[RankOffload, ...]:
@@ -220,11 +216,21 @@ class Engine:
     def predict(self, call: Call, seeds: Mapping[int, int]) -> None:
         """Forward of one microbatch, whose shapes may be others than the last one's."""
         self._executors["predict"].forget_layouts()
-        self._run("predict", call, seeds, None, None)
+        self._run("predict", call, seeds, None)
 
-    def name_actions(self, is_named: bool) -> None:
-        """See Executor."""
-        self._executors["step"].name_actions(is_named)
+    def use(self, extra: Extra) -> None:
+        """Take an extra, from the next call on. Collective. Raises ValueError if another one excludes it."""
+        self._parts.extras.check(extra)
+        extra.attach(self._parts)
+        self._parts.extras.append(extra)
+        self._parts.rebind()
+
+    def leave(self, extra: Extra) -> None:
+        """From the next call on, run without this extra."""
+        if not self.over:  # else all extras are closed already
+            self._parts.extras.remove(extra)
+            self._parts.rebind()
+            extra.close()
 
     def offloaded_bytes(self, name: str) -> dict[int, int]:
         """See Pipeline."""
@@ -262,13 +268,12 @@ class Engine:
         name: str,
         call: Call,
         seeds: Mapping[int, int],
-        recorder: Recorder | None,
         settle: Settle | None,
         kind: str = "",
-    ) -> CallLosses:
+    ) -> Result:
         """Run the program `name`. kind: what ranks compare, if not the name."""
         self._check_not_over()
-        self._before, executor = None, self._executors[name]
+        self._before, executor, call = None, self._executors[name], call._replace(kind=name)
         self._parts.flight.enter(name)
         try:
             cutter = self._begin(call, seeds, 1 if name == "predict" else self._timetable.num_microbatches)
@@ -284,13 +289,14 @@ class Engine:
                 release.begin(call.loss_scale, has_graph=cutter.has_graph)
             if self._weights_on_host is not None:
                 self._weights_on_host.begin(waits=kind == "find_non_finite")
+            self._parts.extras.begin(call)
             with nullcontext() if name in TRAINING else self._reductions.evaluating():
                 if graphs is not None:
-                    graphs.run({stage: each.feed for stage, each in self._workers.items()}, recorder)
+                    graphs.run({stage: each.feed for stage, each in self._workers.items()})
                 elif settle is None:
-                    executor.run(recorder)
+                    executor.run()
                 else:
-                    cutter = self._run_with_gate(executor, seeds, recorder, settle) or cutter
+                    cutter = self._run_with_gate(executor, seeds, settle) or cutter
             ended = [worker.end() for worker in self._workers.values()]
             if self._activations is not None:
                 self._activations.end()
@@ -298,6 +304,9 @@ class Engine:
             if release is not None:
                 release.finish()
             self.has_changed_inputs |= self._inputs.are_found()
+            losses = [loss for each in ended for loss in each.losses]
+            result = Result(losses, NamedLosses([each.named for each in ended], cutter.num_microbatches))
+            self._parts.extras.end(call, result)
         except BaseException as error:
             self._fail(error, self._before)
             raise
@@ -306,8 +315,7 @@ class Engine:
             self._before, self._inputs = None, InPlaceChanges(())
             if self._weights_on_host is not None:
                 self._weights_on_host.end()
-        losses = [loss for each in ended for loss in each.losses]
-        return CallLosses(losses, NamedLosses([each.named for each in ended], cutter.num_microbatches))
+        return result
 
     def _begin(self, call: Call, seeds: Mapping[int, int], num_microbatches: int) -> Cutter:
         """Give the stages their parts of a call."""
@@ -321,9 +329,7 @@ class Engine:
             worker.begin(feeds[stage])
         return cutter
 
-    def _run_with_gate(
-        self, executor: Executor, seeds: Mapping[int, int], recorder: Recorder | None, settle: Settle
-    ) -> Cutter | None:
+    def _run_with_gate(self, executor: Executor, seeds: Mapping[int, int], settle: Settle) -> Cutter | None:
         """Run a step whose F's before its gate may have to run again; then returns the new call's Cutter."""
         self._buffers.keep()
         trained = list(self._trained())  # a sharded stage has others while its weights are gathered
@@ -337,7 +343,7 @@ class Engine:
             return again is None
 
         with suppress(BeginAgain):
-            executor.run(recorder, is_valid=is_valid)
+            executor.run(is_valid)
         if again is None:
             return None
         executor.drop_messages()
@@ -345,7 +351,7 @@ class Engine:
         self._buffers.restore()
         cutter = self._begin(again, seeds, self._timetable.num_microbatches)
         self._before = GradientsBefore(trained)
-        executor.run(recorder)
+        executor.run()
         return cutter
 
     def _check_not_over(self) -> None:
@@ -363,6 +369,7 @@ class Engine:
         """Drop the microbatches of a failed call. A pipeline of several ranks or replicas ends here."""
         self.explain(error)
         self._parts.abandon()
+        self._parts.extras.fail(error)
         left = "" if before is None else before.restore()
         if left:
             error.add_note(left)

@@ -20,9 +20,9 @@ import torch
 from zbpp.runtime.boxes import Links, make_inboxes, make_outboxes
 from zbpp.runtime.check_counts import MessageChecks
 from zbpp.runtime.explain_instruction import explain
+from zbpp.runtime.extra import Extras
 from zbpp.runtime.flight_recorder import FlightRecorder
 from zbpp.runtime.layout import Message
-from zbpp.runtime.measure import Recorder
 from zbpp.runtime.offload import StageOffload
 from zbpp.runtime.p2p import BufferPool, FreshBuffers, Inbox, Outbox
 from zbpp.runtime.reductions import Reductions
@@ -44,7 +44,7 @@ class Executor:
     methods: {op: the method of StageWorker that does it}. reductions: of the stages' gradients; None where
     the program has none. gate: makes the program's gate, when it is needed first. offloads: what may leave,
     by the value's name and the stage. flight: where to note when each instruction begins. check_messages:
-    gives messages checksums; None: no checksums.
+    gives messages checksums; None: no checksums. extras: of the pipeline.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Executor:
         offloads: Mapping[tuple[str, int], StageOffload[Any]] = MappingProxyType({}),
         flight: FlightRecorder | None = None,
         check_messages: MessageChecks | None = None,
+        extras: Extras | None = None,
     ) -> None:
         self._flight = FlightRecorder(program.rank) if flight is None else flight
         self._pool = FreshBuffers(device) if dynamic_shapes else BufferPool(device)
@@ -70,7 +71,15 @@ class Executor:
         )
         self._outboxes = make_outboxes(program, links, device, check_messages, dynamic_shapes=dynamic_shapes)
         self._resolver = Resolver(
-            program, workers, methods, num_stages, self._inboxes, self._outboxes, reductions, offloads
+            program,
+            workers,
+            methods,
+            num_stages,
+            self._inboxes,
+            self._outboxes,
+            reductions,
+            offloads,
+            Extras() if extras is None else extras,
         )
         self._make_gate = gate
         self._is_valid: Callable[[], bool] = _is_always_valid
@@ -110,12 +119,7 @@ class Executor:
         for own, known in zip(self._boxes(), other._boxes(), strict=True):
             own.layouts = dict(known.layouts)
 
-    def name_actions(self, is_named: bool) -> None:
-        """From now on, let torch's profiler see each instruction by its text (`2F5`), or no longer."""
-        self._resolver.is_named = is_named
-        self.resolve(self._program)
-
-    def run(self, recorder: Recorder | None = None, *, is_valid: Callable[[], bool] | None = None) -> None:
+    def run(self, is_valid: Callable[[], bool] | None = None) -> None:
         """Run the program once. Afterwards slots and links are empty.
 
         is_valid: called at the program's gate; says whether the F's before the gate are valid. Raises
@@ -124,8 +128,6 @@ class Executor:
         and its number, the value and the peer; ValueError for a message whose layout has changed.
         """
         resolution = self._plain if is_valid is None else self._with_gate(is_valid)
-        mark = None if recorder is None else recorder.begin(resolution.instructions)
-        self._resolver.recorder = recorder
         note, clock = self._flight.begin(resolution.instructions), monotonic
         slots = [_NO_MESSAGE] * (FIRST_SLOT + len(self._resolver.slots))
         position = 0
@@ -134,11 +136,7 @@ class Executor:
                 # The slot is emptied, so that a message's memory is free as soon as no stage needs it.
                 message, slots[takes] = slots[takes], _NO_MESSAGE
                 note(clock())
-                if mark:
-                    mark()
                 slots[gives] = function(message)
-                if mark:
-                    mark()
         except BeginAgain:
             raise
         except Exception as error:

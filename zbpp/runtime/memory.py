@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # not in its __all__
 
 from zbpp.autograd.storages import storages_of
-from zbpp.runtime.feed import Feed
+from zbpp.runtime.call import Feed
 from zbpp.runtime.layout import Layout, TensorLayout, layout_of
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.world import gather

@@ -1,7 +1,7 @@
 """The bytes that a rank holds before, during and after each action of one step, and what outlives the step.
 
     record = MemoryRecord(pipeline.device)
-    with record.step(static), pipeline.recording(record.recorder):
+    with record.step(static), pipeline.using(record.recorder):
         pipeline.step(x, target=y)
 
 On CUDA the allocator's figures are taken. On the CPU a dispatch mode counts (live_tensors.py): it counts the
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zbpp.autograd.storages import storages_of
 from zbpp.runtime.live_tensors import LiveTensors
-from zbpp.runtime.measure import Recorder
+from zbpp.runtime.measure import Recorder, StepRecord
 from zbpp.schedule import Action
 from zbpp.schedule.lower import Instruction
 
@@ -77,8 +77,8 @@ class _Counter:
             torch.cuda.reset_peak_memory_stats(self._device)
 
 
-class MemoryRecorder(Recorder):
-    """A Recorder that notes the bytes held, where a plain Recorder notes the time."""
+class MemoryLevels(StepRecord):
+    """A record of the bytes held, where a plain StepRecord has the times."""
 
     def __init__(self, device: torch.device, counter: _Counter) -> None:
         super().__init__(device)
@@ -126,7 +126,8 @@ class MemoryRecord:
 
     def __init__(self, device: torch.device) -> None:
         self._counter = _Counter(device)
-        self.recorder = MemoryRecorder(device, self._counter)
+        self._levels = MemoryLevels(device, self._counter)
+        self.recorder = Recorder(self._levels)
         self.spans: list[Span] = []
         self.leftovers: list[Leftover] = []
         self.before = self.after = self.highest = 0
@@ -157,7 +158,7 @@ class MemoryRecord:
             self.before = self._counter.now()
             yield
             self.after = self._counter.now()
-            self.spans = list(self.recorder.spans())
+            self.spans = list(self._levels.spans())
         else:
             with live:
                 live.ignore(on_host())
@@ -166,7 +167,7 @@ class MemoryRecord:
                 yield
                 gc.collect()
                 self.after = live.now
-                self.spans = list(self.recorder.spans())
+                self.spans = list(self._levels.spans())
             self.leftovers = _leftovers(live, [*static(), *on_host()])
         self.highest = max([self.before, self.after, *(each.highest for each in self.spans)])
 

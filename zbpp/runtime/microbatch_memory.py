@@ -19,7 +19,7 @@ from zbpp.autograd.copies import Copier, Copy, Moves, Watch
 from zbpp.autograd.deferred_offload import DeferredTensors
 from zbpp.autograd.offload import LEAST_BYTES, may_leave
 from zbpp.autograd.storages import storages_of
-from zbpp.runtime.feed import Feed
+from zbpp.runtime.call import Feed
 from zbpp.runtime.gradient_release import GradientRelease
 from zbpp.runtime.layout import TensorLayout, layout_of
 from zbpp.runtime.live_tensors import LiveTensors

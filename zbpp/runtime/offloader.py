@@ -20,7 +20,9 @@ from torch import nn
 
 from zbpp.autograd.copies import Copier, OffloadError, copier_for
 from zbpp.runtime.activation_offload import ActivationOffload
-from zbpp.runtime.measure import Recorder, measured_costs, measured_timeline
+from zbpp.runtime.measure.costs import measured_costs
+from zbpp.runtime.measure.record import StepRecord
+from zbpp.runtime.measure.timeline import measured_timeline
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.offload import DeferredOffload, SavedOffload, StageOffload
 from zbpp.runtime.stage import StageWorker
@@ -98,7 +100,7 @@ class Offloader:
             for index, worker in workers.items()
             for kind in (SavedOffload, DeferredOffload)
         }
-        self._recorder = Recorder(copier.device)
+        self._recorder = StepRecord(copier.device)
         self._num_steps = 0
         self.costs: Costs | None = options.costs
         self.plan = self._first_plan()
@@ -109,8 +111,8 @@ class Offloader:
         return self.costs is None and self._options.is_measured
 
     @property
-    def recorder(self) -> Recorder | None:
-        """The Recorder of the next step, if that step is measured for the plan; else None."""
+    def recorder(self) -> StepRecord | None:
+        """The record of the next step, if that step is measured for the plan; else None."""
         return self._recorder if self.is_measuring and self._num_steps >= _MEASURED_STEPS - 1 else None
 
     def nbytes(self, name: str) -> dict[int, int]:
@@ -128,7 +130,7 @@ class Offloader:
         is_late = everything or self._options.gib != "auto"
         return choose_offload(simulate(self._timetable, costs), costs, limit, late=is_late)
 
-    def step_done(self, recorder: Recorder | None) -> bool:
+    def step_done(self, recorder: StepRecord | None) -> bool:
         """Called after each step. Returns whether there is a new plan. Collective over the pipeline."""
         self._num_steps += 1
         if not self.is_measuring or self._num_steps < _MEASURED_STEPS:

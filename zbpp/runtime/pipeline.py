@@ -18,10 +18,11 @@ other methods are in
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,15 +31,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.runtime.activation_offload import ActivationOffload
 from zbpp.runtime.arguments import device_of, model_of, rank_in, timetable_of
+from zbpp.runtime.call import Call
 from zbpp.runtime.call_order import order_of_copies
 from zbpp.runtime.check_counts import CheckCounts
 from zbpp.runtime.checks import Agreed, agree_on_stages, check_ranks_agree
 from zbpp.runtime.engine import Engine
-from zbpp.runtime.feed import Call
+from zbpp.runtime.extra import Extra
 from zbpp.runtime.fully_shard import Reshard
 from zbpp.runtime.graphs import check_graphs
 from zbpp.runtime.groups import group_of_this_process, set_timeout
-from zbpp.runtime.measure import Recorder
 from zbpp.runtime.mesh import SHARD, TENSOR, Place
 from zbpp.runtime.named_losses import NamedLosses, summed
 from zbpp.runtime.offloader import check_one_offload, offload_maker
@@ -57,6 +58,8 @@ from zbpp.runtime.ties import Tie
 from zbpp.runtime.weight_offload import check_offloaded, offloaded_weights
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel
+
+AnExtra = TypeVar("AnExtra", bound=Extra)
 
 
 class Pipeline(PipelineChecks, PipelineEvaluation, PipelineNonFinite, PipelineTimeline):
@@ -85,6 +88,7 @@ class Pipeline(PipelineChecks, PipelineEvaluation, PipelineNonFinite, PipelineTi
     raises CommunicationError. See pipeline_checks for the other checks.
     cuda_graphs: whether each F, B and W is captured as a CUDA graph and replayed. Results are the same to the
     last bit; see docs/compiled.md.
+    extras: what the pipeline does beside running its program, see extra.py; the same on all ranks.
     seed: of the random numbers drawn in forward. timeout: seconds that a wait for another rank may last.
     dynamic_shapes: whether messages between stages may differ from microbatch to microbatch (shapes, dtypes,
     which tensors there are); each message then says its layout, and takes one more latency.
@@ -124,6 +128,7 @@ class Pipeline(PipelineChecks, PipelineEvaluation, PipelineNonFinite, PipelineTi
         offload: ActivationOffload | None = None,
         check_messages: bool = False,
         cuda_graphs: bool = False,
+        extras: Iterable[Extra] = (),
     ) -> None:
         given = Place(mesh, group)
         for each in given.mesh_groups():
@@ -144,9 +149,10 @@ class Pipeline(PipelineChecks, PipelineEvaluation, PipelineNonFinite, PipelineTi
         self._take_stages(agreed, model_of(stages), loss_fn)
         self._engine = self._make_engine(agreed, mp_policy)
         self._compares_losses = TENSOR in self.place.groups  # in the first step
-        self._recorder = Recorder(self.device)
-        self._recording: Recorder | None = None
         self._one_call = OneCall()
+        self._extras = tuple(extras)
+        for extra in self._extras:
+            self._engine.use(extra)
 
     def _take_place(self, given: Place) -> None:
         """One rank of a larger job needs a group, too, for what is collective; this pipeline closes it."""
@@ -188,6 +194,7 @@ class Pipeline(PipelineChecks, PipelineEvaluation, PipelineNonFinite, PipelineTi
             self.stages,
             self._loss_fn,
             self.device,
+            place,
             reductions,
             group=None if self._made_group is not None else self.group,
             key=agreed.key,
@@ -252,13 +259,10 @@ class Pipeline(PipelineChecks, PipelineEvaluation, PipelineNonFinite, PipelineTi
         that forward made to buffers (BatchNorm's statistics), and all changes by hooks, are not undone.
         """
         with self._one_call, restored_generators(self.device):
-            recorder = self._recording
             call = Call(args, target, kwargs, loss_scale=self.loss_scale)
             settle = self._settle_in_step(call)
             replay = self._begin_replay(call) if self._is_replayed else None
-            losses, self.step_losses = self._engine.step(
-                call, self._seeds(), recorder, settle, kind=self.step_kind
-            )
+            losses, self.step_losses = self._engine.step(call, self._seeds(), settle, kind=self.step_kind)
             if replay is not None:
                 replay.run(self._seeds(), losses, self.step_losses)
                 self.check_counts.replay += 1
@@ -267,6 +271,15 @@ class Pipeline(PipelineChecks, PipelineEvaluation, PipelineNonFinite, PipelineTi
             self._compares_losses = False
         self.num_steps += 1
         return losses
+
+    @contextmanager
+    def using(self, extra: AnExtra) -> Iterator[AnExtra]:
+        """Use an extra in the calls inside the block. Collective, if the extra is used on all ranks."""
+        self._engine.use(extra)
+        try:
+            yield extra
+        finally:
+            self._engine.leave(extra)
 
     def auxiliary_losses(self) -> dict[str, float]:
         """The auxiliary losses of the last step by name, and the entries of a loss that is a dict.
@@ -304,6 +317,7 @@ class Pipeline(PipelineChecks, PipelineEvaluation, PipelineNonFinite, PipelineTi
             offload=self._offload,
             check_messages=self._check_messages,
             cuda_graphs=self._cuda_graphs,
+            extras=self._extras,
         )
         following.num_steps, following.loss_scale = self.num_steps, self.loss_scale
         vars(following.check_counts).update(vars(self.check_counts))

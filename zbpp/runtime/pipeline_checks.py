@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from zbpp.runtime.call import Call
 from zbpp.runtime.check_counts import CheckCounts
-from zbpp.runtime.feed import Call
 from zbpp.runtime.named_tensors import buffers_of, parameters_of
 from zbpp.runtime.pipeline_state import PipelineState
 from zbpp.runtime.replay import Replay

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zbpp.runtime.feed import Call
+from zbpp.runtime.call import Call
 from zbpp.runtime.named_losses import NamedLosses
 from zbpp.runtime.one_call import OneCall
 from zbpp.runtime.outputs import Metrics, Outputs
@@ -65,7 +65,8 @@ class PipelineEvaluation(PipelineState):
         self.settle()
         seen = Outputs(is_kept=True, metrics=None)
         with self._evaluating():
-            self._engine.predict(Call(args, None, kwargs, seen.take), self._seeds())
+            call = Call(args, None, kwargs, seen.take)
+            self._engine.predict(call, self._seeds())
         return seen.concatenated()
 
     @contextmanager

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from zbpp.autograd.leaf_grad import total_of
 from zbpp.autograd.python_generators import restored_python_generators
-from zbpp.runtime.feed import Call
+from zbpp.runtime.call import Call
 from zbpp.runtime.non_finite import NonFinite, first_of
 from zbpp.runtime.non_finite_watcher import Watcher, buffers_seen, parameters_seen
 from zbpp.runtime.one_call import OneCall

@@ -1,10 +1,8 @@
-"""What is measured of the steps of a pipeline."""
+"""What a pipeline reports of its calls."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -12,41 +10,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbpp.runtime.engine import Engine
-from zbpp.runtime.measure import Recorder, measured_timeline
-from zbpp.schedule import Timeline, Timetable
+from zbpp.schedule import Timetable
 from zbpp.schedule.offload import RankOffload
 
 
 class PipelineTimeline:
-    """The part of Pipeline that measures its steps."""
+    """The part of Pipeline that reports."""
 
     timetable: Timetable
     group: dist.ProcessGroup | None
     _engine: Engine
-    _recorder: Recorder
-    _recording: Recorder | None
     _records: Path | None  # where a failed call leaves records
     _ends_process: bool
     _timeout: float
-
-    @contextmanager
-    def recording(self, recorder: Recorder | None = None) -> Iterator[None]:
-        """Measure each action and message of the steps inside the block; `timeline` gives the last step.
-
-        recorder: what notes them instead, and `timeline` does not.
-        """
-        self._recording = self._recorder if recorder is None else recorder
-        try:
-            yield
-        finally:
-            self._recording = None
-
-    def name_actions(self, is_named: bool) -> None:
-        """Show torch's profiler the instructions of the steps that follow by their text, `2F5`; or no longer.
-
-        While they have no names, steps take no time for this.
-        """
-        self._engine.name_actions(is_named)
 
     def leave_records_in(self, folder: str | os.PathLike[str], *, ends_process: bool = False) -> None:
         """If a call fails on any rank, let each rank write `flight-rank-N.json` to this folder.
@@ -72,15 +48,6 @@ class PipelineTimeline:
     def receive_buffers(self) -> list[Tensor]:
         """The buffers that messages of `step` are received into: as many as are in use at once."""
         return self._engine.receive_buffers()
-
-    def timeline(self) -> Timeline:
-        """The last step inside `recording`, as it ran on all ranks; it starts at 0 ms. Collective.
-
-        peak_memory as `measured_timeline` has it. Raises RuntimeError if no step was recorded.
-        """
-        if self._recorder.is_empty:
-            raise RuntimeError("no step was recorded: run one inside `with pipeline.recording():`")
-        return measured_timeline(self._recorder, self.timetable, self.group)
 
     @property
     def offload_plan(self) -> tuple[RankOffload, ...]:

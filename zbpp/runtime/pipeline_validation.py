@@ -9,8 +9,8 @@ from functools import partial
 from typing import Protocol
 
 from zbpp.error_text import error_text
+from zbpp.runtime.call import Call
 from zbpp.runtime.engine import Settle
-from zbpp.runtime.feed import Call
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.pipeline_end import PipelineEnd
 from zbpp.runtime.posts import Posts

@@ -12,8 +12,10 @@ from zbpp.autograd import WeightGrads
 from zbpp.runtime.call_order import CallOrder, neighbours_of
 from zbpp.runtime.check_counts import CheckCounts, MessageChecks
 from zbpp.runtime.executor import Executor
+from zbpp.runtime.extra import Extras
 from zbpp.runtime.flight_recorder import FlightRecorder
 from zbpp.runtime.groups import close_groups, job_store, link_groups
+from zbpp.runtime.mesh import Place
 from zbpp.runtime.offloader import Offloader
 from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.resolve import StageMethod
@@ -52,6 +54,7 @@ class RankParts:
     linked to another. flight: where this rank stands; watch: tells it to the processes that wait for this
     one, None where there are none.
     activations, weights_on_host: what leaves the device; None where nothing does.
+    extras: of the pipeline; after a change call `rebind`.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class RankParts:
         stages: Mapping[int, nn.Module],
         loss_fn: Loss | None,
         device: torch.device,
+        place: Place,
         reductions: Reductions,
         *,
         group: dist.ProcessGroup | None,
@@ -73,6 +77,8 @@ class RankParts:
         counts: CheckCounts,
     ) -> None:
         self.timetable, self.rank, self.reductions, self.key = timetable, rank, reductions, key
+        self.device, self.place = device, place
+        self.extras = Extras()
         self.modules = [*stages.values(), *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
         self.weights_on_host = offloaded_weights(stages.values())
         self.workers = self._workers(stages, loss_fn, device)
@@ -91,7 +97,7 @@ class RankParts:
         if pairs or reductions.is_shared:
             self.watch = Watch(self.flight, job_store(f"{key_of_all}/watch"))
         self._check_messages, self._counts = check_messages, counts
-        self._device, self._dynamic_shapes = device, dynamic_shapes
+        self._dynamic_shapes = dynamic_shapes
         self.executors = {
             name: self.executor(name, program, METHODS[name]) for name, program in programs.items()
         }
@@ -101,19 +107,25 @@ class RankParts:
         timetable, rank = self.timetable, self.rank
         trains = name in TRAINING
         return Executor(
-            program[rank],
+            self.extras.rewrite(program[rank], name),
             self.workers,
             methods,
             timetable.num_stages,
             self._links,
-            self._device,
+            self.device,
             dynamic_shapes=self._dynamic_shapes,
             reductions=self.reductions if trains else None,
             gate=lambda: lower(timetable).gate(rank),
             offloads={} if self.activations is None else self.activations.offloads,
             flight=self.flight,
             check_messages=MessageChecks(self._when, self._counts) if self._check_messages else None,
+            extras=self.extras,
         )
+
+    def rebind(self) -> None:
+        """Let the programs of all calls have what the extras make of them now."""
+        for name, program in self._programs().items():
+            self.executors[name].resolve(self.extras.rewrite(program[self.rank], name))
 
     def _when(self) -> str:
         """The call that runs, for the errors of checked messages."""
@@ -155,7 +167,8 @@ class RankParts:
         self.reductions.abandon()
 
     def close(self) -> None:
-        """Close links and reductions for good."""
+        """Close links, reductions and extras for good."""
+        self.extras.close()
         if self.watch is not None:
             self.watch.close()
         for executor in self.executors.values():

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zbpp.autograd.leaf_grad import total_of
+from zbpp.runtime.call import Call
 from zbpp.runtime.checksums import checksum
 from zbpp.runtime.engine import Engine
-from zbpp.runtime.feed import Call
 from zbpp.runtime.mesh import Place, local_of, planned_by_rank_0
 from zbpp.runtime.named_losses import NamedLosses
 from zbpp.runtime.named_tensors import Named, buffers_of, parameters_of, sharing_stages

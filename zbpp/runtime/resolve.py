@@ -23,12 +23,10 @@ from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
-from torch.profiler import record_function
-
 from zbpp.runtime.boxes import channel_of
 from zbpp.runtime.checked_links import CheckedInbox
+from zbpp.runtime.extra import Extras
 from zbpp.runtime.layout import Message
-from zbpp.runtime.measure import Recorder
 from zbpp.runtime.offload import SavedOffload, StageOffload
 from zbpp.runtime.p2p import Inbox, Outbox
 from zbpp.runtime.reductions import Reductions
@@ -50,6 +48,9 @@ class Resolved(NamedTuple):
     gives: int = UNREAD_SLOT
 
 
+_OF_AN_EXTRA = Resolved(lambda message: ())
+
+
 class Resolution(NamedTuple):
     """A program as functions. instructions: what each function was; None for what is no instruction.
 
@@ -68,9 +69,8 @@ class Resolver:
     reductions: of the stages' gradients; None where programs have none. offloads: what may leave, by the
     value's name and the stage.
 
-    slots: where each value waits: those that the instructions of `program` take. is_named: whether functions
-    let torch's profiler see each instruction by its text. replaced: the functions of actions that are not the
-    stages' own. recorder: of the pass that runs, if it is measured; told when copies and reductions run.
+    slots: where each value waits: those that the instructions of `program` take. replaced: the functions of
+    actions that are not the stages' own.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class Resolver:
         outboxes: Mapping[int, Outbox],
         reductions: Reductions | None,
         offloads: Mapping[tuple[str, int], StageOffload[Any]],
+        extras: Extras,
     ) -> None:
         self._workers, self._methods, self._num_stages = workers, methods, num_stages
         self._inboxes, self._outboxes = inboxes, outboxes
         self._reductions, self._offloads = reductions, offloads
+        self._extras = extras
         taken = [value for instruction in program.instructions for value in _taken(instruction)]
         self.slots = dict(zip(taken, count(FIRST_SLOT)))
-        self.is_named = False
         self.replaced: Mapping[Action, Callable[[Message], Any]] = {}
-        self.recorder: Recorder | None = None
         self._leaving = frozenset[Value]()
 
     def plain(self, program: Program) -> Resolution:
@@ -123,11 +123,17 @@ class Resolver:
         functions, resolved = list[Resolved](), list[Instruction | None]()
         for work, part in ((first, instructions[:place]), (at_gate, instructions[place:]), (last, ())):
             functions += [Resolved(_without_message(each)) for each in work]
-            functions += map(self._named if self.is_named else self._resolve, part)
-            resolved += [*[None] * len(work), *part]
+            resolved += [None] * len(work)
+            for each in part:
+                found = self._resolve(each)
+                bound = self._extras.bind(each, None if found is None else found.function)
+                if bound is not None:
+                    functions.append((found or _OF_AN_EXTRA)._replace(function=bound))
+                    resolved.append(each)
         return Resolution(functions, resolved, None if gate is None else len(first) + place)
 
-    def _resolve(self, instruction: Instruction) -> Resolved:
+    def _resolve(self, instruction: Instruction) -> Resolved | None:
+        """The function of an instruction that the core knows; None for one of an extra."""
         match instruction:
             case Action():
                 return self._action(instruction)
@@ -146,6 +152,8 @@ class Resolver:
                 return Resolved(_without_message(partial(self._offload_of(value).drop, value.microbatch)))
             case Await(value):
                 return Resolved(_without_message(partial(self._offload_of(value).wait, value.microbatch)))
+            case _:
+                return None
 
     def _action(self, action: Action) -> Resolved:
         takes = [self.slots[value] for value in _taken(action)]
@@ -159,16 +167,6 @@ class Resolver:
         function = self.replaced.get(action, function)
         return Resolved(function, *(takes or [EMPTY_SLOT]), *(gives or [UNREAD_SLOT]))
 
-    def _named(self, instruction: Instruction) -> Resolved:
-        """The instruction, resolved, with its text as a range of the profiler."""
-        resolved, name = self._resolve(instruction), str(instruction)
-
-        def function(message: Message) -> Any:
-            with record_function(name):
-                return resolved.function(message)
-
-        return resolved._replace(function=function)
-
     def _saved(self, stage: int) -> SavedOffload:
         found = self._offloads[SavedOffload.name, stage]
         assert isinstance(found, SavedOffload)
@@ -178,19 +176,18 @@ class Resolver:
         return self._offloads[value.name, value.stage]
 
     def _start_copy(self, instruction: Offload | Fetch) -> None:
-        """Start to copy a value; the recorder is told when the copy runs."""
+        """Start to copy a value."""
         value, is_out = instruction.value, isinstance(instruction, Offload)
         offload = self._offload_of(value)
-        watch = None if self.recorder is None else self.recorder.copy(value, is_out=is_out)
-        (offload.offload if is_out else offload.fetch)(value.microbatch, watch)
+        (offload.offload if is_out else offload.fetch)(value.microbatch, self._extras.background(instruction))
 
     def _reduce(self, stage: int) -> None:
-        """Start the reduction of a stage's gradients; the recorder is told when it has ended."""
+        """Start the reduction of a stage's gradients."""
         if self._reductions is None:
             return
         if self._reductions.reduces(stage):
-            ended = None if self.recorder is None else self.recorder.reduction(stage)
-            self._reductions.start(stage, ended)
+            begun = self._extras.background(Reduce(stage))
+            self._reductions.start(stage, None if begun is None else begun())
         else:
             self._reductions.complete(stage)
 

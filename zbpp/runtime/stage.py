@@ -34,7 +34,7 @@ from zbpp.runtime.boundary import (
     graph_input,
     told,
 )
-from zbpp.runtime.feed import NO_FEED, Feed
+from zbpp.runtime.call import NO_FEED, Feed
 from zbpp.runtime.layout import Message, describe, layout_of
 from zbpp.runtime.named_losses import checked_losses
 from zbpp.runtime.out_of_memory import is_out_of_memory

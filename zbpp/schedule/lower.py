@@ -27,7 +27,7 @@ What leaves the device between two actions is another matter, and each rank's ow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -35,7 +35,7 @@ import numpy as np
 from zbpp.schedule.dataflow import Value, produces
 from zbpp.schedule.dataflow_arrays import Numbers, Values
 from zbpp.schedule.gate import Gate, gate_positions
-from zbpp.schedule.offload import RankOffload, Transport
+from zbpp.schedule.offload import RankOffload
 from zbpp.schedule.reductions import complete_stages
 from zbpp.schedule.simulate import Floats, Timeline, simulate
 from zbpp.schedule.timetable import Action, Op, Timetable
@@ -80,7 +80,8 @@ class Reduce(NamedTuple):
         return f"Reduce {self.stage}"
 
 
-Instruction = Action | Send | Recv | Release | Reduce | Transport
+Instruction = Hashable
+"""Action, Send, Recv, Release, Reduce, Transport; or an instruction of an extra: a value with a text."""
 # The slots around each action of a row, in the order in which they run:
 _NUM_SLOTS = 7
 _COPY, _RECV, _WAIT, _ACTION, _SEND, _REDUCE, _RELEASE = range(_NUM_SLOTS)

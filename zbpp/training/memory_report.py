@@ -51,7 +51,7 @@ class MemoryReport:
         record = self._record = MemoryRecord(trainer.pipeline.device)
         self._is_later, self._is_recording = trainer.pipeline.pending_update is not None, True
         levels = record.step(lambda: _staying(trainer), lambda: _on_host(trainer))
-        with levels, trainer.pipeline.recording(record.recorder):
+        with levels, trainer.pipeline.using(record.recorder):
             yield
         self._is_recording = False
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from zbpp.runtime import Pipeline
+from zbpp.runtime.measure import ProfilerNames
 from zbpp.training.callbacks import Callback
 from zbpp.training.update import Metrics
 
@@ -27,6 +29,7 @@ class Profile(Callback):
         self._steps, self._path, self._say = steps, path, say
         self._profiler: torch.profiler.profile | None = None
         self._named: Pipeline | None = None
+        self._names = ExitStack()
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         """Begin with the first step of the range."""
@@ -34,7 +37,8 @@ class Profile(Callback):
             return
         if self._named is not trainer.pipeline:  # replanning may have replaced it
             self._named = trainer.pipeline
-            self._named.name_actions(True)
+            self._names.close()
+            self._names.enter_context(self._named.using(ProfilerNames()))
         if self._profiler is None:
             activities = [torch.profiler.ProfilerActivity.CPU]
             if trainer.pipeline.device.type == "cuda":
@@ -58,6 +62,5 @@ class Profile(Callback):
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._profiler.export_chrome_trace(str(self._path))
         self._say(f"profile of steps {self._steps[0]} to {self._steps[-1]} written to {self._path}")
-        if self._named is not None:
-            self._named.name_actions(False)
+        self._names.close()
         self._profiler, self._named = None, None

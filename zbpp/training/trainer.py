@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from zbpp.checkpoints import Stateful
 from zbpp.data import Data
 from zbpp.runtime import Pipeline
+from zbpp.runtime.measure import Recorder
 from zbpp.schedule import Timeline, Timetable
 from zbpp.training.batches import Batches
 from zbpp.training.begun_steps import BegunSteps
@@ -113,6 +114,7 @@ class Trainer:
         )
         self._parameters = KnownParameters(self.pipeline, self.optimizer, self.masters)
         self.timelines: list[Timeline] = []
+        self._recorder = Recorder()
         self.next_step = 0  # the step that `run` begins with
         self.leaving: str | None = None  # why the run ends early; the same on all ranks
         self.first_step = 0  # the first step of the last `run`
@@ -193,7 +195,7 @@ class Trainer:
         if evaluated:
             known[-1] |= self.evaluate()
         if recorded:
-            self.timelines.append(self.pipeline.timeline())
+            self.timelines.append(self._recorder.timeline())
             del self.timelines[: -max(self.num_recorded, _KEPT)]
         after_step(self, step, known)
         self.leaving = None if is_last else self._agreed  # after its last step a run has not ended early
@@ -201,11 +203,11 @@ class Trainer:
             self._replan(step, known)
         return known
 
-    def _watching(self, *, recorded: bool, is_reported: bool) -> AbstractContextManager[None]:
+    def _watching(self, *, recorded: bool, is_reported: bool) -> AbstractContextManager[object]:
         """What a step runs in: a recording of its times, or of its memory, or nothing."""
         if is_reported and self.memory_report is not None:
             return self.memory_report.recording(self)
-        return self.pipeline.recording() if recorded else nullcontext()
+        return self.pipeline.using(self._recorder) if recorded else nullcontext()
 
     @property
     def items_per_step(self) -> int:

@@ -15,7 +15,7 @@ from zbpp.benchmark.gpu.settings import Settings
 from zbpp.benchmark.gpu.workload import llama, stages_of, tokens
 from zbpp.planning import plan
 from zbpp.runtime import Pipeline
-from zbpp.runtime.measure import Recorder
+from zbpp.runtime.measure import Recorder, StepRecord
 
 _NUM_MICROBATCHES, _NUM_LAYERS, _ROWS = 8, 4, 1
 _NUM_STEPS = 6  # the third one is captured
@@ -111,12 +111,12 @@ def _run(schedule: str, hidden: int, settings: Settings, *, has_graphs: bool) ->
 
 def _host_us(pipeline: Pipeline, x: Tensor, target: Tensor, settings: Settings) -> float:
     """The mean time of the host for an action, by the host's clock."""
-    recorder = Recorder(torch.device("cpu"))
+    record = StepRecord(torch.device("cpu"))
     settings.synchronize()
-    with pipeline.recording(recorder):
+    with pipeline.using(Recorder(record)):
         pipeline.step(x, target=target)
     settings.synchronize()
-    return 1e3 * float(mean((recorder.times()[:, 1] - recorder.times()[:, 0]).tolist()))
+    return 1e3 * float(mean((record.times()[:, 1] - record.times()[:, 0]).tolist()))
 
 
 def _num_allocations(settings: Settings) -> int:

@@ -18,7 +18,7 @@ from zbpp.benchmark.gpu.settings import Settings
 from zbpp.benchmark.gpu.workload import llama, stages_of, tokens
 from zbpp.planning import plan
 from zbpp.runtime import Pipeline
-from zbpp.runtime.measure import Recorder
+from zbpp.runtime.measure import ProfilerNames, Recorder, StepRecord
 from zbpp.runtime.memory import _silence
 
 _NUM_MICROBATCHES = 4
@@ -56,13 +56,13 @@ def _pipeline(
 
 def _host_times(pipeline: Pipeline, x: Tensor, target: Tensor, settings: Settings) -> dict[str, list[float]]:
     """{op: ms in which the host did each action of a step}: the host's clock, whatever the device."""
-    recorder = Recorder(torch.device("cpu"))
+    record = StepRecord(torch.device("cpu"))
     settings.synchronize()
-    with pipeline.recording(recorder):
+    with pipeline.using(Recorder(record)):
         pipeline.step(x, target=target)
     settings.synchronize()
     found = defaultdict(list)
-    for action, (begin, end) in zip(pipeline.timetable.rows[0], recorder.times().tolist(), strict=True):
+    for action, (begin, end) in zip(pipeline.timetable.rows[0], record.times().tolist(), strict=True):
         found[action.op.name].append(end - begin)
     return found
 
@@ -72,17 +72,16 @@ def _counts(pipeline: Pipeline, x: Tensor, target: Tensor, settings: Settings) -
     activities = [torch.profiler.ProfilerActivity.CPU]
     if settings.is_cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    pipeline.name_actions(True)
-    pipeline.step(x, target=target)
-    settings.synchronize()
-    profiler = torch.profiler.profile(activities=activities, acc_events=True)
-    with _silence():
-        profiler.start()
-    pipeline.step(x, target=target)
-    settings.synchronize()
-    with _silence():
-        profiler.stop()
-    pipeline.name_actions(False)
+    with pipeline.using(ProfilerNames()):
+        pipeline.step(x, target=target)
+        settings.synchronize()
+        profiler = torch.profiler.profile(activities=activities, acc_events=True)
+        with _silence():
+            profiler.start()
+        pipeline.step(x, target=target)
+        settings.synchronize()
+        with _silence():
+            profiler.stop()
     events = [each for each in profiler.events() or [] if each.device_type == DeviceType.CPU]
     return counted(events, on_device=settings.is_cuda)
 

@@ -24,7 +24,7 @@ from zbpp.autograd.copies import HostCopier, Moves, Watch
 from zbpp.launch import on_ranks
 from zbpp.models.emulated import Emulated, sleep
 from zbpp.planning import plan
-from zbpp.runtime import ActivationOffload, Pipeline
+from zbpp.runtime import ActivationOffload, Pipeline, Recorder
 from zbpp.runtime.memory import live_bytes
 from zbpp.runtime.world import gather, world
 from zbpp.schedule import Costs, Timetable, choose_offload, simulate
@@ -182,10 +182,10 @@ def _in_turns(pipelines: Sequence[Pipeline]) -> list[list[float]]:
     x = _batch()
     for turn in range(_NUM_TURNS + 1):
         for own, pipeline in zip(spans, pipelines, strict=True):
-            with pipeline.recording():
+            with pipeline.using(Recorder()) as recorder:
                 pipeline.step(x, target=x)
             if turn:
-                own.append(pipeline.timeline().makespan)
+                own.append(recorder.timeline().makespan)
     return spans
 
 

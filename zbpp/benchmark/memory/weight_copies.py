@@ -17,7 +17,7 @@ from torch import nn
 
 from zbpp.planning import plan
 from zbpp.planning.weight_copies import with_weight_copies
-from zbpp.runtime import Pipeline, measured_costs
+from zbpp.runtime import Pipeline, Recorder, measured_costs
 from zbpp.runtime.weight_offload import OffloadedWeights
 from zbpp.schedule import simulate
 
@@ -43,10 +43,10 @@ def rows() -> list[tuple[str, str]]:
             for parameter in case.pipeline.parameters():
                 parameter.grad = None
             before = time.perf_counter()
-            with case.pipeline.recording():
+            with case.pipeline.using(Recorder()) as recorder:
                 found.extend(each.item() for each in case.pipeline.step(x, target=x))
             own.append(1e3 * (time.perf_counter() - before))
-    costs = measured_costs(cases[0].pipeline.timeline())
+    costs = measured_costs(recorder.timeline())
     copied = with_weight_copies(
         costs, _weight_copy_ms(cases[1]), num_stages=1, num_blocks=_NUM_BLOCKS, overlaps=False
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from zbpp.runtime.feed import Feed
+from zbpp.runtime.call import Feed
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
 

@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zbpp.runtime.call import Feed
 from zbpp.runtime.executor import Executor
-from zbpp.runtime.feed import Feed
 from zbpp.runtime.graphs.capture import ActionGraphs, GraphMaker, RankActions
 from zbpp.runtime.graphs.cuda import CudaGraphs
 from zbpp.runtime.graphs.gradients import StaticGradients
 from zbpp.runtime.graphs.inputs import Key, StaticInputs, key_of
 from zbpp.runtime.layout import Layout
-from zbpp.runtime.measure import Recorder
 from zbpp.schedule import Action
 
 _log = logging.getLogger(__name__)
@@ -64,17 +63,17 @@ class StepGraphs:
         self._layouts: dict[Action, Layout] = {}
         self._loss_grads: dict[int, dict[Any, Tensor]] = {}  # by stage; see StageWorker
 
-    def run(self, feeds: Mapping[int, Feed], recorder: Recorder | None) -> None:
+    def run(self, feeds: Mapping[int, Feed]) -> None:
         """Run a step whose feeds the workers have begun."""
         key = key_of(feeds)
         if self._captured is None:
             if key != self._key or self._num_warm < _WARM_UP:
-                return self._warm_up(key, recorder)
+                return self._warm_up(key)
             self._captured = self._capture(key, feeds)
         if key == self._captured.key:
-            return self._replay(self._captured, feeds, recorder)
+            return self._replay(self._captured, feeds)
         self._use_eager()
-        self._executor.run(recorder)
+        self._executor.run()
 
     def close(self) -> None:
         """Drop the graphs and their memory."""
@@ -86,14 +85,14 @@ class StepGraphs:
             self._executor.replace_actions({}, {})
             self._is_replaying = False
 
-    def _warm_up(self, key: Key, recorder: Recorder | None) -> None:
+    def _warm_up(self, key: Key) -> None:
         """Run a step eagerly, where captures run. It notes layouts of messages and gradients of losses."""
         self._num_warm = self._num_warm + 1 if key == self._key else 1
         self._key, self._layouts = key, {}
         self._executor.replace_actions(self._rank.noting(self._layouts), {})
         try:
             with self._maker.warming_up():
-                self._executor.run(recorder)
+                self._executor.run()
         finally:
             self._executor.replace_actions({}, {})
         self._loss_grads = {stage: worker.loss_grads for stage, worker in self._rank.workers.items()}
@@ -122,7 +121,7 @@ class StepGraphs:
             worker.begin(feeds[stage])
             worker.loss_grads = self._loss_grads[stage]
 
-    def _replay(self, captured: _Captured, feeds: Mapping[int, Feed], recorder: Recorder | None) -> None:
+    def _replay(self, captured: _Captured, feeds: Mapping[int, Feed]) -> None:
         captured.gradients.begin()
         captured.inputs.load(feeds)
         for stage, feed in feeds.items():
@@ -131,7 +130,7 @@ class StepGraphs:
         if not self._is_replaying:
             captured.graphs.use(self._executor)
             self._is_replaying = True
-        self._executor.run(recorder)
+        self._executor.run()
         captured.graphs.give_losses()
         self.num_replays += 1
 

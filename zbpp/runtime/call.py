@@ -1,11 +1,14 @@
-"""What one call of `Pipeline.step` or `evaluate` gives to the stages of a rank, microbatch by microbatch."""
+"""One call of `Pipeline.step`, `evaluate` or `predict`: what it gives to a rank's stages, and its result."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from zbpp.runtime.microbatch import Cutter
+from zbpp.runtime.named_losses import NamedLosses
 
 Observe = Callable[[Any, Any], None]  # (output, target)
 
@@ -25,13 +28,14 @@ NO_FEED = Feed((), (), None, ())
 
 
 class Call(NamedTuple):
-    """The arguments of one call of `step` or `evaluate` on this rank."""
+    """The arguments of one call on this rank. kind: which program it runs, such as "step"."""
 
     args: tuple[Any, ...]
     target: Any
     kwargs: Mapping[str, Any]
     observe: Observe | None = None
     loss_scale: float = 1.0
+    kind: str = "step"
 
     def feeds(self, cutter: Cutter, seeds: Mapping[int, int], last_stage: int) -> dict[int, Feed]:
         """{stage: its feed} for each stage of this rank.
@@ -57,3 +61,10 @@ class Call(NamedTuple):
             )
             for stage, seed in seeds.items()
         }
+
+
+class Result(NamedTuple):
+    """The losses of one call on this rank; `losses` is empty but on the last stage's owner."""
+
+    losses: list[Tensor]
+    named: NamedLosses

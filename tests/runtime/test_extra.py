@@ -1,0 +1,200 @@
+"""Extra: what a user may hang on a pipeline, and what the core promises to it."""
+
+from collections import defaultdict
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from helpers.processes import run_ranks
+from zbpp import Extra, Pipeline, plan
+from zbpp.schedule import Action, Program, Send
+
+M, SIZE = 4, 8
+
+
+def pipeline_of(*extras, schedule="zb_h1", rank=0, num_ranks=1):
+    torch.manual_seed(0)
+    timetable = plan(schedule, num_ranks, M)
+    everything = [nn.Linear(SIZE, SIZE) for _ in range(timetable.num_stages)]
+    stages = {stage: everything[stage] for stage in timetable.stages_of(rank)}
+    return Pipeline(stages, timetable, F.mse_loss, extras=extras)
+
+
+def step(pipeline):
+    x = torch.linspace(-1, 1, 2 * M * SIZE).reshape(2 * M, SIZE)
+    return pipeline.step(x, target=x.cos())
+
+
+class Log(Extra):
+    """Notes every call of its methods."""
+
+    def __init__(self, name, calls):
+        self.name, self.calls = name, calls
+
+    def attach(self, rank):
+        self.calls.append((self.name, "attach"))
+
+    def bind(self, at, run):
+        if run is None or not isinstance(at, Action):
+            return run
+
+        def logged(message):
+            self.calls.append((self.name, f"before {at}"))
+            result = run(message)
+            self.calls.append((self.name, f"after {at}"))
+            return result
+
+        return logged
+
+    def begin(self, call):
+        self.calls.append((self.name, f"begin {call.kind}"))
+
+    def end(self, call, result):
+        self.calls.append((self.name, f"end {call.kind} with {len(result.losses)} losses"))
+
+    def fail(self, error):
+        self.calls.append((self.name, f"fail {type(error).__name__}"))
+
+    def close(self):
+        self.calls.append((self.name, "close"))
+
+
+def test_the_first_extra_is_the_innermost_one():
+    calls = []
+    pipeline = pipeline_of(Log("first", calls), Log("second", calls))
+    assert calls == [("first", "attach"), ("second", "attach")]
+    calls.clear()
+    step(pipeline)
+    assert calls[:6] == [
+        ("first", "begin step"), ("second", "begin step"),
+        ("second", "before 0F0"), ("first", "before 0F0"), ("first", "after 0F0"), ("second", "after 0F0"),
+    ]  # fmt: skip
+    assert calls[-2:] == [("first", "end step with 4 losses"), ("second", "end step with 4 losses")]
+    calls.clear()
+    pipeline.close()
+    assert calls == [("second", "close"), ("first", "close")]
+
+
+def test_an_extra_is_told_of_a_call_that_fails():
+    calls = []
+    pipeline = pipeline_of(Log("log", calls))
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        pipeline.step(torch.ones(M, SIZE + 1), target=torch.ones(M, SIZE))
+    assert [what for _, what in calls if what.startswith(("begin", "end", "fail"))] == [
+        "begin step", "fail RuntimeError",
+    ]  # fmt: skip
+
+
+def functions(pipeline):
+    """What runs at each instruction of a step, as far as one can tell two functions apart."""
+    found = pipeline._engine._executors["step"]._plain.functions
+    return [repr(getattr(each.function, "func", each.function)).split(" at ")[0] for each in found]
+
+
+def test_an_extra_that_is_gone_has_left_nothing_behind():
+    """Extras are bound when a program is resolved: without them, a step runs the functions of the core."""
+    pipeline, calls = pipeline_of(), []
+    before = functions(pipeline)
+    with pipeline.using(Log("log", calls)):
+        assert functions(pipeline) != before
+        step(pipeline)
+    assert calls[-1] == ("log", "close")
+    assert functions(pipeline) == before
+    calls.clear()
+    step(pipeline)
+    assert calls == []
+
+
+class Mark(NamedTuple):
+    """An instruction that only one extra knows."""
+
+    text: str
+
+    def __str__(self):
+        return self.text
+
+
+class Marks(Extra):
+    """Puts an instruction of its own behind each action of training steps."""
+
+    name = "marks"
+
+    def __init__(self, is_bound=True):
+        self.is_bound, self.ran = is_bound, []
+
+    def rewrite(self, program: Program, call: str) -> Program:
+        if call != "step":
+            return program
+        found = []
+        for each in program.instructions:
+            found += [each, Mark(f"mark {each}")] if isinstance(each, Action) else [each]
+        return program._replace(instructions=tuple(found))
+
+    def bind(self, at, run):
+        if isinstance(at, Mark) and self.is_bound:
+            return lambda message: self.ran.append(at.text) or ()
+        return run
+
+
+def test_an_extra_runs_instructions_of_its_own_where_it_has_put_them():
+    marks = Marks()
+    pipeline = pipeline_of(marks)
+    losses = step(pipeline)
+    assert marks.ran == [f"mark {action}" for action in pipeline.timetable.rows[0]]
+    assert torch.equal(torch.stack(losses), torch.stack(step(pipeline_of())))
+    marks.ran.clear()
+    pipeline.evaluate(torch.ones(M, SIZE), target=torch.ones(M, SIZE))
+    assert marks.ran == []
+
+
+def test_an_instruction_that_no_extra_binds_is_left_out():
+    pipeline = pipeline_of(Marks(is_bound=False))
+    assert functions(pipeline) == functions(pipeline_of())
+    assert len(step(pipeline)) == M
+
+
+def test_extras_that_exclude_each_other_are_refused_with_what_to_write_instead():
+    first, second = Extra(), Extra()
+    first.name, second.name = "first", "second"
+    second.excludes = {"first": "leave one of them out"}
+    with pytest.raises(ValueError, match="second doesn't go with first: leave one of them out"):
+        pipeline_of(first, second)
+    pipeline = pipeline_of(second)
+    with pytest.raises(ValueError, match="second doesn't go with first"), pipeline.using(first):
+        pass
+    assert len(step(pipeline)) == M
+
+
+class BytesPerLink(Extra):
+    """Counts the bytes that this rank sends to each other rank."""
+
+    name = "bytes_per_link"
+
+    def __init__(self):
+        self.sent = defaultdict(int)
+
+    def bind(self, at, run):
+        if not isinstance(at, Send):
+            return run
+
+        def counted(message):
+            self.sent[at.peer] += sum(tensor.nbytes for tensor in message if tensor is not None)
+            return run(message)
+
+        return counted
+
+
+def bytes_sent(rank):
+    counter = BytesPerLink()
+    with pipeline_of(counter, rank=rank, num_ranks=2) as pipeline:
+        step(pipeline)
+    return dict(counter.sent)
+
+
+def test_an_extra_of_a_user_sees_every_message():
+    """Each of M microbatches has 2 rows of SIZE float32 numbers: x to rank 1, and its gradient back."""
+    nbytes = M * 2 * SIZE * 4
+    assert run_ranks(bytes_sent, 2) == [{1: nbytes}, {0: nbytes}]

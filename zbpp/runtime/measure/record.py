@@ -1,0 +1,105 @@
+"""When each instruction of one rank ran, in the step that was recorded last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from zbpp.runtime.extra import Background
+from zbpp.runtime.measure.clocks import clock_of
+from zbpp.schedule import Action, Recv, Send, Value
+from zbpp.schedule.lower import Instruction
+
+Times = npt.NDArray[np.float64]
+Mark = Any  # of a Clock
+Messages = tuple[dict[Value, float], dict[Value, float]]  # sent by a rank, arrived there: ms
+Copies = list[tuple[Value, bool, float, float]]  # value, whether it leaves the device, start, end: ms
+Spans = list[tuple[int, float, float]]  # stage, start, end: ms
+
+
+class StepRecord:
+    """When each instruction of a rank began and ended in its last recorded step, in ms.
+
+    Measured by CUDA events on a GPU: a recorded step waits for nothing, and whoever reads the times first
+    waits for the device, once. On the CPU measured by the machine's clock, see clocks.py.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._clock = device, clock_of(device)
+        self._marks: list[Mark] = []
+        self._instructions: Sequence[Instruction | None] = ()
+        self._reduced: list[tuple[int, Mark, Mark]] = []  # stage, begin, end; in the order of the ends
+        self._copied: list[tuple[Value, bool, Mark, Mark]] = []  # value, is_out, begin, end
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step was recorded yet."""
+        return not self._marks
+
+    def begin(self, instructions: Sequence[Instruction | None]) -> Callable[[], None]:
+        """Start a new record of these instructions, which replaces the last one.
+
+        Returns a function to be called where an instruction begins, and again where it ends, in their order.
+        None stands for work that is no instruction. The sequence may still grow.
+        """
+        marks: list[Mark] = []
+        self._instructions, self._marks, self._reduced, self._copied = instructions, marks, [], []
+        self._clock.begin()
+        mark = self._clock.mark
+        return lambda: marks.append(mark())
+
+    def reduction(self, stage: int) -> Callable[[], None]:
+        """Note that a stage's reduction starts; return a function to be called when it has ended.
+
+        The function may be called by another thread. On a GPU both calls belong into the stream whose work
+        they mark. A reduction whose function is never called is not recorded.
+        """
+        mark = self._clock.mark
+        reduced, begin = self._reduced, mark()
+        return lambda: reduced.append((stage, begin, mark()))
+
+    def copy(self, value: Value, *, is_out: bool) -> Background:
+        """What notes a copy of a value: see Background; called by another thread, or in a CUDA stream."""
+        mark, copied = self._clock.mark, self._copied
+
+        def begin() -> Callable[[], None]:
+            start = mark()
+            return lambda: copied.append((value, is_out, start, mark()))
+
+        return begin
+
+    def times(self) -> Times:
+        """[actions, 2]: start and end of each action, in ms of the machine's clock."""
+        spans = [span for instruction, span in self._spans() if isinstance(instruction, Action)]
+        return np.array(spans, dtype=np.float64).reshape(-1, 2)
+
+    def messages(self) -> Messages:
+        """When the send of each message from here began, and when each message to here had arrived.
+
+        In ms of the machine's clock.
+        """
+        spans = list(self._spans())
+        sent = {each.value: begin for each, (begin, _) in spans if isinstance(each, Send)}
+        arrived = {each.value: end for each, (_, end) in spans if isinstance(each, Recv)}
+        return sent, arrived
+
+    def reductions(self) -> Spans:
+        """Each stage with the begin and end of its reduction in ms of the machine's clock, by their ends."""
+        stages, begins, ends = zip(*self._reduced, strict=True) if self._reduced else ((), (), ())
+        spans = zip(stages, self._clock.in_ms(begins), self._clock.in_ms(ends), strict=True)
+        return sorted(spans, key=lambda span: span[2])
+
+    def copies(self) -> Copies:
+        """Each value that was copied, whether out of the device, with begin and end, in order."""
+        values, are_out, begins, ends = zip(*self._copied, strict=True) if self._copied else ((),) * 4
+        in_ms = self._clock.in_ms
+        return [*zip(values, are_out, in_ms(begins), in_ms(ends), strict=True)]
+
+    def _spans(self) -> Iterator[tuple[Instruction | None, tuple[float, float]]]:
+        """Each instruction with its begin and end."""
+        marks = self._clock.in_ms(self._marks)
+        return zip(self._instructions, zip(marks[::2], marks[1::2], strict=True), strict=True)

@@ -1,0 +1,105 @@
+"""Recorder, an extra that measures steps; ProfilerNames, an extra that names their instructions.
+
+with pipeline.using(zbpp.Recorder()) as recorder:
+    pipeline.step(x, target=y)
+timeline = recorder.timeline()
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.profiler import record_function
+
+from zbpp.runtime.call import Call
+from zbpp.runtime.extra import Background, Extra, Run
+from zbpp.runtime.layout import Message
+from zbpp.runtime.measure.record import StepRecord
+from zbpp.runtime.measure.timeline import measured_timeline
+from zbpp.schedule import Program, Reduce, Timeline
+from zbpp.schedule.lower import Instruction
+from zbpp.schedule.offload import Fetch, Offload
+
+if TYPE_CHECKING:
+    from zbpp.runtime.rank_parts import RankParts
+
+
+class Recorder(Extra):
+    """Measures each instruction of a step; a later step replaces the measured one.
+
+    record: where the times go; None: a StepRecord of its own.
+    """
+
+    name = "recorder"
+
+    def __init__(self, record: StepRecord | None = None) -> None:
+        self._given = record
+        self._instructions: list[Instruction] = []
+        self._is_step = False
+
+    def attach(self, rank: RankParts) -> None:
+        """See Extra."""
+        self._rank = rank
+        self.record = StepRecord(rank.device) if self._given is None else self._given
+
+    def rewrite(self, program: Program, call: str) -> Program:
+        """See Extra."""
+        self._is_step = call == "step"
+        if self._is_step:
+            self._instructions = []
+        return program
+
+    def bind(self, at: Instruction, run: Run | None) -> Run | None:
+        """See Extra."""
+        if run is None or not self._is_step:
+            return run
+        self._instructions.append(at)
+
+        def measured(message: Message) -> Message:
+            self._mark()
+            result = run(message)
+            self._mark()
+            return result
+
+        return measured
+
+    def background(self, at: Instruction) -> Background | None:
+        """See Extra."""
+        match at:
+            case Reduce(stage):
+                return lambda: self.record.reduction(stage)
+            case Offload(value) | Fetch(value):
+                return self.record.copy(value, is_out=isinstance(at, Offload))
+        return None
+
+    def begin(self, call: Call) -> None:
+        """See Extra."""
+        if call.kind == "step":
+            self._mark = self.record.begin(self._instructions)
+
+    def timeline(self) -> Timeline:
+        """The last step as it ran on all ranks; it starts at 0 ms. Collective.
+
+        peak_memory as `measured_timeline` has it. Raises RuntimeError if no step was recorded.
+        """
+        if self.record.is_empty:
+            raise RuntimeError("no step was recorded: run one inside `with pipeline.using(recorder):`")
+        return measured_timeline(self.record, self._rank.timetable, self._rank.place.pipeline)
+
+
+class ProfilerNames(Extra):
+    """Shows torch's profiler the instructions of all calls by their text, `2F5`."""
+
+    name = "profiler_names"
+
+    def bind(self, at: Instruction, run: Run | None) -> Run | None:
+        """See Extra."""
+        if run is None:
+            return None
+
+        def named(message: Message) -> Message:
+            with record_function(text):
+                return run(message)
+
+        text = str(at)
+        return named
