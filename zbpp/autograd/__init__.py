@@ -23,7 +23,7 @@ split.py, graph.py, rules.py and weight_grads.py, in this order.
     collector.py          `defer`: how the backward of an autograd Function puts off a gradient
     auxiliary.py          `auxiliary_loss`: scalars that a forward reports beside its output
     recompute.py          `checkpoint` and `recompute`: one recompute for B and W together
-    forward_state.py      the parameters and buffers that a forward used, for its recompute
+    forward_state.py      the buffers that a forward used, for its recompute
     offload.py            saved tensors that leave device memory between F and B
     deferred_offload.py   tensors that W will read, out of device memory between B and W
     copies.py             copies to host memory or a file while the computation goes on, and back

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,10 +61,10 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     the graph of the forward would refer to itself and never be freed.
 
     Raises RuntimeError if fn changes an argument in place. The backward raises RuntimeError if fn reports
-    other auxiliary losses than in the forward, and if a parameter or a buffer above 64 KiB was changed since
-    the forward. The checks cover the arguments, and the modules and tensors that fn refers to: fn itself, the
-    object whose method it is, its closure, defaults, bound arguments and globals (`references` in
-    forward_state.py says which exactly).
+    other auxiliary losses than in the forward, and if a parameter or a buffer above 64 KiB was changed in
+    place since the forward. Buffers and parameters are those of the modules that fn refers to: fn itself, the
+    module whose method it is, its closure and bound arguments. Other Python values that fn reads, such as a
+    counter in an attribute, have in the recompute the value that they have then.
     """
     given, spec = tree_flatten((args, kwargs))
     if not torch.is_grad_enabled():
@@ -290,8 +290,13 @@ class _Recomputed:
         self.module, self.before = module, vars(module).get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.before or MethodType(type(self.module).forward, self.module)
-        return checkpoint(forward, *args, **kwargs)
+        # A partial shows the checkpoint the module, whatever object `before` is.
+        return checkpoint(partial(_forward_of, self.module, self.before), *args, **kwargs)
+
+
+def _forward_of(module: nn.Module, before: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+    """The module's forward: `before` if it is given, else the class's own."""
+    return type(module).forward(module, *args, **kwargs) if before is None else before(*args, **kwargs)
 
 
 def recomputed(forward: Any) -> Any:
