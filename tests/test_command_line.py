@@ -178,10 +178,6 @@ def test_what_hydra_says_of_a_mistake_is_one_line(given, words):
     ("given", "message"),
     [
         (
-            "debug.check=messages,replicas",
-            "debug.check=messages,replicas: write debug.check=[messages,replicas] for",
-        ),
-        (
             "callbacks={_target_: a.B, most: 2}",
             "callbacks={_target_: a.B, most: 2}: write a list, callbacks=[{_tar",
         ),

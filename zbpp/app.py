@@ -34,7 +34,6 @@ from zbpp.runtime.first_start import of_first_start
 from zbpp.runtime.joining import rank_and_size
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.world import World, broadcast, world
-from zbpp.training.corruption import checks_done, sentence_of_checks
 from zbpp.training.fine_tuned import check_fine_tuned
 from zbpp.training.leaving.deaths import Deaths
 from zbpp.training.leaving.signals import LeaveOnSignal
@@ -162,7 +161,6 @@ def _build_pipeline(
         precision,
         mesh,
         config.memory,
-        config.debug,
         config.cuda_graphs,
     )
     with naming("finetune"):
@@ -239,9 +237,6 @@ def _run(
         summary.figures["layers_per_stage"] = cut
     if config.memory.recompute == "auto":
         summary.figures["recomputed_stages"] = sorted(job.recomputed)
-    if config.debug.check:
-        summary.figures["checks"] = done = checks_done(config.debug.check, trainer)
-        summary.sentences.append(sentence_of_checks(done))
     return title, summary
 
 

@@ -199,9 +199,9 @@ def with_notes(error: Exception) -> str:
 
 
 def _is_of_communication(error: Exception) -> bool:
-    from zbpp.runtime import CommunicationError, CorruptionError
+    from zbpp.runtime import CommunicationError
 
-    return isinstance(error, CommunicationError) and not isinstance(error, CorruptionError)
+    return isinstance(error, CommunicationError)
 
 
 def _write_at_once(folder: Path, name: str, text: str) -> None:

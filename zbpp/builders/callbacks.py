@@ -14,7 +14,7 @@ from zbpp.data.special_tokens import begin_and_ends
 from zbpp.error_text import kind_of
 from zbpp.runtime.world import World
 from zbpp.training.callbacks import Callback
-from zbpp.training.corruption import CheckReplicas, ReplaySteps
+from zbpp.training.check_replicas import CheckReplicas
 from zbpp.training.leaving.early_stop import EarlyStop
 from zbpp.training.leaving.time_limit import TimeLimit
 from zbpp.training.live_figures import LiveFigures
@@ -34,10 +34,8 @@ def build_callbacks(
     if config.profile is not None and here.rank in _profiled_ranks(config, here):
         path = folder / "profile" / f"rank-{here.rank}.json"
         callbacks.append(Profile(config.profiled_steps, path))
-    if "replicas" in config.debug.check:
-        callbacks.append(CheckReplicas(config.debug.every))
-    if "replay" in config.debug.check:
-        callbacks.append(ReplaySteps(config.debug.every))
+    if config.check_replicas_every:
+        callbacks.append(CheckReplicas(config.check_replicas_every))
     if config.max_hours is not None:
         callbacks.append(TimeLimit(config.max_hours * 3600, begin=begin))
     return callbacks

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from zbpp.config import DebugConfig, MemoryConfig, OptimizerConfig, ParallelConfig
+from zbpp.config import MemoryConfig, OptimizerConfig, ParallelConfig
 from zbpp.planning import placement_of, plan
 from zbpp.runtime import ActivationOffload, Pipeline
 from zbpp.runtime.fully_shard import Reshard
@@ -32,7 +32,6 @@ def build_pipeline(
     precision: Precision,
     mesh: DeviceMesh | None,
     memory: MemoryConfig,
-    debug: DebugConfig | None = None,
     cuda_graphs: bool = False,
 ) -> Pipeline:
     """This rank's part of the pipeline. Collective.
@@ -53,7 +52,6 @@ def build_pipeline(
         timeout=parallel.timeout,
         dynamic_shapes=parallel.dynamic_shapes,
         offload=build_offload(memory),
-        check_messages=debug is not None and "messages" in debug.check,
         cuda_graphs=cuda_graphs,
     )
 

@@ -19,7 +19,6 @@ from zbpp.config.instantiate import instantiate_node, naming, partial_of_node
 from zbpp.config.tree import (
     NUM_MICROBATCHES,
     BenchConfig,
-    DebugConfig,
     EarlyStopConfig,
     ExplainConfig,
     FinetuneConfig,
@@ -42,7 +41,6 @@ __all__ = [
     "BenchConfig",
     "Composed",
     "ConfigError",
-    "DebugConfig",
     "EarlyStopConfig",
     "ExplainConfig",
     "FinetuneConfig",

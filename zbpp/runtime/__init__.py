@@ -51,10 +51,8 @@ What they use:
     weight_buffers  host memory or files, and the two buffers on the device
     offloaded_gradients  W of such a block: its gradients on the device, and home again
     saved_weights   what autograd has saved of a block's weights, packed
-    checked_links links whose messages carry checksums (checksums); check_counts: equal ones counted
     graphs        actions that CUDA graphs capture and replay, and what lies at a fixed address
-    pipeline_checks  the other checks against silent corruption: of replicas (replicas), and of a step that
-                  runs twice (replay); named_tensors: names for their errors
+    replicas      are all copies of each weight, buffer and optimizer state equal?
     world         joining the job; gather, broadcast, agreement between ranks
     groups        process groups: one for each link, and for each kind of reduction
     watch         a thread that tells the other ranks where this one stands (flight_recorder), and asks where
@@ -85,24 +83,23 @@ from zbpp.runtime.microbatch import per_microbatch, replicate
 from zbpp.runtime.non_finite import NonFinite
 from zbpp.runtime.norm import clip_grad_norm_
 from zbpp.runtime.pipeline import Pipeline
-from zbpp.runtime.replay import ReplayError
+from zbpp.runtime.replicas import check_replicas
 from zbpp.runtime.stage import StageWorker
-from zbpp.runtime.world import AgreementError, CommunicationError, CorruptionError, DeviceError
+from zbpp.runtime.world import AgreementError, CommunicationError, DeviceError
 
 __all__ = [
     "ActivationOffload",
     "AgreementError",
     "BoundaryError",
     "CommunicationError",
-    "CorruptionError",
     "DeviceError",
     "Extra",
     "NonFinite",
     "Pipeline",
     "Recorder",
-    "ReplayError",
     "StageWorker",
     "StartError",
+    "check_replicas",
     "clip_grad_norm_",
     "make_mesh",
     "measured_costs",

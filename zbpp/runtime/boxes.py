@@ -7,8 +7,6 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from zbpp.runtime.check_counts import MessageChecks
-from zbpp.runtime.checked_links import CheckedInbox, CheckedOutbox
 from zbpp.runtime.p2p import BufferPool, Inbox, Outbox
 from zbpp.schedule import Program, Recv, Send, Value
 
@@ -21,34 +19,23 @@ def channel_of(value: Value) -> tuple[str, int]:
 
 
 def make_inboxes(
-    program: Program, links: Links, pool: BufferPool, checks: MessageChecks | None, *, dynamic_shapes: bool
+    program: Program, links: Links, pool: BufferPool, *, dynamic_shapes: bool
 ) -> dict[int, Inbox]:
-    """By sender. checks: gives messages checksums; None: no checksums."""
+    """By sender."""
     rank = program.rank
     receives = [each for each in program.instructions if isinstance(each, Recv)]
     boxes: dict[int, Inbox] = {}
     for peer in sorted({each.peer for each in receives}):
-        mine = [each.value for each in receives if each.peer == peer]
         own = int(peer > rank)  # a link's group has two ranks: 0 is the lower one
-        channels, in_flight = list(map(channel_of, mine)), program.in_flight[peer]
-        end = own, links[peer, rank], pool, channels, in_flight, dynamic_shapes
-        if checks is None:
-            boxes[peer] = Inbox(*end)
-        else:
-            boxes[peer] = box = CheckedInbox(*end, when=checks.when, counts=checks.counts)
-            box.names = [f"{value} from rank {peer} to rank {rank}" for value in mine]
+        channels = [channel_of(each.value) for each in receives if each.peer == peer]
+        boxes[peer] = Inbox(own, links[peer, rank], pool, channels, program.in_flight[peer], dynamic_shapes)
     return boxes
 
 
 def make_outboxes(
-    program: Program,
-    links: Links,
-    device: torch.device,
-    checks: MessageChecks | None,
-    *,
-    dynamic_shapes: bool,
+    program: Program, links: Links, device: torch.device, *, dynamic_shapes: bool
 ) -> dict[int, Outbox]:
-    """By receiver. Arguments as in make_inboxes."""
-    rank, make = program.rank, Outbox if checks is None else CheckedOutbox
+    """By receiver."""
+    rank = program.rank
     peers = sorted({each.peer for each in program.instructions if isinstance(each, Send)})
-    return {peer: make(int(peer > rank), links[rank, peer], device, dynamic_shapes) for peer in peers}
+    return {peer: Outbox(int(peer > rank), links[rank, peer], device, dynamic_shapes) for peer in peers}

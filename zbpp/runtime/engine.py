@@ -19,8 +19,8 @@ alive, the other rank waits there until that group's timeout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -41,8 +41,8 @@ from zbpp.runtime.posts import Posts
 from zbpp.runtime.rank_parts import METHODS, TRAINING, RankParts
 from zbpp.runtime.resolve import StageMethod
 from zbpp.runtime.restored import Buffers, GradientsBefore, InPlaceChanges
-from zbpp.runtime.world import CommunicationError, CorruptionError
-from zbpp.schedule import Op, Timetable, lower, to_csv
+from zbpp.runtime.world import CommunicationError
+from zbpp.schedule import Op, lower, to_csv
 from zbpp.schedule.offload import RankOffload
 
 _HALF_UPDATED = "since gradients are released, some of its weights and optimizer states have been updated"
@@ -158,42 +158,21 @@ class Engine:
             self._executors["step"].resolve(lower(self._timetable, self._activations.plan)[self._parts.rank])
         return losses
 
-    def run_again(self, call: Call, seeds: Mapping[int, int], timetable: Timetable) -> Result:
-        """A step under another timetable, which places the stages as this pipeline does."""
-        with self._able_to_replay(timetable, METHODS["replay"]):
-            return self._run("replay", call, seeds, None, "replay")
-
-    @contextmanager
-    def _able_to_replay(self, timetable: Timetable, methods: Mapping[Op, StageMethod]) -> Iterator[None]:
-        """Inside, the program "replay" is this timetable's."""
-        self._executors["replay"] = executor = self._parts.executor("replay", lower(timetable), methods)
-        try:
-            yield
-        finally:
-            if self._executors.pop("replay", None) is not None and not self.over:
-                executor.close()
-
-    @property
-    def replay_refusal(self) -> str:
-        """Why no step can run again, or nothing."""
-        if self._gradient_release is not None:
-            return "replay doesn't go with gradient release, which has updated the weights by then"
-        if self._weights_on_host is not None or self._activations is not None:
-            return "replay doesn't go with offload, whose copies are planned for one timetable"
-        return ""
-
     def replay(self, call: Call, seeds: Mapping[int, int], methods: Mapping[Op, StageMethod]) -> None:
         """Run a step's batch one microbatch after the other, its F's and BW's done by `methods`.
 
         Gradients are added as in `step`; buffers get back the values that they have now.
         """
         self._check_not_over()
-        with self._able_to_replay(one_by_one(self._timetable), methods):
-            self._buffers.keep()
-            try:
-                self._run("replay", call, seeds, None, "find_non_finite")
-            finally:
-                self._buffers.restore()
+        program = lower(one_by_one(self._timetable))
+        self._executors["replay"] = executor = self._parts.executor("replay", program, methods)
+        self._buffers.keep()
+        try:
+            self._run("replay", call, seeds, None, "find_non_finite")
+        finally:
+            self._buffers.restore()
+            if self._executors.pop("replay", None) is not None and not self.over:
+                executor.close()
 
     def meet(self, name: str) -> None:
         """Before a collective call: raise AgreementError if a linked rank, or a copy, makes another one."""
@@ -249,7 +228,7 @@ class Engine:
         watch = self._parts.watch
         if watch is None or watch.has_failed or self.over:
             return
-        is_own = isinstance(error, CorruptionError) or not isinstance(error, CommunicationError)
+        is_own = not isinstance(error, CommunicationError)
         is_broken = isinstance(error, CommunicationError) and not error.is_late
         said = watch.failed(error, error_text(error) if is_own else "", is_broken=is_broken)
         if said and not is_own:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from zbpp.runtime.boxes import Links, make_inboxes, make_outboxes
-from zbpp.runtime.check_counts import MessageChecks
 from zbpp.runtime.explain_instruction import explain
 from zbpp.runtime.extra import Extras
 from zbpp.runtime.flight_recorder import FlightRecorder
@@ -43,8 +42,8 @@ class Executor:
 
     methods: {op: the method of StageWorker that does it}. reductions: of the stages' gradients; None where
     the program has none. gate: makes the program's gate, when it is needed first. offloads: what may leave,
-    by the value's name and the stage. flight: where to note when each instruction begins. check_messages:
-    gives messages checksums; None: no checksums. extras: of the pipeline.
+    by the value's name and the stage. flight: where to note when each instruction begins. extras: of the
+    pipeline.
     """
 
     def __init__(
@@ -61,15 +60,12 @@ class Executor:
         gate: Callable[[], Gate] | None = None,
         offloads: Mapping[tuple[str, int], StageOffload[Any]] = MappingProxyType({}),
         flight: FlightRecorder | None = None,
-        check_messages: MessageChecks | None = None,
         extras: Extras | None = None,
     ) -> None:
         self._flight = FlightRecorder(program.rank) if flight is None else flight
         self._pool = FreshBuffers(device) if dynamic_shapes else BufferPool(device)
-        self._inboxes = make_inboxes(
-            program, links, self._pool, check_messages, dynamic_shapes=dynamic_shapes
-        )
-        self._outboxes = make_outboxes(program, links, device, check_messages, dynamic_shapes=dynamic_shapes)
+        self._inboxes = make_inboxes(program, links, self._pool, dynamic_shapes=dynamic_shapes)
+        self._outboxes = make_outboxes(program, links, device, dynamic_shapes=dynamic_shapes)
         self._resolver = Resolver(
             program,
             workers,

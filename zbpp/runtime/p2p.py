@@ -121,7 +121,7 @@ class Outbox:
         known = None if self.dynamic_shapes else self.layouts.get(channel)
         if known is None:
             self.layouts[channel] = layout
-            works.append(self._start(self._header(layout).to(self.device)))
+            works.append(self._start(encode(layout).to(self.device)))
         elif known != layout:
             raise ValueError(
                 f"{describe(layout)} is to be sent where {describe(known)} was sent before"
@@ -132,9 +132,6 @@ class Outbox:
             if tensor is not None:
                 works.append(self._start(_as_stored(tensor)))
         self._pending.append(works)
-
-    def _header(self, layout: Layout) -> Tensor:
-        return encode(layout)
 
     def _start(self, tensor: Tensor) -> tuple[dist.Work, Tensor]:
         if tensor.is_complex():  # NCCL has no complex dtypes
@@ -249,11 +246,8 @@ class Inbox:
         """Wait for a header, then start to receive what it announces."""
         posted.works[0].wait()
         assert posted.tensors[0] is not None  # the header
-        layout = self.layouts[posted.channel] = self._layout_in(posted.tensors[0])
+        layout = self.layouts[posted.channel] = decode(posted.tensors[0])
         return self._post(posted.channel, layout)
-
-    def _layout_in(self, header: Tensor) -> Layout:
-        return decode(header)
 
     def _start(self, buffer: Tensor) -> dist.Work:
         if buffer.is_complex():  # NCCL has no complex dtypes

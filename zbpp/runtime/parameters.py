@@ -17,6 +17,8 @@ from zbpp.runtime.world import gather
 from zbpp.seeding import seed_of
 
 _LOSS = "loss."
+_CHUNK = 2**22  # words of a digest at a time: bounds the memory that it takes
+_ODD = 0x9E3779B97F4A7C15 - 2**64  # its bits look random: those of the golden ratio
 
 Names = dict[int, dict[str, int]]
 """{stage: {name in its state_dict: the first stage of the rank that has this tensor under this name}}."""
@@ -85,11 +87,8 @@ class StageParameters:
         return [each for each in self._loss.parameters() if id(each) not in own]
 
     def fingerprint(self) -> int:
-        """A number that depends on the values of the parameters; of DTensors, whose parts differ, it doesn't.
-
-        Exact, in whatever order a device adds: the sum of each parameter's bits as integers.
-        """
-        return seed_of(*(_sum_of_bits(each) for _, each in self.named() if not hasattr(each, "to_local")))
+        """A number that depends on the values of the parameters, but not on DTensors, whose parts differ."""
+        return seed_of(*(int(digest(each)) for _, each in self.named() if not hasattr(each, "to_local")))
 
     def state_dict(self, stage: int | None = None, *, keep_vars: bool = False) -> dict[str, Any]:
         """Parameters and persistent buffers, as `nn.Module.state_dict` gives them.
@@ -193,8 +192,16 @@ def _refuse(*refusals: str) -> None:
             raise RuntimeError(refusal)
 
 
-def _sum_of_bits(tensor: Tensor) -> int:
-    plain = tensor.detach().contiguous()
-    real = torch.view_as_real(plain) if plain.is_complex() else plain
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return int(real.view(integers[real.element_size()]).sum(dtype=torch.int64).item())
+def digest(tensor: Tensor) -> Tensor:
+    """An int64 scalar on the tensor's device; it depends on all bits of the local part and on their places.
+
+    The sum of the words, each times an odd number of its own. The sum is exact, in whatever order a device
+    adds, and a change of one word always changes it. Nothing here waits for the device.
+    """
+    plain = local_of(tensor.detach()).resolve_conj().resolve_neg().contiguous().view(-1)
+    words = plain.view({1: torch.int8, 2: torch.int16}.get(plain.element_size(), torch.int32))
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for chunk in words.split(_CHUNK):
+        weights = torch.arange(len(chunk), device=words.device).mul_(_ODD).bitwise_or_(1)
+        total = total * _ODD + weights.mul_(chunk).sum()
+    return total

@@ -12,7 +12,6 @@ other methods are in
     pipeline_non_finite        where NaN and infinities came from
     pipeline_validation        an update that the next step waits for
     pipeline_timeline          what is measured
-    pipeline_checks            replicas compared, a step that runs twice
     pipeline_end               close, and the end after an error
 """
 
@@ -33,7 +32,6 @@ from zbpp.runtime.activation_offload import ActivationOffload
 from zbpp.runtime.arguments import device_of, model_of, rank_in, timetable_of
 from zbpp.runtime.call import Call
 from zbpp.runtime.call_order import order_of_copies
-from zbpp.runtime.check_counts import CheckCounts
 from zbpp.runtime.checks import Agreed, agree_on_stages, check_ranks_agree
 from zbpp.runtime.engine import Engine
 from zbpp.runtime.extra import Extra
@@ -45,7 +43,6 @@ from zbpp.runtime.named_losses import NamedLosses, summed
 from zbpp.runtime.offloader import check_one_offload, offload_maker
 from zbpp.runtime.one_call import OneCall
 from zbpp.runtime.parameters import StageParameters
-from zbpp.runtime.pipeline_checks import PipelineChecks
 from zbpp.runtime.pipeline_evaluation import PipelineEvaluation
 from zbpp.runtime.pipeline_non_finite import PipelineNonFinite
 from zbpp.runtime.pipeline_timeline import PipelineTimeline
@@ -62,7 +59,7 @@ from zbpp.stage_api import PipelineModel
 AnExtra = TypeVar("AnExtra", bound=Extra)
 
 
-class Pipeline(PipelineChecks, PipelineEvaluation, PipelineNonFinite, PipelineTimeline):
+class Pipeline(PipelineEvaluation, PipelineNonFinite, PipelineTimeline):
     """One rank of a pipeline.
 
     stages: {stage index: module}, exactly those that `timetable` gives to this rank; or a model (see
@@ -84,8 +81,6 @@ class Pipeline(PipelineChecks, PipelineEvaluation, PipelineNonFinite, PipelineTi
     mp_policy: the torch.distributed.fsdp.MixedPrecisionPolicy of the stages that the Pipeline shards.
     offload: which activations leave device memory between F and B, see ActivationOffload; None: none. Results
     are the same to the last bit. Without costs of its own it decides after the second step.
-    check_messages: whether messages between ranks carry checksums; a message that has changed on its way
-    raises CommunicationError. See pipeline_checks for the other checks.
     cuda_graphs: whether each F, B and W is captured as a CUDA graph and replayed. Results are the same to the
     last bit; see docs/compiled.md.
     extras: what the pipeline does beside running its program, see extra.py; the same on all ranks.
@@ -100,7 +95,6 @@ class Pipeline(PipelineChecks, PipelineEvaluation, PipelineNonFinite, PipelineTi
     step_losses, evaluation_losses: this rank's part of the named losses of the last step and evaluation.
     loss_scale: a factor on all gradients that `step` computes, 1.0 until it is set; the losses that `step`
     returns don't have it. With float16 it keeps small gradients above zero; whoever sets it divides it out.
-    check_counts: how many checks against silent corruption found everything equal, see check_counts.py.
     pending_update: an update that the next call has to wait for: `step` before its first B, other methods at
     once; see zbpp.PostValidation, which sets it.
 
@@ -126,7 +120,6 @@ class Pipeline(PipelineChecks, PipelineEvaluation, PipelineNonFinite, PipelineTi
         reshard: Reshard = "step",
         mp_policy: Any = None,
         offload: ActivationOffload | None = None,
-        check_messages: bool = False,
         cuda_graphs: bool = False,
         extras: Iterable[Extra] = (),
     ) -> None:
@@ -138,13 +131,12 @@ class Pipeline(PipelineChecks, PipelineEvaluation, PipelineNonFinite, PipelineTi
         self.rank = rank_in(given.pipeline, timetable)
         self.seed, self.loss_scale = seed, 1.0
         self._timeout, self._dynamic_shapes, self._reshard = timeout, dynamic_shapes, reshard
-        self._offload, self._check_messages, self._cuda_graphs = offload, check_messages, cuda_graphs
-        self.check_counts = CheckCounts()
+        self._offload, self._cuda_graphs = offload, cuda_graphs
         self.step_losses, self.evaluation_losses = NamedLosses(), NamedLosses()
         self._records: Path | None = None
         self._ends_process = False
         self._take_place(given)
-        check_ranks_agree(timetable, self.place, dynamic_shapes=dynamic_shapes, check_messages=check_messages)
+        check_ranks_agree(timetable, self.place, dynamic_shapes=dynamic_shapes)
         agreed = agree_on_stages(stages, timetable, self.rank, device, self.place)
         self._take_stages(agreed, model_of(stages), loss_fn)
         self._engine = self._make_engine(agreed, mp_policy)
@@ -202,8 +194,6 @@ class Pipeline(PipelineChecks, PipelineEvaluation, PipelineNonFinite, PipelineTi
             timeout=self._timeout,
             dynamic_shapes=self._dynamic_shapes,
             make_offload=offload_maker(offload, self.timetable, self.device, place),
-            check_messages=self._check_messages,
-            counts=self.check_counts,
         )
         engine = Engine(parts, order_of_copies(place, key_of_all, self.rank, self.device))
         if self._cuda_graphs:
@@ -261,11 +251,7 @@ class Pipeline(PipelineChecks, PipelineEvaluation, PipelineNonFinite, PipelineTi
         with self._one_call, restored_generators(self.device):
             call = Call(args, target, kwargs, loss_scale=self.loss_scale)
             settle = self._settle_in_step(call)
-            replay = self._begin_replay(call) if self._is_replayed else None
             losses, self.step_losses = self._engine.step(call, self._seeds(), settle, kind=self.step_kind)
-            if replay is not None:
-                replay.run(self._seeds(), losses, self.step_losses)
-                self.check_counts.replay += 1
         if self._compares_losses:
             check_losses_alike(self.place, losses, self.step_losses.means())
             self._compares_losses = False
@@ -315,12 +301,10 @@ class Pipeline(PipelineChecks, PipelineEvaluation, PipelineNonFinite, PipelineTi
             dynamic_shapes=self._dynamic_shapes,
             reshard=self._reshard,
             offload=self._offload,
-            check_messages=self._check_messages,
             cuda_graphs=self._cuda_graphs,
             extras=self._extras,
         )
         following.num_steps, following.loss_scale = self.num_steps, self.loss_scale
-        vars(following.check_counts).update(vars(self.check_counts))
         if self._records is not None:
             following.leave_records_in(self._records, ends_process=self._ends_process)
         if self._release_arguments:

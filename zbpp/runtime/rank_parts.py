@@ -10,7 +10,6 @@ from torch import nn
 
 from zbpp.autograd import WeightGrads
 from zbpp.runtime.call_order import CallOrder, neighbours_of
-from zbpp.runtime.check_counts import CheckCounts, MessageChecks
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.extra import Extras
 from zbpp.runtime.flight_recorder import FlightRecorder
@@ -45,9 +44,8 @@ class RankParts:
     """The parts of one rank; they are made once.
 
     key: the prefix of this pipeline's names in the job's store; key_of_all: that of all pipelines of its
-    mesh, whose processes wait for each other. make_offload: makes the Offloader of these
-    stages; None: nothing leaves. counts: where checked messages are counted. The other arguments are
-    Pipeline's.
+    mesh, whose processes wait for each other. make_offload: makes the Offloader of these stages; None:
+    nothing leaves. The other arguments are Pipeline's.
 
     modules: the stages and the loss, if that is a module. workers: by stage. executors: of the calls "step",
     "evaluate" and "predict". order_of_ranks: checks that all ranks make the same calls; None where no rank is
@@ -73,8 +71,6 @@ class RankParts:
         timeout: float,
         dynamic_shapes: bool,
         make_offload: MakeOffload | None,
-        check_messages: bool = False,
-        counts: CheckCounts,
     ) -> None:
         self.timetable, self.rank, self.reductions, self.key = timetable, rank, reductions, key
         self.device, self.place = device, place
@@ -96,7 +92,6 @@ class RankParts:
             self._links = link_groups(group, pairs, timeout, device)
         if pairs or reductions.is_shared:
             self.watch = Watch(self.flight, job_store(f"{key_of_all}/watch"))
-        self._check_messages, self._counts = check_messages, counts
         self._dynamic_shapes = dynamic_shapes
         self.executors = {
             name: self.executor(name, program, METHODS[name]) for name, program in programs.items()
@@ -118,7 +113,6 @@ class RankParts:
             gate=lambda: lower(timetable).gate(rank),
             offloads={} if self.activations is None else self.activations.offloads,
             flight=self.flight,
-            check_messages=MessageChecks(self._when, self._counts) if self._check_messages else None,
             extras=self.extras,
         )
 
@@ -126,11 +120,6 @@ class RankParts:
         """Let the programs of all calls have what the extras make of them now."""
         for name, program in self._programs().items():
             self.executors[name].resolve(self.extras.rewrite(program[self.rank], name))
-
-    def _when(self) -> str:
-        """The call that runs, for the errors of checked messages."""
-        number, call = self.flight.num_steps, self.flight.call
-        return f"in {call} {number + 1}" if call in TRAINING else f"in {call}() after {number} steps"
 
     def _workers(
         self, stages: Mapping[int, nn.Module], loss_fn: Loss | None, device: torch.device

@@ -24,7 +24,6 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from zbpp.runtime.boxes import channel_of
-from zbpp.runtime.checked_links import CheckedInbox
 from zbpp.runtime.extra import Extras
 from zbpp.runtime.layout import Message
 from zbpp.runtime.offload import SavedOffload, StageOffload
@@ -113,7 +112,6 @@ class Resolver:
         for peer, inbox in self._inboxes.items():
             first.append(inbox.begin if gate is None else partial(inbox.begin, gate.sent[peer]))
         last: list[Callable[[], Any]] = [outbox.finish for outbox in self._outboxes.values()]
-        last += [each.verify for each in self._inboxes.values() if isinstance(each, CheckedInbox)]
         if gate is not None:
             place = _place_of(gate, instructions)
         if self._reductions is not None:

@@ -52,10 +52,6 @@ class CommunicationError(RuntimeError):
         return "imed out" in str(self)
 
 
-class CorruptionError(CommunicationError):
-    """A message arrived with other bits than it was sent with."""
-
-
 @dataclass(frozen=True)
 class World:
     """This process's place in the job."""

@@ -21,7 +21,6 @@ offload.py          what leaves the device between two actions and comes back: t
 dataflow_arrays.py  the table of dataflow.py as arrays of numbers, for plans with millions of actions
 numbering.py        gives each op of an order its microbatch; used by families and by the search
 transfers.py        a timeline's messages: when each one was sent and when it arrived
-other_order.py      another timetable for the same placement, at random: a step can run twice and be compared
 interchange.py      timetables in files: text, and the CSV of torch.distributed.pipelining
 """
 

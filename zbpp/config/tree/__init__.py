@@ -4,7 +4,6 @@ Wrong types and unknown keys fail while Hydra composes; ranges (zbpp/ranges.py) 
 """
 
 from zbpp.config.tree.commands import BenchConfig, ExplainConfig, JobConfig, MeasureConfig
-from zbpp.config.tree.debug import DebugConfig
 from zbpp.config.tree.finetune import FinetuneConfig, LoraConfig
 from zbpp.config.tree.groups import (
     CheckpointConfig,
@@ -22,7 +21,6 @@ __all__ = [
     "NUM_MICROBATCHES",
     "BenchConfig",
     "CheckpointConfig",
-    "DebugConfig",
     "EarlyStopConfig",
     "ExplainConfig",
     "FinetuneConfig",

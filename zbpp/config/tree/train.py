@@ -7,7 +7,6 @@ from typing import Any
 
 from zbpp.config.tree import graphs
 from zbpp.config.tree.commands import COMPILE, PRECISIONS, RunConfig
-from zbpp.config.tree.debug import REPLAY, DebugConfig
 from zbpp.config.tree.finetune import FinetuneConfig
 from zbpp.config.tree.groups import (
     CheckpointConfig,
@@ -39,7 +38,6 @@ class TrainConfig(RunConfig):
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    debug: DebugConfig = field(default_factory=DebugConfig)
     # auto: go on from the newest whole checkpoint of run_dir, if it has one; none; or a path.
     resume: str = filled("auto", "write auto, none, or a folder with checkpoints")
     stop_after: int | None = ranged(None, least=1)  # steps of this start; the run is saved and left then
@@ -50,6 +48,7 @@ class TrainConfig(RunConfig):
     cuda_graphs: bool = False  # on GPUs: each F, B and W is captured once and replayed
     evaluate_every: int = ranged(50)  # steps; 0: never
     evaluation_batches: int = ranged(2, least=1)
+    check_replicas_every: int = ranged(0)  # steps; 0: copies of weights and optimizer states aren't compared
     # A step whose loss or gradients are NaN or infinite: no update; the run stops; an update all the same.
     non_finite: str = one_of("skip", "stop", "continue")
     max_skipped: int = ranged(10, least=1)  # steps in a row that non_finite=skip skips before the run stops
@@ -86,29 +85,11 @@ class TrainConfig(RunConfig):
         self._check_recompute()
         if self.memory.offload_weights:
             self._check_offloaded_weights()
-        if REPLAY in self.debug.check:
-            self._check_replay()
         if self.finetune.lora.r is not None and self.parallel.tensor > 1:
             raise ConfigError(
                 f"finetune.lora doesn't go with parallel.tensor={self.parallel.tensor}, whose plan splits "
                 "the modules that LoRA wraps: write parallel.tensor=1, with more pipeline ranks or shards"
             )
-
-    def _check_replay(self) -> None:
-        """Refuse switches with which a step can't run twice."""
-        memory = self.memory
-        if memory.gradient_release != "off":
-            what, instead = f"memory.gradient_release={memory.gradient_release}", "gradient_release=off"
-            why = "which has updated the weights by then"
-        elif memory.offload_weights or memory.offload != "none":
-            key = "offload_weights" if memory.offload_weights else "offload"
-            what, instead = f"memory.{key}", "offload=none and offload_weights=false"
-            why = "whose copies are planned for one timetable"
-        else:
-            return
-        raise ConfigError(
-            f"debug.check=replay doesn't go with {what}, {why}: write memory.{instead}, or leave replay out"
-        )
 
     def _check_report(self) -> None:
         """Refuse memory.report where the last step is not yet like all later ones."""
