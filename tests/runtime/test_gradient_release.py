@@ -1,7 +1,5 @@
 """Weights updated inside the step: losses and weights of the ordinary loop, to the last bit."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +7,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from helpers.processes import run_ranks
-from zbpp import MasterWeights, Pipeline, PostValidation, Timetable, clip_grad_norm_, make_mesh, plan
+from zbpp import MasterWeights, Pipeline, Timetable, clip_grad_norm_, make_mesh, plan
 from zbpp.runtime.norm import norm_of, squares_in_mesh
 from zbpp.runtime.weight_offload import OffloadedWeights
 
@@ -228,16 +226,6 @@ def test_sparse_gradients_are_released():
             return trained(pipeline, optimizer, released=is_released)
 
     same(trained_embedding(True), trained_embedding(False))
-
-
-def test_an_optimizer_of_sparse_gradients_is_refused_for_dense_ones_before_the_first_step():
-    """Its step fails behind the last W: other stages, and other ranks, have updated their weights then."""
-    stage = nn.Sequential(nn.Embedding(VOCAB, HIDDEN, sparse=True), nn.Flatten(), nn.Linear(4 * HIDDEN, 1))
-    with Pipeline({0: stage}, "zb_h1", lambda y, _: y.square().mean(), num_microbatches=M) as pipeline:
-        optimizer = torch.optim.SparseAdam(pipeline.parameters(), lr=0.1)
-        for use in (pipeline.release_gradients, partial(PostValidation, pipeline)):
-            with pytest.raises(ValueError, match="sparse gradients alone, and 2.weight and 1 more param"):
-                use(optimizer)
 
 
 def test_post_hooks_run_once_per_step_after_all_updates_and_pre_hooks_are_refused():

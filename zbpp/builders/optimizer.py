@@ -16,7 +16,6 @@ from zbpp.config import ConfigError, OptimizerConfig, naming, partial_of_node
 from zbpp.error_text import kind_of
 from zbpp.runtime import Pipeline
 from zbpp.runtime.optimizer_trial import refusal_of_ranks, refusal_of_shards
-from zbpp.runtime.sparse_gradients import refusal_of_dense
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.optimizer import (
     OPTIMIZERS,
@@ -68,9 +67,6 @@ def _refusal(optimizer: torch.optim.Optimizer, options: OptimizerConfig, pipelin
     """Why this optimizer would update the cut model differently from the whole one; "" if it would not."""
     if options.name not in ("custom", "muon"):
         return ""
-    dense = refusal_of_dense(optimizer, pipeline.stages.values())
-    if dense:
-        return f"optimizer: {dense}"
     name = type(optimizer).__name__
     is_cut = pipeline.timetable.num_ranks > 1
     why = refusal_of_ranks(optimizer) if is_cut else ""

@@ -31,7 +31,6 @@ What they use:
     optimizer_accumulation  gradients of each microbatch go into the optimizer's states
     partial_updates an optimizer's step for some of its parameters
     optimizer_trial does an optimizer update each parameter by itself?
-    sparse_gradients optimizers that need sparse gradients, refused for dense ones
     released      which parameters are released where, and what release doesn't go with
     tied_gradients  copies of one parameter on several ranks; copies: in several sharded stages of one rank
     sharding      stages that FSDP2 shards; fully_shard drives one of them, microbatch by microbatch

@@ -41,19 +41,6 @@ def refusal_of_parts(optimizer: torch.optim.Optimizer) -> str:
     return f"a trial step failed ({problems[0]})"
 
 
-def needs_sparse_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step fails with dense gradients, and succeeds with sparse ones."""
-    return not _can_step(optimizer, is_sparse=False) and _can_step(optimizer, is_sparse=True)
-
-
-def _can_step(optimizer: torch.optim.Optimizer, *, is_sparse: bool) -> bool:
-    try:
-        _Trial(optimizer).step(0, range(2), is_sparse=is_sparse)
-    except Exception:  # whatever a user's optimizer raises
-        return False
-    return True
-
-
 def refusal_of_ranks(optimizer: torch.optim.Optimizer) -> str:
     """Why each rank can't update its own parameters with an optimizer of its own; "" if each can.
 

@@ -10,7 +10,6 @@ from torch import nn
 from zbpp.runtime.gradient_release import GradientRelease, parameters_of
 from zbpp.runtime.mesh import REPLICATE, SHARD, Place
 from zbpp.runtime.optimizer_accumulation import OptimizerAccumulation
-from zbpp.runtime.sparse_gradients import refusal_of_dense
 from zbpp.runtime.stage_updates import StageUpdates
 from zbpp.runtime.weight_offload import offloaded_weights
 
@@ -41,9 +40,6 @@ def make_gradient_release(
             "the gradients of offloaded weights live in host memory, where gradient release would free no "
             "device memory: leave gradient release off, or write memory.offload_weights=false"
         )
-    dense = refusal_of_dense(optimizer, stages.values())
-    if dense:
-        raise ValueError(dense)
     own = [*dict.fromkeys([*(each for stage in stages.values() for each in stage.parameters()), *of_loss])]
     _check_parameters(optimizer, own)
     not_own = {id(each) for each in (*late, *of_loss)}

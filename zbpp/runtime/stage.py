@@ -38,7 +38,6 @@ from zbpp.runtime.call import NO_FEED, Feed
 from zbpp.runtime.layout import Message, describe, layout_of
 from zbpp.runtime.named_losses import checked_losses
 from zbpp.runtime.out_of_memory import is_out_of_memory
-from zbpp.runtime.untouched_gradients import UntouchedGradients
 
 Loss = Callable[..., Tensor | Mapping[str, Tensor]]
 LeafDone = Callable[[int], Callable[[Tensor], None] | None]  # of a microbatch
@@ -88,9 +87,6 @@ class StageWorker:
         self._around_w, self._run_w = around_w, run_w
         self._leaf_done: LeafDone | None = None
         self.index, self.module, self._device = index, module, device or torch.device("cpu")
-        self._untouched = UntouchedGradients(index, module)
-        self._called: Callable[..., Any] = module
-        self._looked_at = -1  # the microbatch in whose F `_untouched` is called instead
         self._is_last, self.loss_fn = is_last, loss_fn
         self._feed, self._has_fitted = NO_FEED, False  # whether a call has passed here
         self.seed_generator = _seed_generator  # a captured F is seeded from outside instead
@@ -109,9 +105,6 @@ class StageWorker:
         if feed.targets is None and self._is_last and self.loss_fn is not None and feed.observe is None:
             raise ValueError("the last stage needs target=...: there is a loss_fn")
         self._feed = feed
-        self._called, self._looked_at = self.module, -1
-        if torch.is_grad_enabled():
-            self._called, self._looked_at = self._untouched.begin(len(feed.kwargs))
 
     def abandon(self) -> None:
         """Drop the inputs, outputs and saved tensors of a call that failed."""
@@ -126,7 +119,6 @@ class StageWorker:
         left += [f"deferred({self.index},{microbatch})" for microbatch in self._deferred]
         if left:
             raise RuntimeError(f"a call ended with work left over: {', '.join(left)}")
-        self._untouched.num_steps += torch.is_grad_enabled()
         self._has_fitted = True
         return losses
 
@@ -273,8 +265,7 @@ class StageWorker:
     def _run_module(self, microbatch: int, inputs: tuple[Any, ...]) -> Any:
         self.seed_generator(self._device, self._feed.seeds[microbatch])
         try:
-            called = self._untouched if microbatch == self._looked_at else self._called
-            return called(*inputs, **self._feed.kwargs[microbatch])
+            return self.module(*inputs, **self._feed.kwargs[microbatch])
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             self._explain(microbatch, inputs, error)
             raise

@@ -26,7 +26,6 @@ from torch import Tensor
 from zbpp.runtime import Pipeline
 from zbpp.runtime.norm import gradients_of, is_bound, norm_of
 from zbpp.runtime.posts import Ticket
-from zbpp.runtime.sparse_gradients import refusal_of_dense
 from zbpp.runtime.world import check_equal
 from zbpp.training.inverse import InverseRollback
 from zbpp.training.loss_scale import LossScale
@@ -247,7 +246,7 @@ def _agreed_rollback(
     right. Raises AgreementError on all ranks if they differ.
     """
     made: Rollback | None = None
-    refusal = pipeline.gate_refusal or refusal_of_dense(optimizer, pipeline.stages.values())
+    refusal = pipeline.gate_refusal
     try:
         made = _rollback(name, optimizer)
     except ValueError as error:
