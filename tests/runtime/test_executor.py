@@ -73,24 +73,3 @@ def test_an_error_of_a_stage_is_raised_as_it_is_with_a_note_of_its_place():
         run.run()
     assert str(raised.value) == "planted"
     assert raised.value.__notes__ == ["in 0BW0 (the backward, of stage 0, microbatch 0) on rank 0"]
-
-
-class Marks:
-    """A recorder that writes into the log."""
-
-    def __init__(self, log):
-        self.log = log
-
-    def begin(self, instructions):
-        self.instructions = instructions
-        return lambda: self.log.append("mark")
-
-
-def test_a_recorder_marks_each_action_from_outside():
-    run, log = executor(plan("zb_h1", 1, 2))
-    recorder = Marks(log)
-    run.run(recorder)
-    words = [entry if isinstance(entry, str) else entry[0] for entry in log]
-    row = list(map(str, plan("zb_h1", 1, 2).rows[0]))
-    assert words == [word for name in row for word in ("mark", name, "mark")] + ["mark", "mark"]
-    assert list(map(str, recorder.instructions)) == [*row, "Reduce 0"]

@@ -20,7 +20,7 @@ alive, the other rank waits there until that group's timeout.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from zbpp.runtime.named_losses import NamedLosses
 from zbpp.runtime.non_finite_watcher import one_by_one
 from zbpp.runtime.posts import Posts
 from zbpp.runtime.rank_parts import METHODS, TRAINING, RankParts
+from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.resolve import StageMethod
 from zbpp.runtime.restored import Buffers, GradientsBefore, InPlaceChanges
 from zbpp.runtime.world import CommunicationError
@@ -75,12 +76,13 @@ class Engine:
         self._parts, self._order_of_copies = parts, order_of_copies
         self._workers, self._executors = parts.workers, parts.executors
         self._activations, self._weights_on_host = parts.activations, parts.weights_on_host
-        self._order_of_ranks, self._reductions = parts.order_of_ranks, parts.reductions
+        self._order_of_ranks = parts.order_of_ranks
         self._timetable = parts.timetable
         self._buffers = Buffers(parts.modules)
         self._before: GradientsBefore | None = None  # the gradients of the step that runs
         self._inputs = InPlaceChanges(())
         self.graphs: StepGraphs | None = None
+        self.reductions: Reductions | None = None
 
     def use_graphs(self, maker: GraphMaker | None = None) -> None:
         """From now on capture and replay steps; see zbpp/runtime/graphs. maker: None: CUDA's."""
@@ -102,7 +104,9 @@ class Engine:
             raise ValueError(_RELEASED)
         if release is not None and self.graphs is not None:
             raise ValueError(RELEASED)
-        self._gradient_release = self._reductions.gradient_release = release
+        self._gradient_release = release
+        if self.reductions is not None:
+            self.reductions.gradient_release = release
         for stage, worker in self._workers.items():
             worker.release_leaves(None if release is None else partial(release.leaf_done, stage))
 
@@ -269,13 +273,12 @@ class Engine:
             if self._weights_on_host is not None:
                 self._weights_on_host.begin(waits=kind == "find_non_finite")
             self._parts.extras.begin(call)
-            with nullcontext() if name in TRAINING else self._reductions.evaluating():
-                if graphs is not None:
-                    graphs.run({stage: each.feed for stage, each in self._workers.items()})
-                elif settle is None:
-                    executor.run()
-                else:
-                    cutter = self._run_with_gate(executor, seeds, settle) or cutter
+            if graphs is not None:
+                graphs.run({stage: each.feed for stage, each in self._workers.items()})
+            elif settle is None:
+                executor.run()
+            else:
+                cutter = self._run_with_gate(executor, seeds, settle) or cutter
             ended = [worker.end() for worker in self._workers.values()]
             if self._activations is not None:
                 self._activations.end()
@@ -321,15 +324,18 @@ class Engine:
                 self._before = GradientsBefore(trained)
             return again is None
 
-        with suppress(BeginAgain):
+        try:
             executor.run(is_valid)
-        if again is None:
             return None
-        executor.drop_messages()
-        self._parts.abandon()
+        except BeginAgain as error:
+            executor.drop_messages()
+            self._parts.abandon()
+            self._parts.extras.fail(error)
+        assert again is not None  # it was set at the gate
         self._buffers.restore()
         cutter = self._begin(again, seeds, self._timetable.num_microbatches)
         self._before = GradientsBefore(trained)
+        self._parts.extras.begin(again)
         executor.run()
         return cutter
 
@@ -358,7 +364,9 @@ class Engine:
         if is_half_updated:
             error.add_note(f"{_HALF_UPDATED}: {_RELOAD}")
             self.end(f"an earlier step failed ({error_text(error)}), and {_HALF_UPDATED}, {_RELOAD}")
-        elif not self.over and (self._timetable.num_ranks > 1 or self._reductions.is_shared):
+        elif not self.over and (
+            self._timetable.num_ranks > 1 or any(each.is_shared for each in self._parts.extras)
+        ):
             self.end(f"an earlier call failed ({error_text(error)}), and its messages are lost")
         if isinstance(error, CommunicationError):
             for order in (self._order_of_ranks, self._order_of_copies):

@@ -24,7 +24,6 @@ from zbpp.runtime.flight_recorder import FlightRecorder
 from zbpp.runtime.layout import Message
 from zbpp.runtime.offload import StageOffload
 from zbpp.runtime.p2p import BufferPool, FreshBuffers, Inbox, Outbox
-from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.resolve import FIRST_SLOT, Resolution, Resolver, StageMethod
 from zbpp.runtime.stage import StageWorker
 from zbpp.runtime.world import communicating
@@ -40,10 +39,10 @@ class BeginAgain(Exception):
 class Executor:
     """Runs one program over the stages and links of one rank.
 
-    methods: {op: the method of StageWorker that does it}. reductions: of the stages' gradients; None where
-    the program has none. gate: makes the program's gate, when it is needed first. offloads: what may leave,
-    by the value's name and the stage. flight: where to note when each instruction begins. extras: of the
-    pipeline.
+    methods: {op: the method of StageWorker that does it}. gate: called once, before the first step with a
+    gate; returns its place. offloads: what may leave, by the value's name and the stage. flight: where to
+    note when each instruction begins. extras: of the pipeline; None: none. call: which program it is, see
+    Extra.rewrite.
     """
 
     def __init__(
@@ -56,16 +55,18 @@ class Executor:
         device: torch.device,
         *,
         dynamic_shapes: bool = False,
-        reductions: Reductions | None = None,
         gate: Callable[[], Gate] | None = None,
         offloads: Mapping[tuple[str, int], StageOffload[Any]] = MappingProxyType({}),
         flight: FlightRecorder | None = None,
         extras: Extras | None = None,
+        call: str = "step",
     ) -> None:
+        extras = Extras() if extras is None else extras
         self._flight = FlightRecorder(program.rank) if flight is None else flight
         self._pool = FreshBuffers(device) if dynamic_shapes else BufferPool(device)
         self._inboxes = make_inboxes(program, links, self._pool, dynamic_shapes=dynamic_shapes)
         self._outboxes = make_outboxes(program, links, device, dynamic_shapes=dynamic_shapes)
+        self._extras, self._call = extras, call
         self._resolver = Resolver(
             program,
             workers,
@@ -73,9 +74,8 @@ class Executor:
             num_stages,
             self._inboxes,
             self._outboxes,
-            reductions,
             offloads,
-            Extras() if extras is None else extras,
+            extras,
         )
         self._make_gate = gate
         self._is_valid: Callable[[], bool] = _is_always_valid
@@ -83,8 +83,9 @@ class Executor:
 
     def resolve(self, program: Program) -> None:
         """Run this program from now on: with the same actions and messages, but another offload."""
-        self._program = program
-        self._plain = self._resolver.plain(program)
+        self._given = program
+        self._program = self._extras.rewrite(program, self._call)
+        self._plain = self._resolver.plain(self._program)
         self._gate, self._gated = Gate(0, {}, ()), Resolution([], [])  # made when they are needed first
 
     def replace_actions(
@@ -98,7 +99,7 @@ class Executor:
         self._resolver.replaced = functions
         for peer, inbox in self._inboxes.items():
             inbox.pool = pools.get(peer, self._pool)
-        self.resolve(self._program)
+        self.resolve(self._given)
 
     @property
     def program(self) -> Program:
@@ -178,6 +179,7 @@ class Executor:
         if not self._gated.functions:
             assert self._make_gate is not None  # only a program with backwards is run with a gate
             self._gate = self._make_gate()
+            self._extras.rewrite(self._given, self._call)  # as each time before instructions are bound
             self._gated = self._resolver.gated(self._program, self._gate, self._pass_gate)
         self._is_valid = is_valid
         return self._gated

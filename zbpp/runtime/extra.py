@@ -54,10 +54,12 @@ class Extra:
     """Base class of extras; every method does nothing.
 
     name: what users call the extra. excludes: {name of another extra: what to write instead}; the two can't
-    be in one pipeline. State that `rewrite` or `attach` makes belongs to one pipeline.
+    be in one pipeline. is_shared: whether processes outside the pipeline wait for this one in a call: then an
+    error on this one ends the pipeline. State that `attach` or `rewrite` makes belongs to one pipeline.
     """
 
     name: str = ""
+    is_shared = False
     excludes: Mapping[str, str] = MappingProxyType({})
 
     def attach(self, rank: RankParts) -> None:
@@ -92,6 +94,26 @@ class Extra:
 
     def close(self) -> None:
         """Free groups and buffers: the pipeline is closed, has failed, or is used without this extra."""
+
+
+def instead(function: Callable[[], object]) -> Run:
+    """A function without arguments as what runs at an instruction that takes and gives no message."""
+
+    def run(message: Message) -> Message:
+        function()
+        return ()
+
+    return run
+
+
+def after(function: Callable[[], object], run: Run) -> Run:
+    """`run`, with another function called before it."""
+
+    def both(message: Message) -> Message:
+        function()
+        return run(message)
+
+    return both
 
 
 class Extras(list[Extra]):

@@ -124,12 +124,13 @@ class FullyShardedStage:
 
     # ---- Weights
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Within it forward runs without gradients; at its end weights are freed as `reshard` says."""
+    def begin_evaluation(self) -> None:
+        """From now on forward runs without gradients."""
         self._stage.set_reshard_after_forward(self._per_microbatch)  # type: ignore[operator]
         self._reuse_gathered()
-        yield
+
+    def end_evaluation(self) -> None:
+        """Free the weights as `reshard` says."""
         self._return_to_shards()
 
     @contextmanager

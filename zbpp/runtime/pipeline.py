@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zbpp.error_text import error_text
 from zbpp.runtime.activation_offload import ActivationOffload
 from zbpp.runtime.arguments import device_of, model_of, rank_in, timetable_of
 from zbpp.runtime.call import Call
@@ -139,12 +140,15 @@ class Pipeline(PipelineEvaluation, PipelineNonFinite, PipelineTimeline):
         check_ranks_agree(timetable, self.place, dynamic_shapes=dynamic_shapes)
         agreed = agree_on_stages(stages, timetable, self.rank, device, self.place)
         self._take_stages(agreed, model_of(stages), loss_fn)
-        self._engine = self._make_engine(agreed, mp_policy)
+        self._extras = tuple(extras)
+        self._engine = self._make_engine(agreed)
+        try:
+            self._use_extras(agreed.ties, mp_policy)
+        except BaseException as error:
+            self._end(f"it could not be made ({error_text(error)})")
+            raise
         self._compares_losses = TENSOR in self.place.groups  # in the first step
         self._one_call = OneCall()
-        self._extras = tuple(extras)
-        for extra in self._extras:
-            self._engine.use(extra)
 
     def _take_place(self, given: Place) -> None:
         """One rank of a larger job needs a group, too, for what is collective; this pipeline closes it."""
@@ -166,12 +170,10 @@ class Pipeline(PipelineEvaluation, PipelineNonFinite, PipelineTimeline):
         check_one_offload(self._offload, self.stages.values(), self.place)
         self.device = device_of(self.stages.values(), self.group)
 
-    def _make_engine(self, agreed: Agreed, mp_policy: Any) -> Engine:
+    def _make_engine(self, agreed: Agreed) -> Engine:
         """What runs this pipeline's calls. Collective."""
         place, offload = self.place, self._offload
-        reductions = self._reductions(agreed.ties, mp_policy)
-        self._copies = set(map(id, reductions.copies))
-        self._late, self._release_arguments = reductions.late, dict[str, Any]()
+        self._release_arguments = dict[str, Any]()
         check_graphs(
             self._cuda_graphs,
             dynamic_shapes=self._dynamic_shapes,
@@ -187,7 +189,6 @@ class Pipeline(PipelineEvaluation, PipelineNonFinite, PipelineTimeline):
             self._loss_fn,
             self.device,
             place,
-            reductions,
             group=None if self._made_group is not None else self.group,
             key=agreed.key,
             key_of_all=key_of_all,
@@ -200,30 +201,23 @@ class Pipeline(PipelineEvaluation, PipelineNonFinite, PipelineTimeline):
             engine.use_graphs()
         return engine
 
-    def _reductions(self, ties: Sequence[Tie], mp_policy: Any) -> Reductions:
-        """What sums this rank's gradients; with shards, the stages are sharded here. Collective.
+    def _use_extras(self, ties: Sequence[Tie], mp_policy: Any) -> None:
+        """Take what sums this rank's gradients, then the extras that were given. Collective.
 
         Raises ValueError if sharding replaces a parameter that the loss shares with a stage.
         """
         of_loss = self._parameters.of_loss()
-        reductions = Reductions(
-            self.stages,
-            ties,
-            self.timetable.rank_of,
-            self.place,
-            rank=self.rank,
-            group=self.group,
-            timeout=self._timeout,
-            reshard=self._reshard,
-            mp_policy=mp_policy,
-            loss=of_loss,
-        )
+        reductions = Reductions(ties, reshard=self._reshard, mp_policy=mp_policy, loss=of_loss)
+        self._engine.use(reductions)
         if any(self.place.gather(len(self._parameters.of_loss()) > len(of_loss))):
             raise ValueError(
                 "the loss is a module that shares a parameter with a stage, and shards put another one in "
                 "its place in the stage: let the loss hold the stage's module instead of its parameter"
             )
-        return reductions
+        self._copies, self._late = set(map(id, reductions.copies)), reductions.late
+        self._engine.reductions = reductions
+        for extra in self._extras:
+            self._engine.use(extra)
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> list[Tensor]:
         """Forward and backward of one whole batch. Adds to each `.grad` the mean over microbatches.

@@ -16,7 +16,6 @@ from zbpp.runtime.flight_recorder import FlightRecorder
 from zbpp.runtime.groups import close_groups, job_store, link_groups
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.offloader import Offloader
-from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.resolve import StageMethod
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.watch import Watch
@@ -63,7 +62,6 @@ class RankParts:
         loss_fn: Loss | None,
         device: torch.device,
         place: Place,
-        reductions: Reductions,
         *,
         group: dist.ProcessGroup | None,
         key: str,
@@ -72,7 +70,7 @@ class RankParts:
         dynamic_shapes: bool,
         make_offload: MakeOffload | None,
     ) -> None:
-        self.timetable, self.rank, self.reductions, self.key = timetable, rank, reductions, key
+        self.timetable, self.rank, self.key, self.timeout = timetable, rank, key, timeout
         self.device, self.place = device, place
         self.extras = Extras()
         self.modules = [*stages.values(), *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
@@ -90,7 +88,7 @@ class RankParts:
                 job_store(key), rank, neighbours_of(rank, pairs, timetable), device
             )
             self._links = link_groups(group, pairs, timeout, device)
-        if pairs or reductions.is_shared:
+        if pairs or place.groups:
             self.watch = Watch(self.flight, job_store(f"{key_of_all}/watch"))
         self._dynamic_shapes = dynamic_shapes
         self.executors = {
@@ -100,26 +98,25 @@ class RankParts:
     def executor(self, name: str, program: Programs, methods: Mapping[Op, StageMethod]) -> Executor:
         """An executor of this rank's program for the call `name`."""
         timetable, rank = self.timetable, self.rank
-        trains = name in TRAINING
         return Executor(
-            self.extras.rewrite(program[rank], name),
+            program[rank],
             self.workers,
             methods,
             timetable.num_stages,
             self._links,
             self.device,
             dynamic_shapes=self._dynamic_shapes,
-            reductions=self.reductions if trains else None,
             gate=lambda: lower(timetable).gate(rank),
             offloads={} if self.activations is None else self.activations.offloads,
             flight=self.flight,
             extras=self.extras,
+            call=name,
         )
 
     def rebind(self) -> None:
         """Let the programs of all calls have what the extras make of them now."""
         for name, program in self._programs().items():
-            self.executors[name].resolve(self.extras.rewrite(program[self.rank], name))
+            self.executors[name].resolve(program[self.rank])
 
     def _workers(
         self, stages: Mapping[int, nn.Module], loss_fn: Loss | None, device: torch.device
@@ -132,7 +129,6 @@ class RankParts:
                 is_last=stage == self.timetable.num_stages - 1,
                 loss_fn=loss_fn,
                 device=device,
-                around_w=self.reductions.around_w(stage),
                 run_w=run_w,
             )
             for stage, module in stages.items()
@@ -153,7 +149,6 @@ class RankParts:
             worker.abandon()
         if self.activations is not None:
             self.activations.abandon()
-        self.reductions.abandon()
 
     def close(self) -> None:
         """Close links, reductions and extras for good."""
@@ -164,6 +159,5 @@ class RankParts:
             executor.close()
         close_groups(self._links.values())
         self._links.clear()
-        self.reductions.close()
         if self.activations is not None:
             self.activations.close()

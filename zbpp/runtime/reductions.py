@@ -11,64 +11,171 @@ then                          parameters of several stages, and of the loss, ove
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zbpp.runtime.call import Call, Result
 from zbpp.runtime.copies import LocalCopies
+from zbpp.runtime.extra import Extra, Run, after, instead
 from zbpp.runtime.fully_shard import Reshard
 from zbpp.runtime.gradient_release import GradientRelease
 from zbpp.runtime.groups import close_groups, group_like
-from zbpp.runtime.mesh import REPLICATE, SHARD, Place, copy_to_replicas, is_sharded, local_of
-from zbpp.runtime.reduce import AllReduce, Ended, Reducer
+from zbpp.runtime.mesh import REPLICATE, SHARD, copy_to_replicas, is_sharded, local_of
+from zbpp.runtime.reduce import AllReduce, Reducer
 from zbpp.runtime.sharding import shard_stages
-from zbpp.runtime.stage import AroundW
 from zbpp.runtime.tied_gradients import TiedGradients
 from zbpp.runtime.ties import Tie
 from zbpp.runtime.world import communicating
+from zbpp.schedule import Action, Op, Program, Reduce
+from zbpp.schedule.lower import Instruction, Reduced
+
+if TYPE_CHECKING:
+    from zbpp.runtime.rank_parts import RankParts
 
 
-class Reductions:
+class ReduceShared(NamedTuple):
+    """Reduce the gradients of parameters that several stages or ranks share, and of the loss."""
+
+    def __str__(self) -> str:
+        return "Reduce shared parameters"
+
+
+class Reductions(Extra):
     """The reducers of one rank's stages, its tied parameters, and the weights that FSDP2 gathers.
 
-    The constructor gives all replicas of a stage the values of the first one. ties: of all ranks. reshard,
+    `attach` gives all replicas of a stage the values of the first one. ties: of all ranks. reshard,
     mp_policy: as in Pipeline. loss: the parameters of the loss that no stage has; their gradients are
-    averaged, too. Collective over the mesh.
+    averaged, too.
     gradient_release: what is done with a stage's gradients when they are final; None: they stay.
-    Raises ValueError on every process for a stage that can't be sharded.
     """
 
+    name = "reductions"
+
     def __init__(
-        self,
-        stages: Mapping[int, nn.Module],
-        ties: Sequence[Tie],
-        rank_of: Sequence[int],
-        place: Place,
-        *,
-        rank: int,
-        group: dist.ProcessGroup | None,
-        timeout: float,
-        reshard: Reshard,
-        mp_policy: Any = None,
-        loss: Iterable[nn.Parameter] = (),
+        self, ties: Sequence[Tie], *, reshard: Reshard, mp_policy: Any, loss: Iterable[nn.Parameter]
     ) -> None:
+        self._ties, self._reshard, self._mp_policy, self._loss = ties, reshard, mp_policy, [*loss]
         self.gradient_release: GradientRelease | None = None
-        self._sharded = shard_stages(stages, place, rank, reshard, mp_policy)
-        self._tied = TiedGradients(ties, stages, rank_of, rank, group, timeout)
-        self._copies = LocalCopies(ties, stages)
+        self._trains = False
+        self._first_backward: Action | None = None
+
+    def attach(self, rank: RankParts) -> None:
+        """See Extra. Raises ValueError on every process for a stage that can't be sharded."""
+        self._extras, self._rank, place = rank.extras, rank.rank, rank.place
+        self._workers = rank.workers
+        self._stages = stages = {index: worker.module for index, worker in rank.workers.items()}
+        self._sharded = shard_stages(stages, place, rank.rank, self._reshard, self._mp_policy)
+        self._tied = TiedGradients(
+            self._ties, stages, rank.timetable.rank_of, rank.rank, place.pipeline, rank.timeout
+        )
+        self._copies = LocalCopies(self._ties, stages)
         self._reducers: dict[int, Reducer] = dict(self._sharded)
         self._groups: list[dist.ProcessGroup] = []
         self._last: list[AllReduce] = []  # they start when all stages and all ties are reduced
-        self._stages, self._rank = stages, rank
         self._ids = list(map(id, _parameters(stages)))  # of the parameters that are reduced
         for name in (SHARD, REPLICATE):
             if name in place.groups:
                 copied = [each for each in _parameters(stages) if name != SHARD or not is_sharded(each)]
-                self._replicate(stages, copied, [*loss], group_like(place.groups[name], timeout), rank)
+                group = group_like(place.groups[name], rank.timeout)
+                self._replicate(stages, copied, self._loss, group, rank.rank)
+        for index, sharded in self._sharded.items():
+            if sharded.frees_before_w:
+                rank.workers[index].around_w = sharded.gathered_for
+
+    # ---- A step
+
+    def rewrite(self, program: Program, call: str) -> Program:
+        """Behind everything else, wait for the stages and reduce what they share."""
+        self._trains = call not in ("evaluate", "predict")
+        if not self._trains:
+            return program
+        backwards = (each for each in program.instructions if isinstance(each, Action) and each.op != Op.F)
+        self._first_backward = next(backwards, None)
+        ends = (*map(Reduced, self._reducers), ReduceShared())
+        return program._replace(instructions=(*program.instructions, *ends))
+
+    def bind(self, at: Instruction, run: Run | None) -> Run | None:
+        """See Extra. The first backward is the first instruction of a step that changes gradients."""
+        if not self._trains:
+            return run
+        match at:
+            case Reduce(stage):
+                return instead(partial(self._start, stage))
+            case Reduced(stage):
+                return instead(partial(self._finish, stage))
+            case ReduceShared():
+                return instead(self._reduce_shared)
+        if at == self._first_backward and run is not None:
+            return after(self._begin_gradients, run)
+        return run
+
+    def begin(self, call: Call) -> None:
+        """See Extra."""
+        if call.kind in ("evaluate", "predict"):
+            for stage in self._sharded.values():
+                stage.begin_evaluation()
+            return
+        self._check_parameters()
+        self._tied.check()
+        for reducer in self._reducers.values():
+            reducer.begin()
+
+    def end(self, call: Call, result: Result) -> None:
+        """See Extra."""
+        if call.kind in ("evaluate", "predict"):
+            for stage in self._sharded.values():
+                stage.end_evaluation()
+
+    def fail(self, error: BaseException) -> None:
+        """See Extra."""
+        for reducer in self._reducers.values():
+            reducer.abandon()
+
+    def close(self) -> None:
+        """Close the groups that were made here: processes that wait for this one stop waiting."""
+        self._tied.close()
+        self._reducers.clear()  # gloo closes a group's connections once nothing refers to it
+        self._last.clear()
+        close_groups(self._groups)
+        self._groups.clear()
+
+    def _begin_gradients(self) -> None:
+        self._tied.begin()
+        self._copies.begin()
+
+    def _start(self, stage: int) -> None:
+        """Start to reduce a stage, whose gradients are complete on this rank."""
+        if stage in self._reducers:
+            begin = self._extras.background(Reduce(stage))
+            self._reducers[stage].start(None if begin is None else begin())
+        else:
+            self._complete(stage)
+
+    def _finish(self, stage: int) -> None:
+        self._reducers[stage].finish()
+        self._complete(stage)
+
+    def _complete(self, stage: int) -> None:
+        """The stage's gradients are final on all its copies."""
+        if self.gradient_release is not None:
+            self.gradient_release.complete(stage)
+
+    def _reduce_shared(self) -> None:
+        """Afterwards copies of a parameter have one gradient, and replicas the first one's buffers."""
+        self._copies.sum_into_first()
+        self._tied.finish()
+        self._copies.copy_from_first()
+        for each in self._last:
+            each.start()
+            each.finish()
+        for group in self._groups:
+            with communicating(f"rank {self._rank}, copying buffers of the first replica"):
+                copy_buffers(self._stages.values(), group)
 
     def _replicate(
         self,
@@ -123,78 +230,9 @@ class Reductions:
             )
 
     @property
-    def is_shared(self) -> bool:
+    def is_shared(self) -> bool:  # type: ignore[override]
         """Whether other processes wait for this one's gradients."""
         return bool(self._reducers) or bool(self._tied.parameters)
-
-    def reduces(self, stage: int) -> bool:
-        """Whether there is anything to reduce when the stage's gradients are complete on this rank."""
-        return stage in self._reducers
-
-    def begin(self) -> None:
-        """Called before the first F of a step."""
-        self._check_parameters()
-        self._tied.check()
-        for reducer in self._reducers.values():
-            reducer.begin()
-
-    def begin_gradients(self) -> None:
-        """Called before the first backward of a step, which is the first to change gradients."""
-        self._tied.begin()
-        self._copies.begin()
-
-    def start(self, stage: int, ended: Ended | None = None) -> None:
-        """Start to reduce a stage, whose gradients are complete on this rank; see Reducer.start."""
-        self._reducers[stage].start(ended)
-
-    def complete(self, stage: int) -> None:
-        """The stage's gradients are final on all its copies."""
-        if self.gradient_release is not None:
-            self.gradient_release.complete(stage)
-
-    def finish(self) -> None:
-        """Wait for the stages, then reduce the rest; afterwards all copies of a parameter have one gradient.
-
-        Also gives all replicas the first one's buffers.
-        """
-        for stage, reducer in self._reducers.items():
-            reducer.finish()
-            self.complete(stage)
-        self._copies.sum_into_first()
-        self._tied.finish()
-        self._copies.copy_from_first()
-        for each in self._last:
-            each.start()
-            each.finish()
-        for group in self._groups:
-            with communicating(f"rank {self._rank}, copying buffers of the first replica"):
-                copy_buffers(self._stages.values(), group)
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Within it the stages run forward without gradients."""
-        with ExitStack() as stack:
-            for stage in self._sharded.values():
-                stack.enter_context(stage.evaluating())
-            yield
-
-    def around_w(self, stage: int) -> AroundW | None:
-        """The context in which each W of a stage has to run; None if W needs no weights gathered for it."""
-        sharded = self._sharded.get(stage)
-        return sharded.gathered_for if sharded is not None and sharded.frees_before_w else None
-
-    def abandon(self) -> None:
-        """Let all reducers drop what a failed step has left."""
-        for reducer in self._reducers.values():
-            reducer.abandon()
-
-    def close(self) -> None:
-        """Close the groups that were made here: processes that wait for this one stop waiting."""
-        self._tied.close()
-        self._reducers.clear()  # gloo closes a group's connections once nothing refers to it
-        self._last.clear()
-        close_groups(self._groups)
-        self._groups.clear()
 
 
 def copy_buffers(stages: Iterable[nn.Module], group: dist.ProcessGroup) -> None:

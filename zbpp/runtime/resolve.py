@@ -28,9 +28,8 @@ from zbpp.runtime.extra import Extras
 from zbpp.runtime.layout import Message
 from zbpp.runtime.offload import SavedOffload, StageOffload
 from zbpp.runtime.p2p import Inbox, Outbox
-from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.stage import StageWorker
-from zbpp.schedule import Action, Gate, Op, Program, Recv, Reduce, Release, Send, Value, consumes, produces
+from zbpp.schedule import Action, Gate, Op, Program, Recv, Release, Send, Value, consumes, produces
 from zbpp.schedule.lower import Instruction
 from zbpp.schedule.offload import Await, Drop, Fetch, Offload
 
@@ -65,7 +64,7 @@ class Resolver:
     """Finds the functions of one rank's instructions.
 
     workers: by stage. methods: {op: the method of StageWorker that does it}. inboxes, outboxes: by peer.
-    reductions: of the stages' gradients; None where programs have none. offloads: what may leave, by the
+    offloads: what may leave, by the
     value's name and the stage.
 
     slots: where each value waits: those that the instructions of `program` take. replaced: the functions of
@@ -80,13 +79,12 @@ class Resolver:
         num_stages: int,
         inboxes: Mapping[int, Inbox],
         outboxes: Mapping[int, Outbox],
-        reductions: Reductions | None,
         offloads: Mapping[tuple[str, int], StageOffload[Any]],
         extras: Extras,
     ) -> None:
         self._workers, self._methods, self._num_stages = workers, methods, num_stages
         self._inboxes, self._outboxes = inboxes, outboxes
-        self._reductions, self._offloads = reductions, offloads
+        self._offloads = offloads
         self._extras = extras
         taken = [value for instruction in program.instructions for value in _taken(instruction)]
         self.slots = dict(zip(taken, count(FIRST_SLOT)))
@@ -114,10 +112,6 @@ class Resolver:
         last: list[Callable[[], Any]] = [outbox.finish for outbox in self._outboxes.values()]
         if gate is not None:
             place = _place_of(gate, instructions)
-        if self._reductions is not None:
-            first.append(self._reductions.begin)
-            at_gate = [*at_gate, self._reductions.begin_gradients]
-            last.append(self._reductions.finish)
         functions, resolved = list[Resolved](), list[Instruction | None]()
         for work, part in ((first, instructions[:place]), (at_gate, instructions[place:]), (last, ())):
             functions += [Resolved(_without_message(each)) for each in work]
@@ -142,8 +136,6 @@ class Resolver:
                 return Resolved(send, takes=self.slots[value])
             case Release(_, peer):
                 return Resolved(_without_message(self._outboxes[peer].release))
-            case Reduce(stage):
-                return Resolved(_without_message(partial(self._reduce, stage)))
             case Offload(value) | Fetch(value):
                 return Resolved(_without_message(partial(self._start_copy, instruction)))
             case Drop(value):
@@ -178,16 +170,6 @@ class Resolver:
         value, is_out = instruction.value, isinstance(instruction, Offload)
         offload = self._offload_of(value)
         (offload.offload if is_out else offload.fetch)(value.microbatch, self._extras.background(instruction))
-
-    def _reduce(self, stage: int) -> None:
-        """Start the reduction of a stage's gradients."""
-        if self._reductions is None:
-            return
-        if self._reductions.reduces(stage):
-            begun = self._extras.background(Reduce(stage))
-            self._reductions.start(stage, None if begun is None else begun())
-        else:
-            self._reductions.complete(stage)
 
 
 def _place_of(gate: Gate, instructions: Sequence[Instruction]) -> int:

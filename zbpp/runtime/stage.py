@@ -70,7 +70,9 @@ class StageWorker:
     is_last: whether the stage is the pipeline's last: F then computes the loss, and returns the gradient that
     its B starts from. loss_fn(output, target): for the last stage; None if its module returns the loss.
     device: its generator is seeded for each F, beside the CPU's; None: the CPU.
-    around_w: what W runs within; None: nothing. run_w: how it runs.
+    run_w: how W runs.
+
+    around_w: a context for each W, such as gathered weights; None: none.
     """
 
     def __init__(
@@ -81,10 +83,10 @@ class StageWorker:
         is_last: bool,
         loss_fn: Loss | None = None,
         device: torch.device | None = None,
-        around_w: AroundW | None = None,
         run_w: Callable[[WeightGrads], None] = WeightGrads.accumulate,
     ) -> None:
-        self._around_w, self._run_w = around_w, run_w
+        self.around_w: AroundW | None = None
+        self._run_w = run_w
         self._leaf_done: LeafDone | None = None
         self.index, self.module, self._device = index, module, device or torch.device("cpu")
         self._is_last, self.loss_fn = is_last, loss_fn
@@ -153,7 +155,7 @@ class StageWorker:
 
     def _auxiliary(self, found: Mapping[str, Tensor]) -> list[tuple[GradientEdge, Tensor]]:
         """Keep the values of auxiliary losses; returns where B starts at them, and with which gradients."""
-        if self._around_w is not None:
+        if self.around_w is not None:
             raise ValueError(
                 "an auxiliary loss needs the stage's weights in B, and reshard=microbatch frees them after "
                 "F: write reshard=step"
@@ -219,7 +221,7 @@ class StageWorker:
 
     def _accumulate(self, microbatch: int, weight_grads: WeightGrads) -> None:
         try:
-            with nullcontext() if self._around_w is None else self._around_w(weight_grads):
+            with nullcontext() if self.around_w is None else self.around_w(weight_grads):
                 if self._leaf_done is None:
                     self._run_w(weight_grads)
                 else:

@@ -80,6 +80,15 @@ class Reduce(NamedTuple):
         return f"Reduce {self.stage}"
 
 
+class Reduced(NamedTuple):
+    """Wait until a stage's gradients have been reduced; a program has it where somebody reduces them."""
+
+    stage: int
+
+    def __str__(self) -> str:
+        return f"Reduced {self.stage}"
+
+
 Instruction = Hashable
 """Action, Send, Recv, Release, Reduce, Transport; or an instruction of an extra: a value with a text."""
 # The slots around each action of a row, in the order in which they run:
