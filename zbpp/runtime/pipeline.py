@@ -37,9 +37,8 @@ from zbpp.runtime.checks import Agreed, agree_on_stages, check_ranks_agree
 from zbpp.runtime.engine import Engine
 from zbpp.runtime.extra import Extra
 from zbpp.runtime.fully_shard import Reshard
-from zbpp.runtime.graphs import check_graphs
 from zbpp.runtime.groups import group_of_this_process, set_timeout
-from zbpp.runtime.mesh import SHARD, TENSOR, Place
+from zbpp.runtime.mesh import TENSOR, Place
 from zbpp.runtime.named_losses import NamedLosses, summed
 from zbpp.runtime.offloader import check_one_offload, offload_maker
 from zbpp.runtime.one_call import OneCall
@@ -53,7 +52,7 @@ from zbpp.runtime.restored import restored_generators
 from zbpp.runtime.stage import Loss
 from zbpp.runtime.tensor_parallel import check_losses_alike
 from zbpp.runtime.ties import Tie
-from zbpp.runtime.weight_offload import check_offloaded, offloaded_weights
+from zbpp.runtime.weight_offload import check_offloaded
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel
 
@@ -82,8 +81,6 @@ class Pipeline(PipelineEvaluation, PipelineNonFinite, PipelineTimeline):
     mp_policy: the torch.distributed.fsdp.MixedPrecisionPolicy of the stages that the Pipeline shards.
     offload: which activations leave device memory between F and B, see ActivationOffload; None: none. Results
     are the same to the last bit. Without costs of its own it decides after the second step.
-    cuda_graphs: whether each F, B and W is captured as a CUDA graph and replayed. Results are the same to the
-    last bit; see docs/compiled.md.
     extras: what the pipeline does beside running its program, see extra.py; the same on all ranks.
     seed: of the random numbers drawn in forward. timeout: seconds that a wait for another rank may last.
     dynamic_shapes: whether messages between stages may differ from microbatch to microbatch (shapes, dtypes,
@@ -121,7 +118,6 @@ class Pipeline(PipelineEvaluation, PipelineNonFinite, PipelineTimeline):
         reshard: Reshard = "step",
         mp_policy: Any = None,
         offload: ActivationOffload | None = None,
-        cuda_graphs: bool = False,
         extras: Iterable[Extra] = (),
     ) -> None:
         given = Place(mesh, group)
@@ -132,7 +128,7 @@ class Pipeline(PipelineEvaluation, PipelineNonFinite, PipelineTimeline):
         self.rank = rank_in(given.pipeline, timetable)
         self.seed, self.loss_scale = seed, 1.0
         self._timeout, self._dynamic_shapes, self._reshard = timeout, dynamic_shapes, reshard
-        self._offload, self._cuda_graphs = offload, cuda_graphs
+        self._offload = offload
         self.step_losses, self.evaluation_losses = NamedLosses(), NamedLosses()
         self._records: Path | None = None
         self._ends_process = False
@@ -174,13 +170,6 @@ class Pipeline(PipelineEvaluation, PipelineNonFinite, PipelineTimeline):
         """What runs this pipeline's calls. Collective."""
         place, offload = self.place, self._offload
         self._release_arguments = dict[str, Any]()
-        check_graphs(
-            self._cuda_graphs,
-            dynamic_shapes=self._dynamic_shapes,
-            offloads=offload is not None or offloaded_weights(self.stages.values()) is not None,
-            shards=SHARD in place.groups,
-            tensor=TENSOR in place.groups,
-        )
         key_of_all = place.broadcast(agreed.key)
         parts = RankParts(
             self.timetable,
@@ -197,8 +186,6 @@ class Pipeline(PipelineEvaluation, PipelineNonFinite, PipelineTimeline):
             make_offload=offload_maker(offload, self.timetable, self.device, place),
         )
         engine = Engine(parts, order_of_copies(place, key_of_all, self.rank, self.device))
-        if self._cuda_graphs:
-            engine.use_graphs()
         return engine
 
     def _use_extras(self, ties: Sequence[Tie], mp_policy: Any) -> None:
@@ -295,7 +282,6 @@ class Pipeline(PipelineEvaluation, PipelineNonFinite, PipelineTimeline):
             dynamic_shapes=self._dynamic_shapes,
             reshard=self._reshard,
             offload=self._offload,
-            cuda_graphs=self._cuda_graphs,
             extras=self._extras,
         )
         following.num_steps, following.loss_scale = self.num_steps, self.loss_scale
