@@ -494,6 +494,7 @@ def refusals(rank):
         "hooks": (mesh, hooked),
         "compiled": (mesh, compiled),
         "optimizer": (mesh, optimized),
+        "channels last": (mesh, lambda: nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)),
     }
     said = {}
     for name, (on, make) in stages.items():
@@ -520,6 +521,7 @@ REFUSALS = {
     "hooks": "stage 1 can't be sharded: 0.up.weight has hooks, .* make the Pipeline first",
     "compiled": "stage 1 can't be sharded: it is compiled, .* write compile=none",
     "optimizer": r"stage 1 can't be sharded: an optimizer \(SGD\) was .* make the optimizer after",
+    "channels last": r"stage 1 can't be sharded: weight is not contiguous .* write .*data.contiguous\(\)",
     "reshard": "reshard='often': write one of never, step, microbatch",
     "policy": r"mp_policy is for stages that FSDP2 shards, .*: write mesh=zbpp.make_mesh\(shard=2\)",
 }

@@ -91,6 +91,11 @@ def _wrap(stage: nn.Module, mesh: DeviceMesh, policy: Any) -> None:
                 f"{name} has hooks, which the sharded parameter in its place would not have: make the "
                 "Pipeline first, then register hooks on its parameters()"
             )
+        if not parameter.is_contiguous():
+            raise ValueError(
+                f"{name} is not contiguous (channels-last?), and FSDP2 shards contiguous parameters only: "
+                "write parameter.data = parameter.data.contiguous() before the Pipeline is made"
+            )
     if any(type(module.forward).__name__ == "CompiledForward" for module in stage.modules()):
         raise ValueError(
             "it is compiled, and FSDP2's hooks would leave it eager: write compile=none, or replicate= "
