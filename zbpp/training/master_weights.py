@@ -83,7 +83,8 @@ class MasterWeights:
     def update(self) -> None:
         """Cast the masters into the parameters. Call this once, after the optimizer's step.
 
-        Raises RuntimeError if the optimizer had no gradients, or if a parameter was changed from outside.
+        Raises RuntimeError if the optimizer had no gradients or not all of them, and if a parameter was
+        changed from outside.
         """
         self._check_gradients()
         self._check_weights()
@@ -98,6 +99,14 @@ class MasterWeights:
             raise RuntimeError(
                 "a master's .grad is not its parameter's main_grad, so the optimizer had no gradient: call "
                 "MasterWeights.zero_grad() before each step, not optimizer.zero_grad()"
+            )
+        outside = [parameter for parameter in self._masters if parameter.grad is not None]
+        if outside:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(outside[0].shape)} has a gradient in .grad, which its master "
+                "never gets: a plain backward reached it, and only W adds to main_grad. Checkpoint with "
+                "zbpp.checkpoint or use_reentrant=False; let a stage hold a module that runs before the "
+                "pipeline, or give MasterWeights none of its parameters"
             )
 
     def _check_weights(self) -> None:
