@@ -141,6 +141,7 @@ EAGER = {
     "checkpoint.parameter_used_inside_and_outside",
     "checkpoint.parameter_as_argument",
     "checkpoint.frozen_block",
+    "checkpoint.frozen_layer_above_an_embedding",
     "checkpoint.input_that_is_a_view",
     "checkpoint.in_place_operations_inside",
     "checkpoint.torchs_checkpoint",

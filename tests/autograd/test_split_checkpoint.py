@@ -152,6 +152,12 @@ def test_a_frozen_block_gets_no_gradient(frozen):
     assert not any(name.startswith("1.up") for name in facts.grads)
 
 
+@pytest.mark.parametrize("frozen", [("layer",), ("layer", "embedding"), ("layer", "head"), ("embedding",)])
+def test_a_frozen_layer_above_a_checkpoint_does_not_take_it_for_a_weight(frozen):
+    """`The differentiated Tensor at index 0 appears to not have been used in the graph`."""
+    assert_equals_without(partial(cases.frozen_layer_above_an_embedding, frozen=frozen))
+
+
 def test_nothing_to_train_and_nothing_to_pass_on_costs_no_recompute(forwards):
     """A wholly frozen block below all that trains."""
     frozen, trained = Block().requires_grad_(False), Block()

@@ -3,11 +3,16 @@
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from helpers.cases import functions as cases
+from helpers.cases.checkpoint import torchs
 from helpers.cases.functions import Deferring, Layer, OfTripled
-from helpers.split import assert_close, assert_equals_plain, double, float64, grads_of, leaf
+from helpers.cases.saved_hooks import under
+from helpers.split import assert_close, assert_equals_plain, call_module, double, float64, grads_of, leaf
 from zbpp.autograd import backward_input, keep, node_roles, rule, rules, saved
+from zbpp.autograd.copies import HostCopier
+from zbpp.autograd.offload import SavedActivations
 
 
 @pytest.fixture(autouse=True)
@@ -68,13 +73,45 @@ def test_a_weight_may_be_deferred_twice_by_functions():
     assert cases.weight_of_function_used_twice().compare().deferred == {"weight"}
 
 
-def test_defer_obeys_the_chosen_parameters():
-    module = nn.Sequential(Layer(Deferring), nn.Linear(4, 4))
+def saving_activations():
+    return SavedActivations(HostCopier(torch.device("cpu")), least_bytes=1).saving()
+
+
+HOOKS = {
+    "save_on_cpu": under(save_on_cpu),
+    "torch's checkpoint": torchs,
+    "offload": under(saving_activations),
+    "others": under(lambda: saved_tensors_hooks(torch.clone, lambda packed: packed)),
+}
+"""What `ctx.saved_tensors` unpacks within them is another tensor than the weight."""
+
+
+@pytest.mark.parametrize("case", [cases.weight_of_function_used_twice, cases.weight_of_function_and_layer])
+@pytest.mark.parametrize("hooks", HOOKS)
+def test_defer_finds_a_weight_that_saved_tensor_hooks_have_packed(hooks, case):
+    facts = case()._replace(call=HOOKS[hooks]).compare()
+    assert facts.deferred == {"weight"}
+
+
+@pytest.mark.parametrize("hooks", [None, *HOOKS])
+def test_defer_computes_at_once_for_a_weight_whose_hooks_must_see_the_whole_gradient(hooks):
+    def make():
+        layer = Layer(Deferring)
+        layer.weight.register_hook(lambda grad: grad.clamp(-0.5, 0.5))
+        return layer
+
+    assert_equals_plain(make, lambda: leaf(5, 4), HOOKS.get(hooks, call_module))
+
+
+@pytest.mark.parametrize("hooks", [None, *HOOKS])
+def test_defer_obeys_the_chosen_parameters(hooks):
+    module = nn.Sequential(Layer(Deferring), Layer(Deferring), nn.Linear(4, 4))
+    output = HOOKS.get(hooks, call_module)(module, torch.randn(5, 4))
     _, weight_grads = backward_input(
-        module(torch.randn(5, 4)), torch.ones(5, 4), (), parameters=[module[1].weight]
+        output, torch.ones(5, 4), (), parameters=[module[1].weight, module[2].weight]
     )
     weight_grads.accumulate()
-    assert grads_of(module).keys() == {"1.weight"}
+    assert grads_of(module).keys() == {"1.weight", "2.weight"}
 
 
 def test_defer_computes_at_once_for_a_weight_that_is_an_input():

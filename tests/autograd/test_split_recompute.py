@@ -324,6 +324,28 @@ def test_post_accumulate_hooks_fire_once_for_a_weight_inside_and_outside_a_check
         assert_close(grads_of(module), grads_of(plain))
 
 
+def checkpoint_in_checkpoint(fn, x):
+    return checkpoint(lambda x: checkpoint(fn, x), x)
+
+
+@pytest.mark.parametrize("backward", [plain_backward, split_backward])
+@pytest.mark.parametrize("how", [checkpoint, checkpoint_in_checkpoint])
+@pytest.mark.parametrize("has_others", [False, True])
+def test_a_tensor_hook_sees_the_sum_over_checkpoints_and_other_uses_once(backward, how, has_others):
+    """It saw the part of each checkpoint, twice or as None if the weight had a post-accumulate hook, too."""
+    module, plain = made(lambda: Tied(how)), made(lambda: Tied(plainly))
+    count = CountCalls()
+    for parameter in (*module.parameters(), *plain.parameters()):
+        parameter.register_hook(lambda grad: 2 * grad.clamp(-0.5, 0.5))
+        if has_others:
+            parameter.register_post_accumulate_grad_hook(count)
+    for microbatch in range(2):
+        backward(module(double(5, 4, seed=microbatch)))
+        plain_backward(plain(double(5, 4, seed=microbatch)))
+    assert_close(grads_of(module), grads_of(plain))
+    assert count.number == (2 * 2 * 4 if has_others else 0)
+
+
 def test_hooked_weights_still_wait_for_w():
     module = made(lambda: nn.Sequential(nn.Linear(4, 4), Block()))
     for parameter in module.parameters():

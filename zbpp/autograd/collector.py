@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from zbpp.autograd.capture import version_of
 from zbpp.autograd.gradient_guard import has_own_hooks
+from zbpp.autograd.node_roles import leaf_tensor
 from zbpp.autograd.weight_grads import FunctionTask, Task
 
 Gradients = Sequence[Tensor | None]
@@ -41,7 +43,14 @@ class Collector:
         B itself has to return it if the leaf is an input. If the leaf has tensor hooks, they must see the
         whole gradient at once.
         """
-        return not has_own_hooks(leaf) and not any(leaf is each for each in self.inputs)
+        return not has_own_hooks(leaf) and not self._is_input(leaf)
+
+    def must_return(self, leaf: Tensor) -> bool:
+        """Whether a leaf that is no input has tensor hooks, which must see the whole gradient at once."""
+        return has_own_hooks(leaf) and not self._is_input(leaf)
+
+    def _is_input(self, leaf: Tensor) -> bool:
+        return any(leaf is each for each in self.inputs)
 
     def added_to(self, grads: Gradients, tasks: list[Task]) -> tuple[tuple[Tensor | None, ...], list[Task]]:
         """The input gradients and tasks that B found, together with the collected ones."""
@@ -67,13 +76,14 @@ def refuse_create_graph(what: str, remedy: str) -> None:
         )
 
 
-def defer(ctx: Any, leaf: Tensor, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor | None:
+def defer(ctx: Any, weight: Tensor, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor | None:
     """Put off the gradient of a weight until W; called in the backward of a custom autograd Function.
 
     The Function's backward returns the result as that weight's gradient. Under `backward_input` the result is
     None, and W adds `compute(*tensors)` to `.grad`. In a plain backward, or if the weight is no leaf or has
     tensor hooks, the result is the gradient itself.
-    compute may use no tensors but `tensors`, which are kept until W.
+    weight: as forward got it, or as `ctx.saved_tensors` unpacks it. compute may use no tensors but `tensors`,
+    which are kept until W.
 
         @staticmethod
         def backward(ctx, dy):
@@ -83,7 +93,11 @@ def defer(ctx: Any, leaf: Tensor, compute: Callable[..., Tensor], *tensors: Tens
     collector = collector_of(ctx)
     # Gradients are on only in a plain backward with create_graph=True, which differentiates the result again.
     held = tensors if torch.is_grad_enabled() else tuple(tensor.detach() for tensor in tensors)
-    if collector is None or not (leaf.is_leaf and leaf.requires_grad and collector.may_defer(leaf)):
+    if collector is None or not (weight.is_leaf and weight.requires_grad):
+        return compute(*held)
+    # Within saved-tensor hooks, ctx.saved_tensors holds a copy of the leaf. Only its edge leads to the leaf.
+    leaf = leaf_tensor(get_gradient_edge(weight).node)
+    if not (leaf.requires_grad and collector.may_defer(leaf)):
         return compute(*held)
     if collector.wanted is None or id(leaf) in collector.wanted:
         collector.tasks.append(FunctionTask(leaf, compute, held, version_of(held)))

@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zbpp.autograd.gradient_guard import has_own_hooks
+
 SMALL = 64 * 1024
 """A buffer of at most so many bytes is copied."""
 
@@ -69,9 +71,9 @@ class ForwardState:
         self._versions = [(each, version(each)) for each in used]
 
     def hooked(self) -> list[Tensor]:
-        """The trainable leaves that have post-accumulate-grad hooks."""
+        """The trainable leaves that have hooks."""
         leaves = {id(each): each for each, _ in self._versions if each.requires_grad and each.is_leaf}
-        return [leaf for leaf in leaves.values() if leaf._post_accumulate_grad_hooks]
+        return [each for each in leaves.values() if each._post_accumulate_grad_hooks or has_own_hooks(each)]
 
     @contextmanager
     def restored(self) -> Iterator[None]:

@@ -284,7 +284,8 @@ def _follow(edge: Any, stops: frozenset[Edge], revisited: set[Any]) -> _Path:
     """The chain that starts with an edge, and the leaf at its end.
 
     A chain never passes a node that has a rule. Otherwise, where no input needs grad (stage 0), the
-    activation between Embedding and Linear would pass for a chain to the embedding's weight.
+    activation between Embedding and Linear would pass for a chain to the embedding's weight. A chain that
+    computes never ends at an empty leaf: that is the dummy of a checkpoint or compiled call, which B runs.
     """
     chain: tuple[Edge, ...] = ()
     views: Views = ()
@@ -297,7 +298,9 @@ def _follow(edge: Any, stops: frozenset[Edge], revisited: set[Any]) -> _Path:
         if role == "function" and not chain and not FUNCTION_NODES_LIVE:
             break
         if role is not None and role != "function":
-            return (node, chain, views, is_only_use and views is not None) if role == "leaf" else _NO_LEAF
+            if role != "leaf" or (views is None and not node.variable.numel()):
+                break
+            return node, chain, views, is_only_use and views is not None
         if edge in stops:
             break
         below = node.next_functions

@@ -13,7 +13,7 @@ recompute, too: see `recomputing_by`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -190,22 +190,25 @@ class _Checkpoint(torch.autograd.Function):
             if isinstance(output, Tensor) and output.requires_grad and grad is not None:
                 roots.append(output)
                 root_grads.append(grad)
-        nothing = (None,) * len(ctx.call.hooked)
         collector = collector_of(ctx)
         if not roots:
-            return (None, None, *(None for _ in tensors), *nothing)
+            return (None, None, *(None for _ in (*tensors, *ctx.call.hooked)))
         if collector is None:
             return (None, None, *_plain_backward(roots, root_grads, tensors, ctx.call.hooked))
         # A tensor that fn closes over may have hooks from before.
         is_hooked = is_hooked or collector.is_hooked
-        # It may also have been computed from the inputs of the B around this one.
-        inputs = (*tensors, *collector.inputs)
+        # The B around this one sums the gradients of a leaf with tensor hooks, then runs these once.
+        returned = [leaf if collector.must_return(leaf) else None for leaf in ctx.call.hooked]
+        # A tensor that fn closes over may also have been computed from the inputs of the B around this one.
+        inputs = (*tensors, *returned, *collector.inputs)
         # If fn closes over a computed tensor, this pass goes through the graph around the checkpoint, too.
         keep = collector.keep
-        grads, tasks = split(roots, root_grads, inputs, collector.wanted, is_hooked=is_hooked, keep=keep)
+        with _without_hooks(leaf for leaf in returned if leaf is not None):
+            grads, tasks = split(roots, root_grads, inputs, collector.wanted, is_hooked=is_hooked, keep=keep)
         collector.tasks += tasks
-        collector.input_grads.append(grads[len(tensors) :])
-        return (None, None, *grads[: len(tensors)], *nothing)
+        num_own = len(tensors) + len(returned)
+        collector.input_grads.append(grads[num_own:])
+        return (None, None, *grads[:num_own])
 
 
 def _refuse_changed(tensors: list[Tensor], versions: list[int]) -> None:
@@ -222,15 +225,30 @@ def _plain_backward(
     roots: list[Tensor], root_grads: list[Tensor], tensors: list[Tensor | None], hooked: list[Tensor]
 ) -> list[Tensor | None]:
     """Gradients of the tensors and of the hooked leaves, whose `.grad` and hooks are left alone."""
-    before = [(leaf, leaf.grad, leaf._post_accumulate_grad_hooks) for leaf in hooked]
+    before = [(leaf, leaf.grad) for leaf in hooked]
     for leaf in hooked:
-        leaf.grad, leaf._post_accumulate_grad_hooks = None, {}  # autograd does not accept None for no hooks
+        leaf.grad = None
     try:
-        torch.autograd.backward(roots, root_grads)
+        with _without_hooks(hooked):
+            torch.autograd.backward(roots, root_grads)
         return [None if each is None else each.grad for each in (*tensors, *hooked)]
     finally:
-        for leaf, grad, hooks in before:
-            leaf.grad, leaf._post_accumulate_grad_hooks = grad, hooks
+        for leaf, grad in before:
+            leaf.grad = grad
+
+
+@contextmanager
+def _without_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Take off the hooks of these leaves; put them back at the end."""
+    before = [(leaf, leaf._backward_hooks, leaf._post_accumulate_grad_hooks) for leaf in leaves]
+    for leaf, *_ in before:
+        leaf._backward_hooks = None
+        leaf._post_accumulate_grad_hooks = {}  # autograd does not accept None for no hooks
+    try:
+        yield
+    finally:
+        for leaf, hooks, post_accumulate in before:
+            leaf._backward_hooks, leaf._post_accumulate_grad_hooks = hooks, post_accumulate
 
 
 def _without_graph(output: Tensor, begin: int) -> Tensor:

@@ -66,6 +66,23 @@ def checkpoint_on_stage_0(how=checkpoint) -> Case:
     return Case(lambda: Language(how), lambda: torch.randint(11, (2, 5)))
 
 
+def frozen_layer_above_an_embedding(how=checkpoint, frozen=("layer",)) -> Case:
+    """Only the embedding is checkpointed: no input of its Function needs grad."""
+
+    class Language(nn.Module):
+        def __init__(self, how):
+            super().__init__()
+            self.embedding, self.layer, self.head = nn.Embedding(11, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+            self.how = how
+            for name in frozen:
+                getattr(self, name).requires_grad_(False)
+
+        def forward(self, tokens):
+            return self.head(torch.tanh(self.layer(self.how(self.embedding, tokens))))
+
+    return Case(lambda: Language(how), lambda: torch.randint(11, (2, 5)))
+
+
 class Nested(nn.Module):
     def __init__(self, how):
         super().__init__()
