@@ -138,4 +138,4 @@ def test_activations_really_leave(measured):
 
 
 def test_a_step_leaves_nothing_behind(measured):
-    assert [found[name][0].leftovers for found in measured for name in CASES] == [[]] * (RANKS * len(CASES))
+    assert [found[name][0].outliving for found in measured for name in CASES] == [0] * (RANKS * len(CASES))

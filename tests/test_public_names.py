@@ -25,8 +25,8 @@ from zbpp import (
 from zbpp.models.mlp import Mlp
 
 NAMES = [
-    "ActivationOffload", "SCHEDULES", "Costs", "Extra", "LossScale", "MasterWeights", "Pipeline",
-    "PlanError", "PostValidation", "Recorder", "Timeline", "Timetable", "WeightGrads",
+    "ActivationOffload", "SCHEDULES", "Costs", "CudaGraphs", "Extra", "LossScale", "MasterWeights",
+    "Pipeline", "PlanError", "PostValidation", "Recorder", "Timeline", "Timetable", "WeightGrads",
     "auxiliary_loss", "auxiliary_losses", "backward_input", "check_replicas", "checkpoint",
     "clip_grad_norm_", "load", "lower", "make_mesh",
     "per_microbatch", "plan", "replicate", "save", "simulate", "split_layers",

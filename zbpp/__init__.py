@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from zbpp.planning import SCHEDULES, plan
     from zbpp.runtime import (
         ActivationOffload,
+        CudaGraphs,
         Extra,
         Pipeline,
         Recorder,
@@ -63,6 +64,7 @@ _HOME = {
     "ActivationOffload": "zbpp.runtime",
     "SCHEDULES": "zbpp.planning",
     "Costs": "zbpp.schedule",
+    "CudaGraphs": "zbpp.runtime",
     "Extra": "zbpp.runtime",
     "LossScale": "zbpp.training.loss_scale",
     "MasterWeights": "zbpp.training.master_weights",
@@ -96,6 +98,7 @@ __all__ = [
     "SCHEDULES",
     "ActivationOffload",
     "Costs",
+    "CudaGraphs",
     "Extra",
     "LossScale",
     "MasterWeights",

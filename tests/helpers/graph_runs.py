@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from helpers.graph_maker import EmulatedGraphs
-from zbpp import Pipeline, plan
+from zbpp import CudaGraphs, Pipeline, plan
 
 SIZE, M, STEPS = 8, 4, 6  # two eager steps, one that is captured and replayed, three more replays
 
@@ -54,11 +54,10 @@ class Run:
         self.timetable = plan(schedule, num_ranks, M) if isinstance(schedule, str) else schedule
         owned = [s for s, owner in enumerate(self.timetable.rank_of) if owner == rank]
         self.stages, self.rank, self.found = {s: make(s) for s in owned}, rank, []
-        self.pipeline = Pipeline(self.stages, self.timetable, loss_fn, seed=3, **options)
         self.maker = EmulatedGraphs()
-        if has_graphs:
-            self.pipeline._engine.use_graphs(self.maker)
-        self.graphs = self.pipeline._engine.graphs
+        self.graphs = CudaGraphs(self.maker)
+        extras = [self.graphs] if has_graphs else []
+        self.pipeline = Pipeline(self.stages, self.timetable, loss_fn, seed=3, extras=extras, **options)
         self.optimizer = torch.optim.SGD(self.pipeline.parameters(), lr=0.1, momentum=0.9)
 
     def steps(self, numbers=range(STEPS), *, given=arguments, before=None, to_none=True):

@@ -1,6 +1,9 @@
 """Extra: what a user may hang on a pipeline, and what the core promises to it."""
 
+import importlib
+import pkgutil
 from collections import defaultdict
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import zbpp.runtime
 from helpers.processes import run_ranks
 from zbpp import Extra, Pipeline, plan
 from zbpp.schedule import Action, Program, Send
@@ -166,6 +170,29 @@ def test_extras_that_exclude_each_other_are_refused_with_what_to_write_instead()
     with pytest.raises(ValueError, match="second doesn't go with first"), pipeline.using(first):
         pass
     assert len(step(pipeline)) == M
+
+
+def extras_of_zbpp():
+    for module in pkgutil.walk_packages(zbpp.runtime.__path__, "zbpp.runtime."):
+        importlib.import_module(module.name)
+    waiting = [Extra]
+    while waiting:
+        found = waiting.pop().__subclasses__()
+        waiting += found
+        yield from (each for each in found if each.__module__.startswith("zbpp."))
+
+
+def test_the_table_of_the_docs_is_what_extras_exclude():
+    page = (Path(__file__).parents[2] / "docs/extras.md").read_text()
+    rows = [
+        line for line in page.partition("## What goes with what")[2].splitlines() if line.startswith("| `")
+    ]
+    stated = [
+        f"| `{extra.name}` | `{other}` | {instead} |"
+        for extra in extras_of_zbpp()
+        for other, instead in extra.excludes.items()
+    ]
+    assert sorted(rows) == sorted(stated)
 
 
 class BytesPerLink(Extra):

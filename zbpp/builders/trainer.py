@@ -13,6 +13,7 @@ from zbpp.config import MemoryConfig, OptimizerConfig, ParallelConfig
 from zbpp.planning import placement_of, plan
 from zbpp.runtime import ActivationOffload, Pipeline
 from zbpp.runtime.fully_shard import Reshard
+from zbpp.runtime.graphs import CudaGraphs
 from zbpp.runtime.mesh import SHARD
 from zbpp.schedule import Costs, Timetable
 from zbpp.training.master_weights import MasterWeights
@@ -52,7 +53,7 @@ def build_pipeline(
         timeout=parallel.timeout,
         dynamic_shapes=parallel.dynamic_shapes,
         offload=build_offload(memory),
-        cuda_graphs=cuda_graphs,
+        extras=[CudaGraphs()] if cuda_graphs else [],
     )
 
 

@@ -97,8 +97,8 @@ def render_report(found: Mapping[str, Any]) -> str:
     if found.get("not_predicted"):
         lines.append(f"(the prediction does not know {', '.join(found['not_predicted'])})")
     for rank in found["ranks"]:
-        for each in rank["leftovers"]:
-            lines.append(f"rank {rank['rank']}: {in_bytes(each['size'])} outlive the step: {each['owner']}")
+        if rank["outliving"]:
+            lines.append(f"rank {rank['rank']}: {in_bytes(rank['outliving'])} outlive the step")
     return "\n".join(lines)
 
 

@@ -75,6 +75,7 @@ WHERE A W GOES is decided by the timetable alone: a schedule (zbpp/families) or 
 from zbpp.runtime.activation_offload import ActivationOffload
 from zbpp.runtime.boundary import BoundaryError
 from zbpp.runtime.extra import Extra
+from zbpp.runtime.graphs import CudaGraphs
 from zbpp.runtime.joining import StartError
 from zbpp.runtime.measure import Recorder, measured_costs, peak_memory_bytes
 from zbpp.runtime.mesh import make_mesh
@@ -91,6 +92,7 @@ __all__ = [
     "AgreementError",
     "BoundaryError",
     "CommunicationError",
+    "CudaGraphs",
     "DeviceError",
     "Extra",
     "NonFinite",

@@ -32,13 +32,12 @@ from zbpp.runtime.call_order import CallOrder
 from zbpp.runtime.executor import BeginAgain, Executor
 from zbpp.runtime.extra import Extra
 from zbpp.runtime.gradient_release import GradientRelease
-from zbpp.runtime.graphs import RELEASED, VALIDATED, GraphMaker, RankActions, StepGraphs, step_graphs
 from zbpp.runtime.measure.recorder import Recorder
 from zbpp.runtime.microbatch import Cutter
 from zbpp.runtime.named_losses import NamedLosses
 from zbpp.runtime.non_finite_watcher import one_by_one
 from zbpp.runtime.posts import Posts
-from zbpp.runtime.rank_parts import METHODS, TRAINING, RankParts
+from zbpp.runtime.rank_parts import TRAINING, RankParts
 from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.resolve import StageMethod
 from zbpp.runtime.restored import Buffers, GradientsBefore, InPlaceChanges
@@ -81,14 +80,7 @@ class Engine:
         self._buffers = Buffers(parts.modules)
         self._before: GradientsBefore | None = None  # the gradients of the step that runs
         self._inputs = InPlaceChanges(())
-        self.graphs: StepGraphs | None = None
         self.reductions: Reductions | None = None
-
-    def use_graphs(self, maker: GraphMaker | None = None) -> None:
-        """From now on capture and replay steps; see zbpp/runtime/graphs. maker: None: CUDA's."""
-        executor, parts = self._executors["step"], self._parts
-        rank = RankActions(executor.program, parts.workers, METHODS["step"], parts.timetable.num_stages)
-        self.graphs = step_graphs(rank, parts.modules, executor, maker)
 
     def release_gradients(self, release: GradientRelease | None) -> None:
         """From the next step on, let `release` have the gradients; None: they stay.
@@ -102,8 +94,8 @@ class Engine:
             )
         if release is not None and self.posts is not None:
             raise ValueError(_RELEASED)
-        if release is not None and self.graphs is not None:
-            raise ValueError(RELEASED)
+        if release is not None:
+            self._parts.extras.check_named("gradient_release")
         self._gradient_release = release
         if self.reductions is not None:
             self.reductions.gradient_release = release
@@ -124,8 +116,10 @@ class Engine:
         """Why no step can have a gate, or nothing."""
         if self._gradient_release is not None:
             return _RELEASED
-        if self.graphs is not None:
-            return VALIDATED
+        try:
+            self._parts.extras.check_named("post_validation")
+        except ValueError as error:
+            return str(error)
         if self._weights_on_host is not None:
             return (
                 "post-validation doesn't go with offloaded weights, whose copies on the device it would not "
@@ -265,7 +259,6 @@ class Engine:
             if self._order_of_copies is not None:
                 self._order_of_copies.begin(kind or name, cutter.rows, self._hash_of_trained(), self.loaded)
             release = self._gradient_release if name == "step" else None
-            graphs = self.graphs if name == "step" and settle is None else None
             if name in TRAINING and settle is None:
                 self._before = GradientsBefore(self._trained())
             if release is not None:
@@ -273,9 +266,7 @@ class Engine:
             if self._weights_on_host is not None:
                 self._weights_on_host.begin(waits=kind == "find_non_finite")
             self._parts.extras.begin(call)
-            if graphs is not None:
-                graphs.run({stage: each.feed for stage, each in self._workers.items()})
-            elif settle is None:
+            if settle is None:
                 executor.run()
             else:
                 cutter = self._run_with_gate(executor, seeds, settle) or cutter
@@ -381,6 +372,4 @@ class Engine:
         if self.posts is not None:
             with suppress(RuntimeError):  # the store may be gone, too
                 self.posts.give_up(why)
-        if self.graphs is not None:
-            self.graphs.close()
         self._parts.close()

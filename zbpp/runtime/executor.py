@@ -27,7 +27,7 @@ from zbpp.runtime.p2p import BufferPool, FreshBuffers, Inbox, Outbox
 from zbpp.runtime.resolve import FIRST_SLOT, Resolution, Resolver, StageMethod
 from zbpp.runtime.stage import StageWorker
 from zbpp.runtime.world import communicating
-from zbpp.schedule import Action, Gate, Op, Program
+from zbpp.schedule import Gate, Op, Program
 
 _NO_MESSAGE: Message = ()
 
@@ -88,18 +88,10 @@ class Executor:
         self._plain = self._resolver.plain(self._program)
         self._gate, self._gated = Gate(0, {}, ()), Resolution([], [])  # made when they are needed first
 
-    def replace_actions(
-        self, functions: Mapping[Action, Callable[[Message], Any]], pools: Mapping[int, BufferPool]
-    ) -> None:
-        """From now on run these functions in the place of actions; {}: the actions again.
-
-        pools: by sender, where messages are received; without one, in the executor's own pool. Not to be
-        called during a run.
-        """
-        self._resolver.replaced = functions
+    def receive_into(self, pools: Mapping[int, BufferPool]) -> None:
+        """From now on receive messages into these pools, by sender, else into the executor's own."""
         for peer, inbox in self._inboxes.items():
             inbox.pool = pools.get(peer, self._pool)
-        self.resolve(self._given)
 
     @property
     def program(self) -> Program:

@@ -128,6 +128,12 @@ class Extras(list[Extra]):
                 if other in names:
                     raise ValueError(f"{each.name} doesn't go with {other}: {instead}")
 
+    def check_named(self, name: str) -> None:
+        """Raise ValueError if an extra excludes what has this name."""
+        for each in self:
+            if name in each.excludes:
+                raise ValueError(f"{each.name} doesn't go with {name}: {each.excludes[name]}")
+
     def rewrite(self, program: Program, call: str) -> Program:
         """A program with the instructions of all extras."""
         for each in self:

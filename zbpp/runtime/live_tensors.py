@@ -1,8 +1,8 @@
-"""The bytes of live tensors at any moment, counted without an allocator's help.
+"""The bytes of live tensors at any moment: by CUDA's allocator, or counted without an allocator's help.
 
-A dispatch mode sees the tensors that every operator returns, and counts each storage once, until it is freed.
-So it works on the CPU, whose allocator has no counter, and on fake tensors, which have no memory. It does not
-see the memory that an operator allocates for itself and frees.
+LiveTensors is a dispatch mode. It sees the tensors that every operator returns, and counts each storage once,
+until it is freed. So it works on the CPU, whose allocator has no counter, and on fake tensors, which have no
+memory. It does not see the memory that an operator allocates for itself and frees.
 """
 
 from __future__ import annotations
@@ -101,6 +101,28 @@ class LiveTensors(TorchDispatchMode):
     def _drop(self, address: int) -> None:
         _, counted = self._seen.pop(address, (None, None))
         self._bytes -= counted or 0
+
+
+class AllocatedBytes:
+    """What CUDA's allocator counts on a device, with the properties of LiveTensors."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def now(self) -> int:
+        """The bytes alive now."""
+        return torch.cuda.memory_allocated(self._device)
+
+    @property
+    def highest(self) -> int:
+        """The most bytes that were alive at a time since `mark`."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def mark(self) -> int:
+        """Start `highest` anew from the bytes alive now, and return these."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return self.now
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -21,6 +21,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]  # not in it
 from zbpp.autograd.storages import storages_of
 from zbpp.runtime.call import Feed
 from zbpp.runtime.layout import Layout, TensorLayout, layout_of
+from zbpp.runtime.live_tensors import AllocatedBytes
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.world import gather
 
@@ -44,18 +45,12 @@ def live_bytes(run: Callable[[], object], device: torch.device) -> Level:
 
     On the CPU, a tensor that was allocated before measuring began is not counted when it is freed.
     """
-    if device.type == "cuda":
-        return _on_cuda(run, device)
-    return _on_cpu(run)
-
-
-def _on_cuda(run: Callable[[], object], device: torch.device) -> Level:
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    if device.type != "cuda":
+        return _on_cpu(run)
+    counter = AllocatedBytes(device)
+    before = counter.mark()
     run()
-    return Level(
-        torch.cuda.max_memory_allocated(device) - before, torch.cuda.memory_allocated(device) - before
-    )
+    return Level(counter.highest - before, counter.now - before)
 
 
 def _on_cpu(run: Callable[[], object]) -> Level:

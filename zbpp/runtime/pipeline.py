@@ -37,9 +37,8 @@ from zbpp.runtime.checks import Agreed, agree_on_stages, check_ranks_agree
 from zbpp.runtime.engine import Engine
 from zbpp.runtime.extra import Extra
 from zbpp.runtime.fully_shard import Reshard
-from zbpp.runtime.graphs import check_graphs
 from zbpp.runtime.groups import group_of_this_process, set_timeout
-from zbpp.runtime.mesh import SHARD, TENSOR, Place
+from zbpp.runtime.mesh import TENSOR, Place
 from zbpp.runtime.named_losses import NamedLosses, summed
 from zbpp.runtime.offloader import check_one_offload, offload_maker
 from zbpp.runtime.one_call import OneCall
@@ -51,9 +50,9 @@ from zbpp.runtime.rank_parts import RankParts
 from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.restored import restored_generators
 from zbpp.runtime.stage import Loss
-from zbpp.runtime.tensor_parallel import check_losses_alike
+from zbpp.runtime.tensor_parallel import LossesAlike
 from zbpp.runtime.ties import Tie
-from zbpp.runtime.weight_offload import check_offloaded, offloaded_weights
+from zbpp.runtime.weight_offload import check_offloaded
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel
 
@@ -82,8 +81,6 @@ class Pipeline(PipelineEvaluation, PipelineNonFinite, PipelineTimeline):
     mp_policy: the torch.distributed.fsdp.MixedPrecisionPolicy of the stages that the Pipeline shards.
     offload: which activations leave device memory between F and B, see ActivationOffload; None: none. Results
     are the same to the last bit. Without costs of its own it decides after the second step.
-    cuda_graphs: whether each F, B and W is captured as a CUDA graph and replayed. Results are the same to the
-    last bit; see docs/compiled.md.
     extras: what the pipeline does beside running its program, see extra.py; the same on all ranks.
     seed: of the random numbers drawn in forward. timeout: seconds that a wait for another rank may last.
     dynamic_shapes: whether messages between stages may differ from microbatch to microbatch (shapes, dtypes,
@@ -121,7 +118,6 @@ class Pipeline(PipelineEvaluation, PipelineNonFinite, PipelineTimeline):
         reshard: Reshard = "step",
         mp_policy: Any = None,
         offload: ActivationOffload | None = None,
-        cuda_graphs: bool = False,
         extras: Iterable[Extra] = (),
     ) -> None:
         given = Place(mesh, group)
@@ -132,7 +128,7 @@ class Pipeline(PipelineEvaluation, PipelineNonFinite, PipelineTimeline):
         self.rank = rank_in(given.pipeline, timetable)
         self.seed, self.loss_scale = seed, 1.0
         self._timeout, self._dynamic_shapes, self._reshard = timeout, dynamic_shapes, reshard
-        self._offload, self._cuda_graphs = offload, cuda_graphs
+        self._offload = offload
         self.step_losses, self.evaluation_losses = NamedLosses(), NamedLosses()
         self._records: Path | None = None
         self._ends_process = False
@@ -147,7 +143,6 @@ class Pipeline(PipelineEvaluation, PipelineNonFinite, PipelineTimeline):
         except BaseException as error:
             self._end(f"it could not be made ({error_text(error)})")
             raise
-        self._compares_losses = TENSOR in self.place.groups  # in the first step
         self._one_call = OneCall()
 
     def _take_place(self, given: Place) -> None:
@@ -174,13 +169,6 @@ class Pipeline(PipelineEvaluation, PipelineNonFinite, PipelineTimeline):
         """What runs this pipeline's calls. Collective."""
         place, offload = self.place, self._offload
         self._release_arguments = dict[str, Any]()
-        check_graphs(
-            self._cuda_graphs,
-            dynamic_shapes=self._dynamic_shapes,
-            offloads=offload is not None or offloaded_weights(self.stages.values()) is not None,
-            shards=SHARD in place.groups,
-            tensor=TENSOR in place.groups,
-        )
         key_of_all = place.broadcast(agreed.key)
         parts = RankParts(
             self.timetable,
@@ -197,8 +185,6 @@ class Pipeline(PipelineEvaluation, PipelineNonFinite, PipelineTimeline):
             make_offload=offload_maker(offload, self.timetable, self.device, place),
         )
         engine = Engine(parts, order_of_copies(place, key_of_all, self.rank, self.device))
-        if self._cuda_graphs:
-            engine.use_graphs()
         return engine
 
     def _use_extras(self, ties: Sequence[Tie], mp_policy: Any) -> None:
@@ -216,7 +202,7 @@ class Pipeline(PipelineEvaluation, PipelineNonFinite, PipelineTimeline):
             )
         self._copies, self._late = set(map(id, reductions.copies)), reductions.late
         self._engine.reductions = reductions
-        for extra in self._extras:
+        for extra in ([LossesAlike()] if TENSOR in self.place.groups else []) + [*self._extras]:
             self._engine.use(extra)
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> list[Tensor]:
@@ -246,9 +232,6 @@ class Pipeline(PipelineEvaluation, PipelineNonFinite, PipelineTimeline):
             call = Call(args, target, kwargs, loss_scale=self.loss_scale)
             settle = self._settle_in_step(call)
             losses, self.step_losses = self._engine.step(call, self._seeds(), settle, kind=self.step_kind)
-        if self._compares_losses:
-            check_losses_alike(self.place, losses, self.step_losses.means())
-            self._compares_losses = False
         self.num_steps += 1
         return losses
 
@@ -295,7 +278,6 @@ class Pipeline(PipelineEvaluation, PipelineNonFinite, PipelineTimeline):
             dynamic_shapes=self._dynamic_shapes,
             reshard=self._reshard,
             offload=self._offload,
-            cuda_graphs=self._cuda_graphs,
             extras=self._extras,
         )
         following.num_steps, following.loss_scale = self.num_steps, self.loss_scale

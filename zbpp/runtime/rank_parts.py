@@ -90,7 +90,7 @@ class RankParts:
             self._links = link_groups(group, pairs, timeout, device)
         if pairs or place.groups:
             self.watch = Watch(self.flight, job_store(f"{key_of_all}/watch"))
-        self._dynamic_shapes = dynamic_shapes
+        self.dynamic_shapes = dynamic_shapes
         self.executors = {
             name: self.executor(name, program, METHODS[name]) for name, program in programs.items()
         }
@@ -105,7 +105,7 @@ class RankParts:
             timetable.num_stages,
             self._links,
             self.device,
-            dynamic_shapes=self._dynamic_shapes,
+            dynamic_shapes=self.dynamic_shapes,
             gate=lambda: lower(timetable).gate(rank),
             offloads={} if self.activations is None else self.activations.offloads,
             flight=self.flight,

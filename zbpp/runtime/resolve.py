@@ -67,8 +67,7 @@ class Resolver:
     offloads: what may leave, by the
     value's name and the stage.
 
-    slots: where each value waits: those that the instructions of `program` take. replaced: the functions of
-    actions that are not the stages' own.
+    slots: where each value waits: those that the instructions of `program` take.
     """
 
     def __init__(
@@ -88,7 +87,6 @@ class Resolver:
         self._extras = extras
         taken = [value for instruction in program.instructions for value in _taken(instruction)]
         self.slots = dict(zip(taken, count(FIRST_SLOT)))
-        self.replaced: Mapping[Action, Callable[[Message], Any]] = {}
         self._leaving = frozenset[Value]()
 
     def plain(self, program: Program) -> Resolution:
@@ -154,7 +152,6 @@ class Resolver:
             function = partial(self._saved(action.stage).forward, action.microbatch)
         else:
             function = partial(self._methods[action.op], self._workers[action.stage], action.microbatch)
-        function = self.replaced.get(action, function)
         return Resolved(function, *(takes or [EMPTY_SLOT]), *(gives or [UNREAD_SLOT]))
 
     def _saved(self, stage: int) -> SavedOffload:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zbpp.runtime.mesh import TENSOR, Place, dimensions_of, is_split
-from zbpp.runtime.named_losses import Means
+from zbpp.runtime.call import Call, Result
+from zbpp.runtime.extra import Extra
+from zbpp.runtime.mesh import TENSOR, dimensions_of, is_split
 from zbpp.runtime.world import gather
+
+if TYPE_CHECKING:
+    from zbpp.runtime.rank_parts import RankParts
 
 
 def parallelize(model: Any, stages: Mapping[int, nn.Module], mesh: DeviceMesh | None) -> None:
@@ -36,14 +41,33 @@ def has_split_parameters(stages: Iterable[nn.Module]) -> bool:
     return any(is_split(dimensions_of(each).get(TENSOR)) for each in parameters)
 
 
-def check_losses_alike(place: Place, losses: Sequence[Tensor], named: Means) -> None:
-    """Raise ValueError if tensor-parallel processes computed different losses of one batch. Collective.
+class LossesAlike(Extra):
+    """Raises ValueError if tensor-parallel processes computed different losses in the first step.
 
     A loss of a part of an activation differs from process to process, and so do its gradients, which are then
-    wrong. named: the auxiliary losses.
+    wrong. Auxiliary losses are compared, too.
     """
-    mine = {"the loss": [each.item() for each in losses], **named}
-    for other in gather(mine, place.groups[TENSOR]):
+
+    name = "losses_alike"
+
+    def __init__(self) -> None:
+        self._is_done = False
+
+    def attach(self, rank: RankParts) -> None:
+        """See Extra."""
+        self._group = rank.place.groups[TENSOR]
+
+    def end(self, call: Call, result: Result) -> None:
+        """Compare the losses of the first step. Collective over the tensor dimension."""
+        if not self._is_done and call.kind == "step":
+            self._is_done = True
+            _check_alike(
+                {"the loss": [each.item() for each in result.losses], **result.named.means()}, self._group
+            )
+
+
+def _check_alike(mine: Mapping[str, Sequence[float]], group: dist.ProcessGroup) -> None:
+    for other in gather(mine, group):
         for name, values in other.items():
             if not _are_close(values, mine.get(name, [])):
                 raise ValueError(

@@ -2,7 +2,7 @@
 
 predicted   computed before the run, from the bytes of its stages: see zbpp.planning.memory_budget
 measured    the bytes held before, during and after each action of one step
-leftovers   memory that was allocated in the step and outlives it, for example a tensor that a hook keeps
+outliving   memory that was allocated in the step and outlives it, for example a tensor that a hook keeps
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from zbpp.planning.memory_budget import COMPONENTS, RankMemory
-from zbpp.runtime.memory_record import Leftover, MemoryRecord, Span
+from zbpp.runtime.memory_record import MemoryRecord, Span
 from zbpp.runtime.weight_offload import offloaded_weights
 
 if TYPE_CHECKING:
@@ -24,15 +24,16 @@ if TYPE_CHECKING:
 
 
 class RankReport(NamedTuple):
-    """One rank's measured step. highest: the peak, in bytes. how: how the bytes were counted, in words.
+    """One rank's measured step, in bytes. highest: the peak. outliving: see MemoryRecord.
 
-    is_validated_later: whether the step had a gate, where the previous update was validated.
+    how: how the bytes were counted, in words. is_validated_later: whether the step had a gate, where the
+    previous update was validated.
     """
 
     rank: int
     spans: list[Span]
     highest: int
-    leftovers: list[Leftover]
+    outliving: int
     how: str
     is_validated_later: bool = False
 
@@ -65,7 +66,7 @@ class MemoryReport:
         record, pipeline = self._record, trainer.pipeline
         assert record is not None  # the recorded step has run
         mine = RankReport(
-            pipeline.rank, record.spans, record.highest, record.leftovers, record.how, self._is_later
+            pipeline.rank, record.spans, record.highest, record.outliving, record.how, self._is_later
         )
         reports: list[RankReport] = pipeline.place.gather(mine)
         return reports[: pipeline.timetable.num_ranks]
@@ -114,7 +115,7 @@ def _states(trainer: Trainer) -> Iterator[Tensor]:
 
 
 def figures(predicted: Sequence[RankMemory], measured: Sequence[RankReport]) -> dict[str, Any]:
-    """The content of memory.json, in bytes: for each rank both curves, both peaks and the leftovers."""
+    """The content of memory.json: for each rank both curves, both peaks and what outlives the step."""
     return {
         "unit": "bytes",
         "measured_by": measured[0].how,
@@ -139,5 +140,5 @@ def _rank(predicted: RankMemory, measured: RankReport) -> dict[str, Any]:
             "during": [span.highest for span in measured.spans],
         },
         "host": predicted.host,
-        "leftovers": [each._asdict() for each in measured.leftovers],
+        "outliving": measured.outliving,
     }

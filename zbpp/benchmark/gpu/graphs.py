@@ -15,6 +15,7 @@ from zbpp.benchmark.gpu.settings import Settings
 from zbpp.benchmark.gpu.workload import llama, stages_of, tokens
 from zbpp.planning import plan
 from zbpp.runtime import Pipeline
+from zbpp.runtime.graphs import CudaGraphs
 from zbpp.runtime.measure import Recorder, StepRecord
 
 _NUM_MICROBATCHES, _NUM_LAYERS, _ROWS = 8, 4, 1
@@ -89,7 +90,8 @@ def _run(schedule: str, hidden: int, settings: Settings, *, has_graphs: bool) ->
     x, target = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
     if settings.is_cuda:
         torch.cuda.reset_peak_memory_stats()
-    with Pipeline(stages, timetable, model.loss, cuda_graphs=has_graphs) as pipeline:
+    extras = [CudaGraphs()] if has_graphs else []
+    with Pipeline(stages, timetable, model.loss, extras=extras) as pipeline:
         optimizer = torch.optim.SGD(pipeline.parameters(), lr=1e-3)
         losses: list[Tensor] = []
         times: list[tuple[float, float]] = []

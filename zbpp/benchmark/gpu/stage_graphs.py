@@ -14,6 +14,7 @@ from zbpp.benchmark.gpu.rows import Row
 from zbpp.benchmark.gpu.settings import Settings
 from zbpp.planning import plan
 from zbpp.runtime import Pipeline
+from zbpp.runtime.graphs import CudaGraphs
 from zbpp.runtime.memory import live_bytes
 
 _NUM_MICROBATCHES = 4
@@ -47,7 +48,8 @@ def _steps(stage: nn.Module, x: Tensor, settings: Settings, *, has_graphs: bool)
     timetable = plan("zb_h1", 1, _NUM_MICROBATCHES)
     batch = torch.cat([x * (number + 1) for number in range(_NUM_MICROBATCHES)])
     host_ms, step_ms = list[float](), list[float]()
-    with Pipeline({0: stage}, timetable, _mean_square, cuda_graphs=has_graphs) as pipeline:
+    extras = [CudaGraphs()] if has_graphs else []
+    with Pipeline({0: stage}, timetable, _mean_square, extras=extras) as pipeline:
         for _ in range(3 if settings.is_small else 6):
             stage.zero_grad(set_to_none=False)
             settings.synchronize()

@@ -15,20 +15,11 @@ All graphs share one pool. The capture goes over the actions in the order of the
 frees and reuses memory as in an eager step; replays go in the same order, as torch demands of graphs that
 share a pool.
 
-step_graphs.py: two eager steps, then the capture, then replays. refusals.py: what does not go with graphs.
+cuda_graphs.py: CudaGraphs, the extra: two eager steps, then the capture, then replays.
 cuda.py is the only file that knows torch.cuda; tests put an emulation in its place.
 """
 
-from zbpp.runtime.graphs.capture import GraphMaker, RankActions
-from zbpp.runtime.graphs.refusals import RELEASED, VALIDATED, check_graphs
-from zbpp.runtime.graphs.step_graphs import StepGraphs, step_graphs
+from zbpp.runtime.graphs.capture import GraphMaker
+from zbpp.runtime.graphs.cuda_graphs import CudaGraphs
 
-__all__ = [
-    "RELEASED",
-    "VALIDATED",
-    "GraphMaker",
-    "RankActions",
-    "StepGraphs",
-    "check_graphs",
-    "step_graphs",
-]
+__all__ = ["CudaGraphs", "GraphMaker"]

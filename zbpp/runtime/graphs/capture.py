@@ -14,20 +14,20 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from zbpp.runtime.executor import Executor
+from zbpp.runtime.extra import Extra, Extras, Run
 from zbpp.runtime.graphs.buffers import NotedBuffers, PlannedBuffers
 from zbpp.runtime.layout import Layout, Message, layout_of
 from zbpp.runtime.p2p import BufferPool
-from zbpp.runtime.resolve import StageMethod
+from zbpp.runtime.rank_parts import METHODS, RankParts
 from zbpp.runtime.stage import StageWorker
-from zbpp.schedule import Action, Op, Program
-
-ActionFunction = Callable[[Message], Message]
+from zbpp.schedule import Action, Op
+from zbpp.schedule.lower import Instruction
 
 
 class GraphMaker(Protocol):
@@ -43,82 +43,68 @@ class GraphMaker(Protocol):
         """Record what the function computes, without computing it; returns what replays the record."""
 
 
-class RankActions(NamedTuple):
-    """The actions of one rank. methods: as in Executor."""
+def noting(actions: Mapping[Action, Run], layouts: dict[Action, Layout]) -> dict[Action, Run]:
+    """The actions; each notes the layout of what it gives."""
 
-    program: Program
-    workers: Mapping[int, StageWorker]
-    methods: Mapping[Op, StageMethod]
-    num_stages: int
+    def function(action: Action, message: Message) -> Message:
+        made = actions[action](message)
+        layouts[action] = layout_of(made)
+        return made
 
-    def actions(self) -> list[Action]:
-        """All actions in the order of the program."""
-        return [each for each in self.program.instructions if isinstance(each, Action)]
-
-    def function(self, action: Action) -> ActionFunction:
-        """The action, eager."""
-        return partial(self.methods[action.op], self.workers[action.stage], action.microbatch)
-
-    def noting(self, layouts: dict[Action, Layout]) -> dict[Action, ActionFunction]:
-        """The actions, eager; each notes the layout of what it gives."""
-
-        def function(action: Action, message: Message) -> Message:
-            made = self.function(action)(message)
-            layouts[action] = layout_of(made)
-            return made
-
-        return {action: partial(function, action) for action in self.actions()}
+    return {action: partial(function, action) for action in actions}
 
 
 class ActionGraphs:
     """The graphs of one rank's actions.
 
     Made when the workers have begun a call at fixed addresses, and the executor has run an eager step.
-    layouts: of what each action gives.
+    actions: the eager functions. layouts: of what each action gives.
+
+    replays: what runs in the place of the actions. received: the buffers of messages, by sender.
     """
 
     def __init__(
-        self, rank: RankActions, maker: GraphMaker, layouts: Mapping[Action, Layout], executor: Executor
+        self,
+        rank: RankParts,
+        actions: Mapping[Action, Run],
+        maker: GraphMaker,
+        layouts: Mapping[Action, Layout],
     ) -> None:
-        self._rank, self._maker, self._layouts = rank, maker, layouts
+        self._workers, self._actions, self._maker, self._layouts = rank.workers, actions, maker, layouts
         self._graphs: dict[Action, Callable[[], None]] = {}
         # The losses of each F. They stay in the graphs' pool, where nothing else is written while they live.
         self._losses: dict[Action, tuple[list[Tensor], dict[str, list[Tensor]]]] = {}
-        pool = BufferPool(executor.device)
+        pool = BufferPool(rank.device)
         self._given = NotedBuffers(pool)
-        received = {peer: NotedBuffers(pool) for peer in rank.program.in_flight}
+        received = {peer: NotedBuffers(pool) for peer in rank.executors["step"].program.in_flight}
         with maker.capturing():
-            self._run_silently(executor, received)
-        self._functions = self._replays()
-        self._received = {
-            peer: PlannedBuffers(executor.device, each.tensors()) for peer, each in received.items()
-        }
-
-    def use(self, executor: Executor) -> None:
-        """Let the executor replay the graphs from now on."""
-        executor.replace_actions(self._functions, self._received)
+            self._run_silently(rank, received)
+        self.replays = self._replays()
+        self.received = {peer: PlannedBuffers(rank.device, each.tensors()) for peer, each in received.items()}
 
     def give_losses(self) -> None:
         """The replayed step has run: give the workers copies of the losses, as if its F's had run."""
         for action, (losses, named) in self._losses.items():
-            worker = self._rank.workers[action.stage]
+            worker = self._workers[action.stage]
             worker.losses += [each.clone() for each in losses]
             for name, found in named.items():
                 worker.named.setdefault(name, []).extend(each.clone() for each in found)
 
-    def _run_silently(self, executor: Executor, received: Mapping[int, BufferPool]) -> None:
+    def _run_silently(self, rank: RankParts, received: Mapping[int, BufferPool]) -> None:
         """Run the program with actions that are captured, and with links that carry nothing."""
-        program, workers, methods, num_stages = self._rank
+        executor, num_stages = rank.executors["step"], rank.timetable.num_stages
         links: Any = defaultdict(_SilentLink)
-        silent = Executor(program, workers, methods, num_stages, links, executor.device)
+        captures = Extras([_Captures(self._capture)])
+        silent = Executor(
+            executor.program, rank.workers, METHODS["step"], num_stages, links, rank.device, extras=captures
+        )
         silent.take_layouts(executor)
-        captures = {action: partial(self._capture, action) for action in self._rank.actions()}
-        silent.replace_actions(captures, received)
+        silent.receive_into(received)
         silent.run()
 
     def _capture(self, action: Action, message: Message) -> Message:
         """Capture one action; returns what it gives."""
-        worker = self._rank.workers[action.stage]
+        worker = self._workers[action.stage]
         given = tuple([None if each is None else self._given.take(each) for each in self._layouts[action]])
         if action.op == Op.F:
             worker.seed(action.microbatch)
@@ -128,17 +114,17 @@ class ActionGraphs:
 
     def _run(self, action: Action, message: Message, given: Message) -> None:
         """What a graph does: the action, and the copies of what it gives to their buffers."""
-        made = self._rank.function(action)(message)
+        made = self._actions[action](message)
         with torch.no_grad():
             for tensor, place in zip(made, given, strict=True):
                 if tensor is not None and place is not None:
                     place.copy_(tensor)
         if action.op == Op.F:
-            worker = self._rank.workers[action.stage]
+            worker = self._workers[action.stage]
             self._losses[action] = worker.losses, worker.named
             worker.losses, worker.named = [], {}
 
-    def _replays(self) -> dict[Action, ActionFunction]:
+    def _replays(self) -> dict[Action, Run]:
         tensors = iter(self._given.tensors())
         return {
             action: self._replay(
@@ -149,8 +135,8 @@ class ActionGraphs:
             for action, graph in self._graphs.items()
         }
 
-    def _replay(self, action: Action, graph: Callable[[], None], given: Message) -> ActionFunction:
-        seed = self._rank.workers[action.stage].seed
+    def _replay(self, action: Action, graph: Callable[[], None], given: Message) -> Run:
+        seed = self._workers[action.stage].seed
 
         def replay(_: Message) -> Message:
             graph()
@@ -173,6 +159,17 @@ def _seeded_outside(worker: StageWorker) -> Iterator[None]:
         yield
     finally:
         worker.seed_generator = before
+
+
+class _Captures(Extra):
+    """Captures actions instead of running them."""
+
+    def __init__(self, capture: Callable[[Action, Message], Message]) -> None:
+        self._capture = capture
+
+    def bind(self, at: Instruction, run: Run | None) -> Run | None:
+        """See Extra."""
+        return partial(self._capture, at) if isinstance(at, Action) else run
 
 
 class _SilentLink:

@@ -13,7 +13,7 @@ import torch
 from zbpp.streams import streams_of
 
 
-class CudaGraphs:
+class TorchGraphs:
     """Captures on one stream of its own, which the eager steps before a capture use, too, as torch asks.
 
     Old graphs must be gone before a new capture: when one is freed, torch drops the workspaces of the matrix

@@ -1,0 +1,195 @@
+"""CudaGraphs, an extra: when a step is eager, when it is captured, when it is replayed.
+
+The first two steps of equal inputs (their shapes and numbers) are eager; the second one notes the layouts of
+messages. The next such step is captured, then replayed, and so is every later one. A step with other inputs
+is eager. What else a step relies on is taken to stay as it was in the capture: see docs/compiled.md.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zbpp.runtime.call import Call, Feed, Result
+from zbpp.runtime.extra import Extra, Run, instead
+from zbpp.runtime.graphs.capture import ActionGraphs, GraphMaker, noting
+from zbpp.runtime.graphs.cuda import TorchGraphs
+from zbpp.runtime.graphs.gradients import StaticGradients
+from zbpp.runtime.graphs.inputs import Key, StaticInputs, key_of
+from zbpp.runtime.layout import Layout, Message
+from zbpp.runtime.mesh import SHARD, TENSOR
+from zbpp.runtime.rank_parts import RankParts
+from zbpp.schedule import Action, Program
+from zbpp.schedule.lower import Instruction
+
+_log = logging.getLogger(__name__)
+
+_WARM_UP = 2  # eager steps before the capture
+
+
+class GiveLosses(NamedTuple):
+    """Hand out the losses of a replayed step."""
+
+    def __str__(self) -> str:
+        return "Give losses"
+
+
+class CudaGraphs(Extra):
+    """Captures each F, B and W as a CUDA graph and replays it. Results are the same to the last bit.
+
+    maker: captures the graphs; None: what the stages' device has, which on a CPU is nothing: all is eager.
+
+    num_replays: how many steps were replayed.
+    """
+
+    name = "cuda_graphs"
+    excludes = MappingProxyType(
+        {
+            "activation_offload": "Python starts its copies to the host; leave one of them out",
+            "weight_offload": "Python starts its copies to the device; leave one of them out",
+            "gradient_release": "Python updates weights in the middle of W; leave one of them out",
+            "post_validation": "a step may begin again; leave one of them out",
+        }
+    )
+
+    def __init__(self, maker: GraphMaker | None = None) -> None:
+        self._maker, self.num_replays = maker, 0
+
+    def attach(self, rank: RankParts) -> None:
+        """See Extra. Raises ValueError for a pipeline that doesn't go with graphs."""
+        for is_given, reason in (
+            (rank.dynamic_shapes, "dynamic_shapes, since graphs have fixed shapes: leave dynamic_shapes out"),
+            (rank.activations is not None or rank.weights_on_host is not None, "offload: leave offload out"),
+            (SHARD in rank.place.groups, "shards, whose weights FSDP2's hooks gather: write replicate="),
+            (TENSOR in rank.place.groups, "tensor parallel stages (not tried on GPUs yet): write tensor=1"),
+        ):
+            if is_given:
+                raise ValueError(f"{self.name} doesn't go with {reason}, or leave {self.name} out")
+        if self._maker is None and rank.device.type == "cuda":
+            self._maker = TorchGraphs(rank.device)
+        if self._maker is None and rank.rank == 0:  # one line, not one of each rank
+            _log.warning("CUDA graphs need a GPU: running eagerly")
+        self._rank, self._workers, self._is_step = rank, rank.workers, False
+        self._eager: dict[Action, Run] = {}
+        self._now: Mapping[Action, Run] = self._eager  # what runs in this step
+        self._captured: _Captured | None = None
+        self._key: Key | None = None  # of the last step's inputs
+        self._num_warm = 0  # eager steps in a row with this key
+        self._layouts: dict[Action, Layout] = {}
+        self._loss_grads: dict[int, dict[Any, Tensor]] = {}  # by stage; see StageWorker
+        self._around = ExitStack()  # of an eager step before the capture
+
+    def rewrite(self, program: Program, call: str) -> Program:
+        """See Extra."""
+        self._is_step = call == "step" and self._maker is not None
+        if not self._is_step:
+            return program
+        return program._replace(instructions=(*program.instructions, GiveLosses()))
+
+    def bind(self, at: Instruction, run: Run | None) -> Run | None:
+        """See Extra."""
+        if self._is_step and isinstance(at, GiveLosses):
+            return instead(self._give_losses)
+        if not self._is_step or not isinstance(at, Action) or run is None:
+            return run
+        self._eager[at] = run
+
+        def run_now(message: Message) -> Message:
+            return self._now[at](message)
+
+        return run_now
+
+    def begin(self, call: Call) -> None:
+        """Choose how this step runs."""
+        if call.kind != "step" or self._maker is None:
+            return
+        feeds = {stage: worker.feed for stage, worker in self._workers.items()}
+        key = key_of(feeds)
+        self._use_eager()
+        if self._captured is None:
+            if key != self._key or self._num_warm < _WARM_UP:
+                return self._warm_up(self._maker, key)
+            self._captured = self._capture(self._maker, key, feeds)
+        if key == self._captured.key:
+            self._replay(self._captured, feeds)
+
+    def end(self, call: Call, result: Result) -> None:
+        """See Extra."""
+        self._around.close()
+
+    def fail(self, error: BaseException) -> None:
+        """See Extra."""
+        self._around.close()
+
+    def close(self) -> None:
+        """Drop the graphs and their memory."""
+        self._use_eager()
+        self._captured = None
+        self._eager.clear()
+
+    def _use_eager(self) -> None:
+        self._now = self._eager
+        self._rank.executors["step"].receive_into({})
+
+    def _warm_up(self, maker: GraphMaker, key: Key) -> None:
+        """Let the step run eagerly, where captures run; it notes the layouts of messages."""
+        self._num_warm = self._num_warm + 1 if key == self._key else 1
+        self._key, self._layouts = key, {}
+        self._now = noting(self._eager, self._layouts)
+        self._around.enter_context(maker.warming_up())
+
+    def _capture(self, maker: GraphMaker, key: Key, feeds: Mapping[int, Feed]) -> _Captured:
+        """Capture the step of these feeds; afterwards the workers have begun it anew."""
+        gradients = StaticGradients(each for module in self._rank.modules for each in module.parameters())
+        gradients.attach()
+        torch.clear_autocast_cache()  # a graph would read a copy of a weight in it, which may go
+        try:
+            inputs = StaticInputs(feeds, self._rank.device)
+            self._begin(inputs.feeds)
+            graphs = ActionGraphs(self._rank, self._eager, maker, self._layouts)
+            gradients.captured()
+        except Exception as error:
+            error.add_note("a step can't be captured (see docs/compiled.md): leave cuda_graphs out")
+            raise
+        finally:
+            torch.clear_autocast_cache()  # it may hold copies that the capture never computed
+            gradients.detach()
+        self._begin(feeds)
+        return _Captured(key, inputs, gradients, graphs)
+
+    def _begin(self, feeds: Mapping[int, Feed]) -> None:
+        for stage, worker in self._workers.items():
+            worker.begin(feeds[stage])
+            worker.loss_grads = self._loss_grads[stage]
+
+    def _replay(self, captured: _Captured, feeds: Mapping[int, Feed]) -> None:
+        captured.gradients.begin()
+        captured.inputs.load(feeds)
+        for stage, feed in feeds.items():
+            for each in self._loss_grads[stage].values():
+                each.fill_(feed.loss_grad)  # loss_scale may have changed
+        self._now = captured.graphs.replays
+        self._rank.executors["step"].receive_into(captured.graphs.received)
+
+    def _give_losses(self) -> None:
+        """The step's last instruction: keep the gradients of losses, or give out the replayed losses."""
+        if self._captured is None:
+            self._loss_grads = {stage: worker.loss_grads for stage, worker in self._workers.items()}
+        elif self._now is self._captured.graphs.replays:
+            self._captured.graphs.give_losses()
+            self.num_replays += 1
+
+
+class _Captured(NamedTuple):
+    """key: of the inputs that were captured."""
+
+    key: Key
+    inputs: StaticInputs
+    gradients: StaticGradients
+    graphs: ActionGraphs
