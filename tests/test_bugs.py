@@ -37,7 +37,7 @@ def test_a_run_of_one_step_with_evaluation_ended_in_a_zip_error():
     trainer = mlp_trainer("zb_h1", evaluate_every=1)
     (metrics,) = trainer.run(1)
     assert "evaluation_loss" in metrics
-    (timeline,) = trainer.timelines
+    (timeline,) = trainer.timelines.values()
     assert len(timeline.starts[0]) == len(timeline.timetable.rows[0])
     assert measured_costs(timeline).w[0] > 0
 

@@ -23,7 +23,7 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from zbpp import app, launch
+from zbpp import app, launch, results
 from zbpp import config as configs
 from zbpp.builders import trainer as trainer_parts
 from zbpp.commands import command_line, compare
@@ -33,6 +33,7 @@ from zbpp.models.gpt import Gpt
 from zbpp.pass_signals import Passed
 from zbpp.planning import SCHEDULES, plan
 from zbpp.render import render_curves
+from zbpp.render.style import headline
 from zbpp.runtime.world import world
 from zbpp.schedule import PlanError, to_csv
 from zbpp.training.run_folder import FolderError
@@ -573,8 +574,40 @@ def test_a_mistake_in_a_new_command_costs_nothing_of_an_old_run(tmp_path, alone)
     assert len(losses_of(run)) == 4
 
 
+def test_all_that_a_run_prints_and_draws_has_the_same_bubble_of_the_same_steps(
+    monkeypatch, tmp_path, capsys, alone
+):
+    """The last progress line, the summary, `zbpp compare` and the picture; metrics.jsonl has it unrounded."""
+    drawn = {}
+    monkeypatch.setattr(results, "render_picture", lambda panels, path: drawn.update(panels))
+    run = str(tmp_path / "run")
+    train([*MLP, *TINY, "steps=12", "print_every=1", "measure_every=4", f"run_dir={run}"])
+    lines = capsys.readouterr().out.splitlines()
+    compare.main([run, run])
+    compared = capsys.readouterr().out.splitlines()[1]
+
+    last = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
+    steps = last["measured_steps"]
+    assert steps == "steps 8-12"
+    measured, predicted = (f"{100 * last[f'{name}_bubble_rate']:.1f} %" for name in ("measured", "predicted"))
+    progress = [each for each in lines if "/12  loss" in each]
+    assert f"bubble {measured} (predicted {predicted}, {steps})" in progress[-1]
+    early = [re.findall(r"predicted .* %, (.*?)\)", each) for each in progress[:6]]
+    assert early == [[], ["step 2"], ["steps 2-3"], ["steps 2-3"], ["steps 2-3, 5"], ["steps 2-3, 5"]]
+    (sentence,) = [each for each in lines if "The pipeline's part of a step" in each]
+    assert f"(the median of {steps})" in sentence
+    assert f"idle for {measured}; simulated with" in sentence
+    assert sentence.endswith(f" and {predicted}.")
+    assert compared.endswith(f"{predicted.ljust(17)}  {measured.ljust(8)}  {steps}")
+    assert [(title.split(": ")[1], headline(each).split(", ")[1]) for title, each in drawn.items()] == [
+        (f"predicted from the costs of {steps}", f"largest bubble rate {predicted} (rank 0)"),
+        (f"measured, the median of {steps}", f"largest bubble rate {measured} (rank 0)"),
+    ]
+
+
 def test_compare_calls_runs_by_their_folders_and_shows_what_was_measured(monkeypatch, tmp_path, capsys):
-    for name, more in {"a": {"evaluation_loss": 0.25}, "b": {"replanned_from": "1f1b"}}.items():
+    steps = {"measured_steps": "steps 2-3, 7"}
+    for name, more in {"a": {"evaluation_loss": 0.25, **steps}, "b": {"replanned_from": "1f1b"}}.items():
         (tmp_path / name).mkdir()
         summary = {
             "schedule": "zb_h1", "loss": 0.5, "rows_per_second": 1234.0, "predicted_bubble_rate": 0.1,
@@ -586,8 +619,8 @@ def test_compare_calls_runs_by_their_folders_and_shows_what_was_measured(monkeyp
     assert compare.main(["a", "b"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:3]]
     assert lines == [
-        ["a", "zb_h1", "0.5", "0.2500", "1,234", "rows/s", "0.100", "0.200"],
-        ["b", "zb_h1", "(began", "as", "1f1b)", "0.5", "-", "1,234", "rows/s", "0.100", "0.200"],
+        ["a", "zb_h1", "0.5", "0.2500", "1,234", "rows/s", "10.0", "%", "20.0", "%", "steps", "2-3,", "7"],
+        ["b", "zb_h1", "(began", "as", "1f1b)", "0.5", "-", "1,234", "rows/s", "10.0", "%", "20.0", "%", "-"],
     ]
 
 
@@ -734,7 +767,8 @@ def test_bench_prints_predicted_beside_measured_for_each_schedule_and_runtime(tm
         assert row["failure"] == ""
         assert row["makespan_ms"] > 4 * 30  # two layers of a rank sleep F + B + W = 15 ms each per microbatch
         assert row["ratio"] > 0.5
-        assert len(row["peak_memory_bytes"]) == 2
+        assert row["peak_memory_bytes"] == []  # of stages that hold nothing
+    assert "memory" not in done.text
 
 
 @pytest.mark.slow

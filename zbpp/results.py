@@ -92,11 +92,12 @@ def _write_summary(path: Path, title: Title, summary: Summary, trainer: Trainer,
 
 def _write_pictures(folder: Path, title: Title, summary: Summary) -> list[str]:
     """Write timeline.png and trace.json if a step was measured; returns those that could not be written."""
-    if summary.predicted is None or summary.measured is None:
+    found = summary.measured
+    if found is None:
         return []
     panels = {
-        f"{title}: predicted from measured costs": summary.predicted,
-        f"{title}: measured": summary.measured,
+        f"{title}: predicted from the costs of {found.steps}": found.predicted,
+        f"{title}: measured, the median of {found.steps}": found.measured,
     }
     picture = io.BytesIO()  # matplotlib's errors name no file
     render_picture(panels, picture)

@@ -154,6 +154,25 @@ def test_what_is_written_is_json_a_picture_and_a_trace(timed, tmp_path):
     }
 
 
+def test_emulated_stages_have_no_memory_and_no_verdict_on_it(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(report, "render_picture", lambda panels, path: drawn.extend(panels))
+    found = [
+        timed_runner("1f1b", "zbpp", [20.0], peaks=()),
+        timed_runner("1f1b", "torch", [24.0], peaks=()),
+        timed_runner("zb_v", "torch", [], failure="RuntimeError: no"),
+    ]
+    found[0].timelines = [replace(each, peak_memory=(3e8, 4e8), measured=True) for each in found[0].timelines]
+    rows = rows_of(found, 100)
+    lines = table(rows).splitlines()
+    assert lines[0].split()[-3:] == ["predicted", "bubble", "tokens/s"]
+    assert lines[1].split() == ["1f1b", "zbpp", "1", "20.0", "300.0", "0.067", "0.200", "0.200", "5000"]
+    assert lines[3].split()[:8] == ["torch", "2", *"------"]
+    assert [each for each in speed_comparisons(rows) if "fits" in each or "in the" in each] == []
+    write(tmp_path, {}, found, rows)
+    assert "peak" not in headline(drawn[0][1])
+
+
 def test_emulation_is_said():
     about = {
         "num_ranks": 2, "num_microbatches": 4, "model": "Emulated", "emulated": True, "message_ms": 2.0,
@@ -161,7 +180,10 @@ def test_emulation_is_said():
     }  # fmt: skip
     assert "EMULATED: stages sleep instead of computing" in describe(about)
     assert "messages take 2.0 ms at least" in describe(about)
-    assert "real compute" in describe({**about, "emulated": False, "message_ms": 0.0})
+    assert "memory" not in describe(about)
+    computed = describe({**about, "emulated": False, "message_ms": 0.0})
+    assert "real compute" in computed
+    assert "peak memory: of the rank that needs most" in computed
 
 
 def test_a_panel_shows_the_peak_of_its_own_runner_not_that_of_the_process(timed, tmp_path, monkeypatch):

@@ -163,21 +163,17 @@ def two_timed_in_turns(rank):
     timed = [start(name, work, plan(name, P, M)) for name in ("1f1b", "zb_h1")]
     time_in_turns(timed, work, 3)
     return [
-        (e.makespan, e.wall_times, e.predicted.makespan, [t.makespan for t in e.timelines], e.peak_bytes)
-        for e in timed
+        (e.makespan, e.wall_times, e.predicted.makespan, [t.makespan for t in e.timelines]) for e in timed
     ]
 
 
 def test_each_runner_is_measured_by_one_clock_on_all_ranks():
     first, second = run_ranks(two_timed_in_turns, P)
     assert first == second
-    for (makespan, wall_times, predicted, timelines, peaks), name in zip(
-        first, ("1f1b", "zb_h1"), strict=True
-    ):
+    for (makespan, wall_times, predicted, timelines), name in zip(first, ("1f1b", "zb_h1"), strict=True):
         assert makespan == sorted(wall_times)[1]
         assert all(wall >= timeline > M * 12 for wall, timeline in zip(wall_times, timelines, strict=True))
         assert predicted >= simulate(plan(name, P, M)).makespan * 4  # sleeps are never short
-        assert min(peaks) > 0
 
 
 def peaks_of_a_first_and_a_second_runner(rank):
@@ -187,4 +183,5 @@ def peaks_of_a_first_and_a_second_runner(rank):
 
 def test_a_peak_does_not_depend_on_who_built_the_stages():
     for first, second in run_ranks(peaks_of_a_first_and_a_second_runner, P):
+        assert min(first) > 0
         assert first == pytest.approx(second, abs=10_000)  # weights are 50 KB or more, a message 1 KB

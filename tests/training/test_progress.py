@@ -10,13 +10,18 @@ from zbpp.runtime.world import World
 from zbpp.training.live_figures import LiveFigures
 from zbpp.training.progress import _Line, brief, progress
 
-MEASURED = {"measured_bubble_rate": 0.25, "predicted_bubble_rate": 0.2, "peak_memory_bytes": 3 * 2**30}
+MEASURED = {
+    "measured_steps": "steps 2-3",
+    "measured_bubble_rate": 0.25,
+    "predicted_bubble_rate": 0.2,
+    "peak_memory_bytes": 3 * 2**30,
+}
 
 
 def test_the_figures_of_a_measured_step_stay_until_the_next_one():
     line = _Line(10, clock=lambda: 0.0)
     first = line.of({"step": 1, "loss": 2.0, **MEASURED})
-    assert first == "loss 2.0000  bubble 25 % (predicted 20 %)  memory 3.00 GiB"
+    assert first == "loss 2.0000  bubble 25.0 % (predicted 20.0 %, steps 2-3)  memory 3.00 GiB"
     assert line.of({"step": 1, "loss": 1.0}) == first.replace("2.0000", "1.0000")
 
 
@@ -50,5 +55,8 @@ def test_measured_steps_have_their_bubble_and_memory_in_the_metrics():
     steps = list(trainer.run(8))
     measured = [metrics["step"] for metrics in steps if "measured_bubble_rate" in metrics]
     assert measured == [2, 3, 5, 8]
+    assert [metrics["measured_steps"] for metrics in steps if metrics["step"] in measured] == [
+        "step 2", "steps 2-3", "steps 2-3, 5", "steps 2-3, 5, 8",
+    ]  # fmt: skip
     assert all(0 <= metrics["predicted_bubble_rate"] < 1 for metrics in steps if metrics["step"] in measured)
     assert steps[1]["peak_memory_bytes"] > 2**20

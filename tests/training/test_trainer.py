@@ -104,7 +104,7 @@ def test_the_predicted_peak_of_a_run_has_the_unit_of_zbpp_plan():
     trainer = trainer_of()
     history = list(trainer.run(3))
     here = World(0, 1, torch.device("cpu"))
-    predicted = summarise(Title("zb_v"), trainer, history, here, torch.float64, seconds=1.0).predicted
+    predicted = summarise(Title("zb_v"), trainer, history, here, torch.float64, seconds=1.0).measured.predicted
     assert predicted.timetable.num_stages == 2
     assert predicted.peak_memory == compare(["zb_v"], 1, M)["zb_v"].peak_memory
 
@@ -173,7 +173,7 @@ def test_the_last_steps_are_measured_action_by_action(num_steps, num_recorded, e
         pass
     assert len(trainer.timelines) == expected
     num_actions = len(trainer.pipeline.timetable.rows[0])
-    assert all(len(timeline.starts[0]) == num_actions for timeline in trainer.timelines)
+    assert all(len(timeline.starts[0]) == num_actions for timeline in trainer.timelines.values())
 
 
 @pytest.mark.parametrize("name", ["adamw", "stable_adamw", "lion"])

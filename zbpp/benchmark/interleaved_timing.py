@@ -22,7 +22,8 @@ from zbpp.schedule import Costs, PlanError, Timeline, Timetable, simulate
 class TimedRunner:
     """A runner and its measurements: per turn a wall time (ms) and a timeline, per rank a peak of memory.
 
-    runner: None if it failed; failure then says why, in a line. note: a remark for the table.
+    runner: None if it failed; failure then says why, in a line. note: a remark for the table. peak_bytes:
+    empty for emulated stages, which hold next to nothing.
     """
 
     name: str
@@ -67,7 +68,8 @@ def start(name: str, workload: Workload, timetable: Timetable) -> TimedRunner:
     """
     made: list[Runner] = []
     peak = _start_and_measure_peak(workload, timetable, lambda: ZbppRunner(workload, timetable), made)
-    return TimedRunner(name, ZbppRunner.runtime, timetable, made[0], peak_bytes=gather(peak))
+    peaks = [] if workload.is_emulated else gather(peak)
+    return TimedRunner(name, ZbppRunner.runtime, timetable, made[0], peak_bytes=peaks)
 
 
 def try_to_start(timed: TimedRunner, workload: Workload, make: Callable[[], Runner]) -> TimedRunner:
@@ -89,7 +91,8 @@ def try_to_start(timed: TimedRunner, workload: Workload, make: Callable[[], Runn
     if failures:  # the earliest: the other ranks failed because of it
         timed.failure = failures[0][1]
     else:
-        timed.runner, timed.peak_bytes = made[0], [peak for peak, _ in everyone]
+        timed.runner = made[0]
+        timed.peak_bytes = [] if workload.is_emulated else [peak for peak, _ in everyone]
     return timed
 
 

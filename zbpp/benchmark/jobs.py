@@ -105,7 +105,7 @@ def _about(config: JobConfig, workload: Workload) -> Summary:
         "num_microbatches": config.num_microbatches,
         "microbatch_size": config.microbatch_size,
         "model": type(workload.model).__name__,
-        "emulated": getattr(workload.model, "emulated", False),
+        "emulated": workload.is_emulated,
         "message_ms": config.comm,
         "load_average": os.getloadavg()[0],
         **machine(workload.here.device),

@@ -47,15 +47,15 @@ def _row(timed: TimedRunner, items_per_batch: int, unit: str) -> Row:
 
 
 _HEAD = (
-    "schedule", "runtime", "stages/rank", "makespan", "predicted", "ratio", "bubble",
-    "predicted bubble", "peak memory",
+    "schedule", "runtime", "stages/rank", "makespan", "predicted", "ratio", "bubble", "predicted bubble",
 )  # fmt: skip
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Aligned text: times in ms, bubble rates, the largest peak of a rank."""
-    head = (*_HEAD, f"{rows[0]['unit']}/s") if rows else _HEAD
-    cells = [head, *map(_cells, rows)]
+    """Aligned text: times in ms, bubble rates, the largest peak of a rank where it was measured."""
+    memory = ("peak memory",) if any(map(_peak, rows)) else ()
+    head = (*_HEAD, *memory, f"{rows[0]['unit']}/s") if rows else _HEAD
+    cells = [head, *(_cells(row, len(head)) for row in rows)]
     widths = [max(len(line[place]) for line in cells) for place in range(len(head))]
     lines = [
         "  ".join(f"{text:{'<' if place < 2 else '>'}{widths[place]}}" for place, text in enumerate(line))
@@ -67,11 +67,12 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join([*shown, *notes])
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row, number: int) -> tuple[str, ...]:
     name = row["schedule"] if row["runtime"] == "zbpp" else ""
     who = (name, row["runtime"], str(row["stages_per_rank"]))
     if row["failure"]:
-        return (*who, *["-"] * (len(_HEAD) + 1 - len(who)))
+        return (*who, *["-"] * (number - len(who)))
+    peak = _peak(row)
     return (
         *who,
         f"{row['makespan_ms']:.1f}",
@@ -79,7 +80,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         _or_dash(row["ratio"], ".3f"),
         f"{row['measured_bubble_rate']:.3f}",
         _or_dash(row["predicted_bubble_rate"], ".3f"),
-        _bytes(_peak(row)),
+        *([_bytes(peak)] if peak else []),
         f"{row[row['unit'] + '_per_second']:.0f}",
     )
 
@@ -111,7 +112,9 @@ def speed_comparisons(rows: Sequence[Row]) -> list[str]:
         f"{_speed(best, their_best)}",
     ]
     one = theirs.get(("1f1b", 1))
-    return lines if one is None else [*lines, *_in_the_memory_of(one, ours.values(), their_best)]
+    if one is None or not _peak(one):
+        return lines
+    return [*lines, *_in_the_memory_of(one, ours.values(), their_best)]
 
 
 def _in_the_memory_of(one: Row, ours: Iterable[Row], their_best: Row) -> list[str]:
@@ -133,7 +136,8 @@ def _in_the_memory_of(one: Row, ours: Iterable[Row], their_best: Row) -> list[st
 
 
 def _peak(row: Row) -> int:
-    return int(max(row["peak_memory_bytes"]))
+    """The largest peak of a rank; 0 if there is none: for a runner that failed, and for emulated stages."""
+    return int(max(row.get("peak_memory_bytes", ()), default=0))
 
 
 def _cut(row: Row) -> tuple[str, int]:
@@ -166,6 +170,8 @@ def _with_own_peak(timed: TimedRunner) -> Timeline:
 
     A measured timeline has the peaks of the process, which all runners share.
     """
+    if not timed.peak_bytes:
+        return timed.typical
     peaks = tuple(map(float, timed.peak_bytes))
     return replace(timed.typical, peak_memory=peaks, memory_unit="bytes", measured=False)
 
@@ -174,11 +180,11 @@ def describe(about: Row) -> str:
     """Three lines: the sizes and the model, the machine, and what the table's columns mean."""
     kind = "EMULATED: stages sleep instead of computing" if about["emulated"] else "real compute"
     late = f"; messages take {about['message_ms']} ms at least" if about["message_ms"] else ""
+    memory = "" if about["emulated"] else "; peak memory: of the rank that needs most, weights included"
     sizes = f"{about['num_ranks']} ranks, {about['num_microbatches']} microbatches"
     return (
         f"{sizes}, {about['model']} ({kind}){late}\n"
         f"{about['device']}, torch {about['torch']}, load {about['load_average']:.1f}; median of "
         f"{about['repeats']} interleaved steps\n"
-        "makespan in ms; bubble: idle share of the rank that idles most; peak memory: of the rank that needs "
-        "most, weights included"
+        f"makespan in ms; bubble: idle share of the rank that idles most{memory}"
     )

@@ -34,6 +34,11 @@ class Workload:
     timeout: float = 600.0
     _built: dict[tuple[int, int], nn.Module] = field(default_factory=dict)
 
+    @property
+    def is_emulated(self) -> bool:
+        """Whether the stages sleep instead of computing: they hold next to nothing."""
+        return getattr(self.model, "emulated", False)
+
     def stages(self, timetable: Timetable) -> dict[int, nn.Module]:
         """This rank's stages. Raises ValueError if the model can't be cut into so many."""
         return {

@@ -65,7 +65,9 @@ def _compare(folders: list[Path], picture: Path | None) -> int:
 
 def _table(folders: list[Path], summaries: list[dict[str, Any]]) -> str:
     """A row per run, called by its folder."""
-    head = ("run", "schedule", "last loss", "held-out", "speed", "bubble: predicted", "measured")
+    head = (
+        "run", "schedule", "last loss", "held-out", "speed", "bubble: predicted", "measured", "measured in",
+    )  # fmt: skip
     rows = [head, *(_row(folder, summary) for folder, summary in zip(folders, summaries, strict=True))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
@@ -82,8 +84,9 @@ def _row(folder: Path, summary: dict[str, Any]) -> tuple[str, ...]:
         "-" if summary["loss"] is None else f"{float(summary['loss']):.16g}",
         "-" if held_out is None else f"{float(held_out):.4f}",
         f"{summary[f'{unit}_per_second']:,.0f} {unit}/s",
-        f"{summary['predicted_bubble_rate']:.3f}",
-        f"{summary['measured_bubble_rate']:.3f}",
+        f"{100 * summary['predicted_bubble_rate']:.1f} %",
+        f"{100 * summary['measured_bubble_rate']:.1f} %",
+        summary.get("measured_steps", "-"),  # older runs don't say it
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from zbpp.planning.advise import LEAST_GAIN, Advice
-from zbpp.schedule import Timeline
+from zbpp.training.measured_steps import MeasuredSteps
 
 _LARGE_SHARE = 0.1  # of a step's time outside the pipeline: worth a sentence
 _SHOWN = 2  # pieces of advice
@@ -18,12 +18,14 @@ def sentence_of_cost(steps: int, seconds: float, items: int, unit: str) -> str:
     return f"The run took {duration(seconds)} for {steps} steps and {items:,} {unit}{rate}."
 
 
-def sentences_of_time(measured: Timeline, predicted: Timeline, step_ms: float) -> list[str]:
+def sentences_of_time(steps: MeasuredSteps, step_ms: float) -> list[str]:
     """Where a step's time went."""
+    measured, predicted = steps.measured, steps.predicted
     found = [
-        f"The pipeline's part of a step took {measured.makespan:.3g} ms, of which the rank with the largest "
-        f"bubble was idle for {100 * measured.bubble_rate:.0f} %; simulated with the measured costs "
-        f"{predicted.makespan:.3g} ms and {100 * predicted.bubble_rate:.0f} %."
+        f"The pipeline's part of a step took {measured.makespan:.3g} ms (the median of "
+        f"{steps.steps}), of which the rank with the largest bubble was idle for "
+        f"{100 * measured.bubble_rate:.1f} %; simulated with the measured costs {predicted.makespan:.3g} ms "
+        f"and {100 * predicted.bubble_rate:.1f} %."
     ]
     outside = 1 - measured.makespan / step_ms if step_ms > 0 else 0.0
     if outside > _LARGE_SHARE:

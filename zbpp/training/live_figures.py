@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zbpp.runtime import measured_costs
 from zbpp.runtime.world import World
-from zbpp.schedule import Timeline, simulate
 from zbpp.training.callbacks import Callback
+from zbpp.training.measured_steps import measured_steps
 from zbpp.training.speed import model_flops_utilisation, peak_flops
 from zbpp.training.summary import parameters_in_all
 from zbpp.training.update import Metrics
@@ -22,15 +21,15 @@ class LiveFigures(Callback):
     """Adds figures to the metrics of each step on the rank that shows them; the other ranks need none.
 
     model_flops_utilisation is added if the data are tokens and the device's peak FLOP/s in this dtype are
-    known. Steps that are measured action by action (Trainer.record_every) also get measured_bubble_rate,
-    predicted_bubble_rate (simulated with the measured costs) and peak_memory_bytes (of the fullest rank).
+    known. Steps that are measured action by action (Trainer.record_every) also get the figures of the latest
+    measured steps (measured_steps.py), and peak_memory_bytes (of the fullest rank).
     """
 
     def __init__(self, here: World, dtype: torch.dtype) -> None:
         self._is_shown, self._num_processes = here.rank == 0, here.size
         self._peak = peak_flops(here.device, dtype)
         self._num_parameters: int | None = None
-        self._last: Timeline | None = None
+        self._last: int | None = None  # the measured step whose figures were added last
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         """Count the parameters, once. Collective."""
@@ -50,13 +49,8 @@ class LiveFigures(Callback):
             )
             if utilisation is not None:
                 metrics["model_flops_utilisation"] = utilisation
-        newest = trainer.timelines[-1] if trainer.timelines else None
-        if known and newest is not None and newest is not self._last:
+        newest = max(trainer.timelines, default=None)
+        if known and newest is not None and newest != self._last:
             self._last = newest
-            costs = measured_costs(*trainer.timelines)
-            predicted = simulate(newest.timetable, costs, trainer.pipeline.offload_plan)
-            known[-1] |= {
-                "measured_bubble_rate": newest.bubble_rate,
-                "predicted_bubble_rate": predicted.bubble_rate,
-                "peak_memory_bytes": max(newest.peak_memory),
-            }
+            found = measured_steps(trainer.timelines, trainer.pipeline.offload_plan)
+            known[-1] |= found.figures | {"peak_memory_bytes": max(found.measured.peak_memory)}

@@ -15,7 +15,9 @@ from zbpp.training.cost_of_run import duration
 Show = Any  # a function (metrics of the step, title=...)
 
 # Figures of measured steps: shown until the next step is measured.
-_OF_MEASURED_STEPS = ("measured_bubble_rate", "predicted_bubble_rate", "peak_memory_bytes")
+_OF_MEASURED_STEPS = (
+    "measured_steps", "measured_bubble_rate", "predicted_bubble_rate", "peak_memory_bytes",
+)  # fmt: skip
 
 
 @contextmanager
@@ -94,7 +96,8 @@ def brief(metrics: Mapping[str, Any]) -> str:
         words.append(f"MFU {100 * metrics['model_flops_utilisation']:.1f} %")
     if "measured_bubble_rate" in metrics:
         measured, predicted = metrics["measured_bubble_rate"], metrics["predicted_bubble_rate"]
-        words.append(f"bubble {100 * measured:.0f} % (predicted {100 * predicted:.0f} %)")
+        steps = metrics["measured_steps"]
+        words.append(f"bubble {100 * measured:.1f} % (predicted {100 * predicted:.1f} %, {steps})")
     if "peak_memory_bytes" in metrics:
         words.append(f"memory {metrics['peak_memory_bytes'] / 2**30:.2f} GiB")
     words += [

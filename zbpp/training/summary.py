@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from zbpp.planning import RankCosts
 from zbpp.planning.advise import advise
-from zbpp.runtime import Pipeline, measured_costs
+from zbpp.runtime import Pipeline
 from zbpp.runtime.mesh import REPLICATE, SHARD, TENSOR, local_of
 from zbpp.runtime.world import World, gather
-from zbpp.schedule import Costs, Timeline, simulate
 from zbpp.training.cost_of_run import sentence_of_cost, sentences_of_advice, sentences_of_time
+from zbpp.training.measured_steps import MeasuredSteps, measured_steps
 from zbpp.training.speed import machine, median, model_flops_utilisation, peak_flops
 from zbpp.training.trainer import Trainer
 
@@ -33,13 +31,11 @@ class Title(NamedTuple):
 class Summary(NamedTuple):
     """figures: the content of summary.json. sentences: the run's cost, and what would have made it faster.
 
-    measured: the step with the median makespan. predicted: this step, simulated with the measured costs.
-    Both are None if no step was measured.
+    measured: None if no step was measured.
     """
 
     figures: dict[str, Any]
-    measured: Timeline | None
-    predicted: Timeline | None
+    measured: MeasuredSteps | None
     sentences: list[str]
 
 
@@ -59,27 +55,26 @@ def summarise(
     figures = {**title._asdict(), **_figures(trainer, history, here, dtype, seconds)}
     cost = sentence_of_cost(len(history), seconds, figures[unit], unit)
     if not trainer.timelines:
-        return Summary(figures, None, None, [cost])
-    measured = _with_median_makespan(trainer.timelines)
-    costs = _with_usual_memory(measured_costs(*trainer.timelines), pipeline.timetable.num_stages, num_ranks)
-    predicted = simulate(measured.timetable, costs, pipeline.offload_plan)
-    advice = advise(measured.timetable, costs, schedule=title.schedule, layers_per_stage=layers_per_stage)
+        return Summary(figures, None, [cost])
+    found = measured_steps(trainer.timelines, pipeline.offload_plan)
+    advice = advise(
+        pipeline.timetable, found.costs, schedule=title.schedule, layers_per_stage=layers_per_stage
+    )
     step_milliseconds = median([metrics["step_seconds"] for metrics in history]) * 1e3
     sentences = [
         cost,
-        *sentences_of_time(measured, predicted, step_milliseconds),
+        *sentences_of_time(found, step_milliseconds),
         *sentences_of_advice(advice, num_ranks),
     ]
     figures |= {
-        "predicted_bubble_rate": predicted.bubble_rate,
-        "measured_bubble_rate": measured.bubble_rate,
-        "predicted_makespan_ms": predicted.makespan,
-        "measured_makespan_ms": measured.makespan,
-        "peak_memory_bytes": [int(peak) for peak in measured.peak_memory],
+        **found.figures,
+        "predicted_makespan_ms": found.predicted.makespan,
+        "measured_makespan_ms": found.measured.makespan,
+        "peak_memory_bytes": [int(peak) for peak in found.measured.peak_memory],
         "advice": [each._asdict() for each in advice],
         "sentences": sentences,
     }
-    return Summary(figures, measured, predicted, sentences)
+    return Summary(figures, found, sentences)
 
 
 def _figures(
@@ -125,13 +120,3 @@ def parameters_in_all(pipeline: Pipeline) -> int:
     """The number of the model's parameters. Collective over the job."""
     own = sum(local_of(each).numel() for each in pipeline.counted_parameters())
     return sum(gather(own)) // pipeline.place.size(REPLICATE)  # each replica counts its own
-
-
-def _with_usual_memory(costs: Costs, num_stages: int, num_ranks: int) -> Costs:
-    """The costs with memory in activations of one rank's share of the model, the unit of `zbpp plan`."""
-    usual = RankCosts().per_stage(num_stages, num_ranks)
-    return replace(costs, saved=usual.saved, deferred=usual.deferred)
-
-
-def _with_median_makespan(timelines: Sequence[Timeline]) -> Timeline:
-    return sorted(timelines, key=lambda timeline: timeline.makespan)[len(timelines) // 2]

@@ -113,7 +113,7 @@ class Trainer:
             loss_scale=self.loss_scale,
         )
         self._parameters = KnownParameters(self.pipeline, self.optimizer, self.masters)
-        self.timelines: list[Timeline] = []
+        self.timelines: dict[int, Timeline] = {}  # of the last measured steps, which are counted from 1
         self._recorder = Recorder()
         self.next_step = 0  # the step that `run` begins with
         self.leaving: str | None = None  # why the run ends early; the same on all ranks
@@ -195,8 +195,9 @@ class Trainer:
         if evaluated:
             known[-1] |= self.evaluate()
         if recorded:
-            self.timelines.append(self._recorder.timeline())
-            del self.timelines[: -max(self.num_recorded, _KEPT)]
+            self.timelines[step + 1] = self._recorder.timeline()
+            if len(self.timelines) > max(self.num_recorded, _KEPT):
+                del self.timelines[min(self.timelines)]
         after_step(self, step, known)
         self.leaving = None if is_last else self._agreed  # after its last step a run has not ended early
         if not is_last:
@@ -299,7 +300,8 @@ class Trainer:
         if not self._replanner:
             return
         _, target = self._batches.of_step(step)
-        following, metrics = self._replanner.after(step, self.pipeline, self.timelines, target)
+        timelines = list(self.timelines.values())
+        following, metrics = self._replanner.after(step, self.pipeline, timelines, target)
         if following is not self.pipeline:
             self.pipeline = following
             self._batches.replace_pipeline(following)
