@@ -16,8 +16,8 @@ from torch import nn
 
 from zbpp.error_text import kind_of
 from zbpp.runtime.arguments import built_stages, device_for_messages, model_of
-from zbpp.runtime.copies import untie
 from zbpp.runtime.groups import unique_name
+from zbpp.runtime.local_ties import untie
 from zbpp.runtime.mesh import SHARD, TENSOR, Place
 from zbpp.runtime.model_ties import declare_ties
 from zbpp.runtime.parameters import Names, names_of

@@ -2,7 +2,7 @@
 
 when                          what                                                     by
 after a stage's last W        the stage's gradients, over replicas or shards           AllReduce, FSDP2
-when all of these have ended  tied parameters of sharded stages, over this rank        LocalCopies
+when all of these have ended  tied parameters of sharded stages, over this rank        LocalTies
                               tied parameters, over the pipeline's ranks               TiedGradients
 then                          parameters of several stages, and of the loss, over      AllReduce
                               replicas and shards
@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.runtime.call import Call, Result
-from zbpp.runtime.copies import LocalCopies
 from zbpp.runtime.extra import Extra, Run, after, instead
 from zbpp.runtime.fully_shard import Reshard
 from zbpp.runtime.gradient_release import GradientRelease
 from zbpp.runtime.groups import close_groups, group_like
+from zbpp.runtime.local_ties import LocalTies
 from zbpp.runtime.mesh import REPLICATE, SHARD, copy_to_replicas, is_sharded, local_of
 from zbpp.runtime.reduce import AllReduce, Reducer
 from zbpp.runtime.sharding import shard_stages
@@ -73,7 +73,7 @@ class Reductions(Extra):
         self._tied = TiedGradients(
             self._ties, stages, rank.timetable.rank_of, rank.rank, place.pipeline, rank.timeout
         )
-        self._copies = LocalCopies(self._ties, stages)
+        self._copies = LocalTies(self._ties, stages)
         self._reducers: dict[int, Reducer] = dict(self._sharded)
         self._groups: list[dist.ProcessGroup] = []
         self._last: list[AllReduce] = []  # they start when all stages and all ties are reduced

@@ -1,4 +1,4 @@
-"""Copies of one parameter in several sharded stages of one rank.
+"""Ties inside one rank: copies of one parameter in several of its sharded stages.
 
 Sharded stages can't share a Parameter, since FSDP2 gives each stage parameters of its own. So each stage gets
 a copy, and the copies are tied. Their gradients are summed as those of other ranks are (tied_gradients.py):
@@ -45,7 +45,7 @@ def untie(stages: Mapping[int, nn.Module]) -> None:
             declare(stage, name, place)
 
 
-class LocalCopies:
+class LocalTies:
     """The parameters of this rank's sharded stages that are tied to each other.
 
     ties: of all ranks. The constructor gives all copies the first one's values.
