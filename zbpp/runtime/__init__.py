@@ -32,7 +32,7 @@ What they use:
     partial_updates an optimizer's step for some of its parameters
     optimizer_trial does an optimizer update each parameter by itself?
     released      which parameters are released where, and what release doesn't go with
-    tied_gradients  copies of one parameter on several ranks; local_ties: in several sharded stages of one rank
+    tied_gradients  copies of one parameter on several ranks; local_ties: in several stages of one rank
     sharding      stages that FSDP2 shards; fully_shard drives one of them, microbatch by microbatch
     restored      random numbers, training mode, gradients of a step that failed, buffers of one begun again
     posts         a gather in two halves: post a value now, collect all of them later
