@@ -68,8 +68,6 @@ MAY_IMPORT = {
         "runtime",
         "schedule",
     },
-    # Switches are measured on EMULATED stages, in a job of their own.
-    "zbpp/benchmark/memory/": {"benchmark", "launch", "models", "render"} | _TRAINING,
     # The data path beside a small GPT that trains.
     "zbpp/benchmark/data_path.py": {"benchmark", "models"} | _TRAINING,
     # A cluster is checked with a GPT, under torchrun.
