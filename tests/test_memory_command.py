@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.configs import composed
+from helpers.configs import FREE_COPIES, composed
 from zbpp.config import ConfigError
 from zbpp.models.mlp import Mlp
 from zbpp.prediction.predictor import FAKE, Predictor, predict
@@ -114,7 +114,7 @@ def test_what_is_not_predicted_is_said():
 
 
 def test_every_switch_that_is_off_is_listed_with_its_saving():
-    rows = {row.title: row for row in Switches(composed(*MLP, "memory.limit=1")).single()}
+    rows = {row.title: row for row in Switches(composed(*MLP, "memory.limit=1", FREE_COPIES)).single()}
     for title in (
         "memory.recompute=block",
         "memory.recompute=auto",

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from helpers.configs import composed
+from helpers.configs import FREE_COPIES, composed
 from helpers.processes import run_ranks
 from zbpp.builders.data import build_data
 from zbpp.builders.model import build_model, build_stages
 from zbpp.builders.optimizer import build_optimizer
-from zbpp.builders.plan import build_timetable
+from zbpp.builders.plan import build_offload, build_timetable
 from zbpp.builders.stages import move_stages, offload_weights, recompute_stages
 from zbpp.builders.trainer import build_masters, build_pipeline, build_validation
 from zbpp.prediction.predictor import Predictor
@@ -20,6 +20,7 @@ TINY = ["model.num_layers=4", "model.hidden_size=32", "num_microbatches=4", "mic
 GPT = ["schedule=zb_h1", "model=gpt_tiny", *TINY]
 RELEASED = [*GPT, "optimizer.clip_norm=null"]
 LATER = ["optimizer.validation=after", "optimizer.validation_after=0", "optimizer.clip_norm=null"]
+OFFLOAD = ["memory.offload=auto", FREE_COPIES]
 CASES = {
     "1f1b": ["schedule=1f1b", "model=gpt_tiny", *TINY],
     "zb_h1": ["schedule=zb_h1", "model=llama_tiny", *TINY],
@@ -29,7 +30,7 @@ CASES = {
     "release": [*RELEASED, "memory.gradient_release=step"],
     "accumulate": [*RELEASED, "memory.gradient_release=accumulate"],
     "weights": ["schedule=zb_v", "model=llama_tiny", *TINY, "memory.offload_weights=true"],
-    "offload": ["schedule=zb_v", "model=gpt_tiny", *TINY, "microbatch_size=16", "memory.offload=1"],
+    "offload": ["schedule=zb_v", "model=gpt_tiny", *TINY, "microbatch_size=16", *OFFLOAD],
     "validation": [*GPT, *LATER],
     # Every update is redone: no rank's gradients are within the norm.
     "redone": [*GPT, *LATER, "optimizer.clip_norm=1.0e-3"],
@@ -50,7 +51,8 @@ def trainer_of(rank, config):
         offload_weights(stages, cpu, config.memory)
     recompute_stages(stages, config.memory.recompute)
     loss_fn = precision.widened(model.loss)
-    pipeline = build_pipeline(stages, timetable, loss_fn, 0, config.parallel, precision, None, config.memory)
+    offload = build_offload(config.memory, config.schedule, timetable)
+    pipeline = build_pipeline(stages, timetable, loss_fn, 0, config.parallel, precision, None, offload)
     masters = build_masters(pipeline, precision)
     release = config.memory.gradient_release
     return Trainer(

@@ -10,10 +10,11 @@ from hydra import compose, initialize_config_dir
 from helpers.configs import FOLDER, composed
 from zbpp import app
 from zbpp import config as configs
+from zbpp.builders.plan import costs_of
 from zbpp.commands import command_line
 from zbpp.config import ConfigError
 from zbpp.planning.recompute import with_recompute
-from zbpp.prediction.predictor import Predictor, costs_of
+from zbpp.prediction.predictor import Predictor
 from zbpp.schedule import simulate
 
 GPT = ["model=gpt_tiny", "model.hidden_size=32", "num_microbatches=4", "microbatch_size=2"]
@@ -28,7 +29,7 @@ def test_of_all_sets_of_stages_the_chosen_one_fits_with_the_shortest_step():
     predictor = Predictor()
     plain = predictor.predict(composed(*FOUR_STAGES))
     whole = predictor.predict(composed(*FOUR_STAGES, "memory.recompute=block"))
-    timetable, costs = plain.timetable, costs_of(composed(*FOUR_STAGES), plain.timetable)
+    timetable, costs = plain.timetable, costs_of(composed(*FOUR_STAGES).schedule, plain.timetable)
     measured = [
         predictor.measure(composed(*FOUR_STAGES, f"memory.recompute={name}"), timetable)[0]
         for name in ("none", "block")

@@ -160,7 +160,7 @@ def _build_pipeline(
         config.parallel,
         precision,
         mesh,
-        config.memory,
+        job.offload,
         config.cuda_graphs,
     )
     with naming("finetune"):

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zbpp.builders.data import build_data
 from zbpp.builders.model import build_model, build_stages, check_data_fit
 from zbpp.builders.parallel import split_stages
-from zbpp.builders.plan import build_timetable, check_layers
+from zbpp.builders.plan import build_offload, build_timetable, check_layers
 from zbpp.builders.stages import (
     compile_stages,
     move_stages,
@@ -21,6 +21,7 @@ from zbpp.builders.stages import (
 from zbpp.config import ConfigError, TrainConfig, naming
 from zbpp.data import Data
 from zbpp.data.source import Unread
+from zbpp.runtime import ActivationOffload
 from zbpp.runtime.joining import rank_and_size
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.microbatch import into_microbatches
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 class Job(NamedTuple):
     """One rank's `stages` of the model, the timetable, and the data.
 
-    recomputed: with memory.recompute=auto, the numbers of the stages that recompute.
+    recomputed: with memory.recompute=auto, the numbers of the stages that recompute. offload: which
+    activations leave the device.
     """
 
     timetable: Timetable
@@ -46,6 +48,7 @@ class Job(NamedTuple):
     stages: dict[int, nn.Module]
     data: Data
     recomputed: frozenset[int] = frozenset()
+    offload: ActivationOffload | None = None
 
 
 def place_in_job(wanted: int | None) -> tuple[int, int]:
@@ -79,6 +82,7 @@ def planned_job(config: TrainConfig, num_ranks: int) -> tuple[Job, MeasuredStage
     check_layers(model, config.schedule, num_ranks)
     timetable = build_timetable(config.schedule, num_ranks, config.num_microbatches)
     job = _build_job(config, model, timetable, 0)
+    job = job._replace(offload=build_offload(config.memory, config.schedule, timetable))
     if not config.memory.report and config.memory.recompute != "auto":
         return job, None
     from zbpp.prediction.predictor import Predictor  # imports torch's fake tensors: seconds
@@ -101,12 +105,14 @@ def agreed_job(config: TrainConfig, settings: dict[str, Any], job: Job | None, p
     Raises AgreementError unless config, code and data are the same on all ranks.
     """
     check_agreement("configs", {key: value for key, value in settings.items() if key != "run_dir"})
-    text, recomputed = broadcast((str(job.timetable), job.recomputed) if job else ("", frozenset()))
+    text, recomputed, offload = broadcast(
+        (str(job.timetable), job.recomputed, job.offload) if job else ("", frozenset(), None)
+    )
     timetable = Timetable.parse(text)
     job = job or _build_job(
         config, build_model(config.model, config.seed, config.finetune), timetable, place.rank
     )
-    job = job._replace(recomputed=recomputed)
+    job = job._replace(recomputed=recomputed, offload=offload)
     check_source_files()
     return job._replace(data=_agreed_data(job.data))
 

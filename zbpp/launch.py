@@ -39,7 +39,6 @@ class RankError(RuntimeError):
 
 def refusals() -> tuple[type[Exception], ...]:
     """The errors that are mistakes of the user: one line each says what to write instead."""
-    from zbpp.autograd.copies import OffloadError
     from zbpp.checkpoints import CheckpointError
     from zbpp.runtime import (  # torch: a second to import
         AgreementError,
@@ -47,6 +46,7 @@ def refusals() -> tuple[type[Exception], ...]:
         DeviceError,
         StartError,
     )
+    from zbpp.runtime.weight_buffers import OffloadError
     from zbpp.training.called_callbacks import CallbackError
     from zbpp.training.leaving.early_stop import MetricError
     from zbpp.training.loss_scale import LossScaleError

@@ -58,7 +58,7 @@ def test_the_small_form_writes_the_same_as_text_json_and_page(tmp_path, capsys):
     assert rows["split"]["compiled: live bytes after B / after F"].keys() == {"compiled", "zbpp"}
     assert rows["schedules"]["losses of all schedules unlike plain's"] == {"zbpp": 0}
     assert rows["schedules"]["zb_v"]["gradients unlike gpipe's"] == 0
-    assert rows["offload"]["losses that differ"] == {"all that can": 0, "measured": 0}
+    assert rows["offload"]["losses that differ"] == {"all that can": 0}
     assert rows["offload"]["bandwidth with 4 MiB, GiB/s"]["out"] > 0
     counts = {op: rows["kernels"][f"{op} under zb_h1"]["operators"] for op in "FBW"}
     assert 0 < counts["W"] < counts["B"]

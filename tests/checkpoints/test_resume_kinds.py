@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from zbpp import ActivationOffload, Pipeline, plan
+from zbpp import ActivationOffload, Costs, Pipeline, plan
 from zbpp.builders.optimizer import build_scheduler, learning_rate_factor, optimizer_of
 from zbpp.config import OptimizerConfig
 from zbpp.data import regression_data
@@ -62,7 +62,7 @@ VARIANTS = {
     "LoRA": {"lora": LORA, "clip_norm": 0.3},
     "LoRA, post-validation": {"lora": LORA, "clip_norm": 0.3, "post_validation": Validation(after=0)},
     "gradients released": {"gradient_release": "step"},
-    "activations offloaded": {"offload": ActivationOffload(gib=1, least_bytes=1)},
+    "activations offloaded": {"offload": ActivationOffload(Costs(host=1e-6), least_bytes=1)},
     "weights offloaded": {"offload_weights": True},
     "optimizer and scheduler by name, groups": {"optimizer": CUSTOM, "clip_norm": 0.3},
     "Muon, groups, gradients released": {

@@ -8,7 +8,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from zbpp.schedule import Action, Op, Timetable
+from zbpp.schedule import Action, Op, Timetable, Value
+from zbpp.schedule.offload import Await, Drop, Fetch, Offload, Placed
 
 F, B, W, BW = Op.F, Op.B, Op.W, Op.BW
 
@@ -83,3 +84,13 @@ def _candidates(
             yield Action(stage, op, microbatch)
         elif op == B and next_up[stage, W] == microbatch:  # a BW is a W too, and W's ascend
             yield Action(stage, BW, microbatch)
+
+
+def away(value: Value, *, made: int, dropped: int, fetched: int, used: int) -> tuple[Placed, ...]:
+    """One round trip by hand: positions in the row of F, of the actions after Drop and Fetch, and of B."""
+    return (
+        Placed(made + 1, True, Offload(value)),
+        Placed(dropped, False, Drop(value)),
+        Placed(fetched, True, Fetch(value)),
+        Placed(used, False, Await(value)),
+    )

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.timetables import away
 from zbpp import Costs, PlanError, Timetable, plan, simulate
 from zbpp.planning.memory_budget import excess, predict_memory
 from zbpp.planning.stage_bytes import StageBytes, released, validated_later, weights_on_host
 from zbpp.runtime.weight_buffers import num_buffers as runtime_buffers
-from zbpp.schedule import Op, Value, offload_of
+from zbpp.schedule import Op, Value
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zb_v", "v_half", "interleaved_1f1b"])
@@ -65,7 +66,7 @@ def test_activations_that_are_away_and_gradients_that_are_released_by_hand():
     """F, then away until B; the gradient goes behind W, and the update needs 30 more there."""
     timetable = Timetable.parse("0F0 0F1 0B0 0W0 0B1 0W1")
     stage = StageBytes(weights=100, gradients=50, saved=20, leaves=15, deferred=4, update=30)
-    offload = offload_of(timetable, [Value("saved", 0, 0)])
+    offload = [away(Value("saved", 0, 0), made=0, dropped=1, fetched=2, used=2)]
     (rank,) = predict_memory(timetable, [released(stage, is_shared=False)], offload=offload)
     #                              begin  F0   F1        B0        W0             B1        W1
     assert list(rank.totals) == [100, 120, 140 - 15, 124, 120 + 50, 150 + 4, 150]

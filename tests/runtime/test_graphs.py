@@ -18,6 +18,7 @@ from helpers.processes import run_ranks
 from helpers.timetables import random_timetable
 from zbpp import (
     ActivationOffload,
+    Costs,
     CudaGraphs,
     Pipeline,
     PostValidation,
@@ -244,7 +245,7 @@ def test_on_the_cpu_a_line_says_that_graphs_need_a_gpu(caplog):
     ("options", "text"),
     [
         ({"dynamic_shapes": True}, "doesn't go with dynamic_shapes"),
-        ({"offload": ActivationOffload(1.0)}, "doesn't go with offload"),
+        ({"offload": ActivationOffload(Costs(host=1))}, "doesn't go with offload"),
     ],
 )
 def test_what_does_not_go_with_graphs_is_refused(options, text):

@@ -10,7 +10,7 @@ from optimi import AdamW
 from torch import nn
 
 from helpers.processes import run_ranks
-from zbpp import ActivationOffload, Pipeline, PostValidation, clip_grad_norm_, plan
+from zbpp import ActivationOffload, Costs, Pipeline, PostValidation, clip_grad_norm_, plan
 from zbpp.autograd import recompute
 from zbpp.models.mlp import Mlp
 from zbpp.runtime.norm import gradients_of, scale_gradients
@@ -43,7 +43,7 @@ class Run:
         for stage in stages.values() if "recompute" in on else ():
             recompute(stage[0])
             recompute(stage[1])
-        everything = ActivationOffload(values=[(0, m) for m in range(M)], least_bytes=1)
+        everything = ActivationOffload(Costs(host=1e-6), least_bytes=1)
         leaving = everything if "offload" in on else None
         self.pipeline = Pipeline(stages, timetable, model.loss, offload=leaving)
         releases = {"release", "accumulate"} & set(on)

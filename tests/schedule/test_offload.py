@@ -6,12 +6,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from zbpp import Costs, PlanError, lower, plan, simulate
-from zbpp.schedule import Action, Op, Value, choose_offload, offload_of
+from zbpp import Costs, lower, plan, simulate
+from zbpp.schedule import Action, Op, choose_offload
 from zbpp.schedule.offload import Await, Drop, Fetch, Offload
 
-# A value: the ops that make it, and those that use it.
-ENDS = {"saved": ((Op.F,), (Op.B, Op.BW)), "deferred": ((Op.B,), (Op.W,))}
 NAMES = ["gpipe", "1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "interleaved_1f1b"]
 
 
@@ -27,12 +25,11 @@ def drawn_costs(seed, num_stages, host):
 
 
 def ends_of(row, value):
-    """The positions of the action that makes a value and of the one that uses it."""
-    places = [
-        [i for i, a in enumerate(row) if a[::2] == value[1:] and a.op in ops] for ops in ENDS[value.name]
-    ]
-    assert [*map(len, places)] == [1, 1]
-    return places[0][0], places[1][0]
+    """The positions of the F that makes a value and of the B or BW that uses it."""
+    places = [i for i, a in enumerate(row) if a[::2] == value[1:] and a.op != Op.W]
+    assert value.name == "saved"
+    made, used = places
+    return made, used
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -109,40 +106,6 @@ def test_the_longest_lifespans_leave_first_under_a_limit():
     assert most == 1
 
 
-@pytest.mark.parametrize("name", ["zb_h1", "zb_h2", "zb_v", "interleaved_zb"])
-def test_what_waits_for_w_leaves_wherever_something_runs_between_b_and_w(name):
-    """Copies that may be late: all of it leaves, and each is away while an action runs."""
-    timetable = plan(name, 4, 8)
-    costs = Costs(host=1e-6)
-    without = simulate(timetable, costs)
-    offload = choose_offload(without, costs, late=True)
-    gaps = 0
-    for row, placed in zip(timetable.rows, offload, strict=True):
-        left = {each.instruction.value for each in placed if each.instruction.value.name == "deferred"}
-        waiting = set()
-        for stage, microbatch in {a[::2] for a in row if a.op is Op.B}:
-            value = Value("deferred", stage, microbatch)
-            made, used = ends_of(row, value)
-            if used - made >= 2:
-                waiting.add(value)
-        assert left == waiting
-        gaps += len(waiting)
-    assert gaps > 0
-    saved_only = [[each for each in placed if each.instruction.value.name == "saved"] for placed in offload]
-    of_both, of_saved = (simulate(timetable, costs, each).peak_memory for each in (offload, saved_only))
-    assert all(both <= saved for both, saved in zip(of_both, of_saved, strict=True))
-    assert sum(of_both) < sum(of_saved)
-
-
-def test_the_copy_of_what_waits_takes_its_share_of_the_time():
-    """Costs.host is the time of saved; deferred is a fourth of it here."""
-    costs = Costs(host=4, saved=2, deferred=0.5)
-    timetable = plan("zb_h2", 2, 6)
-    timeline = simulate(timetable, costs, choose_offload(simulate(timetable, costs), costs, late=True))
-    took = {(each.value.name, round(each.end - each.start, 9)) for each in timeline.copies}
-    assert took == {("saved", 4), ("deferred", 1)}
-
-
 def test_late_copies_hold_the_peak_and_take_the_time():
     timetable, costs = plan("1f1b", 4, 8), Costs(f=2, b=2, w=2, host=10)
     without = simulate(timetable, costs)
@@ -156,26 +119,3 @@ def test_late_copies_hold_the_peak_and_take_the_time():
 def test_without_a_host_nothing_leaves():
     timetable = plan("zb_v", 2, 4)
     assert choose_offload(simulate(timetable), Costs()) == ((), ())
-
-
-def test_exactly_the_named_values_leave():
-    timetable = plan("1f1b", 2, 4)
-    offload = offload_of(timetable, [Value("saved", 0, 1)])
-    program = str(lower(timetable, offload)[0])
-    assert "0F1\nSend x(1,1) to 1\nOffload saved(0,1)\nRecv g(0,0) from 1\nDrop saved(0,1)\n0BW0" in program
-    assert "Fetch saved(0,1)\n0F2" in program
-    assert "Await saved(0,1)\n0BW1" in program
-    assert offload[1] == ()
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (Value("saved", 1, 0), "runs right after its producer"),
-        (Value("saved", 0, 9), "write saved or deferred, and a stage"),
-        (Value("g", 0, 0), "write saved or deferred"),
-    ],
-)
-def test_a_value_that_cannot_leave_is_refused(value, words):
-    with pytest.raises(PlanError, match=words):
-        offload_of(plan("1f1b", 2, 4), [value])

@@ -7,7 +7,16 @@ import torch
 from torch import nn
 
 from helpers.processes import run_ranks
-from zbpp import ActivationOffload, Pipeline, PostValidation, WeightGrads, backward_input, make_mesh, plan
+from zbpp import (
+    ActivationOffload,
+    Costs,
+    Pipeline,
+    PostValidation,
+    WeightGrads,
+    backward_input,
+    make_mesh,
+    plan,
+)
 from zbpp.autograd import recompute
 from zbpp.autograd.compiled import compile_stage
 from zbpp.runtime.blocks import blocks_of
@@ -127,7 +136,7 @@ def by_pipeline(base, *, schedule="zb_v", is_recomputed=False, how="plain"):
     if how == "compiled":
         for stage in stages.values():
             compile_stage(stage, whole=False, backend="eager")
-    offload = ActivationOffload(gib=1, least_bytes=1) if how == "activations offloaded" else None
+    offload = ActivationOffload(Costs(host=1e-6), least_bytes=1) if how == "activations offloaded" else None
     with Pipeline(stages, timetable, model.loss, offload=offload) as pipeline:
         check_fine_tuned(pipeline, model)
         perturb(pipeline.named_parameters())

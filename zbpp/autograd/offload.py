@@ -26,8 +26,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from concurrent.futures import CancelledError
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
-from zbpp.autograd.copies import Copier, Copy, Moves, OffloadError, Watch, bytes_of
+from zbpp.autograd.copies import Copier, Copy, Moves, Watch, bytes_of
 from zbpp.autograd.storages import storages_of
 
 LEAST_BYTES = 64 * 1024
@@ -45,21 +44,21 @@ LEAST_BYTES = 64 * 1024
 class _Memory:
     """A storage that saved tensors are views of, on the device or away.
 
-    content: a tensor over the whole storage on the device; None while the storage is away. space: the space
-    outside the device that holds the bytes, or that they are being copied to. leaving: the copy that reads
-    `content`; arriving: the copy that fills `content`.
+    content: a tensor over the whole storage on the device; None while the storage is away. host: the host
+    memory that has the bytes, or that they are being copied to. leaving: the copy that reads `content`;
+    arriving: the copy that fills `content`.
 
     `content` is a tensor because users of a storage are counted: a BufferPool gives a buffer out again when
-    nothing else uses its storage, and DeferredTensors empties only a storage that W alone uses. Each tensor
-    counts as a user. Each reference to an UntypedStorage does not: all refer to the same Python object.
+    nothing else uses its storage. Each tensor counts as a user. Each reference to an UntypedStorage does not:
+    all refer to the same Python object.
     """
 
-    __slots__ = ("__weakref__", "arriving", "content", "copier", "leaving", "nbytes", "space")
+    __slots__ = ("__weakref__", "arriving", "content", "copier", "host", "leaving", "nbytes")
 
     def __init__(self, content: UntypedStorage, copier: Copier) -> None:
         self.content: Tensor | None = bytes_of(content)
         self.nbytes, self.copier = content.nbytes(), copier
-        self.space: Any = None
+        self.host: Tensor | None = None
         self.leaving: Copy | None = None
         self.arriving: Copy | None = None
 
@@ -71,25 +70,19 @@ class _Memory:
             self.arriving.wait()
             self.arriving = None
         assert self.content is not None
-        storage = self.content.untyped_storage()
-        if storage.nbytes() != self.nbytes:  # a DeferredTensors has emptied it until W
-            raise RuntimeError(
-                "a saved tensor was unpacked after its B, while its memory is offloaded until W: only W may "
-                "read it after B"
-            )
-        return storage
+        return self.content.untyped_storage()
 
-    def free_space(self) -> None:
-        if self.space is not None:
-            self.copier.give_back(self.space, self.nbytes)
-            self.space = None
+    def free_host(self) -> None:
+        """Give the host memory back."""
+        if self.host is not None:
+            self.copier.give_back(self.host)
+            self.host = None
 
     def __del__(self) -> None:
         for copy in (self.leaving, self.arriving):
-            if copy is not None:  # the copy reads or writes memory that is about to be freed
-                with suppress(OffloadError, CancelledError):
-                    copy.wait()
-        self.free_space()
+            if copy is not None:
+                copy.before_free()
+        self.free_host()
 
 
 def start_fetch(memories: Iterable[_Memory], watch: Watch | None = None) -> Copy | None:
@@ -97,7 +90,7 @@ def start_fetch(memories: Iterable[_Memory], watch: Watch | None = None) -> Copy
     away = [each for each in memories if each.content is None]
     for each in memories:
         if each.content is not None:
-            each.free_space()
+            each.free_host()
     if not away:
         return None
     copier = away[0].copier
@@ -106,12 +99,16 @@ def start_fetch(memories: Iterable[_Memory], watch: Watch | None = None) -> Copy
     copy = copier.back(_moves(away), watch)
     for each in away:
         each.arriving = copy
-        each.free_space()  # safe: a later copy into this space starts after this copy's end
+        each.free_host()  # safe: a later copy into this memory starts after this copy's end
     return copy
 
 
 def _moves(memories: Iterable[_Memory]) -> Moves:
-    return [(each.content.untyped_storage(), each.space) for each in memories if each.content is not None]
+    return [
+        (each.content.untyped_storage(), each.host)
+        for each in memories
+        if each.content is not None and each.host is not None
+    ]
 
 
 class _Watched:
@@ -229,28 +226,23 @@ class SavedActivations:
         return sum(memory.nbytes for memory in self._living())
 
     def offload(self, watch: Watch | None = None) -> None:
-        """Start to copy out all storages that may leave; none, if together they exceed the copier's limit.
-
-        Raises OffloadError if there is no memory outside the device for them. watch: see `Watch`.
-        """
-        if not self._copier.has_room(self.nbytes):
-            return
-        leaving = [each for each in self._living() if each.content is not None and each.space is None]
+        """Start to copy out all storages that may leave. watch: see `Watch`."""
+        leaving = [each for each in self._living() if each.content is not None and each.host is None]
         for each in leaving:
-            each.space = self._copier.space(each.nbytes)
+            each.host = self._copier.host_memory(each.nbytes)
         if leaving:
             self._leaving = self._copier.out(_moves(leaving), watch)
             for each in leaving:
                 each.leaving = self._leaving
 
     def drop(self) -> None:
-        """Wait until the copies out have ended; then free the device memory. Raises OffloadError."""
+        """Wait until the copies out have ended; then free the device memory."""
         if self._leaving is not None:
             self._leaving.wait()
             self._leaving = None
             for each in self._living():
                 each.leaving = None
-                if each.space is not None:
+                if each.host is not None:
                     each.content = None
 
     def fetch(self, watch: Watch | None = None) -> None:
@@ -258,7 +250,7 @@ class SavedActivations:
         self._arriving = start_fetch([*self._living()], watch)
 
     def wait(self) -> None:
-        """Wait until all storages are back. Raises OffloadError."""
+        """Wait until all storages are back."""
         if self._arriving is not None:
             self._arriving.wait()
             self._arriving = None

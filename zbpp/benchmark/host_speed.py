@@ -8,7 +8,6 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch import UntypedStorage
 
 from zbpp.autograd.copies import Copier, Copy, Moves, copier_for
 from zbpp.runtime.world import gather
@@ -44,17 +43,16 @@ def _times(nbytes: Mapping[int, int], device: torch.device) -> dict[int, float]:
 def _slower_ms(copier: Copier, nbytes: int) -> float:
     """The median time of a copy of `nbytes`, out or back, whichever takes longer."""
     sizes = [min(_PIECE, nbytes - start) for start in range(0, nbytes, _PIECE)]
-    pairs: list[tuple[UntypedStorage, object]] = []
+    pairs: Moves = []
     for size in sizes:
         storage = copier.new_storage(size)
         torch.empty(0, dtype=torch.uint8, device=copier.device).set_(
             storage
         ).zero_()  # so that the system has mapped the pages before a copy is timed
-        pairs.append((storage, copier.space(size)))
-    times = [median(_ms(copier, start, pairs) for _ in range(_ROUNDS)) for start in (copier.out, copier.back)]
-    for size, (_, space) in zip(sizes, pairs, strict=True):
-        copier.give_back(space, size)
-    return max(times)
+        pairs.append((storage, copier.host_memory(size)))
+    return max(
+        median(_ms(copier, start, pairs) for _ in range(_ROUNDS)) for start in (copier.out, copier.back)
+    )
 
 
 def _ms(copier: Copier, start: Callable[[Moves], Copy], pairs: Moves) -> float:

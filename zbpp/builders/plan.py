@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from zbpp.builders.model import layers_per_stage
-from zbpp.config import NUM_MICROBATCHES, ConfigError, ScheduleConfig, naming
+from zbpp.config import NUM_MICROBATCHES, ConfigError, MemoryConfig, ScheduleConfig, naming
 from zbpp.planning import canonical_name, takes_costs
 from zbpp.planning.compare import stages_per_rank
-from zbpp.schedule import Timetable
+from zbpp.planning.costs_file import read_costs
+from zbpp.planning.rank_costs import RankCosts
+from zbpp.runtime import ActivationOffload
+from zbpp.schedule import Costs, Timetable
 from zbpp.training.initial_plan import plan_by_name, plan_from_file
 from zbpp.training.summary import Title
 
@@ -24,6 +27,23 @@ def build_timetable(schedule: ScheduleConfig, num_ranks: int, num_microbatches: 
         return plan_by_name(schedule.name, num_ranks, num_microbatches or NUM_MICROBATCHES, **options)
     except OSError as error:
         raise ConfigError(f"schedule: {error}; name a file that zbpp plan or zbpp measure wrote") from error
+
+
+def costs_of(schedule: ScheduleConfig, timetable: Timetable) -> Costs:
+    """The times in schedule.costs, or else F, B and W of equal length."""
+    whole = RankCosts() if schedule.costs is None else read_costs(schedule.costs)[0]
+    return whole.per_stage(timetable.num_stages, timetable.num_ranks)
+
+
+def build_offload(
+    memory: MemoryConfig, schedule: ScheduleConfig, timetable: Timetable
+) -> ActivationOffload | None:
+    """Which activations leave device memory, by the times in schedule.costs. Raises ConfigError."""
+    if memory.offload == "none":
+        return None
+    gib: Any = memory.offload  # "auto" or a number: the config has checked it
+    with naming(f"memory.offload={gib}, schedule.costs={schedule.costs}"):
+        return ActivationOffload(costs_of(schedule, timetable), gib)
 
 
 def check_plan(schedule: ScheduleConfig, num_ranks: int, num_microbatches: int | None) -> None:

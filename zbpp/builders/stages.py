@@ -55,8 +55,8 @@ def offload_weights(stages: Mapping[int, nn.Module], device: torch.device, memor
 
 
 def check_offload_folder(memory: MemoryConfig) -> None:
-    """Raise ConfigError if no file can be made where activations or weights are to go."""
-    if memory.offload_to == "host" or (memory.offload == "none" and not memory.offload_weights):
+    """Raise ConfigError if no file can be made where weights are to go."""
+    if memory.offload_to == "host" or not memory.offload_weights:
         return
     try:
         TemporaryFile(dir=memory.offload_to).close()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from zbpp.config import MemoryConfig, OptimizerConfig, ParallelConfig
+from zbpp.config import OptimizerConfig, ParallelConfig
 from zbpp.planning import placement_of, plan
 from zbpp.runtime import ActivationOffload, Pipeline
 from zbpp.runtime.fully_shard import Reshard
@@ -32,7 +32,7 @@ def build_pipeline(
     parallel: ParallelConfig,
     precision: Precision,
     mesh: DeviceMesh | None,
-    memory: MemoryConfig,
+    offload: ActivationOffload | None = None,
     cuda_graphs: bool = False,
 ) -> Pipeline:
     """This rank's part of the pipeline. Collective.
@@ -52,17 +52,9 @@ def build_pipeline(
         seed=seed,
         timeout=parallel.timeout,
         dynamic_shapes=parallel.dynamic_shapes,
-        offload=build_offload(memory),
+        offload=offload,
         extras=[CudaGraphs()] if cuda_graphs else [],
     )
-
-
-def build_offload(memory: MemoryConfig) -> ActivationOffload | None:
-    """Which activations leave device memory."""
-    if memory.offload == "none":
-        return None
-    gib: Any = memory.offload  # "auto" or a number: the config has checked it
-    return ActivationOffload(gib, memory.offload_to)
 
 
 def build_masters(pipeline: Pipeline, precision: Precision) -> MasterWeights | None:

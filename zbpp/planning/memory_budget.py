@@ -211,13 +211,12 @@ class _RankRun:
 
     def _copy(self, instruction: Offload | Drop | Fetch) -> None:
         """Count activations that leave the device, or come back."""
-        own, is_saved = self._stages[instruction.value.stage], instruction.value.name == "saved"
-        size, held = (own.leaves, _SAVED) if is_saved else (own.deferred_leaves, _DEFERRED)
+        size = self._stages[instruction.value.stage].leaves
         if isinstance(instruction, Offload):
             self._host += size
             self._most_on_host = max(self._most_on_host, self._host)
             return
-        self._level[held] -= size if isinstance(instruction, Drop) else -size
+        self._level[_SAVED] -= size if isinstance(instruction, Drop) else -size
         if isinstance(instruction, Fetch):
             self._host -= size
 

@@ -12,8 +12,7 @@ from zbpp.schedule.microbatch_bytes import MicrobatchBytes
 class StageBytes(MicrobatchBytes):
     """The bytes of one stage: those of one microbatch (the fields of MicrobatchBytes), and the stage's own.
 
-    leaves, deferred_leaves: how many of the bytes `saved` and `deferred` may leave the device
-        (memory.offload).
+    leaves: how many of the bytes `saved` may leave the device (memory.offload).
     weights, optimizer: held all the time. gradients: held from the first W of a step on; if keeps_gradients,
         all the time.
     gathered: the whole weights that are gathered from shards, held from the first F of a step; 0 without
@@ -31,7 +30,6 @@ class StageBytes(MicrobatchBytes):
     gradients: float = 0.0
     optimizer: float = 0.0
     leaves: float = 0.0
-    deferred_leaves: float = 0.0
     gathered: float = 0.0
     reduced: float | None = None
     keeps_gradients: bool = False

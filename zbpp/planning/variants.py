@@ -63,8 +63,7 @@ def best_variant(
 def variants(plain: Timeline, costs: Costs, limit: MemoryLimit, kept: float = KEPT) -> list[Variant]:
     """The plan as it is; with offload, recompute and both, as far as costs and limit ask for them."""
     found = [Variant(plain)]
-    has_host = any(costs.per_stage(plain.timetable.num_stages).host)
-    for is_offloaded in (False, True) if has_host else (False,):
+    for is_offloaded in (False, True) if costs.has_host else (False,):
         if is_offloaded:
             found.append(_Beside(plain.timetable, costs, kept, is_offloaded=True).variant(frozenset()))
         if limit is None or found[-1].fits(limit):

@@ -7,29 +7,25 @@ rank holds over a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
 from zbpp.builders.model import build_model
 from zbpp.builders.parallel import pipeline_ranks
-from zbpp.builders.plan import build_timetable, check_layers
+from zbpp.builders.plan import build_offload, build_timetable, check_layers, costs_of
 from zbpp.config import ConfigError, TrainConfig
-from zbpp.planning.costs_file import read_costs
 from zbpp.planning.memory_budget import RankMemory
-from zbpp.planning.rank_costs import RankCosts
 from zbpp.planning.recompute import LimitTooLow, Stages, cheapest_recompute, with_recompute
 from zbpp.planning.stage_bytes import StageBytes
 from zbpp.prediction.measured_stages import MeasuredStages
 from zbpp.prediction.stage_memory import FAKE, REAL, measure_stages
-from zbpp.schedule import Costs, Timetable, choose_offload, simulate
+from zbpp.schedule import Timetable, simulate
 from zbpp.schedule.costs import BYTES
 from zbpp.schedule.offload import RankOffload
 
-__all__ = ["FAKE", "REAL", "Prediction", "Predictor", "costs_of", "predict"]
+__all__ = ["FAKE", "REAL", "Prediction", "Predictor", "predict"]
 
-_FREE = 1e-6  # ms of a copy, if the costs have no `host`; 0 would mean that nothing may leave
 _GIB = 2**30
 
 
@@ -68,7 +64,8 @@ class Predictor:
             check_layers(build_model(config.model, config.seed, config.finetune), config.schedule, num_ranks)
             timetable = build_timetable(config.schedule, num_ranks, config.num_microbatches)
         measured, recomputed = self.measure(config, timetable)
-        offload = _planned_offload(config, timetable, measured.stages)
+        options = build_offload(config.memory, config.schedule, timetable)
+        offload = () if options is None else options.plan(timetable)
         is_later = config.optimizer.validation == "after"
         ranks = measured.predicted(timetable, offload, is_validated_later=is_later)
         return Prediction(timetable, measured.stages, ranks, _how(config, measured), offload, recomputed)
@@ -116,7 +113,7 @@ def choose_recompute(
     """
     is_later = config.optimizer.validation == "after"
     limit = (config.memory.limit or math.inf) * _GIB
-    costs = costs_of(config, timetable)
+    costs = costs_of(config.schedule, timetable)
 
     @cache
     def peak(rank: int, chosen: Stages) -> float:
@@ -139,31 +136,6 @@ def choose_recompute(
 
 def _with_recompute(config: TrainConfig, what: str) -> TrainConfig:
     return replace(config, memory=replace(config.memory, recompute=what))
-
-
-def costs_of(config: TrainConfig, timetable: Timetable) -> Costs:
-    """The times in schedule.costs, or else F, B and W of equal length."""
-    given = config.schedule.costs
-    whole = RankCosts() if given is None else read_costs(given)[0]
-    return whole.per_stage(timetable.num_stages, timetable.num_ranks)
-
-
-def _planned_offload(
-    config: TrainConfig, timetable: Timetable, stages: Sequence[StageBytes]
-) -> tuple[RankOffload, ...]:
-    """For each rank, the round trips that the run will plan; copies are free if the costs lack `host`."""
-    if config.memory.offload == "none":
-        return ()
-    gib = config.memory.offload
-    costs = costs_of(config, timetable)
-    host = costs.per_stage(timetable.num_stages).host
-    host = [time or _FREE if each.leaves else 0.0 for time, each in zip(host, stages, strict=True)]
-    numbers = {**costs.numbers, "host": host}
-    in_bytes = type(costs)(**numbers).in_bytes(
-        [each.leaves for each in stages], [each.deferred_leaves for each in stages]
-    )
-    limit = math.inf if gib == "auto" else float(gib) * _GIB
-    return choose_offload(simulate(timetable, in_bytes), in_bytes, limit, late=gib != "auto")
 
 
 def _how(config: TrainConfig, measured: MeasuredStages) -> str:

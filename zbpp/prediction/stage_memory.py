@@ -165,7 +165,6 @@ class _Stages:
             accumulation = _accumulation(optimizer, index, stage) if release == "accumulate" else None
             memory = microbatch_memory(index, stage, args, live, gradient_release=accumulation, **run)
             states, update = _optimizer_bytes(live, optimizer)
-        leaving = bytes_that_leave(index, stage, args, **run)
         parameters = _bytes(stage.parameters())
         trained = 0 if masters else _bytes(each for each in stage.parameters() if each.requires_grad)
         found = StageBytes(
@@ -174,8 +173,7 @@ class _Stages:
             optimizer=states + (0 if masters is None else _bytes(masters.parameters())),
             keeps_gradients=masters is not None,
             update=0 if accumulation is not None else update,
-            leaves=leaving.saved,
-            deferred_leaves=leaving.deferred,
+            leaves=bytes_that_leave(index, stage, args, **run),
             **asdict(memory.bytes),
         )
         sizes = [Piece(each).nbytes for each in blocks if each]

@@ -8,13 +8,14 @@ of copying the tensors that F of one microbatch saves.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
+from zbpp.builders.plan import costs_of
 from zbpp.config import TrainConfig
 from zbpp.planning.recompute import with_recompute
 from zbpp.planning.stage_bytes import StageBytes
 from zbpp.planning.weight_copies import with_weight_copies
-from zbpp.prediction.predictor import Prediction, costs_of
+from zbpp.prediction.predictor import Prediction
 from zbpp.schedule import Costs, simulate
 
 _MANY = 6  # consecutive steps
@@ -25,9 +26,6 @@ def step_ms(config: TrainConfig, prediction: Prediction) -> tuple[float, str]:
     timetable = prediction.timetable
     costs, note = _costs(config, prediction)
     offload = prediction.offload
-    if offload and not _has_host(costs):
-        note = "copies counted as free: schedule.costs has no `host`"
-        offload = ()  # free copies make no action late
     if config.optimizer.validation == "after":
         many = (simulate(timetable, costs, offload, num_steps=num).makespan for num in (_MANY, _MANY // 2))
         longer, shorter = many
@@ -37,12 +35,12 @@ def step_ms(config: TrainConfig, prediction: Prediction) -> tuple[float, str]:
 
 def _costs(config: TrainConfig, prediction: Prediction) -> tuple[Costs, str]:
     num_stages = prediction.timetable.num_stages
-    costs = costs_of(config, prediction.timetable)
+    costs = costs_of(config.schedule, prediction.timetable)
     if prediction.recomputed:
         costs = with_recompute(costs, prediction.recomputed, num_stages)
     if not config.memory.offload_weights:
         return costs, ""
-    if not _has_host(costs):
+    if not costs.has_host:
         return costs, "copies counted as free: schedule.costs has no `host`"
     return _with_copies_of_weights(costs, prediction.stages), ""
 
@@ -54,8 +52,3 @@ def _with_copies_of_weights(costs: Costs, stages: Sequence[StageBytes]) -> Costs
     copies = [time / max(1.0, each.saved) * each.on_host for time, each in zip(host, stages, strict=True)]
     num_blocks = max(1, min(each.num_blocks for each in stages))
     return with_weight_copies(costs, copies, num_stages=num_stages, num_blocks=num_blocks)
-
-
-def _has_host(costs: Costs) -> bool:
-    given = costs.host
-    return any(given) if isinstance(given, Collection) else bool(given)

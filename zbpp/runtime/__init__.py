@@ -36,9 +36,7 @@ What they use:
     sharding      stages that FSDP2 shards; fully_shard drives one of them, microbatch by microbatch
     restored      random numbers, training mode, gradients of a step that failed, buffers of one begun again
     posts         a gather in two halves: post a value now, collect all of them later
-    activation_offload  the options of offload
-    offloader     which activations leave the device: chosen once, or measured first
-    offload       what of one stage's activations is away
+    activation_offload  activations in host memory between F and B
     outputs       outputs and metrics of an evaluation
     named_losses  auxiliary losses, and losses that are dicts, by name
     parameters    names, state_dict and declared ties of the parameters

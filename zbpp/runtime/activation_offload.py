@@ -1,48 +1,59 @@
-"""The options of the offload of activations."""
+"""Offload of activations: executes the program's Offload, Drop, Fetch and Await.
+
+    Offload saved(0,3)    stage 0: offload(3)    start to copy to host memory
+    Drop saved(0,3)       stage 0: drop(3)       wait for the copy, free the device memory
+    Fetch saved(0,3)      stage 0: fetch(3)      start to copy back
+    Await saved(0,3)      stage 0: wait(3)       wait for the copy
+
+Where the program offloads the activations of a microbatch, `StageOffload.forward` runs its F; any other F
+runs as without offload. No message depends on what a rank offloads, so each rank plans for itself.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from zbpp.autograd.copies import Copier
-from zbpp.autograd.offload import LEAST_BYTES
-from zbpp.schedule import Costs, Value
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from zbpp.autograd.copies import Copier, Watch, copier_for
+from zbpp.autograd.offload import LEAST_BYTES, SavedActivations
+from zbpp.runtime.layout import Message
+from zbpp.runtime.stage import StageWorker
+from zbpp.schedule import Costs, Timetable, choose_offload, simulate
+from zbpp.schedule.costs import BYTES
+from zbpp.schedule.offload import RankOffload
 
 _GIB = 2**30
 
 
 @dataclass(frozen=True)
 class ActivationOffload:
-    """Which activations leave device memory between F and B, and between B and W.
+    """Which activations are in host memory (pinned, if the device is a GPU) between F and B.
 
+    costs: the times to plan with, as `zbpp measure` finds them; `host` among them.
     gib: "auto": those that can leave and come back without making an action late. A number: at most so many
-        GiB of a rank are away at a time, and actions may wait for the copies.
-    to: "host" (pinned memory if the device is a GPU), a folder for an unnamed file, or a Copier of your own.
-    costs: the costs to plan with, including `host` and memory in bytes; None: the first two steps measure
-        them.
-    values: exactly these leave, whatever gib and costs say. (stage, microbatch) stands for what F saves;
-        Value("deferred", stage, microbatch) for what B keeps for W.
+        GiB of a rank are away at a time, and actions may wait for the copies; memory in `costs` is then in
+        bytes.
     least_bytes: storages below this size stay.
+    Raises ValueError for costs without `host`, and for a number with costs that are not in bytes.
     """
 
+    costs: Costs
     gib: float | Literal["auto"] = "auto"
-    to: str | Path | Copier = "host"
-    costs: Costs | None = None
-    values: Iterable[tuple[int, int] | Value] | None = None
     least_bytes: int = LEAST_BYTES
 
     def __post_init__(self) -> None:
-        if self.values is not None:  # a generator could be read only once
-            object.__setattr__(self, "values", tuple(self.values))
-        if not isinstance(self.to, Copier) and (not isinstance(self.to, str | Path) or self.to == ""):
-            raise ValueError(f'to={self.to!r}: write "host", or the folder for a file')
-        if isinstance(self.least_bytes, bool) or not isinstance(self.least_bytes, int):
+        if not isinstance(self.costs, Costs):
+            raise ValueError(f"costs={self.costs!r}: write Costs(f=..., b=..., w=..., host=...)")
+        if not self.costs.has_host:
             raise ValueError(
-                f"least_bytes={self.least_bytes!r}: write a number of bytes, such as {LEAST_BYTES}"
+                "costs.host, the time of copying to host memory what F of a microbatch saves, is 0, so "
+                "nothing would leave: give costs that `zbpp measure` has written, or a host of your own"
             )
         if self.gib == "auto":
             return
@@ -50,13 +61,113 @@ class ActivationOffload:
             raise ValueError(
                 f'gib={self.gib!r}: write "auto", or how many GiB may leave, above 0; offload=None for none'
             )
+        if self.costs.memory_unit != BYTES:
+            raise ValueError(
+                f"gib={self.gib:g} is a limit in bytes, and the costs count {self.costs.memory_unit}: give "
+                "costs in bytes (Costs.in_bytes), as `zbpp measure` writes them"
+            )
+
+    def plan(self, timetable: Timetable) -> tuple[RankOffload, ...]:
+        """For each rank, what leaves and when."""
+        limit = math.inf if self.gib == "auto" else float(self.gib) * _GIB
+        without = simulate(timetable, self.costs)
+        return choose_offload(without, self.costs, limit, late=self.gib != "auto")
+
+
+class StageOffload:
+    """Offload of the tensors that F of one stage keeps for B.
+
+    held: by microbatch, what may be away. nbytes: the most bytes that left of one microbatch so far.
+    """
+
+    def __init__(self, worker: StageWorker, copier: Copier, least_bytes: int) -> None:
+        self._worker, self._copier, self._least_bytes = worker, copier, least_bytes
+        self.held: dict[int, SavedActivations] = {}
+        self.nbytes = 0
+
+    def forward(self, microbatch: int, message: Message) -> Message:
+        """Run F so that the tensors that it saves may leave."""
+        activations = SavedActivations(self._copier, least_bytes=self._least_bytes)
+        activations.keep(self._stays(microbatch))
+        with activations.saving():
+            result = self._worker.forward(microbatch, message)
+        # Others hold a message, too: the pool of receive buffers, a send, the next stage on this rank. To
+        # offload a message would free no memory, and the copy back would be a second copy of it.
+        activations.leave_out(each for each in (*message, *result) if each is not None)
+        self.held[microbatch] = activations
+        return result
+
+    def offload(self, microbatch: int, watch: Watch | None = None) -> None:
+        """Start to copy to host memory what the stage holds of the microbatch. watch: see `Watch`."""
+        held = self.held[microbatch]
+        held.offload(watch)
+        self.nbytes = max(self.nbytes, held.nbytes)
+
+    def drop(self, microbatch: int) -> None:
+        """Wait until the copy has ended; then free the device memory."""
+        self.held[microbatch].drop()
+
+    def fetch(self, microbatch: int, watch: Watch | None = None) -> None:
+        """Start to copy back. watch: see `Watch`."""
+        self.held[microbatch].fetch(watch)
+
+    def wait(self, microbatch: int) -> None:
+        """Wait until the microbatch's tensors are back. From here on the StageWorker alone holds them."""
+        self.held.pop(microbatch).wait()
+
+    def abandon(self) -> None:
+        """Drop the tensors that a failed step has left."""
+        self.held.clear()
+
+    def _stays(self, microbatch: int) -> Iterator[Tensor]:
+        """Tensors that others hold anyway: weights, buffers, and what the caller gave for the microbatch."""
+        for module in (self._worker.module, self._worker.loss_fn):
+            if isinstance(module, nn.Module):
+                yield from module.parameters()
+                yield from module.buffers()
+        for each in tree_leaves(self._worker.given(microbatch)):
+            if isinstance(each, Tensor):
+                yield each
+
+
+class Offloader:
+    """The offload of one rank. plan: for each rank, what leaves. stages: of this rank, by number."""
+
+    def __init__(
+        self,
+        options: ActivationOffload,
+        timetable: Timetable,
+        device: torch.device,
+        workers: Mapping[int, StageWorker],
+    ) -> None:
+        self.plan = options.plan(timetable)
+        self._copier = copier_for(device)
+        self.stages = {
+            index: StageOffload(worker, self._copier, options.least_bytes)
+            for index, worker in workers.items()
+        }
 
     @property
-    def most_bytes(self) -> float:
-        """The most bytes that may be away from a rank at a time."""
-        return math.inf if self.gib == "auto" else float(self.gib) * _GIB
+    def nbytes(self) -> dict[int, int]:
+        """{stage of this rank: the most bytes that left of one of its microbatches}."""
+        return {stage: each.nbytes for stage, each in self.stages.items()}
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether the first two steps are measured for the plan."""
-        return self.costs is None and self.values is None
+    def end(self) -> None:
+        """End a call: free the host memory that it did not use.
+
+        Raises RuntimeError if an offloaded value has had no Await.
+        """
+        left = [f"saved({stage},{each})" for stage, own in self.stages.items() for each in own.held]
+        if left:
+            raise RuntimeError(f"a call ended with offloaded values left over: {', '.join(left)}")
+        self._copier.end_step()
+
+    def abandon(self) -> None:
+        """Let all stages drop the tensors that a failed step has left."""
+        for each in self.stages.values():
+            each.abandon()
+
+    def close(self) -> None:
+        """End the copies. No step may follow."""
+        self.abandon()
+        self._copier.close()

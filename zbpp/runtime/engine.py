@@ -32,7 +32,6 @@ from zbpp.runtime.call_order import CallOrder
 from zbpp.runtime.executor import BeginAgain, Executor
 from zbpp.runtime.extra import Extra
 from zbpp.runtime.gradient_release import GradientRelease
-from zbpp.runtime.measure.recorder import Recorder
 from zbpp.runtime.microbatch import Cutter
 from zbpp.runtime.named_losses import NamedLosses
 from zbpp.runtime.non_finite_watcher import one_by_one
@@ -144,17 +143,7 @@ class Engine:
 
         settle: what the step does at its gate; None: there is no gate. kind: must be equal on all ranks.
         """
-        record = None if self._activations is None else self._activations.recorder
-        if record is None:
-            losses = self._run("step", call, seeds, settle, kind)
-        else:
-            recorder = Recorder(record)
-            self.use(recorder)
-            losses = self._run("step", call, seeds, settle, kind)
-            self.leave(recorder)
-        if self._activations is not None and self._activations.step_done(record):
-            self._executors["step"].resolve(lower(self._timetable, self._activations.plan)[self._parts.rank])
-        return losses
+        return self._run("step", call, seeds, settle, kind)
 
     def replay(self, call: Call, seeds: Mapping[int, int], methods: Mapping[Op, StageMethod]) -> None:
         """Run a step's batch one microbatch after the other, its F's and BW's done by `methods`.
@@ -209,9 +198,9 @@ class Engine:
             self._parts.rebind()
             extra.close()
 
-    def offloaded_bytes(self, name: str) -> dict[int, int]:
+    def offloaded_bytes(self) -> dict[int, int]:
         """See Pipeline."""
-        return {} if self._activations is None else self._activations.nbytes(name)
+        return {} if self._activations is None else self._activations.nbytes
 
     def leave_records_in(self, folder: Path, timeout: float | None) -> None:
         """See Pipeline. timeout: of a wait, if the process is to be ended when another rank has failed."""

@@ -13,16 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from time import monotonic
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
+from zbpp.runtime.activation_offload import StageOffload
 from zbpp.runtime.boxes import Links, make_inboxes, make_outboxes
 from zbpp.runtime.explain_instruction import explain
 from zbpp.runtime.extra import Extras
 from zbpp.runtime.flight_recorder import FlightRecorder
 from zbpp.runtime.layout import Message
-from zbpp.runtime.offload import StageOffload
 from zbpp.runtime.p2p import BufferPool, FreshBuffers, Inbox, Outbox
 from zbpp.runtime.resolve import FIRST_SLOT, Resolution, Resolver, StageMethod
 from zbpp.runtime.stage import StageWorker
@@ -40,9 +39,8 @@ class Executor:
     """Runs one program over the stages and links of one rank.
 
     methods: {op: the method of StageWorker that does it}. gate: called once, before the first step with a
-    gate; returns its place. offloads: what may leave, by the value's name and the stage. flight: where to
-    note when each instruction begins. extras: of the pipeline; None: none. call: which program it is, see
-    Extra.rewrite.
+    gate; returns its place. offloads: what leaves, by stage. flight: where to note when each instruction
+    begins. extras: of the pipeline; None: none. call: which program it is, see Extra.rewrite.
     """
 
     def __init__(
@@ -56,7 +54,7 @@ class Executor:
         *,
         dynamic_shapes: bool = False,
         gate: Callable[[], Gate] | None = None,
-        offloads: Mapping[tuple[str, int], StageOffload[Any]] = MappingProxyType({}),
+        offloads: Mapping[int, StageOffload] = MappingProxyType({}),
         flight: FlightRecorder | None = None,
         extras: Extras | None = None,
         call: str = "step",
@@ -82,7 +80,7 @@ class Executor:
         self.resolve(program)
 
     def resolve(self, program: Program) -> None:
-        """Run this program from now on: with the same actions and messages, but another offload."""
+        """Run this program from now on: with the same actions and messages, but other instructions beside."""
         self._given = program
         self._program = self._extras.rewrite(program, self._call)
         self._plain = self._resolver.plain(self._program)

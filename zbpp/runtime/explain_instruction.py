@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zbpp.autograd.copies import OffloadError
 from zbpp.runtime.out_of_memory import is_out_of_memory
 from zbpp.runtime.world import CommunicationError
 from zbpp.schedule import Action, Op, Send
 from zbpp.schedule.lower import Instruction
+from zbpp.schedule.offload import Transport
 
 _PARTS = {
     Op.F: "F, the forward",
@@ -30,13 +30,16 @@ def explain(
     """Note the action on its error; raise another error for a message that failed, or that may not be sent.
 
     instructions: of the pass; None for what is no instruction. position: of the one that failed. rank: in the
-    pipeline; process: the rank's number in the job. Errors of reductions and of offload say more themselves.
+    pipeline; process: the rank's number in the job. Errors of reductions say more themselves.
     """
     instruction = instructions[position]
     if isinstance(instruction, Action):
         error.add_note(_where(instruction, rank, process))
         return
-    speaks_for_itself = is_out_of_memory(error) or isinstance(error, CommunicationError | OffloadError)
+    if isinstance(instruction, Transport):
+        error.add_note(f"in {instruction} on rank {rank}")
+        return
+    speaks_for_itself = is_out_of_memory(error) or isinstance(error, CommunicationError)
     if speaks_for_itself or at_gate:
         return
     if isinstance(error, RuntimeError):

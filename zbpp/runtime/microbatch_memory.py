@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from zbpp.autograd.copies import Copier, Copy, Moves, Watch
-from zbpp.autograd.deferred_offload import DeferredTensors
 from zbpp.autograd.offload import LEAST_BYTES, may_leave
 from zbpp.autograd.storages import storages_of
 from zbpp.runtime.call import Feed
@@ -73,8 +71,8 @@ def bytes_that_leave(
     loss_fn: Loss | None = None,
     target: Any = None,
     least_bytes: int = LEAST_BYTES,
-) -> LeavingBytes:
-    """How many of the bytes that F and B of one microbatch keep may leave the device; CPU or fake tensors."""
+) -> int:
+    """How many of the bytes that F of one microbatch keeps may leave the device. On CPU or fake tensors."""
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn)
     feed = Feed([inputs] if index == 0 else (), [{}], [target], [0])
     message = tuple(map(_received, inputs)) if index else ()
@@ -84,41 +82,9 @@ def bytes_that_leave(
     worker.begin(feed)
     with saved_tensors_hooks(found.pack, _unchanged):
         outputs = worker.forward(0, message)
-    saved = found.nbytes([each for each in outputs if each is not None])
+    nbytes = found.nbytes([each for each in outputs if each is not None])
     worker.abandon()
-    del outputs
-    worker.begin(feed)  # once more, without the hooks, which would change what B defers
-    outputs = worker.forward(0, message)
-    grads = tuple(each and _gradient(each, _CPU) for each in layout_of(outputs))
-    given = worker.backward_input(0, grads)
-    storages = [each for value in stays if isinstance(value, Tensor) for each in storages_of(value)]
-    device = storages[0].device if storages else _CPU  # meta, for the storage of a fake tensor
-    deferred = DeferredTensors(worker.deferred(0), _NoCopier(device), least_bytes=least_bytes).leaving_bytes()
-    del given
-    worker.abandon()
-    return LeavingBytes(saved, deferred)
-
-
-class LeavingBytes(NamedTuple):
-    """The bytes of one microbatch that may leave the device: between F and B, and between B and W."""
-
-    saved: int
-    deferred: int
-
-
-class _NoCopier(Copier):
-    """A Copier that has a device, and can't copy."""
-
-    _where = "nowhere"
-
-    def out(self, moves: Moves, watch: Watch | None = None) -> Copy:
-        raise NotImplementedError
-
-    def back(self, moves: Moves, watch: Watch | None = None) -> Copy:
-        raise NotImplementedError
-
-    def _make_space(self, nbytes: int) -> Any:
-        raise NotImplementedError
+    return nbytes
 
 
 class _LeavingStorages:

@@ -40,7 +40,6 @@ from zbpp.runtime.fully_shard import Reshard
 from zbpp.runtime.groups import group_of_this_process, set_timeout
 from zbpp.runtime.mesh import TENSOR, Place
 from zbpp.runtime.named_losses import NamedLosses, summed
-from zbpp.runtime.offloader import check_one_offload, offload_maker
 from zbpp.runtime.one_call import OneCall
 from zbpp.runtime.parameters import StageParameters
 from zbpp.runtime.pipeline_evaluation import PipelineEvaluation
@@ -79,8 +78,8 @@ class Pipeline(PipelineEvaluation, PipelineNonFinite, PipelineTimeline):
     reshard: when gathered weights of sharded stages are freed: "step", after a stage's last W; "microbatch",
     after each F and each B, and then they are gathered twice per microbatch; "never".
     mp_policy: the torch.distributed.fsdp.MixedPrecisionPolicy of the stages that the Pipeline shards.
-    offload: which activations leave device memory between F and B, see ActivationOffload; None: none. Results
-    are the same to the last bit. Without costs of its own it decides after the second step.
+    offload: which activations are in host memory between F and B, see ActivationOffload; None: none. Results
+    are the same to the last bit.
     extras: what the pipeline does beside running its program, see extra.py; the same on all ranks.
     seed: of the random numbers drawn in forward. timeout: seconds that a wait for another rank may last.
     dynamic_shapes: whether messages between stages may differ from microbatch to microbatch (shapes, dtypes,
@@ -161,8 +160,12 @@ class Pipeline(PipelineEvaluation, PipelineNonFinite, PipelineTimeline):
         self._parameters = StageParameters(
             self.stages, agreed.names, agreed.ties, self.group, self._loss_fn if computes_loss else None
         )
-        check_offloaded(self.stages.values(), agreed.ties, self.place)
-        check_one_offload(self._offload, self.stages.values(), self.place)
+        check_offloaded(
+            self.stages.values(),
+            agreed.ties,
+            self.place,
+            offloads_activations=self._offload is not None,
+        )
         self.device = device_of(self.stages.values(), self.group)
 
     def _make_engine(self, agreed: Agreed) -> Engine:
@@ -182,7 +185,7 @@ class Pipeline(PipelineEvaluation, PipelineNonFinite, PipelineTimeline):
             key_of_all=key_of_all,
             timeout=self._timeout,
             dynamic_shapes=self._dynamic_shapes,
-            make_offload=offload_maker(offload, self.timetable, self.device, place),
+            offload=offload,
         )
         engine = Engine(parts, order_of_copies(place, key_of_all, self.rank, self.device))
         return engine

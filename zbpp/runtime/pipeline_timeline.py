@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -54,9 +53,6 @@ class PipelineTimeline:
         """What leaves in the next step, for every rank: an argument of `simulate`; () without offload."""
         return self._engine.offload_plan
 
-    def offloaded_bytes(self, name: Literal["saved", "deferred"] = "saved") -> dict[int, int]:
-        """Per stage of this rank, the most bytes of a microbatch that have left; {} without offload.
-
-        name: "saved": of what F keeps for B; "deferred": of what B keeps for W.
-        """
-        return self._engine.offloaded_bytes(name)
+    def offloaded_bytes(self) -> dict[int, int]:
+        """Per stage of this rank, the most bytes of a microbatch that have left; {} without offload."""
+        return self._engine.offloaded_bytes()

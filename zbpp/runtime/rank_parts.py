@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from zbpp.autograd import WeightGrads
+from zbpp.runtime.activation_offload import ActivationOffload, Offloader
 from zbpp.runtime.call_order import CallOrder, neighbours_of
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.extra import Extras
 from zbpp.runtime.flight_recorder import FlightRecorder
 from zbpp.runtime.groups import close_groups, job_store, link_groups
 from zbpp.runtime.mesh import Place
-from zbpp.runtime.offloader import Offloader
 from zbpp.runtime.resolve import StageMethod
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.watch import Watch
 from zbpp.runtime.weight_offload import offloaded_weights
 from zbpp.schedule import Op, Programs, Timetable, lower
-
-MakeOffload = Callable[[Mapping[int, StageWorker]], Offloader]
 
 TRAINING = ("step", "replay")  # the calls that compute gradients
 
@@ -43,8 +41,7 @@ class RankParts:
     """The parts of one rank; they are made once.
 
     key: the prefix of this pipeline's names in the job's store; key_of_all: that of all pipelines of its
-    mesh, whose processes wait for each other. make_offload: makes the Offloader of these stages; None:
-    nothing leaves. The other arguments are Pipeline's.
+    mesh, whose processes wait for each other. The other arguments are Pipeline's.
 
     modules: the stages and the loss, if that is a module. workers: by stage. executors: of the calls "step",
     "evaluate" and "predict". order_of_ranks: checks that all ranks make the same calls; None where no rank is
@@ -68,7 +65,7 @@ class RankParts:
         key_of_all: str,
         timeout: float,
         dynamic_shapes: bool,
-        make_offload: MakeOffload | None,
+        offload: ActivationOffload | None,
     ) -> None:
         self.timetable, self.rank, self.key, self.timeout = timetable, rank, key, timeout
         self.device, self.place = device, place
@@ -76,7 +73,7 @@ class RankParts:
         self.modules = [*stages.values(), *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
         self.weights_on_host = offloaded_weights(stages.values())
         self.workers = self._workers(stages, loss_fn, device)
-        self.activations = None if make_offload is None else make_offload(self.workers)
+        self.activations = None if offload is None else Offloader(offload, timetable, device, self.workers)
         programs = self._programs()
         pairs = programs["step"].links
         self.flight = FlightRecorder(rank, dist.get_rank() if dist.is_initialized() else 0, key)
@@ -107,7 +104,7 @@ class RankParts:
             self.device,
             dynamic_shapes=self.dynamic_shapes,
             gate=lambda: lower(timetable).gate(rank),
-            offloads={} if self.activations is None else self.activations.offloads,
+            offloads={} if self.activations is None else self.activations.stages,
             flight=self.flight,
             extras=self.extras,
             call=name,

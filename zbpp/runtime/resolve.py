@@ -23,10 +23,10 @@ from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
+from zbpp.runtime.activation_offload import StageOffload
 from zbpp.runtime.boxes import channel_of
 from zbpp.runtime.extra import Extras
 from zbpp.runtime.layout import Message
-from zbpp.runtime.offload import SavedOffload, StageOffload
 from zbpp.runtime.p2p import Inbox, Outbox
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Action, Gate, Op, Program, Recv, Release, Send, Value, consumes, produces
@@ -64,8 +64,7 @@ class Resolver:
     """Finds the functions of one rank's instructions.
 
     workers: by stage. methods: {op: the method of StageWorker that does it}. inboxes, outboxes: by peer.
-    offloads: what may leave, by the
-    value's name and the stage.
+    offloads: what leaves, by stage.
 
     slots: where each value waits: those that the instructions of `program` take.
     """
@@ -78,7 +77,7 @@ class Resolver:
         num_stages: int,
         inboxes: Mapping[int, Inbox],
         outboxes: Mapping[int, Outbox],
-        offloads: Mapping[tuple[str, int], StageOffload[Any]],
+        offloads: Mapping[int, StageOffload],
         extras: Extras,
     ) -> None:
         self._workers, self._methods, self._num_stages = workers, methods, num_stages
@@ -90,7 +89,7 @@ class Resolver:
         self._leaving = frozenset[Value]()
 
     def plain(self, program: Program) -> Resolution:
-        """A pass without a gate. `program` has the messages of the first one; its offload may differ."""
+        """A pass without a gate."""
         return self._resolution(program, None, [])
 
     def gated(self, program: Program, gate: Gate, pass_gate: Callable[[], Any]) -> Resolution:
@@ -102,8 +101,7 @@ class Resolver:
     ) -> Resolution:
         """The functions of a pass: those before the program, the program, those after it."""
         instructions, place = program.instructions, 0
-        leaving = (each.value for each in instructions if isinstance(each, Offload))
-        self._leaving = frozenset(value for value in leaving if value.name == SavedOffload.name)
+        self._leaving = frozenset(each.value for each in instructions if isinstance(each, Offload))
         first: list[Callable[[], Any]] = []
         for peer, inbox in self._inboxes.items():
             first.append(inbox.begin if gate is None else partial(inbox.begin, gate.sent[peer]))
@@ -137,9 +135,9 @@ class Resolver:
             case Offload(value) | Fetch(value):
                 return Resolved(_without_message(partial(self._start_copy, instruction)))
             case Drop(value):
-                return Resolved(_without_message(partial(self._offload_of(value).drop, value.microbatch)))
+                return Resolved(_without_message(partial(self._offloads[value.stage].drop, value.microbatch)))
             case Await(value):
-                return Resolved(_without_message(partial(self._offload_of(value).wait, value.microbatch)))
+                return Resolved(_without_message(partial(self._offloads[value.stage].wait, value.microbatch)))
             case _:
                 return None
 
@@ -149,23 +147,15 @@ class Resolver:
         gives = [self.slots[value] for value in made if value in self.slots]
         function: Callable[[Message], Any]
         if any(value in self._leaving for value in made):
-            function = partial(self._saved(action.stage).forward, action.microbatch)
+            function = partial(self._offloads[action.stage].forward, action.microbatch)
         else:
             function = partial(self._methods[action.op], self._workers[action.stage], action.microbatch)
         return Resolved(function, *(takes or [EMPTY_SLOT]), *(gives or [UNREAD_SLOT]))
 
-    def _saved(self, stage: int) -> SavedOffload:
-        found = self._offloads[SavedOffload.name, stage]
-        assert isinstance(found, SavedOffload)
-        return found
-
-    def _offload_of(self, value: Value) -> StageOffload[Any]:
-        return self._offloads[value.name, value.stage]
-
     def _start_copy(self, instruction: Offload | Fetch) -> None:
         """Start to copy a value."""
         value, is_out = instruction.value, isinstance(instruction, Offload)
-        offload = self._offload_of(value)
+        offload = self._offloads[value.stage]
         (offload.offload if is_out else offload.fetch)(value.microbatch, self._extras.background(instruction))
 
 

@@ -25,6 +25,10 @@ from zbpp.streams import Event, streams_of
 _ALIGNMENT = 256  # bytes; kernels may round differently for another alignment
 
 
+class OffloadError(RuntimeError):
+    """The host has no room for weights or gradients that are to live there."""
+
+
 class Host(Protocol):
     """Memory outside the device."""
 

@@ -37,7 +37,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zbpp.autograd import WeightGrads, auxiliary_loss, auxiliary_losses
-from zbpp.autograd.copies import OffloadError
 from zbpp.autograd.recompute import recomputed, recomputing_by
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.offloaded_gradients import OffloadedGradients
@@ -53,7 +52,7 @@ from zbpp.runtime.weight_blocks import (
     refuse_hooks,
     refuse_shared,
 )
-from zbpp.runtime.weight_buffers import DeviceBuffers, Host, MemoryHost, View, num_buffers
+from zbpp.runtime.weight_buffers import DeviceBuffers, Host, MemoryHost, OffloadError, View, num_buffers
 
 
 class OffloadedWeights:
@@ -274,14 +273,22 @@ def offloaded_weights(stages: Iterable[nn.Module]) -> OffloadedWeights | None:
     return next(iter(found.values()), None)
 
 
-def check_offloaded(stages: Iterable[nn.Module], ties: Sequence[Tie], place: Place) -> None:
+def check_offloaded(
+    stages: Iterable[nn.Module], ties: Sequence[Tie], place: Place, *, offloads_activations: bool
+) -> None:
     """Raise ValueError on all processes if offloaded weights have ties, a mesh or a replaced forward.
 
-    Collective.
+    Raises ValueError, too, if activations are offloaded with them: both pack saved tensors by hooks, and a
+    saved tensor can have only one pair of hooks. Collective.
     """
     weights = offloaded_weights(stages)
     if weights is None:
         refusal = ""
+    elif offloads_activations:
+        refusal = (
+            "offload=ActivationOffload(...) doesn't go with OffloadedWeights, since both pack saved tensors: "
+            "leave offload out, and let blocks recompute (zbpp.checkpoint) to hold less"
+        )
     elif ties:
         refusal = "stages with offloaded weights can't have tied parameters: untie them"
     elif place.mesh is not None:

@@ -15,9 +15,8 @@ simulate.py         timetable and costs -> timeline: when each action runs; refu
 lower.py            timetable -> one program per rank: actions, sends, receives, reductions
 gate.py             how far a rank runs into a step before the update of all weights is known to be right
 reductions.py       when each stage's gradients are complete and are summed over its replicas
-offload.py          what leaves the device between two actions and comes back: the instructions; with
-                    offload_choice.py (which values), round_trips.py (where the instructions stand) and
-                    copies.py (how long copies take)
+offload.py          what leaves the device between F and B: the instructions; with offload_choice.py (which
+                    values, and where the instructions stand) and copies.py (how the copies run)
 dataflow_arrays.py  the table of dataflow.py as arrays of numbers, for plans with millions of actions
 numbering.py        gives each op of an order its microbatch; used by families and by the search
 transfers.py        a timeline's messages: when each one was sent and when it arrived
@@ -30,7 +29,6 @@ from zbpp.schedule.gate import Gate, gate_positions
 from zbpp.schedule.interchange import from_csv, read_timetable, to_csv
 from zbpp.schedule.lower import Program, Programs, Recv, Reduce, Release, Send, lower
 from zbpp.schedule.offload_choice import choose_offload
-from zbpp.schedule.round_trips import offload_of
 from zbpp.schedule.simulate import Timeline, simulate
 from zbpp.schedule.timetable import Action, Op, PlanError, Row, Timetable
 
@@ -56,7 +54,6 @@ __all__ = [
     "from_csv",
     "gate_positions",
     "lower",
-    "offload_of",
     "produces",
     "read_timetable",
     "simulate",

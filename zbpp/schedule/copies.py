@@ -21,21 +21,6 @@ class CopySpan(NamedTuple):
     end: float
 
 
-def copy_ms(costs: StageCosts, value: Value) -> float:
-    """The time of one copy of a value.
-
-    costs.host is the time for a stage's saved tensors; for its deferred tensors if it saves none.
-    """
-    stage = value.stage
-    saved, size = costs.held["saved"][stage], held_bytes(costs, value)
-    return costs.host[stage] * (size / saved if saved else 1.0)
-
-
-def held_bytes(costs: StageCosts, value: Value) -> float:
-    """The memory that a value holds, in the unit of the costs (bytes or activations)."""
-    return costs.held[value.name][value.stage]
-
-
 class RankCopies:
     """One rank's copies while its row is simulated."""
 
@@ -61,7 +46,7 @@ class RankCopies:
 
     def _start(self, value: Value, is_out: bool, clock: float) -> None:
         start = max(self._free, clock)
-        self._free = self._ends[value, is_out] = start + copy_ms(self._costs, value)
+        self._free = self._ends[value, is_out] = start + self._costs.host[value.stage]
         self.spans.append(CopySpan(value, self.rank, is_out, start, self._free))
 
 
@@ -69,6 +54,6 @@ def changes_of(placed: RankOffload, costs: StageCosts) -> Iterator[tuple[int, fl
     """For each Drop and Fetch: (position of the action after it, change of the device memory)."""
     for before, _, instruction in placed:
         if isinstance(instruction, Drop):
-            yield before, -held_bytes(costs, instruction.value)
+            yield before, -costs.held["saved"][instruction.value.stage]
         elif isinstance(instruction, Fetch):
-            yield before, held_bytes(costs, instruction.value)
+            yield before, costs.held["saved"][instruction.value.stage]

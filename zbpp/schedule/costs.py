@@ -61,6 +61,11 @@ class CostNumbers:
         values = {name: getattr(self, name) for name in COST_NAMES}
         return {name: value for name, value in values.items() if value is not None or name != "bw"}
 
+    @property
+    def has_host(self) -> bool:
+        """Whether copies to host memory have a time. Without one, no activation is offloaded."""
+        return any(_numbers("host", self.host))
+
 
 COST_NAMES = tuple(field.name for field in fields(CostNumbers))
 
@@ -73,9 +78,8 @@ class Costs(CostNumbers):
     saved: held from F until the end of B or BW; deferred: held from B until the end of W.
     reduce: time of summing the stage's gradients over its replicas, once a step; it occupies no rank, but a
         rank reduces one stage at a time. It holds no memory here.
-    host: time of copying what F of a microbatch saves to host memory, or back (what B defers takes
-        deferred/saved of it); it occupies no rank, but a rank copies one thing at a time. 0: nothing leaves
-        (offload.py).
+    host: time of copying what F of a microbatch saves to host memory, or back; it occupies no rank, but a
+        rank copies one thing at a time. 0: nothing leaves (offload.py).
     static: held all the time: the stage's weights, gradients and optimizer states.
     memory_unit: the unit that memory is printed in: activations here, bytes in `CostsInBytes`.
     Raises PlanError for a value that is no number, and for a number that is negative or not finite.

@@ -1,8 +1,7 @@
 """Offload of activations, as instructions of a program: which values leave the device, and when.
 
-A ROUND TRIP copies one value out of device memory after the action that produces it, and back before the
-action that consumes it: saved(s,m) between F and B, deferred(s,m) between B and W. A round trip is four
-instructions. A rank has one copy stream; c is the time of one copy on it:
+A ROUND TRIP copies saved(s,m), what F keeps for B, to host memory after F, and back before B. A round trip is
+four instructions. A rank has one copy stream; c is the time of one copy on it:
 
     F ... Offload ... Drop .................... Fetch ... Await B
           [---- c ----]                         [- c -]
@@ -10,8 +9,7 @@ instructions. A rank has one copy stream; c is the time of one copy on it:
 
 Offload and Fetch start a copy. Drop and Await wait for the end of a copy; Drop then frees the device memory.
 
-offload_choice.py chooses by costs which values leave, round_trips.py places the instructions, and copies.py
-says how long they take.
+offload_choice.py chooses by costs which values leave, and places the instructions; copies.py simulates them.
 """
 
 from __future__ import annotations
@@ -19,9 +17,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from zbpp.schedule.dataflow import Value
-
-HELD = ("saved", "deferred")
-"""The names of the values that may leave the device."""
 
 
 class Offload(NamedTuple):

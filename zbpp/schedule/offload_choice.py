@@ -11,20 +11,22 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from zbpp.schedule.copies import copy_ms, held_bytes
 from zbpp.schedule.costs import Costs, StageCosts
-from zbpp.schedule.dataflow import Value
-from zbpp.schedule.offload import RankOffload
-from zbpp.schedule.round_trips import TINY, RoundTrip, instructions_of, lifespans
-from zbpp.schedule.timetable import PlanError
+from zbpp.schedule.dataflow import Value, consumes, produces
+from zbpp.schedule.offload import Await, Drop, Fetch, Offload, Placed, RankOffload
+from zbpp.schedule.timetable import PlanError, Row
 
 if TYPE_CHECKING:
     from zbpp.schedule.simulate import Timeline
+
+
+_TINY = 1e-9  # ms: two sums of the same times may differ by rounding
 
 
 def choose_offload(
@@ -32,10 +34,9 @@ def choose_offload(
 ) -> tuple[RankOffload, ...]:
     """Choose, for each rank, which values leave, and when.
 
-    timeline: the simulated step without offload, under the same costs. costs.host: the time of one copy of a
-    stage's saved tensors; a copy of its deferred tensors takes deferred/saved of this time. limit: the most
-    that may be away from a rank at a time, in the unit of costs.saved; one number for all ranks, or one per
-    rank. late: a value leaves even if an action waits for its copies, up to the limit.
+    timeline: the simulated step without offload, under the same costs. limit: the most that may be away from
+    a rank at a time, in the unit of costs.saved; one number for all ranks, or one per rank. late: a value
+    leaves even if an action waits for its copies, up to the limit.
     """
     num_ranks = timeline.timetable.num_ranks
     limits = [*limit] if isinstance(limit, Sequence) else [limit] * num_ranks
@@ -63,13 +64,12 @@ class _RankChoice:
     def choose(self, limit: float) -> RankOffload:
         if not any(self.costs.host):
             return ()
-        spans = lifespans(self.row, self.num_stages)
+        spans = _lifespans(self.row, self.num_stages)
         away = _Level()
         trips = []
         for value in sorted(spans, key=lambda value: self._urgency(value, *spans[value])):
             made, used = spans[value]
-            size = held_bytes(self.costs, value)
-            time = copy_ms(self.costs, value)
+            size, time = self.costs.held["saved"][value.stage], self.costs.host[value.stage]
             if time <= 0 or size <= 0 or away.most(made, used) + size > limit:
                 continue
             trips_that_fit = (self._trip(value, made, used, share * time) for share in self.shares)
@@ -77,7 +77,7 @@ class _RankChoice:
             if trip is not None:
                 trips.append(trip)
                 away.add(made, used, size)
-        return instructions_of(trips, self.ends)
+        return _instructions_of(trips, self.ends)
 
     def _urgency(self, value: Value, made: int, used: int) -> tuple[float, int, int]:
         """A sort key: the longest lifespan first; among equal lifespans, microbatches in bit-reversed order.
@@ -87,23 +87,23 @@ class _RankChoice:
         lifespan = float(self.starts[used] - self.ends[made])
         return -round(lifespan, 6), int(f"{value.microbatch:032b}"[::-1], 2), value.stage
 
-    def _trip(self, value: Value, made: int, used: int, time: float) -> RoundTrip | None:
+    def _trip(self, value: Value, made: int, used: int, time: float) -> _RoundTrip | None:
         """The round trip whose copies take `time` each; None if no action runs between the two copies."""
         out = self._first_free(float(self.ends[made]), time)
         back = self._last_free(float(self.starts[used]), time)
-        dropped = max(made + 1, int(np.searchsorted(self.starts, out + time - TINY)))
-        fetched = min(used, int(np.searchsorted(self.ends, back + TINY, "right")))
+        dropped = max(made + 1, int(np.searchsorted(self.starts, out + time - _TINY)))
+        fetched = min(used, int(np.searchsorted(self.ends, back + _TINY, "right")))
         if dropped >= fetched:  # this holds, too, if the two copies would overlap
             return None
         insort(self.busy, (out, out + time))
         insort(self.busy, (back, back + time))
-        return RoundTrip(value, out, back, out + time, dropped, fetched, used)
+        return _RoundTrip(value, out, back, out + time, dropped, fetched, used)
 
     def _first_free(self, begin: float, time: float) -> float:
         """The start of the first free interval of length `time` that does not start before `begin`."""
         for start, end in self.busy:
             if end > begin:
-                if start >= begin + time - TINY:
+                if start >= begin + time - _TINY:
                     break
                 begin = end
         return begin
@@ -112,7 +112,7 @@ class _RankChoice:
         """The start of the last free interval of length `time` that ends by `end`; may be negative."""
         for start, stop in reversed(self.busy):
             if start < end:
-                if stop <= end - time + TINY:
+                if stop <= end - time + _TINY:
                     break
                 end = start
         return end - time
@@ -139,3 +139,55 @@ class _Level:
                 highest = 0.0 if position < made else highest
             highest = max(highest, level)
         return highest
+
+
+class _RoundTrip(NamedTuple):
+    """One round trip. Times in ms; the positions are those of actions in the rank's row."""
+
+    value: Value
+    out: float  # time at which the copy out starts
+    back: float  # time at which the copy back starts
+    out_end: float  # time at which the copy out ends
+    dropped: int  # Drop stands before the action at this position
+    fetched: int  # Fetch stands before the action at this position
+    used: int  # position of the action that consumes the value
+
+
+def _lifespans(row: Row, num_stages: int) -> dict[Value, tuple[int, int]]:
+    """{value that may leave: (position of its producer, position of its consumer)}, in this row."""
+    made = {
+        value: position
+        for position, action in enumerate(row)
+        for value in produces(action, num_stages)
+        if value.name == "saved"
+    }
+    return {
+        value: (made[value], position)
+        for position, action in enumerate(row)
+        for value in consumes(action)
+        if value in made
+    }
+
+
+def _instructions_of(trips: Iterable[_RoundTrip], ends: npt.NDArray[np.float64]) -> RankOffload:
+    """The instructions of all round trips, in the order in which the rank executes them.
+
+    Offloads and Fetches at one place are in the order of their copies. ends: when each action ends.
+    """
+    found: list[tuple[float, Placed]] = []
+    for value, out, back, out_end, dropped, fetched, used in trips:
+        out_before = int(np.searchsorted(ends, out + _TINY, "right"))
+        # A copy that starts after an action can't have ended at the same place.
+        at_once = dropped > out_before and bool(ends[dropped - 1] >= out_end - _TINY)
+        found += [
+            (out_end, Placed(dropped, at_once, Drop(value))),
+            (out, Placed(out_before, True, Offload(value))),
+            (back, Placed(fetched, True, Fetch(value))),
+            (back, Placed(used, False, Await(value))),
+        ]
+
+    def order(each: tuple[float, Placed]) -> tuple[int, bool, bool, float]:
+        time, (before, at_once, instruction) = each
+        return before, not at_once, not isinstance(instruction, Drop), time
+
+    return tuple(placed for _, placed in sorted(found, key=order))

@@ -42,13 +42,13 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 def _copies(copier: Copier, nbytes: int) -> tuple[Callable[[], None], Callable[[], None]]:
     """Functions that copy memory out and back, and wait as B would."""
-    storage, space = copier.new_storage(nbytes), copier.space(nbytes)
+    storage, host = copier.new_storage(nbytes), copier.host_memory(nbytes)
 
     def out() -> None:
-        copier.out([(storage, space)]).wait()
+        copier.out([(storage, host)]).wait()
 
     def back() -> None:
-        copier.back([(storage, space)]).wait()
+        copier.back([(storage, host)]).wait()
 
     return out, back
 
@@ -75,11 +75,11 @@ def _overlap(
     number = max(1, round(copy_s / one))
     nbytes = 4 * 2**20 if settings.is_small else 512 * 2**20
     copier = copier_for(settings.torch_device)
-    storage, space = copier.new_storage(nbytes), copier.space(nbytes)
+    storage, host = copier.new_storage(nbytes), copier.host_memory(nbytes)
 
     def both() -> None:
-        leaving = copier.out([(storage, space)])
-        arriving = copier.back([(storage, space)])
+        leaving = copier.out([(storage, host)])
+        arriving = copier.back([(storage, host)])
         _products(x, number)
         leaving.wait()
         arriving.wait()
@@ -117,7 +117,6 @@ def _pipelines(settings: Settings) -> Iterator[Row]:
     found = {
         "no offload": _pipeline(settings, None),
         "all that can": _pipeline(settings, ActivationOffload(costs=Costs(f=2, b=2, w=2, host=0.1))),
-        "measured": _pipeline(settings, ActivationOffload("auto")),
     }
     ms = {name: each.ms for name, each in found.items()}
     yield Row("gpipe on one rank: a step, ms", ms)

@@ -69,7 +69,7 @@ def _commands(options: argparse.Namespace, answer: Answer, scripts: str) -> str:
         candidate, variant = faster
         lines += [
             f"to train faster, by {candidate.title} with {variant.title}:",
-            *lines_of(candidate, _switches(variant)),
+            *lines_of(candidate, _switches(variant, options.costs or "costs.json")),
         ]
     return "\n".join(lines)
 
@@ -85,8 +85,8 @@ def _faster_variant(answer: Answer) -> tuple[Candidate, Variant] | None:
     return (candidate, variant) if found < best * (1 - EQUAL) else None
 
 
-def _switches(variant: Variant) -> str:
-    offload = " memory.offload=auto" if variant.is_offloaded else ""
+def _switches(variant: Variant, costs: str) -> str:
+    offload = f" memory.offload=auto schedule.costs={shlex.quote(costs)}" if variant.is_offloaded else ""
     recompute = " memory.recompute=auto memory.limit=GIB" if variant.recomputed else ""
     return offload + recompute
 

@@ -19,13 +19,12 @@ class MemoryConfig(Checked):
     limit: GiB that each rank's device may hold, including weights, gradients and optimizer states.
         `zbpp memory` compares its prediction with it; replanning stays within it (see schedule.replan; null:
         within what the first plan needs).
-    offload: which activations leave device memory between F and B, and between B and W: "none"; "auto": those
-        whose copies make no action late; a number: up to so many GiB of each rank.
+    offload: which activations are in host memory between F and B, by the times in schedule.costs: "none";
+        "auto": those whose copies make no action late; a number: up to so many GiB of each rank.
     offload_weights: whether weights, their gradients and the optimizer's states live in host memory.
     weights_budget: GiB of each rank's device for offloaded weights and their gradients: the more, the fewer
         copies; null: the least, three times the largest block.
-    offload_to: the place of offloaded activations, or of offloaded weights and gradients: "host", or a folder
-        for files.
+    offload_to: the place of offloaded weights and gradients: "host", or a folder for files.
     gradient_release: when weights are updated and their gradients dropped. "off": after the step; "step":
         after each stage's last W; "accumulate": each microbatch's gradients go into the optimizer's states,
         and the last microbatch's also update the weights.

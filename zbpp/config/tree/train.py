@@ -79,6 +79,11 @@ class TrainConfig(RunConfig):
             self._check_gradient_release()
         if self.optimizer.validation == "after" and self.optimizer.rollback == "inverse":
             self._check_inverse()
+        if self.memory.offload != "none" and self.schedule.costs is None:
+            raise ConfigError(
+                f"memory.offload={self.memory.offload} plans copies by measured times: run zbpp measure, and "
+                "write schedule.costs=costs.json, the file that it makes"
+            )
         if self.memory.report:
             self._check_report()
         self._check_compile()
@@ -93,8 +98,7 @@ class TrainConfig(RunConfig):
 
     def _check_report(self) -> None:
         """Refuse memory.report where the last step is not yet like all later ones."""
-        least = 4 if self.memory.offload != "none" else 3
-        least = 9 if self.schedule.replan is not None else least
+        least = 9 if self.schedule.replan is not None else 3
         if self.steps < least:
             raise ConfigError(
                 "memory.report=true measures the last step, when optimizer states and receive buffers are "
