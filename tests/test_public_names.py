@@ -28,7 +28,7 @@ NAMES = [
     "ActivationOffload", "SCHEDULES", "Costs", "CudaGraphs", "Extra", "LossScale", "MasterWeights",
     "Pipeline", "PlanError", "PostValidation", "Recorder", "Timeline", "Timetable", "WeightGrads",
     "auxiliary_loss", "auxiliary_losses", "backward_input", "check_replicas", "checkpoint",
-    "clip_grad_norm_", "load", "lower", "make_mesh",
+    "clip_grad_norm_", "find_non_finite", "load", "lower", "make_mesh",
     "per_microbatch", "plan", "replicate", "save", "simulate", "split_layers",
     "split_sequential", "trace_stages",
 ]  # fmt: skip

@@ -24,6 +24,7 @@ from zbpp import (
     PostValidation,
     Recorder,
     Timetable,
+    find_non_finite,
     make_mesh,
     per_microbatch,
     plan,
@@ -272,7 +273,7 @@ def searched(number, pipeline):
     if number == 4:
         x, y = batch(number)
         pipeline.evaluate(x, target=y)
-        assert pipeline.find_non_finite(x, target=y) is None
+        assert find_non_finite(pipeline, x, target=y) is None
 
 
 def test_autocasts_copies_of_weights_do_not_outlive_a_capture():

@@ -104,7 +104,9 @@ def test_the_predicted_peak_of_a_run_has_the_unit_of_zbpp_plan():
     trainer = trainer_of()
     history = list(trainer.run(3))
     here = World(0, 1, torch.device("cpu"))
-    predicted = summarise(Title("zb_v"), trainer, history, here, torch.float64, seconds=1.0).measured.predicted
+    predicted = summarise(
+        Title("zb_v"), trainer, history, here, torch.float64, seconds=1.0
+    ).measured.predicted
     assert predicted.timetable.num_stages == 2
     assert predicted.peak_memory == compare(["zb_v"], 1, M)["zb_v"].peak_memory
 

@@ -49,7 +49,6 @@ class DatasetBatches:
                 f"microbatch_size = {batch_size}): give more rows, or smaller batches"
             )
         self._rows, self._batch_size, self._seed, self._shuffle = rows, batch_size, seed, shuffle
-        self._name = name
 
     @property
     def num_rows(self) -> int:
@@ -71,11 +70,6 @@ class DatasetBatches:
                 for sample, row in zip(samples, self._order(samples), strict=True)
             ]
             return default_collate(rows)
-
-    def origin(self, step: int, row: int) -> str:
-        """Where a row of the batch of `step` comes from."""
-        place = np.array([step * self._batch_size + row])
-        return f"row {self._order(place)[0]} of the {self._name} Dataset"
 
     def probes(self) -> list[Any]:
         """The first row, the last one and some between, each as a batch of one: changed data show in them."""

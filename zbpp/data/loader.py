@@ -101,11 +101,6 @@ class Loaded:
                 )  # fmt: skip
         return self._current
 
-    def origin(self, step: int, row: int) -> str:
-        """Where a row of the batch of `step` comes from."""
-        epoch, place = divmod(step, self.num_batches)
-        return f"row {row} of batch {place} of epoch {epoch} of the {self._name} data"
-
     def state_dict(self) -> dict[str, Any]:
         """The loader's own state after the latest batch; {} for a loader without a state."""
         if not _has_state(self._batches) or self._number < 0:
@@ -193,11 +188,7 @@ class ListedBatches:
                     f"{name} batch {number} has {num_rows(batch) or 'no'} rows, but num_microbatches * "
                     f"microbatch_size is {batch_size}: leave it out, or write microbatches that fit"
                 )
-        self._batches, self._name = batches, name
-
-    def origin(self, step: int, row: int) -> str:
-        """Where a row of the batch of `step` comes from."""
-        return f"row {row} of batch {step % len(self._batches)} of the list of {self._name} batches"
+        self._batches = batches
 
     @property
     def num_batches(self) -> int:

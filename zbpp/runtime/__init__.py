@@ -3,8 +3,7 @@
 From `Pipeline(...)` to the end of a step, in reading order:
 
     pipeline      Pipeline: what a user calls; its other methods are in pipeline_state,
-                  pipeline_gradient_release, pipeline_non_finite, pipeline_validation, pipeline_timeline and
-                  pipeline_end
+                  pipeline_gradient_release, pipeline_validation, pipeline_timeline and pipeline_end
     arguments     a schedule's name becomes a timetable, a model becomes stages
     checks        do the ranks of the pipeline fit together? What is wrong on one is raised on all
     engine        runs step and evaluate; WHEN A RANK FAILS or dies is explained here
@@ -61,7 +60,7 @@ Beside the step:
     squares       squared norms of gradients
     norm          clip_grad_norm_ over all ranks
     measure       timelines and costs of measured steps; clocks: when something ran
-    non_finite    WHERE NaN AND INFINITIES CAME FROM: the first; non_finite_watcher looks at a replay's values
+    non_finite    WHERE NaN AND INFINITIES CAME FROM: the step's batch runs again, with hooks
     memory        bytes that one microbatch leaves on a stage
     live_tensors, microbatch_memory, memory_record
                   bytes of live tensors, fake ones too; what a microbatch needs; what a step held
@@ -78,7 +77,7 @@ from zbpp.runtime.joining import StartError
 from zbpp.runtime.measure import Recorder, measured_costs, peak_memory_bytes
 from zbpp.runtime.mesh import make_mesh
 from zbpp.runtime.microbatch import per_microbatch, replicate
-from zbpp.runtime.non_finite import NonFinite
+from zbpp.runtime.non_finite import NonFinite, find_non_finite
 from zbpp.runtime.norm import clip_grad_norm_
 from zbpp.runtime.pipeline import Pipeline
 from zbpp.runtime.replicas import check_replicas
@@ -100,6 +99,7 @@ __all__ = [
     "StartError",
     "check_replicas",
     "clip_grad_norm_",
+    "find_non_finite",
     "make_mesh",
     "measured_costs",
     "peak_memory_bytes",

@@ -34,14 +34,12 @@ from zbpp.runtime.extra import Extra
 from zbpp.runtime.gradient_release import GradientRelease
 from zbpp.runtime.microbatch import Cutter
 from zbpp.runtime.named_losses import NamedLosses
-from zbpp.runtime.non_finite_watcher import one_by_one
 from zbpp.runtime.posts import Posts
-from zbpp.runtime.rank_parts import TRAINING, RankParts
+from zbpp.runtime.rank_parts import RankParts
 from zbpp.runtime.reductions import Reductions
-from zbpp.runtime.resolve import StageMethod
 from zbpp.runtime.restored import Buffers, GradientsBefore, InPlaceChanges
 from zbpp.runtime.world import CommunicationError
-from zbpp.schedule import Op, lower, to_csv
+from zbpp.schedule import lower, to_csv
 from zbpp.schedule.offload import RankOffload
 
 _HALF_UPDATED = "since gradients are released, some of its weights and optimizer states have been updated"
@@ -145,22 +143,6 @@ class Engine:
         """
         return self._run("step", call, seeds, settle, kind)
 
-    def replay(self, call: Call, seeds: Mapping[int, int], methods: Mapping[Op, StageMethod]) -> None:
-        """Run a step's batch one microbatch after the other, its F's and BW's done by `methods`.
-
-        Gradients are added as in `step`; buffers get back the values that they have now.
-        """
-        self._check_not_over()
-        program = lower(one_by_one(self._timetable))
-        self._executors["replay"] = executor = self._parts.executor("replay", program, methods)
-        self._buffers.keep()
-        try:
-            self._run("replay", call, seeds, None, "find_non_finite")
-        finally:
-            self._buffers.restore()
-            if self._executors.pop("replay", None) is not None and not self.over:
-                executor.close()
-
     def meet(self, name: str) -> None:
         """Before a collective call: raise AgreementError if a linked rank, or a copy, makes another one."""
         self._check_not_over()
@@ -248,12 +230,12 @@ class Engine:
             if self._order_of_copies is not None:
                 self._order_of_copies.begin(kind or name, cutter.rows, self._hash_of_trained(), self.loaded)
             release = self._gradient_release if name == "step" else None
-            if name in TRAINING and settle is None:
+            if name == "step" and settle is None:
                 self._before = GradientsBefore(self._trained())
             if release is not None:
                 release.begin(call.loss_scale, has_graph=cutter.has_graph)
             if self._weights_on_host is not None:
-                self._weights_on_host.begin(waits=kind == "find_non_finite")
+                self._weights_on_host.begin()
             self._parts.extras.begin(call)
             if settle is None:
                 executor.run()

@@ -55,11 +55,13 @@ class Extra:
 
     name: what users call the extra. excludes: {name of another extra: what to write instead}; the two can't
     be in one pipeline. is_shared: whether processes outside the pipeline wait for this one in a call: then an
-    error on this one ends the pipeline. State that `attach` or `rewrite` makes belongs to one pipeline.
+    error on this one ends the pipeline. looks_inside: whether it needs the Python code inside each action, so
+    that no CUDA graph may run in its place. State that `attach` or `rewrite` makes belongs to one pipeline.
     """
 
     name: str = ""
     is_shared = False
+    looks_inside = False
     excludes: Mapping[str, str] = MappingProxyType({})
 
     def attach(self, rank: RankParts) -> None:

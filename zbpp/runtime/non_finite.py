@@ -1,98 +1,206 @@
-"""The first value of a step that was NaN or infinite: what is known of it, and which one is first.
+"""Which value of a step was the first that is NaN or infinite? The step's batch runs again, with hooks.
 
-Of all that a replay saw (non_finite_watcher.py), the first value in the order of data flow is reported:
+Hooks on all modules look at their outputs, and at the gradients of these. The first value is the first in the
+order of data flow:
 
-    parameters -> for each microbatch: input -> F of stage 0 -> message -> F of stage 1 ... -> loss
-                  -> B of the last stage ... -> B of stage 0
-               -> sums of gradients over replicas, shards and tied copies
+    for each microbatch: F of stage 0 ... F of the last stage, loss, B of the last stage ... B of stage 0
+    gradients at the end of the step, summed over replicas, shards and tied copies
 
-A module may return -Infinity on purpose (a mask). So a module's output with -Infinity alone is only
-mentioned, beside the first NaN or +Infinity.
+A module may return -Infinity on purpose (a mask), so an output with -Infinity alone is not reported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
-from zbpp.runtime.bad_rows import BadRows
+from zbpp.autograd.leaf_grad import total_of
+from zbpp.autograd.python_generators import restored_python_generators
+from zbpp.runtime.extra import Extra, Run
+from zbpp.runtime.layout import Message
 from zbpp.runtime.mesh import local_of
+from zbpp.runtime.pipeline import Pipeline
+from zbpp.runtime.rank_parts import RankParts
+from zbpp.runtime.restored import Buffers
+from zbpp.schedule import Action, Op
+from zbpp.schedule.lower import Instruction
 
-OF_LOSS = "the loss function"
-NAN, INFINITY, MINUS_INFINITY = "NaN", "Infinity", "-Infinity"
+_NAN, _INFINITY, _MINUS_INFINITY = "NaN", "Infinity", "-Infinity"
+_AFTER = 2**31  # in the place of a microbatch: after the last one
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class NonFinite:
     """The first value of a step that was not finite.
 
-    value: "NaN", "Infinity" or "-Infinity". kind: "parameter", "input", "target", "keyword", "message",
-     "output", "loss", "auxiliary loss", "backward", "gradient" or "reduced gradient". name: of the
-    module, parameter or auxiliary loss; "" where there is none. microbatch: None for parameters and reduced
-    gradients.
-    data_part: which replica or shard had it; None if there is one alone. note: what else is known.
-    rows: of the microbatch, for the kinds "input", "target" and "keyword".
+    value: "NaN", "Infinity" or "-Infinity". kind: "output" of a module, "loss", "auxiliary loss", "gradient
+    at the output" of a module (made by what the model computes from this output), "gradient" of a parameter.
+    name: of the module, auxiliary loss or parameter; "" for a loss, and for the stage itself. microbatch:
+    None for a gradient that was finite until it was summed over replicas, shards or ties. data_part: which
+    replica or shard had it; None if there is one alone. note: what else is known.
     """
 
     value: str
     kind: str
+    name: str
     stage: int
     microbatch: int | None = None
-    name: str = ""
     data_part: int | None = None
     note: str = ""
-    rows: BadRows | None = None
 
     def __str__(self) -> str:
+        name = f" of {self.name}" if self.name else ""
+        microbatch = "" if self.microbatch is None else f", microbatch {self.microbatch}"
         part = "" if self.data_part is None else f", data part {self.data_part}"
         note = f" ({self.note})" if self.note else ""
-        return f"{self.value} first appeared in {self._where()}{part}{note}"
-
-    def _where(self) -> str:
-        stage, microbatch, name = self.stage, self.microbatch, self.name
-        rows = "" if self.rows is None else f", {self.rows}"
-        match self.kind:
-            case "parameter":
-                return f"parameter {name} of stage {stage}, before the step"
-            case "input" | "target":
-                return f"the data: microbatch {microbatch} of the {self.kind}{rows}"
-            case "keyword":
-                return f"the data: microbatch {microbatch} of the keyword {name} of stage {stage}{rows}"
-            case "message":
-                return f"the message that stage {stage} received, microbatch {microbatch}"
-            case "output":
-                module = f", module {name}" if name else ""
-                return f"the output of stage {stage}'s F, microbatch {microbatch}{module}"
-            case "loss":
-                return f"the loss of microbatch {microbatch}"
-            case "auxiliary loss":
-                return f"the auxiliary loss {name!r} of stage {stage}, microbatch {microbatch}"
-            case "gradient":
-                what = f"the gradient of {name}" if name else "the gradient of the input"
-                return f"{what} in B of stage {stage}, microbatch {microbatch}"
-            case "backward":
-                what = name if name == OF_LOSS else f"module {name}" if name else "the stage's own code"
-                return f"the backward of {what}, in B of stage {stage}, microbatch {microbatch}"
-        return f"the gradient of {name} of stage {stage}, summed over replicas, shards and tied copies"
+        where = f"stage {self.stage}{microbatch}{part}"
+        return f"{self.value} first appeared in the {self.kind}{name}, {where}{note}"
 
 
-class Seen(NamedTuple):
-    """A value that is not finite, and its place in the order of data flow."""
+_Seen = tuple[tuple[int, int, int, int], NonFinite]  # and its place in the order
 
-    order: tuple[int, ...]
-    found: NonFinite
-    is_certain: bool  # False: it may be a mask
+
+def find_non_finite(
+    pipeline: Pipeline, *args: Any, target: Any = None, step: int | None = None, **kwargs: Any
+) -> NonFinite | None:
+    """Run a step's batch again and look at every value: where was the first that is NaN or infinite?
+
+    args, target, kwargs: as given to `step`. step: the step whose random numbers are drawn, counted from 0;
+    None: the last one. Call this before the weights are updated, or after an update was skipped. The answer
+    is the same on every process; None: all values were finite this time. str(answer) is a sentence.
+
+    Nothing is trained: weights, buffers, num_steps and the caller's random numbers stay. GRADIENTS ARE
+    DROPPED, and a `main_grad` is set to zero. Compiled stages and CUDA graphs run eager. Raises ValueError
+    for a pipeline that releases gradients, whose weights have changed. Collective.
+    """
+    if pipeline.releases_gradients:
+        raise ValueError(
+            "gradient release has updated the weights in the step, so it can't be run again: load the "
+            "weights of an earlier step, and run it without release_gradients"
+        )
+    pipeline.settle()
+    number, losses = pipeline.num_steps, pipeline.step_losses
+    args, target, kwargs = tree_map(_detached, (args, target, kwargs))
+    _drop_gradients(pipeline)
+    with restored_python_generators(), pipeline.using(_Search()) as search:
+        pipeline.num_steps = number - 1 if step is None else step
+        try:
+            pipeline.step(*args, target=target, **kwargs)
+            search.look_at_sums()
+        finally:
+            pipeline.num_steps, pipeline.step_losses = number, losses
+            _drop_gradients(pipeline)
+    found = [each for some in pipeline.place.gather(search.seen) for each in some]
+    first = min(found, key=lambda each: (each[0], each[1].data_part or 0), default=None)
+    return None if first is None else first[1]
+
+
+class _Search(Extra):
+    """Looks at the values of one step. seen: those that are not finite, on this process."""
+
+    name = "find_non_finite"
+    looks_inside = True
+
+    def attach(self, rank: RankParts) -> None:
+        """See Extra."""
+        self._workers, self._last = rank.workers, rank.timetable.num_stages - 1
+        self._part = rank.place.data_part if rank.place.num_data_parts > 1 else None
+        self._now = (0, 0, 0)  # microbatch, 0: F, 1: B and W, stage (descending in B)
+        self.seen: list[_Seen] = []
+        self._bad: set[int] = set()  # ids of the parameters whose gradient was seen
+        self._buffers = Buffers(rank.modules)
+        self._buffers.keep()
+        self._hooks = ExitStack()
+        for worker in self._workers.values():
+            for name, module in worker.module.named_modules():
+                paused = getattr(vars(module).get("forward"), "paused", None)
+                if paused is not None:  # a CompiledForward: with hooks it would stay eager for good
+                    self._hooks.enter_context(paused())
+                handle = module.register_forward_hook(partial(self._returned, name), with_kwargs=True)
+                self._hooks.callback(handle.remove)
+
+    def close(self) -> None:
+        """See Extra."""
+        self._hooks.close()
+        self._buffers.restore()
+
+    def bind(self, at: Instruction, run: Run | None) -> Run | None:
+        """See Extra."""
+        if not isinstance(at, Action) or run is None:
+            return run
+        now = (at.microbatch, 0, at.stage) if at.op == Op.F else (at.microbatch, 1, -at.stage)
+
+        def looked_at(message: Message) -> Message:
+            self._now = now
+            result = run(message)
+            if at.op == Op.F:
+                self._look_at_losses(at.stage)
+            elif at.op != Op.B:
+                self._look_at_gradients(at.stage)
+            return result
+
+        return looked_at
+
+    def look_at_sums(self) -> None:
+        """Look at the gradients when all reductions have ended."""
+        for stage in self._workers:
+            self._now = (_AFTER, 1, -stage)
+            self._look_at_gradients(stage)
+
+    def _returned(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """The hook behind each module's forward, which a recompute in B calls, too."""
+        for each in tree_leaves(output):
+            if isinstance(each, Tensor) and each.grad_fn is not None:
+                each.register_hook(partial(self._came_back, name))
+        if self._now[1] == 0 and (value := kind_of(output)) != _MINUS_INFINITY:
+            given = {"input": (args, kwargs), "parameters": [*module.parameters(recurse=False)]}
+            bad = [f"{kind} in its {what}" for what, each in given.items() if (kind := kind_of(each))]
+            self._note(value, "output", name, ", ".join(bad) or "its input is finite")
+
+    def _came_back(self, name: str, gradient: Tensor) -> None:
+        """The hook of the gradient of a module's output."""
+        self._note(kind_of(gradient), "gradient at the output", name)
+
+    def _look_at_losses(self, stage: int) -> None:
+        worker = self._workers[stage]
+        for name, values in worker.named.items():
+            self._note(kind_of(values[-1]), "auxiliary loss", name)
+        if stage == self._last:
+            self._note(kind_of(worker.losses[-1]), "loss")
+
+    def _look_at_gradients(self, stage: int) -> None:
+        """Look at the gradients that were finite before, those of the last modules first."""
+        for name, parameter in reversed([*self._workers[stage].module.named_parameters()]):
+            if id(parameter) not in self._bad and (value := kind_of(total_of(parameter))):
+                self._bad.add(id(parameter))
+                self._note(value, "gradient", name)
+
+    def _note(self, value: str, kind: str, name: str = "", note: str = "") -> None:
+        if value:
+            number, _, stage = self._now
+            microbatch = None if number == _AFTER else number
+            found = NonFinite(value, kind, name, abs(stage), microbatch, self._part, note)
+            self.seen.append(((*self._now, len(self.seen)), found))
+
+
+def _drop_gradients(pipeline: Pipeline) -> None:
+    for parameter in pipeline.parameters():
+        parameter.grad = None
+        main_grad = total_of(parameter)
+        if main_grad is not None:
+            main_grad.zero_()
 
 
 def kind_of(values: Any) -> str:
     """What the tensors of a nest hold beside numbers: "NaN", else "Infinity", else "-Infinity", else ""."""
     kinds = [_kind_of(each) for each in tree_leaves(values) if isinstance(each, Tensor)]
-    return next((kind for kind in (NAN, INFINITY, MINUS_INFINITY) if kind in kinds), "")
+    return next((kind for kind in (_NAN, _INFINITY, _MINUS_INFINITY) if kind in kinds), "")
 
 
 @torch.no_grad()
@@ -109,20 +217,9 @@ def _kind_of(tensor: Tensor) -> str:
     if bool(tensor.isfinite().all()):
         return ""
     if bool(tensor.isnan().any()):
-        return NAN
-    return INFINITY if bool(tensor.isposinf().any()) else MINUS_INFINITY
+        return _NAN
+    return _INFINITY if bool(tensor.isposinf().any()) else _MINUS_INFINITY
 
 
-def first_of(seen: Iterable[Seen]) -> NonFinite | None:
-    """The first value, of what all processes have seen; None if there is none."""
-    ordered = sorted(seen, key=lambda each: (each.order, each.found.data_part or 0))
-    certain = next((each for each in ordered if each.is_certain), None)
-    if certain is None:
-        return None
-    place = certain.found.microbatch, certain.found.data_part
-    for each in ordered:
-        if each.order < certain.order and (each.found.microbatch, each.found.data_part) == place:
-            before = str(replace(each.found, data_part=None)).replace(" first appeared in ", " in ")
-            note = "; ".join(filter(None, [certain.found.note, f"before it, {before}"]))
-            return replace(certain.found, note=note)
-    return certain.found
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value

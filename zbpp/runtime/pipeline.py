@@ -9,7 +9,6 @@ other methods are in
     pipeline_evaluation        evaluate and predict: forward alone
     pipeline_state             parameters, their names, state_dict
     pipeline_gradient_release  weights that are updated inside the step
-    pipeline_non_finite        where NaN and infinities came from
     pipeline_validation        an update that the next step waits for
     pipeline_timeline          what is measured
     pipeline_end               close, and the end after an error
@@ -43,7 +42,7 @@ from zbpp.runtime.named_losses import NamedLosses, summed
 from zbpp.runtime.one_call import OneCall
 from zbpp.runtime.parameters import StageParameters
 from zbpp.runtime.pipeline_evaluation import PipelineEvaluation
-from zbpp.runtime.pipeline_non_finite import PipelineNonFinite
+from zbpp.runtime.pipeline_gradient_release import PipelineGradientRelease
 from zbpp.runtime.pipeline_timeline import PipelineTimeline
 from zbpp.runtime.rank_parts import RankParts
 from zbpp.runtime.reductions import Reductions
@@ -58,7 +57,7 @@ from zbpp.stage_api import PipelineModel
 AnExtra = TypeVar("AnExtra", bound=Extra)
 
 
-class Pipeline(PipelineEvaluation, PipelineNonFinite, PipelineTimeline):
+class Pipeline(PipelineEvaluation, PipelineGradientRelease, PipelineTimeline):
     """One rank of a pipeline.
 
     stages: {stage index: module}, exactly those that `timetable` gives to this rank; or a model (see

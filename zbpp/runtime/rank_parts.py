@@ -22,8 +22,6 @@ from zbpp.runtime.watch import Watch
 from zbpp.runtime.weight_offload import offloaded_weights
 from zbpp.schedule import Op, Programs, Timetable, lower
 
-TRAINING = ("step", "replay")  # the calls that compute gradients
-
 _STEP: dict[Op, StageMethod] = {
     Op.F: StageWorker.forward,
     Op.B: StageWorker.backward_input,
@@ -31,7 +29,7 @@ _STEP: dict[Op, StageMethod] = {
     Op.BW: StageWorker.backward,
 }
 METHODS: dict[str, dict[Op, StageMethod]] = {
-    **dict.fromkeys(TRAINING, _STEP),
+    "step": _STEP,
     "evaluate": {Op.F: StageWorker.evaluate},
     "predict": {Op.F: StageWorker.evaluate},
 }

@@ -143,13 +143,12 @@ class OffloadedWeights:
                 )
         return ""
 
-    def begin(self, *, waits: bool = False) -> None:
+    def begin(self) -> None:
         """Begin a step or an evaluation: take up what the caller has changed in the weights.
 
-        waits: whether the host waits in each W for its gradients, for a call that looks at them on the way.
         Raises RuntimeError for hooks on weights, and for a weight that got another shape or dtype.
         """
-        self._is_in_call, self._waits = True, waits
+        self._is_in_call, self._waits = True, False
         self._buffers.forget()
         for block in self._blocks:
             refuse_hooks(block)

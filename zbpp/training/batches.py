@@ -13,9 +13,7 @@ import torch
 from zbpp.data import Data
 from zbpp.data.batch import Source
 from zbpp.data.read_ahead import ReadAhead, check_thread_may_read
-from zbpp.runtime import NonFinite, Pipeline
-from zbpp.runtime.bad_rows import bad_rows
-from zbpp.runtime.non_finite import kind_of
+from zbpp.runtime import Pipeline
 from zbpp.training.batch import batch_for
 
 Batch = tuple[tuple[Any, ...], Any]  # args for stage 0, target for the last stage; () and None elsewhere
@@ -45,32 +43,6 @@ class Batches:
     def of_evaluation(self, number: int) -> Batch:
         """This process's part of a held-out batch."""
         return self._read(self._data.evaluation, number, self._pipeline.device)
-
-    def origin_of(self, step: int, found: NonFinite) -> str:
-        """The origin of the first row with a value that is not finite; "" if the source can't say.
-
-        found: the result of a search; its row may be in the data of another replica or shard.
-        """
-        if found.rows is None or found.microbatch is None or found.kind not in ("input", "target"):
-            return ""
-        number = step * self._pipeline.place.num_data_parts + (found.data_part or 0)
-        return self._origin(self._data.train, number, found.rows.rows[0], found.microbatch)
-
-    def fault_in_evaluation(self, number: int) -> str:
-        """Which rows of this process's part of a held-out batch are not finite; "" if none is."""
-        for what, values in zip(("input", "target"), self.of_evaluation(number), strict=True):
-            rows = bad_rows(values)
-            if rows is not None:
-                place = self._pipeline.place
-                own_number = number * place.num_data_parts + place.data_part
-                origin = self._origin(self._data.evaluation, own_number, rows.rows[0])
-                return f"{kind_of(values)} in the {what}, {rows}" + (f": {origin}" if origin else "")
-        return ""
-
-    def _origin(self, source: Source, number: int, row: int, microbatch: int = 0) -> str:
-        origin = getattr(source, "origin", None)
-        per_microbatch = self._data.items_per_batch // self._pipeline.timetable.num_microbatches
-        return "" if origin is None else str(origin(number, microbatch * per_microbatch + row))
 
     def replace_pipeline(self, pipeline: Pipeline) -> None:
         """Read for another pipeline, which may have other stages. Batches read ahead are read again."""

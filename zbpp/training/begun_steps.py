@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from zbpp.runtime import NonFinite, Pipeline
-from zbpp.training.batches import Batch, Batches
+from zbpp.runtime import NonFinite, Pipeline, find_non_finite
+from zbpp.training.batches import Batch
 from zbpp.training.named_losses import with_named_losses
 from zbpp.training.non_finite import Values
 from zbpp.training.outcome import Outcome
@@ -27,8 +26,8 @@ class _Begun(NamedTuple):
 class BegunSteps:
     """Turns the outcomes of steps, oldest first, into metrics. values: judges the outcomes."""
 
-    def __init__(self, batches: Batches, values: Values) -> None:
-        self._batches, self._values = batches, values
+    def __init__(self, values: Values) -> None:
+        self._values = values
         self._begun: deque[_Begun] = deque()
 
     @property
@@ -51,10 +50,4 @@ class BegunSteps:
     def _find_non_finite(self, begun: _Begun, pipeline: Pipeline) -> NonFinite | None:
         """Run a step again. With post-validation the weights may have the next step's update already."""
         args, target = begun.batch
-        found = pipeline.find_non_finite(*args, target=target, step=begun.number)
-        if found is None:
-            return None
-        # The rank that reads the data knows their origin.
-        told = pipeline.place.gather(self._batches.origin_of(begun.step - 1, found))
-        origin = next(filter(None, told), "")
-        return replace(found, note="; ".join(filter(None, [found.note, origin])))
+        return find_non_finite(pipeline, *args, target=target, step=begun.number)

@@ -94,17 +94,6 @@ def fault_of_evaluation(means: Mapping[str, float]) -> str:
     return next((f"{name} is {text_of(mean)}" for name, mean in bad), "")
 
 
-def sentence_of(fault: str, step: int, number: int, in_data: str) -> str:
-    """The line about a mean that is not finite. number: of the first bad batch; in_data: its fault, or ""."""
-    cause = (
-        f"the batch has {in_data}" if in_data else "the batch itself is finite, so the model made the value"
-    )
-    return (
-        f"NOT FINITE: after step {step}, {fault}. The first held-out batch with such a value is number "
-        f"{number}, counted from 0: {cause}. This does not end the run"
-    )
-
-
 def first_bad_batch(everyone: Iterable[Sequence[Weighed]]) -> int:
     """The number of the first held-out batch with a mean that is not finite; 0 if there is none.
 

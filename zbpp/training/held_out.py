@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from zbpp.runtime import Pipeline
 from zbpp.training.batches import Batches
 from zbpp.training.evaluation import (
@@ -13,7 +11,6 @@ from zbpp.training.evaluation import (
     fault_of_evaluation,
     first_bad_batch,
     mean_of,
-    sentence_of,
 )
 from zbpp.training.named_losses import with_evaluation_losses
 from zbpp.training.update import Metrics
@@ -32,8 +29,12 @@ def evaluate_held_out(
     found = mean_of(each for some in everyone for each in some if each.means)
     means = {f"evaluation_{name}": mean for name, mean in found.means.items()}
     fault = fault_of_evaluation(means)
-    if fault:
-        _tell_of_fault(pipeline, batches, fault, everyone, after_step)
+    if fault and pipeline.place.is_first and pipeline.place.rank == 0:
+        print(
+            f"NOT FINITE: after step {after_step}, {fault}. The first held-out batch with such a value is "
+            f"number {first_bad_batch(everyone)}, counted from 0. This does not end the run",
+            flush=True,
+        )
     return means
 
 
@@ -45,14 +46,3 @@ def _means_of(pipeline: Pipeline, batches: Batches, metrics: MetricsOf | None, n
     num_targets, means = counted.with_losses(losses)
     means = with_evaluation_losses(means, pipeline.evaluation_losses)
     return Weighed(num_targets, means if losses else {})
-
-
-def _tell_of_fault(
-    pipeline: Pipeline, batches: Batches, fault: str, everyone: Sequence[Sequence[Weighed]], after_step: int
-) -> None:
-    """Print where a mean that is not finite comes from. everyone: each process's means of each batch."""
-    number = first_bad_batch(everyone)
-    place = pipeline.place
-    told = place.gather(batches.fault_in_evaluation(number))
-    if place.is_first and place.rank == 0:
-        print(sentence_of(fault, after_step, number, next(filter(None, told), "")), flush=True)

@@ -10,7 +10,7 @@ All ranks judge the same Outcome, so they decide alike, without a message of the
 With a loss scale (float16), gradients that overflow are ordinary: the scale skips them, whatever the policy,
 and they do not count. A loss that is not finite does count.
 
-To say where the first such value appeared, the step is run again (Pipeline.find_non_finite), which takes a
+To say where the first such value appeared, the step is run again (zbpp.find_non_finite), which takes a
 few steps' time: this is done at the first such step, then at most once in 100 steps, and when the run stops.
 """
 

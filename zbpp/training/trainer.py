@@ -121,7 +121,7 @@ class Trainer:
         self._agreed: str | None = None  # the reason that all ranks know
         target_dtype = None if self.masters is None else torch.float32
         self._batches = Batches(self.pipeline, self.data, self.read_ahead, target_dtype)
-        self._begun = BegunSteps(self._batches, self.values)
+        self._begun = BegunSteps(self.values)
 
     def run(self, num_steps: int) -> Iterator[Metrics]:
         """Train from `next_step` until `num_steps` steps are done, or until a callback wants to leave.

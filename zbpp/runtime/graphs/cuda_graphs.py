@@ -112,6 +112,8 @@ class CudaGraphs(Extra):
         feeds = {stage: worker.feed for stage, worker in self._workers.items()}
         key = key_of(feeds)
         self._use_eager()
+        if any(each.looks_inside for each in self._rank.extras):
+            return
         if self._captured is None:
             if key != self._key or self._num_warm < _WARM_UP:
                 return self._warm_up(self._maker, key)
