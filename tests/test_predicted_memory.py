@@ -12,6 +12,7 @@ from zbpp.builders.plan import build_offload, build_timetable
 from zbpp.builders.stages import move_stages, offload_weights, recompute_stages
 from zbpp.builders.trainer import build_masters, build_pipeline, build_validation
 from zbpp.prediction.predictor import Predictor
+from zbpp.runtime.activation_offload import offload_plan_of
 from zbpp.training.memory_report import MemoryReport
 from zbpp.training.precision import PRECISIONS
 from zbpp.training.trainer import Trainer
@@ -74,7 +75,7 @@ def report_of(rank, overrides):
     trainer = trainer_of(rank, composed(*overrides, f"parallel.num_processes={RANKS}"))
     with trainer.pipeline as pipeline:
         list(trainer.run(STEPS))
-        return trainer.memory_report.gathered(trainer)[rank], pipeline.offload_plan
+        return trainer.memory_report.gathered(trainer)[rank], offload_plan_of(pipeline)
 
 
 def all_reports(rank):

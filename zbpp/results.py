@@ -11,6 +11,7 @@ from zbpp.config import TrainConfig
 from zbpp.error_text import shown_path
 from zbpp.planning.memory_budget import RankMemory
 from zbpp.render import chrome_trace, render_memory_picture, render_picture, render_report
+from zbpp.runtime.activation_offload import offload_plan_of
 from zbpp.training.loggers import Loggers, finite
 from zbpp.training.lora import save_adapter
 from zbpp.training.memory_report import RankReport, figures
@@ -68,7 +69,7 @@ def _write_memory(path: Path, config: TrainConfig, trainer: Trainer, measured: M
         return
     pipeline = trainer.pipeline
     predicted = measured.predicted(
-        pipeline.timetable, pipeline.offload_plan, is_validated_later=reports[0].is_validated_later
+        pipeline.timetable, offload_plan_of(pipeline), is_validated_later=reports[0].is_validated_later
     )
     _write_report(path, predicted, reports, config.not_predicted)
 

@@ -272,7 +272,9 @@ def test_what_forward_mode_computes_with_stays():
         torch.manual_seed(0)
         stages = {stage: nn.Sequential(Dual(8, 8), Dual(8, 8)) for stage in range(2)}
         x, y = torch.randn(2, 8, 8)
-        with Pipeline(stages, plan("zb_v", 1, 4), nn.functional.mse_loss, offload=offload) as pipeline:
+        with Pipeline(
+            stages, plan("zb_v", 1, 4), nn.functional.mse_loss, extras=[*filter(None, [offload])]
+        ) as pipeline:
             for _ in range(4):
                 pipeline.step(x, target=y)
         sides.append([each.grad for stage in stages.values() for each in stage.parameters()])

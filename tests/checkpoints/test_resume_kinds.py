@@ -99,7 +99,7 @@ def trainer_of(
     stages = {index: made.build_stage(index, timetable.num_stages) for index in range(timetable.num_stages)}
     if offload_weights:
         OffloadedWeights(stages, torch.device("cpu"))
-    pipeline = Pipeline(made if model else stages, timetable, made.loss, offload=offload)
+    pipeline = Pipeline(made if model else stages, timetable, made.loss, extras=[*filter(None, [offload])])
     config = optimizer or adamw()
     built = optimizer_of(pipeline, config, None, options.get("gradient_release", "off"))
     other = plan("interleaved_1f1b", 1, M, stages_per_rank=2) if replanned else None

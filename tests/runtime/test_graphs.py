@@ -243,15 +243,15 @@ def test_on_the_cpu_a_line_says_that_graphs_need_a_gpu(caplog):
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("extras", "options", "text"),
     [
-        ({"dynamic_shapes": True}, "doesn't go with dynamic_shapes"),
-        ({"offload": ActivationOffload(Costs(host=1))}, "doesn't go with offload"),
+        ([], {"dynamic_shapes": True}, "doesn't go with dynamic_shapes"),
+        ([ActivationOffload(Costs(host=1))], {}, "cuda_graphs doesn't go with activation_offload"),
     ],
 )
-def test_what_does_not_go_with_graphs_is_refused(options, text):
+def test_what_does_not_go_with_graphs_is_refused(extras, options, text):
     with pytest.raises(ValueError, match=text):
-        Pipeline({0: Block(0)}, plan("zb_h1", 1, M), F.mse_loss, extras=[CudaGraphs()], **options)
+        Pipeline({0: Block(0)}, plan("zb_h1", 1, M), F.mse_loss, extras=[*extras, CudaGraphs()], **options)
 
 
 def test_switches_that_come_later_are_refused_too():

@@ -16,6 +16,7 @@ from zbpp.autograd import recompute
 from zbpp.builders.plan import build_offload
 from zbpp.config import ConfigError, MemoryConfig, ScheduleConfig
 from zbpp.families import FAMILIES
+from zbpp.runtime.activation_offload import offload_of, offload_plan_of
 from zbpp.runtime.memory import live_bytes
 from zbpp.runtime.mesh import local_of
 from zbpp.runtime.weight_offload import OffloadedWeights
@@ -70,19 +71,24 @@ def trained(rank, timetable, offload, num_steps=3, stages=None):
     """Losses, gradients, what a further step held, host memory (before it, after it), bytes that left."""
     stages = stages or stages_for(rank, timetable)
     losses, x = [], batch()
-    with Pipeline(stages, timetable, F.mse_loss, offload=offload) as pipeline:
+    with Pipeline(stages, timetable, F.mse_loss, extras=[*filter(None, [offload])]) as pipeline:
         for _ in range(num_steps):
             losses += [each.item() for each in pipeline.step(x, target=x)]
         before = host_memory(pipeline)
         level = live_bytes(lambda: pipeline.step(x, target=x), CPU)
         gradients = [each.grad for each in pipeline.parameters()]
-        left = sum(pipeline.offloaded_bytes().values())
+        left = bytes_that_left(pipeline)
         return losses, gradients, level, (before, host_memory(pipeline)), left
+
+
+def bytes_that_left(pipeline):
+    offload = offload_of(pipeline)
+    return 0 if offload is None else sum(offload.nbytes.values())
 
 
 def host_memory(pipeline):
     """The addresses of the host memory that is free."""
-    offload = pipeline._engine._activations
+    offload = offload_of(pipeline)
     free = {} if offload is None else offload._copier._free
     return sorted(each.data_ptr() for some in free.values() for each in some)
 
@@ -156,9 +162,9 @@ def half_frozen(rank, timetable, first):
 def two_steps(timetable, offload, stages):
     """Losses, gradients, and the bytes that left of each stage."""
     x = batch()
-    with Pipeline(stages, timetable, F.mse_loss, offload=offload) as pipeline:
+    with Pipeline(stages, timetable, F.mse_loss, extras=[*filter(None, [offload])]) as pipeline:
         losses = [each.item() for _ in range(2) for each in pipeline.step(x, target=x)]
-        left = sum(pipeline.offloaded_bytes().values())
+        left = bytes_that_left(pipeline)
         return losses, [each.grad for each in pipeline.parameters()], left
 
 
@@ -185,9 +191,9 @@ def on_one_rank(offload=None, make=None):
 def test_device_bytes_fall_by_the_planned_amount():
     """Planned in bytes: those of a microbatch that leave, times how many fewer are held at the peak."""
     timetable = plan("gpipe", 1, M)
-    with Pipeline(stages_for(0, timetable), timetable, F.mse_loss, offload=EVERYTHING) as pipeline:
+    with Pipeline(stages_for(0, timetable), timetable, F.mse_loss, extras=[EVERYTHING]) as pipeline:
         pipeline.step(batch(), target=batch())
-        nbytes = pipeline.offloaded_bytes()[0]
+        nbytes = offload_of(pipeline).nbytes[0]
     without = simulate(timetable, COSTS)
     left = simulate(timetable, COSTS, choose_offload(without, COSTS))
     planned = (without.peak_memory[0] - left.peak_memory[0]) * nbytes
@@ -242,8 +248,8 @@ def test_offload_composes_with_what_else_packs_or_recomputes(make):
 def test_a_copy_that_fails_is_raised_where_it_is_waited_for():
     """Here a tensor is copied to host memory that is too small for it."""
     timetable, expected = plan("gpipe", 1, M), on_one_rank()
-    with Pipeline(stages_for(0, timetable), timetable, F.mse_loss, offload=EVERYTHING) as pipeline:
-        copier = pipeline._engine._activations._copier
+    with Pipeline(stages_for(0, timetable), timetable, F.mse_loss, extras=[EVERYTHING]) as pipeline:
+        copier = EVERYTHING._copier
         make, copier._new_host_memory = copier._new_host_memory, lambda nbytes: make(1)
         with pytest.raises(RuntimeError, match="doesn't match the broadcast shape") as caught:
             pipeline.step(batch(), target=batch())
@@ -257,7 +263,7 @@ def test_a_copy_that_fails_is_raised_where_it_is_waited_for():
 
 def test_nothing_outlives_a_step_with_the_garbage_collector_off():
     timetable = plan("gpipe", 1, M)
-    with Pipeline(stages_for(0, timetable), timetable, F.mse_loss, offload=EVERYTHING) as pipeline:
+    with Pipeline(stages_for(0, timetable), timetable, F.mse_loss, extras=[EVERYTHING]) as pipeline:
 
         def steps(number):
             for _ in range(number):
@@ -304,11 +310,11 @@ def meshed(mesh, offload):
             parallelize_module(
                 block, mesh["tensor"], {"first": ColwiseParallel(), "second": RowwiseParallel()}
             )
-    with Pipeline(stages, timetable, F.mse_loss, mesh=mesh, offload=offload) as pipeline:
+    with Pipeline(stages, timetable, F.mse_loss, mesh=mesh, extras=[*filter(None, [offload])]) as pipeline:
         for _ in range(2):
             losses += [each.item() for each in pipeline.step(x, target=x)]
         gradients = [local_of(each.grad) for each in pipeline.parameters()]
-        return losses, gradients, pipeline.offloaded_bytes().get(0, 0)
+        return losses, gradients, bytes_that_left(pipeline)
 
 
 def test_weights_that_fsdp2_gathers_stay_and_what_is_split_over_a_mesh_is_equal_to_the_last_bit():
@@ -324,8 +330,8 @@ def test_activations_and_weights_that_leave_are_refused_together():
     timetable = plan("gpipe", 1, M)
     stages = stages_for(0, timetable)
     OffloadedWeights(stages, CPU)
-    with pytest.raises(ValueError, match="doesn't go with OffloadedWeights"):
-        Pipeline(stages, timetable, F.mse_loss, offload=EVERYTHING)
+    with pytest.raises(ValueError, match="activation_offload doesn't go with weight_offload"):
+        Pipeline(stages, timetable, F.mse_loss, extras=[EVERYTHING])
     with pytest.raises(ConfigError, match="memory.offload=auto doesn't go with memory.offload_weights=true"):
         MemoryConfig(offload="auto", offload_weights=True)
 
@@ -372,11 +378,11 @@ def test_the_config_refuses_offload_without_measured_costs():
 
 def test_copies_are_in_the_measured_timeline_beside_the_actions():
     timetable = plan("gpipe", 1, M)
-    with Pipeline(stages_for(0, timetable), timetable, F.mse_loss, offload=EVERYTHING) as pipeline:
+    with Pipeline(stages_for(0, timetable), timetable, F.mse_loss, extras=[EVERYTHING]) as pipeline:
         pipeline.step(batch(), target=batch())
         with pipeline.using(Recorder()) as recorder:
             pipeline.step(batch(), target=batch())
-        measured, chosen = recorder.timeline(), pipeline.offload_plan
+        measured, chosen = recorder.timeline(), offload_plan_of(pipeline)
     planned = simulate(timetable, COSTS, chosen)
     assert len(planned.copies) >= 2
     assert [each[:3] for each in measured.copies] == [each[:3] for each in planned.copies]

@@ -18,6 +18,7 @@ from zbpp.autograd.copies import StreamCopier, _StreamCopy
 from zbpp.autograd.offload import SavedActivations
 from zbpp.data import read_ahead
 from zbpp.data.read_ahead import ReadAhead
+from zbpp.runtime.activation_offload import offload_of
 from zbpp.runtime.groups import urgent_options
 from zbpp.runtime.measure import Recorder, StepRecord
 from zbpp.runtime.offloaded_gradients import OffloadedGradients
@@ -64,12 +65,12 @@ def offloaded_steps(timetable=ALL_LATE):
     """The device, the stage and how often the host waited in the second step."""
     with recorded() as device:
         module, x = stage(), batch()
-        with Pipeline({0: module}, timetable, F.mse_loss, offload=EVERYTHING) as pipeline:
+        with Pipeline({0: module}, timetable, F.mse_loss, extras=[EVERYTHING]) as pipeline:
             pipeline.step(x, target=x)
             before = device.num_waits
             pipeline.step(x, target=x)
             waits = device.num_waits - before
-            assert pipeline.offloaded_bytes()[0] > 0
+            assert offload_of(pipeline).nbytes[0] > 0
     return device, module, waits
 
 

@@ -13,6 +13,7 @@ from helpers.processes import run_ranks
 from zbpp import ActivationOffload, Costs, Pipeline, PostValidation, clip_grad_norm_, plan
 from zbpp.autograd import recompute
 from zbpp.models.mlp import Mlp
+from zbpp.runtime.activation_offload import offload_of
 from zbpp.runtime.norm import gradients_of, scale_gradients
 from zbpp.runtime.weight_offload import OffloadedWeights
 
@@ -20,7 +21,7 @@ SIZE, M, STEPS, SCHEDULE = 64, 4, 5, "zb_v"
 CLIP = 0.05  # the first steps' gradients are larger: every kind of update has to clip
 SWITCHES = ("recompute", "offload", "offload_weights", "release", "accumulate", "validation")
 REFUSED = {
-    ("offload", "offload_weights"): "OffloadedWeights",
+    ("offload", "offload_weights"): "weight_offload",
     ("offload_weights", "release"): "offloaded",
     ("offload_weights", "accumulate"): "offloaded",
     ("offload_weights", "validation"): "offloaded|host",
@@ -45,7 +46,7 @@ class Run:
             recompute(stage[1])
         everything = ActivationOffload(Costs(host=1e-6), least_bytes=1)
         leaving = everything if "offload" in on else None
-        self.pipeline = Pipeline(stages, timetable, model.loss, offload=leaving)
+        self.pipeline = Pipeline(stages, timetable, model.loss, extras=[*filter(None, [leaving])])
         releases = {"release", "accumulate"} & set(on)
         self.optimizer = AdamW(self.pipeline.parameters(), lr=1e-2, gradient_release=bool(releases))
         self.clips = not {"release", "accumulate"} & set(on)
@@ -79,7 +80,8 @@ def in_two_blocks(stage):
 def losses_of(on):
     run = Run(on)
     losses = torch.stack([run.step(number) for number in range(STEPS)])
-    assert any(run.pipeline.offloaded_bytes().values()) == ("offload" in on)
+    offload = offload_of(run.pipeline)
+    assert (offload is not None and any(offload.nbytes.values())) == ("offload" in on)
     return losses
 
 

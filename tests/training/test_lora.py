@@ -137,7 +137,7 @@ def by_pipeline(base, *, schedule="zb_v", is_recomputed=False, how="plain"):
         for stage in stages.values():
             compile_stage(stage, whole=False, backend="eager")
     offload = ActivationOffload(Costs(host=1e-6), least_bytes=1) if how == "activations offloaded" else None
-    with Pipeline(stages, timetable, model.loss, offload=offload) as pipeline:
+    with Pipeline(stages, timetable, model.loss, extras=[*filter(None, [offload])]) as pipeline:
         check_fine_tuned(pipeline, model)
         perturb(pipeline.named_parameters())
         first = adapters_of(pipeline)

@@ -52,8 +52,7 @@ def build_pipeline(
         seed=seed,
         timeout=parallel.timeout,
         dynamic_shapes=parallel.dynamic_shapes,
-        offload=offload,
-        extras=[CudaGraphs()] if cuda_graphs else [],
+        extras=[*([CudaGraphs()] if cuda_graphs else []), *([] if offload is None else [offload])],
     )
 
 

@@ -5,35 +5,43 @@
     Fetch saved(0,3)      stage 0: fetch(3)      start to copy back
     Await saved(0,3)      stage 0: wait(3)       wait for the copy
 
-Where the program offloads the activations of a microbatch, `StageOffload.forward` runs its F; any other F
-runs as without offload. No message depends on what a rank offloads, so each rank plans for itself.
+Where the program offloads the activations of a microbatch, `StageOffload.forward` is around its F; any other
+F runs as without offload. No message depends on what a rank offloads, so each rank plans for itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zbpp.autograd.copies import Copier, Watch, copier_for
 from zbpp.autograd.offload import LEAST_BYTES, SavedActivations
+from zbpp.runtime.call import Call, Result
+from zbpp.runtime.extra import Extra, Run, instead
 from zbpp.runtime.layout import Message
 from zbpp.runtime.stage import StageWorker
-from zbpp.schedule import Costs, Timetable, choose_offload, simulate
+from zbpp.schedule import Action, Costs, Op, Program, Timetable, Value, choose_offload, simulate
 from zbpp.schedule.costs import BYTES
-from zbpp.schedule.offload import RankOffload
+from zbpp.schedule.lower import Instruction, with_copies
+from zbpp.schedule.offload import Await, Drop, Fetch, Offload, RankOffload
+
+if TYPE_CHECKING:
+    from zbpp.runtime.pipeline import Pipeline
+    from zbpp.runtime.rank_parts import RankParts
 
 _GIB = 2**30
 
 
-@dataclass(frozen=True)
-class ActivationOffload:
-    """Which activations are in host memory (pinned, if the device is a GPU) between F and B.
+@dataclass
+class ActivationOffload(Extra):
+    """Which activations are in host memory (pinned, if the device is a GPU) between F and B: an extra.
 
     costs: the times to plan with, as `zbpp measure` finds them; `host` among them.
     gib: "auto": those that can leave and come back without making an action late. A number: at most so many
@@ -41,7 +49,14 @@ class ActivationOffload:
         bytes.
     least_bytes: storages below this size stay.
     Raises ValueError for costs without `host`, and for a number with costs that are not in bytes.
+
+    chosen: for each rank, what leaves and when.
     """
+
+    name = "activation_offload"
+    excludes = MappingProxyType(
+        {"weight_offload": "both pack saved tensors; leave one out, and recompute blocks (zbpp.checkpoint)"}
+    )
 
     costs: Costs
     gib: float | Literal["auto"] = "auto"
@@ -73,6 +88,67 @@ class ActivationOffload:
         without = simulate(timetable, self.costs)
         return choose_offload(without, self.costs, limit, late=self.gib != "auto")
 
+    def attach(self, rank: RankParts) -> None:
+        """See Extra."""
+        self.chosen, self._rank, self._is_step = self.plan(rank.timetable), rank, False
+        self._copier = copier_for(rank.device)
+        self._stages = {
+            index: StageOffload(worker, self._copier, self.least_bytes)
+            for index, worker in rank.workers.items()
+        }
+
+    @property
+    def nbytes(self) -> dict[int, int]:
+        """{stage of this rank: the most bytes that left of one of its microbatches}."""
+        return {stage: each.nbytes for stage, each in self._stages.items()}
+
+    def rewrite(self, program: Program, call: str) -> Program:
+        """Put the copies into the program of a step."""
+        self._is_step = call == "step"
+        return with_copies(program, self.chosen[self._rank.rank]) if self._is_step else program
+
+    def bind(self, at: Instruction, run: Run | None) -> Run | None:
+        """See Extra."""
+        if not self._is_step:
+            return run
+        match at:
+            case Offload(value) | Fetch(value):
+                own = self._stages[value.stage]
+                copy = own.offload if isinstance(at, Offload) else own.fetch
+                return instead(lambda: copy(value.microbatch, self._rank.extras.background(at)))
+            case Drop(value):
+                return instead(partial(self._stages[value.stage].drop, value.microbatch))
+            case Await(value):
+                return instead(partial(self._stages[value.stage].wait, value.microbatch))
+            case Action(stage, Op.F, microbatch) if run is not None and self._leaves(stage, microbatch):
+                return partial(self._stages[stage].forward, run, microbatch)
+        return run
+
+    def end(self, call: Call, result: Result) -> None:
+        """Free the host memory that the call did not use.
+
+        Raises RuntimeError if an offloaded value has had no Await.
+        """
+        left = [f"saved({stage},{each})" for stage, own in self._stages.items() for each in own.held]
+        if left:
+            raise RuntimeError(f"a call ended with offloaded values left over: {', '.join(left)}")
+        self._copier.end_step()
+
+    def fail(self, error: BaseException) -> None:
+        """See Extra."""
+        for each in self._stages.values():
+            each.abandon()
+
+    def close(self) -> None:
+        """End the copies."""
+        for each in self._stages.values():
+            each.abandon()
+        self._copier.close()
+
+    def _leaves(self, stage: int, microbatch: int) -> bool:
+        value = Value("saved", stage, microbatch)
+        return any(each.instruction == Offload(value) for each in self.chosen[self._rank.rank])
+
 
 class StageOffload:
     """Offload of the tensors that F of one stage keeps for B.
@@ -85,12 +161,12 @@ class StageOffload:
         self.held: dict[int, SavedActivations] = {}
         self.nbytes = 0
 
-    def forward(self, microbatch: int, message: Message) -> Message:
+    def forward(self, run: Run, microbatch: int, message: Message) -> Message:
         """Run F so that the tensors that it saves may leave."""
         activations = SavedActivations(self._copier, least_bytes=self._least_bytes)
         activations.keep(self._stays(microbatch))
         with activations.saving():
-            result = self._worker.forward(microbatch, message)
+            result = run(message)
         # Others hold a message, too: the pool of receive buffers, a send, the next stage on this rank. To
         # offload a message would free no memory, and the copy back would be a second copy of it.
         activations.leave_out(each for each in (*message, *result) if each is not None)
@@ -130,44 +206,12 @@ class StageOffload:
                 yield each
 
 
-class Offloader:
-    """The offload of one rank. plan: for each rank, what leaves. stages: of this rank, by number."""
+def offload_of(pipeline: Pipeline) -> ActivationOffload | None:
+    """The pipeline's offload of activations, if it has one."""
+    return next((each for each in pipeline.extras if isinstance(each, ActivationOffload)), None)
 
-    def __init__(
-        self,
-        options: ActivationOffload,
-        timetable: Timetable,
-        device: torch.device,
-        workers: Mapping[int, StageWorker],
-    ) -> None:
-        self.plan = options.plan(timetable)
-        self._copier = copier_for(device)
-        self.stages = {
-            index: StageOffload(worker, self._copier, options.least_bytes)
-            for index, worker in workers.items()
-        }
 
-    @property
-    def nbytes(self) -> dict[int, int]:
-        """{stage of this rank: the most bytes that left of one of its microbatches}."""
-        return {stage: each.nbytes for stage, each in self.stages.items()}
-
-    def end(self) -> None:
-        """End a call: free the host memory that it did not use.
-
-        Raises RuntimeError if an offloaded value has had no Await.
-        """
-        left = [f"saved({stage},{each})" for stage, own in self.stages.items() for each in own.held]
-        if left:
-            raise RuntimeError(f"a call ended with offloaded values left over: {', '.join(left)}")
-        self._copier.end_step()
-
-    def abandon(self) -> None:
-        """Let all stages drop the tensors that a failed step has left."""
-        for each in self.stages.values():
-            each.abandon()
-
-    def close(self) -> None:
-        """End the copies. No step may follow."""
-        self.abandon()
-        self._copier.close()
+def offload_plan_of(pipeline: Pipeline) -> tuple[RankOffload, ...]:
+    """What leaves in each step, for every rank: an argument of `simulate`; () without offload."""
+    offload = offload_of(pipeline)
+    return () if offload is None else offload.chosen

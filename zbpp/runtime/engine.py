@@ -39,8 +39,7 @@ from zbpp.runtime.rank_parts import RankParts
 from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.restored import Buffers, GradientsBefore, InPlaceChanges
 from zbpp.runtime.world import CommunicationError
-from zbpp.schedule import lower, to_csv
-from zbpp.schedule.offload import RankOffload
+from zbpp.schedule import to_csv
 
 _HALF_UPDATED = "since gradients are released, some of its weights and optimizer states have been updated"
 _RELOAD = "load weights and optimizer states of an earlier step on every rank"
@@ -71,7 +70,7 @@ class Engine:
         self.posts: Posts | None = None
         self._parts, self._order_of_copies = parts, order_of_copies
         self._workers, self._executors = parts.workers, parts.executors
-        self._activations, self._weights_on_host = parts.activations, parts.weights_on_host
+        self._weights_on_host = parts.weights_on_host
         self._order_of_ranks = parts.order_of_ranks
         self._timetable = parts.timetable
         self._buffers = Buffers(parts.modules)
@@ -156,11 +155,6 @@ class Engine:
         self._executors["evaluate"].forget_layouts()
         return self._run("evaluate", call, seeds, None)
 
-    @property
-    def offload_plan(self) -> tuple[RankOffload, ...]:
-        """See Pipeline."""
-        return () if self._activations is None else self._activations.plan
-
     def predict(self, call: Call, seeds: Mapping[int, int]) -> None:
         """Forward of one microbatch, whose shapes may be others than the last one's."""
         self._executors["predict"].forget_layouts()
@@ -179,10 +173,6 @@ class Engine:
             self._parts.extras.remove(extra)
             self._parts.rebind()
             extra.close()
-
-    def offloaded_bytes(self) -> dict[int, int]:
-        """See Pipeline."""
-        return {} if self._activations is None else self._activations.nbytes
 
     def leave_records_in(self, folder: Path, timeout: float | None) -> None:
         """See Pipeline. timeout: of a wait, if the process is to be ended when another rank has failed."""
@@ -242,8 +232,6 @@ class Engine:
             else:
                 cutter = self._run_with_gate(executor, seeds, settle) or cutter
             ended = [worker.end() for worker in self._workers.values()]
-            if self._activations is not None:
-                self._activations.end()
             cutter.backward()
             if release is not None:
                 release.finish()

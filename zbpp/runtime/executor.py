@@ -12,11 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from time import monotonic
-from types import MappingProxyType
 
 import torch
 
-from zbpp.runtime.activation_offload import StageOffload
 from zbpp.runtime.boxes import Links, make_inboxes, make_outboxes
 from zbpp.runtime.explain_instruction import explain
 from zbpp.runtime.extra import Extras
@@ -39,7 +37,7 @@ class Executor:
     """Runs one program over the stages and links of one rank.
 
     methods: {op: the method of StageWorker that does it}. gate: called once, before the first step with a
-    gate; returns its place. offloads: what leaves, by stage. flight: where to note when each instruction
+    gate; returns its place. flight: where to note when each instruction
     begins. extras: of the pipeline; None: none. call: which program it is, see Extra.rewrite.
     """
 
@@ -54,7 +52,6 @@ class Executor:
         *,
         dynamic_shapes: bool = False,
         gate: Callable[[], Gate] | None = None,
-        offloads: Mapping[int, StageOffload] = MappingProxyType({}),
         flight: FlightRecorder | None = None,
         extras: Extras | None = None,
         call: str = "step",
@@ -72,7 +69,6 @@ class Executor:
             num_stages,
             self._inboxes,
             self._outboxes,
-            offloads,
             extras,
         )
         self._make_gate = gate

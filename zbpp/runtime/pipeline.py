@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.error_text import error_text
-from zbpp.runtime.activation_offload import ActivationOffload
 from zbpp.runtime.arguments import device_of, model_of, rank_in, timetable_of
 from zbpp.runtime.call import Call
 from zbpp.runtime.call_order import order_of_copies
@@ -77,8 +76,6 @@ class Pipeline(PipelineEvaluation, PipelineGradientRelease, PipelineTimeline):
     reshard: when gathered weights of sharded stages are freed: "step", after a stage's last W; "microbatch",
     after each F and each B, and then they are gathered twice per microbatch; "never".
     mp_policy: the torch.distributed.fsdp.MixedPrecisionPolicy of the stages that the Pipeline shards.
-    offload: which activations are in host memory between F and B, see ActivationOffload; None: none. Results
-    are the same to the last bit.
     extras: what the pipeline does beside running its program, see extra.py; the same on all ranks.
     seed: of the random numbers drawn in forward. timeout: seconds that a wait for another rank may last.
     dynamic_shapes: whether messages between stages may differ from microbatch to microbatch (shapes, dtypes,
@@ -115,7 +112,6 @@ class Pipeline(PipelineEvaluation, PipelineGradientRelease, PipelineTimeline):
         device: torch.device | str | None = None,
         reshard: Reshard = "step",
         mp_policy: Any = None,
-        offload: ActivationOffload | None = None,
         extras: Iterable[Extra] = (),
     ) -> None:
         given = Place(mesh, group)
@@ -124,9 +120,8 @@ class Pipeline(PipelineEvaluation, PipelineGradientRelease, PipelineTimeline):
         self._given_group = group
         self.timetable = timetable = timetable_of(timetable, num_microbatches, given)
         self.rank = rank_in(given.pipeline, timetable)
-        self.seed, self.loss_scale = seed, 1.0
+        self.seed, self.loss_scale, self._extras = seed, 1.0, tuple(extras)
         self._timeout, self._dynamic_shapes, self._reshard = timeout, dynamic_shapes, reshard
-        self._offload = offload
         self.step_losses, self.evaluation_losses = NamedLosses(), NamedLosses()
         self._records: Path | None = None
         self._ends_process = False
@@ -134,7 +129,6 @@ class Pipeline(PipelineEvaluation, PipelineGradientRelease, PipelineTimeline):
         check_ranks_agree(timetable, self.place, dynamic_shapes=dynamic_shapes)
         agreed = agree_on_stages(stages, timetable, self.rank, device, self.place)
         self._take_stages(agreed, model_of(stages), loss_fn)
-        self._extras = tuple(extras)
         self._engine = self._make_engine(agreed)
         try:
             self._use_extras(agreed.ties, mp_policy)
@@ -159,17 +153,12 @@ class Pipeline(PipelineEvaluation, PipelineGradientRelease, PipelineTimeline):
         self._parameters = StageParameters(
             self.stages, agreed.names, agreed.ties, self.group, self._loss_fn if computes_loss else None
         )
-        check_offloaded(
-            self.stages.values(),
-            agreed.ties,
-            self.place,
-            offloads_activations=self._offload is not None,
-        )
+        check_offloaded(self.stages.values(), agreed.ties, self.place, self._extras)
         self.device = device_of(self.stages.values(), self.group)
 
     def _make_engine(self, agreed: Agreed) -> Engine:
         """What runs this pipeline's calls. Collective."""
-        place, offload = self.place, self._offload
+        place = self.place
         self._release_arguments = dict[str, Any]()
         key_of_all = place.broadcast(agreed.key)
         parts = RankParts(
@@ -184,7 +173,6 @@ class Pipeline(PipelineEvaluation, PipelineGradientRelease, PipelineTimeline):
             key_of_all=key_of_all,
             timeout=self._timeout,
             dynamic_shapes=self._dynamic_shapes,
-            offload=offload,
         )
         engine = Engine(parts, order_of_copies(place, key_of_all, self.rank, self.device))
         return engine
@@ -237,6 +225,11 @@ class Pipeline(PipelineEvaluation, PipelineGradientRelease, PipelineTimeline):
         self.num_steps += 1
         return losses
 
+    @property
+    def extras(self) -> tuple[Extra, ...]:
+        """The extras that the pipeline was given."""
+        return self._extras
+
     @contextmanager
     def using(self, extra: AnExtra) -> Iterator[AnExtra]:
         """Use an extra in the calls inside the block. Collective, if the extra is used on all ranks."""
@@ -279,7 +272,6 @@ class Pipeline(PipelineEvaluation, PipelineGradientRelease, PipelineTimeline):
             timeout=self._timeout,
             dynamic_shapes=self._dynamic_shapes,
             reshard=self._reshard,
-            offload=self._offload,
             extras=self._extras,
         )
         following.num_steps, following.loss_scale = self.num_steps, self.loss_scale

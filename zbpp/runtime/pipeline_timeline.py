@@ -10,7 +10,6 @@ from torch import Tensor
 
 from zbpp.runtime.engine import Engine
 from zbpp.schedule import Timetable
-from zbpp.schedule.offload import RankOffload
 
 
 class PipelineTimeline:
@@ -47,12 +46,3 @@ class PipelineTimeline:
     def receive_buffers(self) -> list[Tensor]:
         """The buffers that messages of `step` are received into: as many as are in use at once."""
         return self._engine.receive_buffers()
-
-    @property
-    def offload_plan(self) -> tuple[RankOffload, ...]:
-        """What leaves in the next step, for every rank: an argument of `simulate`; () without offload."""
-        return self._engine.offload_plan
-
-    def offloaded_bytes(self) -> dict[int, int]:
-        """Per stage of this rank, the most bytes of a microbatch that have left; {} without offload."""
-        return self._engine.offloaded_bytes()

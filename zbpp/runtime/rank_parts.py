@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 
 from zbpp.autograd import WeightGrads
-from zbpp.runtime.activation_offload import ActivationOffload, Offloader
 from zbpp.runtime.call_order import CallOrder, neighbours_of
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.extra import Extras
@@ -45,7 +44,7 @@ class RankParts:
     "evaluate" and "predict". order_of_ranks: checks that all ranks make the same calls; None where no rank is
     linked to another. flight: where this rank stands; watch: tells it to the processes that wait for this
     one, None where there are none.
-    activations, weights_on_host: what leaves the device; None where nothing does.
+    weights_on_host: None where no weights are there.
     extras: of the pipeline; after a change call `rebind`.
     """
 
@@ -63,7 +62,6 @@ class RankParts:
         key_of_all: str,
         timeout: float,
         dynamic_shapes: bool,
-        offload: ActivationOffload | None,
     ) -> None:
         self.timetable, self.rank, self.key, self.timeout = timetable, rank, key, timeout
         self.device, self.place = device, place
@@ -71,7 +69,6 @@ class RankParts:
         self.modules = [*stages.values(), *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
         self.weights_on_host = offloaded_weights(stages.values())
         self.workers = self._workers(stages, loss_fn, device)
-        self.activations = None if offload is None else Offloader(offload, timetable, device, self.workers)
         programs = self._programs()
         pairs = programs["step"].links
         self.flight = FlightRecorder(rank, dist.get_rank() if dist.is_initialized() else 0, key)
@@ -102,7 +99,6 @@ class RankParts:
             self.device,
             dynamic_shapes=self.dynamic_shapes,
             gate=lambda: lower(timetable).gate(rank),
-            offloads={} if self.activations is None else self.activations.stages,
             flight=self.flight,
             extras=self.extras,
             call=name,
@@ -131,9 +127,8 @@ class RankParts:
 
     def _programs(self) -> dict[str, Programs]:
         """The program of all ranks for each kind of call."""
-        leaving = () if self.activations is None else self.activations.plan
         return {
-            "step": lower(self.timetable, leaving),
+            "step": lower(self.timetable),
             "evaluate": lower(self.timetable.forward_only()),
             "predict": lower(self.timetable.forward_of_one()),
         }
@@ -142,8 +137,6 @@ class RankParts:
         """Drop what is left of a call in the stages and their reductions."""
         for worker in self.workers.values():
             worker.abandon()
-        if self.activations is not None:
-            self.activations.abandon()
 
     def close(self) -> None:
         """Close links, reductions and extras for good."""
@@ -154,5 +147,3 @@ class RankParts:
             executor.close()
         close_groups(self._links.values())
         self._links.clear()
-        if self.activations is not None:
-            self.activations.close()

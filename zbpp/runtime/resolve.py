@@ -23,15 +23,13 @@ from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
-from zbpp.runtime.activation_offload import StageOffload
 from zbpp.runtime.boxes import channel_of
 from zbpp.runtime.extra import Extras
 from zbpp.runtime.layout import Message
 from zbpp.runtime.p2p import Inbox, Outbox
 from zbpp.runtime.stage import StageWorker
-from zbpp.schedule import Action, Gate, Op, Program, Recv, Release, Send, Value, consumes, produces
+from zbpp.schedule import Action, Gate, Op, Program, Recv, Reduce, Release, Send, Value, consumes, produces
 from zbpp.schedule.lower import Instruction
-from zbpp.schedule.offload import Await, Drop, Fetch, Offload
 
 StageMethod = Callable[[StageWorker, int, Message], Message]  # int: the microbatch
 
@@ -64,7 +62,6 @@ class Resolver:
     """Finds the functions of one rank's instructions.
 
     workers: by stage. methods: {op: the method of StageWorker that does it}. inboxes, outboxes: by peer.
-    offloads: what leaves, by stage.
 
     slots: where each value waits: those that the instructions of `program` take.
     """
@@ -77,16 +74,13 @@ class Resolver:
         num_stages: int,
         inboxes: Mapping[int, Inbox],
         outboxes: Mapping[int, Outbox],
-        offloads: Mapping[int, StageOffload],
         extras: Extras,
     ) -> None:
         self._workers, self._methods, self._num_stages = workers, methods, num_stages
         self._inboxes, self._outboxes = inboxes, outboxes
-        self._offloads = offloads
         self._extras = extras
         taken = [value for instruction in program.instructions for value in _taken(instruction)]
         self.slots = dict(zip(taken, count(FIRST_SLOT)))
-        self._leaving = frozenset[Value]()
 
     def plain(self, program: Program) -> Resolution:
         """A pass without a gate."""
@@ -101,7 +95,6 @@ class Resolver:
     ) -> Resolution:
         """The functions of a pass: those before the program, the program, those after it."""
         instructions, place = program.instructions, 0
-        self._leaving = frozenset(each.value for each in instructions if isinstance(each, Offload))
         first: list[Callable[[], Any]] = []
         for peer, inbox in self._inboxes.items():
             first.append(inbox.begin if gate is None else partial(inbox.begin, gate.sent[peer]))
@@ -132,12 +125,6 @@ class Resolver:
                 return Resolved(send, takes=self.slots[value])
             case Release(_, peer):
                 return Resolved(_without_message(self._outboxes[peer].release))
-            case Offload(value) | Fetch(value):
-                return Resolved(_without_message(partial(self._start_copy, instruction)))
-            case Drop(value):
-                return Resolved(_without_message(partial(self._offloads[value.stage].drop, value.microbatch)))
-            case Await(value):
-                return Resolved(_without_message(partial(self._offloads[value.stage].wait, value.microbatch)))
             case _:
                 return None
 
@@ -145,18 +132,8 @@ class Resolver:
         takes = [self.slots[value] for value in _taken(action)]
         made = produces(action, self._num_stages)
         gives = [self.slots[value] for value in made if value in self.slots]
-        function: Callable[[Message], Any]
-        if any(value in self._leaving for value in made):
-            function = partial(self._offloads[action.stage].forward, action.microbatch)
-        else:
-            function = partial(self._methods[action.op], self._workers[action.stage], action.microbatch)
+        function = partial(self._methods[action.op], self._workers[action.stage], action.microbatch)
         return Resolved(function, *(takes or [EMPTY_SLOT]), *(gives or [UNREAD_SLOT]))
-
-    def _start_copy(self, instruction: Offload | Fetch) -> None:
-        """Start to copy a value."""
-        value, is_out = instruction.value, isinstance(instruction, Offload)
-        offload = self._offloads[value.stage]
-        (offload.offload if is_out else offload.fetch)(value.microbatch, self._extras.background(instruction))
 
 
 def _place_of(gate: Gate, instructions: Sequence[Instruction]) -> int:
@@ -165,7 +142,7 @@ def _place_of(gate: Gate, instructions: Sequence[Instruction]) -> int:
     if gate.position == len(actions):
         return len(instructions)
     place = actions[gate.position]
-    while place and isinstance(instructions[place - 1], Recv | Offload | Drop | Fetch | Await):
+    while place and not isinstance(instructions[place - 1], Action | Send | Reduce | Release):
         place -= 1
     return place
 

@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_leaves
 
 from zbpp.autograd import WeightGrads, auxiliary_loss, auxiliary_losses
 from zbpp.autograd.recompute import recomputed, recomputing_by
+from zbpp.runtime.extra import Extra
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.offloaded_gradients import OffloadedGradients
 from zbpp.runtime.saved_weights import nodes_of, pack_views
@@ -273,21 +274,17 @@ def offloaded_weights(stages: Iterable[nn.Module]) -> OffloadedWeights | None:
 
 
 def check_offloaded(
-    stages: Iterable[nn.Module], ties: Sequence[Tie], place: Place, *, offloads_activations: bool
+    stages: Iterable[nn.Module], ties: Sequence[Tie], place: Place, extras: Iterable[Extra]
 ) -> None:
     """Raise ValueError on all processes if offloaded weights have ties, a mesh or a replaced forward.
 
-    Raises ValueError, too, if activations are offloaded with them: both pack saved tensors by hooks, and a
-    saved tensor can have only one pair of hooks. Collective.
+    Raises ValueError, too, if an extra of the pipeline excludes them. Collective.
     """
     weights = offloaded_weights(stages)
     if weights is None:
         refusal = ""
-    elif offloads_activations:
-        refusal = (
-            "offload=ActivationOffload(...) doesn't go with OffloadedWeights, since both pack saved tensors: "
-            "leave offload out, and let blocks recompute (zbpp.checkpoint) to hold less"
-        )
+    elif against := [each for each in extras if "weight_offload" in each.excludes]:
+        refusal = f"{against[0].name} doesn't go with weight_offload: {against[0].excludes['weight_offload']}"
     elif ties:
         refusal = "stages with offloaded weights can't have tied parameters: untie them"
     elif place.mesh is not None:

@@ -27,6 +27,7 @@ What leaves the device between two actions is another matter, and each rank's ow
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple, overload
 
@@ -92,8 +93,8 @@ class Reduced(NamedTuple):
 Instruction = Hashable
 """Action, Send, Recv, Release, Reduce, Transport; or an instruction of an extra: a value with a text."""
 # The slots around each action of a row, in the order in which they run:
-_NUM_SLOTS = 7
-_COPY, _RECV, _WAIT, _ACTION, _SEND, _REDUCE, _RELEASE = range(_NUM_SLOTS)
+_NUM_SLOTS = 5
+_RECV, _ACTION, _SEND, _REDUCE, _RELEASE = range(_NUM_SLOTS)
 
 
 class Program(NamedTuple):
@@ -114,8 +115,8 @@ class Program(NamedTuple):
 class Programs(Sequence[Program]):
     """A sequence of one program per rank. A program is made when it is indexed: a rank needs only its own."""
 
-    def __init__(self, timeline: Timeline, offload: Sequence[RankOffload] = ()) -> None:
-        self._timeline, self._offload = timeline, offload
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
         self._links = _connected(timeline.timetable)
         self._values = Values(timeline.timetable.num_stages, timeline.timetable.num_microbatches)
 
@@ -168,13 +169,6 @@ class Programs(Sequence[Program]):
         complete_at = complete_stages(row)
         instructions += map(Reduce, complete_at)
         keys += [_sort_keys(np.array([*complete_at.values()], dtype=np.int64), _REDUCE)]
-        placed = self._offload[rank] if self._offload else ()
-        instructions += [each.instruction for each in placed]
-        keys += [
-            np.array(
-                [_NUM_SLOTS * each.before + (_COPY if each.at_once else _WAIT) for each in placed], np.int64
-            )
-        ]
         order = np.argsort(np.concatenate(keys), kind="stable").tolist()
         in_flight = {peer: link.in_flight for peer, link in inbound.items()}
         return Program(rank, tuple([instructions[i] for i in order]), in_flight)
@@ -229,13 +223,29 @@ def _most_in_flight(sent: Floats, consumed: Floats) -> int:
     return int(waiting.max(initial=0))
 
 
-def lower(timetable: Timetable, offload: Sequence[RankOffload] = ()) -> Programs:
+def lower(timetable: Timetable) -> Programs:
     """Make one program per rank: the timetable's actions with the messages between them, and with Reduces.
 
     Each stage has one Reduce; in a timetable of F's alone, as an evaluation has, none.
-    offload: of each rank, what leaves the device and comes back (`choose_offload`); a rank's offload concerns
-    no other rank.
     The programs never deadlock, and every message that is sent is received; a property test holds this over
     random timetables and placements. Raises PlanError as `simulate` does.
     """
-    return Programs(simulate(timetable), offload)
+    return Programs(simulate(timetable))
+
+
+def with_copies(program: Program, placed: RankOffload) -> Program:
+    """A program with the copies of an offload: each where `Placed` says, between two actions."""
+    copies: dict[tuple[int, bool], list[Instruction]] = defaultdict(list)
+    for copy in placed:
+        copies[copy.before, copy.at_once].append(copy.instruction)
+    found, receives, position = list[Instruction](), list[Instruction](), 0
+    for each in (*program.instructions, None):
+        if isinstance(each, Recv):
+            receives.append(each)
+        elif isinstance(each, Action) or each is None:
+            found += [*copies[position, True], *receives, *copies[position, False]]
+            found += [] if each is None else [each]
+            receives, position = [], position + 1
+        else:
+            found.append(each)
+    return program._replace(instructions=tuple(found))

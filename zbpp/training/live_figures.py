@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from zbpp.runtime.activation_offload import offload_plan_of
 from zbpp.runtime.world import World
 from zbpp.training.callbacks import Callback
 from zbpp.training.measured_steps import measured_steps
@@ -52,5 +53,5 @@ class LiveFigures(Callback):
         newest = max(trainer.timelines, default=None)
         if known and newest is not None and newest != self._last:
             self._last = newest
-            found = measured_steps(trainer.timelines, trainer.pipeline.offload_plan)
+            found = measured_steps(trainer.timelines, offload_plan_of(trainer.pipeline))
             known[-1] |= found.figures | {"peak_memory_bytes": max(found.measured.peak_memory)}

@@ -1,7 +1,7 @@
 """The figures of the steps that were measured action by action, computed in one place.
 
-The progress line, the summary, `zbpp compare` and timeline.png show these figures, so their bubble rates agree.
-They name the steps: the early steps of a run are slower than the later ones.
+The progress line, the summary, `zbpp compare` and timeline.png show these figures, so their bubble rates
+agree. They name the steps: the early steps of a run are slower than the later ones.
 """
 
 from __future__ import annotations

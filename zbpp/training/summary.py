@@ -9,6 +9,7 @@ import torch
 
 from zbpp.planning.advise import advise
 from zbpp.runtime import Pipeline
+from zbpp.runtime.activation_offload import offload_plan_of
 from zbpp.runtime.mesh import REPLICATE, SHARD, TENSOR, local_of
 from zbpp.runtime.world import World, gather
 from zbpp.training.cost_of_run import sentence_of_cost, sentences_of_advice, sentences_of_time
@@ -56,7 +57,7 @@ def summarise(
     cost = sentence_of_cost(len(history), seconds, figures[unit], unit)
     if not trainer.timelines:
         return Summary(figures, None, [cost])
-    found = measured_steps(trainer.timelines, pipeline.offload_plan)
+    found = measured_steps(trainer.timelines, offload_plan_of(pipeline))
     advice = advise(
         pipeline.timetable, found.costs, schedule=title.schedule, layers_per_stage=layers_per_stage
     )

@@ -139,7 +139,8 @@ def _pipeline(settings: Settings, offload: ActivationOffload | None) -> _Step:
     stage = nn.Sequential(*[_Block(size) for _ in range(4)]).to(settings.torch_device, settings.dtype)
     x = torch.randn(_NUM_MICROBATCHES * num_rows, size, generator=torch.Generator().manual_seed(1))
     x = x.to(settings.torch_device, settings.dtype)
-    with Pipeline({0: stage}, plan("gpipe", 1, _NUM_MICROBATCHES), F.mse_loss, offload=offload) as pipeline:
+    extras = [] if offload is None else [offload]
+    with Pipeline({0: stage}, plan("gpipe", 1, _NUM_MICROBATCHES), F.mse_loss, extras=extras) as pipeline:
         for _ in range(3):
             losses = pipeline.step(x, target=x)
         seconds = _seconds(lambda: pipeline.step(x, target=x), settings)

@@ -65,7 +65,6 @@ class CudaGraphs(Extra):
         """See Extra. Raises ValueError for a pipeline that doesn't go with graphs."""
         for is_given, reason in (
             (rank.dynamic_shapes, "dynamic_shapes, since graphs have fixed shapes: leave dynamic_shapes out"),
-            (rank.activations is not None or rank.weights_on_host is not None, "offload: leave offload out"),
             (SHARD in rank.place.groups, "shards, whose weights FSDP2's hooks gather: write replicate="),
             (TENSOR in rank.place.groups, "tensor parallel stages (not tried on GPUs yet): write tensor=1"),
         ):
